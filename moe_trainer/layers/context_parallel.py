@@ -113,7 +113,8 @@ class ContextParallelAttention(CoreAttention):
         """
         if visible is not None and visible.mask is not None:
             raise ValueError("an explicit attention mask cannot be cut over context-parallel ranks; give document ids")
-        q, k, v = all_to_all_seq_to_heads(self.heads, q_SBND, k_SBGD, v_SBGE)
+        lengths = () if visible is None else visible.lengths
+        q, k, v = all_to_all_seq_to_heads(self.heads, q_SBND, k_SBGD, v_SBGE, lengths=lengths)
         if sink_N is not None:
             sink_N = sink_N.chunk(self.heads.size)[self.heads.rank]
         if self.positions.size == 1:
@@ -122,11 +123,13 @@ class ContextParallelAttention(CoreAttention):
             out = self.attend(
                 q, k, v, self.scale, self.block_mask(visible, q.device), self.positions, self.sinks(q, sink_N)
             )
-        return all_to_all_heads_to_seq(self.heads, out)
+        return all_to_all_heads_to_seq(self.heads, out, lengths)
 
 
-def all_to_all_seq_to_heads(group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+def all_to_all_seq_to_heads(group: Group, *tensors: Tensor, lengths: Sequence[int] = ()) -> tuple[Tensor, ...]:
     """Exchange [S, B, N, D] for [S * size, B, N / size, D], in sequence order. Differentiable.
+
+    `lengths`: of packed sequences.
 
     Raises:
         ValueError: if heads do not divide over the ranks.
@@ -142,14 +145,15 @@ def all_to_all_seq_to_heads(group: Group, *tensors: Tensor) -> tuple[Tensor, ...
             )
     rows = tensors[0].shape[0]
     pieces = [x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).flatten(0, 1) for x in tensors]
-    return tuple(zigzag_to_sequential(x, size) for x in all_to_all(group, [rows] * size, [rows] * size, *pieces))
+    received = all_to_all(group, [rows] * size, [rows] * size, *pieces)
+    return tuple(zigzag_to_sequential(x, size, lengths) for x in received)
 
 
-def all_to_all_heads_to_seq(group: Group, x_SBH: Tensor) -> Tensor:
+def all_to_all_heads_to_seq(group: Group, x_SBH: Tensor, lengths: Sequence[int] = ()) -> Tensor:
     """Exchange [S * size, B, H / size] for [S, B, H]. Differentiable."""
     size = group.size
     if size == 1:
         return x_SBH
     rows = x_SBH.shape[0] // size
-    (x,) = all_to_all(group, [rows] * size, [rows] * size, sequential_to_zigzag(x_SBH, size))
+    (x,) = all_to_all(group, [rows] * size, [rows] * size, sequential_to_zigzag(x_SBH, size, lengths))
     return x.unflatten(0, (size, rows)).permute(1, 2, 0, 3).flatten(2)

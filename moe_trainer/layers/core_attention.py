@@ -67,13 +67,18 @@ class AttentionMask:
 
     @staticmethod
     def of(
-        attention_mask: Tensor | None, document_ids_BS: Tensor | None, device: torch.device | None = None
+        attention_mask: Tensor | None,
+        document_ids_BS: Tensor | None,
+        device: torch.device | None = None,
+        lengths: tuple[int, ...] = (),
     ) -> "AttentionMask | None":
         """Build the mask of a batch; None if only the causal rule applies.
 
         Args:
             attention_mask: True = hidden (Megatron's convention).
             document_ids_BS: of every position of the full sequence; see Documents.of.
+            device: where attention computes.
+            lengths: of packed sequences.
 
         Raises:
             ValueError: if both are given, or ids decrease.
@@ -81,8 +86,13 @@ class AttentionMask:
         if attention_mask is not None and document_ids_BS is not None:
             raise ValueError("give an attention mask or document ids, not both")
         if document_ids_BS is not None:
-            return AttentionMask(documents=Documents.of(document_ids_BS, device))
+            return AttentionMask(documents=Documents.of(document_ids_BS, device, lengths))
         return None if attention_mask is None else AttentionMask(mask=~attention_mask)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of packed sequences, () for one sequence."""
+        return () if self.documents is None else self.documents.lengths
 
     @property
     def graph_inputs(self) -> tuple[Tensor, ...]:

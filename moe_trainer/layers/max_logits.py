@@ -8,7 +8,7 @@ from arguments.model import ModelArgs
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.ops.block_attention import BlockMask, PositionRange
 from moe_trainer.ops.max_logits import max_logits_per_head
-from moe_trainer.parallel.sequence import SequenceShard
+from moe_trainer.parallel.sequence import SequenceShard, zigzag_ranges
 from moe_trainer.parallel.state import Group
 
 
@@ -33,14 +33,9 @@ class MaxLogitTracker:
         """Include the scores of a microbatch. Collective over the context-parallel ranks."""
         if not self.enabled:
             return
-        keys = self._sequence.full(k_SBGD, 0)
-        size, length = self._sequence.cp.size, keys.shape[0]
-        half = length // (2 * size)
-        mine = (
-            [PositionRange(0, length)]
-            if size == 1
-            else [PositionRange(number * half, (number + 1) * half) for number in self._sequence.chunks()]
-        )
+        cp, lengths = self._sequence.cp, () if visible is None else visible.lengths
+        keys = self._sequence.of(lengths).full(k_SBGD, 0)
+        mine = [PositionRange(*ends) for ends in zigzag_ranges(cp.rank, cp.size, keys.shape[0], lengths)]
         mask, documents = (None, None) if visible is None else (visible.mask, visible.documents)
         new_N = max_logits_per_head(
             q_SBND, keys, self._scale, BlockMask(left=self._left, documents=documents), mine, mask

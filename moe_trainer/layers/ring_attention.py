@@ -10,7 +10,7 @@ A group of one rank serves packed documents and attention sinks (--softmax-type)
 Shapes: S local positions, B sequences, N query heads, G key-value heads, D key width, E value width.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from moe_trainer.ops.block_attention import BlockBackwardInputs, BlockMask, Posi
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.p2p import Receive, Send, exchange
-from moe_trainer.parallel.sequence import sequential_to_zigzag, zigzag_chunks, zigzag_to_sequential
+from moe_trainer.parallel.sequence import sequential_to_zigzag, zigzag_ranges, zigzag_to_sequential
 from moe_trainer.parallel.state import Group
 
 
@@ -65,12 +65,12 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, block_mask, group):
         q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
-        mine = position_ranges(group.rank, group.size, q.shape[2])
+        mine = position_ranges(group.rank, group.size, q.shape[2], block_mask.lengths)
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
             _attend(
-                _blocks(mine, position_ranges(source, group.size, q.shape[2]), block_mask),
+                _blocks(mine, position_ranges(source, group.size, q.shape[2], block_mask.lengths), block_mask),
                 q,
                 k,
                 v,
@@ -85,13 +85,13 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad_SBH):
         (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
-        mine = position_ranges(group.rank, group.size, q.shape[2])
+        mine = position_ranges(group.rank, group.size, q.shape[2], block_mask.lengths)
         pair = _KeysValues.of(k_SBGD, v_SBGE)
         arriving, work = None, None
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
             sums = torch.zeros_like(flat, dtype=grad_q.dtype)
-            blocks = _blocks(mine, position_ranges(source, group.size, q.shape[2]), block_mask)
+            blocks = _blocks(mine, position_ranges(source, group.size, q.shape[2], block_mask.lengths), block_mask)
             _attend_backward(blocks, q, k, v, scale, block_mask, final, (grad_q, *pair.unpack(sums)))
             if work is not None:
                 work.wait()
@@ -114,7 +114,7 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, scale, block_mask, group):
         q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
-        k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
+        k, v = _gather(k_SBGD, group, block_mask), _gather(v_SBGE, group, block_mask)
         _attend(_blocks_of_all(group, q.shape[2], block_mask), q, k, v, scale, block_mask, out, lse)
         return _end(ctx, q_SBND, k_SBGD, v_SBGE, sink_N, out, lse, scale, block_mask, group)
 
@@ -122,15 +122,15 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx, grad_SBH):
         (q_SBND, k_SBGD, v_SBGE, sink_N, out_SBH, lse), (scale, block_mask, group) = _kept(ctx)
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
-        k, v = _gather(k_SBGD, group), _gather(v_SBGE, group)
+        k, v = _gather(k_SBGD, group, block_mask), _gather(v_SBGE, group, block_mask)
         grad_k, grad_v = torch.zeros_like(k, dtype=grad_q.dtype), torch.zeros_like(v, dtype=grad_q.dtype)
         _attend_backward(
             _blocks_of_all(group, q.shape[2], block_mask), q, k, v, scale, block_mask, final, (grad_q, grad_k, grad_v)
         )
         return (
             _like(grad_q, q_SBND),
-            _scatter(grad_k, group).to(k_SBGD.dtype),
-            _scatter(grad_v, group).to(v_SBGE.dtype),
+            _scatter(grad_k, group, block_mask).to(k_SBGD.dtype),
+            _scatter(grad_v, group, block_mask).to(v_SBGE.dtype),
             _sink_grad(sink_N, final),
             None,
             None,
@@ -193,24 +193,48 @@ def _attend_backward(
         )
 
 
-def position_ranges(rank: int, size: int, length: int) -> tuple[PositionRange, ...]:
+def position_ranges(rank: int, size: int, length: int, lengths: Sequence[int] = ()) -> tuple[PositionRange, ...]:
     """Return the positions of a rank, in its order.
 
     Args:
         length: number of local positions.
+        lengths: see zigzag_ranges.
     """
-    if size == 1:
-        return (PositionRange(0, length),)
-    half = length // 2
-    return tuple(PositionRange(number * half, (number + 1) * half) for number in zigzag_chunks(rank, size))
+    return tuple(PositionRange(*ends) for ends in zigzag_ranges(rank, size, length * size, lengths))
 
 
 def _blocks(
     mine: tuple[PositionRange, ...], theirs: tuple[PositionRange, ...], block_mask: BlockMask
 ) -> Iterator[_Block]:
     """Yield blocks in which a query sees a key."""
-    for queries, rows in _parts(mine, block_mask):
-        first_column = 0
+    if len(block_mask.lengths) > 1 and len(mine) == len(theirs) > 1:
+        yield from _blocks_by_sequence(mine, theirs, block_mask)
+    else:
+        yield from _blocks_of_runs(mine, theirs, block_mask)
+
+
+def _blocks_by_sequence(
+    mine: tuple[PositionRange, ...], theirs: tuple[PositionRange, ...], block_mask: BlockMask
+) -> Iterator[_Block]:
+    """Yield the blocks of packed sequences, of each of which both ranks have two runs."""
+    row = column = 0
+    for first in range(0, len(mine), 2):
+        of_mine, of_theirs = mine[first : first + 2], theirs[first : first + 2]
+        yield from _blocks_of_runs(of_mine, of_theirs, block_mask, row, column)
+        row += sum(run.size for run in of_mine)
+        column += sum(run.size for run in of_theirs)
+
+
+def _blocks_of_runs(
+    mine: tuple[PositionRange, ...],
+    theirs: tuple[PositionRange, ...],
+    block_mask: BlockMask,
+    row: int = 0,
+    column: int = 0,
+) -> Iterator[_Block]:
+    """Yield the blocks of runs that begin at a row of my tensors and a column of theirs."""
+    for queries, rows in _parts(mine, block_mask, row):
+        first_column = column
         for run in theirs:
             keys = block_mask.clip(queries, run)
             # keys before the queries apart from those among them: the first block needs no mask, the second is square
@@ -222,9 +246,8 @@ def _blocks(
             first_column += run.size
 
 
-def _parts(mine: tuple[PositionRange, ...], block_mask: BlockMask) -> Iterator[tuple[PositionRange, slice]]:
-    """Yield queries that are processed together, with their rows in the local tensors."""
-    row = 0
+def _parts(mine: tuple[PositionRange, ...], block_mask: BlockMask, row: int) -> Iterator[tuple[PositionRange, slice]]:
+    """Yield queries that are processed together, with their rows in the local tensors, from `row` on."""
     for run in mine:
         for queries in block_mask.split(run):
             yield queries, slice(row, row + queries.size)
@@ -233,7 +256,9 @@ def _parts(mine: tuple[PositionRange, ...], block_mask: BlockMask) -> Iterator[t
 
 def _blocks_of_all(group: Group, length: int, block_mask: BlockMask) -> Iterator[_Block]:
     return _blocks(
-        position_ranges(group.rank, group.size, length), (PositionRange(0, length * group.size),), block_mask
+        position_ranges(group.rank, group.size, length, block_mask.lengths),
+        (PositionRange(0, length * group.size),),
+        block_mask,
     )
 
 
@@ -342,12 +367,13 @@ def _send_on(flat: Tensor, group: Group) -> tuple[Tensor, object]:
     return arriving, exchange([Receive(arriving, before), Send(flat, after)], group)
 
 
-def _gather(x_SBGD: Tensor, group: Group) -> Tensor:
+def _gather(x_SBGD: Tensor, group: Group, block_mask: BlockMask) -> Tensor:
     """Gather keys or values in sequence order, heads first: [B, G, S * size, D]."""
     parts, _ = gather_rows(x_SBGD, group)
-    return zigzag_to_sequential(parts, group.size).permute(1, 2, 0, 3).contiguous()
+    return zigzag_to_sequential(parts, group.size, block_mask.lengths).permute(1, 2, 0, 3).contiguous()
 
 
-def _scatter(grad_BGSD: Tensor, group: Group) -> Tensor:
+def _scatter(grad_BGSD: Tensor, group: Group, block_mask: BlockMask) -> Tensor:
     """Reduce-scatter a gradient to the local positions: [S, B, G, D]."""
-    return reduce_scatter_rows(sequential_to_zigzag(grad_BGSD.permute(2, 0, 1, 3), group.size), group)[0]
+    rows = sequential_to_zigzag(grad_BGSD.permute(2, 0, 1, 3), group.size, block_mask.lengths)
+    return reduce_scatter_rows(rows, group)[0]

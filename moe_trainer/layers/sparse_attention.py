@@ -194,10 +194,14 @@ class SparseAttention(ContextParallelAttention):
             return super().forward(q_SBND, *keys, visible)
         with torch.set_grad_enabled(learns):
             index = self.indexer(*(self._all_rows(x) for x in (x_SBH, latent_SBC)), rope)
-        runs, block_mask = position_ranges(group.rank, size, q_SBND.shape[0]), self.block_mask(visible, q_SBND.device)
-        index_of_all = index._replace(k_KBF=SequenceShard(group).full(index.k_KBF.detach(), 0))
-        latents = gather_latents(*keys, q_SBND.shape[2], self.scale, group) if listed else None
-        attention_target = self._teacher(q_SBND, keys, latents) if learns else None
+        block_mask, sequence = self.block_mask(visible, q_SBND.device), SequenceShard(group)
+        sequence = sequence.of(block_mask.lengths)
+        runs = position_ranges(group.rank, size, q_SBND.shape[0], sequence.lengths)
+        index_of_all = index._replace(k_KBF=sequence.full(index.k_KBF.detach(), 0))
+        latents = None
+        if listed:
+            latents = gather_latents(*keys, q_SBND.shape[2], self.scale, group, sequence.lengths)
+        attention_target = self._teacher(q_SBND, keys, latents, sequence) if learns else None
         choice, indexer_loss_grads = select_topk_keys(
             index_of_all, block_mask, runs, topk, self.relu, attention_target, listed
         )
@@ -206,18 +210,22 @@ class SparseAttention(ContextParallelAttention):
         if choice is None:
             y_SBH = super().forward(q_SBND, *keys, visible)
         elif listed:
-            y_SBH = latent_attention(q_SBND, keys, latents, choice, group, self.kernels)
+            y_SBH = latent_attention(q_SBND, keys, latents, choice, group, self.kernels, sequence.lengths)
         else:
             attend = ring_attention if size == 1 else gathered_attention
             y_SBH = attend(q_SBND, *keys, self.scale, replace(block_mask, selection=choice), group)
         return (
             y_SBH
             if indexer_loss_grads is None
-            else self._attach(y_SBH, indexer_loss_grads.loss, indexer_loss_grads.grads, index, grad_scale)
+            else self._attach(y_SBH, indexer_loss_grads.loss, indexer_loss_grads.grads, index, grad_scale, sequence)
         )
 
     def _teacher(
-        self, q_SBND: Tensor, keys: tuple[Tensor, Tensor] | CompressedKV, latents: Latents | None
+        self,
+        q_SBND: Tensor,
+        keys: tuple[Tensor, Tensor] | CompressedKV,
+        latents: Latents | None,
+        sequence: SequenceShard,
     ) -> IndexerTarget:
         def sum_over_ranks(x: Tensor) -> Tensor:
             return all_reduce(x, self.tp)
@@ -225,7 +233,7 @@ class SparseAttention(ContextParallelAttention):
         q_SBND = q_SBND.detach()
         if latents is not None:
             return LatentAttentionTarget(q_SBND, latents, sum_over_ranks)
-        k_KBND = SequenceShard(self.positions).full(keys[0].detach(), 0)
+        k_KBND = sequence.full(keys[0].detach(), 0)
         return DenseAttentionTarget(q_SBND, k_KBND, self.scale, sum_over_ranks, self.selected_only)
 
     def _all_rows(self, x: Tensor) -> Tensor:
@@ -233,7 +241,13 @@ class SparseAttention(ContextParallelAttention):
         return gather_rows(x, self.tp)[0] if self.gathers_rows else x
 
     def _attach(
-        self, y_SBH: Tensor, loss: Tensor, grads: IndexerOutput, index: IndexerOutput, grad_scale: float | Tensor
+        self,
+        y_SBH: Tensor,
+        loss: Tensor,
+        grads: IndexerOutput,
+        index: IndexerOutput,
+        grad_scale: float | Tensor,
+        sequence: SequenceShard,
     ) -> Tensor:
         """Record the loss, and attach its gradient to that of y."""
         group = self.positions
@@ -244,7 +258,8 @@ class SparseAttention(ContextParallelAttention):
 
         self.activations.cached_for_recompute(note)
         if group.size > 1:  # of all queries to this rank's keys
-            grads = grads._replace(k_KBF=reduce_scatter_rows(sequential_to_zigzag(grads.k_KBF, group.size), group)[0])
+            rows = sequential_to_zigzag(grads.k_KBF, group.size, sequence.lengths)
+            grads = grads._replace(k_KBF=reduce_scatter_rows(rows, group)[0])
         # without its factors the gradient fits into bf16 as it is; those of fp16 would reach below its smallest numbers
         kept = [grad.to(x.dtype) if x.dtype == torch.bfloat16 else grad for x, grad in zip(index, grads)]
         pairs = [tensor for pair in zip(index, kept) for tensor in pair]

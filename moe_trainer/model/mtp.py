@@ -42,6 +42,11 @@ def shift_left(x_BS: Tensor, packed: PackedSequences | None = None) -> Tensor:
     return shifted
 
 
+def shard_of(sequence: SequenceShard, packed: PackedSequences | None) -> SequenceShard:
+    """Return the shard of a microbatch, which may be packed."""
+    return sequence if packed is None else sequence.of(packed.padded_lengths)
+
+
 class _ZeroGrad(torch.autograd.Function):
     """Identity with a zero gradient. Unlike with detach, every parameter gets a gradient."""
 
@@ -135,7 +140,7 @@ class MultiTokenPrediction(nn.Module):
         valid: ValidTokens | None = None,
     ) -> list[Tensor]:
         """Return the normed hidden state of every depth, from the decoder's normed output."""
-        local, states = self.sequence.local, []
+        local, states = shard_of(self.sequence, packed).local, []
         hidden = _ZeroGrad.apply(x_SBH) if self.detached else x_SBH
         for depth in range(self.num_depths):
             tokens_BS, position_ids_BS = shift_left(tokens_BS, packed), shift_left(position_ids_BS, packed)
@@ -177,7 +182,7 @@ class MTPLosses(nn.Module):
         packed: PackedSequences | None = None,
     ) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
-        local = self.sequence.local
+        local = shard_of(self.sequence, packed).local
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
         original_count = local(mask_BS, 1).sum()
         for depth, state in enumerate(states):

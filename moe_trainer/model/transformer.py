@@ -28,7 +28,7 @@ from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParalle
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
-from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction
+from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.packed_sequences import PackedSequences, ValidTokens
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
@@ -259,7 +259,7 @@ class Transformer(nn.Module):
             The last chunk: per-token LM loss of this cp rank, fp32 [B, S/cp], or logits_BSV. Other chunks: x_SBH for
             the next one, concatenated along S with the states of MTP depths (see ChunkLayout).
         """
-        local, with_mtp = self.sequence.local, self.training and labels_BS is not None
+        local, with_mtp = shard_of(self.sequence, packed).local, self.training and labels_BS is not None
         states: list[Tensor] = []
         if self.layout.has_embedding:
             assert self.embedding is not None
@@ -270,9 +270,10 @@ class Transformer(nn.Module):
         self.graphs.begin_pass(self.training, grad_scale)
         if document_ids_BS is not None and self.graphs.is_replayed("attn", "layer"):
             document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
+        lengths: tuple[int, ...] = ()
         if packed is not None:
-            document_ids_BS = packed.ids()
-        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device)
+            document_ids_BS, lengths = packed.ids(), packed.padded_lengths
+        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, lengths)
         valid = None if packed is None else self._valid_tokens(packed)
         rope = None
         if self.rotary is not None:
@@ -306,7 +307,7 @@ class Transformer(nn.Module):
 
     def _valid_tokens(self, packed: PackedSequences) -> ValidTokens:
         """Return which of the tokens are valid that this rank's routers read: sharded over cp, then over tp."""
-        mask_S = self.sequence.local(packed.is_valid(), 0)
+        mask_S = shard_of(self.sequence, packed).local(packed.is_valid(), 0)
         mask_T = mask_S.chunk(self.tp.size)[self.tp.rank].to(self.device, non_blocking=True)
         return ValidTokens(mask_T, sum(packed.lengths))
 

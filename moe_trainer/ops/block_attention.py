@@ -52,6 +52,7 @@ class Documents:
         begins: document starts, if equal in all B sequences; else empty.
         is_static: the host does not know the boundaries. All blocks of the causal rule are computed, with a mask, so a
             CUDA graph serves all batches.
+        lengths: of packed sequences, which context-parallel ranks shard one by one; () for documents in a sequence.
     """
 
     ids_BS: Tensor
@@ -59,14 +60,16 @@ class Documents:
     latest: Sequence[int]
     begins: Sequence[int]
     is_static: bool = False
+    lengths: tuple[int, ...] = ()
 
     @staticmethod
-    def of(ids_BS: Tensor, device: torch.device | None = None) -> "Documents":
+    def of(ids_BS: Tensor, device: torch.device | None = None, lengths: tuple[int, ...] = ()) -> "Documents":
         """Find the document boundaries.
 
         Args:
             ids_BS: in (pinned) host memory; on a device, where reading them would synchronize, the result is static.
             device: where attention computes.
+            lengths: see the attribute.
 
         Raises:
             ValueError: if ids decrease along a sequence.
@@ -85,6 +88,7 @@ class Documents:
             earliest,
             latest,
             sorted(set(earliest)) if earliest == latest else (),
+            lengths=lengths,
         )
 
 
@@ -137,6 +141,11 @@ class BlockMask:
     seed: int = 0
     selection: Selection | None = None
     fused: bool = True
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of packed sequences, () for one sequence."""
+        return () if self.documents is None else self.documents.lengths
 
     def clip(self, queries: PositionRange, keys: PositionRange) -> PositionRange | None:
         """Return the keys that some of the queries may see, or None."""

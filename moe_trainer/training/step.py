@@ -24,7 +24,7 @@ from moe_trainer.layers.qk_clip import global_max_logit, qk_clip_factors, reduce
 from moe_trainer.layers.sparse_attention import indexer_metric, reduce_indexer_loss, reset_indexer_loss
 from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.metrics.timers import Timers
-from moe_trainer.model.mtp import get_mtp_sums, mtp_metrics, reset_mtp_metrics
+from moe_trainer.model.mtp import get_mtp_sums, mtp_metrics, reset_mtp_metrics, shard_of
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
 from moe_trainer.moe.expert_loads import collect_expert_loads
@@ -328,7 +328,7 @@ def masked_loss(chunk: Transformer, loss_BS: Tensor, batch: Batch, per_token: bo
         This rank's share of the loss to differentiate (the mean over all tokens of the microbatch, or their sum with
         per-token loss), and [sum of token losses, number of tokens] of this rank, fp32.
     """
-    mask_BS = chunk.sequence.local(batch.loss_mask_BS, 1)
+    mask_BS = shard_of(chunk.sequence, batch.packed).local(batch.loss_mask_BS, 1)
     loss_sum = (loss_BS * mask_BS).sum()
     loss = loss_sum if per_token else loss_sum / batch.loss_mask_BS.sum().clamp(min=1.0)
     return loss, torch.stack([loss_sum.detach(), mask_BS.sum()])
