@@ -87,6 +87,22 @@ class Arguments:
         return max(parallel.max_seqlen_per_dp_cp_rank * parallel.context_parallel_size, longest)
 
     @property
+    def packed_tail_multiple(self) -> int:
+        """Multiple to which packed microbatches are padded, over all context-parallel ranks."""
+        parallel = self.parallel
+        alignment, capacity = parallel.pad_packed_seq_alignment, parallel.max_seqlen_per_dp_cp_rank
+        if alignment is None or capacity is None:
+            return 1
+        return (capacity if alignment == "max" else int(alignment)) * parallel.context_parallel_size
+
+    @property
+    def max_packed_tokens(self) -> int | None:
+        """Largest number of tokens of a microbatch with its padding; None without packing."""
+        if self.packed_capacity is None:
+            return None
+        return -(-self.packed_capacity // self.packed_tail_multiple) * self.packed_tail_multiple
+
+    @property
     def stored_weight_format(self) -> Literal["fp8", "mxfp8", "nvfp4"] | None:
         """Format in which the weights of quantized layers are stored (--fp8-param-gather, --fp4-param-gather).
 

@@ -66,14 +66,13 @@ class PackFormat:
         parallel, capacity = args.parallel, args.packed_capacity
         if capacity is None:
             return None
-        alignment, extend_last = parallel.pad_packed_seq_alignment, parallel.thd_tail_padding_policy == "extend_last"
-        tail = 1
-        if alignment is not None:
-            assert parallel.max_seqlen_per_dp_cp_rank is not None
-            tail = parallel.max_seqlen_per_dp_cp_rank if alignment == "max" else int(alignment)
-            tail *= parallel.context_parallel_size
-        limit = parallel.thd_max_packed_sequences
-        return PackFormat(capacity, args.sequence_padding_multiple, tail, extend_last, limit)
+        return PackFormat(
+            capacity,
+            args.sequence_padding_multiple,
+            args.packed_tail_multiple,
+            parallel.thd_tail_padding_policy == "extend_last",
+            parallel.thd_max_packed_sequences,
+        )
 
     def pack(self, lengths: Sequence[int]) -> PackedSequences:
         """Pad the sequences of a pack."""

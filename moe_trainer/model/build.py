@@ -162,6 +162,8 @@ def _dispatch_buffer_spec(
     """Return the largest dispatch of a rank: its tokens of one microbatch, sharded over tp and cp."""
     sequences = max(args.training.micro_batch_size or 1, args.training.eval_micro_batch_size or 1)
     tokens = -(-(args.data.seq_length or 1) // ps.tp_cp.size) * sequences
+    if args.max_packed_tokens is not None:
+        tokens = -(-args.max_packed_tokens // ps.tp_cp.size)
     return DispatchBufferSpec(
         args.moe.expert_widths(args.model.hidden_size)[0],
         tokens,

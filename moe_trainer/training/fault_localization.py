@@ -74,6 +74,11 @@ def _describe_owner(ctx: TrainContext, state: TrainState, fault: Fault | None) -
     if fault is None or not 0 < fault.microbatch < AFTER_LAST:
         return text
     size = ctx.args.training.micro_batch_size
+    if ctx.packing is not None:
+        consumed = state.consumed_train_samples
+        plan = ctx.packing.plan(consumed, ctx.batch_size.global_batch_size(consumed))
+        samples = plan.packs[fault.microbatch - 1][ps.dp.rank]
+        return f"{text}, samples {', '.join(map(str, samples))} of the run"
     start = state.consumed_train_samples + ((fault.microbatch - 1) * ps.dp.size + ps.dp.rank) * size
     return f"{text}, samples {start} to {start + size - 1} of the run"
 

@@ -77,6 +77,11 @@ VARIANTS = {
         "--recompute-method uniform --recompute-num-layers 1".split(),
         2,
     ),
+    "dp2-packed-sequences-validation": (
+        "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 70 --moe-token-dispatcher-type alltoall --global-batch-size 16 "
+        "--eval-interval 3 --eval-iters 2".split(),
+        2,
+    ),
     "async": (["--async-save", "--use-persistent-ckpt-worker"], 1),
 }
 NEW_INTERPRETER = ("async",)

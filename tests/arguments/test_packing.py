@@ -1,0 +1,121 @@
+"""Flags of samples of different lengths and of packing: derived values, rejected combinations."""
+
+import json
+
+import pytest
+
+from arguments import ArgumentError, parse_args
+from arguments.mock_lengths import MockLengths, read_mock_lengths
+from tests.arguments.test_tokens import TOY
+
+VARLEN = (*TOY, "--use-varlen-dataset", "--mock-data")
+SIZES = {"mode": "distribution", "type": "lognormal", "min_seq_len": 2, "max_seq_len": 8, "mean_seq_len": 4}
+
+
+def parse(*more, world_size=1, argv=VARLEN):
+    return parse_args([*argv, *more], world_size)
+
+
+def messages(*more, **options):
+    with pytest.raises(ArgumentError) as caught:
+        parse(*more, **options)
+    return [violation.message for violation in caught.value.violations]
+
+
+def test_scheduler_and_capacity_are_derived():
+    args = parse()
+    assert args.parallel.sequence_packing_scheduler == "dp_balanced"
+    assert args.packed_capacity == args.parallel.max_seqlen_per_dp_cp_rank == args.data.seq_length
+    args = parse("--context-parallel-size", "2", world_size=2)
+    assert args.parallel.max_seqlen_per_dp_cp_rank == args.data.seq_length // 2
+    assert args.sequence_padding_multiple == 4 and args.packed_capacity == args.data.seq_length
+    assert parse(argv=TOY).packed_capacity is None and parse(argv=TOY).max_packed_tokens is None
+
+
+def test_padding_of_packs():
+    size = str(parse().data.seq_length)
+    args = parse("--max-seqlen-per-dp-cp-rank", size, "--pad-packed-seq-alignment", "max")
+    assert args.packed_tail_multiple == args.max_packed_tokens == int(size)
+    args = parse("--max-seqlen-per-dp-cp-rank", str(int(size) + 1), "--pad-packed-seq-alignment", "8")
+    assert args.packed_tail_multiple == 8 and args.max_packed_tokens % 8 == 0 and args.max_packed_tokens > int(size)
+
+
+@pytest.mark.parametrize(
+    "more, problem",
+    [
+        ("--max-seqlen-per-dp-cp-rank 3", "--max-seqlen-per-dp-cp-rank 3 on 1 context-parallel ranks holds 3 tokens"),
+        ("--pad-packed-seq-alignment many", "must be max or a positive number"),
+        (
+            "--max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment 65",
+            "must not exceed --max-seqlen-per-dp-cp-rank 64",
+        ),
+        (
+            "--max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment max --thd-max-packed-sequences 1",
+            "--thd-max-packed-sequences 1 must be at least 2",
+        ),
+        ("--dataloader-type cyclic", "--dataloader-type cyclic is not implemented with packed sequences"),
+        ("--reset-position-ids", "--reset-position-ids does not apply to --use-varlen-dataset"),
+        ("--reset-attention-mask", "--reset-attention-mask does not apply to --use-varlen-dataset"),
+        ("--dataloader-inter-document-masking", "does not apply to --use-varlen-dataset"),
+        ("--cuda-graph-impl local --cuda-graph-modules attn", "a CUDA graph repeats the shapes of its capture"),
+        ("--record-step 1 --save x --save-interval 1", "a record has samples of equal length"),
+        ("--sequence-packing-scheduler default_dynamic_cp", "dynamic context parallelism is not implemented yet"),
+        ("--bf16 --fp8-format e4m3", "--pad-packed-seq-alignment with a multiple of 32 tokens"),
+        ("--varlen-sbhd-validation", "--varlen-sbhd-validation needs data"),
+        ("--varlen-sbhd-validation --sequence-packing-scheduler dp_balanced", "leave --sequence-packing-scheduler"),
+        ("--varlen-mock-dataset-config-json {}", '"mode": "distribution", "file" or "verification"'),
+    ],
+)
+def test_rejected(more, problem):
+    assert any(problem in message for message in messages(*more.split())), messages(*more.split())
+
+
+def test_alignment_must_divide_over_ranks():
+    more = "--context-parallel-size 2 --max-seqlen-per-dp-cp-rank 63 --pad-packed-seq-alignment 3".split()
+    assert any("must be a multiple of 2" in message for message in messages(*more, world_size=2))
+
+
+def test_scheduler_needs_samples_of_different_lengths():
+    found = messages("--sequence-packing-scheduler", "dp_balanced", argv=TOY)
+    assert found == [
+        "--sequence-packing-scheduler dp_balanced needs --use-varlen-dataset: other samples are all of --seq-length."
+    ]
+
+
+def test_flags_without_use_are_noted():
+    notes = parse("--max-seqlen-per-dp-cp-rank", "64", argv=TOY).notes
+    assert any("--max-seqlen-per-dp-cp-rank 64 has no effect without --use-varlen-dataset" in note for note in notes)
+    assert any(
+        "--eod-mask-loss has no effect with --use-varlen-dataset" in note for note in parse("--eod-mask-loss").notes
+    )
+
+
+def test_mock_lengths(tmp_path):
+    assert read_mock_lengths(None, 32) == MockLengths(min_seq_len=16, max_seq_len=32, mean_seq_len=24)
+    text = json.dumps({**SIZES, "lognormal_sigma": 0.5, "format": "thd"})
+    expected = MockLengths(min_seq_len=2, max_seq_len=8, mean_seq_len=4, lognormal_sigma=0.5)
+    (tmp_path / "config.json").write_text(text)
+    assert read_mock_lengths(text, 32) == read_mock_lengths(str(tmp_path / "config.json"), 32) == expected
+
+
+@pytest.mark.parametrize(
+    "config, problem",
+    [
+        (SIZES, 'has no "lognormal_sigma"'),
+        ({"mode": "file"}, 'has no "path"'),
+        ({**SIZES, "lognormal_sigma": 0}, "lognormal_sigma must be a positive number"),
+        ({**SIZES, "lognormal_sigma": 1, "min_seq_len": 1}, "2 <= min_seq_len <= max_seq_len"),
+        ({**SIZES, "lognormal_sigma": 1, "min_seq_len": 9}, "2 <= min_seq_len <= max_seq_len"),
+        ({**SIZES, "lognormal_sigma": 1, "max_seq_len": 8.5}, "must be integers"),
+        ({**SIZES, "lognormal_sigma": 1, "type": "normal"}, 'needs "lognormal"'),
+    ],
+)
+def test_bad_mock_lengths(config, problem):
+    with pytest.raises(ValueError, match=problem):
+        read_mock_lengths(json.dumps(config), 32)
+
+
+@pytest.mark.parametrize("text, problem", [("no_such_file", "no readable file"), ("{", "not readable as JSON")])
+def test_unreadable_mock_lengths(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        read_mock_lengths(text, 32)
