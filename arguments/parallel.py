@@ -94,8 +94,9 @@ class ParallelArgs:
     max_seqlen_per_dp_cp_rank: int | None = None
     """Largest number of packed tokens of a microbatch on one context-parallel rank. Unset: enough for one sequence of
     --seq-length."""
-    sequence_packing_scheduler: Literal["dp_balanced", "default_dynamic_cp"] | None = None
-    """How sequences of different lengths are packed into microbatches. Unset: dp_balanced with --use-varlen-dataset."""
+    sequence_packing_scheduler: Literal["dp_balanced", "cost_balanced", "default_dynamic_cp"] | None = None
+    """How sequences of different lengths are packed into microbatches: dp_balanced fills them in order, cost_balanced
+    (not in Megatron-LM) balances their FLOPs. Unset: dp_balanced with --use-varlen-dataset."""
     pad_packed_seq_alignment: str | None = None
     """Pad packed microbatches to multiples of this number of tokens per context-parallel rank, or to
     --max-seqlen-per-dp-cp-rank (max)."""

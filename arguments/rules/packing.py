@@ -17,7 +17,7 @@ QUANTIZED_TOKENS = 32
 
 def is_packed(s: Settings) -> bool:
     """Return whether microbatches are packed sequences."""
-    return s.sequence_packing_scheduler == "dp_balanced"
+    return s.sequence_packing_scheduler in ("dp_balanced", "cost_balanced")
 
 
 def _padding_multiple(s: Settings, f: DerivedSizes) -> int:

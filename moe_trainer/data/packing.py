@@ -1,9 +1,12 @@
 """Which sequences of a global batch share a microbatch, on which data-parallel rank: arithmetic on lengths.
 
 A plan is a function of the lengths alone, so every rank computes the same one, without communication, and a resumed
-run continues with it. `dp_balanced` is Megatron-LM's scheduler of that name: sequences are packed in order until the
-next one does not fit. All data ranks run equally many microbatches; where the number of packs does not divide, the last
-sequences of the last packs get packs of their own.
+run continues with it. All data ranks run equally many microbatches. Schedulers:
+
+* dp_balanced, as in Megatron-LM: sequences are packed in order until the next one does not fit; where the number of
+  packs does not divide, the last sequences of the last packs get packs of their own;
+* cost_balanced: every sequence, the most expensive first, goes to the cheapest pack with space for it (longest
+  processing time first), and packs of similar cost go to the data ranks of a microbatch.
 
 Lengths are with padding (PackedSequences.padded_lengths).
 """
@@ -11,6 +14,8 @@ Lengths are with padding (PackedSequences.padded_lengths).
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,11 +48,32 @@ class PackingPlan:
 
 
 @dataclass(frozen=True)
+class PackingSummary:
+    """What the microbatches of a plan hold.
+
+    Attributes:
+        num_microbatches: of every data-parallel rank.
+        tokens: without padding.
+        cost: in FLOPs.
+        fill: tokens / capacity of all packs.
+        imbalance: cost of the most expensive rank of each microbatch / mean cost, over all microbatches. The others
+            wait for it where gradients or pipeline stages synchronize, so 1 - 1 / imbalance of the FLOPs is wasted.
+    """
+
+    num_microbatches: int
+    tokens: int
+    cost: float
+    fill: float
+    imbalance: float
+
+
+@dataclass(frozen=True)
 class PackFormat:
     """How sequences become a pack.
 
     Attributes:
         capacity: largest number of tokens, over all context-parallel ranks.
+        balances_cost: scheduler cost_balanced instead of dp_balanced.
         sequence_multiple: sequences are padded to multiples of it.
         tail_multiple: packs are padded to multiples of it.
         extend_last: the padding of a pack belongs to its last sequence; otherwise it is a sequence of its own.
@@ -55,6 +81,7 @@ class PackFormat:
     """
 
     capacity: int
+    balances_cost: bool = False
     sequence_multiple: int = 1
     tail_multiple: int = 1
     extend_last: bool = False
@@ -68,6 +95,7 @@ class PackFormat:
             return None
         return PackFormat(
             capacity,
+            parallel.sequence_packing_scheduler == "cost_balanced",
             args.sequence_padding_multiple,
             args.packed_tail_multiple,
             parallel.thd_tail_padding_policy == "extend_last",
@@ -116,6 +144,65 @@ def pack_in_order(lengths: Sequence[int], capacity: int, multiple: int, max_sequ
     return packs
 
 
+def pack_by_cost(
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    capacity: int,
+    multiple: int,
+    max_sequences: int | None = None,
+) -> Packs:
+    """Make packs of similar cost (cost_balanced): as few as hold the tokens and are a multiple of `multiple`.
+
+    Args:
+        lengths: as pack_in_order, with the other arguments.
+        costs: of the sequences, positive.
+        capacity: tokens of a pack.
+        multiple: the number of packs is a multiple of it.
+        max_sequences: of a pack; None for any number.
+
+    Returns:
+        Packs, the most expensive first.
+
+    Raises:
+        ValueError: if there are fewer sequences than packs.
+    """
+    least = max(-(-sum(lengths) // capacity), -(-len(lengths) // (max_sequences or len(lengths))))
+    for num_packs in itertools.count(-(-least // multiple) * multiple, multiple):
+        if num_packs > len(lengths):
+            raise ValueError(f"{len(lengths)} sequences do not fill {num_packs} packs")
+        packs = _assign(lengths, costs, capacity, num_packs, max_sequences)
+        if packs is not None:
+            return packs
+    raise AssertionError("every sequence fits into a pack of its own")
+
+
+def _assign(
+    lengths: Sequence[int], costs: Sequence[float], capacity: int, num_packs: int, max_sequences: int | None
+) -> Packs | None:
+    """Return packs, the most expensive first; None if a sequence has no space."""
+    packs: Packs = [[] for _ in range(num_packs)]
+    totals, shortest = [0.0] * num_packs, min(lengths)
+    space = [max(capacity, max(lengths))] * num_packs  # the longest one is alone if it exceeds the capacity
+    open_packs = [(0.0, number) for number in range(num_packs)]  # a heap
+    for position in sorted(range(len(lengths)), key=lambda position: (-costs[position], position)):
+        passed = []
+        while open_packs:
+            total, number = heapq.heappop(open_packs)
+            if space[number] >= lengths[position]:
+                break
+            passed.append((total, number))
+        else:
+            return None
+        packs[number].append(position)
+        space[number] -= lengths[position]
+        totals[number] += costs[position]
+        if space[number] >= shortest and len(packs[number]) != max_sequences:
+            passed.append((totals[number], number))
+        for entry in passed:
+            heapq.heappush(open_packs, entry)
+    return [sorted(packs[number]) for number in sorted(range(num_packs), key=lambda number: (-totals[number], number))]
+
+
 def sample_order(first: int, num_samples: int, micro_batch_size: int, dp_size: int) -> list[int]:
     """Return the samples of a global batch in the order in which Megatron-LM's scheduler sees them.
 
@@ -135,6 +222,7 @@ class PackingPlanner:
 
     Args:
         get_length: of a sample, in tokens without padding.
+        get_cost: of a sequence by its length, in FLOPs.
         fmt: of packs.
         micro_batch_size: samples that a data rank would read at once without packing; part of the order.
         dp_size: number of data-parallel ranks.
@@ -142,9 +230,16 @@ class PackingPlanner:
     """
 
     def __init__(
-        self, get_length: Callable[[int], int], fmt: PackFormat, micro_batch_size: int, dp_size: int, group_size: int
+        self,
+        get_length: Callable[[int], int],
+        get_cost: Callable[[int], float],
+        fmt: PackFormat,
+        micro_batch_size: int,
+        dp_size: int,
+        group_size: int = 1,
     ):
         self._get_length, self.format, self._micro = get_length, fmt, micro_batch_size
+        self._get_cost = functools.lru_cache(maxsize=None)(get_cost)
         self._dp_size, self._group_size = dp_size, group_size
         # the loader plans ahead of training
         self.plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._plan)
@@ -160,10 +255,10 @@ class PackingPlanner:
         padded = PackedSequences.of(lengths, self.format.sequence_multiple).padded_lengths
         multiple = self._dp_size * self._group_size
         try:
-            packs = pack_in_order(padded, self.format.capacity, multiple, self.format.max_samples)
+            packs = self._pack(padded, multiple)
         except ValueError as error:
             raise UserError(
-                f"--sequence-packing-scheduler dp_balanced: {error}, a multiple of {self._dp_size} data-parallel ranks"
+                f"--sequence-packing-scheduler: {error}, a multiple of {self._dp_size} data-parallel ranks"
                 + (f" times groups of {self._group_size} microbatches" if self._group_size > 1 else "")
                 + "; raise --global-batch-size"
             ) from error
@@ -172,6 +267,26 @@ class PackingPlanner:
         return PackingPlan(
             tuple(tuple(of_samples[start : start + self._dp_size]) for start in steps), dict(zip(samples, lengths))
         )
+
+    def _pack(self, lengths: Sequence[int], multiple: int) -> Packs:
+        fmt = self.format
+        if fmt.balances_cost:
+            costs = [self._get_cost(length) for length in lengths]
+            return pack_by_cost(lengths, costs, fmt.capacity, multiple, fmt.max_samples)
+        return pack_in_order(lengths, fmt.capacity, multiple, fmt.max_samples)
+
+    def summarize(self, plan: PackingPlan) -> PackingSummary:
+        """Return what a plan computes, and how well its packs are filled and balanced."""
+        tokens = longest = 0
+        cost = slowest = 0.0
+        for packs in plan.packs:
+            lengths = [[plan.lengths[sample] for sample in pack] for pack in packs]
+            costs = [sum(map(self._get_cost, each)) for each in lengths]
+            tokens += sum(map(sum, lengths))
+            cost += sum(costs)
+            slowest += max(costs) * len(packs)
+            longest += self.format.capacity * len(packs)
+        return PackingSummary(plan.num_microbatches, tokens, cost, tokens / longest, slowest / cost)
 
     def count_microbatches(self, start: int, stop: int, batch_size: int) -> int:
         """Return the number of microbatches of the samples from `start` to `stop` in batches of `batch_size`."""

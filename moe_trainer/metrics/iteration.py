@@ -49,6 +49,7 @@ class IterationRecord:
         flops: model FLOPs of the global batch.
         max_memory_mb: MiB; device memory on CUDA, resident set on CPU.
         compute_times: result of straggler detection, by the names of metrics.jsonl, in milliseconds.
+        packing: fill and imbalance of packed microbatches (data/packing.py: PackingSummary).
         rejected: the iterations skipped for their results so far (resilience/rejection.py).
     """
 
@@ -69,3 +70,4 @@ class IterationRecord:
     compute_times: Mapping[str, Any] | None = None
     energy: Energy | None = None
     rejected: Sequence[Mapping[str, Any]] = ()
+    packing: Mapping[str, float] | None = None

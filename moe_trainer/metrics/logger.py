@@ -198,6 +198,8 @@ class MetricsLogger:
         if rejected := [entry for entry in record.rejected if entry["iteration"] > self._recorded]:
             values["rejected"] = rejected
         self._recorded = record.iteration
+        if record.packing is not None:
+            values["packing"] = record.packing
         if record.energy is not None:
             values.update(energy_per_gpu_j=record.energy.joules_per_iteration, power_per_gpu_w=record.energy.watts)
         if record.compute_times is not None:
@@ -263,6 +265,8 @@ class MetricsLogger:
         if record.energy is not None:
             self._scalar("iter-energy/gpu", record.energy.joules_per_iteration, record.iteration)
             self._scalar("power/gpu", record.energy.watts, record.iteration)
+        for name, value in (record.packing or {}).items():
+            self._scalar(f"packing/{name}", value, record.iteration)
         for name, value in (record.compute_times or {}).items():
             if isinstance(value, float):
                 self._scalar(f"own-time-{name}", value / 1e3, record.iteration)  # in seconds, as iteration-time

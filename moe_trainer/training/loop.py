@@ -6,7 +6,6 @@ import gc
 import logging
 import resource
 import time
-from collections import Counter
 from contextlib import nullcontext
 from signal import Signals
 from typing import NamedTuple
@@ -98,9 +97,9 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
     consumed = state.consumed_train_samples
     microbatches, samples = ctx.batch_size.num_microbatches(consumed), ctx.batch_size.global_batch_size(consumed)
-    plan = None if ctx.packing is None else ctx.packing.plan(consumed, samples)
-    if plan is not None:
-        microbatches = plan.num_microbatches
+    packing = None if ctx.packing is None else ctx.packing.summarize(ctx.packing.plan(consumed, samples))
+    if packing is not None:
+        microbatches = packing.num_microbatches
     if iteration in ctx.args.training.iterations_to_skip:
         skip_iteration(ctx, state, microbatches, samples)
         return
@@ -119,8 +118,9 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     if result.updated:
         state.scheduled_samples += samples
     seq_length = ctx.args.data.seq_length
-    lengths = {seq_length: samples} if plan is None else Counter(plan.lengths.values())
-    flops = sum(training_flops(ctx.args, count, length, ctx.padded_vocab_size) for length, count in lengths.items())
+    flops, tokens = training_flops(ctx.args, samples, seq_length, ctx.padded_vocab_size), samples * seq_length
+    if packing is not None:
+        flops, tokens = packing.cost, packing.tokens
     if ctx.args.has_frozen_weights:
         flops /= 3  # forward only; backward is twice as much
     state.total_flops += flops
@@ -141,7 +141,7 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
             global_batch_size=samples,
             skipped=not result.updated and ctx.optimizer is not None,
             elapsed_s=elapsed,
-            tokens=sum(length * count for length, count in lengths.items()),
+            tokens=tokens,
             flops=flops,
             max_memory_mb=peak_memory_mb(ctx.runtime.device),
             skipped_samples=state.skipped_train_samples,
@@ -149,6 +149,7 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
             compute_times=report.compute_times,
             energy=report.energy,
             rejected=state.history.skipped,
+            packing=None if packing is None else {"fill": packing.fill, "imbalance": packing.imbalance},
         )
         ctx.metrics.record(record)
         for line in report.lines:

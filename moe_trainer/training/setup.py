@@ -32,6 +32,7 @@ from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
+from moe_trainer.estimate.flops import training_flops
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.memory.cuda_graph import graph_generators
 from moe_trainer.memory.iteration_graph import IterationGraph
@@ -359,7 +360,8 @@ def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_siz
     if fmt is None:
         return None
     group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if len(ctx.chunks) > 1 else 1
-    return PackingPlanner(dataset.length, fmt, micro_batch_size, ctx.ps.dp.size, group_size)
+    get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
+    return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size)
 
 
 def make_batch_iterator(

@@ -114,7 +114,7 @@ def _draw_packs(args: Arguments, layout: PackLayout, dp: Group, step: int, seed:
     micro, size = args.training.micro_batch_size, args.training.global_batch_size
     fmt = batch_format(args.data, make_null_tokenizer(args))
     dataset = VaryingTokenDataset(seed, args.data.seq_length, fmt.eod)
-    planner = PackingPlanner(dataset.length, layout.format, micro, layout.num_data_ranks, layout.group_size)
+    planner = PackingPlanner(dataset.length, float, layout.format, micro, layout.num_data_ranks, layout.group_size)
     packs = [pack for packs in planner.plan(step * size, size).packs for pack in packs]
     return [
         _mask_packed_labels(make_packed_batch(dataset, pack, fmt, layout.format.pack), pack, seed)

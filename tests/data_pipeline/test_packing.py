@@ -4,9 +4,13 @@ import random
 
 import pytest
 
-from moe_trainer.data.packing import PackFormat, PackingPlanner, pack_in_order, sample_order
+from moe_trainer.data.packing import PackFormat, PackingPlanner, pack_by_cost, pack_in_order, sample_order
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import PackedSequences
+
+
+def square(length):
+    return float(length * length)
 
 
 def test_packs_are_filled_in_order():
@@ -26,9 +30,9 @@ def test_last_sequences_of_last_packs_fill_the_missing_packs():
 def test_random_plans(seed):
     rng = random.Random(seed)
     dp_size, group_size, micro = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2])
-    fmt = PackFormat(rng.choice([32, 50]), rng.choice([1, 4]), max_sequences=rng.choice([None, 3]))
+    fmt = PackFormat(rng.choice([32, 50]), seed % 2 == 1, rng.choice([1, 4]), max_sequences=rng.choice([None, 3]))
     lengths = [rng.randint(1, 32) for _ in range(200)]
-    planner = PackingPlanner(lengths.__getitem__, fmt, micro, dp_size, group_size)
+    planner = PackingPlanner(lengths.__getitem__, square, fmt, micro, dp_size, group_size)
     size = 12 * micro * dp_size
     plan = planner.plan(24, size)
     assert plan.num_microbatches % group_size == 0 and {len(packs) for packs in plan.packs} == {dp_size}
@@ -49,19 +53,45 @@ def test_random_plans(seed):
     assert [packs[plan.num_microbatches :] for packs in ranks] == later, "a resumed run continues with the same packs"
 
 
+def test_packs_of_similar_cost():
+    lengths = [8, 1, 1, 6, 2, 5, 4, 3]
+    packs = pack_by_cost(lengths, list(map(square, lengths)), 16, 2)
+    assert packs == [[0, 1, 4, 7], [2, 3, 5, 6]]
+    assert [sum(square(lengths[position]) for position in pack) for pack in packs] == [78, 78]
+    assert pack_by_cost([2, 9, 2], list(map(square, [2, 9, 2])), 16, 2) == [[1], [0, 2]], "the most expensive first"
+    assert pack_by_cost([2, 2, 2, 2], [1.0] * 4, 16, 1, max_sequences=2) == [[0, 2], [1, 3]]
+    assert pack_by_cost([4, 4, 4], [1.0] * 3, 4, 1) == [[0], [1], [2]], "one sequence fills a pack"
+    assert len(pack_by_cost([3, 3, 3, 3], [1.0] * 4, 5, 1)) == 4, "no two fit, though the tokens fill three packs"
+    with pytest.raises(ValueError, match="3 sequences do not fill 4 packs"):
+        pack_by_cost([1] * 3, [1.0] * 3, 8, 4)
+
+
+def test_cost_balanced_plans_waste_less_than_plans_in_order():
+    rng = random.Random(0)
+    lengths = [min(4096, int(rng.lognormvariate(6, 1.2)) + 2) for _ in range(512)]
+    imbalance = {}
+    for balances in (False, True):
+        planner = PackingPlanner(lengths.__getitem__, square, PackFormat(8192, balances), 1, 8)
+        summary = planner.summarize(planner.plan(0, 512))
+        imbalance[balances] = summary.imbalance
+        assert summary.tokens == sum(lengths) and summary.cost == sum(map(square, lengths))
+        assert summary.fill == pytest.approx(sum(lengths) / (summary.num_microbatches * 8 * 8192))
+    assert imbalance[False] > 1.5 and 1.0 <= imbalance[True] < 1.1, imbalance
+
+
 def test_samples_are_ordered_by_data_rank():
     assert sample_order(8, 8, 2, 2) == [8, 9, 12, 13, 10, 11, 14, 15]
 
 
 def test_order_ends_with_the_last_full_batch():
-    planner = PackingPlanner(lambda sample: 4, PackFormat(8), 1, 1, 1)
+    planner = PackingPlanner(lambda sample: 4, square, PackFormat(8), 1, 1)
     assert list(planner.order(7, 0, lambda consumed: 3, 0)) == [(0, 1), (2,), (3, 4), (5,)]
     assert list(planner.order(6, 0, lambda consumed: min(4, 6 - consumed), 0)) == [(0, 1), (2, 3), (4, 5)]
     assert planner.count_microbatches(0, 6, 4) == 3
 
 
 def test_too_few_samples_are_an_error_that_names_the_flag():
-    planner = PackingPlanner(lambda sample: 4, PackFormat(8), 1, 2, 4)
+    planner = PackingPlanner(lambda sample: 4, square, PackFormat(8), 1, 2, 4)
     with pytest.raises(UserError, match="4 sequences do not fill 8 packs.*2 data-parallel ranks.*--global-batch-size"):
         planner.plan(0, 4)
 
@@ -74,5 +104,5 @@ def test_padding_of_a_pack_is_a_sequence_or_part_of_the_last():
     assert packed.pad_tail(6) is packed
     assert packed.is_valid().tolist() == [True] * 3 + [False] + [True] * 5 + [False] * 3
     assert packed.positions().tolist() == [*range(4), *range(8)] and packed.ids().tolist() == [[0] * 4 + [1] * 8]
-    assert PackFormat(16, 4, 16, max_sequences=3).max_samples == 2
-    assert PackFormat(16, 4, 16, extend_last=True, max_sequences=3).max_samples == 3
+    assert PackFormat(16, False, 4, 16, max_sequences=3).max_samples == 2
+    assert PackFormat(16, False, 4, 16, extend_last=True, max_sequences=3).max_samples == 3

@@ -112,7 +112,7 @@ def test_packed_batch(tmp_path):
     data = data_args(use_varlen_dataset=True, data_path=[prefix], split="1,0,0")
     train = build_datasets(data, training_args(), FixedTokenizer(), (3, 0, 0)).train
     fmt = batch_format(data, FixedTokenizer())
-    batch = make_packed_batch(train, [0, 2], fmt, PackFormat(16, 4, 16).pack)
+    batch = make_packed_batch(train, [0, 2], fmt, PackFormat(16, False, 4, 16).pack)
     assert batch.packed.lengths == (3, 2, 0) and batch.packed.padded_lengths == (4, 4, 8)
     assert batch.tokens_BS.tolist() == [[5, 6, 7, 0, 9, 10, 0, 0, *[0] * 8]]
     assert batch.labels_BS.tolist() == [[6, 7, EOD, 0, 10, EOD, 0, 0, *[0] * 8]]
@@ -122,7 +122,7 @@ def test_packed_batch(tmp_path):
         UserError, match="token id 10 in .*a.bin, sequence 2, token 1 lies outside the vocabulary of 10"
     ):
         make_packed_batch(train, [0, 2], batch_format(data, FixedTokenizer(), 10), PackFormat(16).pack)
-    planner = PackingPlanner(train.length, PackFormat(6), 1, 1, 1)
+    planner = PackingPlanner(train.length, float, PackFormat(6), 1, 1)
     for workers in (0, 2):
         loader = build_packed_loader(train, planner, lambda consumed: 3, 0, 0, workers, fmt=fmt)
         assert [batch.packed.lengths for batch in loader] == [(3, 1, 2)]
