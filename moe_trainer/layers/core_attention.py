@@ -18,6 +18,7 @@ from moe_trainer.layers.init import hidden_std, make_parameter
 from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops.attention import attention, should_pad_values, sliding_window_mask
 from moe_trainer.ops.block_attention import BlockMask, Documents
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
 
@@ -60,17 +61,19 @@ class AttentionMask:
     Args:
         mask: bool [B or 1, 1, S, S], True = visible; replaces the causal rule.
         documents: of the full sequence; a query sees its own document only, without an [S, S] mask.
+        packed: the lengths of packed sequences, which are documents then.
     """
 
     mask: Tensor | None = None
     documents: Documents | None = None
+    packed: PackedSequences | None = None
 
     @staticmethod
     def of(
         attention_mask: Tensor | None,
         document_ids_BS: Tensor | None,
         device: torch.device | None = None,
-        lengths: tuple[int, ...] = (),
+        packed: PackedSequences | None = None,
     ) -> "AttentionMask | None":
         """Build the mask of a batch; None if only the causal rule applies.
 
@@ -78,21 +81,23 @@ class AttentionMask:
             attention_mask: True = hidden (Megatron's convention).
             document_ids_BS: of every position of the full sequence; see Documents.of.
             device: where attention computes.
-            lengths: of packed sequences.
+            packed: lengths of packed sequences, instead of document ids.
 
         Raises:
             ValueError: if both are given, or ids decrease.
         """
+        if packed is not None:
+            return AttentionMask(documents=Documents.of(packed.ids(), device, packed.padded_lengths), packed=packed)
         if attention_mask is not None and document_ids_BS is not None:
             raise ValueError("give an attention mask or document ids, not both")
         if document_ids_BS is not None:
-            return AttentionMask(documents=Documents.of(document_ids_BS, device, lengths))
+            return AttentionMask(documents=Documents.of(document_ids_BS, device))
         return None if attention_mask is None else AttentionMask(mask=~attention_mask)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Lengths of packed sequences, () for one sequence."""
-        return () if self.documents is None else self.documents.lengths
+        return () if self.packed is None else self.packed.padded_lengths
 
     @property
     def graph_inputs(self) -> tuple[Tensor, ...]:

@@ -202,8 +202,12 @@ class SparseAttention(ContextParallelAttention):
         if listed:
             latents = gather_latents(*keys, q_SBND.shape[2], self.scale, group, sequence.lengths)
         attention_target = self._teacher(q_SBND, keys, latents, sequence) if learns else None
+        counted_S, num_queries = None, q_SBND.shape[0] * size * q_SBND.shape[1]
+        if learns and visible is not None and visible.packed is not None:
+            num_queries = sum(visible.packed.lengths)
+            counted_S = sequence.local(visible.packed.is_valid(), 0).to(q_SBND.device, non_blocking=True)
         choice, indexer_loss_grads = select_topk_keys(
-            index_of_all, block_mask, runs, topk, self.relu, attention_target, listed
+            index_of_all, block_mask, runs, topk, self.relu, attention_target, listed, counted_S
         )
         if self.recorder is not None and choice is not None:
             self.recorder.append(choice if listed else choice.bits_BSC)
@@ -214,11 +218,9 @@ class SparseAttention(ContextParallelAttention):
         else:
             attend = ring_attention if size == 1 else gathered_attention
             y_SBH = attend(q_SBND, *keys, self.scale, replace(block_mask, selection=choice), group)
-        return (
-            y_SBH
-            if indexer_loss_grads is None
-            else self._attach(y_SBH, indexer_loss_grads.loss, indexer_loss_grads.grads, index, grad_scale, sequence)
-        )
+        if indexer_loss_grads is None:
+            return y_SBH
+        return self._attach(y_SBH, *indexer_loss_grads, index, grad_scale, sequence, num_queries)
 
     def _teacher(
         self,
@@ -248,10 +250,10 @@ class SparseAttention(ContextParallelAttention):
         index: IndexerOutput,
         grad_scale: float | Tensor,
         sequence: SequenceShard,
+        num_queries: int,
     ) -> Tensor:
         """Record the loss, and attach its gradient to that of y."""
-        group = self.positions
-        mean = 1.0 / (y_SBH.shape[0] * group.size * y_SBH.shape[1])
+        group, mean = self.positions, 1.0 / num_queries
 
         def note() -> None:
             self.indexer_loss += torch.stack([loss * (mean * self.coeff), torch.ones_like(loss)])

@@ -270,10 +270,7 @@ class Transformer(nn.Module):
         self.graphs.begin_pass(self.training, grad_scale)
         if document_ids_BS is not None and self.graphs.is_replayed("attn", "layer"):
             document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
-        lengths: tuple[int, ...] = ()
-        if packed is not None:
-            document_ids_BS, lengths = packed.ids(), packed.padded_lengths
-        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, lengths)
+        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, packed)
         valid = None if packed is None else self._valid_tokens(packed)
         rope = None
         if self.rotary is not None:

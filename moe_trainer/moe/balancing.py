@@ -206,14 +206,12 @@ def balancing_losses(
     if z_loss_coeff is not None:
         log_softmax_TE = logits_TE.log_softmax(-1)
         log_sum_T1 = logits_TE[:, :1] - log_softmax_TE[:, :1]
-        num_local: int | Tensor = num_tokens
         if valid_T is None:
             torch.mean(log_sum_T1.square(), (0, 1), out=values[3])
-        else:
-            num_local = valid_T.sum().clamp(min=1)
-            values[3] = (log_sum_T1.square() * valid_T.unsqueeze(1)).sum() / num_local
+        else:  # this rank's share of the mean over all ranks, times their number
+            values[3] = (log_sum_T1.square() * valid_T.unsqueeze(1)).sum() * (num_shards / total)
         softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
-        log_sum_T1 = log_sum_T1 * (2 * z_loss_coeff / (1 if per_token_loss else num_shards * num_local))
+        log_sum_T1 = log_sum_T1 * (2 * z_loss_coeff / (1 if per_token_loss else total))
         grad_TE = softmax_TE * log_sum_T1 if grad_TE is None else grad_TE.addcmul_(softmax_TE, log_sum_T1)
     if valid_T is not None:
         grad_TE *= valid_T.unsqueeze(1)

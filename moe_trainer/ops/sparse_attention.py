@@ -135,6 +135,7 @@ def select_topk_keys(
     relu: bool = True,
     attention_target: IndexerTarget | None = None,
     listed: bool = False,
+    counted_S: Tensor | None = None,
 ) -> tuple[Selection | Tensor | None, IndexerLoss | None]:
     """Select the keys of every query, and compute the indexer's loss if there is a target.
 
@@ -143,13 +144,16 @@ def select_topk_keys(
         topk: None selects nothing; all visible keys count.
         relu: apply relu to the scores of heads.
         listed: return the selection as a list, int32 [B, S, topk], ascending, -1 for none.
+        counted_S: queries that have a loss; None for all.
 
     Returns:
         The selection or None, the loss or None.
     """
     index = IndexerOutput(*(wide(x).transpose(0, 1) for x in index))
     length = index.k_KBF.shape[1]
-    found, indexer_loss_grads = [], None if attention_target is None else _IndexerLossSum(index, attention_target, relu)
+    found, indexer_loss_grads = [], None
+    if attention_target is not None:
+        indexer_loss_grads = _IndexerLossSum(index, attention_target, relu, counted_S)
     for queries, rows in _blocks(runs, _block_rows(index, length, attention_target)):
         keys = block_mask.clip(queries, PositionRange(0, length))
         hidden = block_mask.hidden(queries, keys, index.k_KBF.device)
@@ -205,8 +209,10 @@ def flat_key_indices(list_BSC: Tensor, length: int) -> Tensor:
 class _IndexerLossSum:
     """Accumulator of the loss and its gradients over blocks."""
 
-    def __init__(self, index: IndexerOutput, attention_target: IndexerTarget, relu: bool):
-        self._index, self._teacher, self._relu = index, attention_target, relu
+    def __init__(
+        self, index: IndexerOutput, attention_target: IndexerTarget, relu: bool, counted_S: Tensor | None = None
+    ):
+        self._index, self._teacher, self._relu, self._counted_S = index, attention_target, relu, counted_S
         self._loss = index.k_KBF.new_zeros(())
         self._grads = IndexerOutput(*(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in index))
 
@@ -229,6 +235,8 @@ class _IndexerLossSum:
         summed_attention = self._teacher.summed_attention(block, list_BSC)
         target = summed_attention / summed_attention.sum(-1, keepdim=True)  # rows sum to one
         found = torch.softmax(scores_BSK, -1)
+        if self._counted_S is not None:
+            target = target * self._counted_S[block.rows, None]
         self._loss += (target * ((target + EPSILON).log() - (found + EPSILON).log())).sum()
         slope = -target / (found + EPSILON)
         grad_BSK = found * (slope - (slope * found).sum(-1, keepdim=True))

@@ -6,7 +6,8 @@ from harness import run_ranks
 from moe.layers import Chunk, build_layer, collect_metrics, sections
 from reference import Balance, add_balance
 
-from moe_trainer.moe.balancing import logged_losses, start_iteration, update_expert_bias
+from moe_trainer.moe.balancing import balancing_losses, logged_losses, start_iteration, update_expert_bias
+from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.state import ParallelState
 
 SIGMOID_BIAS = {
@@ -184,3 +185,44 @@ def test_counts_stay_exact_in_a_half_precision_model():
     for _ in range(5):
         layer.router(torch.ones(100, 2, 16, dtype=torch.bfloat16), 1.0)
     assert layer.router.local_tokens_per_expert.max() == 1000
+
+
+ALL_LOSSES = {"load_balancing_loss": 0.1, "seq_load_balancing_loss": 0.2, "global_load_balancing_loss": 0.3}
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("per_token_loss", [False, True])
+def test_padding_does_not_count(score_function, per_token_loss):
+    """Losses and gradients are those of the other tokens alone, and padding has no gradient."""
+    logits_TE = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask_T = torch.tensor([True, True, False, True] * 3)
+
+    def losses(logits_TE, valid=None):
+        return balancing_losses(
+            logits_TE,
+            num_sequences=1,
+            topk=2,
+            score_function=score_function,
+            coefficients=ALL_LOSSES,
+            z_loss_coeff=1e-2,
+            per_token_loss=per_token_loss,
+            running=(torch.zeros(8), torch.zeros(())),
+            ps=ParallelState.single(),
+            valid=valid,
+        )
+
+    found, expected = losses(logits_TE, ValidTokens(mask_T, 9)), losses(logits_TE[mask_T])
+    torch.testing.assert_close(found.values, expected.values)
+    torch.testing.assert_close(found.grad_TE[mask_T], expected.grad_TE)
+    assert not found.grad_TE[~mask_T].any() and expected.grad_TE.any()
+    for name, whole in vars(losses(logits_TE, ValidTokens(torch.ones(12, dtype=torch.bool), 12))).items():
+        torch.testing.assert_close(whole, getattr(losses(logits_TE), name))
+
+
+def test_padding_does_not_count_in_expert_bias():
+    layer = build_layer(sections(**SIGMOID_BIAS))
+    x_SBH = tokens(0)
+    num_tokens = x_SBH.shape[0] * x_SBH.shape[1]
+    mask_T = torch.arange(num_tokens) % 3 > 0
+    _, routing_TE = layer.router(x_SBH, valid=ValidTokens(mask_T, int(mask_T.sum())))
+    assert torch.equal(layer.router.local_tokens_per_expert, routing_TE[mask_T].sum(0).float())
