@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
@@ -138,6 +138,11 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
     for dest, value in (("--seq-length", args.data.seq_length), ("--micro-batch-size", args.training.micro_batch_size)):
         if not value:
             raise PlanError(f"a plan needs {dest}")
+    if args.max_packed_tokens is not None:
+        sequences = -(-args.max_packed_tokens // args.data.seq_length)
+        args = replace(args, training=replace(args.training, micro_batch_size=sequences))
+        packed = f"packed sequences: planned as full microbatches of {sequences} x --seq-length tokens"
+        note = "; ".join(filter(None, (note, packed)))
     count = microbatches_per_iteration(args, world_size)
     memory = plan_memory(args, world_size, rows, count, hardware)
     time = plan_step(args, world_size, rows, count, memory, hardware)

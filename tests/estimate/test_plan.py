@@ -232,6 +232,18 @@ def test_plan_requires_a_known_vocabulary_size():
         make_plan(bare, 8, find_hardware("h100"))
 
 
+def test_packed_microbatches_are_planned_as_full():
+    flags = (
+        "--preset qwen3_tiny --vocab-size 1000 --tokenizer-type NullTokenizer --global-batch-size 256 "
+        "--moe-token-dispatcher-type alltoall"
+    )
+    length = plan(flags).args.data.seq_length
+    packed = plan(f"{flags} --use-varlen-dataset --max-seqlen-per-dp-cp-rank {4 * length}")
+    equal = plan(f"{flags} --micro-batch-size 4")
+    assert packed.memory == equal.memory and packed.time.step == equal.time.step
+    assert "full microbatches of 4 x --seq-length tokens" in packed.note and "full microbatches" not in equal.note
+
+
 def test_step_time_of_dsa_indexers_and_their_training():
     """Masked attention saves no time without a fused kernel; the warm-up selects no keys."""
     flags = "--preset deepseek_v3_2 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*30|t*31mL --expert-model-parallel-size 8 --seq-length {}"
