@@ -127,7 +127,7 @@ def check_max_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def check_linear_attention_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if (
-        s.experimental_attention_variant == "gated_delta_net"
+        s.experimental_attention_variant == "gdn"
         and s.pad_packed_seq_alignment is not None
         and s.thd_tail_padding_policy == "extend_last"
     ):

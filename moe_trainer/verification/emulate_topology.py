@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_trainer.model.mtp import MTPLosses, shift_left
 from moe_trainer.ops.attach_loss import attach_loss
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.training.context import TrainContext
 from moe_trainer.verification.sequence_sharding import SequenceSharding
 
@@ -62,7 +63,9 @@ def mean_by_context_rank(losses: MTPLosses, positions: list[Tensor]) -> Callable
         loss_mask_BS: Tensor | None,
         loss_BS: Callable[[Tensor, Tensor], Tensor],
         grad_scale: float | Tensor,
+        packed: PackedSequences | None = None,
     ) -> Tensor:
+        assert packed is None, "positions are those of one sequence"
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
         before = [mask_BS[:, index].sum() for index in positions]
         for depth, state in enumerate(states):

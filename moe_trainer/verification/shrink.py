@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from arguments.container import OPTIONS
-from arguments.flag_status import NOT_IMPLEMENTED, TUNED_FEATURE
+from arguments.flag_status import NOT_IMPLEMENTED
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import as_list, derive_sizes
 from arguments.rules.layout_grammar import read_layout
@@ -216,8 +216,7 @@ def _leave_out(s: Settings, violations: list[Violation]) -> list[str]:
     """Reset features that are not implemented, and return the messages of their violations."""
     for dest, feature in NOT_IMPLEMENTED.items():
         if feature.is_requested(s.values[dest], s.default(dest)):
-            for name in (dest, *(tuning for tuning, tuned in TUNED_FEATURE.items() if tuned == dest)):
-                s.forget(name)
+            s.forget(dest)
             if dest == "moe_token_dispatcher_type":
                 s.set_derived(dest, "alltoall", "instead of flex")
             if dest == "expert_tensor_parallel_size":

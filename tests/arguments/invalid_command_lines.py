@@ -16,6 +16,21 @@ UPCYCLING = "--moe-use-upcycling --save out --save-interval 5 --load dense"
 
 # (added to the base line, flags left out of it, a flag that must be named); 8 ranks
 INVALID_LINES = (
+    # samples of different lengths
+    ("--sequence-packing-scheduler dp_balanced", "", "--use-varlen-dataset"),
+    ("--use-varlen-dataset --varlen-sbhd-validation --sequence-packing-scheduler dp_balanced", "", "--varlen-sbhd-validation"),
+    ("--use-varlen-dataset --varlen-sbhd-validation", "", "--varlen-sbhd-validation"),
+    ("--use-varlen-dataset --varlen-mock-dataset-config-json no_such_file", "", "--varlen-mock-dataset-config-json"),
+    ("--use-varlen-dataset --max-seqlen-per-dp-cp-rank 512", "", "--max-seqlen-per-dp-cp-rank"),
+    ("--use-varlen-dataset --pad-packed-seq-alignment 0 --max-seqlen-per-dp-cp-rank 1024", "", "--pad-packed-seq-alignment"),
+    ("--use-varlen-dataset --pad-packed-seq-alignment max --max-seqlen-per-dp-cp-rank 1024 --thd-max-packed-sequences 1", "",
+     "--thd-max-packed-sequences"),
+    (f"{DELTA} --use-varlen-dataset --pad-packed-seq-alignment max --max-seqlen-per-dp-cp-rank 1024 --thd-tail-padding-policy extend_last", "",
+     "--thd-tail-padding-policy"),
+    ("--use-varlen-dataset --bf16 --fp8-format e4m3", "", "--pad-packed-seq-alignment"),
+    ("--use-varlen-dataset --dataloader-type cyclic", "", "--dataloader-type"),
+    ("--use-varlen-dataset --reset-attention-mask", "", "--reset-attention-mask"),
+    ("--use-varlen-dataset --record-step 2 --save x --save-interval 2", "", "--record-step"),
     # parallel sizes
     ("--tensor-model-parallel-size 3", "", "--tensor-model-parallel-size"),
     ("--pipeline-model-parallel-size 0", "", "--pipeline-model-parallel-size"),

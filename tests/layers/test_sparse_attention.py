@@ -23,6 +23,7 @@ from moe_trainer.ops.block_attention import PositionRange, Selection
 from moe_trainer.ops.hadamard import rotate
 from moe_trainer.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from moe_trainer.ops.sparse_attention import IndexerOutput, topk_mask
+from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.training.rerun import reset_iteration_stats
 
@@ -134,7 +135,13 @@ def test_indexer_loss_gradients_do_not_underflow_in_fp16(dtype):
     )
     grads = IndexerOutput(*(torch.full_like(x, 1e-9, dtype=torch.float32) for x in index))
     y_SBH = attention("--dsa-indexer-loss-coeff", "12")._attach(
-        torch.ones(6, 2, 32, requires_grad=True), torch.tensor(3.0), grads, index, 2.0**20
+        torch.ones(6, 2, 32, requires_grad=True),
+        torch.tensor(3.0),
+        grads,
+        index,
+        2.0**20,
+        SequenceShard(Group.single("cp")),
+        12,
     )
     for actual in torch.autograd.grad(y_SBH.sum(), list(index)):
         torch.testing.assert_close(

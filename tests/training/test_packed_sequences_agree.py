@@ -96,7 +96,10 @@ def test_packed_tokens_equal_those_of_sequences_alone(kind, multiple):
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=2e-6)
     assert grads.keys() == expected_grads.keys()
     for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad, rtol=2e-5, atol=2e-6 * float(grad.abs().max()), msg=name)
+        if grad is None:  # of an indexer without a loss
+            assert grads[name] is None and ".indexer." in name
+        else:
+            torch.testing.assert_close(grads[name], grad, rtol=0, atol=5e-6 * float(grad.abs().max()), msg=name)
 
 
 def train_packed(rank, n, argv, layout):
