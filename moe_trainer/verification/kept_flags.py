@@ -34,6 +34,8 @@ _REPLACED = frozenset(
     delay_wgrad_compute linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
     dsa_attention_form no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule
+    sequence_packing_scheduler max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_tail_padding_policy
+    thd_max_packed_sequences
     """.split()
 )
 _KEPT_TRAINING = frozenset(

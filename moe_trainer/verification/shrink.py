@@ -158,6 +158,8 @@ def as_is(argv: list[str], world_size: int | None = None) -> ParityCase:
     problems += [violation.message for violation in violations]
     if settings.vocab_size is None:
         problems.append("--vocab-size is missing: the batches are random tokens of --tokenizer-type NullTokenizer")
+    if settings.use_varlen_dataset:
+        problems.append(f"{settings.flag('use_varlen_dataset')}: samples of different lengths are not compared")
     if problems:
         raise ShrinkError(problems)
     # full sharding requires its checkpoint format
@@ -397,6 +399,9 @@ def _small_training(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     """Note what the small runs change, and return the flags that no small run has."""
+    if s.use_varlen_dataset:
+        reason = "samples have equal lengths (tests/training/test_packed_sequences_agree.py packs others)"
+        notes.append(f"{s.flag('use_varlen_dataset')}: left out; {reason}")
     given = [dest for dest in _LOW_PRECISION if s.given(dest)]
     half = [s.flag(dest) for dest in given if s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:

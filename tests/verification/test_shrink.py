@@ -193,6 +193,14 @@ def test_flags_without_a_case_are_listed():
     assert any(name.startswith("--cuda-graph-impl") for name in shrunk.not_compared)
 
 
+def test_packed_samples_are_listed_as_not_compared():
+    packing = "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 8192 --pad-packed-seq-alignment max".split()
+    (args,), shrunk = small(*packing, world=1)
+    assert args.packed_capacity is None and "--use-varlen-dataset" in shrunk.not_compared
+    with pytest.raises(ShrinkError, match="samples of different lengths are not compared"):
+        as_is([*MODEL, *packing, "--vocab-size", "100"], 1)
+
+
 def test_dense_model_stays_dense():
     words = MODEL[: MODEL.index("--num-experts")] + MODEL[MODEL.index("--swiglu") :]
     shrunk = shrink([*words, "--tensor-model-parallel-size", "4"], 32)
