@@ -16,6 +16,7 @@ from arguments.model import ModelArgs
 from moe_trainer.errors import UserError
 from moe_trainer.layers.init import hidden_std, make_parameter
 from moe_trainer.layers.ring_attention import ring_attention
+from moe_trainer.ops import varlen_attention
 from moe_trainer.ops.attention import attention, should_pad_values, sliding_window_mask
 from moe_trainer.ops.block_attention import BlockMask, Documents
 from moe_trainer.ops.packed_sequences import PackedSequences
@@ -62,11 +63,13 @@ class AttentionMask:
         mask: bool [B or 1, 1, S, S], True = visible; replaces the causal rule.
         documents: of the full sequence; a query sees its own document only, without an [S, S] mask.
         packed: the lengths of packed sequences, which are documents then.
+        cu_seqlens: their cumulative lengths with padding, int32 where attention computes.
     """
 
     mask: Tensor | None = None
     documents: Documents | None = None
     packed: PackedSequences | None = None
+    cu_seqlens: Tensor | None = None
 
     @staticmethod
     def of(
@@ -87,7 +90,9 @@ class AttentionMask:
             ValueError: if both are given, or ids decrease.
         """
         if packed is not None:
-            return AttentionMask(documents=Documents.of(packed.ids(), device, packed.padded_lengths), packed=packed)
+            documents = Documents.of(packed.ids(), device, packed.padded_lengths)
+            cu_seqlens = torch.tensor(packed.cu_seqlens_padded, dtype=torch.int32).to(device, non_blocking=True)
+            return AttentionMask(documents=documents, packed=packed, cu_seqlens=cu_seqlens)
         if attention_mask is not None and document_ids_BS is not None:
             raise ValueError("give an attention mask or document ids, not both")
         if document_ids_BS is not None:
@@ -195,6 +200,8 @@ class CoreAttention(nn.Module):
             UserError: if the kernel of --attention-backend cannot compute this.
         """
         if self._goes_by_blocks(visible):
+            if visible is not None and self._can_attend_by_sequence(visible, q_SBND, v_SBGE):
+                return self._attend_by_sequence(visible, q_SBND, k_SBGD, v_SBGE)
             block_mask = self.block_mask(visible, q_SBND.device)
             return ring_attention(
                 q_SBND, k_SBGD, v_SBGE, self.scale, block_mask, self._local_group, self.sinks(q_SBND, sink_N)
@@ -230,6 +237,24 @@ class CoreAttention(nn.Module):
                 "attention sinks (--softmax-type) are not built for explicit attention masks; give document ids"
             )
         return self.has_sinks or (visible is not None and visible.documents is not None)
+
+    def _can_attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, v_SBGE: Tensor) -> bool:
+        """Return whether kernels for packed sequences support this attention."""
+        plain = not self.has_sinks and not (self.training and self.dropout_p > 0.0)
+        return visible.packed is not None and plain and varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0])
+
+    def _attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+        assert visible.cu_seqlens is not None
+        out_SNE = varlen_attention.varlen_attention(
+            q_SBND[:, 0],
+            k_SBGD[:, 0],
+            v_SBGE[:, 0],
+            visible.cu_seqlens,
+            max(visible.lengths),
+            self.scale,
+            -1 if self.window is None else self.window,
+        )
+        return out_SNE.flatten(1).unsqueeze(1)
 
     def should_pad_values(self, length: int, visible: AttentionMask | None, device: torch.device) -> bool:
         """Return whether values will be padded to the width of keys, so that they may be passed padded."""

@@ -1,0 +1,71 @@
+"""Attention of packed sequences by torch's kernels for variable lengths: what they are given, and what comes out.
+
+The kernels need a GPU (tests/gpu/test_varlen_attention.py); a stand-in with torch's documented contract computes here.
+"""
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+from training.layouts import MODEL
+
+from arguments import parse_args
+from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
+from moe_trainer.ops import varlen_attention
+from moe_trainer.ops.packed_sequences import PackedSequences
+
+CPU = torch.device("cpu")
+PACKED = PackedSequences.of([3, 8, 1], 4)
+
+
+def sequence_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """The contract of varlen_attn: each sequence by itself; keys i + window[0] before and window[1] after a query."""
+    assert q.dim() == 3 and q.shape[2] == v.shape[2] and cu_q.dtype == torch.int32
+    assert max_q == max_k == int(cu_q.diff().max()) and enable_gqa == (q.shape[1] != k.shape[1])
+    left, right = window_size
+    out = torch.empty_like(q)
+    for start, stop in zip(cu_q.tolist(), cu_q[1:].tolist()):
+        own = slice(start, stop)
+        place = torch.arange(stop - start)
+        seen = place[:, None] - place + right >= 0
+        if left >= 0:
+            seen &= place[:, None] - place <= left
+        keys, values = (x[own].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("snd,knd->nsk", q[own], keys) * scale
+        out[own] = torch.einsum("nsk,knd->snd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("groups, width", [(4, 8), (2, 8), (4, 6)])
+def test_kernels_get_the_sequences(monkeypatch, window, groups, width):
+    """The result is that of the blocks that other devices compute, with its gradients."""
+    flags = [] if window is None else ["--window-size", f"{window},0"]
+    model = parse_args([*MODEL, *flags], 1).model
+    core, visible = CoreAttention(model, 1, head_dim=8, scale=0.3), AttentionMask.of(None, None, CPU, PACKED)
+    shapes = ((PACKED.num_tokens, 1, 4, 8), (PACKED.num_tokens, 1, groups, 8), (PACKED.num_tokens, 1, groups, width))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    expected = core(*inputs, visible)
+    grads = torch.autograd.grad(expected.square().sum(), inputs)
+    calls = []
+    monkeypatch.setattr(varlen_attention, "can_run", lambda q, v: calls.append(q.shape) or True)
+    monkeypatch.setattr(varlen, "varlen_attn", sequence_attention)
+    found = core(*inputs, visible)
+    assert calls == [(PACKED.num_tokens, 4, 8)]
+    torch.testing.assert_close(found, expected)
+    for grad, other in zip(torch.autograd.grad(found.square().sum(), inputs), grads):
+        torch.testing.assert_close(grad, other)
+
+
+@pytest.mark.parametrize("flags", ["--softmax-type off-by-one", "--attention-dropout 0.1"])
+def test_sinks_and_dropout_are_computed_by_blocks(monkeypatch, flags):
+    core = CoreAttention(parse_args([*MODEL, *flags.split()], 1).model, 1, head_dim=8)
+    monkeypatch.setattr(varlen_attention, "can_run", lambda q, v: True)
+    monkeypatch.setattr(varlen_attention, "varlen_attention", lambda *_: pytest.fail("the kernels have neither"))
+    x = torch.randn(PACKED.num_tokens, 1, 4, 8)
+    assert core(x, x, x, AttentionMask.of(None, None, CPU, PACKED)).shape == (PACKED.num_tokens, 1, 32)
+
+
+def test_other_tensors_are_not_for_the_kernels():
+    x = torch.randn(4, 2, 8, dtype=torch.bfloat16)
+    assert not varlen_attention.can_run(x, x), "they need a GPU"
