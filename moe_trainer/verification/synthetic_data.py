@@ -66,7 +66,7 @@ def make_null_tokenizer(args: Arguments) -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """What the packs of a global batch depend on, besides lengths.
+    """What the packs of a global batch depend on, besides lengths. Their padding is that of the run's own flags.
 
     Attributes:
         format: of packs.
@@ -112,12 +112,12 @@ def draw_batches(
 
 def _draw_packs(args: Arguments, layout: PackLayout, dp: Group, step: int, seed: int) -> list[Batch]:
     micro, size = args.training.micro_batch_size, args.training.global_batch_size
-    fmt = batch_format(args.data, make_null_tokenizer(args))
+    fmt, own = batch_format(args.data, make_null_tokenizer(args)), PackLayout.of(args, dp.size).format
     dataset = VaryingTokenDataset(seed, args.data.seq_length, fmt.eod)
     planner = PackingPlanner(dataset.length, float, layout.format, micro, layout.num_data_ranks, layout.group_size)
     packs = [pack for packs in planner.plan(step * size, size).packs for pack in packs]
     return [
-        _mask_packed_labels(make_packed_batch(dataset, pack, fmt, layout.format.pack), pack, seed)
+        _mask_packed_labels(make_packed_batch(dataset, pack, fmt, own.pack), pack, seed)
         for pack in packs[dp.rank :: dp.size]
     ]
 
