@@ -112,7 +112,8 @@ def assert_layout_agrees(argv: list[str], flags: list[str], ranks: int, num_data
     layout = PackLayout.of(parse_args(ranked, ranks), num_data_ranks, group_size)
     outcome = run_ranks(train_packed, ranks, ranked, layout)[0]
     expected = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, layout=layout)
-    assert_equal(outcome, expected, " ".join(flags))
+    # sums of outputs are those of other tokens: padding, and the microbatches of all data ranks
+    assert_equal(outcome, replace(expected, forward=[]), " ".join(flags))
 
 
 @pytest.mark.parametrize(
