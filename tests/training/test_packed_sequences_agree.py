@@ -126,7 +126,9 @@ def assert_layout_agrees(argv: list[str], flags: list[str], ranks: int, num_data
         ("gqa", "--context-parallel-size 2", 2, 1, 1),
         ("mla", "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4, 1, 1),
         ("linear attention", "--context-parallel-size 2", 2, 1, 1),
-        ("sparse", "--context-parallel-size 2", 2, 1, 1),
+        ("gqa", "--context-parallel-size 2 --cp-comm-type a2a", 2, 1, 1),
+        ("window", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
+        ("indexer loss", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
         ("gqa", "--pad-packed-seq-alignment 8 --thd-max-packed-sequences 3", 1, 1, 1),
     ],
 )
