@@ -151,15 +151,6 @@ def check_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Violation]
         )
 
 
-def check_order(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if is_packed(s) and s.dataloader_type not in (None, "single"):
-        yield s.violation(
-            "{dataloader_type} is not implemented with packed sequences: use {dataloader_type:flag} single.",
-            SCHEDULER,
-            kind="later",
-        )
-
-
 def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Check the flags of other samples, which are cut from documents one after another."""
     for dest in ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "fim_data"):
@@ -169,11 +160,16 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             )
 
 
-def check_fixed_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Check for what needs microbatches of equal size."""
+def check_not_packed(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Check for what is not implemented with microbatches of different sizes."""
     for dest, is_on, reason in (
         ("cuda_graph_impl", s.cuda_graph_impl != "none", "a CUDA graph repeats the shapes of its capture"),
         ("tp_comm_overlap", s.tp_comm_overlap, "TransformerEngine's buffers have the size of one microbatch"),
+        (
+            "dataloader_type",
+            s.dataloader_type not in (None, "single"),
+            "plans follow the order of the data; use single",
+        ),
         ("record_step", s.record_step is not None, "a record has samples of equal length"),
         (
             "moe_router_load_balancing_type",

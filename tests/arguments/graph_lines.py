@@ -14,6 +14,7 @@ FULL = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
 DROPLESS = f"{FULL} {BUDGET}"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 UNSUPPORTED = (
+    ("--use-varlen-dataset --cuda-graph-impl local --cuda-graph-modules attn", "", "--cuda-graph-impl"),
     ("--cuda-graph-impl local", "", "--moe-pad-expert-input-to-capacity"),
     ("--enable-cuda-graph", "", "--moe-pad-expert-input-to-capacity"),
     ("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", "", "--moe-pad-expert-input-to-capacity"),

@@ -28,9 +28,7 @@ INVALID_LINES = (
     (f"{DELTA} --use-varlen-dataset --pad-packed-seq-alignment max --max-seqlen-per-dp-cp-rank 1024 --thd-tail-padding-policy extend_last", "",
      "--thd-tail-padding-policy"),
     ("--use-varlen-dataset --bf16 --fp8-format e4m3", "", "--pad-packed-seq-alignment"),
-    ("--use-varlen-dataset --dataloader-type cyclic", "", "--dataloader-type"),
     ("--use-varlen-dataset --reset-attention-mask", "", "--reset-attention-mask"),
-    ("--use-varlen-dataset --record-step 2 --save x --save-interval 2", "", "--record-step"),
     # parallel sizes
     ("--tensor-model-parallel-size 3", "", "--tensor-model-parallel-size"),
     ("--pipeline-model-parallel-size 0", "", "--pipeline-model-parallel-size"),
