@@ -14,7 +14,9 @@ memory, so graphs are valid for one `generation`.
 
 With counts on the device a stash without enough pages sets `overflow`, which is read with the flags of the receive
 buffers; the iteration is repeated with counts on the host. Then the host knows what fits, the rest is copied exactly,
-nothing is lost, and the memory grows before the next iteration. Megatron-LM repeats without a stash.
+nothing is lost, and the caller makes all ranks `adopt` the largest sufficient factor: another rank may be the fullest
+one next. The memory grows before the next iteration. Megatron-LM repeats without a stash. With counts on the host
+nothing is repeated, and the memory of this rank grows.
 
 Shapes: buffers [C, ...] of which the first R tokens are used.
 """
@@ -74,14 +76,18 @@ class PagePool:
         pages_per_group = -(-self._peak_pages // max(1, self.peak_groups))
         return round_up_factor(pages_per_group * self._page_size / self.balanced_size)
 
-    def begin_iteration(self, factor_device: float, factor_host: float) -> bool:
-        """Free all pages; return whether the memory has been replaced by a larger one."""
+    def next_sizes(self, factor_device: float, factor_host: float) -> tuple[int, int]:
+        """Return the pages of the next iteration, on the device and on the host."""
         sizes = [
             math.ceil(round(factor * self.balanced_size / self._page_size, 6)) * self.peak_groups
             for factor in (factor_device, factor_host)
         ]
         num_host = max(self.num_host, sizes[1])
-        num_device = max(self.num_device, sizes[0], self._peak_pages if self.has_overflowed else 0)
+        return max(self.num_device, sizes[0], self._peak_pages if self.has_overflowed else 0), num_host
+
+    def begin_iteration(self, factor_device: float, factor_host: float) -> bool:
+        """Free all pages; return whether the memory has been replaced by a larger one."""
+        num_device, num_host = self.next_sizes(factor_device, factor_host)
         self.num_groups = self._num_unknown = self._pages_in_flight = self._num_used = self._num_pinned = 0
         self.has_overflowed = False
         if (num_device, num_host) == (self.num_device, self.num_host):
@@ -334,11 +340,22 @@ class PagedStash:
         """Whether this is the first iteration, which needs counts on the host."""
         return self._num_iterations < 2
 
+    @property
+    def will_grow(self) -> bool:
+        """Whether `begin_iteration` will replace the memory."""
+        return any(pool.next_sizes(*self._factors) != (pool.num_device, pool.num_host) for pool in self.pools)
+
     def why_host_counts(self) -> str | None:
         """Return why the host needs the numbers of tokens; None if it does not."""
         if self._device.type == "cuda" and self._factors[1] > 0 and not self.kernels.reaches_host:
             return "without the Triton kernel paged-stash it copies pages to the host (--triton-kernels)"
         return None
+
+    def adopt(self, factor_device: float) -> None:
+        """Have memory for at least this factor on the device from the next iteration on, whatever this rank needed."""
+        self._factors = max(self._factors[0], factor_device), self._factors[1]
+        for pool in self.pools:
+            pool.has_overflowed = False
 
     def begin_iteration(self) -> None:
         """Begin an iteration, in which no group of an earlier one is used: all pages are free, and the flag is unset.

@@ -145,25 +145,20 @@ def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, fl
 
 
 @contextlib.contextmanager
-def receive_scope(chunks: Iterable, enabled: bool = True) -> Iterator[bool]:
+def receive_scope(chunks: Iterable, enabled: bool = True) -> Iterator[None]:
     """Receive tokens of one iteration: leave counts on the device where layers allow it, and begin the paged stash.
 
     The caller must read `count_overflows` on exit. The first iteration of a stash has counts on the host.
-
-    Yields:
-        Whether the stash has other memory than in the iteration before, so that graphs with it are invalid.
     """
     budgets, stashes = get_receive_budgets(chunks), get_stashes(chunks)
-    generations = [stash.generation for stash in stashes]
     for stash in stashes:
         stash.begin_iteration()
-    is_replaced = generations != [stash.generation for stash in stashes]
     enabled = enabled and not any(stash.is_measuring for stash in stashes)
     for budget in budgets:
         budget.reset()
         budget.counts_on_device = enabled and budget.allows_device_counts
     try:
-        yield is_replaced
+        yield
     finally:
         for budget in budgets:
             budget.counts_on_device = False
@@ -179,6 +174,12 @@ def count_overflows(chunks: Iterable, device: torch.device) -> Tensor:
     if not flags:
         return torch.zeros(1, dtype=torch.float64, device=device)
     return torch.cat(flags).count_nonzero().double().view(1)
+
+
+def count_growing_stashes(chunks: Iterable, device: torch.device) -> Tensor:
+    """Return how many of this rank's stashes will have other memory in the next scope: fp64 [1] on the device."""
+    growing = sum(stash.will_grow for stash in get_stashes(chunks))
+    return torch.full((1,), growing, dtype=torch.float64, device=device)
 
 
 class _PadToBuffer(torch.autograd.Function):

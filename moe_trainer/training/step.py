@@ -29,6 +29,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
 from moe_trainer.moe.expert_loads import collect_expert_loads
 from moe_trainer.moe.receive_buffer import (
+    count_growing_stashes,
     count_overflows,
     get_receive_budgets,
     get_stashes,
@@ -200,16 +201,16 @@ def forward_backward_reduce(
     # the mean over dp_cp divides by cp too, although the ranks of cp share a microbatch
     grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ps.cp.size / num_microbatches)
     defer_counts = ctx.may_lose_tokens and not eager  # recorded tokens must be complete
-    with receive_scope(ctx.chunks, defer_counts) as is_stash_replaced:
-        if is_stash_replaced:
-            drop_graphs(ctx)
+    with receive_scope(ctx.chunks, defer_counts):
         sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
     sums = inject_error(ctx, state, sums, repeated)
-    (loss_sum, tokens, *mtp), (num_overflowed,), indexer = _copy_to_host(
+    (loss_sum, tokens, *mtp), (num_overflowed, num_growing), indexer = _copy_to_host(
         _reduce_sums(ctx, sums, get_mtp_sums(ctx.chunks)),
-        _num_overflowed_layers(ctx),
+        _overflowed_and_growing(ctx),
         reduce_indexer_loss(ctx.chunks, ps, args.model, ctx.runtime.device),
     )
+    if num_growing:
+        drop_graphs(ctx)
     if num_overflowed:
         return StepEvaluation(sums, math.nan, tokens, math.nan, overflowed=True)
     if ctx.per_token:
@@ -223,7 +224,10 @@ def forward_backward_reduce(
 
 
 def drop_graphs(ctx: TrainContext) -> None:
-    """Drop the CUDA graphs: their receive buffers were too small, or the paged stash has other memory."""
+    """Drop the CUDA graphs: receive buffers were too small, or the paged stash of a rank will have other memory.
+
+    All ranks do so together, because a capture of communication may itself communicate.
+    """
     if ctx.iteration_graph is not None:
         ctx.iteration_graph.drop()
     for chunk in ctx.chunks:
@@ -361,23 +365,25 @@ def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Tensor | None =
     return collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
 
 
-def _num_overflowed_layers(ctx: TrainContext) -> Tensor:
-    """Return the number of layers, over all ranks, whose buffers overflowed, fp64 [1] on the device.
+def _overflowed_and_growing(ctx: TrainContext) -> Tensor:
+    """Return how many layers overflowed and how many stashes will grow, over all ranks, fp64 [2] on the device.
 
-    Communication: one number over the world, if tokens may be lost.
+    Communication: two numbers over the world, if tokens may be lost. Otherwise graphs contain no stash.
     """
-    found = count_overflows(ctx.chunks, ctx.runtime.device)
+    device = ctx.runtime.device
+    found = torch.cat([count_overflows(ctx.chunks, device), count_growing_stashes(ctx.chunks, device)])
     return collectives.all_reduce(found, ctx.ps.world) if ctx.may_lose_tokens else found
 
 
 def agree_on_budgets(ctx: TrainContext, state: TrainState, grown: list[tuple[str, float, float]]) -> None:
-    """Adopt the largest factor of every layer after a repeated iteration, and log the sufficient ones. Collective.
+    """Adopt the largest factor of every layer and of the stash after a repeated iteration, and log them. Collective.
 
     `grown` is the result of record_budget_growth.
     """
     mine = [(after, before, name, ctx.ps.world.rank) for name, before, after in grown]
     budgets = get_receive_budgets(ctx.chunks)
-    full = [stash.sufficient_factor for stash in get_stashes(ctx.chunks) if stash.has_overflowed]
+    stashes = get_stashes(ctx.chunks)
+    full = [stash.sufficient_factor for stash in stashes if stash.has_overflowed]
     factors = {budget.name: budget.factor for budget in budgets}
     gathered = collectives.all_gather_object((mine, factors, max(full, default=0.0)), ctx.ps.world)
     largest: dict[str, float] = {}
@@ -386,9 +392,12 @@ def agree_on_budgets(ctx: TrainContext, state: TrainState, grown: list[tuple[str
             largest[name] = max(factor, largest.get(name, factor))
     for budget in budgets:
         budget.adopt(largest[budget.name])
+    stash_factor = max(factor for _, _, factor in gathered)
+    for stash in stashes if stash_factor else ():
+        stash.adopt(stash_factor)
     if ctx.ps.world.rank:
         return
-    if stash_factor := max(factor for _, _, factor in gathered):
+    if stash_factor:
         logger.warning(
             f"iteration {state.iteration + 1}: the paged stash was full; nothing of it has taken effect, and it was "
             f"repeated. --moe-paged-stash-buffer-size-factor-cuda {stash_factor:g} would have been enough"

@@ -70,16 +70,34 @@ def list_differences(eager, graphed) -> list[str]:
     return found + [name for name, tensor in eager.weights.items() if not tensor.equal(graphed.weights[name])]
 
 
-def train_ranks(rank: int, n: int, argvs: list[list[str]], steps: int, crowded: int | None = None) -> list:
+class Observer:
+    """An observer of an iteration, which has no graphs then and counts on the host."""
+
+    def attach(self) -> None:
+        pass
+
+    on_retry = before_update = attach
+
+
+def train_ranks(
+    rank: int, n: int, argvs: list[list[str]], steps: int, crowded: int | None = None, observed: int | None = None
+) -> list:
     """For on_device, on several ranks: results of trainings, and the counts of every step.
 
-    With HybridEP's stand-in. crowded: in this step the first MoE layer sends all tokens to the same experts. Counts: captures, replays, and in the
-    last step waits of the host by file.
+    With HybridEP's stand-in. crowded: in this step the first MoE layer sends all tokens to the same experts. observed: this step has an observer.
+    Counts: captures, replays, and in the last step waits of the host by file.
     """
-    return [train_counted(argv, rank, create_groups(argv, rank, n), steps, crowded) for argv in argvs]
+    return [train_counted(argv, rank, create_groups(argv, rank, n), steps, crowded, observed) for argv in argvs]
 
 
-def train_counted(argv: list[str], rank: int, ps: ParallelState, steps: int, crowded: int | None = None):
+def train_counted(
+    argv: list[str],
+    rank: int,
+    ps: ParallelState,
+    steps: int,
+    crowded: int | None = None,
+    observed: int | None = None,
+):
     import emulation
 
     use_stand_in()
@@ -90,6 +108,8 @@ def train_counted(argv: list[str], rank: int, ps: ParallelState, steps: int, cro
         counts.append(Counter())
         if state.iteration == crowded:
             run.chunks[0].moe_layers()[0].router.weight.data.zero_()
+        if state.iteration == observed:
+            rest = (*rest, Observer())
         if state.iteration == 1:
             run.optimizer.wait_params()  # as an evaluation before the capture does
         if state.iteration < steps - 1:

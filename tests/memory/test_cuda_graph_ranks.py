@@ -161,6 +161,17 @@ def test_graphs_are_captured_again_when_a_buffer_was_too_small(graphs):
         assert replays[2] == replays[4] > 0
 
 
+def test_graphs_are_captured_again_when_the_stash_has_grown():
+    """An iteration without graphs, whose counts are on the host, fills the stash of the first rank: it is not repeated."""
+    graphs = local("attn moe")
+    plain = [*line("plain", DROPLESS), *same_accumulation_flags(graphs)]
+    outcomes = on_device(train_ranks, [plain, [*plain, *STASH.split(), *graphs]], 5, 2, 2, ranks=2, devices=2)
+    assert list_differences(outcomes[0][0][0], outcomes[0][1][0]) == []
+    for _, (_, counts) in outcomes:
+        captures = [step["captures"] for step in counts]
+        assert captures[1] > 0 and captures == [0, captures[1], 0, captures[1], 0], "on all ranks"
+
+
 # DeepSeek-V3's layout on GB300 in MXFP8: pipeline with virtual stages, experts over ranks, everything overlapped
 RECIPE = (
     f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16 {OVERLAP} {DROPLESS} --moe-router-force-load-balancing "

@@ -20,7 +20,7 @@ from moe_trainer.moe import receive_buffer
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
 from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.experts import Experts
-from moe_trainer.moe.receive_buffer import ReceiveBudget, count_overflows, receive_scope
+from moe_trainer.moe.receive_buffer import ReceiveBudget, count_overflows, get_stashes, receive_scope
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
@@ -123,6 +123,7 @@ def train(
         "evaluated": set(),
         "factors": [],
         "grown": [],
+        "pages": [],
         "asked": 0,
         "reads": Counter(),
         "passes": 0,
@@ -151,6 +152,7 @@ def train(
         result = train_step(run, state, *rest)
         found["reads"], found["passes"] = reads - before, found["passes"] - passes
         found["cloned"] = sum(int(layer.num_cloned_tokens) for layer in layers if layer.cloner is not None)
+        found["pages"].append([pool.num_device for stash in get_stashes(run.chunks) for pool in stash.pools])
         found["factors"].append([layer.budget.factor for layer in layers if layer.budget is not None])
         return result
 
@@ -164,7 +166,7 @@ def train(
         return forward(self, x_RH, probs_R, counts_e, *rest, **options)
 
     def reducing(x, *rest, **options):
-        found["asked"] += sys._getframe(1).f_code.co_name == "_num_overflowed_layers"
+        found["asked"] += sys._getframe(1).f_code.co_name == "_overflowed_and_growing"
         return all_reduce(x, *rest, **options)
 
     class LineHandler(logging.Handler):
@@ -282,6 +284,14 @@ def test_iteration_with_a_full_stash_is_repeated_exactly():
     results = check_stash(2, RECOMPUTE[0], 0.5)
     assert all(result["attempts"][:3] == [False, False, True] for result in results)
     assert "iteration 2: the paged stash was full" in results[0]["log_lines"][0]
+
+
+def test_ranks_grow_their_stash_together():
+    """The rank that receives fewer tokens grows as well: it may receive more in the next iteration."""
+    results = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {STASH} 0.5")
+    assert all(result["attempts"][:3] == [False, False, True] for result in results)
+    pages, other = (result["pages"] for result in results)
+    assert pages == other and 0 < pages[1][0] < pages[2][0]
 
 
 def test_quantized_experts_give_the_bits_of_host_counts():

@@ -224,9 +224,15 @@ def test_more_layers_in_flight_have_more_pages():
     sizes = []
     for microbatches in (2, 2, 4, 2, 2):
         gradients(layers, microbatches)
-        sizes.append((stash.generation, stash.pools[0].num_device))
+        sizes.append((stash.generation, stash.pools[0].num_device, stash.will_grow))
     group = SHARE // PAGE
-    assert sizes == [(0, 0), (1, 4 * group), (1, 4 * group), (2, 8 * group), (2, 8 * group)]
+    assert sizes == [
+        (0, 0, True),
+        (1, 4 * group, False),
+        (1, 4 * group, True),
+        (2, 8 * group, False),
+        (2, 8 * group, False),
+    ]
 
 
 def test_backward_restores_only_layers_of_its_own_pass():
