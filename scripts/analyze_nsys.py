@@ -90,6 +90,8 @@ def read_report(path: Path) -> tuple[list[Range], list[Kernel], list[Range]]:
     Raises:
         ReportError: if the file is not such a report, or has no kernels or ranges.
     """
+    if path.is_dir():
+        raise ReportError("this is a directory; give the SQLite file that nsys export --type sqlite makes")
     if not path.is_file():
         raise ReportError("there is no such file")
     try:

@@ -37,7 +37,7 @@ def resolve_old_deepep_flag(s: Settings, _f: DerivedSizes) -> None:
 def resolve_old_sm_counts(s: Settings, _f: DerivedSizes) -> None:
     given = [dest for dest in OLD_SMS if getattr(s, dest) is not None]
     values = {getattr(s, dest) for dest in given}
-    if len(values) == 1 and s.moe_flex_dispatcher_num_sms is None:
+    if len(values) == 1 and all(map(positive, values)) and s.moe_flex_dispatcher_num_sms is None:
         s.set_derived("moe_flex_dispatcher_num_sms", values.pop(), f"from {s.flag(given[0])}")
 
 
@@ -67,6 +67,22 @@ def note_hierarchical_sms(s: Settings, f: DerivedSizes) -> None:
     if f.experts and _is_hierarchical(s) and s.moe_flex_dispatcher_num_sms is not None:
         s.note_no_effect(
             s.shown("moe_flex_dispatcher_num_sms"), "with the plain collectives of the hierarchical backend"
+        )
+
+
+def note_hierarchical_domain(s: Settings, f: DerivedSizes) -> None:
+    size = s.moe_hierarchical_domain_size
+    if not (f.experts and _is_hierarchical(s) and f.ep > 1 and positive(size) and f.world):
+        return
+    if size >= f.world:
+        s.note(
+            f"{s.shown('moe_hierarchical_domain_size')}: all {f.world} ranks are in one node, so the alltoall "
+            "dispatcher runs."
+        )
+    elif f.world % size:
+        s.note(
+            f"{s.shown('moe_hierarchical_domain_size')} does not divide {f.world} ranks: the groups of "
+            f"{s.shown('expert_model_parallel_size')} are split into equal parts, each inside one node."
         )
 
 

@@ -110,8 +110,6 @@ def check_one_quantized_format(s: Settings, _f: DerivedSizes) -> Iterator[Violat
 
 
 def check_quantization_numbers(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len < 1:
-        yield s.violation("{fp8_amax_history_len} must be at least 1: delayed scaling looks back.")
     if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len > MAX_AMAX_HISTORY:
         yield s.violation(
             "{fp8_amax_history_len} must be at most {most:,}: every quantized linear layer has three such histories.",

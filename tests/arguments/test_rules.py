@@ -12,6 +12,8 @@ from tests.arguments.graph_lines import UNSUPPORTED
 from tests.arguments.invalid_command_lines import DENSE, INVALID_LINES, SELECTIVE, VALID_LINES
 from tests.arguments.rule_lines import base_line, changed, findings, violated_flags
 
+FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
+
 
 def line_name(line) -> str:
     return f"{line[0]} | -{line[1]}"
@@ -33,14 +35,28 @@ def test_valid_lines_pass(line):
 
 
 def test_number_out_of_range_is_reported_once():
-    for dest, value in (
-        ("qk_clip_threshold", "-1"),
-        ("qk_clip_alpha", "2"),
-        ("qk_clip_alpha", "-1"),
-        ("qk_clip_alpha", "0"),
+    for dest, value, added in (
+        ("qk_clip_threshold", "-1", "--qk-clip"),
+        ("qk_clip_alpha", "2", "--qk-clip"),
+        ("qk_clip_alpha", "-1", "--qk-clip"),
+        ("qk_clip_alpha", "0", "--qk-clip"),
+        ("fp8_amax_history_len", "0", "--fp8-format e4m3 --fp8-recipe delayed"),
+        ("moe_deepep_num_sms", "0", f"{FLEX} deepep"),
+        ("moe_hybridep_num_sms", "-1", f"{FLEX} hybridep"),
     ):
-        _, violations = findings(changed(f"--qk-clip {OPTIONS[dest].on[0]} {value}", ""), 8)
+        _, violations = findings(changed(f"{added} {OPTIONS[dest].on[0]} {value}", ""), 8)
         assert len(violations) == 1, "; ".join(map(str, violations))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(3, "does not divide 8 ranks"), (8, "one node"), (12, "one node"), (2, None), (4, None)],
+)
+def test_nodes_that_do_not_divide_the_ranks_are_noted(size, expected):
+    added = f"{FLEX} hierarchical --expert-model-parallel-size 4 --moe-hierarchical-domain-size {size}"
+    settings, violations = resolve_command_line(changed(added, "--moe-token-dispatcher-type"), 8)
+    notes = [note for note in settings.notes if note.startswith("--moe-hierarchical-domain-size")]
+    assert not violations and len(notes) == (expected is not None) and all(expected in note for note in notes)
 
 
 def test_every_rule_has_an_invalid_command_line():

@@ -132,6 +132,7 @@ def test_unusable_reports_give_a_reason(tmp_path, capsys):
         report.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL RENAME COLUMN shortName TO longName")
     for path, reason in (
         (tmp_path / "none.sqlite", "there is no such file"),
+        (tmp_path, "this is a directory"),
         (text, "no SQLite file"),
         (empty, "it has no CUPTI_ACTIVITY_KIND_KERNEL"),
         (unmarked, "no ranges of iterations"),
