@@ -25,6 +25,7 @@ TO_HOST = (
     "--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading "
     "--min-offloaded-tensor-size 1"
 )
+CHANGING_SCALE = "--fp16 --initial-loss-scale 1024 --loss-scale-window 1"
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
 # name -> (kind of model, further flags, flags of graphs)
 CASES = {
@@ -66,7 +67,8 @@ CASES = {
         f"--moe-router-force-load-balancing {SELECTIVE} moe",
         [local("moe"), local("attn"), local(), full()],
     ),
-    "fp16": ("plain", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1", [local(ROUTED)]),
+    "fp16": ("plain", CHANGING_SCALE, [local(ROUTED)]),
+    "fp16, padded experts": ("padded capacity", CHANGING_SCALE, [full()]),
     "per-token loss": ("per-token loss", "", [local(ROUTED)]),
     "residual in fp32 behind the norm": (
         "plain",
@@ -255,7 +257,7 @@ def test_bytes_of_static_tensors_are_counted():
 
 @device_test
 def test_comparison_detects_a_frozen_aux_loss_scale():
-    argv = line("plain", "--fp16 --initial-loss-scale 1024 --loss-scale-window 1")
+    argv = line("plain", CHANGING_SCALE)
     eager = train(argv)
     CudaGraphs.scale_tensor = lambda graphs, grad_scale: grad_scale
     assert list_differences(eager, train([*argv, *local("attn moe_router")]))

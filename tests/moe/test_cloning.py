@@ -10,7 +10,8 @@ from moe.layers import HIDDEN, RankGrads, build_shard, sections, total_grads
 from moe.test_flex import LIBRARIES, flex_dispatcher
 
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.clone_plan import rank_loads
+from moe_trainer.moe.clone_plan import ClonePlan, rank_loads
+from moe_trainer.moe.cloning import _FixedExchange
 from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.grouped_gemm import GroupedGemms, grouped_weight_grad
@@ -209,6 +210,15 @@ def test_cloning_in_single_precision(skew):
 @pytest.mark.parametrize("sizes", [(12, 0, 5, 1), (0, 9, 0, 0), (0, 0, 0, 0)])
 def test_cloning_with_empty_ranks_and_unused_experts(sizes):
     check(4, {"ep": 4}, sizes=sizes, skew="one", slots=1)
+
+
+def test_gradients_of_unused_slots_reach_no_owner():
+    """A grouped GEMM of no tokens may leave anything there."""
+    plan = ClonePlan(torch.tensor([[1, 0]]), torch.tensor([[3, 0]]), torch.tensor([[4, 0]]))
+    exchange = _FixedExchange(ParallelState.single().ep, plan, 2)
+    grad = torch.tensor([[1.0, 2.0], [torch.nan, torch.inf]])
+    (returned,) = exchange.to_owners([grad], 2)
+    assert torch.equal(returned, torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
 
 
 def _count_clone_bytes(rank, n, recomputes):
