@@ -1,10 +1,15 @@
 """The exchange of tokens against measured times, and the fractions of links that follow from them."""
 
+from dataclasses import replace
+
 import pytest
 
 from arguments import parse_args
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.interconnect import (
+    NETWORK,
+    NVLINK,
+    NVLINK_ALL_TO_ALL,
     Interconnect,
     dispatch_combine_seconds,
     exchange_seconds,
@@ -54,6 +59,42 @@ def test_hierarchical_dispatch_sends_a_token_once_to_a_node():
             seconds[ep, backend] = exchange_seconds(args, links, 4096, 2)
     assert seconds[8, "hierarchical"] == seconds[8, "alltoall"]
     assert seconds[32, "deepep"] < seconds[32, "hierarchical"] < 0.8 * seconds[32, "alltoall"]
+
+
+@pytest.mark.parametrize("network_gb_s", [50, 1e9])
+def test_exchange_of_one_expert_per_token_takes_the_bytes_over_each_link(network_gb_s):
+    """Over 4 nodes of 8: 3 of 4 tokens leave the node and 7 of 8 the rank in it; with a fast network only the latter counts."""
+    hardware = replace(find_hardware("h100"), network_gb_s=network_gb_s)
+    flags = "--preset qwen3_30b_a3b --mock-data --global-batch-size 8192 --moe-router-topk 1 --moe-router-pre-softmax"
+    seconds = {}
+    for backend in ("alltoall", "hybridep", "hierarchical"):
+        dispatcher = "" if backend == "alltoall" else f"{FLEX} --moe-flex-dispatcher-backend {backend}"
+        args = parse_args(f"{flags} --expert-model-parallel-size 32 {dispatcher}".split(), 32)
+        seconds[backend] = exchange_seconds(args, Interconnect(hardware), 4096, 2)
+    num_bytes, latency = 4096 * args.model.hidden_size * 2, hardware.constants.latency
+    network = num_bytes * 3 / 4 / (network_gb_s * 1e9 * NETWORK * hardware.constants.links)
+    nvlink = num_bytes * 7 / 8 / (hardware.nvlink_gb_s * 1e9 * hardware.constants.links)
+    assert seconds["alltoall"] == pytest.approx(max(network, nvlink / 4 / NVLINK_ALL_TO_ALL) + latency)
+    assert seconds["hybridep"] == pytest.approx(max(network, nvlink / NVLINK) + latency)
+    assert seconds["hierarchical"] == pytest.approx(network + nvlink / NVLINK_ALL_TO_ALL + 2 * latency)
+
+
+def test_expert_tensor_ranks_gather_every_received_token_once():
+    """With hierarchical dispatch, which brings a token once to a rank; two nodes of 8 ranks."""
+    links, tokens = Interconnect(find_hardware("h100")), 4096
+    flags = (
+        f"--preset qwen3_30b_a3b --mock-data --global-batch-size 8192 {FLEX} --moe-flex-dispatcher-backend hierarchical"
+    )
+    args = parse_args(f"{flags} --expert-model-parallel-size 8 --expert-tensor-parallel-size 2".split(), 16)
+    hardware, row = links.hardware, args.model.hidden_size * 2
+    sent = (
+        tokens * row * expected_distinct(2, 8) / 2 / (hardware.network_gb_s * 1e9 * NETWORK * hardware.constants.links)
+    )
+    received = tokens * row * expected_distinct(8, 8)
+    inside = received * 7 / 8 / (hardware.nvlink_gb_s * 1e9 * NVLINK_ALL_TO_ALL * hardware.constants.links)
+    gathered = links.ring(2 * received, 1, 2)
+    found = exchange_seconds(args, links, tokens, 2)
+    assert found == pytest.approx(sent + inside + 2 * hardware.constants.latency + gathered)
 
 
 def test_dispatch_and_combine_times_follow_the_widths_of_experts():
