@@ -37,6 +37,28 @@ def split_weights(text: str) -> tuple[float, float, float]:
     return train / total, valid / total, test / total
 
 
+def parse_transitions(text: str) -> tuple[int, ...]:
+    """Parse --phase-transition-iterations such as 1000,1500; the order does not matter.
+
+    Raises:
+        ValueError: with what is needed.
+    """
+    need = "needs different iterations above 0, separated by commas, for example 1000,1500"
+    try:
+        iterations = sorted(int(word) for word in text.strip().strip("'\"").split(","))
+    except ValueError:
+        raise ValueError(need) from None
+    if iterations[0] < 1 or len(set(iterations)) < len(iterations):
+        raise ValueError(need)
+    return tuple(iterations)
+
+
+def _checked_transitions(text: str) -> str:
+    """Check the iterations and return their text, which checkpoints record as Megatron-LM's do."""
+    parse_transitions(text)
+    return text
+
+
 @dataclass(frozen=True)
 class DataArgs:
     """Corpora, samples, tokenizer."""
@@ -68,8 +90,11 @@ class DataArgs:
     """Lengths of samples with --use-varlen-dataset --mock-data: JSON, or a file with it. mode "distribution" needs type
     "lognormal", min_seq_len, max_seq_len, mean_seq_len and lognormal_sigma; "file" needs path, a CSV file with lengths;
     "verification" needs data_path, a data prefix that tokens are taken from. Unset: lognormal up to --seq-length."""
-    phase_transition_iterations: str | None = None
-    """Iterations at which a training phase ends: save, stop, continue with another data blend."""
+    phase_transition_iterations: str | None = flag(None, parse=_checked_transitions)
+    """Iterations at which a training phase ends, such as 1000,1500. The run saves and stops there, to be continued with
+    another data blend; with --phase-data-args-path it continues with the next one."""
+    phase_data_args_path: list[str] | None = None
+    """One file for each training phase with the words of its blend, as in --data-args-path."""
     data_cache_path: str | None = None
     """Directory for index files. Unset: a folder next to the data."""
 
@@ -191,3 +216,8 @@ class DataArgs:
     """Pad token of the null tokenizer, as an id."""
     use_gigatoken: bool = False
     """Use the gigatoken library for tokenization."""
+
+    @property
+    def phase_transitions(self) -> tuple[int, ...]:
+        """Iterations after which another training phase begins, ascending."""
+        return () if self.phase_transition_iterations is None else parse_transitions(self.phase_transition_iterations)

@@ -184,7 +184,6 @@ NOT_IMPLEMENTED = MappingProxyType(
         "hybrid_context_parallel": MissingFeature("hybrid context parallelism"),
         "sequence_packing_scheduler": MissingFeature("dynamic context parallelism", ("default_dynamic_cp",)),
         "varlen_sbhd_validation": MissingFeature("padding instead of packing samples of different lengths"),
-        "phase_transition_iterations": MissingFeature("changing data blends during the run"),
         "position_embedding_type": MissingFeature("this kind of position embedding", ("mrope", "relative")),
         "object_storage_cache_path": MissingFeature("data in object storage"),
     }
@@ -315,6 +314,7 @@ REQUIRES = (
         "varlen_mock_dataset_config_json max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_max_packed_sequences",
     ),
     (("pad_packed_seq_alignment",), "thd_tail_padding_policy"),
+    (("phase_transition_iterations",), "phase_data_args_path"),
     (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),

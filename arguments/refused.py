@@ -24,6 +24,7 @@ TOPICS = MappingProxyType(
         "precision": "Precision",
         "overlap": "Overlap of communication",
         "graph_limits": "CUDA graphs",
+        "data": "Data",
         "checkpoint": "Checkpoints",
     }
 )

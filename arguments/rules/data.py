@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator
 
-from arguments.data import DEFAULT_SPLIT, split_weights
+from arguments.data import DEFAULT_SPLIT, parse_transitions, split_weights
 from arguments.rules.derived_sizes import DerivedSizes, as_list
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+SOURCES = ("mock_data", "data_path", "data_args_path", "per_split_data_args_path")
+"""Flags that name the data of all splits."""
 
 
 # Derived values.
@@ -31,8 +33,7 @@ def resolve_tokenizer_and_loader(s: Settings, _f: DerivedSizes) -> None:
 
 def check_one_data_source(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     split_paths = next((dest for dest in SPLIT_PATHS if getattr(s, dest)), None)
-    candidates = ["mock_data", "data_path", "data_args_path", "per_split_data_args_path"]
-    given = [dest for dest in candidates if getattr(s, dest)] + ([split_paths] if split_paths else [])
+    given = [dest for dest in SOURCES if getattr(s, dest)] + ([split_paths] if split_paths else [])
     if len(given) > 1:
         yield s.violation(
             "Use only one source of data: {sources}.", *given, sources=" or ".join(s.flag(dest) for dest in given)
@@ -41,10 +42,7 @@ def check_one_data_source(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def check_eval_data(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     evaluates = s.is_eval_only and (s.eval_iters > 0 or s.full_validation)
-    if evaluates and not any(
-        getattr(s, dest)
-        for dest in ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)
-    ):
+    if evaluates and not any(getattr(s, dest) for dest in (*SOURCES, *SPLIT_PATHS)):
         yield s.violation(
             "{skip_train} needs data to evaluate on: --valid-data-path PREFIX (all of it), {data_path:flag} PREFIX "
             "with --split, or --mock-data.",
@@ -65,11 +63,47 @@ def check_split(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_split_needs_one_corpus(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    per_split = [dest for dest in (*SPLIT_PATHS, "per_split_data_args_path") if getattr(s, dest)]
+    per_split = [
+        dest for dest in (*SPLIT_PATHS, "per_split_data_args_path", "phase_data_args_path") if getattr(s, dest)
+    ]
     if per_split and s.given("split"):
         yield s.violation(
             "{split} cannot be combined with {:flag}, which already says what is training text.", per_split[0]
         )
+
+
+def limit_phases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """List what hides which samples a phase reads."""
+    has_phases = s.phase_transition_iterations is not None
+    for dest in ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"):
+        yield Limit(
+            has_phases and s.values[dest],
+            "{phase_transition_iterations:flag} cannot be combined with {}: phases need a constant global batch size.",
+            (dest,),
+        )
+    yield Limit(
+        has_phases and s.dataloader_type == "cyclic",
+        "{phase_transition_iterations:flag} cannot be combined with {dataloader_type:flag} cyclic: a phase reads its "
+        "samples in the order of its index.",
+    )
+
+
+def check_phases(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Check that every phase has its data."""
+    transitions, files = "phase_transition_iterations", "phase_data_args_path"
+    if getattr(s, transitions) is None or not getattr(s, files):
+        return
+    needed = len(parse_transitions(getattr(s, transitions))) + 1
+    if len(getattr(s, files)) != needed:
+        yield s.violation(
+            "{phase_data_args_path} names {given} files; {phase_transition_iterations} divides the run into {needed} "
+            "phases.",
+            given=len(getattr(s, files)),
+            needed=needed,
+        )
+    for dest in (*SOURCES, "train_data_path"):
+        if getattr(s, dest):
+            yield s.violation("{phase_data_args_path} cannot be combined with {:flag}: both name training data.", dest)
 
 
 def check_blends(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -125,7 +159,7 @@ FIM_TOKENIZERS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "TikTokenizer")
 def check_fim(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.fim_data:
         return
-    sources = ("data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)
+    sources = ("data_path", "data_args_path", "per_split_data_args_path", "phase_data_args_path", *SPLIT_PATHS)
     if s.mock_data or not any(getattr(s, source) for source in sources):
         yield s.violation(
             "{fim_data} rearranges text and cannot be combined with mock data ({mock_data:flag}, or no data at all): "

@@ -77,9 +77,9 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def read_blend_file(path: str) -> Blend:
-    """Read `--data-args-path`: the words of `--data-path` in a text file."""
-    return parse_blend(_read_text(path, "--data-args-path").split(), f"--data-args-path {path}")
+def read_blend_file(path: str, flag: str = "--data-args-path") -> Blend:
+    """Read the words of `--data-path` in a text file, which `flag` names."""
+    return parse_blend(_read_text(path, flag).split(), f"{flag} {path}")
 
 
 def read_split_blends_file(path: str) -> tuple[Blend | None, ...]:

@@ -12,12 +12,20 @@ from arguments.data import DEFAULT_SPLIT, DataArgs
 from arguments.mock_lengths import read_mock_lengths
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import Blend, normalize
-from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens
+from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens, PhasedDataset
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
-from moe_trainer.data.sources import domain_names, get_blends_per_split, get_common_blend, requested_sizes, source_flag
+from moe_trainer.data.sources import (
+    domain_names,
+    get_blends_per_split,
+    get_common_blend,
+    get_phase_blends,
+    requested_sizes,
+    source_flag,
+    training_phases,
+)
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
 from moe_trainer.errors import UserError
@@ -27,7 +35,7 @@ logger = logging.getLogger(__name__)
 _MOCK_SPLIT = "1,1,1"
 _WHOLE = (0.0, 1.0)
 
-AnyDataset = GPTDataset | VarlenDataset | BlendedDataset
+AnyDataset = GPTDataset | VarlenDataset | BlendedDataset | PhasedDataset
 Sizes = tuple[int | None, int | None, int | None]
 """Samples of the train, valid and test splits."""
 
@@ -43,7 +51,7 @@ class Datasets:
             results.
     """
 
-    train: AnyDataset | None
+    train: AnyDataset | PhasedDataset | None
     valid: tuple[AnyDataset, ...]
     valid_names: tuple[str, ...]
     test: AnyDataset | None
@@ -77,6 +85,7 @@ def build_datasets(
     tokenizer: Tokenizer,
     sizes: Sizes | None = None,
     *,
+    consumed: int = 0,
     is_builder: bool = True,
     barrier: Callable[[], None] | None = None,
 ) -> Datasets:
@@ -88,6 +97,7 @@ def build_datasets(
         tokenizer: of the run.
         sizes: samples per split, `requested_sizes` by default; 0 leaves a split out if the data has no part for it,
             None is one full pass.
+        consumed: training samples that are consumed already; they tell the phase of --phase-transition-iterations.
         is_builder: True on the one rank that writes missing index caches.
         barrier: called once on every rank, between writing and reading.
 
@@ -95,9 +105,10 @@ def build_datasets(
         ValueError: for missing or damaged files, contradictory flags, and samples asked of an empty split.
     """
     sizes = requested_sizes(training) if sizes is None else sizes
-    datasets = _Plan(data, training, tokenizer).datasets(sizes)
+    datasets = _Plan(data, training, tokenizer).datasets(sizes, consumed)
     domains = (dataset for _, dataset in datasets.domains)
-    everything: list[AnyDataset] = list(filter(None, (datasets.train, *datasets.valid, datasets.test, *domains)))
+    candidates = datasets.train, *datasets.valid, datasets.test, *domains
+    everything = [dataset for dataset in candidates if dataset is not None]
     try:
         if is_builder:
             for dataset in everything:
@@ -122,7 +133,7 @@ class _Plan:
         self._opened: dict[str, IndexedDataset] = {}
         self._mock: MockSequences | None = None
         self._per_split = get_blends_per_split(data)
-        self._blend = get_common_blend(data)
+        self._blend, self._phase_blends = get_common_blend(data), get_phase_blends(data)
         per_split_flags = "--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path"
         is_given = {
             "--mock-data": data.mock_data,
@@ -163,11 +174,23 @@ class _Plan:
             fim=FillInTheMiddle.from_args(data, tokenizer),
         )
 
-    def datasets(self, sizes: Sizes) -> Datasets:
-        train, test = (self._split(number, sizes[number]) for number in (0, 2))
+    def datasets(self, sizes: Sizes, consumed: int) -> Datasets:
+        train = self._phases(consumed) if self._data.phase_transitions and sizes[0] else self._split(0, sizes[0])
+        test = self._split(2, sizes[2])
         valid, names = self._validation(sizes[1])
         domains = tuple(self._domains(sizes)) if self._training.skip_train else ()
         return Datasets(train, valid, names, test, domains)
+
+    def _phases(self, consumed: int) -> PhasedDataset:
+        """Return the training samples from the current phase on."""
+        phases = training_phases(self._data, self._training, consumed)
+        datasets = []
+        for number, first, end in phases:
+            blend = self._phase_blends[number] if self._phase_blends else self._get_blend(0)
+            dataset = self._split(0, end - first, blend)
+            assert dataset is not None, "training without data is refused"
+            datasets.append((first, dataset))
+        return PhasedDataset(datasets, phases[-1].end)
 
     def _domains(self, sizes: Sizes) -> Iterator[tuple[str, AnyDataset]]:
         """Yield each prefix of a blend, in the splits that are evaluated, unless these are several sets already."""
@@ -202,15 +225,18 @@ class _Plan:
             return self._config.split_matrix[number]
         return _WHOLE if self._get_blend(number) is not None else None
 
-    def _split(self, number: int, size: int | None) -> AnyDataset | None:
-        """Return the dataset of split `number`, or None when there is no data for it and none is needed."""
+    def _split(self, number: int, size: int | None, blend: Blend | None = None) -> AnyDataset | None:
+        """Return the dataset of split `number`, or None when there is no data for it and none is needed.
+
+        `blend`: by default that of the split.
+        """
         if self._get_share(number) is None:
             if size:
                 self._leave_out(number, size)
             return None
         if size == 0:
             return None
-        blend = self._get_blend(number)
+        blend = blend or self._get_blend(number)
         if blend is None:
             return self._single(None, number, size)
         if blend.weights is None and len(blend.prefixes) == 1:

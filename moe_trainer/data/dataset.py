@@ -19,6 +19,7 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -375,6 +376,60 @@ class BlendedDataset(CachedIndex):
         """Return the number of tokens that the model reads of a sample."""
         dataset, inside = self._find(index)
         return dataset.length(inside)
+
+    def locate(self, index: int, position: int) -> str:
+        dataset, inside = self._find(index)
+        return dataset.locate(inside, position)
+
+
+class PhasedDataset:
+    """Training samples of consecutive phases: the samples of one dataset, then those of the next.
+
+    A resumed run needs no dataset of a phase that is complete: `begin` is its first sample, counted over the whole run.
+
+    Args:
+        datasets: (first sample of the phase, its dataset), ascending.
+        end: one past the last sample of the last phase.
+
+    Raises:
+        ValueError: if a dataset has fewer samples than its phase.
+    """
+
+    def __init__(self, datasets: Sequence[tuple[int, GPTDataset | BlendedDataset]], end: int):
+        self.begin, self._end = datasets[0][0], end
+        self._starts, self.datasets = tuple(start for start, _ in datasets), tuple(dataset for _, dataset in datasets)
+        for (start, dataset), stop in zip(datasets, [*self._starts[1:], end], strict=True):
+            if len(dataset) < stop - start:
+                raise ValueError(f"samples {start} to {stop} are one phase, whose data gives {len(dataset)}")
+
+    def __len__(self) -> int:
+        return self._end
+
+    def write_cache(self) -> None:
+        for dataset in self.datasets:
+            dataset.write_cache()
+
+    def load(self) -> None:
+        for dataset in self.datasets:
+            dataset.load()
+
+    def _find(self, index: int) -> tuple[GPTDataset | BlendedDataset, int]:
+        number = bisect_right(self._starts, index) - 1
+        if number < 0 or index >= self._end:
+            raise IndexError(f"sample {index} lies outside the phases {self.begin} to {self._end}")
+        return self.datasets[number], index - self._starts[number]
+
+    def tokens(self, index: int) -> np.ndarray:
+        dataset, inside = self._find(index)
+        return dataset.tokens(inside)
+
+    def length(self, index: int) -> int:
+        dataset, inside = self._find(index)
+        return dataset.length(inside)
+
+    def part_lengths(self, index: int) -> list[int]:
+        dataset, inside = self._find(index)
+        return dataset.part_lengths(inside)
 
     def locate(self, index: int, position: int) -> str:
         dataset, inside = self._find(index)

@@ -6,11 +6,35 @@ No token file is opened here, and torch is not needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 from arguments.data import DataArgs
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import Blend, parse_blend, read_blend_file, read_split_blends_file
 from moe_trainer.data.index_build import SPLIT_NAMES
+
+
+class Phase(NamedTuple):
+    """Part of the run that reads one blend: its number, its first sample and one past its last."""
+
+    number: int
+    first: int
+    end: int
+
+
+def training_phases(data: DataArgs, training: TrainingArgs, consumed: int) -> tuple[Phase, ...]:
+    """Return the phase that follows `consumed` samples and those that this run reads after it.
+
+    Without --phase-data-args-path that is one phase, at whose end the run stops. Without
+    --phase-transition-iterations it is the whole run.
+    """
+    total, _, _ = requested_sizes(training)
+    starts = [0, *(iteration * training.global_batch_size for iteration in data.phase_transitions)]
+    bounds = [*(start for start in starts if start < total), total]
+    phases = [Phase(number, first, end) for number, (first, end) in enumerate(pairwise(bounds))]
+    left = [phase for phase in phases if consumed < phase.end] or phases[-1:]
+    return tuple(left if data.phase_data_args_path else left[:1])
 
 
 def requested_sizes(training: TrainingArgs) -> tuple[int, int | None, int]:
@@ -44,16 +68,27 @@ def data_prefixes(data: DataArgs) -> tuple[str, ...]:
     Raises:
         ValueError: for a blend that cannot be read.
     """
-    blends = (get_common_blend(data), *(get_blends_per_split(data) or ()))
+    blends = (get_common_blend(data), *(get_blends_per_split(data) or ()), *get_phase_blends(data))
     return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
 
 
 def source_flag(data: DataArgs, number: int) -> str:
     """Return the flag, with its file, that names the data of split `number`."""
+    if number == 0 and data.phase_data_args_path:
+        return "--phase-data-args-path"
     for dest in ("data_args_path", "per_split_data_args_path"):
         if getattr(data, dest) is not None:
             return f"--{dest.replace('_', '-')} {getattr(data, dest)}"
     return "--data-path" if data.data_path is not None else f"--{SPLIT_NAMES[number]}-data-path"
+
+
+def get_phase_blends(data: DataArgs) -> tuple[Blend, ...]:
+    """Return the blend of every training phase, none without --phase-data-args-path.
+
+    Raises:
+        ValueError: if one cannot be read.
+    """
+    return tuple(read_blend_file(path, "--phase-data-args-path") for path in data.phase_data_args_path or ())
 
 
 def get_common_blend(data: DataArgs) -> Blend | None:
@@ -72,15 +107,19 @@ def get_common_blend(data: DataArgs) -> Blend | None:
 def get_blends_per_split(data: DataArgs) -> tuple[Blend | None, ...] | None:
     """Return the blend of each split, None where the splits have no separate files.
 
+    That of the first phase stands for training.
+
     Raises:
         ValueError: if one cannot be read, or both kinds of flags name the data.
     """
     paths = [(f"--{name}-data-path", getattr(data, f"{name}_data_path")) for name in SPLIT_NAMES]
     given = [flag for flag, items in paths if items is not None]
+    phases = get_phase_blends(data)
     if data.per_split_data_args_path is not None:
         if given:
             raise ValueError(f"{given[0]} and --per-split-data-args-path both name the data; give one")
         return read_split_blends_file(data.per_split_data_args_path)
-    if not given:
+    if not given and not phases:
         return None
-    return tuple(None if items is None else parse_blend(items, flag) for flag, items in paths)
+    train, valid, test = (None if items is None else parse_blend(items, flag) for flag, items in paths)
+    return phases[0] if phases else train, valid, test

@@ -21,7 +21,14 @@ from arguments.vocabulary import choose_padded_vocab_size
 from moe_trainer.data.blend import Blend, normalize
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
-from moe_trainer.data.sources import get_blends_per_split, get_common_blend, requested_sizes, source_flag
+from moe_trainer.data.sources import (
+    get_blends_per_split,
+    get_common_blend,
+    get_phase_blends,
+    requested_sizes,
+    source_flag,
+    training_phases,
+)
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters
@@ -90,7 +97,7 @@ class _Check:
         """Open the index of every prefix in every split, and count tokens."""
         data, training = self.args.data, self.args.training
         try:
-            per_split, combined = get_blends_per_split(data), get_common_blend(data)
+            per_split, combined, phases = get_blends_per_split(data), get_common_blend(data), get_phase_blends(data)
         except ValueError as error:
             self._add_problem("--data-path", str(error))
             return
@@ -102,12 +109,20 @@ class _Check:
         shares: Sequence[tuple[float, float] | None] = ((0.0, 1.0),) * 3
         if blends is None:
             blends, shares = (combined, combined, combined), parse_split(data.split or DEFAULT_SPLIT)
-        numbered = [(number, blend) for number, blend in enumerate(blends) if blend]
+        numbered = [
+            (number, blend) for number, blend in (*enumerate(blends), *((0, blend) for blend in phases)) if blend
+        ]
         wanted = {prefix: source_flag(data, number) for number, blend in numbered for prefix in blend.prefixes}
         opened = self._open(wanted, vocab_size)
         has_sizes = training.global_batch_size and training.eval_global_batch_size
         needed = requested_sizes(training) if has_sizes else (0, 0, 0)
+        for phase in training_phases(data, training, 0) if phases and needed[0] else ():
+            if all(prefix in opened for prefix in phases[phase.number].prefixes):
+                name, size = f"phase {phase.number + 1} of training", phase.end - phase.first
+                self._split(0, phases[phase.number], (0.0, 1.0), opened, size, name)
         for number, (blend, share) in enumerate(zip(blends, shares)):
+            if number == 0 and phases:
+                continue
             if blend is not None and share is not None and all(prefix in opened for prefix in blend.prefixes):
                 self._split(number, blend, share, opened, needed[number])
             elif number == 0 and (blend is None or share is None) and needed[0]:
@@ -148,7 +163,13 @@ class _Check:
                 return
 
     def _split(
-        self, number: int, blend: Blend, share: tuple[float, float], opened: dict[str, np.ndarray], samples: int | None
+        self,
+        number: int,
+        blend: Blend,
+        share: tuple[float, float],
+        opened: dict[str, np.ndarray],
+        samples: int | None,
+        name: str | None = None,
     ) -> None:
         """Compare the tokens of a split with what the run reads; `samples` is None for one pass."""
         length = None if self.args.data.use_varlen_dataset else self.args.data.seq_length
@@ -164,7 +185,7 @@ class _Check:
                 too_few = empty if tokens == 0 or samples is None else small
                 count = f"{end - begin:,} of {len(opened[prefix]):,} sequences"
                 too_few.append(f"{prefix} ({tokens:,} tokens in {count})")
-        name, total = ("train", "validation", "test")[number], sum(found)
+        name, total = name or ("train", "validation", "test")[number], sum(found)
         if samples == 0 or not length:
             self.lines.append(f"  {name}: {total:,} tokens")
             return

@@ -235,6 +235,7 @@ def sync_exit_decision(
         return ExitDecision(bool(saving), f"exiting program after receiving {Signals(int(signalled)).name}.", True)
     if training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins:
         return ExitDecision(bool(saving), f"exiting program after {minutes} minutes", True)
-    if training.exit_interval is not None and state.iteration % training.exit_interval == 0:
+    ends_phase = not ctx.args.data.phase_data_args_path and state.iteration in ctx.args.data.phase_transitions
+    if ends_phase or (training.exit_interval is not None and state.iteration % training.exit_interval == 0):
         return ExitDecision(bool(saving), f"exiting program at iteration {state.iteration}")
     return ExitDecision(bool(saving), None)

@@ -25,10 +25,12 @@ from arguments.vocabulary import choose_padded_vocab_size, get_padded_vocab_size
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.checkpoint.manager import saved_padded_vocab_size
 from moe_trainer.checkpoint.options import SaveOptions
-from moe_trainer.data.build import AnyDataset, batch_format, build_datasets, requested_sizes
+from moe_trainer.data.build import AnyDataset, batch_format, build_datasets
+from moe_trainer.data.dataset import PhasedDataset
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.loader import Batch, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.data.sources import requested_sizes, training_phases
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
@@ -333,6 +335,8 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
     """Return the context with datasets, and with the training batches that follow the consumed samples. Collective."""
     args, ps, rank = ctx.args, ctx.ps, ctx.runtime.launch_env.rank
     train, valid, test = requested_sizes(args.training)
+    if args.data.phase_transitions and train:
+        train = check_phase(args, state)
     # a batch-size schedule reads fewer samples than iterations times the final size; Megatron-LM requests the latter
     print_rank_0(ctx.runtime, " > datasets target sizes (minimum size):")
     for name, size in (("train", train), ("validation", valid), ("test", test)):
@@ -340,18 +344,39 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
     with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
         if rank == 0 and not args.training.skip_train:  # other data may be evaluated
             current = make_fingerprint(args.data, _tokenizer_files(args))
-            for warning in compare_fingerprints(state.fingerprint, current):
+            # a new phase has other data
+            saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
+            for warning in compare_fingerprints(saved, current):
                 logger.warning("WARNING: %s", warning)
             state.fingerprint = current
         sizes, barrier = (train, valid, test), partial(collectives.barrier, ps.world)
-        datasets = build_datasets(args.data, args.training, tokenizer, sizes, is_builder=rank == 0, barrier=barrier)
+        consumed = state.consumed_train_samples
+        datasets = build_datasets(
+            args.data, args.training, tokenizer, sizes, consumed=consumed, is_builder=rank == 0, barrier=barrier
+        )
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:
-            micro, consumed = args.training.micro_batch_size, state.consumed_train_samples
+            micro = args.training.micro_batch_size
             packing, get_size = make_packing_planner(ctx, datasets.train, micro), ctx.batch_size.global_batch_size
             batches = make_batch_iterator(ctx, datasets.train, micro, consumed, packing, get_size)
             ctx = replace(ctx, train_batches=batches, packing=packing)
     return ctx
+
+
+def check_phase(args: Arguments, state: TrainState) -> int:
+    """Return the samples of the phases that this run reads.
+
+    Raises:
+        UserError: if the consumed samples are not those of the iterations so far.
+    """
+    consumed, batch_size = state.consumed_train_samples, args.training.global_batch_size
+    if consumed != state.iteration * batch_size:
+        raise UserError(
+            f"--phase-transition-iterations: {consumed} samples are consumed after iteration {state.iteration}; "
+            f"--global-batch-size {batch_size} must be that of the checkpoint"
+        )
+    phases = training_phases(args.data, args.training, consumed)
+    return phases[-1].end - phases[0].first
 
 
 def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int) -> PackingPlanner | None:

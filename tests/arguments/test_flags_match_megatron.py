@@ -19,9 +19,9 @@ OWN = {
     "fim_data", "fim_rate", "fim_spm_rate", "fim_split_sample", "fim_fragment_rate", "fim_no_prefix", "fim_prefix_token", "fim_middle_token",
     "fim_suffix_token", "fim_pad_token", "fim_eod_token",
     "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power",
-    "moe_hierarchical_domain_size",
     "use_varlen_dataset", "varlen_sbhd_validation", "varlen_mock_dataset_config_json", "sequence_packing_scheduler", "pad_packed_seq_alignment",
     "thd_tail_padding_policy", "thd_max_packed_sequences",
+    "moe_hierarchical_domain_size", "phase_data_args_path",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
 OWN_CHOICES = {"moe_flex_dispatcher_backend": ["hierarchical"]}

@@ -63,6 +63,22 @@ def test_report_lists_tokens_epochs_and_planned_checkpoints(folder, capsys):
     }
 
 
+def test_phases_are_counted_one_by_one(folder, capsys):
+    (folder / "first").write_text("a")
+    (folder / "second").write_text("0.5 a 0.5 b")
+    phases = [*NULL, "--phase-transition-iterations", "20", "--phase-data-args-path", "first"]
+    code, out, err = check(capsys, *phases, "second")
+    assert (code, err) == (0, "")
+    assert "phase 1 of training: 5,000 tokens; 2,560 are read, 0.51 epochs" in out
+    assert "phase 2 of training: 6,000 tokens; 3,840 are read, 0.64 epochs" in out
+    assert "b: 1,000 tokens, weight 0.5: 1.92 epochs" in out
+    code, out, err = check(capsys, *phases, "third")
+    assert code == 2 and "--phase-data-args-path third: cannot be read" in out + err
+    (folder / "third").write_text("absent")
+    code, out, err = check(capsys, *phases, "third")
+    assert code == 2 and "absent.idx: no such file" in out + err
+
+
 def test_all_missing_files_are_reported_together(folder, capsys, monkeypatch):
     (folder / "file").write_text("")
     (folder / "cut.idx").write_bytes((folder / "a.idx").read_bytes())

@@ -1,0 +1,111 @@
+"""Training phases: every phase reads its own data from the beginning, in a run that stops between them or continues."""
+
+import numpy as np
+import pytest
+from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
+from training.forked import pretrain
+from training.tiny import TINY
+
+from moe_trainer.data.build import build_datasets
+from moe_trainer.data.sources import training_phases
+
+BATCH = 4
+
+
+@pytest.fixture
+def prefixes(tmp_path):
+    lengths = np.full(40, 33)
+    return [write_corpus(tmp_path / name, lengths, vocab_size=120, seed=seed) for seed, name in enumerate("abc")]
+
+
+def files(tmp_path, prefixes):
+    blends = [prefixes[0], f"0.5 {prefixes[0]} 0.5 {prefixes[1]}", prefixes[2]]
+    paths = [tmp_path / f"blend{number}" for number in range(3)]
+    for path, blend in zip(paths, blends):
+        path.write_text(blend)
+    return list(map(str, paths)), blends
+
+
+def build(consumed, **data):
+    sizes = training_args(global_batch_size=BATCH, train_iters=10, eval_interval=100, eval_iters=0)
+    return build_datasets(data_args(**data), sizes, FixedTokenizer(), consumed=consumed).train
+
+
+def test_phases_of_a_run():
+    training = training_args(global_batch_size=BATCH, train_iters=10, eval_interval=100, eval_iters=0)
+    stops, continues = (
+        data_args(phase_transition_iterations="7,3", phase_data_args_path=files) for files in (None, ["a", "b", "c"])
+    )
+    assert [training_phases(stops, training, n) for n in (0, 11, 12, 28, 40)] == [
+        ((0, 0, 12),), ((0, 0, 12),), ((1, 12, 28),), ((2, 28, 40),), ((2, 28, 40),)
+    ]  # fmt: skip
+    assert training_phases(continues, training, 12) == ((1, 12, 28), (2, 28, 40))
+    short = training_args(global_batch_size=BATCH, train_iters=2, eval_interval=100, eval_iters=0)
+    assert training_phases(continues, short, 0) == ((0, 0, 8),)
+    assert training_phases(data_args(), training, 30) == ((0, 0, 40),)
+
+
+def test_each_phase_reads_its_blend_from_the_beginning(prefixes, tmp_path):
+    paths, blends = files(tmp_path, prefixes)
+    together = build(0, phase_transition_iterations="3,7", phase_data_args_path=paths)
+    resumed = build(20, phase_transition_iterations="3,7", phase_data_args_path=paths)
+    assert len(together) == len(resumed) == 40 and resumed.begin == 12 and len(resumed.datasets) == 2
+    for (first, end), blend in zip(((0, 12), (12, 28), (28, 40)), blends):
+        alone = build(first, phase_transition_iterations="3,7", train_data_path=blend.split())
+        assert alone.begin == first and len(alone) == end
+        single = build_datasets(data_args(train_data_path=blend.split()), training_args(), FixedTokenizer(), (end - first, 0, 0)).train  # fmt: skip
+        for index in range(first, end):
+            np.testing.assert_array_equal(together.tokens(index), single.tokens(index - first))
+            np.testing.assert_array_equal(alone.tokens(index), single.tokens(index - first))
+            assert together.part_lengths(index) == single.part_lengths(index - first)
+            assert together.locate(index, 5) == single.locate(index - first, 5)
+            if index >= 12:
+                np.testing.assert_array_equal(resumed.tokens(index), single.tokens(index - first))
+    with pytest.raises(IndexError, match="sample 11 lies outside"):
+        resumed.tokens(11)
+
+
+def test_a_run_that_stops_between_phases_equals_one_that_continues(prefixes, tmp_path, capfd):
+    paths, blends = files(tmp_path, prefixes)
+    argv = [
+        *TINY,
+        *"--tokenizer-type NullTokenizer --vocab-size 500 --train-iters 10 --phase-transition-iterations 3,7".split(),
+    ]
+    keep = ["--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
+    whole, weights = pretrain([*argv, "--phase-data-args-path", *paths], tmp_path / "whole")
+    assert len(whole) == 10
+    killed = [*argv, *keep, "--phase-data-args-path", *paths]
+    pretrain([*killed, "--exit-interval", "5"], tmp_path / "killed")
+    continued, last = pretrain(killed, tmp_path / "killed", world_size=2)
+    for number, blend in enumerate(blends):
+        phases, final = pretrain([*argv, *keep, "--train-data-path", *blend.split()], tmp_path / "phases")
+        assert len(phases) == (3, 7, 10)[number]
+    assert "is not that of the checkpoint" not in capfd.readouterr().err  # another blend is expected here
+    losses = [record["lm loss"] for record in whole]
+    assert [record["lm loss"] for record in phases] == losses
+    assert [record["lm loss"] for record in continued] == pytest.approx(losses, rel=1e-6)
+    assert weights and all((weights[name] == final[name]).all() for name in weights)
+
+
+def test_another_batch_size_is_an_error(prefixes, tmp_path, capfd):
+    argv = [
+        *TINY,
+        *"--tokenizer-type NullTokenizer --vocab-size 500 --train-iters 10 --phase-transition-iterations 3".split(),
+    ]
+    argv += [
+        "--save",
+        "ckpt",
+        "--save-interval",
+        "9",
+        "--load",
+        "ckpt",
+        "--override-opt_param-scheduler",
+        "--train-data-path",
+        prefixes[0],
+    ]
+    pretrain(argv, tmp_path)
+    with pytest.raises(
+        Exception,
+        match="--phase-transition-iterations: 12 samples are consumed after iteration 3; --global-batch-size 8",
+    ):
+        pretrain([*argv, "--global-batch-size", "8"], tmp_path)
