@@ -153,7 +153,21 @@ class DataArgs:
     dataloader_defer_npy_index_mmap: bool = False
     """Map index files on first use."""
     object_storage_cache_path: str | None = None
-    """Local directory for index files of data in object storage."""
+    """Local directory for data in object storage (s3://, gs://, msc://): whole indices, and blocks of .bin files."""
+    object_storage_cache_gb: float = 16.0
+    """Bound of the blocks in --object-storage-cache-path, in GiB, over all processes that share the directory."""
+    object_storage_read_ahead: int = 32
+    """Number of microbatches before their turn at which their blocks are read from object storage."""
+
+    # ---- text that is tokenized while it is read (--dataloader-type external)
+    document_source: str | None = None
+    """MODULE:CALLABLE: a function from a name of --train-data-path to its documents (see the manual). Unset: files
+    .jsonl, .parquet and .arrow."""
+    document_text_key: str = "text"
+    """Key or column of the text."""
+    document_streams: int = 16
+    """Number of streams into which the documents are divided, at best a multiple of micro-batch size times
+    data-parallel size. It decides which sample comes when, and must not change during a run."""
 
     # ---- tokenizer
     tokenizer_type: (

@@ -185,7 +185,6 @@ NOT_IMPLEMENTED = MappingProxyType(
         "sequence_packing_scheduler": MissingFeature("dynamic context parallelism", ("default_dynamic_cp",)),
         "varlen_sbhd_validation": MissingFeature("padding instead of packing samples of different lengths"),
         "position_embedding_type": MissingFeature("this kind of position embedding", ("mrope", "relative")),
-        "object_storage_cache_path": MissingFeature("data in object storage"),
     }
 )
 
@@ -239,9 +238,6 @@ UNSUPPORTED = MappingProxyType(
         ),
         "transformer_impl": Unsupported(
             "this program trains: use --transformer-impl local or transformer_engine", ("inference_optimized",)
-        ),
-        "dataloader_type": Unsupported(
-            "external data loaders are not supported: use --dataloader-type single or cyclic", ("external",)
         ),
         "tokenizer_type": Unsupported(
             "this program reads text: choose another --tokenizer-type",
@@ -315,6 +311,8 @@ REQUIRES = (
     ),
     (("pad_packed_seq_alignment",), "thd_tail_padding_policy"),
     (("phase_transition_iterations",), "phase_data_args_path"),
+    (("dataloader_type=external",), "document_source document_text_key document_streams"),
+    (("object_storage_cache_path",), "object_storage_cache_gb object_storage_read_ahead"),
     (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
@@ -585,7 +583,7 @@ _WITHOUT_EFFECT = (
         "--export-force-local-attention",
         "it chooses an attention module for ModelOpt's exports; every backend computes the same attention here",
     ),
-    ("--disable-msc", "remote storage clients are never used"),
+    ("--disable-msc", "only a data path that begins with msc:// uses this client"),
 )
 
 _MISSING = (

@@ -25,6 +25,7 @@ TOPICS = MappingProxyType(
         "overlap": "Overlap of communication",
         "graph_limits": "CUDA graphs",
         "data": "Data",
+        "packing": "Packed sequences",
         "checkpoint": "Checkpoints",
     }
 )

@@ -8,6 +8,7 @@
 #                                        as large as all of torch (a 198 MB wheel, 0.7 GB on disk), so it is not installed unasked
 #   MOE_TRAINER_TEST_WITH="triton transformer_engine"    and TransformerEngine's own Python on the emulated device: a wheel of 1 MB, which
 #                                        is downloaded and not installed, since it requires CUDA's libraries
+#   MOE_TRAINER_TEST_WITH="moto[server] s3fs pyarrow"    the tests of data in object storage, against a real S3 server, and in Parquet files
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh

@@ -16,7 +16,7 @@ SOURCES = ("mock_data", "data_path", "data_args_path", "per_split_data_args_path
 
 
 def resolve_split(s: Settings, _f: DerivedSizes) -> None:
-    if s.split is None and s.data_path and not s.full_validation:
+    if s.split is None and s.data_path and not s.full_validation and s.dataloader_type != "external":
         s.note(f'--split is not given with {s.flag("data_path")}: taken as "{DEFAULT_SPLIT}".')
         s.set_derived("split", DEFAULT_SPLIT, "the traditional split")
 
@@ -104,6 +104,42 @@ def check_phases(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in (*SOURCES, "train_data_path"):
         if getattr(s, dest):
             yield s.violation("{phase_data_args_path} cannot be combined with {:flag}: both name training data.", dest)
+
+
+def check_streamed_text(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.dataloader_type != "external":
+        return
+    if not any(getattr(s, dest) for dest in (*SOURCES[1:], *SPLIT_PATHS)) or s.mock_data:
+        yield s.violation("{dataloader_type} external needs text: {train_data_path:flag} FILES.")
+
+
+STREAM_CONFLICTS = (
+    ("full_validation", "the end of streamed text is not known"),
+    ("multiple_validation_sets", "streamed text has one validation set"),
+    ("phase_transition_iterations", "phases need token files"),
+    ("skip_train", "a checkpoint is evaluated on token files"),
+    ("split", "the sets have separate files"),
+)
+
+
+def limit_streamed_text(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    for dest, why in STREAM_CONFLICTS:
+        yield Limit(
+            s.dataloader_type == "external" and s.values[dest],
+            "{dataloader_type:flag} external cannot be combined with {}: " + why + ".",
+            (dest,),
+        )
+
+
+def check_object_storage(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    for dest in ("data_path", *SPLIT_PATHS):
+        remote = next((word for word in as_list(getattr(s, dest)) if "://" in word), None)
+        if remote is not None and s.object_storage_cache_path is None and s.dataloader_type != "external":
+            yield s.violation(
+                "{} names data in object storage ({remote}), which needs {object_storage_cache_path:flag} DIR.",
+                dest,
+                remote=remote,
+            )
 
 
 def check_blends(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

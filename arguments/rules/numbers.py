@@ -36,7 +36,7 @@ POSITIVE = tuple(
     save_activations_interval save_tokens_per_expert_interval save_wgrads_interval save_dgrads_interval
     distributed_timeout_minutes distributed_timeout_seconds_after_init tensorboard_queue_size
     train_sync_interval fp8_interval moe_routing_trace_max_training_iters straggler_ctrlr_port
-    straggler_minmax_count
+    straggler_minmax_count object_storage_cache_gb document_streams
     """.split()
 )
 NOT_NEGATIVE = tuple(
@@ -55,7 +55,7 @@ NOT_NEGATIVE = tuple(
     fine_grained_offloading_max_inflight_offloads num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
     error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
-    replication_jump
+    replication_jump object_storage_read_ahead
     """.split()
 )
 MAX_SAMPLES = 10**12

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import sequence_padding_multiple
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 SCHEDULER, CAPACITY, ALIGNMENT = "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pad_packed_seq_alignment"
 QUANTIZED_TOKENS = 32
@@ -137,31 +137,30 @@ def check_linear_attention_padding(s: Settings, _f: DerivedSizes) -> Iterator[Vi
         )
 
 
-def check_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if not is_packed(s) or not (s.fp8 or s.fp4):
-        return
+def limit_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     text = s.pad_packed_seq_alignment
     size = s.max_seqlen_per_dp_cp_rank if text == "max" else int(text) if text and text.isdigit() else 1
-    if positive(size) and size % QUANTIZED_TOKENS:
-        yield s.violation(
-            "{} with packed sequences needs {pad_packed_seq_alignment:flag} with a multiple of {tokens} tokens: the "
-            "GEMMs take no other numbers of tokens.",
-            "fp8" if s.fp8 else "fp4",
-            tokens=QUANTIZED_TOKENS,
+    for dest in ("fp8", "fp4"):
+        yield Limit(
+            is_packed(s) and getattr(s, dest) and positive(size) and size % QUANTIZED_TOKENS,
+            "{} with packed sequences needs {pad_packed_seq_alignment:flag} with a multiple of "
+            f"{QUANTIZED_TOKENS} tokens: the GEMMs take no other numbers of tokens.",
+            (dest,),
         )
 
 
-def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Check the flags of other samples, which are cut from documents one after another."""
+def limit_documents(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """Yield the flags of other samples, which are cut from documents one after another."""
     for dest in ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "fim_data"):
-        if s.use_varlen_dataset and getattr(s, dest):
-            yield s.violation(
-                "{} does not apply to {use_varlen_dataset:flag}: every sample is one sequence of its own.", dest
-            )
+        yield Limit(
+            s.use_varlen_dataset and getattr(s, dest),
+            "{} does not apply to {use_varlen_dataset:flag}: every sample is one separate sequence.",
+            (dest,),
+        )
 
 
-def check_not_packed(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """Check for what is not implemented with microbatches of different sizes."""
+def limit_packed_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """Yield what is not implemented with microbatches of different sizes."""
     for dest, is_on, reason in (
         ("cuda_graph_impl", s.cuda_graph_impl != "none", "a CUDA graph repeats the shapes of its capture"),
         ("tp_comm_overlap", s.tp_comm_overlap, "TransformerEngine's buffers have the size of one microbatch"),
@@ -177,10 +176,9 @@ def check_not_packed(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "its estimate counts padding",
         ),
     ):
-        if is_packed(s) and is_on:
-            yield s.violation(
-                "{} is not implemented with packed sequences ({sequence_packing_scheduler:shown}): {reason}.",
-                dest,
-                kind="later",
-                reason=reason,
-            )
+        yield Limit(
+            is_packed(s) and is_on,
+            "{} is not implemented with packed sequences ({sequence_packing_scheduler:flag}): " + reason + ".",
+            (dest,),
+            kind="later",
+        )

@@ -12,20 +12,34 @@ from arguments.data import DEFAULT_SPLIT, DataArgs
 from arguments.mock_lengths import read_mock_lengths
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import Blend, normalize
-from moe_trainer.data.dataset import NO_PAD, BlendedDataset, DatasetConfig, GPTDataset, MockTokens, PhasedDataset
+from moe_trainer.data.dataset import (
+    NO_PAD,
+    BlendedDataset,
+    CachedIndex,
+    DatasetConfig,
+    GPTDataset,
+    MockTokens,
+    PhasedDataset,
+    SampleSource,
+)
+from moe_trainer.data.document_sources import open_source
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
+from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sources import (
     domain_names,
     get_blends_per_split,
     get_common_blend,
     get_phase_blends,
+    get_stream_blends,
+    naming_flag,
     requested_sizes,
     source_flag,
     training_phases,
 )
+from moe_trainer.data.stream import StreamBlend, StreamedDataset
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
 from moe_trainer.errors import UserError
@@ -35,7 +49,8 @@ logger = logging.getLogger(__name__)
 _MOCK_SPLIT = "1,1,1"
 _WHOLE = (0.0, 1.0)
 
-AnyDataset = GPTDataset | VarlenDataset | BlendedDataset | PhasedDataset
+TokenFileDataset = GPTDataset | VarlenDataset | BlendedDataset
+AnyDataset = TokenFileDataset | PhasedDataset | StreamedDataset | StreamBlend
 Sizes = tuple[int | None, int | None, int | None]
 """Samples of the train, valid and test splits."""
 
@@ -108,7 +123,7 @@ def build_datasets(
     datasets = _Plan(data, training, tokenizer).datasets(sizes, consumed)
     domains = (dataset for _, dataset in datasets.domains)
     candidates = datasets.train, *datasets.valid, datasets.test, *domains
-    everything = [dataset for dataset in candidates if dataset is not None]
+    everything = [dataset for dataset in candidates if isinstance(dataset, CachedIndex | PhasedDataset)]
     try:
         if is_builder:
             for dataset in everything:
@@ -125,6 +140,48 @@ def build_datasets(
     return datasets
 
 
+def build_streams(data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, sizes: Sizes | None = None) -> Datasets:
+    """Open the text of --dataloader-type external: streamed documents in place of token files.
+
+    Args:
+        data: the flags of data; --data-path is training text.
+        training: the flags of training.
+        tokenizer: of the run.
+        sizes: samples per split, `requested_sizes` by default.
+
+    Raises:
+        ValueError: for missing files and unusable flags.
+    """
+    sizes = requested_sizes(training) if sizes is None else sizes
+
+    def stream(number: int, patterns: Sequence[str], size: int) -> StreamedDataset:
+        with naming_flag(data, number):
+            return StreamedDataset(
+                open_source(patterns, data.document_text_key, data.document_source),
+                " ".join(patterns),
+                size,
+                sequence_length=data.seq_length,
+                seed=training.seed,
+                tokenizer=tokenizer,
+                num_streams=data.document_streams,
+                fim=FillInTheMiddle.from_args(data, tokenizer),
+            )
+
+    def split(number: int, blend: Blend | None) -> StreamedDataset | StreamBlend | None:
+        size = sizes[number]
+        if blend is None or not size:
+            return None
+        if blend.weights is None:
+            return stream(number, blend.prefixes, size)
+        datasets = [stream(number, [prefix], size) for prefix in blend.prefixes]
+        return StreamBlend(datasets, blend.weights, size)
+
+    train, valid, test = (split(number, blend) for number, blend in enumerate(get_stream_blends(data)))
+    if train is None and sizes[0]:
+        raise UserError("--dataloader-type external: there is no training text; give --train-data-path FILES")
+    return Datasets(train, () if valid is None else (valid,), ("",), test)
+
+
 class _Plan:
     """Choose the data source and lay out the datasets, without building any index."""
 
@@ -132,6 +189,7 @@ class _Plan:
         self._data, self._training = data, training
         self._opened: dict[str, IndexedDataset] = {}
         self._mock: MockSequences | None = None
+        self._store = make_object_store(data)
         self._per_split = get_blends_per_split(data)
         self._blend, self._phase_blends = get_common_blend(data), get_phase_blends(data)
         per_split_flags = "--train-data-path / --valid-data-path / --test-data-path / --per-split-data-args-path"
@@ -184,7 +242,7 @@ class _Plan:
     def _phases(self, consumed: int) -> PhasedDataset:
         """Return the training samples from the current phase on."""
         phases = training_phases(self._data, self._training, consumed)
-        datasets = []
+        datasets: list[tuple[int, SampleSource]] = []
         for number, first, end in phases:
             blend = self._phase_blends[number] if self._phase_blends else self._get_blend(0)
             dataset = self._split(0, end - first, blend)
@@ -192,7 +250,7 @@ class _Plan:
             datasets.append((first, dataset))
         return PhasedDataset(datasets, phases[-1].end)
 
-    def _domains(self, sizes: Sizes) -> Iterator[tuple[str, AnyDataset]]:
+    def _domains(self, sizes: Sizes) -> Iterator[tuple[str, TokenFileDataset]]:
         """Yield each prefix of a blend, in the splits that are evaluated, unless these are several sets already."""
         for number, kind in ((1, "validation"), (2, "test")):
             blend = self._get_blend(number)
@@ -203,7 +261,7 @@ class _Plan:
             for name, prefix in zip(domain_names(blend.prefixes), blend.prefixes):
                 yield f"{kind}-{name}", self._single(prefix, number, sizes[number])
 
-    def _validation(self, size: int | None) -> tuple[tuple[AnyDataset, ...], tuple[str, ...]]:
+    def _validation(self, size: int | None) -> tuple[tuple[TokenFileDataset, ...], tuple[str, ...]]:
         blend = self._get_blend(1)
         if not self._training.multiple_validation_sets or blend is None:
             dataset = self._split(1, size)
@@ -225,7 +283,7 @@ class _Plan:
             return self._config.split_matrix[number]
         return _WHOLE if self._get_blend(number) is not None else None
 
-    def _split(self, number: int, size: int | None, blend: Blend | None = None) -> AnyDataset | None:
+    def _split(self, number: int, size: int | None, blend: Blend | None = None) -> TokenFileDataset | None:
         """Return the dataset of split `number`, or None when there is no data for it and none is needed.
 
         `blend`: by default that of the split.
@@ -306,8 +364,6 @@ class _Plan:
 
     def _open(self, prefix: str, number: int) -> IndexedDataset:
         if prefix not in self._opened:
-            try:
-                self._opened[prefix] = open_token_file(prefix, self._config.memory_map)
-            except UserError as error:
-                raise UserError(f"{source_flag(self._data, number)}: {error}") from None
+            with naming_flag(self._data, number):
+                self._opened[prefix] = open_token_file(prefix, self._config.memory_map, self._store)
         return self._opened[prefix]

@@ -2,7 +2,8 @@
 
 A dataset answers one question, `tokens(i)`: the L+1 token ids of sample i. Everything else of a batch (labels, masks,
 positions) is a function of those ids and is made for a whole batch at once in `loader.py`. `locate` translates a
-token of a sample back to file, document and offset; only error messages use it.
+token of a sample back to file, document and offset; only error messages use it. `prefetch(i)` starts reading what is in
+object storage.
 
 Three steps keep several ranks in line: every rank opens the files and knows all lengths from counts
 (`GPTDataset(...)`: no index yet); one rank builds what is missing in the cache (`write_cache`); after a barrier every
@@ -44,6 +45,7 @@ class TokenDataset(Protocol):
     def __len__(self) -> int: ...
     def tokens(self, index: int) -> np.ndarray: ...
     def locate(self, index: int, position: int) -> str: ...
+    def prefetch(self, index: int) -> None: ...
 
 
 class SampleSource(TokenDataset, Protocol):
@@ -200,15 +202,15 @@ class GPTDataset(CachedIndex):
         self._plan = plan_epochs(tokens, config.sequence_length, num_samples)
         class_name = "GPTDataset" if config.fim is None else "GPTFIMDataset"
         cache_folder = config.cache_path
-        if cache_folder is None and path is not None:
+        if cache_folder is None and isinstance(source, IndexedDataset):
             # Megatron uses the data prefix as a folder name here; kept, so that existing caches are found.
-            cache_folder = os.path.join(path, "cache", f"{class_name}_indices")
+            cache_folder = os.path.join(source.idx_path.removesuffix(".idx"), "cache", f"{class_name}_indices")
         super().__init__(
             class_name if path is not None else "MockGPTDataset",
             split_name,
             {"document": None, "sample": len(self) + 1, "shuffle": len(self)},
             cache_folder,
-            None if path is None else f"{path}.idx",
+            source.idx_path if isinstance(source, IndexedDataset) else None,
         )
 
     @property
@@ -259,6 +261,11 @@ class GPTDataset(CachedIndex):
         if self._config.fim is None:
             return out
         return self._config.fim.rearrange(out, np.random.RandomState([self._config.seed, index]))
+
+    def prefetch(self, index: int) -> None:
+        if isinstance(self._source, IndexedDataset):
+            for document, offset, length in self._parts(index):
+                self._source.prefetch(document, offset, length)
 
     def _parts(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yield (document, offset, length) of the parts of a sample."""
@@ -368,6 +375,10 @@ class BlendedDataset(CachedIndex):
         dataset, inside = self._find(index)
         return dataset.tokens(inside)
 
+    def prefetch(self, index: int) -> None:
+        dataset, inside = self._find(index)
+        dataset.prefetch(inside)
+
     def part_lengths(self, index: int) -> list[int]:
         dataset, inside = self._find(index)
         return dataset.part_lengths(inside)
@@ -395,7 +406,7 @@ class PhasedDataset:
         ValueError: if a dataset has fewer samples than its phase.
     """
 
-    def __init__(self, datasets: Sequence[tuple[int, GPTDataset | BlendedDataset]], end: int):
+    def __init__(self, datasets: Sequence[tuple[int, SampleSource]], end: int):
         self.begin, self._end = datasets[0][0], end
         self._starts, self.datasets = tuple(start for start, _ in datasets), tuple(dataset for _, dataset in datasets)
         for (start, dataset), stop in zip(datasets, [*self._starts[1:], end], strict=True):
@@ -413,7 +424,7 @@ class PhasedDataset:
         for dataset in self.datasets:
             dataset.load()
 
-    def _find(self, index: int) -> tuple[GPTDataset | BlendedDataset, int]:
+    def _find(self, index: int) -> tuple[SampleSource, int]:
         number = bisect_right(self._starts, index) - 1
         if number < 0 or index >= self._end:
             raise IndexError(f"sample {index} lies outside the phases {self.begin} to {self._end}")
@@ -426,6 +437,10 @@ class PhasedDataset:
     def length(self, index: int) -> int:
         dataset, inside = self._find(index)
         return dataset.length(inside)
+
+    def prefetch(self, index: int) -> None:
+        dataset, inside = self._find(index)
+        dataset.prefetch(inside)
 
     def part_lengths(self, index: int) -> list[int]:
         dataset, inside = self._find(index)

@@ -1,7 +1,7 @@
 """Fingerprints of the files that a run trains on, so that a resumed run can tell when they were replaced.
 
 A token file is read in samples (its size, both ends and blocks in between), not as a whole: a corpus has terabytes,
-and a file that was rebuilt differs almost everywhere.
+and a file that was rebuilt differs almost everywhere. An object in object storage is known by its size and version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from pathlib import Path
 
 from arguments.data import DataArgs
 from arguments.regular_file import regular_file
+from moe_trainer.data.object_storage import describe_version, is_remote
 from moe_trainer.data.sources import data_prefixes
+from moe_trainer.errors import UserError
 
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 64
 _MAX_SHOWN = 3
@@ -28,7 +30,7 @@ def make_fingerprint(data: DataArgs, tokenizer_files: Iterable[Path]) -> Fingerp
     for prefix in () if data.mock_data else data_prefixes(data):
         try:
             found["data"][prefix] = _sampled(prefix + ".idx") + _sampled(prefix + ".bin")
-        except OSError:
+        except (OSError, UserError):
             continue  # its reader says what is wrong with it
     for path in tokenizer_files:
         try:
@@ -39,6 +41,8 @@ def make_fingerprint(data: DataArgs, tokenizer_files: Iterable[Path]) -> Fingerp
 
 
 def _sampled(path: str) -> str:
+    if is_remote(path):
+        return describe_version(path)
     size = os.stat(regular_file(path)).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     with open(path, "rb") as file:

@@ -13,6 +13,9 @@ The arrays begin at byte 34, which is aligned for neither of them, so readers ge
 map; numpy handles those on every platform. The .bin is memory-mapped, or read by positional reads
 (`memory_map=False`), which need no shared file position and are therefore safe in threads and forked processes.
 
+A prefix in object storage (s3://bucket/name) is read through object_storage.py: the index is a local copy, the .bin is
+read by blocks.
+
 Training reads documents in random order, so the map is marked as such: otherwise every touched page drags in its
 neighbors (128 KiB for a document of 1 KiB), which made first reads 40 times slower when measured.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +38,7 @@ from typing import IO
 
 import numpy as np
 
+from moe_trainer.data.object_storage import ObjectFile, ObjectStore, is_remote
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
 
@@ -45,6 +50,7 @@ _DTYPES = MappingProxyType(
 # NOTE: 65500, not 65536: Megatron's preprocessing keeps a margin, and byte-equal files need the same one.
 _UINT16_VOCAB_LIMIT = 65500
 _PAGE_TOKENS = 2048
+_COPY_BYTES = 16 << 20
 
 
 class DataFileError(UserError):
@@ -59,7 +65,13 @@ def token_dtype(vocab_size: int | None) -> np.dtype:
 class IndexedDataset:
     """Reader of one `<prefix>.bin/.idx` pair.
 
+    Args:
+        prefix: of the files, or of objects such as s3://bucket/name.
+        memory_map: map the .bin file, unless it is an object.
+        store: through which objects are read.
+
     Attributes:
+        idx_path: of the index, of its local copy if it is an object.
         sequence_lengths: in tokens, int32 [S].
         sequence_pointers: in bytes, int64 [S].
         document_indices: int64 [D].
@@ -68,10 +80,15 @@ class IndexedDataset:
         DataFileError: if a file is missing, shorter than it says, multimodal, or not an index at all.
     """
 
-    def __init__(self, prefix: str, memory_map: bool = True):
+    def __init__(self, prefix: str, memory_map: bool = True, store: ObjectStore | None = None):
         self.idx_path, self.bin_path = f"{prefix}.idx", f"{prefix}.bin"
         self._tokens: np.ndarray | None = None
         self._fd: int | None = None
+        self._object: ObjectFile | None = None
+        if is_remote(prefix):
+            if store is None:
+                raise DataFileError(f"{prefix}: data in object storage needs --object-storage-cache-path DIR")
+            self.idx_path, self._object = store.copy_index(self.idx_path), store.open(self.bin_path)
         self._read_index()
         self._open_bin(memory_map)
 
@@ -125,7 +142,7 @@ class IndexedDataset:
             DataFileError: naming the first wrong entry.
         """
         lengths, starts = self.sequence_lengths, self.sequence_pointers
-        bounds, size = self.document_indices, os.stat(self.bin_path).st_size
+        bounds, size = self.document_indices, self._bin_bytes()
         for wrong, text in (
             (lengths < 0, "has a negative length ({length})"),
             (starts < 0, "begins before the file (offset {start})"),
@@ -145,7 +162,7 @@ class IndexedDataset:
             raise self._damaged("the document array does not ascend from 0; the index is damaged")
 
     def _open_bin(self, memory_map: bool) -> None:
-        found, needed = _file_size(self.bin_path), 0
+        found, needed = self._bin_bytes(), 0
         if len(self):
             needed = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
         if found < needed:
@@ -153,6 +170,8 @@ class IndexedDataset:
                 f"{self.bin_path}: found {found} bytes, its index needs {needed} "
                 f"({len(self)} sequences of {self.dtype.name}); the file is truncated or belongs to another index"
             )
+        if self._object is not None:
+            return
         if not memory_map:
             self._fd = os.open(self.bin_path, os.O_RDONLY)
         elif found < self.dtype.itemsize:
@@ -163,6 +182,9 @@ class IndexedDataset:
             if hasattr(mmap, "MADV_RANDOM"):
                 self._map.madvise(mmap.MADV_RANDOM)
             self._tokens = np.frombuffer(self._map, self.dtype, count=found // self.dtype.itemsize)
+
+    def _bin_bytes(self) -> int:
+        return _file_size(self.bin_path) if self._object is None else self._object.size
 
     def __del__(self):
         if self._fd is not None:
@@ -183,17 +205,28 @@ class IndexedDataset:
             raise self._damaged(f"sequence {index} has {length} tokens from token {start} on; the index is damaged")
         if rest:
             raise self._damaged(f"sequence {index} begins in the middle of a token; the index is damaged")
+        if self._object is not None:
+            data = self._object.read((start + offset) * self.dtype.itemsize, length * self.dtype.itemsize)
+            if len(data) != length * self.dtype.itemsize:
+                raise self._too_short(index)
+            return np.frombuffer(data, dtype=self.dtype)
         if self._fd is not None:
             return self._positional_read(self._fd, index, start + offset, length)
         assert self._tokens is not None
         if length > _PAGE_TOKENS and hasattr(mmap, "MADV_WILLNEED"):
-            self._prefetch(start + offset, length)
+            self._map_pages(start + offset, length)
         tokens = self._tokens[start + offset : start + offset + length]
         if len(tokens) != length:
             raise self._too_short(index)
         return tokens
 
-    def _prefetch(self, first: int, length: int) -> None:
+    def prefetch(self, index: int, offset: int, length: int) -> None:
+        """Start reading tokens that a later `get` returns, if they are in object storage."""
+        if self._object is not None:
+            begin = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
+            self._object.prefetch(begin, length * self.dtype.itemsize)
+
+    def _map_pages(self, first: int, length: int) -> None:
         """Ask for all pages of a long range at once; one by one they would be fetched as they are touched."""
         begin, size = first * self.dtype.itemsize, length * self.dtype.itemsize
         page = begin - begin % mmap.PAGESIZE
@@ -214,13 +247,13 @@ class IndexedDataset:
         return DataFileError(f"{self.bin_path}: sequence {index} ends beyond the file; the index is damaged")
 
 
-def open_token_file(prefix: str, memory_map: bool = True) -> IndexedDataset:
+def open_token_file(prefix: str, memory_map: bool = True, store: ObjectStore | None = None) -> IndexedDataset:
     """Open a pair of files that holds token ids.
 
     Raises:
         DataFileError: also for values that are not integers.
     """
-    low = IndexedDataset(prefix, memory_map)
+    low = IndexedDataset(prefix, memory_map, store)
     if low.dtype.kind not in "iu":
         raise DataFileError(f"{prefix}.idx: holds {low.dtype.name} values, token ids are integers")
     return low
@@ -272,6 +305,31 @@ def write_indexed_dataset(prefix: str, dtype: np.typing.DTypeLike) -> Iterator[I
             os.fsync(file.fileno())
 
 
+def merge_token_files(prefixes: Sequence[str], output: str) -> tuple[int, int]:
+    """Write one pair of files that holds the documents of others in order.
+
+    Returns:
+        The numbers of documents and of tokens.
+
+    Raises:
+        DataFileError: if a file is missing or damaged, or their types of values differ.
+    """
+    sources = [IndexedDataset(prefix, memory_map=False) for prefix in prefixes]
+    other = next((source for source in sources if source.dtype != sources[0].dtype), None)
+    if other is not None:
+        raise DataFileError(
+            f"{other.idx_path}: holds {other.dtype.name} values, {sources[0].idx_path} {sources[0].dtype.name}; files "
+            "of one tokenizer have one type"
+        )
+    with write_indexed_dataset(output, sources[0].dtype) as builder:
+        for source in sources:
+            source.check_sequences()
+            builder.add_file(source)
+    return sum(len(source.document_indices) - 1 for source in sources), sum(
+        int(source.sequence_lengths.sum(dtype=np.int64)) for source in sources
+    )
+
+
 class IndexedDatasetBuilder:
     """Writes documents to a .bin file as they come; `write_indexed_dataset` makes one."""
 
@@ -296,6 +354,23 @@ class IndexedDatasetBuilder:
         self._file.write(stored)
         self._lengths.extend(lengths)
         self._document_ends.extend(base + end for end in document_ends)
+
+    def add_file(self, source: IndexedDataset) -> None:
+        """Append all documents of a file.
+
+        Raises:
+            DataFileError: if its sequences do not lie one after the other.
+        """
+        lengths, pointers = source.sequence_lengths, source.sequence_pointers
+        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
+        size = os.stat(source.bin_path).st_size
+        if not np.array_equal(pointers, np.concatenate([[0], ends[:-1]])[: len(ends)]) or size != ends[-1:].sum():
+            raise DataFileError(f"{source.idx_path}: the sequences do not lie one after the other in {source.bin_path}")
+        base = len(self._lengths)
+        with open(source.bin_path, "rb") as file:
+            shutil.copyfileobj(file, self._file, _COPY_BYTES)
+        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
+        self._document_ends.frombytes((source.document_indices[1:].astype(np.longlong) + base).tobytes())
 
     def write_index(self, file: IO[bytes]) -> None:
         lengths, document_ends = np.asarray(self._lengths), np.asarray(self._document_ends)

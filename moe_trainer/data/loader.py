@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moe_trainer.data.dataset import NO_PAD, TokenDataset
 from moe_trainer.data.packing import PackingPlanner
+from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import PackedSequences
 
@@ -228,42 +229,96 @@ class BatchLoader:
     """Batches of one rank, from `consumed_samples` on.
 
     Args:
-        read: makes the batch of some samples.
+        make: makes the batch of some samples.
         order: returns an iterator over the sample numbers of every batch, which need not end.
         num_workers: threads that read ahead; 0 reads when a batch is asked for.
         pin_memory: whether batches are in pinned memory.
+        prefetch: starts to read a sample from object storage.
+        read_ahead: batches before their turn at which that is called; 0 never calls it.
     """
 
     def __init__(
         self,
-        read: Callable[[Sequence[int]], Batch],
+        make: Callable[[Sequence[int]], Batch],
         order: Callable[[], Iterator[Sequence[int]]],
         num_workers: int,
         pin_memory: bool,
+        prefetch: Callable[[int], None] = lambda index: None,
+        read_ahead: int = 0,
     ):
-        self._make, self.indices = read, order
-        self._num_workers, self._pin = num_workers, pin_memory
+        self._make, self.indices, self._prefetch = make, order, prefetch
+        self._num_workers, self._pin, self._num_ahead = num_workers, pin_memory, read_ahead
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._prefetched() if self._num_workers > 0 else map(self._read, self.indices())
+        order = self._read_ahead(self.indices()) if self._num_ahead else self.indices()
+        return self._prefetched(order) if self._num_workers > 0 else map(self.read, order)
 
-    def _read(self, indices: Sequence[int]) -> Batch:
+    def _read_ahead(self, order: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:
+        waiting: deque[Sequence[int]] = deque()
+        for indices in order:
+            for index in indices:
+                self._prefetch(index)
+            waiting.append(indices)
+            if len(waiting) > self._num_ahead:
+                yield waiting.popleft()
+        yield from waiting
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """Return the batch of some samples."""
         batch = self._make(indices)
         return batch.pin_memory() if self._pin else batch
 
-    def _prefetched(self) -> Iterator[Batch]:
-        order = self.indices()
+    def _prefetched(self, order: Iterator[Sequence[int]]) -> Iterator[Batch]:
         ahead: deque = deque()
         executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
         try:
             while True:
                 for indices in islice(order, _BATCHES_AHEAD_PER_WORKER * self._num_workers - len(ahead)):
-                    ahead.append(executor.submit(self._read, indices))
+                    ahead.append(executor.submit(self.read, indices))
                 if not ahead:
                     return
                 yield ahead.popleft().result()
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+class StreamLoader:
+    """Batches of streamed samples, and the state of the dataset after the last one that was handed out.
+
+    One thread reads ahead, since the documents of a stream are read in order.
+
+    Args:
+        loader: says which samples this rank reads.
+        read_ahead: number of batches; 0 reads when a batch is asked for.
+    """
+
+    def __init__(self, dataset: StreamedDataset | StreamBlend, loader: BatchLoader, read_ahead: int):
+        self._dataset, self._loader, self._read_ahead = dataset, loader, read_ahead
+        self.state = dataset.state()
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = self._loader.indices()
+        if not self._read_ahead:
+            for indices in order:
+                batch, self.state = self._read(indices)
+                yield batch
+            return
+        executor = ThreadPoolExecutor(1, thread_name_prefix="data")
+        ahead: deque[Future] = deque()
+        try:
+            while True:
+                ahead.extend(executor.submit(self._read, each) for each in islice(order, self._read_ahead - len(ahead)))
+                if not ahead:
+                    return
+                batch, self.state = ahead.popleft().result()
+                yield batch
+        finally:
+            executor.shutdown(cancel_futures=True)
+            self._dataset.load_state(self.state)  # what was read ahead is read again
+
+    def _read(self, indices: Sequence[int]) -> tuple[Batch, StreamState]:
+        batch = self._loader.read(indices)
+        return batch, self._dataset.state()
 
 
 def build_loader(
@@ -278,6 +333,7 @@ def build_loader(
     fmt: BatchFormat,
     sharded: bool = True,
     pin_memory: bool = False,
+    read_ahead: int = 0,
 ) -> BatchLoader:
     """Make the loader of one rank over one dataset.
 
@@ -295,7 +351,7 @@ def build_loader(
         )
     place = total, consumed_samples, micro_batch_size, dp_rank, dp_size
     order: Callable[[], Iterator[Sequence[int]]]
-    if dataloader_type == "single":
+    if dataloader_type in ("single", "external"):
         if consumed_samples > total:
             raise ValueError(
                 f"{consumed_samples} samples are consumed already, the dataset holds {total}; raise --train-iters or "
@@ -305,10 +361,9 @@ def build_loader(
     elif dataloader_type == "cyclic":
         order = partial(cyclic_order, *place, sharded)
     else:
-        raise ValueError(
-            f"--dataloader-type {dataloader_type}: needed single or cyclic (external loaders have no command-line form)"
-        )
-    return BatchLoader(partial(make_batch, dataset, fmt=fmt), order, num_workers, pin_memory)
+        raise ValueError(f"--dataloader-type {dataloader_type}: needed single, cyclic or external")
+    make = partial(make_batch, dataset, fmt=fmt)
+    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead)
 
 
 def build_packed_loader(
@@ -321,6 +376,7 @@ def build_packed_loader(
     *,
     fmt: BatchFormat,
     pin_memory: bool = False,
+    read_ahead: int = 0,
 ) -> BatchLoader:
     """Make the loader of one rank over samples of different lengths; a batch is one pack.
 
@@ -332,11 +388,13 @@ def build_packed_loader(
         consumed_samples: counted over all ranks.
         num_workers: as in BatchLoader.
         fmt: from `build.batch_format`.
-        pin_memory: as in BatchLoader.
+        pin_memory, read_ahead: as in BatchLoader.
     """
     return BatchLoader(
         partial(make_packed_batch, dataset, fmt=fmt, pack=planner.format.pack),
         partial(planner.order, len(dataset), consumed_samples, batch_size, dp_rank),
         num_workers,
         pin_memory,
+        dataset.prefetch,
+        read_ahead,
     )

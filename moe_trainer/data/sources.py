@@ -5,7 +5,8 @@ No token file is opened here, and torch is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from arguments.data import DataArgs
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import Blend, parse_blend, read_blend_file, read_split_blends_file
 from moe_trainer.data.index_build import SPLIT_NAMES
+from moe_trainer.errors import UserError
 
 
 class Phase(NamedTuple):
@@ -123,3 +125,22 @@ def get_blends_per_split(data: DataArgs) -> tuple[Blend | None, ...] | None:
         return None
     train, valid, test = (None if items is None else parse_blend(items, flag) for flag, items in paths)
     return phases[0] if phases else train, valid, test
+
+
+def get_stream_blends(data: DataArgs) -> tuple[Blend | None, ...]:
+    """Return the blend of each split of streamed text; --data-path is training text.
+
+    Raises:
+        ValueError: if one cannot be read.
+    """
+    common = get_common_blend(data)
+    return (common, None, None) if common is not None else get_blends_per_split(data) or (None, None, None)
+
+
+@contextmanager
+def naming_flag(data: DataArgs, number: int) -> Iterator[None]:
+    """Let a UserError of the block begin with the flag that names the data of split `number`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{source_flag(data, number)}: {error}") from None

@@ -34,6 +34,7 @@ class Sequences(Protocol):
     def __len__(self) -> int: ...
     def sequence_length(self, index: int) -> int: ...
     def ids(self, index: int) -> np.ndarray: ...
+    def prefetch(self, index: int, length: int) -> None: ...
 
 
 class FileSequences:
@@ -52,6 +53,10 @@ class FileSequences:
 
     def ids(self, index: int) -> np.ndarray:
         return self._source.get(index).astype(np.int64)
+
+    def prefetch(self, index: int, length: int) -> None:
+        """Start reading up to `length` ids that are in object storage."""
+        self._source.prefetch(index, 0, min(length, int(self._source.sequence_lengths[index])))
 
 
 class MockSequences:
@@ -94,6 +99,9 @@ class MockSequences:
             missing -= len(parts[-1])
             number += 1
         return np.concatenate(parts)
+
+    def prefetch(self, index: int, length: int) -> None:
+        """Do nothing: no sequence is in object storage."""
 
 
 def _cut(lengths: np.ndarray, max_length: int) -> np.ndarray:
@@ -193,6 +201,10 @@ class VarlenDataset:
         kept = min(len(ids), len(out) - (len(ids) >= len(out) and int(ids[len(out) - 1]) != eod))
         out[:kept] = ids[:kept]
         return out
+
+    def prefetch(self, index: int) -> None:
+        """Start reading a sample that is in object storage."""
+        self._sequences.prefetch(self._sequence(index), self._longest)
 
     def part_lengths(self, index: int) -> list[int]:
         """Return the number of ids: a sample is one document."""

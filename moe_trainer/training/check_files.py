@@ -19,8 +19,10 @@ from arguments.data import DEFAULT_SPLIT
 from arguments.report import FileCheckResult
 from arguments.vocabulary import choose_padded_vocab_size
 from moe_trainer.data.blend import Blend, normalize
+from moe_trainer.data.document_sources import open_sources
 from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
+from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sources import (
     get_blends_per_split,
     get_common_blend,
@@ -94,8 +96,11 @@ class _Check:
         return choose_padded_vocab_size(self.args, size, saved_rows)
 
     def data(self, vocab_size: int | None) -> None:
-        """Open the index of every prefix in every split, and count tokens."""
+        """Open the index of every prefix in every split, and count tokens; of streamed text only the parts."""
         data, training = self.args.data, self.args.training
+        if training.dataloader_type == "external":
+            self._streamed_text()
+            return
         try:
             per_split, combined, phases = get_blends_per_split(data), get_common_blend(data), get_phase_blends(data)
         except ValueError as error:
@@ -128,12 +133,19 @@ class _Check:
             elif number == 0 and (blend is None or share is None) and needed[0]:
                 self._add_problem("--data-path", f"{needed[0]} samples are asked of the train split, which has no data")
 
+    def _streamed_text(self) -> None:
+        try:
+            for number, source, parts in open_sources(self.args.data):
+                self.lines.append(f"  {SPLIT_NAMES[number]}: {source}: {parts:,} parts of streamed text")
+        except ValueError as error:
+            self._add_problem("--dataloader-type", str(error))
+
     def _open(self, wanted: dict[str, str], vocab_size: int | None) -> dict[str, np.ndarray]:
         """Return the sequence lengths of each prefix that can be opened."""
-        found = {}
+        found, store = {}, make_object_store(self.args.data)
         for prefix, flag in wanted.items():
             try:
-                dataset = open_token_file(prefix)
+                dataset = open_token_file(prefix, store=store)
                 self._compare_ids(dataset, prefix, flag, vocab_size)
             except (ValueError, OSError) as error:
                 self._add_problem(flag.split()[0], f"{flag}: {error}")

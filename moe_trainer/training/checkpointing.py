@@ -16,8 +16,10 @@ from pathlib import Path
 from moe_trainer.checkpoint.errors import StorageError
 from moe_trainer.checkpoint.manager import check_writable, save
 from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState, merge_states
 from moe_trainer.errors import as_user_error
 from moe_trainer.optim.scheduler_state import scheduler_state_dict
+from moe_trainer.parallel import collectives
 from moe_trainer.resilience.save_failures import MAX_CONSECUTIVE_FAILURES
 from moe_trainer.training.context import TrainContext, TrainState
 
@@ -94,7 +96,7 @@ def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
 
 
 def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointState:
-    """Return everything of a checkpoint except tensors."""
+    """Return everything of a checkpoint except tensors. Collective with --dataloader-type external."""
     assert ctx.learning_rate is not None and ctx.weight_decay is not None
     # values that Megatron-LM records in addition to the flags, and that its loader compares or uses
     megatron_args = {
@@ -104,7 +106,7 @@ def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointSta
         # read by torch's own reader; the other strategy needs a package that is not used here
         "async_strategy": "mcore",
     }
-    extra = {"history": state.history.as_dict(), "fingerprint": state.fingerprint}
+    extra = {"history": state.history.as_dict(), "fingerprint": state.fingerprint, "streams": stream_states(ctx)}
     return CheckpointState(
         iteration=state.iteration,
         args=ctx.args.as_dict() | megatron_args,
@@ -115,6 +117,19 @@ def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointSta
         scheduler=scheduler_state_dict(ctx.learning_rate, ctx.weight_decay, state.scheduled_samples),
         extra={name: value for name, value in extra.items() if value},
     )
+
+
+def stream_states(ctx: TrainContext) -> dict[str, StreamState]:
+    """Return where streamed text continues on all ranks, nothing without --dataloader-type external."""
+    if ctx.train_stream is None:
+        return {}
+    assert ctx.datasets is not None
+    local = {"train": ctx.train_stream.state}
+    for dataset in ctx.datasets.valid:
+        assert isinstance(dataset, StreamedDataset | StreamBlend)
+        local["valid"] = dataset.state()
+    ranks = collectives.all_gather_object(local, ctx.ps.world)
+    return {name: merge_states([states[name] for states in ranks]) for name in local}
 
 
 def finish_save(ctx: TrainContext) -> None:

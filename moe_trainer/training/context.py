@@ -14,8 +14,9 @@ from moe_trainer.checkpoint.manager import AsyncSaver
 from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import Datasets
 from moe_trainer.data.fingerprint import Fingerprint
-from moe_trainer.data.loader import Batch, BatchFormat
+from moe_trainer.data.loader import Batch, BatchFormat, StreamLoader
 from moe_trainer.data.packing import PackingPlanner
+from moe_trainer.data.stream import StreamState
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.logger import MetricsLogger
@@ -44,6 +45,7 @@ class TrainState:
         scheduled_samples: samples of updates that were made; they drive the learning rate.
         history: recent losses and gradient norms, and the iterations that were rejected.
         fingerprint: of the data and the tokenizer, on rank 0.
+        streams: where the streamed text of "train" and "valid" continues, as loaded.
         suspicion: fault report of an earlier run, until it is resolved. Not part of the checkpoint.
         spread: differences of repeated iterations (--rerun-mode report_stats). Not part of the checkpoint.
     """
@@ -56,6 +58,7 @@ class TrainState:
     total_flops: float = 0.0
     history: LossHistory = field(default_factory=LossHistory)
     fingerprint: Fingerprint = field(default_factory=dict)
+    streams: dict[str, StreamState] = field(default_factory=dict)
     suspicion: PendingFaultReport | None = None
     spread: RerunStatistics = field(default_factory=RerunStatistics)
 
@@ -71,6 +74,7 @@ class TrainContext:
         may_lose_tokens: expert buffers may be too small for an iteration, which is then repeated with larger ones.
         iteration_graph: CUDA graph of the full iteration.
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
+        train_stream: what yields `train_batches` with --dataloader-type external.
     """
 
     args: Arguments
@@ -95,6 +99,7 @@ class TrainContext:
     batch_format: BatchFormat | None = None
     train_batches: Iterator[Batch] | None = None
     packing: PackingPlanner | None = None
+    train_stream: StreamLoader | None = None
     may_lose_tokens: bool = False
     metrics: MetricsLogger | None = None
     monitors: RankMonitors | None = None

@@ -22,7 +22,7 @@ from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.training.context import TrainContext, TrainState
-from moe_trainer.training.setup import make_batch_iterator, make_packing_planner
+from moe_trainer.training.setup import make_loader, make_packing_planner
 from moe_trainer.training.step import reduce_loss, run_microbatches
 
 
@@ -104,8 +104,8 @@ def evaluate(
         packing = make_packing_planner(ctx, dataset, micro)
         if packing is not None:
             microbatches = packing.count_microbatches(consumed, stop, batch_size)
-        batches = make_batch_iterator(
-            ctx, dataset, micro, consumed, packing, lambda consumed: min(batch_size, stop - consumed)
+        batches = iter(
+            make_loader(ctx, dataset, micro, consumed, packing, lambda consumed: min(batch_size, stop - consumed))
         )
     count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths)
     if count is not None:

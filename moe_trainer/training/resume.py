@@ -127,6 +127,7 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
             total_flops=saved.num_floating_point_operations_so_far,
             history=history,
             fingerprint=saved.extra.get("fingerprint") or {},
+            streams=saved.extra.get("streams") or {},
         ),
         ctx,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,12 @@ from arguments.vocabulary import choose_padded_vocab_size, get_padded_vocab_size
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.checkpoint.manager import saved_padded_vocab_size
 from moe_trainer.checkpoint.options import SaveOptions
-from moe_trainer.data.build import AnyDataset, batch_format, build_datasets
-from moe_trainer.data.dataset import PhasedDataset
+from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, build_streams
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
-from moe_trainer.data.loader import Batch, build_loader, build_packed_loader
+from moe_trainer.data.loader import BatchLoader, StreamLoader, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.sources import requested_sizes, training_phases
+from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
@@ -342,7 +342,8 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
     for name, size in (("train", train), ("validation", valid), ("test", test)):
         print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
     with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
-        if rank == 0 and not args.training.skip_train:  # other data may be evaluated
+        is_streamed = args.training.dataloader_type == "external"
+        if rank == 0 and not args.training.skip_train and not is_streamed:  # other data may be evaluated
             current = make_fingerprint(args.data, _tokenizer_files(args))
             # a new phase has other data
             saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
@@ -351,15 +352,20 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
             state.fingerprint = current
         sizes, barrier = (train, valid, test), partial(collectives.barrier, ps.world)
         consumed = state.consumed_train_samples
-        datasets = build_datasets(
-            args.data, args.training, tokenizer, sizes, consumed=consumed, is_builder=rank == 0, barrier=barrier
-        )
+        if is_streamed:
+            datasets = build_streams(args.data, args.training, tokenizer, sizes)
+            load_stream_states(datasets, state.streams)
+        else:
+            datasets = build_datasets(
+                args.data, args.training, tokenizer, sizes, consumed=consumed, is_builder=rank == 0, barrier=barrier
+            )
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:
             micro = args.training.micro_batch_size
             packing, get_size = make_packing_planner(ctx, datasets.train, micro), ctx.batch_size.global_batch_size
-            batches = make_batch_iterator(ctx, datasets.train, micro, consumed, packing, get_size)
-            ctx = replace(ctx, train_batches=batches, packing=packing)
+            loader = make_loader(ctx, datasets.train, micro, consumed, packing, get_size)
+            stream = loader if isinstance(loader, StreamLoader) else None
+            ctx = replace(ctx, train_batches=iter(loader), train_stream=stream, packing=packing)
     return ctx
 
 
@@ -384,36 +390,63 @@ def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_siz
     parallel, fmt = ctx.args.parallel, PackFormat.from_args(ctx.args)
     if fmt is None:
         return None
+    assert not isinstance(dataset, StreamedDataset | StreamBlend)  # arguments/rules/packing.py
     group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if len(ctx.chunks) > 1 else 1
     get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
     return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size)
 
 
-def make_batch_iterator(
+def load_stream_states(datasets: Datasets, states: dict[str, StreamState]) -> None:
+    """Let streamed datasets continue where the checkpoint was saved."""
+    for name, dataset in (("train", datasets.train), *(("valid", dataset) for dataset in datasets.valid)):
+        if name in states and isinstance(dataset, StreamedDataset | StreamBlend):
+            dataset.load_state(states[name])
+
+
+def make_loader(
     ctx: TrainContext,
     dataset: AnyDataset,
     micro_batch_size: int,
     consumed: int,
     packing: PackingPlanner | None,
     get_batch_size: Callable[[int], int],
-) -> Iterator[Batch]:
-    """Return this rank's batches of a dataset after `consumed` samples, counted over all ranks.
+) -> BatchLoader | StreamLoader:
+    """Return the loader of this rank's batches of a dataset after `consumed` samples, counted over all ranks.
 
     With `packing` a batch is a pack of a global batch, whose size after a number of consumed samples is given.
     """
     args, dp, fmt = ctx.args, ctx.ps.dp, ctx.batch_format
     assert fmt is not None
     kind, workers = args.training.dataloader_type or "single", args.data.num_workers
-    pinned = ctx.runtime.device.type == "cuda"
+    pin_memory = ctx.runtime.device.type == "cuda"
+    read_ahead = args.data.object_storage_read_ahead if args.data.object_storage_cache_path else 0
     if packing is not None:
-        return iter(
-            build_packed_loader(
-                dataset, packing, get_batch_size, dp.rank, consumed, workers, fmt=fmt, pin_memory=pinned
-            )
+        return build_packed_loader(
+            dataset,
+            packing,
+            get_batch_size,
+            dp.rank,
+            consumed,
+            workers,
+            fmt=fmt,
+            pin_memory=pin_memory,
+            read_ahead=read_ahead,
         )
-    return iter(
-        build_loader(dataset, micro_batch_size, dp.rank, dp.size, consumed, kind, workers, fmt=fmt, pin_memory=pinned)
+    loader = build_loader(
+        dataset,
+        micro_batch_size,
+        dp.rank,
+        dp.size,
+        consumed,
+        kind,
+        workers,
+        fmt=fmt,
+        pin_memory=pin_memory,
+        read_ahead=read_ahead,
     )
+    if isinstance(dataset, StreamedDataset | StreamBlend):
+        return StreamLoader(dataset, loader, 2 * workers)
+    return loader
 
 
 def read_safetensors(path: str) -> dict[str, Tensor]:

@@ -112,8 +112,8 @@ def test_invalid_loader_settings_are_rejected():
         build_loader(counting_dataset(5), 2, 0, 3, fmt=FORMAT)
     with pytest.raises(ValueError, match="11 samples are consumed already, the dataset holds 10"):
         build_loader(counting_dataset(10), 1, 0, 1, 11, fmt=FORMAT)
-    with pytest.raises(ValueError, match="--dataloader-type external"):
-        build_loader(counting_dataset(10), 1, 0, 1, 0, "external", fmt=FORMAT)
+    with pytest.raises(ValueError, match="--dataloader-type other"):
+        build_loader(counting_dataset(10), 1, 0, 1, 0, "other", fmt=FORMAT)
     assert list(build_loader(counting_dataset(10), 1, 0, 1, 10, fmt=FORMAT)) == []
 
 

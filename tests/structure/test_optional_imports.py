@@ -35,6 +35,8 @@ OWNERS = {
     "torchtitan": (("scripts/bench_cpu.py", "scripts/bench_baselines.py"), False),
     "tiktoken": (("moe_trainer/data/*.py",), False),
     "zstandard": (("moe_trainer/data/*.py",), False),
+    "pyarrow": (("moe_trainer/data/document_sources.py",), False),
+    "fsspec": (("moe_trainer/data/object_storage.py",), False),
     "flash_attn": ((), False),
     "megatron": ((), False),
 }

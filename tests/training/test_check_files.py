@@ -79,6 +79,25 @@ def test_phases_are_counted_one_by_one(folder, capsys):
     assert code == 2 and "absent.idx: no such file" in out + err
 
 
+def test_streamed_text_is_opened(folder, capsys):
+    (folder / "text.jsonl").write_text('{"text": "1 2"}')
+    flags = [
+        *NULL,
+        "--dataloader-type",
+        "external",
+        "--valid-data-path",
+        "text.jsonl",
+        "--train-data-path",
+        "1",
+        "*.jsonl",
+    ]
+    code, out, err = check(capsys, *flags)
+    assert (code, err) == (0, "")
+    assert "train: *.jsonl: 1 parts of streamed text" in out and "valid: text.jsonl: 1 parts" in out
+    code, out, err = check(capsys, *flags, "1", "absent.jsonl")
+    assert code == 2 and "--train-data-path: absent.jsonl: no such file" in out + err
+
+
 def test_all_missing_files_are_reported_together(folder, capsys, monkeypatch):
     (folder / "file").write_text("")
     (folder / "cut.idx").write_bytes((folder / "a.idx").read_bytes())

@@ -1,0 +1,278 @@
+"""Files whose text is streamed: JSON lines (also .gz, .zst), Parquet and Arrow, local or in object storage.
+
+A part is what one reader opens: a byte range of a JSONL file, a whole compressed or Arrow file, a row group of a
+Parquet file. `open_source` also makes a user's own source (--document-source).
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from arguments.data import DataArgs
+from moe_trainer.data.object_storage import is_remote, list_objects, open_reader
+from moe_trainer.data.sources import get_stream_blends, naming_flag
+from moe_trainer.errors import UserError
+
+PART_BYTES = 16 << 20
+_COMPRESSED = (".gz", ".zst")
+_JSON = (".jsonl", ".json", ".ndjson")
+
+
+class DocumentSource(Protocol):
+    """Text that can be streamed; `--document-source MODULE:CALLABLE` names a function from a path to one.
+
+    Both methods give the same result on every rank and in every run.
+    """
+
+    def parts(self) -> Sequence[Any]:
+        """Return what can be read independently; `str` of a part names it in checkpoints."""
+        ...
+
+    def read(self, part: Any, first: int) -> Iterator[str | Sequence[int]]:
+        """Yield the documents of a part from number `first` on, as text or as token ids."""
+        ...
+
+
+class FilePart(NamedTuple):
+    """Part of a file: a byte range [begin, end) of lines, row group `begin`, or all of it (begin 0, end None)."""
+
+    path: str
+    begin: int
+    end: int | None
+
+    def __str__(self) -> str:
+        """Return the name in messages, and of the part in checkpoints."""
+        return self.path if self.end is None else f"{self.path} from {self.begin} to {self.end}"
+
+
+class FileSource:
+    """The documents of files, in the order of their names.
+
+    Args:
+        patterns: names, or patterns such as corpus/*.jsonl.
+        key: of the text: a key of JSON objects, or a column. Its values are texts or lists of token ids.
+
+    Raises:
+        ValueError: for a name without a file, or an unknown ending.
+    """
+
+    def __init__(self, patterns: Sequence[str], key: str):
+        self._key = key
+        self._parts = [part for pattern in patterns for path in _expand(pattern) for part in self._split(path)]
+
+    def parts(self) -> list[FilePart]:
+        return self._parts
+
+    def read(self, part: FilePart, first: int) -> Iterator[str | Sequence[int]]:
+        """Yield the documents of a part from number `first` on.
+
+        Raises:
+            UserError: naming the file and the document that cannot be read.
+        """
+        rows = self._read_json(part) if _is_json(part.path) else self._read_table(part)
+        try:
+            for number, value in enumerate(rows):
+                if number >= first:
+                    yield _check_document(value, self._key, f"{part}, document {number}")
+        except (OSError, EOFError) as error:
+            raise UserError(f"{part.path}: cannot be read ({error})") from None
+
+    def _split(self, path: str) -> Iterator[FilePart]:
+        if path.endswith(_COMPRESSED) or path.endswith(".arrow"):
+            yield FilePart(path, 0, None)
+        elif path.endswith(".parquet"):
+            with _open(path) as file:
+                groups = _open_parquet(file, path, self._key).num_row_groups
+            yield from (FilePart(path, group, group + 1) for group in range(groups))
+        elif path.endswith(_JSON):
+            with _open(path) as file:
+                size = file.seek(0, os.SEEK_END)
+            yield from (FilePart(path, at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES))
+        else:
+            raise UserError(
+                f"{path}: --dataloader-type external reads .jsonl (also .gz, .zst), .parquet and .arrow files; "
+                "--document-source names a reader of others"
+            )
+
+    def _read_json(self, part: FilePart) -> Iterator[Any]:
+        """Yield the value of the key for every line that begins in the part."""
+        with _open(part.path) as raw:
+            lines: Iterable[bytes] = (
+                decompress(raw, part.path) if part.end is None else lines_in_range(raw, part.begin, part.end)
+            )
+            for number, line in enumerate(lines):
+                if not line.isspace():
+                    fields = parse_json_object(line, f"{part}, line {number + 1}")
+                    yield fields.get(self._key)
+
+    def _read_table(self, part: FilePart) -> Iterator[Any]:
+        with _open(part.path) as raw:
+            if part.end is not None:
+                table = _open_parquet(raw, part.path, self._key)
+                batches = table.iter_batches(row_groups=[part.begin], columns=[self._key], batch_size=1024)
+            else:
+                batches = _arrow_batches(raw, part.path, self._key)
+            for batch in batches:
+                yield from batch.column(self._key).to_pylist()
+
+
+def _is_json(path: str) -> bool:
+    return path.endswith((*_JSON, *_COMPRESSED))
+
+
+def _expand(pattern: str) -> list[str]:
+    if is_remote(pattern):
+        found = list_objects(pattern)
+    else:
+        found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
+    if not found:
+        raise UserError(f"{pattern}: no such file")
+    return found
+
+
+def _open(path: str) -> BinaryIO:
+    return open_reader(path) if is_remote(path) else open(path, "rb")
+
+
+def lines_in_range(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the lines that begin in [begin, end)."""
+    file.seek(max(begin - 1, 0))
+    at = begin - 1 + len(file.readline()) if begin else 0
+    while at < end and (line := file.readline()):
+        yield line
+        at += len(line)
+
+
+def _check_document(value: Any, key: str, where: str) -> str | list[int]:
+    if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
+        return value
+    raise UserError(
+        f'{where}: the value of "{key}" (--document-text-key) must be a text or a list of token ids, found '
+        f"{type(value).__name__}"
+    )
+
+
+def _import_pyarrow(path: str) -> Any:
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path}: reading Parquet and Arrow files needs pyarrow: pip install pyarrow") from None
+    return pyarrow
+
+
+def _open_parquet(file: BinaryIO, path: str, key: str) -> Any:
+    pyarrow = _import_pyarrow(path)
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path}: not a Parquet file ({error})") from None
+    _check_column(table.schema_arrow.names, path, key)
+    return table
+
+
+def _arrow_batches(file: BinaryIO, path: str, key: str) -> Iterator[Any]:
+    """Yield the record batches of an Arrow file, in its stream or its file form."""
+    pyarrow = _import_pyarrow(path)
+    try:
+        is_file = file.read(6) == b"ARROW1"
+        file.seek(0)
+        reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path}: not an Arrow file ({error})") from None
+    _check_column(reader.schema.names, path, key)
+    yield from (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+
+
+def _check_column(names: Sequence[str], path: str, key: str) -> None:
+    if key not in names:
+        raise UserError(f'{path}: no column "{key}" (--document-text-key); found {", ".join(names)}')
+
+
+def open_source(patterns: Sequence[str], key: str, factory: str | None = None) -> DocumentSource:
+    """Open the files of several names as one source, or the user's own source of one name.
+
+    Args:
+        patterns: names or patterns of files.
+        key: of the text.
+        factory: --document-source: MODULE:CALLABLE, a function from a name to a `DocumentSource`.
+
+    Raises:
+        ValueError: naming the file or the flag that is wrong.
+    """
+    if factory is None:
+        return FileSource(patterns, key)
+    module, _, name = factory.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"--document-source {factory}: needed MODULE:CALLABLE ({error})") from None
+    if len(patterns) > 1:
+        raise UserError(f"--document-source reads one name; give weights to blend {', '.join(patterns)}")
+    return make(patterns[0])
+
+
+def open_sources(data: DataArgs) -> Iterator[tuple[int, str, int]]:
+    """Yield (split, names, number of parts) of all text of --dataloader-type external.
+
+    Raises:
+        ValueError: for missing files and unusable flags.
+    """
+    for number, blend in enumerate(get_stream_blends(data)):
+        if blend is None:
+            continue
+        for patterns in [blend.prefixes] if blend.weights is None else [(each,) for each in blend.prefixes]:
+            with naming_flag(data, number):
+                source = open_source(patterns, data.document_text_key, data.document_source)
+            yield number, " ".join(patterns), len(source.parts())
+
+
+def parse_json_object(line: bytes, where: str) -> dict[str, Any]:
+    """Read a line of a JSONL file.
+
+    Raises:
+        UserError: naming the line and what is wrong with it.
+    """
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain "
+            "text, all others as JSON lines"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: cannot be read ({error})") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{where}: needed a JSON object, found {type(fields).__name__}")
+    return fields
+
+
+def decompress(raw: BinaryIO, path: str) -> Iterable[bytes]:
+    """Return the lines of a file, decompressed by its suffix."""
+    if path.endswith(".gz"):
+        return gzip.open(raw, "rb")
+    if path.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"{path}: reading .zst needs the library zstandard: pip install zstandard") from None
+        return _zstandard_lines(raw, path, zstandard)
+    return raw
+
+
+def _zstandard_lines(raw: BinaryIO, path: str, zstandard: Any) -> Iterator[bytes]:
+    try:
+        yield from io.BufferedReader(
+            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False), 1 << 20
+        )
+    except zstandard.ZstdError as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None

@@ -1,0 +1,389 @@
+"""Token files in object storage, read through fsspec (s3:// needs s3fs, gs:// gcsfs, msc:// multi-storage-client).
+
+The index of a dataset is copied to the local cache folder as a whole, where it is memory-mapped like any other. The
+.bin file is read by blocks of fixed size, which are files of the cache folder too; the oldest go when they exceed the
+bound. Processes of one node may share the folder: a block file is complete when it has its name, and a process that
+misses one reads the object. The names hold the version of the object, so that a run never finds blocks of an older one.
+
+A read that fails, takes too long or ends early is repeated after a pause that doubles. Reading ahead is the caller's
+decision (`ObjectFile.prefetch`); threads of the store carry it out, and threads are daemons, so that a run may end at
+any time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any
+
+from arguments.data import DataArgs
+from moe_trainer.errors import UserError
+from moe_trainer.io import atomic_path, atomic_write
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 20
+MAX_ATTEMPTS = 6
+TIMEOUT_S = 60.0
+_FIRST_PAUSE_S = 0.5
+_NUM_THREADS = 16
+_COPY_BYTES = 8 << 20
+_PACKAGES = MappingProxyType({"s3": "s3fs", "gs": "gcsfs", "msc": "multi-storage-client[fsspec]"})
+_HOPELESS = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "PartialCredentialsError")
+"""Errors that another attempt does not cure."""
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path names an object: s3://bucket/key, gs://..., msc://..."""
+    return "://" in path
+
+
+def describe_version(url: str) -> str:
+    """Return a text that changes when the object does.
+
+    Raises:
+        UserError: if the object cannot be read.
+    """
+    return _Object(url).version
+
+
+def list_objects(pattern: str) -> list[str]:
+    """Return the objects that a name or pattern such as s3://bucket/a/*.jsonl means, in alphabetical order.
+
+    Raises:
+        UserError: if the store cannot be read.
+    """
+    files, path = _open_file_system(pattern)
+    protocol = pattern.partition("://")[0]
+    try:
+        return [f"{protocol}://{found}" for found in sorted(files.glob(path))]
+    except Exception as error:  # every file system has its own
+        raise UserError(f"{pattern}: cannot be listed ({type(error).__name__}: {error})") from None
+
+
+def open_reader(url: str) -> io.BufferedReader:
+    """Open an object for reading in order, without the cache; reads that fail are repeated.
+
+    Raises:
+        UserError: if there is none, or it cannot be read.
+    """
+    return io.BufferedReader(_RawObject(_Object(url)), _COPY_BYTES)
+
+
+class _Object:
+    """One object of a file system of fsspec: its size and version, and reads that are repeated if they fail."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self._files, self._path = _open_file_system(url)
+        info = self._retry("its size cannot be read", lambda: self._call("info", self._path))
+        self.size = int(info["size"] or 0)
+        tag = info.get("ETag") or info.get("etag") or info.get("generation") or info.get("mtime") or info.get("created")
+        self.version = f"{self.size} {tag}"
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes [begin, end).
+
+        Raises:
+            UserError: if that fails several times.
+        """
+
+        def attempt() -> bytes:
+            data = self._call("cat_file", self._path, start=begin, end=end)
+            if len(data) != end - begin:
+                raise EOFError(f"{len(data)} of {end - begin} bytes arrived")
+            return data
+
+        try:
+            return self._retry(f"bytes {begin} to {end} cannot be read", attempt)
+        except UserError:
+            self._check_version()
+            raise
+
+    def _check_version(self) -> None:
+        try:
+            now = _Object(self.url)
+        except UserError:
+            return  # the error of the caller says it too
+        if now.version != self.version:
+            raise UserError(
+                f"{self.url}: the object was replaced while it is in use (it had {self.size} bytes, now {now.size}); "
+                "restore it, or start again"
+            )
+
+    def _retry(self, problem: str, attempt: Callable[[], Any]) -> Any:
+        for number in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return attempt()
+            except Exception as error:  # every file system has its own
+                kind = type(error).__name__
+                if kind == "FileNotFoundError":
+                    raise UserError(f"{self.url}: no such object") from None
+                said = f"{self.url}: {problem} ({kind}: {error})"
+                if kind in _HOPELESS:
+                    raise UserError(said) from None
+                if number == MAX_ATTEMPTS:
+                    raise UserError(f"{said}; {MAX_ATTEMPTS} attempts were made") from None
+                pause = _FIRST_PAUSE_S * 2 ** (number - 1)
+                logger.warning("%s; attempt %d follows in %.3g s", said, number + 1, pause)
+                time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the file system, for TIMEOUT_S at most where it is asynchronous."""
+        if not self._files.async_impl:
+            return getattr(self._files, method)(*args, **kwargs)
+        from fsspec.asyn import sync
+
+        return sync(self._files.loop, getattr(self._files, f"_{method}"), *args, timeout=TIMEOUT_S, **kwargs)
+
+
+def _open_file_system(url: str) -> tuple[Any, str]:
+    protocol = url.partition("://")[0]
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if protocol in ("s3", "s3a"):
+        limits = {"connect_timeout": 10, "read_timeout": TIMEOUT_S / 2, "max_pool_connections": 2 * _NUM_THREADS}
+        options["config_kwargs"] = {**limits, "retries": {"total_max_attempts": 1}}
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:
+        package = _PACKAGES.get(protocol)
+        hint = f"pip install {package}" if package else f"known are {', '.join(_PACKAGES)}"
+        raise UserError(f"{url}: {protocol}:// cannot be read ({error}); {hint}") from None
+
+
+class _RawObject(io.RawIOBase):
+    def __init__(self, source: _Object):
+        self._source, self._at = source, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._source.size)
+        data = self._source.read(self._at, end) if end > self._at else b""
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+class ObjectStore:
+    """Local cache of the objects of a run, and the threads that fill it.
+
+    Args:
+        folder: of the cache; created if it is missing.
+        max_bytes: bound of the blocks of .bin files, over all objects and all processes that share the folder. Indices
+            come in addition.
+    """
+
+    def __init__(self, folder: str, max_bytes: int):
+        self._folder, self._max_bytes = Path(folder), max_bytes
+        self._lock = threading.Lock()
+        self._since_check = 0
+        self._is_writable = True
+        self._tasks: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def copy_index(self, url: str) -> str:
+        """Return the path of a complete local copy of an object, made unless there is one of the same version.
+
+        Raises:
+            UserError: if the object cannot be read, or the copy not be written.
+        """
+        source, target = _Object(url), self._folder / url.partition("://")[2]
+        tag = target.with_name(f"{target.name}.version")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _lock_file(target.with_name(f"{target.name}.lock")):
+                if not (_read_text(tag) == source.version and target.exists() and target.stat().st_size == source.size):
+                    tag.unlink(missing_ok=True)
+                    with atomic_path(target) as temporary:
+                        self._copy(source, temporary)
+                    with atomic_write(tag) as file:
+                        file.write(source.version)
+        except OSError as error:
+            raise UserError(f"--object-storage-cache-path: {target} cannot be written ({error.strerror})") from None
+        return str(target)
+
+    def open(self, url: str) -> ObjectFile:
+        """Open an object for reading by blocks.
+
+        Raises:
+            UserError: if there is none, or it cannot be read.
+        """
+        source = _Object(url)
+        digest = hashlib.blake2b(f"{source.version} {BLOCK_BYTES}".encode(), digest_size=8).hexdigest()
+        return ObjectFile(self, source, self._folder / "blocks" / url.partition("://")[2] / digest)
+
+    def submit(self, task: Callable[[], Any]) -> Future:
+        """Run a task on one of the store's threads."""
+        future: Future = Future()
+        self._tasks.put((future, task))
+        with self._lock:
+            if len(self._threads) < _NUM_THREADS:
+                self._threads.append(threading.Thread(target=self._work, daemon=True))
+                self._threads[-1].start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, task = self._tasks.get()
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _copy(self, source: _Object, path: Path) -> None:
+        with open(path, "wb") as file:
+
+            def copy(begin: int) -> None:
+                end = min(begin + _COPY_BYTES, source.size)
+                os.pwrite(file.fileno(), source.read(begin, end), begin)
+
+            for future in [self.submit(partial(copy, begin)) for begin in range(0, source.size, _COPY_BYTES)]:
+                future.result()
+
+    def write_block(self, path: Path, data: bytes) -> None:
+        """Remove old blocks where the bound needs it, and add one. A full disk only costs speed."""
+        with self._lock:
+            if not self._is_writable:
+                return
+            self._since_check += len(data)
+            if self._since_check >= self._max_bytes // 64:
+                self._since_check = 0
+                self._remove_oldest(self._max_bytes - max(len(data), self._max_bytes // 64))  # what comes until then
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_write(path, "wb") as file:
+                    file.write(data)
+            except OSError as error:
+                self._is_writable = False
+                logger.warning(
+                    "--object-storage-cache-path %s: cannot be written (%s); blocks are read again every time",
+                    self._folder,
+                    error.strerror,
+                )
+
+    def _remove_oldest(self, max_bytes: int) -> None:
+        blocks = []
+        for path in (self._folder / "blocks").rglob("*"):
+            with suppress(OSError):  # another process may remove it too
+                status = path.stat()
+                if path.is_file():
+                    blocks.append((status.st_mtime, status.st_size, path))
+        excess = sum(size for _, size, _ in blocks) - max_bytes
+        for _, size, path in sorted(blocks):
+            if excess <= 0:
+                return
+            with suppress(OSError):
+                path.unlink()
+            excess -= size
+
+
+def make_object_store(data: DataArgs) -> ObjectStore | None:
+    """Return what reads data in object storage, None without --object-storage-cache-path."""
+    if data.object_storage_cache_path is None:
+        return None
+    return ObjectStore(data.object_storage_cache_path, int(data.object_storage_cache_gb * 2**30))
+
+
+class ObjectFile:
+    """Random reads of one object through the blocks of the cache. `ObjectStore.open` makes one."""
+
+    def __init__(self, store: ObjectStore, source: _Object, folder: Path):
+        self.size = source.size
+        self._store, self._source, self._folder = store, source, folder
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future] = {}
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return up to `length` bytes from `offset` on, fewer at the end of the object.
+
+        Raises:
+            UserError: if the object cannot be read.
+        """
+        end = min(offset + length, self.size)
+        futures = self._request_missing(offset, end)
+        numbers = range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        return b"".join(self._read_block(number, offset, end, futures.get(number)) for number in numbers)
+
+    def prefetch(self, offset: int, length: int) -> None:
+        """Start reading blocks that are not in the cache."""
+        self._request_missing(offset, min(offset + length, self.size))
+
+    def _request_missing(self, begin: int, end: int) -> dict[int, Future]:
+        numbers = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        return {number: self._request(number) for number in numbers if not self._path(number).exists()}
+
+    def _path(self, number: int) -> Path:
+        return self._folder / str(number)
+
+    def _read_block(self, number: int, offset: int, end: int, requested: Future | None) -> bytes:
+        """Return the part of [offset, end) that lies in a block."""
+        first = number * BLOCK_BYTES
+        begin, stop = max(offset - first, 0), min(end - first, BLOCK_BYTES)
+        size = min(BLOCK_BYTES, self.size - first)
+        if requested is not None:
+            return requested.result()[begin:stop]
+        with suppress(OSError), open(self._path(number), "rb") as file:
+            if os.fstat(file.fileno()).st_size == size:  # a crash of the machine may leave an empty file
+                os.utime(file.fileno())  # the bound removes what was not used for the longest time
+                return os.pread(file.fileno(), stop - begin, begin)
+        return self._request(number).result()[begin:stop]
+
+    def _request(self, number: int) -> Future:
+        """Read a block on a thread of the store; several requests are one."""
+        with self._lock:
+            if number not in self._pending:
+                self._pending[number] = self._store.submit(partial(self._fetch, number))
+            return self._pending[number]
+
+    def _fetch(self, number: int) -> bytes:
+        try:
+            first = number * BLOCK_BYTES
+            data = self._source.read(first, min(first + BLOCK_BYTES, self.size))
+            self._store.write_block(self._path(number), data)
+            return data
+        finally:
+            with self._lock:
+                del self._pending[number]
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[None]:
+    """Let one process of the node at a time run the block; where files cannot be locked, all run it."""
+    with open(path, "wb") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None

@@ -1,0 +1,280 @@
+"""Samples of text that is tokenized while it is read (--dataloader-type external): no token files, no index.
+
+A `DocumentSource` consists of parts that can be read independently: byte ranges of a JSONL file, row groups of a
+Parquet file, or whatever a user's own source has. Parts are shuffled in every epoch and divided among a fixed number of
+streams (--document-streams). A stream is the endless row of the tokens of its documents, each ended by the
+end-of-document token; sample n of a stream is the L+1 tokens from n * L on, as in a token file.
+
+Sample k of the dataset is sample k // streams of stream k % streams. So what is read in which order depends on the
+flags and not on the layout, and a rank reads only the streams of its samples. Ranks whose samples share a stream read
+it each: the number of streams is best a multiple of micro-batch size times data-parallel size.
+
+A cursor says where the next sample of a stream begins. The cursors of all streams are the whole state of a dataset;
+from them, a resumed run continues with the next token, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_trainer.data.blend import build_blend_index, normalize
+from moe_trainer.data.document_sources import DocumentSource
+from moe_trainer.data.fim import FillInTheMiddle
+from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class Cursor(NamedTuple):
+    """Where sample `sample` of a stream begins: a token of a document of a part in an epoch.
+
+    Attributes:
+        turn: number of the part among those of the stream in this epoch.
+    """
+
+    sample: int = 0
+    epoch: int = 0
+    turn: int = 0
+    document: int = 0
+    token: int = 0
+
+
+class _Document(NamedTuple):
+    """Token ids, and the cursor of the first one (whose `sample` means nothing)."""
+
+    ids: np.ndarray
+    cursor: Cursor
+    name: str
+
+
+_Parts = list[tuple[int, str]]
+"""(tokens, name) of the documents of a sample."""
+_NUM_RECENT = 1024
+StreamState = dict[str, Any]
+"""{"parts": digest of the parts, "cursors": the cursor of every stream, as a list}."""
+
+
+class StreamedDataset:
+    """Samples of L+1 tokens of a document source, read in ascending order within a stream.
+
+    Args:
+        source: the documents.
+        name: of the source in messages.
+        size: number of samples that the run reads.
+        num_streams: see the head of this file; no more than there are parts.
+        fim: how samples are rearranged, not at all with None.
+
+    Raises:
+        ValueError: if the source has no parts, or the tokenizer no end-of-document token.
+    """
+
+    def __init__(
+        self,
+        source: DocumentSource,
+        name: str,
+        size: int,
+        *,
+        sequence_length: int,
+        seed: int,
+        tokenizer: Tokenizer,
+        num_streams: int,
+        fim: FillInTheMiddle | None = None,
+    ):
+        self._source, self._parts, self.name = source, source.parts(), name
+        names = (os.path.basename(str(part)) for part in self._parts)  # a corpus may move to another folder
+        self._digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+        self._size, self._length, self._seed, self._fim = size, sequence_length, seed, fim
+        if not len(self._parts):
+            raise UserError(f"{name}: there is nothing to read")
+        if tokenizer.eod is None:
+            raise UserError(f"{name}: streamed text needs a tokenizer with an end-of-document token")
+        self._tokenizer = tokenizer
+        self._streams = [
+            _Stream(self, number, Cursor()) for number in range(max(min(num_streams, len(self._parts)), 1))
+        ]
+        self._recent: dict[int, _Parts] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def state(self) -> StreamState:
+        """Return where this rank's next samples begin."""
+        return {"parts": self._digest, "cursors": [list(stream.cursor) for stream in self._streams]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue at a state.
+
+        Raises:
+            UserError: if the source or the number of streams is not that of the state.
+        """
+        if len(state["cursors"]) != len(self._streams):
+            raise UserError(
+                f"{self.name}: the checkpoint was saved with {len(state['cursors'])} streams, now there are "
+                f"{len(self._streams)}; --document-streams and the files must be those of the checkpoint"
+            )
+        if state["parts"] != self._digest:
+            raise UserError(
+                f"{self.name}: files were added, removed or changed in size since the checkpoint was saved; restore "
+                "them, or start the data afresh (--finetune)"
+            )
+        for number, cursor in enumerate(state["cursors"]):
+            self._streams[number] = _Stream(self, number, Cursor(*cursor))
+
+    def tokens(self, index: int) -> np.ndarray:
+        """Return the ids of sample `index`, int64 [L+1]."""
+        ids, self._recent[index] = self._sample(index)
+        if len(self._recent) > _NUM_RECENT:
+            del self._recent[next(iter(self._recent))]
+        if self._fim is None:
+            return ids
+        return self._fim.rearrange(ids, np.random.RandomState([self._seed, index]))
+
+    def part_lengths(self, index: int) -> list[int]:
+        """Return how many tokens of a sample that was read lately come from each of its documents."""
+        return [self._length + 1] if self._fim is not None else [length for length, _ in self._recent[index]]
+
+    def locate(self, index: int, position: int) -> str:
+        """Say where a token of a sample that was read lately comes from."""
+        for length, name in self._recent[index] if self._fim is None else ():
+            if position < length:
+                return name
+            position -= length
+        return f"{self.name}, sample {index}"
+
+    def prefetch(self, index: int) -> None:
+        """Streams are read in order; their source reads ahead by itself."""
+
+    def _sample(self, index: int) -> tuple[np.ndarray, _Parts]:
+        number, sample = index % len(self._streams), index // len(self._streams)
+        stream = self._streams[number]
+        if sample < stream.cursor.sample:  # as after --override-ckpt-iteration
+            logger.info("%s: stream %d is read again from its beginning to sample %d", self.name, number, sample)
+            stream = self._streams[number] = _Stream(self, number, Cursor())
+        while stream.cursor.sample < sample:
+            stream.next_sample(self._length)
+        return stream.next_sample(self._length)
+
+    def documents(self, stream: int, cursor: Cursor) -> Iterator[_Document]:
+        """Yield the documents of a stream from that of a cursor on, without end."""
+        epoch, begin, first = cursor.epoch, cursor.turn, cursor.document
+        while True:
+            order = np.random.RandomState([self._seed, epoch]).permutation(len(self._parts))
+            own = order[stream :: len(self._streams)].tolist()
+            num_tokens = 0
+            for turn in range(begin, len(own)):
+                part = self._parts[own[turn]]
+                for number, document in enumerate(self._source.read(part, first), first):
+                    name = f"{self.name}, part {part}, document {number}"
+                    ids = self._encode(document, name)
+                    num_tokens += len(ids)
+                    yield _Document(ids, Cursor(0, epoch, turn, number, 0), name)
+                first = 0
+            if not num_tokens and cursor.epoch != epoch:
+                raise UserError(f"{self.name}: the parts of stream {stream} hold no text")
+            epoch, begin = epoch + 1, 0
+
+    def _encode(self, document: str | Sequence[int], name: str) -> np.ndarray:
+        """Return the ids of a document and the token that ends it; none of an empty one."""
+        try:
+            ids = self._tokenizer.tokenize(document) if isinstance(document, str) else list(document)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}") from None
+        return np.array([*ids, self._tokenizer.eod] if ids else [], dtype=np.int64)
+
+
+class _Stream:
+    """The documents of one stream that are partly read, from the cursor on."""
+
+    def __init__(self, dataset: StreamedDataset, number: int, cursor: Cursor):
+        self.cursor = cursor
+        self._documents = dataset.documents(number, cursor)
+        self._waiting: deque[_Document] = deque()
+
+    def next_sample(self, length: int) -> tuple[np.ndarray, _Parts]:
+        """Return the next `length` + 1 tokens with the parts they come from, and move on by `length`."""
+        out, filled, offset = np.empty(length + 1, dtype=np.int64), 0, self.cursor.token
+        parts: _Parts = []
+        number = 0
+        while filled <= length:
+            if number == len(self._waiting):
+                self._waiting.append(next(self._documents))
+            document = self._waiting[number]
+            ids = document.ids[offset : offset + length + 1 - filled]
+            out[filled : filled + len(ids)] = ids
+            if len(ids):
+                parts.append((len(ids), document.name))
+            filled, number = filled + len(ids), number + 1
+            end, offset = offset + len(ids), 0
+        # the last token of this sample is the first of the next one
+        self.cursor = self._waiting[number - 1].cursor._replace(sample=self.cursor.sample + 1, token=end - 1)
+        for _ in range(number - 1):
+            self._waiting.popleft()
+        return out, parts
+
+
+class StreamBlend:
+    """Several streamed datasets in the order of a weighted blend (blend.py)."""
+
+    def __init__(self, datasets: Sequence[StreamedDataset], weights: Sequence[float], size: int):
+        self.datasets = tuple(datasets)
+        self._dataset, self._inside = build_blend_index(normalize(weights), size)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def _find(self, index: int) -> tuple[StreamedDataset, int]:
+        return self.datasets[self._dataset[index]], int(self._inside[index])
+
+    def state(self) -> StreamState:
+        """Return where this rank's next samples begin."""
+        return {"blend": [dataset.state() for dataset in self.datasets]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue at a state.
+
+        Raises:
+            UserError: if the sources are not those of the state.
+        """
+        if len(state.get("blend", ())) != len(self.datasets):
+            raise UserError("the checkpoint was saved with another number of streamed datasets")
+        for dataset, saved in zip(self.datasets, state["blend"]):
+            dataset.load_state(saved)
+
+    def tokens(self, index: int) -> np.ndarray:
+        dataset, inside = self._find(index)
+        return dataset.tokens(inside)
+
+    def part_lengths(self, index: int) -> list[int]:
+        dataset, inside = self._find(index)
+        return dataset.part_lengths(inside)
+
+    def locate(self, index: int, position: int) -> str:
+        dataset, inside = self._find(index)
+        return dataset.locate(inside, position)
+
+    def prefetch(self, index: int) -> None:
+        """Streams are read in order; their source reads ahead by itself."""
+
+
+def merge_states(states: Sequence[StreamState]) -> StreamState:
+    """Return the state of all ranks: of every stream the cursor of the rank that has read most of it.
+
+    Raises:
+        ValueError: if the ranks read different sources.
+    """
+    if "blend" in states[0]:
+        return {"blend": [merge_states(each) for each in zip(*(state["blend"] for state in states), strict=True)]}
+    if len({(state["parts"], len(state["cursors"])) for state in states}) > 1:
+        raise UserError("the ranks see different files of the streamed data")
+    return {
+        "parts": states[0]["parts"],
+        "cursors": [max(cursors) for cursors in zip(*(state["cursors"] for state in states))],
+    }

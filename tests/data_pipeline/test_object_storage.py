@@ -1,0 +1,266 @@
+"""Token files in a real S3 server: the same samples as from local files, whatever happens to the connection."""
+
+import os
+import sys
+from itertools import count
+
+import numpy as np
+import pytest
+from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
+from data_pipeline.s3_server import Bucket, s3_server
+from training.forked import pretrain
+from training.tiny import TINY
+
+from moe_trainer.data import object_storage
+from moe_trainer.data.build import build_datasets
+from moe_trainer.data.fingerprint import make_fingerprint
+from moe_trainer.data.indexed import DataFileError, open_token_file
+from moe_trainer.data.loader import BatchFormat, build_loader
+from moe_trainer.data.object_storage import ObjectStore
+from moe_trainer.errors import UserError
+
+LENGTHS = np.random.default_rng(5).integers(1, 3000, size=400)
+BLOCK = 1 << 14
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as started:
+        yield started
+
+
+@pytest.fixture
+def bucket(server, request, monkeypatch):
+    client, proxy = server
+    proxy.cuts = proxy.delay_s = proxy.cut_after = 0
+    monkeypatch.setattr(object_storage, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(object_storage, "_FIRST_PAUSE_S", 0.01)
+    return Bucket(client, f"bucket{abs(hash(request.node.name)) % 10**9}", proxy)
+
+
+@pytest.fixture
+def local(tmp_path):
+    return write_corpus(tmp_path / "a", LENGTHS)
+
+
+def open_remote(prefix, folder, max_bytes=1 << 30):
+    return open_token_file(prefix, store=ObjectStore(str(folder), max_bytes))
+
+
+def assert_equal(remote, local, every=1):
+    expected = open_token_file(local)
+    for index in range(0, len(expected), every):
+        np.testing.assert_array_equal(remote[index], expected[index])
+
+
+def cached_bytes(folder):
+    return sum(path.stat().st_size for path in (folder / "blocks").rglob("*") if path.is_file())
+
+
+def test_documents_equal_those_of_local_files(bucket, local, tmp_path):
+    prefix = bucket.upload(local, "corpora/a")
+    remote = open_remote(prefix, tmp_path / "cache")
+    assert_equal(remote, local)
+    remote.check_sequences()
+    assert remote.idx_path == str(tmp_path / "cache" / bucket.name / "corpora/a.idx")
+    assert cached_bytes(tmp_path / "cache") == os.path.getsize(f"{local}.bin")
+    long = int(np.argmax(LENGTHS))
+    np.testing.assert_array_equal(remote.get(long, 7, 20), open_token_file(local).get(long, 7, 20))
+
+
+def test_the_second_run_reads_from_the_cache_alone(bucket, local, tmp_path, monkeypatch):
+    prefix = bucket.upload(local, "a")
+    assert_equal(open_remote(prefix, tmp_path / "cache"), local)
+    monkeypatch.setattr(object_storage._Object, "read", lambda *_: pytest.fail("the object was read"))
+    assert_equal(open_remote(prefix, tmp_path / "cache"), local)
+
+
+def test_the_cache_respects_its_bound(bucket, local, tmp_path):
+    prefix, bound = bucket.upload(local, "a"), 10 * BLOCK
+    assert os.path.getsize(f"{local}.bin") > 4 * bound
+    remote = open_remote(prefix, tmp_path / "cache", bound)
+    for index in np.random.default_rng(0).permutation(len(LENGTHS)).tolist():
+        np.testing.assert_array_equal(remote[index], open_token_file(local)[index])
+        assert cached_bytes(tmp_path / "cache") <= bound
+    assert cached_bytes(tmp_path / "cache") > bound / 2
+
+
+def test_blocks_in_use_outlive_others(bucket, local, tmp_path):
+    remote = open_remote(bucket.upload(local, "a"), tmp_path / "cache", 10 * BLOCK)
+    blocks = tmp_path / "cache" / "blocks"
+    for index in range(len(LENGTHS)):
+        first = remote[0]
+        remote[index]
+        assert any(path.name == "0" for path in blocks.rglob("0"))
+    np.testing.assert_array_equal(first, open_token_file(local)[0])
+
+
+def test_damaged_and_missing_blocks_are_read_again(bucket, local, tmp_path):
+    remote = open_remote(bucket.upload(local, "a"), tmp_path / "cache")
+    assert_equal(remote, local)
+    blocks = sorted(path for path in (tmp_path / "cache/blocks").rglob("*") if path.is_file())
+    blocks[0].write_bytes(b"")
+    blocks[1].unlink()
+    assert_equal(remote, local)
+
+
+def test_a_cache_that_cannot_be_written_only_costs_speed(bucket, local, tmp_path, caplog):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/blocks").write_text("")
+    assert_equal(open_remote(bucket.upload(local, "a"), tmp_path / "cache"), local, every=20)
+    assert caplog.text.count("blocks are read again every time") == 1
+
+
+def test_cut_connections_are_repeated(bucket, local, tmp_path):
+    prefix = bucket.upload(local, "a")
+    remote = open_remote(prefix, tmp_path / "cache")
+    bucket.proxy.cut_after, bucket.proxy.cuts = 5000, 4
+    assert_equal(remote, local)
+    assert bucket.proxy.cuts == 0
+
+
+def test_an_index_arrives_whole_over_cut_connections(bucket, local, tmp_path, monkeypatch):
+    monkeypatch.setattr(object_storage, "_COPY_BYTES", 1000)
+    prefix = bucket.upload(local, "a")
+    bucket.proxy.cut_after, bucket.proxy.cuts = 600, 3
+    remote = open_remote(prefix, tmp_path / "cache")
+    assert bucket.proxy.cuts == 0
+    assert_equal(remote, local, every=50)
+
+
+def test_a_connection_that_stalls_is_given_up(bucket, local, tmp_path, monkeypatch, caplog):
+    remote = open_remote(bucket.upload(local, "a"), tmp_path / "cache")
+    monkeypatch.setattr(object_storage, "TIMEOUT_S", 0.3)
+    bucket.proxy.delay_s = 0.6
+    with pytest.raises(UserError, match=r"a\.bin: bytes 0 to \d+ cannot be read .*Timeout.*; 6 attempts were made"):
+        remote[0]
+    bucket.proxy.delay_s = 0.01
+    monkeypatch.setattr(object_storage, "TIMEOUT_S", 30.0)
+    assert_equal(remote, local, every=40)
+
+
+def test_an_object_that_was_replaced_is_an_error(bucket, local, tmp_path):
+    prefix = bucket.upload(local, "a")
+    remote = open_remote(prefix, tmp_path / "cache")
+    remote[0]
+    with open(f"{local}.bin", "rb") as file:
+        bucket.put("a.bin", file.read()[:BLOCK])
+    with pytest.raises(UserError, match=rf"a\.bin: the object was replaced .* now {BLOCK}"):
+        remote[len(LENGTHS) - 1]
+    with pytest.raises(DataFileError, match="the file is truncated or belongs to another index"):
+        open_remote(prefix, tmp_path / "cache")
+
+
+def test_another_version_replaces_index_and_blocks(bucket, local, tmp_path):
+    prefix = bucket.upload(local, "a")
+    assert_equal(open_remote(prefix, tmp_path / "cache"), local, every=10)
+    data = data_args(data_path=[prefix], object_storage_cache_path=str(tmp_path / "cache"))
+    before = make_fingerprint(data, ())
+    assert list(before["data"]) == [prefix] and make_fingerprint(data, ()) == before
+    other = write_corpus(tmp_path / "b", LENGTHS[::-1], seed=9)  # of the same size
+    bucket.upload(other, "a")
+    assert_equal(open_remote(prefix, tmp_path / "cache"), other, every=10)
+    assert make_fingerprint(data, ()) != before
+
+
+def test_missing_objects_and_libraries_are_named(bucket, local, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=rf"s3://{bucket.name}/none\.idx: no such object"):
+        open_remote(f"s3://{bucket.name}/none", tmp_path / "cache")
+    with pytest.raises(UserError, match=r"s3://absent/none\.idx: no such object"):
+        open_remote("s3://absent/none", tmp_path / "cache")
+    prefix = bucket.upload(local, "a")
+    with pytest.raises(UserError, match="needs --object-storage-cache-path"):
+        open_token_file(prefix)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--object-storage-cache-path: .* cannot be written"):
+        open_remote(prefix, tmp_path / "file")
+    with pytest.raises(UserError, match="known are s3, gs, msc"):
+        open_remote("nothing://bucket/a", tmp_path / "cache")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match="pip install gcsfs"):
+        open_remote("gs://bucket/a", tmp_path / "cache")
+
+
+def test_datasets_and_their_indices_are_equal(bucket, local, tmp_path):
+    cache = tmp_path / "cache"
+    prefix = bucket.upload(local, "a")
+    path = {"object_storage_cache_path": str(cache)}
+    remote, expected = (
+        build_datasets(
+            data_args(data_path=[name], split="1", **more), training_args(), FixedTokenizer(), (500, 0, 0)
+        ).train
+        for name, more in ((prefix, path), (local, {}))
+    )
+    for index in range(0, 500, 7):
+        remote.prefetch(index)
+        np.testing.assert_array_equal(remote.tokens(index), expected.tokens(index))
+    assert len(list((cache / bucket.name / "a/cache/GPTDataset_indices").iterdir())) == 4
+
+
+class RecordedReads:
+    """A dataset that records what happens to its samples, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __len__(self):
+        return 12
+
+    def tokens(self, index):
+        self.calls.append(("read", index))
+        return np.zeros(5, dtype=np.int64)
+
+    def prefetch(self, index):
+        self.calls.append(("prefetch", index))
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 100])
+def test_samples_are_prefetched_some_batches_ahead(ahead):
+    dataset = RecordedReads()
+    assert len(list(build_loader(dataset, 2, 0, 2, fmt=BatchFormat(eod=None), read_ahead=ahead))) == 3
+    steps, reads = count(), []
+    for what, index in dataset.calls:
+        if what == "read":
+            reads.append((index, next(steps)))
+    assert [index for index, _ in reads] == [0, 1, 4, 5, 8, 9]
+    first_read = dataset.calls.index(("read", 0))
+    prefetched = [index for what, index in dataset.calls[:first_read] if what == "prefetch"]
+    assert prefetched == ([] if ahead == 0 else [0, 1, 4, 5, 8, 9])
+
+
+def test_a_run_over_a_bad_connection_equals_a_local_one(bucket, tmp_path):
+    corpora = [write_corpus(tmp_path / name, LENGTHS, vocab_size=120, seed=seed) for seed, name in enumerate("ab")]
+    prefixes = [bucket.upload(path, f"corpora/{name}") for path, name in zip(corpora, "ab")]
+    argv = [
+        *TINY,
+        *"--tokenizer-type NullTokenizer --vocab-size 120 --train-iters 8 --eval-iters 1 --split 9,1,0".split(),
+    ]
+    expected, weights = pretrain([*argv, "--data-path", "0.3", corpora[0], "0.7", corpora[1]], tmp_path / "local")
+    argv += ["--data-path", "0.3", prefixes[0], "0.7", prefixes[1], "--object-storage-cache-path", "cache"]
+    argv += ["--object-storage-cache-gb", "0.0001", "--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
+    bucket.proxy.cut_after, bucket.proxy.cuts, bucket.proxy.delay_s = 3000, 5, 0.002
+    pretrain([*argv, "--exit-interval", "3"], tmp_path / "remote")
+    assert bucket.proxy.cuts == 0
+    found, final = pretrain(argv, tmp_path / "remote")
+    assert [record["lm loss"] for record in found] == [record["lm loss"] for record in expected]
+    assert weights and all((weights[name] == final[name]).all() for name in weights)
+    assert cached_bytes(tmp_path / "remote/cache") <= 0.0001 * 2**30
+
+
+def test_attempts_end_with_success_or_a_hopeless_error(bucket, local, tmp_path, caplog):
+    source = ObjectStore(str(tmp_path / "cache"), 1 << 20).open(bucket.upload(local, "a") + ".bin")._source
+    outcomes = [b"", OSError("reset"), b"x" * 100]
+
+    def call(*_args, **_kwargs):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    source._call = call
+    assert source.read(0, 100) == b"x" * 100
+    assert "EOFError: 0 of 100 bytes arrived); attempt 2 follows" in caplog.text
+    assert "OSError: reset); attempt 3 follows" in caplog.text
+    outcomes[:] = [PermissionError("no")]
+    with pytest.raises(UserError, match="bytes 0 to 9 cannot be read .PermissionError: no.$"):
+        source.read(0, 9)

@@ -1,0 +1,336 @@
+"""Streamed text: every token once, in an order that depends on neither the layout nor interruptions."""
+
+import gzip
+import json
+import sys
+import time
+
+import numpy as np
+import pytest
+from data_pipeline.corpora import FixedTokenizer, data_args, training_args
+from data_pipeline.s3_server import Bucket, s3_server
+from training.forked import pretrain
+from training.tiny import TINY
+
+from moe_trainer.data import document_sources, object_storage
+from moe_trainer.data.build import batch_format, build_streams
+from moe_trainer.data.document_sources import FileSource, open_source
+from moe_trainer.data.loader import StreamLoader, build_loader
+from moe_trainer.data.stream import StreamBlend, StreamedDataset, merge_states
+from moe_trainer.errors import UserError
+
+LENGTH = 16
+
+
+class ListSource:
+    """Documents of token ids in memory."""
+
+    def __init__(self, parts):
+        self._parts = parts
+
+    def parts(self):
+        return range(len(self._parts))
+
+    def read(self, part, first):
+        yield from self._parts[part][first:]
+
+
+def make_parts(count, documents=7, seed=0):
+    random = np.random.default_rng(seed)
+    return [[random.integers(2, 500, random.integers(0, 40)).tolist() for _ in range(documents)] for _ in range(count)]
+
+
+def stream(source, size=1000, num_streams=4, seed=1, **more):
+    return StreamedDataset(
+        source,
+        "text",
+        size,
+        sequence_length=LENGTH,
+        seed=seed,
+        tokenizer=FixedTokenizer(),
+        num_streams=num_streams,
+        **more,
+    )
+
+
+def test_samples_are_consecutive_windows_of_all_documents():
+    parts = make_parts(1)
+    ids = [token for document in parts[0] if document for token in (*document, 0)]
+    dataset = stream(ListSource(parts))
+    endless = np.array(ids * 20)
+    for index in range(5 * len(ids) // LENGTH):
+        np.testing.assert_array_equal(dataset.tokens(index), endless[index * LENGTH : (index + 1) * LENGTH + 1])
+        assert sum(dataset.part_lengths(index)) == LENGTH + 1
+
+
+def test_streams_share_all_parts_in_another_order_every_epoch():
+    parts = [[[10 * number + 2] * (LENGTH - 1)] for number in range(12)]  # one sample of one value each, with its end
+    dataset = stream(ListSource(parts))
+    first, second = ([dataset.tokens(index)[0] for index in range(epoch * 12, epoch * 12 + 12)] for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == [10 * number + 2 for number in range(12)]
+    assert first != second and first != sorted(first)
+    other = stream(ListSource(parts), seed=2)
+    assert [other.tokens(index)[0] for index in range(12)] != first
+
+
+@pytest.mark.parametrize("consumed", [0, 1, 5, 16, 63, 200])
+def test_a_state_continues_with_the_next_token(consumed):
+    whole, begun, resumed = (stream(ListSource(make_parts(9))) for _ in range(3))
+    for index in range(consumed):
+        begun.tokens(index)
+    state = json.loads(json.dumps(begun.state()))
+    resumed.load_state(state)
+    expected = [whole.tokens(index) for index in range(consumed + 100)]
+    for index in range(consumed, consumed + 100):
+        np.testing.assert_array_equal(resumed.tokens(index), expected[index])
+    np.testing.assert_array_equal(resumed.tokens(3), expected[3])  # backwards, by reading again
+
+
+def batches(dataset, rank, size, consumed, count, workers=2):
+    fmt = batch_format(data_args(), FixedTokenizer())
+    loader = StreamLoader(dataset, build_loader(dataset, 2, rank, size, consumed, "external", fmt=fmt), workers)
+    taken = [batch for _, batch in zip(range(count), iter(loader))]
+    return taken, loader.state
+
+
+def blend():
+    return StreamBlend([stream(ListSource(make_parts(9, seed=seed)), seed=seed) for seed in (1, 2)], [0.3, 0.7], 1000)
+
+
+@pytest.mark.parametrize("make", [lambda: stream(ListSource(make_parts(9))), blend])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_number_of_ranks_continues_with_the_next_sample(make, workers):
+    expected = np.concatenate([batch.tokens_BS.numpy() for batch in batches(make(), 0, 1, 0, 36)[0]])
+    found, states, consumed = [], None, 0
+    for size, count in ((2, 3), (3, 4), (1, 2), (4, 4)):
+        datasets = [make() for _ in range(size)]
+        for dataset in datasets:
+            if states:
+                dataset.load_state(merge_states(states))
+        ranks = [batches(dataset, rank, size, consumed, count, workers) for rank, dataset in enumerate(datasets)]
+        states = [state for _, state in ranks]
+        for step in range(count):
+            found += [taken[step].tokens_BS.numpy() for taken, _ in ranks]
+        consumed += 2 * size * count
+        if "cursors" in states[0]:  # the next samples, without anything to read again
+            assert sum(cursor[0] for cursor in merge_states(states)["cursors"]) == consumed
+    np.testing.assert_array_equal(np.concatenate(found), expected[:consumed])
+    assert consumed >= 60
+
+
+def test_a_loader_that_ends_early_gives_back_what_it_read_ahead():
+    dataset, fmt = stream(ListSource(make_parts(9))), batch_format(data_args(), FixedTokenizer())
+    loader = StreamLoader(dataset, build_loader(dataset, 2, 0, 1, 0, "external", fmt=fmt), 5)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    deadline = time.monotonic() + 60
+    while dataset.state() == loader.state and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert dataset.state() != loader.state
+    iterator.close()
+    assert dataset.state() == loader.state
+    assert [cursor[0] for cursor in loader.state["cursors"]] == [2, 2, 1, 1]
+    again, _ = batches(dataset, 0, 1, 6, 1)
+    np.testing.assert_array_equal(again[0].tokens_BS[0], stream(ListSource(make_parts(9))).tokens(6)[:-1])
+
+
+def test_unusable_sources_and_states_are_errors():
+    with pytest.raises(UserError, match="text: there is nothing to read"):
+        stream(ListSource([]))
+    with pytest.raises(UserError, match="hold no text"):
+        stream(ListSource([[[]], [[]]])).tokens(0)
+    with pytest.raises(UserError, match="needs a tokenizer with an end-of-document token"):
+        StreamedDataset(
+            ListSource([[[5]]]), "text", 9, sequence_length=4, seed=1, tokenizer=FixedTokenizer(eod=None), num_streams=1
+        )
+    state = stream(ListSource(make_parts(9))).state()
+    with pytest.raises(UserError, match="text: files were added, removed or changed in size"):
+        stream(ListSource(make_parts(8))).load_state(state)
+    with pytest.raises(UserError, match="saved with 4 streams, now there are 5; --document-streams"):
+        stream(ListSource(make_parts(9)), num_streams=5).load_state(state)
+    with pytest.raises(UserError, match="another number of streamed datasets"):
+        blend().load_state({"blend": [state]})
+    with pytest.raises(UserError, match="different files"):
+        merge_states([state, stream(ListSource(make_parts(8))).state()])
+
+
+def test_a_wrong_id_is_found_in_its_document():
+    parts = make_parts(3)
+    parts[1][4] = [7] * 30 + [600]
+    dataset = stream(ListSource(parts))
+    fmt = batch_format(data_args(), FixedTokenizer())
+    with pytest.raises(UserError, match="token id 600 in text, part 1, document 4 lies outside the vocabulary"):
+        list(zip(StreamLoader(dataset, build_loader(dataset, 2, 0, 1, 0, "external", fmt=fmt), 2), range(40)))
+
+
+# ---- files
+
+
+def write_lines(path, texts, end="\n", last="\n"):
+    path.write_bytes((end.join(json.dumps({"text": text, "n": 1}) for text in texts) + last).encode())
+
+
+def read_all(source, first=0):
+    return [document for part in source.parts() for document in source.read(part, first)]
+
+
+TEXTS = [f"{number} " * (number % 7) + str(number) for number in range(200)]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 50, 333, 10**6])
+def test_byte_ranges_of_lines_hold_every_line_once(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(document_sources, "PART_BYTES", part_bytes)
+    write_lines(tmp_path / "a.jsonl", TEXTS[:150], end="\n\n \n", last="")
+    write_lines(tmp_path / "b.jsonl", TEXTS[150:], end="\r\n")
+    source = FileSource([str(tmp_path / "*.jsonl")], "text")
+    assert read_all(source) == TEXTS
+    for part in source.parts()[:60]:
+        assert list(source.read(part, 2)) == list(source.read(part, 0))[2:]
+
+
+def test_compressed_parquet_and_arrow_files(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+
+    lines = "\n".join(json.dumps({"text": text}) for text in TEXTS)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(lines)
+    table = pyarrow.table({"id": list(range(200)), "text": TEXTS})
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet", row_group_size=30)
+    for name, make in (("c.arrow", pyarrow.ipc.new_stream), ("d.arrow", pyarrow.ipc.new_file)):
+        with make(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=30)
+    for name, parts in (("a.jsonl.gz", 1), ("b.parquet", 7), ("c.arrow", 1), ("d.arrow", 1)):
+        source = FileSource([str(tmp_path / name)], "text")
+        assert len(source.parts()) == parts and read_all(source) == TEXTS
+    ids = pyarrow.table({"text": [[1, 2], [3]]})
+    pyarrow.parquet.write_table(ids, tmp_path / "ids.parquet")
+    assert read_all(FileSource([str(tmp_path / "ids.parquet")], "text")) == [[1, 2], [3]]
+    with pytest.raises(UserError, match=r'no column "words" \(--document-text-key\); found id, text'):
+        FileSource([str(tmp_path / "b.parquet")], "words")
+    with pytest.raises(UserError, match="is float|found float"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [0.5]}), tmp_path / "e.parquet")
+        read_all(FileSource([str(tmp_path / "e.parquet")], "text"))
+    (tmp_path / "f.parquet").write_bytes(b"no")
+    with pytest.raises(UserError, match="not a Parquet file"):
+        FileSource([str(tmp_path / "f.parquet")], "text")
+
+
+def test_missing_libraries_files_and_keys_are_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        FileSource([str(tmp_path / "a.parquet")], "text")
+    with pytest.raises(UserError, match=r"nothing\*: no such file"):
+        FileSource([str(tmp_path / "nothing*")], "text")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match="reads .jsonl"):
+        FileSource([str(tmp_path / "a.txt")], "text")
+    write_lines(tmp_path / "a.jsonl", ["one"])
+    with pytest.raises(UserError, match=r'a\.jsonl from 0 to \d+, document 0: the value of "body"'):
+        read_all(FileSource([str(tmp_path / "a.jsonl")], "body"))
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\nno\n')
+    with pytest.raises(UserError, match=r"b\.jsonl from 0 to \d+, line 2: not JSON"):
+        read_all(FileSource([str(tmp_path / "b.jsonl")], "text"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9999)[:-30])
+    with pytest.raises(UserError, match=r"c\.jsonl\.gz: cannot be read"):
+        read_all(FileSource([str(tmp_path / "c.jsonl.gz")], "text"))
+
+
+def test_a_source_of_the_user(tmp_path, monkeypatch):
+    (tmp_path / "my_source.py").write_text(
+        "class Words:\n"
+        "    def __init__(self, path):\n        self.path = path\n"
+        "    def parts(self):\n        return ['a', 'b']\n"
+        "    def read(self, part, first):\n        yield from [f'{self.path} {part} {n}' for n in range(first, 3)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    source = open_source(["name"], "text", "my_source:Words")
+    assert read_all(source, 1) == ["name a 1", "name a 2", "name b 1", "name b 2"]
+    for wrong in ("my_source:Nothing", "no_module:Words", "my_source", ":Words"):
+        with pytest.raises(UserError, match=f"--document-source {wrong}: needed MODULE:CALLABLE"):
+            open_source(["name"], "text", wrong)
+    with pytest.raises(UserError, match="reads one name"):
+        open_source(["a", "b"], "text", "my_source:Words")
+
+
+# ---- runs
+
+RUN = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 120 --train-iters 10 --dataloader-type external".split()]
+RUN += "--document-streams 4 --eval-interval 4 --eval-iters 1 --reset-attention-mask --reset-position-ids".split()
+
+
+def write_ids(path, seed):
+    random = np.random.default_rng(seed)
+    write_lines(path, [" ".join(map(str, random.integers(1, 119, random.integers(1, 60)))) for _ in range(300)])
+
+
+def test_runs_are_equal_after_a_kill_and_on_more_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_sources, "PART_BYTES", 2000)
+    for seed, name in enumerate(("a.jsonl", "b.jsonl", "valid.jsonl")):
+        write_ids(tmp_path / name, seed)
+    a, b, valid = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "valid.jsonl"))
+    argv = [*RUN, "--train-data-path", "0.4", a, "0.6", b, "--valid-data-path", valid]
+    keep = ["--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
+    expected, weights = pretrain(argv, tmp_path / "whole")
+    pretrain([*argv, *keep, "--exit-interval", "3"], tmp_path / "same")
+    found, final = pretrain([*argv, *keep], tmp_path / "same")
+    assert [record.get("lm loss") for record in found] == [record.get("lm loss") for record in expected]
+    assert weights and all((weights[name] == final[name]).all() for name in weights)
+    pretrain([*argv, *keep, "--exit-interval", "5"], tmp_path / "more", world_size=2)
+    found, _ = pretrain([*argv, *keep], tmp_path / "more")
+    losses = [record["lm loss"] for record in expected if "lm loss" in record]
+    assert [record["lm loss"] for record in found if "lm loss" in record] == pytest.approx(losses, rel=1e-6)
+
+
+def test_changed_files_end_a_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_sources, "PART_BYTES", 2000)
+    write_ids(tmp_path / "a.jsonl", 1)
+    argv = [
+        *RUN,
+        "--train-data-path",
+        str(tmp_path / "a.jsonl"),
+        "--save",
+        "ckpt",
+        "--load",
+        "ckpt",
+        "--save-interval",
+        "9",
+    ]
+    pretrain([*argv, "--exit-interval", "2"], tmp_path)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    moved = [*argv, "--train-data-path", str(tmp_path / "moved/a.jsonl")]
+    assert len(pretrain([*moved, "--exit-interval", "3"], tmp_path)[0]) == 3
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + '{"text": "1"}\n')
+    with pytest.raises(Exception, match="files were added, removed or changed in size"):
+        pretrain(argv, tmp_path)
+
+
+def test_streams_from_object_storage_over_a_bad_connection(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_sources, "PART_BYTES", 2000)
+    monkeypatch.setattr(object_storage, "_COPY_BYTES", 1000)
+    monkeypatch.setattr(object_storage, "_FIRST_PAUSE_S", 0.01)
+    write_ids(tmp_path / "a.jsonl", 1)
+    data, training = (lambda path: data_args(train_data_path=[path])), training_args(train_iters=1, global_batch_size=1)
+    tokenizer = FixedTokenizer()
+    tokenizer.tokenize = lambda text: [int(word) + 1 for word in text.split()]
+    local = build_streams(data(str(tmp_path / "*.jsonl")), training, tokenizer, (100, 0, 0)).train
+    with s3_server() as (client, proxy):
+        bucket = Bucket(client, "streams", proxy)
+        bucket.put("text/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
+        proxy.cut_after, proxy.cuts = 700, 4
+        remote = build_streams(data("s3://streams/text/*.jsonl"), training, tokenizer, (100, 0, 0)).train
+        for index in range(100):
+            np.testing.assert_array_equal(remote.tokens(index), local.tokens(index))
+        assert proxy.cuts == 0
+        pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+        pytest.importorskip("pyarrow.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "t.parquet", row_group_size=30)
+        bucket.put("t.parquet", (tmp_path / "t.parquet").read_bytes())
+        source = FileSource(["s3://streams/t.parquet"], "text")
+        assert len(source.parts()) == 7 and read_all(source) == TEXTS
+        with pytest.raises(UserError, match=r"--train-data-path: s3://streams/none\*: no such file"):
+            build_streams(data("s3://streams/none*"), training, tokenizer, (100, 0, 0))
