@@ -24,6 +24,7 @@ except UserError as error:
     print(f"preprocess_data.py: {error}", file=sys.stderr)
     sys.exit(ExitCode.USER_ERROR)
 from moe_trainer.data.preprocess import TEXT_UNITS, PreprocessOptions, preprocess
+from moe_trainer.data.preprocess_shards import merge_shards, preprocess_shards
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,11 +45,22 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     text.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     text.add_argument("--lang", help=argparse.SUPPRESS)
-    add_tokenizer_flags(parser.add_argument_group("tokenizer"))
+    tokenizer = parser.add_argument_group("tokenizer")
+    add_tokenizer_flags(tokenizer)
+    tokenizer.add_argument(
+        "--append-eod", action="store_true", help="end every document with the end-of-document token"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="files are named <prefix>_<key>_document.bin and .idx")
     runtime = parser.add_argument_group("runtime")
     runtime.add_argument("--workers", type=int, default=1, help="tokenizing processes (default 1)")
+    runtime.add_argument(
+        "--num-shards", type=int, help="divide the input into this many shards, which are complete one by one"
+    )
+    runtime.add_argument(
+        "--shard-id", type=int, help="make only this shard, from 0, for example $SLURM_ARRAY_TASK_ID; --merge follows"
+    )
+    runtime.add_argument("--merge", action="store_true", help="merge the shards that --shard-id has made")
     runtime.add_argument(
         "--partitions", type=int, default=1, help="accepted; the output is always one dataset in input order"
     )
@@ -59,10 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_tokenizer_flags(group) -> None:
+def add_tokenizer_flags(group, required: bool = True) -> None:
     """Add the tokenizer flags; their destinations are fields of DataArgs."""
     add = group.add_argument
-    add("--tokenizer-type", required=True, help="Llama2Tokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, ...")
+    add("--tokenizer-type", required=required, help="Llama2Tokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, ...")
     add("--tokenizer-model", help="model file, directory or hub name")
     add("--tokenizer-metadata", dest="metadata_path", help="JSON file that names the library of the tokenizer")
     add("--tokenizer-special-tokens", dest="special_tokens", nargs="+", help="special tokens to add")
@@ -83,7 +95,6 @@ def add_tokenizer_flags(group) -> None:
     add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer repository")
     add("--null-tokenizer-eod-id", type=int, help="default: vocabulary size - 1")
     add("--null-tokenizer-pad-id", type=int, default=-1, help="default: none")
-    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,6 +106,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     if args.workers < 1:
         return fail(f"--workers {args.workers} must be at least 1")
+    problem = find_shard_problem(args)
+    if problem is not None:
+        return fail(problem)
     options = PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -108,14 +122,38 @@ def main(argv: list[str] | None = None) -> int:
     # exit by exception, so that temporary files are removed; finished outputs are preserved
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        totals = preprocess(options, DataArgs(**tokenizer))
+        prefixes = run(args, options, DataArgs(**tokenizer))
     except (ValueError, OSError) as error:
         return fail(str(error))
     except KeyboardInterrupt:
-        return fail("interrupted; no output was written", 130)
-    for prefix in totals.prefixes:
+        return fail("interrupted; no output was written, but shards that were complete", 130)
+    for prefix in prefixes:
         print(prefix)
     return 0
+
+
+def find_shard_problem(args: argparse.Namespace) -> str | None:
+    """Return what is wrong with the flags of shards, None if nothing is."""
+    if args.num_shards is None:
+        return "--shard-id and --merge need --num-shards" if args.shard_id is not None or args.merge else None
+    if args.num_shards < 1:
+        return f"--num-shards {args.num_shards} must be at least 1"
+    if args.shard_id is not None and args.merge:
+        return "--shard-id cannot be combined with --merge, which needs all shards"
+    if args.shard_id is not None and not 0 <= args.shard_id < args.num_shards:
+        return f"--shard-id {args.shard_id} must be from 0 to {args.num_shards - 1} (--num-shards {args.num_shards})"
+    return None
+
+
+def run(args: argparse.Namespace, options: PreprocessOptions, tokenizer: DataArgs) -> tuple[str, ...]:
+    """Make token files, shards of them, or merge shards; return their prefixes."""
+    if args.num_shards is None:
+        return preprocess(options, tokenizer).prefixes
+    if not args.merge:
+        made = preprocess_shards(options, tokenizer, args.num_shards, args.shard_id)
+        if args.shard_id is not None:
+            return made
+    return merge_shards(options, args.num_shards).prefixes
 
 
 def fail(message: str, code: int = 2) -> int:

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import datetime
 import glob
-import gzip
-import io
-import json
 import multiprocessing
 import os
 import signal
@@ -30,12 +27,13 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
 from arguments.data import DataArgs
 from arguments.regular_file import regular_file
+from moe_trainer.data.document_sources import FilePart, decompress, lines_in_range, parse_json_object
 from moe_trainer.data.indexed import to_stored, token_dtype, write_indexed_dataset
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import UserError
@@ -92,15 +90,47 @@ def preprocess(options: PreprocessOptions, data: DataArgs, report: TextIO = sys.
         ValueError: naming the file and line, flag or tokenizer that is wrong. Existing outputs are then unchanged.
     """
     paths = expand_inputs(options.inputs)
+    tokenizer = build_eod_tokenizer(options, data)
+    os.makedirs(os.path.dirname(options.output_prefix) or ".", exist_ok=True)
+    parts = [FilePart(path, 0, None) for path in paths]
+    return write_token_files(parts, output_prefixes(options.output_prefix, options), options, tokenizer, report)
+
+
+def build_eod_tokenizer(options: PreprocessOptions, data: DataArgs) -> Tokenizer:
+    """Build the tokenizer, which needs an end-of-document token for --append-eod.
+
+    Raises:
+        ValueError: if it cannot be built, or has none.
+    """
     tokenizer = build_tokenizer(data)
     if options.append_eod and tokenizer.eod is None:
         raise UserError("--append-eod: this tokenizer has no end-of-document token")
-    prefixes = tuple(f"{options.output_prefix}_{key}_document" for key in options.json_keys)
-    os.makedirs(os.path.dirname(options.output_prefix) or ".", exist_ok=True)
+    return tokenizer
+
+
+def output_prefixes(prefix: str, options: PreprocessOptions) -> tuple[str, ...]:
+    """Return the prefix of the token files of each key."""
+    return tuple(f"{prefix}_{key}_document" for key in options.json_keys)
+
+
+def write_token_files(
+    parts: Sequence[FilePart],
+    prefixes: Sequence[str],
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    report: TextIO,
+    may_be_empty: bool = False,
+) -> Totals:
+    """Tokenize parts of files and write one dataset per key.
+
+    Raises:
+        ValueError: naming the file and line that is wrong, or if there are no documents. Nothing is written then.
+    """
     dtype = token_dtype(tokenizer.vocab_size)
-    progress = _Progress(sum(os.path.getsize(path) for path in paths), options.log_interval, report)
+    sizes = (os.path.getsize(path) if end is None else end - begin for path, begin, end in parts)
+    progress = _Progress(sum(sizes), options.log_interval, report)
     with ExitStack() as stack:
-        chunks = _read_chunks(paths, options.text_unit)
+        chunks = _read_chunks(parts, options.text_unit)
         encode = _Encoder(tokenizer, options.json_keys, options.append_eod, dtype.name)
         results = _encode_chunks(chunks, encode, options.workers, stack)
         builders = [stack.enter_context(write_indexed_dataset(prefix, dtype)) for prefix in prefixes]
@@ -111,9 +141,9 @@ def preprocess(options: PreprocessOptions, data: DataArgs, report: TextIO = sys.
                 tokens += len(part.stored) // dtype.itemsize
             documents += len(encoded[0].document_ends)
             progress.show(documents, tokens, chunk_bytes)
-        if not documents:
-            raise UserError(f"no documents in {', '.join(paths)}")
-    return Totals(documents, tokens, progress.finish(documents, tokens), prefixes)
+        if not documents and not may_be_empty:
+            raise UserError(f"no documents in {', '.join(str(part) for part in parts)}")
+    return Totals(documents, tokens, progress.finish(documents, tokens), tuple(prefixes))
 
 
 def expand_inputs(patterns: Sequence[str]) -> list[str]:
@@ -156,20 +186,14 @@ class _Encoder:
 
     def _parse(self, document: bytes, is_json: bool, where: str) -> Iterator[list[str]]:
         """Yield the texts of each key of a document."""
-        try:
-            text = document.decode("utf-8")
-            fields = json.loads(text) if is_json else {key: text for key in self._keys}
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain "
-                "text, all others as JSON lines"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: cannot be read ({error})") from None
-        if not isinstance(fields, dict):
-            raise UserError(f"{where}: needed a JSON object, found {type(fields).__name__}")
+        fields: dict[str, Any]
+        if is_json:
+            fields = parse_json_object(document, where)
+        else:
+            try:
+                fields = dict.fromkeys(self._keys, document.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
         for key in self._keys:
             if key not in fields:
                 raise UserError(
@@ -250,15 +274,20 @@ def _encode(chunk: _Chunk) -> tuple[int, list[_Encoded]]:
     return vars(multiprocessing.current_process())["encode"](chunk)
 
 
-def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
-    for path in paths:
-        is_json = not path.removesuffix(".gz").removesuffix(".zst").endswith(".txt")
-        with open(path, "rb") as raw:
-            stream = _decompress(raw, path)
+def _read_chunks(parts: Sequence[FilePart], text_unit: str) -> Iterator[_Chunk]:
+    for part in parts:
+        name = str(part)
+        is_json = is_json_file(part.path)
+        with open(part.path, "rb") as raw:
+            stream: Iterable[bytes]
+            if part.end is None:
+                stream = decompress(raw, part.path)
+            else:
+                stream = lines_in_range(raw, part.begin, part.end)
             numbered = _numbered_lines(stream) if is_json else _text_documents(stream, text_unit)
             numbers: list[int] = []
             documents: list[bytes] = []
-            size = start = 0
+            size, start = 0, part.begin
             try:
                 for number, document in numbered:
                     numbers.append(number)
@@ -266,34 +295,17 @@ def _read_chunks(paths: Sequence[str], text_unit: str) -> Iterator[_Chunk]:
                     size += len(document)
                     if len(documents) >= _CHUNK_DOCUMENTS or size >= _CHUNK_BYTES:
                         end = raw.tell()
-                        yield _Chunk(path, numbers, documents, is_json, end - start)
+                        yield _Chunk(name, numbers, documents, is_json, end - start)
                         numbers, documents, size, start = [], [], 0, end
             except (EOFError, OSError) as error:
-                raise UserError(f"{path}: cannot be read ({error})") from None
+                raise UserError(f"{name}: cannot be read ({error})") from None
             if documents:
-                yield _Chunk(path, numbers, documents, is_json, raw.tell() - start)
+                yield _Chunk(name, numbers, documents, is_json, raw.tell() - start)
 
 
-def _decompress(raw: BinaryIO, path: str) -> Iterable[bytes]:
-    """Return the lines of a file, decompressed by its suffix."""
-    if path.endswith(".gz"):
-        return gzip.open(raw, "rb")
-    if path.endswith(".zst"):
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError(f"{path}: reading .zst needs the library zstandard: pip install zstandard") from None
-        return _zstandard_lines(raw, path, zstandard)
-    return raw
-
-
-def _zstandard_lines(raw: BinaryIO, path: str, zstandard: Any) -> Iterator[bytes]:
-    try:
-        yield from io.BufferedReader(
-            zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False), 1 << 20
-        )
-    except zstandard.ZstdError as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
+def is_json_file(path: str) -> bool:
+    """Return whether a file is read as JSON lines; only .txt, also compressed, is not."""
+    return not path.removesuffix(".gz").removesuffix(".zst").endswith(".txt")
 
 
 def _numbered_lines(stream: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:

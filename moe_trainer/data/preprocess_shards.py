@@ -1,0 +1,151 @@
+"""Preprocessing in shards: parts of the input that processes or SLURM tasks tokenize independently, merged in order.
+
+Shard i of n holds the documents that begin in its n-th of the input bytes. JSONL files are divided; a compressed file,
+or one of plain text, belongs as a whole to the shard in which it begins. So the merged files are those of one process,
+byte for byte.
+
+A complete shard has a `.done.json` next to its token files, which records what they were made from. A repeated command
+makes only the shards that have none, or another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from arguments.data import DataArgs
+from moe_trainer.data.document_sources import FilePart
+from moe_trainer.data.indexed import merge_token_files
+from moe_trainer.data.preprocess import (
+    PreprocessOptions,
+    Totals,
+    build_eod_tokenizer,
+    expand_inputs,
+    is_json_file,
+    output_prefixes,
+    write_token_files,
+)
+from moe_trainer.errors import UserError
+from moe_trainer.io import atomic_write
+
+
+def plan_shards(paths: Sequence[str], num_shards: int) -> list[list[FilePart]]:
+    """Divide files into shards of about the same number of bytes."""
+    sizes = [os.path.getsize(path) for path in paths]
+    bounds = [sum(sizes) * number // num_shards for number in range(num_shards + 1)]
+    shards: list[list[FilePart]] = [[] for _ in range(num_shards)]
+    first = 0
+    for path, size in zip(paths, sizes):
+        is_divided = is_json_file(path) and not path.endswith((".gz", ".zst"))
+        for shard, low, high in zip(shards, bounds, bounds[1:]):
+            begin, end = max(low - first, 0), min(high - first, size)
+            if is_divided and begin < end:
+                shard.append(FilePart(path, begin, end))
+            elif not is_divided and size and low <= first < high:
+                shard.append(FilePart(path, 0, None))
+        first += size
+    return shards
+
+
+def preprocess_shards(
+    options: PreprocessOptions, data: DataArgs, num_shards: int, only: int | None, report: TextIO = sys.stderr
+) -> tuple[str, ...]:
+    """Tokenize one shard, or all that are missing, one after the other.
+
+    Args:
+        options: as for one process.
+        data: the flags of the tokenizer.
+        num_shards: into which the input is divided.
+        only: the shard to make; None for all.
+        report: where progress is written.
+
+    Returns:
+        The prefixes of the shards' token files that are complete now.
+
+    Raises:
+        ValueError: naming the file and line, flag or tokenizer that is wrong. Complete shards are preserved.
+    """
+    paths = expand_inputs(options.inputs)
+    tokenizer = build_eod_tokenizer(options, data)
+    os.makedirs(os.path.dirname(options.output_prefix) or ".", exist_ok=True)
+    identity = _identify(paths, options, tokenizer.unique_identifiers, num_shards)
+    made: list[str] = []
+    for number, parts in enumerate(plan_shards(paths, num_shards)):
+        if only is not None and number != only:
+            continue
+        prefix = _shard_prefix(options.output_prefix, number, num_shards)
+        if _read_marker(prefix).get("identity") == identity:
+            print(f"shard {number} of {num_shards} is complete", file=report)
+        else:
+            Path(f"{prefix}.done.json").unlink(missing_ok=True)
+            totals = write_token_files(parts, output_prefixes(prefix, options), options, tokenizer, report, True)
+            with atomic_write(f"{prefix}.done.json") as file:
+                json.dump({"identity": identity, "documents": totals.documents, "tokens": totals.tokens}, file)
+        made += output_prefixes(prefix, options)
+    return tuple(made)
+
+
+def merge_shards(options: PreprocessOptions, num_shards: int) -> Totals:
+    """Merge complete shards into one dataset per key, and remove them.
+
+    Raises:
+        ValueError: naming the shards that are missing or were made from something else.
+    """
+    prefixes = [_shard_prefix(options.output_prefix, number, num_shards) for number in range(num_shards)]
+    markers = [_read_marker(prefix) for prefix in prefixes]
+    missing = [number for number, marker in enumerate(markers) if "identity" not in marker]
+    if missing:
+        raise UserError(
+            f"--output-prefix {options.output_prefix}: {len(missing)} of {num_shards} shards are not complete (the "
+            f"first is {missing[0]}); run them again with --shard-id"
+        )
+    if len({marker["identity"] for marker in markers}) > 1:
+        raise UserError(
+            f"--output-prefix {options.output_prefix}: the shards were made with different inputs, tokenizers or "
+            "flags; run them again with one command line"
+        )
+    if not any(marker["documents"] for marker in markers):
+        raise UserError(f"--output-prefix {options.output_prefix}: no documents in any shard")
+    documents = tokens = 0
+    outputs = output_prefixes(options.output_prefix, options)
+    for number, output in enumerate(outputs):
+        documents, found = merge_token_files([output_prefixes(prefix, options)[number] for prefix in prefixes], output)
+        tokens += found
+    for path in _shard_files(prefixes, options):
+        with suppress(OSError):
+            path.unlink()
+    return Totals(documents, tokens, 0.0, outputs)
+
+
+def _shard_files(prefixes: Sequence[str], options: PreprocessOptions) -> Iterator[Path]:
+    for prefix in prefixes:
+        yield Path(f"{prefix}.done.json")
+        for each in output_prefixes(prefix, options):
+            yield from (Path(f"{each}.bin"), Path(f"{each}.idx"))
+
+
+def _shard_prefix(prefix: str, number: int, num_shards: int) -> str:
+    return f"{prefix}-{number:05d}-of-{num_shards:05d}"
+
+
+def _read_marker(prefix: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(f"{prefix}.done.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _identify(paths: Sequence[str], options: PreprocessOptions, tokenizer: dict[str, Any], num_shards: int) -> str:
+    """Return a digest of everything that the content of a shard depends on."""
+    files = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+    chosen = {name: asdict(options)[name] for name in ("json_keys", "append_eod", "text_unit")}
+    described = json.dumps([files, chosen, tokenizer, num_shards], sort_keys=True, default=str)
+    return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

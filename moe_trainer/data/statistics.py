@@ -1,0 +1,186 @@
+"""Statistics and checks of token files: lengths, ids, ends of documents, duplicates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.tokenizer import Tokenizer
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass
+class TokenStatistics:
+    """What a pair of token files holds.
+
+    Attributes:
+        length_bounds: documents of [bounds[i], bounds[i + 1]) tokens are in bin i of the histogram.
+        documents_by_length: documents in each bin, as `tokens_by_length` their tokens.
+        length_quantiles: the length below which a fraction QUANTILES of all documents lies.
+        no_eod: documents that do not end with the end-of-document token; None without a tokenizer.
+        no_bos: documents that do not begin with the begin token; None if the tokenizer has none.
+        inner_eod: end-of-document tokens inside documents.
+        outside: tokens outside the vocabulary.
+        duplicates: documents that repeat an earlier one, and the tokens in them.
+        first_duplicate: its number and that of the document it repeats.
+    """
+
+    prefix: str
+    dtype: str
+    documents: int
+    tokens: int
+    empty: int
+    shortest: int
+    longest: int
+    mean: float
+    length_quantiles: list[int]
+    length_bounds: list[int]
+    documents_by_length: list[int]
+    tokens_by_length: list[int]
+    lowest_id: int | None = None
+    highest_id: int | None = None
+    distinct_ids: int = 0
+    no_eod: int | None = None
+    no_bos: int | None = None
+    inner_eod: int | None = None
+    outside: int | None = None
+    duplicates: int = 0
+    duplicate_tokens: int = 0
+    first_duplicate: tuple[int, int] | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> TokenStatistics:
+    """Read a pair of token files once, document by document.
+
+    Args:
+        prefix: of the files.
+        tokenizer: whose vocabulary and special tokens are compared with the ids.
+
+    Raises:
+        ValueError: if the files are missing or damaged.
+    """
+    dataset = IndexedDataset(prefix)
+    dataset.check_sequences()
+    lengths = _document_lengths(dataset)
+    found = _describe_lengths(prefix, dataset, lengths)
+    counts = np.zeros(0, dtype=np.int64)
+    hashes = np.zeros(len(lengths), dtype=np.uint64)
+    eod, bos = (None, None) if tokenizer is None else (tokenizer.eod, tokenizer.bos)
+    no_eod = no_bos = inner_eod = 0
+    for number, ids in _documents(dataset):
+        if not len(ids):
+            continue
+        seen = np.bincount(ids) if ids.dtype.kind == "u" or ids.min() >= 0 else None
+        if seen is None:
+            found.problems.append(f"document {number} holds the negative id {int(ids.min())}")
+        else:
+            if len(seen) > len(counts):
+                counts = np.pad(counts, (0, len(seen) - len(counts)))
+            counts[: len(seen)] += seen
+        hashes[number] = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
+        if eod is not None:
+            no_eod += int(ids[-1] != eod)
+            inner_eod += int((ids[:-1] == eod).sum())
+        if bos is not None:
+            no_bos += int(ids[0] != bos)
+    used = np.flatnonzero(counts)
+    if len(used):
+        found.lowest_id, found.highest_id, found.distinct_ids = int(used[0]), int(used[-1]), len(used)
+    found.no_eod, found.inner_eod = (None, None) if eod is None else (no_eod, inner_eod)
+    found.no_bos = None if bos is None else no_bos
+    found.outside = None if tokenizer is None else int(counts[tokenizer.vocab_size :].sum())
+    _find_duplicates(found, hashes, lengths)
+    _list_problems(found, tokenizer)
+    return found
+
+
+def _document_lengths(dataset: IndexedDataset) -> np.ndarray:
+    ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
+    return np.diff(ends[dataset.document_indices])
+
+
+def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number and the ids of every document."""
+    bounds = dataset.document_indices.tolist()
+    for number, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        parts = [dataset.get(sequence) for sequence in range(first, last)]
+        yield number, parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dataset.dtype), *parts])
+
+
+def _describe_lengths(prefix: str, dataset: IndexedDataset, lengths: np.ndarray) -> TokenStatistics:
+    longest = int(lengths.max(initial=0))
+    bounds = [0, *(1 << power for power in range(longest.bit_length() + 1))]
+    bins = np.searchsorted(bounds, lengths, side="right") - 1
+    return TokenStatistics(
+        prefix=prefix,
+        dtype=dataset.dtype.name,
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        empty=int((lengths == 0).sum()),
+        shortest=int(lengths.min()) if len(lengths) else 0,
+        longest=longest,
+        mean=float(lengths.mean()) if len(lengths) else 0.0,
+        length_quantiles=np.quantile(lengths, QUANTILES, method="higher").tolist() if len(lengths) else [0, 0, 0],
+        length_bounds=bounds,
+        documents_by_length=np.bincount(bins, minlength=len(bounds) - 1).tolist(),
+        tokens_by_length=np.bincount(bins, weights=lengths, minlength=len(bounds) - 1).astype(np.int64).tolist(),
+    )
+
+
+def _find_duplicates(found: TokenStatistics, hashes: np.ndarray, lengths: np.ndarray) -> None:
+    """Count documents whose 64-bit digest occurred before; empty ones do not count."""
+    numbers = np.flatnonzero(lengths)
+    _, first, group = np.unique(hashes[numbers], return_index=True, return_inverse=True)
+    is_repeated = np.ones(len(numbers), dtype=bool)
+    is_repeated[first] = False
+    repeated = numbers[is_repeated]
+    found.duplicates, found.duplicate_tokens = len(repeated), int(lengths[repeated].sum())
+    if len(repeated):
+        place = int(np.flatnonzero(is_repeated)[0])
+        found.first_duplicate = int(numbers[place]), int(numbers[first[group[place]]])
+
+
+def _list_problems(found: TokenStatistics, tokenizer: Tokenizer | None) -> None:
+    if found.outside and tokenizer is not None:
+        found.problems.append(
+            f"{found.outside:,} tokens lie outside the vocabulary of {tokenizer.vocab_size:,} ids (the highest is "
+            f"{found.highest_id}): the files were made with another tokenizer"
+        )
+    if found.no_eod:
+        found.problems.append(
+            f"{found.no_eod:,} of {found.documents - found.empty:,} documents do not end with the end-of-document "
+            "token: documents are not separated (--append-eod)"
+        )
+    if found.inner_eod:
+        found.problems.append(f"{found.inner_eod:,} end-of-document tokens lie inside documents")
+    if found.no_bos and found.no_bos < found.documents - found.empty:
+        found.problems.append(f"{found.no_bos:,} documents do not begin with the begin token, others do")
+    if found.empty:
+        found.problems.append(f"{found.empty:,} documents are empty")
+    if found.first_duplicate is not None:
+        number, earlier = found.first_duplicate
+        found.problems.append(
+            f"{found.duplicates:,} documents ({found.duplicate_tokens:,} tokens) repeat an earlier one; the first is "
+            f"document {number}, which repeats document {earlier}"
+        )
+
+
+def preview(prefix: str, tokenizer: Tokenizer | None, numbers: range, max_tokens: int) -> Iterator[str]:
+    """Yield the beginnings of documents, as text where the tokenizer can tell it, else as ids."""
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_indices
+    for number in numbers[: max(len(bounds) - 1, 0)]:
+        sequences = range(int(bounds[number]), int(bounds[number + 1]))
+        ids = [token for sequence in sequences for token in dataset.get(sequence)[:max_tokens].tolist()][:max_tokens]
+        to_text = getattr(tokenizer, "plain_text", None)
+        yield f"document {number}: {repr(to_text(ids)) if to_text is not None else ' '.join(map(str, ids))}"

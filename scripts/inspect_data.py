@@ -1,0 +1,86 @@
+"""Print statistics of token files and check them: lengths, ids, ends of documents, duplicates.
+
+    python scripts/inspect_data.py data/my_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model path
+
+Every document is read once. The exit code is 1 with --strict if there are problems.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import fields
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from arguments.data import DataArgs
+from moe_trainer.errors import UserError, require_packages
+from moe_trainer.exit_codes import ExitCode
+
+try:
+    require_packages("numpy")
+except UserError as error:
+    print(f"inspect_data.py: {error}", file=sys.stderr)
+    sys.exit(ExitCode.USER_ERROR)
+from moe_trainer.data.statistics import QUANTILES, TokenStatistics, collect_statistics, preview
+from moe_trainer.data.tokenizer import build_tokenizer
+from scripts.preprocess_data import add_tokenizer_flags
+
+_BAR = 40
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="prefix of a .bin and .idx file")
+    parser.add_argument("--preview", type=int, default=0, metavar="N", help="print the beginnings of N documents")
+    parser.add_argument("--preview-tokens", type=int, default=40, help="tokens of each of them (default 40)")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers to a JSON file")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 if there are problems")
+    add_tokenizer_flags(parser.add_argument_group("tokenizer, for checks of ids and special tokens"), required=False)
+    return parser
+
+
+def describe(found: TokenStatistics) -> str:
+    """Return the report of one pair of files."""
+    quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(QUANTILES, found.length_quantiles))
+    lines = [
+        f"{found.prefix}: {found.documents:,} documents, {found.tokens:,} tokens ({found.dtype})",
+        f"  lengths: {found.shortest:,} to {found.longest:,}, mean {found.mean:,.1f}; {quantiles}",
+    ]
+    if found.lowest_id is not None:
+        lines.append(f"  ids: {found.lowest_id} to {found.highest_id}, {found.distinct_ids:,} distinct")
+    lines.append("  length            documents           tokens")
+    most = max(found.tokens_by_length, default=0)
+    for low, high, documents, tokens in zip(
+        found.length_bounds, found.length_bounds[1:], found.documents_by_length, found.tokens_by_length
+    ):
+        if documents:
+            bar = "#" * (_BAR * tokens // max(most, 1))
+            lines.append(f"  {f'{low:,} - {high - 1:,}':15s} {documents:11,} {tokens:16,}  {bar}".rstrip())
+    return "\n".join([*lines, *(f"  WARNING: {problem}" for problem in found.problems)])
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    results = []
+    try:
+        tokenizer = None
+        if args.tokenizer_type is not None:
+            names = [field.name for field in fields(DataArgs) if hasattr(args, field.name)]
+            tokenizer = build_tokenizer(DataArgs(**{name: getattr(args, name) for name in names}))
+        for prefix in args.prefixes:
+            results.append(collect_statistics(prefix, tokenizer))
+            print(describe(results[-1]))
+            for line in preview(prefix, tokenizer, range(args.preview), args.preview_tokens):
+                print(f"  {line}")
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump([found.as_dict() for found in results], file, indent=1)
+    except (ValueError, OSError) as error:
+        print(f"inspect_data.py: error: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    return 1 if args.strict and any(found.problems for found in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

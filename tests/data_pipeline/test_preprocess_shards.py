@@ -1,0 +1,133 @@
+"""Preprocessing in shards: the bytes of one process, after any interruption."""
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from data_pipeline.corpora import data_args
+from data_pipeline.test_preprocess import NULL, ROOT, command, files, run, write_jsonl
+
+from moe_trainer.data import preprocess_shards as shards_module
+from moe_trainer.data.preprocess import PreprocessOptions
+from moe_trainer.data.preprocess_shards import merge_shards, plan_shards, preprocess_shards
+
+FLAGS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--append-eod"]
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    rows = [{"text": " ".join(str((i * j) % 500) for j in range(1, 2 + i % 40)), "n": str(i % 9)} for i in range(300)]
+    paths = [write_jsonl(tmp_path / "a.jsonl", rows[:100]), tmp_path / "b.jsonl.gz", tmp_path / "c.jsonl"]
+    paths[1].write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows[100:150]).encode()))
+    write_jsonl(paths[2], rows[150:])
+    (tmp_path / "empty.jsonl").write_text("")
+    return [str(path) for path in (*paths, tmp_path / "empty.jsonl")]
+
+
+def make(tmp_path, inputs, num_shards, only=None, name="out", **options):
+    chosen = PreprocessOptions(tuple(inputs), str(tmp_path / name), append_eod=True, **options)
+    return chosen, preprocess_shards(chosen, data_args(**NULL), num_shards, only, io.StringIO())
+
+
+@pytest.mark.parametrize("first", [0, 1])  # a file that is divided, or one that is not
+@pytest.mark.parametrize("num_shards", [1, 2, 7, 40])
+def test_merged_shards_are_the_files_of_one_process(tmp_path, inputs, num_shards, first):
+    inputs = inputs[first:] + inputs[:first]
+    keys = {"json_keys": ("text", "n")}
+    expected, _ = run(tmp_path, inputs, "whole", append_eod=True, **keys)
+    for number in reversed(range(num_shards)):
+        options, made = make(tmp_path, inputs, num_shards, number, **keys)
+        assert len(made) == 2
+    totals = merge_shards(options, num_shards)
+    for key in ("text", "n"):
+        assert files(tmp_path, key=key) == files(tmp_path, "whole", key)
+    assert (totals.documents, totals.tokens) == (expected.documents, expected.tokens)
+    assert [path.name for path in tmp_path.iterdir() if "-of-" in path.name] == []
+
+
+def test_shards_have_about_the_same_size(inputs):
+    plan = plan_shards(inputs, 5)
+    sizes = [sum(0 if part.end is None else part.end - part.begin for part in shard) for shard in plan]
+    total = sum(map(os.path.getsize, inputs))
+    assert max(sizes) <= total / 5 + 1
+    assert [part.path for shard in plan for part in shard if part.end is None] == [inputs[1]]
+    assert sum(sizes) == total - os.path.getsize(inputs[1])
+
+
+def test_a_repeated_command_makes_only_what_is_missing(tmp_path, inputs, monkeypatch):
+    made = []
+    write = shards_module.write_token_files
+
+    def record(parts, prefixes, *more):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(prefixes[0][-len("00000-of-00006_text_document") :][:5])
+        return write(parts, prefixes, *more)
+
+    monkeypatch.setattr(shards_module, "write_token_files", record)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, inputs, 6)
+    assert made == ["00000", "00001", "00002"]
+    made.clear()
+    make(tmp_path, inputs, 6)
+    assert made == ["00003", "00004", "00005"]
+    made.clear()
+    options, _ = make(tmp_path, inputs, 6)
+    assert made == []
+    os.utime(inputs[0], (1, 1))  # another input
+    make(tmp_path, inputs, 6, 4)
+    assert made == ["00004"]
+    with pytest.raises(ValueError, match="the shards were made with different inputs"):
+        merge_shards(options, 6)
+    with pytest.raises(ValueError, match=r"7 of 7 shards are not complete \(the first is 0\)"):
+        merge_shards(options, 7)
+
+
+def test_commands_of_slurm_tasks(tmp_path, inputs):
+    common = ["--input", *inputs, "--output-prefix", tmp_path / "out", *FLAGS, "--num-shards", 3]
+    for number in (2, 0):
+        done = command(*common, "--shard-id", number, "--workers", 2)
+        assert done.returncode == 0 and done.stdout == f"{tmp_path}/out-0000{number}-of-00003_text_document\n"
+    early = command(*common, "--merge")
+    assert early.returncode == 2 and "1 of 3 shards are not complete (the first is 1)" in early.stderr
+    whole = command(*common)  # the rest, and the merge
+    assert whole.returncode == 0 and whole.stdout == f"{tmp_path}/out_text_document\n"
+    assert whole.stderr.count("is complete") == 2
+    run(tmp_path, inputs, "whole", append_eod=True)
+    assert files(tmp_path) == files(tmp_path, "whole")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-shards", "0"], "--num-shards 0 must be at least 1"),
+        (["--shard-id", "0"], "need --num-shards"),
+        (["--merge"], "need --num-shards"),
+        (["--num-shards", "2", "--shard-id", "2"], "--shard-id 2 must be from 0 to 1"),
+        (["--num-shards", "2", "--shard-id", "1", "--merge"], "cannot be combined with --merge"),
+    ],
+)
+def test_wrong_flags_of_shards(tmp_path, inputs, flags, message):
+    done = command("--input", *inputs, "--output-prefix", tmp_path / "out", *FLAGS, *flags)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_preprocessing_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import moe_trainer.data.preprocess_shards, moe_trainer.data.statistics"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_no_documents_and_bad_lines(tmp_path, inputs):
+    (tmp_path / "none.jsonl").write_text("\n" * 50)
+    options, _ = make(tmp_path, [str(tmp_path / "none.jsonl")], 2)
+    with pytest.raises(ValueError, match="no documents in any shard"):
+        merge_shards(options, 2)
+    (tmp_path / "bad.jsonl").write_text('{"text": "1"}\n' * 20 + "no\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl from 141 to 283, line \d+: not JSON"):
+        make(tmp_path, [str(tmp_path / "bad.jsonl")], 2, name="bad")
+    assert (tmp_path / "bad-00000-of-00002.done.json").exists()
+    assert not (tmp_path / "bad-00001-of-00002_text_document.bin").exists()

@@ -1,0 +1,93 @@
+"""Statistics and checks of token files, and the script that prints them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from data_pipeline.corpora import FixedTokenizer, write_corpus
+from structure.source import ROOT
+
+from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.data.statistics import collect_statistics
+
+DOCUMENTS = [[5, 6, 7, 0], [8, 0], [5, 6, 7, 0], [], [9, 0, 10], [499, 0], [8, 0], list(range(2, 300)) + [0]]
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    with write_indexed_dataset(str(tmp_path / "a"), np.uint16) as builder:
+        for ids in DOCUMENTS[:-1]:
+            builder.add_document(ids, [len(ids)] if ids else [])
+        builder.add_document(DOCUMENTS[-1], [100, 199])  # one document of two sequences
+    return str(tmp_path / "a")
+
+
+def tokenizer(**changes):
+    made = FixedTokenizer(**changes)
+    made.bos = None
+    return made
+
+
+def test_numbers(prefix):
+    found = collect_statistics(prefix, tokenizer())
+    assert (found.documents, found.tokens, found.empty) == (8, 316, 1)
+    assert (found.shortest, found.longest, found.mean) == (0, 299, 316 / 8)
+    assert found.length_quantiles == [3, 299, 299]
+    bins = dict(zip(found.length_bounds, zip(found.documents_by_length, found.tokens_by_length)))
+    assert {low: counts for low, counts in bins.items() if counts[0]} == {
+        0: (1, 0),
+        2: (4, 9),
+        4: (2, 8),
+        256: (1, 299),
+    }
+    assert (found.lowest_id, found.highest_id, found.distinct_ids) == (0, 499, 300)
+    assert (found.no_eod, found.inner_eod, found.outside, found.no_bos) == (1, 1, 0, None)
+    assert (found.duplicates, found.duplicate_tokens, found.first_duplicate) == (2, 6, (2, 0))
+    assert len(found.problems) == 4
+
+
+def test_ids_and_begin_tokens_are_compared_with_the_tokenizer(prefix):
+    small = tokenizer(vocab_size=400)
+    small.bos = 5
+    found = collect_statistics(prefix, small)
+    assert (found.outside, found.no_bos) == (1, 5)
+    assert any("1 tokens lie outside the vocabulary of 400 ids (the highest is 499)" in text for text in found.problems)
+    assert any("5 documents do not begin with the begin token, others do" in text for text in found.problems)
+    small.bos = 399
+    assert not any("begin token" in text for text in collect_statistics(prefix, small).problems)
+
+
+def test_sound_files_have_no_problems(tmp_path):
+    with write_indexed_dataset(str(tmp_path / "a"), np.int32) as builder:
+        for number in range(1, 50):
+            builder.add_document([number, 0], [2])
+    found = collect_statistics(str(tmp_path / "a"), tokenizer())
+    assert found.problems == [] and found.documents == 49
+    assert collect_statistics(str(tmp_path / "a")).no_eod is None
+
+
+def test_negative_ids_are_a_problem(tmp_path):
+    with write_indexed_dataset(str(tmp_path / "a"), np.int32) as builder:
+        builder.add_document([3, -1], [2])
+    assert collect_statistics(str(tmp_path / "a")).problems == ["document 0 holds the negative id -1"]
+
+
+def inspect(*arguments):
+    command = [sys.executable, str(ROOT / "scripts" / "inspect_data.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_script(prefix, tmp_path):
+    null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--null-tokenizer-eod-id", "0"]
+    done = inspect(prefix, *null, "--preview", 2, "--json", tmp_path / "out.json", "--strict")
+    assert done.returncode == 1 and done.stderr == ""
+    assert "8 documents, 316 tokens (uint16)" in done.stdout and "document 1: 8 0" in done.stdout
+    assert "WARNING: 2 documents (6 tokens) repeat an earlier one; the first is document 2" in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())[0]["tokens"] == 316
+    sound = write_corpus(tmp_path / "b", [5, 70])
+    done = inspect(sound, "--strict")
+    assert done.returncode == 0 and "64 - 127" in done.stdout
+    done = inspect(tmp_path / "absent")
+    assert done.returncode == 2 and "absent.idx: no such file" in done.stderr and "Traceback" not in done.stderr
