@@ -822,7 +822,7 @@ PRODUCTS = (
     ),
     Product("fault injection", "kill a rank to test a restart", prefixes="--fault-injector-"),
     Product("YAML configuration of Megatron-LM", "--preset FILE.yaml reads the zoo's recipe files", "--yaml-cfg=1"),
-    Product("legacy models", "remove it", "--mlp-chunks-for-training=1 --openai-gelu --onnx-safe=1"),
+    Product("legacy models", "remove it", "--openai-gelu --onnx-safe=1"),
 )
 
 _OUT_OF_SCOPE = MappingProxyType(

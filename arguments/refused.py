@@ -22,6 +22,7 @@ TOPICS = MappingProxyType(
         "dispatcher": "Dispatchers and experts",
         "optimizer": "Optimizer and sharded parameters",
         "precision": "Precision",
+        "recompute": "Recompute and chunks",
         "overlap": "Overlap of communication",
         "graph_limits": "CUDA graphs",
         "data": "Data",

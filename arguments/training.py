@@ -162,6 +162,9 @@ class TrainingArgs:
     """Number of layers of a recomputed group (uniform), or of recomputed layers (block)."""
     recompute_modules: list[str] | None = None
     """Modules of a layer to recompute with --recompute-granularity selective."""
+    mlp_chunks_for_training: int = 1
+    """Number of chunks of the sequence in which feed-forward layers and experts run, so that their intermediate tensors
+    are those of one chunk; in backward, if they are recomputed."""
     recompute_activations: bool = False
     """Deprecated spelling of --recompute-granularity selective."""
     distribute_saved_activations: bool = False
@@ -283,7 +286,10 @@ class TrainingArgs:
         """
         if self.recompute_granularity == "full":
             return frozenset({"full", "mtp"} if self.recompute_method == "uniform" else {"full"})
-        return frozenset(self.recompute_modules or ()) if self.recompute_granularity == "selective" else frozenset()
+        modules = frozenset(self.recompute_modules or ()) if self.recompute_granularity == "selective" else frozenset()
+        # shared experts are inside moe, but their chunks are not inside those of the routed experts
+        in_chunks = self.mlp_chunks_for_training > 1 and "moe" in modules
+        return modules | {"shared_experts"} if in_chunks else modules
 
     @property
     def offloaded_modules(self) -> frozenset[str]:

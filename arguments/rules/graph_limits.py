@@ -229,6 +229,12 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     captured = _captured(s)
+    yield _not_captured(
+        (s.mlp_chunks_for_training or 1) > 1 and captured - {"attn"},
+        "what runs in chunks",
+        "mlp_chunks_for_training",
+        "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest.",
+    )
     yield Limit(
         s.recompute_granularity == "selective"
         and "moe" in as_list(s.recompute_modules)

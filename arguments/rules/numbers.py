@@ -36,7 +36,7 @@ POSITIVE = tuple(
     save_activations_interval save_tokens_per_expert_interval save_wgrads_interval save_dgrads_interval
     distributed_timeout_minutes distributed_timeout_seconds_after_init tensorboard_queue_size
     train_sync_interval fp8_interval moe_routing_trace_max_training_iters straggler_ctrlr_port
-    straggler_minmax_count object_storage_cache_gb document_streams
+    straggler_minmax_count object_storage_cache_gb document_streams mlp_chunks_for_training
     """.split()
 )
 NOT_NEGATIVE = tuple(

@@ -7,7 +7,7 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 GRANULARITY, METHOD, LAYERS, MODULES = (
     "recompute_granularity",
@@ -171,6 +171,78 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
             "fp8",
             modules=" ".join(scaled),
         )
+
+
+def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    """List what acts on all tokens of a feed-forward layer at once."""
+    is_chunked = positive(s.mlp_chunks_for_training) and s.mlp_chunks_for_training > 1
+    deferred, experts = "deferred weight gradients hold the tensors of all chunks", f.experts is not None
+    for dest, is_on, reason in (
+        ("delay_wgrad_compute", s.delay_wgrad_compute, deferred),
+        ("tp_comm_overlap", s.tp_comm_overlap, "its buffers have the size of a full microbatch"),
+        (
+            "moe_pad_expert_input_to_capacity",
+            experts and s.moe_pad_expert_input_to_capacity,
+            "the capacity of an expert is that of all tokens",
+        ),
+        (
+            "moe_expert_rank_capacity_factor",
+            experts and s.moe_expert_rank_capacity_factor,
+            "the receive buffer is that of all tokens",
+        ),
+        (
+            "moe_clone_hot_experts",
+            experts and s.moe_clone_hot_experts,
+            "every chunk would exchange the weights of clones again",
+        ),
+        (
+            "moe_shared_expert_overlap",
+            experts and s.moe_shared_expert_overlap,
+            "shared experts run in separate chunks",
+        ),
+        ("overlap_moe_expert_parallel_comm", s.overlap_moe_expert_parallel_comm, "it overlaps one exchange of a layer"),
+        (
+            "overlap_dispatch_backward_with_experts_wgrad",
+            s.overlap_dispatch_backward_with_experts_wgrad,
+            "it overlaps one exchange of a layer",
+        ),
+    ):
+        yield Limit(
+            is_chunked and is_on,
+            f"{{mlp_chunks_for_training}} cannot be combined with {{:shown}}: {reason}.",
+            (dest,),
+        )
+    yield Limit(
+        is_chunked and s.pipeline_schedule == "zero-bubble",
+        f"{{mlp_chunks_for_training}} cannot be combined with {{pipeline_schedule:flag}} zero-bubble: {deferred}.",
+    )
+    yield Limit(
+        is_chunked
+        and s.fine_grained_activation_offloading
+        and {"expert_fc1", "moe_act", "fused_group_mlp"} & set(as_list(s.offload_modules)),
+        "{mlp_chunks_for_training} cannot be combined with {offload_modules:flag} expert_fc1, moe_act or "
+        "fused_group_mlp: the tensors of a chunk are recomputed ({recompute_modules:flag} moe), not offloaded.",
+    )
+
+
+def note_mlp_chunks(s: Settings, f: DerivedSizes) -> None:
+    """Note what chunks change, or that they save nothing."""
+    if not positive(s.mlp_chunks_for_training) or s.mlp_chunks_for_training == 1:
+        return
+    flag, modules = s.shown("mlp_chunks_for_training"), as_list(s.recompute_modules)
+    chunked = {"mlp", "moe", "shared_experts"} & set(modules if s.recompute_granularity == "selective" else ())
+    if s.recompute_granularity != "full" and not chunked:
+        s.note(
+            f"{flag}: the tensors of all chunks are saved for backward; {s.flag(MODULES)} mlp moe recomputes them "
+            "chunk by chunk."
+        )
+    if f.experts is not None:
+        s.note(
+            f"{flag}: tokens are routed together, so losses and statistics of the routers are those of the full "
+            "sequence (Megatron-LM routes every chunk alone)."
+        )
+    if (s.fp8 and s.fp8_recipe in ("tensorwise", "delayed")) or s.fp4:
+        s.note(f"{flag}: scales of a full tensor (fp8 tensorwise and delayed, NVFP4) are those of a chunk.")
 
 
 def check_moe_layer_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -49,16 +49,21 @@ class TokenDataset(Protocol):
 
 
 class SampleSource(TokenDataset, Protocol):
+    """What a training phase needs of its dataset."""
+
+    def write_cache(self) -> None: ...
+    def load(self) -> None: ...
+    def part_lengths(self, index: int) -> list[int]: ...
+    def length(self, index: int) -> int: ...
+
+
+class BlendSource(SampleSource, Protocol):
     """What a blend needs of its datasets."""
 
     @property
     def name(self) -> str: ...
     @property
     def identifiers(self) -> dict[str, Any]: ...
-    def write_cache(self) -> None: ...
-    def load(self) -> None: ...
-    def part_lengths(self, index: int) -> list[int]: ...
-    def length(self, index: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -319,7 +324,7 @@ class BlendedDataset(CachedIndex):
 
     def __init__(
         self,
-        datasets: Sequence[SampleSource],
+        datasets: Sequence[BlendSource],
         weights: Sequence[float],
         size: int | None,
         split_name: str,
@@ -367,7 +372,7 @@ class BlendedDataset(CachedIndex):
                 )
         return index
 
-    def _find(self, index: int) -> tuple[SampleSource, int]:
+    def _find(self, index: int) -> tuple[BlendSource, int]:
         dataset, inside = self.index
         return self.datasets[dataset[index]], int(inside[index])
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
 from arguments.training import is_offloaded
 from moe_trainer.estimate.saved_attention import grouped_attention, latent_attention, linear_attention
-from moe_trainer.estimate.saved_mlp import experts, mlp, recompute_cache
+from moe_trainer.estimate.saved_mlp import experts, experts_in_chunks, mlp, recompute_cache
 from moe_trainer.estimate.saved_quantized import with_quantized_inputs
 from moe_trainer.estimate.saved_tensor import INDEX, LayerSizes, SavedTensor
 
@@ -87,7 +87,8 @@ def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
     if not discards and (reads_all or not layer.is_moe):
         yield SavedTensor("pre_mlp.normed", (layer.rows, layer.hidden), layer.size)
     if region in layer.parts:
-        yield from recompute_cache(layer) if layer.is_moe else ()
+        if layer.is_moe:
+            yield from experts_in_chunks(layer) if layer.mlp_chunks > 1 else recompute_cache(layer)
     elif layer.is_moe:
         yield from experts(layer)
     else:

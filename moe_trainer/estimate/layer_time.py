@@ -108,7 +108,7 @@ class PassTime:
         return sum(vars(self).values())
 
 
-def window_share(model: ModelArgs, length: int, layer_number: int) -> float:
+def window_share(model: ModelArgs, length: float, layer_number: int) -> float:
     """Return the share of causal (query, key) pairs that a layer (from 1) scores; a window counts full tiles."""
     left = model.window_size[0] if model.window_size is not None and uses_window(model, layer_number) else -1
     return min(1.0, 2.0 * (left + ATTENTION_TILE_KEYS) / length) if left >= 0 else 1.0
@@ -166,9 +166,12 @@ class LayerTime:
 
     Args:
         sizes: bytes of saved tensors, for the memory traffic.
+        attention_length: of the mean token's sequence, if sequences are packed; None for --seq-length.
     """
 
-    def __init__(self, args: Arguments, interconnect: Interconnect, sizes: ChunkBytes):
+    def __init__(
+        self, args: Arguments, interconnect: Interconnect, sizes: ChunkBytes, attention_length: float | None = None
+    ):
         self.args, self.interconnect, self.sizes = args, interconnect, sizes
         self.hardware, self.constants = interconnect.hardware, interconnect.hardware.constants
         model, parallel, precision = args.model, args.parallel, args.precision
@@ -186,11 +189,12 @@ class LayerTime:
         self.has_indexer = model.experimental_attention_variant == "dsa"
         self.is_sparse, self.gathers_keys = is_sparse(model, args.data.seq_length), use_gathered_keys(args)
         self.trains_indexer = self.has_indexer and bool(model.dsa_indexer_loss_coeff)
-        self.pairs = self.tokens * args.data.seq_length / 2  # pairs of queries and visible keys
+        self.length = attention_length or args.data.seq_length
+        self.pairs = self.tokens * self.length / 2  # pairs of queries and visible keys
         linear = [is_linear(model, number) for number in range(model.num_layers)]
         self.linear_share = sum(linear) / len(linear)  # share of layers with a gated DeltaNet
         softmax_layers = [number for number, without in enumerate(linear, start=1) if not without]
-        seen = [window_share(model, args.data.seq_length, number) for number in softmax_layers]
+        seen = [window_share(model, self.length, number) for number in softmax_layers]
         self.visible_share = sum(seen) / len(seen) if seen else 0.0  # share of pairs that softmax attention scores
 
     def gemm(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
@@ -241,8 +245,8 @@ class LayerTime:
         model, heads = self.model, self.model.num_attention_heads // self.tp
         latent_widths = self.key_width + model.v_head_dim
         widths = latent_widths if model.multi_latent_attention else 2 * model.kv_channels
-        operations = self.tokens * self.args.data.seq_length * heads * widths
-        rates = attention_rates(self.hardware, self.args.data.seq_length / self.cp)
+        operations = self.tokens * self.length * heads * widths
+        rates = attention_rates(self.hardware, self.length / self.cp)
         fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
         if self.is_sparse:
             fwd, bwd = (
@@ -307,8 +311,10 @@ class LayerTime:
 
     def _mlp(self, width: int) -> float:
         hidden = self.model.hidden_size
-        fc1 = self.gemm(self.tokens, self.fc1_factor * width // self.tp, hidden)
-        return fc1 + self.gemm(self.tokens, hidden, width // self.tp)
+        chunks = self.sizes.mlp_chunks
+        tokens = self.tokens / chunks
+        fc1 = self.gemm(tokens, self.fc1_factor * width // self.tp, hidden, chunks)
+        return fc1 + self.gemm(tokens, hidden, width // self.tp, chunks)
 
     def _shared_experts(self) -> float:
         width = self.moe.moe_shared_expert_intermediate_size
@@ -319,8 +325,8 @@ class LayerTime:
         local = num_experts // self.ep
         reads, makes = moe.expert_widths(hidden)
         width = self.expert_ffn
-        each = self.sizes.received / local
-        seconds = self.gemm(each, self.fc1_factor * width, reads, local) + self.gemm(each, makes, width, local)
+        each, count = self.sizes.received / local / self.sizes.mlp_chunks, local * self.sizes.mlp_chunks
+        seconds = self.gemm(each, self.fc1_factor * width, reads, count) + self.gemm(each, makes, width, count)
         if moe.moe_latent_size:
             seconds += self.gemm(self.routed_tokens, reads, hidden) + self.gemm(self.routed_tokens, hidden, reads)
         return seconds + self.gemm(self.routed_tokens, num_experts, hidden, plain=True)
@@ -367,7 +373,11 @@ class LayerTime:
         if is_moe and self.moe.moe_shared_expert_intermediate_size:
             parts.add("shared experts")
         parts -= {part for module, part in GRAPH_PARTS if module in graphs}
-        count = sum(number for part, number in KERNELS_BY_PART if part in parts)
+        count = sum(
+            number * (1 if part in ("attention", "latent attention") else self.sizes.mlp_chunks)
+            for part, number in KERNELS_BY_PART
+            if part in parts
+        )
         if "experts" in parts and "moe_router" in graphs:
             count -= ROUTER_KERNELS
         return count * self.constants.launch
@@ -413,9 +423,13 @@ class LayerTime:
 
     def passes(self, is_moe: bool) -> tuple[PassTime, PassTime]:
         """Return forward and backward of one layer, with recompute; the exchange of tokens is a separate part."""
+        chunks = self.sizes.mlp_chunks
         if is_moe:
             exchange, exchange_back = (
-                dispatch_combine_seconds(self.args, self.interconnect, self.routed_tokens, self.size, backward)
+                chunks
+                * dispatch_combine_seconds(
+                    self.args, self.interconnect, self.routed_tokens / chunks, self.size, backward
+                )
                 for backward in (False, True)
             )
             mlp, permute = self._routed_experts() + self._shared_experts(), self._permute()
@@ -441,6 +455,8 @@ class LayerTime:
         if is_moe:
             forward, backward = self._apply_overlap(forward, backward)
         if "full" in self.recomputed:
+            if chunks > 1:  # chunks are regions inside the layer's region, so they run once more
+                backward += PassTime(mlp + permute, exchange)
             return forward, backward + forward
         recomputed = PassTime(core if "core_attn" in self.recomputed else 0.0)
         if is_moe and "moe" in self.recomputed:
@@ -485,7 +501,7 @@ class LayerTime:
         seconds = self._up_projections() if "mla_up_proj" in self.recomputed else 0.0
         if "layernorm" in self.recomputed:
             seconds += 4 * self.sizes.rows * self.model.hidden_size * self.size / self.memory_bandwidth
-        if is_moe and "shared_experts" in self.recomputed:
+        if is_moe and "shared_experts" in self.recomputed and "moe" not in self.recomputed:
             seconds += self._shared_experts()
         if is_moe and "moe_act" in self.recomputed and "moe" not in self.recomputed and self.sizes.te_experts:
             # reads fc1's output again and writes the activation

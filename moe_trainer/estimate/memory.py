@@ -38,10 +38,11 @@ from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
 from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
-from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor
+from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes
 from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states
 from moe_trainer.estimate.te_support import te_quantizes
+from moe_trainer.ops.logit_chunks import logit_chunk_size
 from moe_trainer.pipeline.orders import make_orders
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Order, step_actions
 
@@ -54,6 +55,8 @@ BLOCK, QUERY_BLOCK = 1 << 27, 512
 """Maximum elements of [heads, block, keys], and queries of a block, on a GPU (ops/sparse_attention.py)."""
 CLONE_EXCHANGE_ELEMENTS = 1 << 26
 """Maximum elements that a rank sends at a time where every rank sends the slots of clones to every rank."""
+_IN_CHUNKS = ("mlp.", "experts.", "shared_experts.", "routes.", "fc2_latent_proj.")
+"""Saved tensors of what runs in chunks (--mlp-chunks-for-training)."""
 _MODULES = (
     ("logits", ("head.",)),
     ("norms", ("layernorm", "normed", "enorm", "hnorm", "joined")),
@@ -170,8 +173,11 @@ class ChunkBytes:
         self.received = math.ceil(routed * self.etp * processed_load(args.moe, load))
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.te_experts = te_quantizes(args)[1]
+        positions = self.tokens // self.tp // args.training.micro_batch_size
+        self.mlp_chunks = num_mlp_chunks(args.training, positions)
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
         self._layers: dict[tuple[bool, bool, bool], float] = {}
+        self._restored: dict[bool, float] = {}
 
     def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
         """Return the bytes of one chunk and microbatch by (module, whether on the host)."""
@@ -194,12 +200,40 @@ class ChunkBytes:
             yield SavedTensor("final_layernorm.x", (self.rows, hidden), self.size)
             yield SavedTensor("final_layernorm.statistics", (self.rows,), WIDE)
         if layout.has_loss:
-            shape = (self.tokens, self.vocab_rows // self.tp)
-            size = {"fp32": 4, "bf16": 2}.get(self.args.precision.logit_dtype or "", self.size)
             for _ in range(1 + (self.args.model.mtp_num_layers or 0)):
-                yield SavedTensor("head.logits", shape, size)
-                yield SavedTensor("head.normed", (self.rows, hidden), self.size)
-                yield SavedTensor("head.logits.labels", (self.tokens,), INDEX)
+                yield from self._loss_tensors()
+
+    def _loss_tensors(self) -> Iterator[SavedTensor]:
+        """Yield what a loss saves: the logits, or the gradients where it runs in chunks (ops/cross_entropy.py)."""
+        args, hidden, columns = self.args, self.args.model.hidden_size, self.vocab_rows // self.tp
+        size = {"fp32": 4, "bf16": 2}.get(args.precision.logit_dtype or "", self.size)
+        step = logit_chunk_size(self.tokens, columns, hidden, weight_bytes=self.size, logit_bytes=size, on_cpu=False)
+        waits = (
+            args.parallel.has_deferred_wgrad or args.parallel.has_deferred_head_wgrad or args.precision.fp8_output_proj
+        )
+        if waits or args.precision.fp16 or step == self.tokens:
+            yield SavedTensor("head.logits", (self.tokens, columns), size)
+            yield SavedTensor("head.normed", (self.rows, hidden), self.size)
+            yield SavedTensor("head.logits.labels", (self.tokens,), INDEX)
+        else:
+            yield SavedTensor("head.x_gradient", (self.tokens, hidden), self.size)
+            yield SavedTensor("head.weight_gradient", (columns, hidden), WIDE)
+            yield SavedTensor("head.loss_weights", (self.tokens,), WIDE)
+
+    def restored(self, is_moe: bool) -> float:
+        """Return the bytes that recompute restores of a layer at a time: of feed-forward parts those of a chunk."""
+        if is_moe not in self._restored:
+            bare = self._chunk_bytes(is_moe, replace(self.args, training=without_recompute(self.args.training)))
+            full = self.args.training.recompute_granularity == "full"
+            self._restored[is_moe] = bare - (0.0 if full else self._chunk_bytes(is_moe, self.args))
+        return self._restored[is_moe]
+
+    def _chunk_bytes(self, is_moe: bool, args: Arguments) -> float:
+        """Return the bytes of one layer, of what runs in chunks those of one."""
+        return sum(
+            entry.num_bytes / (self.mlp_chunks if entry.name.startswith(_IN_CHUNKS) else 1)
+            for entry in layer_activations(args, is_moe=is_moe, received=self.received)
+        )
 
     def layer(self, is_moe: bool) -> float:
         """Return the device bytes of one layer."""
@@ -371,6 +405,7 @@ def _buffers(
         dispatch = float((sent * (reads + back) + received * (reads + makes)) * sizes.size)
         width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp
         dispatch += received * 3 * width * sizes.size  # gradients of what the activation reads and makes
+        dispatch /= sizes.mlp_chunks
         dispatch *= 2 if args.parallel.overlap_moe_expert_parallel_comm else 1
     # in a pair one layer runs before another is freed
     working = max(map(sizes.layer, kinds), default=0.0) if args.parallel.overlap_moe_expert_parallel_comm else 0.0
@@ -381,8 +416,7 @@ def _buffers(
         is_full, span = training.recompute_granularity == "full", 1
         if is_full and training.recompute_method == "uniform":
             span = training.recompute_num_layers or 1
-        restored = (sizes.bare_layer(kind) - (0 if is_full else sizes.layer(kind)) for kind in kinds)
-        working += span * max(restored, default=0.0)
+        working += span * max(map(sizes.restored, kinds), default=0.0)
     working += indexer_bytes(args, sizes)
     if True in kinds:
         working += clone_bytes(args, params, sizes)

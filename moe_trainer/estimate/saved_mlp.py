@@ -123,11 +123,25 @@ def _routes(layer: LayerSizes) -> Iterator[SavedTensor]:
     gathered = layer.moe.moe_token_dispatcher_type == "allgather" and layer.etp * layer.ep > 1
     rows, tokens = (layer.received, layer.own * layer.etp * layer.ep) if gathered else (layer.sent, layer.own)
     yield SavedTensor("routes.rows", (4, rows), INDEX)
-    yield SavedTensor("routes.offsets", (tokens + 1,), INDEX)
+    yield SavedTensor("routes.offsets", (tokens + layer.mlp_chunks,), INDEX)
     if layer.moe.finermoe is not None:
         yield SavedTensor("routes.slice_rows", (rows,), INDEX)
-        yield SavedTensor("routes.slice_offsets", (tokens * layer.moe.finermoe.slices + 1,), INDEX)
-    yield SavedTensor("routes.counts", (layer.num_experts // (layer.ep if gathered else 1),), INDEX)
+        yield SavedTensor("routes.slice_offsets", (tokens * layer.moe.finermoe.slices + layer.mlp_chunks,), INDEX)
+    yield SavedTensor("routes.counts", (layer.mlp_chunks, layer.num_experts // (layer.ep if gathered else 1)), INDEX)
+
+
+def experts_in_chunks(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """Yield what an MoE layer saves whose experts are recomputed chunk by chunk: the router runs once, outside."""
+    if layer.own != layer.rows:
+        yield SavedTensor("own_rows", (layer.own, layer.hidden), layer.size)
+    yield from _router(layer)
+    yield SavedTensor("router.probs", (layer.own, layer.num_experts), _logit_size(layer))
+    yield SavedTensor("router.map", (layer.own, layer.num_experts), 1)
+    if layer.moe.moe_latent_size:
+        yield SavedTensor("latents", (layer.own, layer.moe.moe_latent_size), layer.size)
+    yield from _routes(layer)
+    if _sorts_received(layer):
+        yield SavedTensor("experts.order", (2, layer.received), INDEX)
 
 
 def recompute_cache(layer: LayerSizes) -> Iterator[SavedTensor]:

@@ -15,6 +15,7 @@ from moe_trainer.estimate.te_support import te_quantizes
 
 if TYPE_CHECKING:
     from arguments import Arguments
+    from arguments.training import TrainingArgs
 
 WIDE = 4  # bytes of statistics, which are fp32
 INDEX = 8  # bytes of an int64
@@ -33,6 +34,13 @@ class SavedTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+
+def num_mlp_chunks(training: TrainingArgs, length: int) -> int:
+    """Return the number of chunks in which experts run, of a rank with `length` positions (memory/activations.py)."""
+    if training.mlp_chunks_for_training == 1:
+        return 1
+    return -(-length // -(-length // training.mlp_chunks_for_training))
 
 
 class LayerSizes:
@@ -63,6 +71,7 @@ class LayerSizes:
         etp = parallel.expert_tensor_parallel_size or self.tp
         self.etp, self.ep = etp, parallel.expert_model_parallel_size
         self.num_experts = args.moe.num_experts or 0
+        self.mlp_chunks = num_mlp_chunks(training, self.own // self.batch)
         self.sent = self.own * args.moe.moe_router_topk
         self.received = self.sent * etp if received is None else received
 

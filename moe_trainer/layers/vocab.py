@@ -158,7 +158,7 @@ class _ChunkedVocabParallelLoss(torch.autograd.Function):
                 kernels.gradient(
                     probs_TV, all_rows_T[here], weights * share_T, torch.expm1(-loss_T).mul_(weights), all_mine_T[here]
                 )
-                grads.add(here, probs_TV)
+                grads.add(here, whole_TH[here], probs_TV)
         ctx.save_for_backward(weights_T.to(losses[0].dtype))
         ctx.grads, ctx.plan = grads, (x.shape, whole.shape, group, sequence_parallel)
         return torch.cat(losses)

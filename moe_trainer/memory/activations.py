@@ -4,6 +4,7 @@ Layers name their parts and leave the rest to the chunk's `ActivationPolicy`, wh
 
 * `recompute_region("core_attn", fn, q, k, v)`: run fn; if this part is recomputed, save its inputs only;
 * `y, scope = recompute_output("layernorm", fn, x)`: run fn; consumers inside `with scope:` do not save its output;
+* `run_in_chunks("mlp", fn, x)`: the same for fn on chunks of the sequence, each a region (--mlp-chunks-for-training);
 * `with offload_scope("qkv_linear"):` tensors saved inside are offloaded;
 * `cached_for_recompute(compute)`: a value that the second pass of a region must not recompute.
 
@@ -57,6 +58,7 @@ class ActivationPolicy:
         shared_by: Group | None = None,
         offload: ActivationOffload | None = None,
         stash: PagedStash | None = None,
+        mlp_chunks: int = 1,
     ):
         """Store the policy.
 
@@ -67,8 +69,9 @@ class ActivationPolicy:
             shared_by: ranks that hold the same inputs of regions; each saves a shard of them.
             offload: offloading to the host, None without it.
             stash: stash of the experts' buffers, None without it.
+            mlp_chunks: number of chunks of `run_in_chunks`.
         """
-        self.recomputed, self.offload, self.stash = recomputed, offload, stash
+        self.recomputed, self.offload, self.stash, self.mlp_chunks = recomputed, offload, stash, mlp_chunks
         self._uses_global_rng, self._stream, self._shared_by = uses_global_rng, stream, shared_by
         self._replay_cache: ReplayCache | None = None
         self._recomputed_outputs: dict[int, tuple[StorageWeakRef, OutputSource, int]] = {}
@@ -110,13 +113,31 @@ class ActivationPolicy:
             shared_by=self._shared_by,
         )
 
+    def run_in_chunks(self, part: str, fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Return fn(*tensors), computed on chunks of the first dimension; a recomputed part is so chunk by chunk.
+
+        Only the tensors of one chunk then exist at a time, in forward and in backward. Inside a recomputed region every
+        chunk is a nested region. `fn` maps every token alone, and draws no random numbers if there are several chunks.
+        """
+        if self.mlp_chunks == 1:
+            return self.recompute_region(part, fn, *tensors)
+        chunks = zip(*(x.chunk(self.mlp_chunks) for x in tensors), strict=True)
+        return torch.cat([self._run_chunk(part, fn, *chunk) for chunk in chunks])
+
+    def _run_chunk(self, part: str, fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        if self._replay_cache is None or not torch.is_grad_enabled():
+            return self.recompute_region(part, fn, *tensors)
+        # the outer region's later passes find the cache of this chunk among its values
+        cache = self._replay_cache.cached(ReplayCache)
+        return run_recomputed(functools.partial(self._run_pass, cache, fn), tensors, uses_global_rng=False)
+
     def _run_pass(self, cache: ReplayCache, fn: Callable[..., Any], *tensors: Tensor) -> Any:
-        self._replay_cache = cache
+        outer, self._replay_cache = self._replay_cache, cache
         try:
             with cache.run_pass(tensors[0].device):
                 return fn(*tensors)
         finally:
-            self._replay_cache = None
+            self._replay_cache = outer
 
     def recompute_output(self, part: str, fn: Callable[..., Any], *tensors: Tensor) -> tuple[Any, Scope]:
         """Return fn(*tensors) and a scope in which consumers do not save it if the part is recomputed.

@@ -135,12 +135,14 @@ class TransformerLayer(nn.Module):
             with self.activations.offload_scope("mlp_norm"):
                 normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, x_SBH)
             with scope:
-                if self.is_moe:
+                if not self.is_moe:
+                    y_SBH = self.activations.run_in_chunks("mlp", self.mlp, normed)
+                elif self.activations.mlp_chunks > 1:  # the layer routes all tokens, then runs its experts in chunks
+                    y_SBH = self.mlp(normed, grad_scale, None, *forced)
+                else:
                     y_SBH = self.activations.recompute_region(
                         "moe", lambda x: self.mlp(x, grad_scale, None, *forced, valid=valid), normed
                     )
-                else:
-                    y_SBH = self.activations.recompute_region("mlp", self.mlp, normed)
             return self._add_residual(x_SBH, normed, y_SBH)
 
         def route(x_SBH: Tensor, *forced: Tensor) -> tuple[Tensor | None, RoutingOutput]:

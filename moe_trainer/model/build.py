@@ -216,6 +216,7 @@ def _make_activation_policy(
         shared_by=ps.tp if training.distribute_saved_activations else None,
         offload=offload,
         stash=stash,
+        mlp_chunks=training.mlp_chunks_for_training,
     )
 
 

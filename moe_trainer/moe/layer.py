@@ -184,6 +184,30 @@ class MoELayer(nn.Module):
         """
         if routed is None:
             routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid)
+        if self.activations.mlp_chunks == 1:
+            y_SBH, shared_SBH = self._run_routed(routed, x_SBH)
+        else:
+            tables = (table.unflatten(0, routed.shape[:2]) for table in (routed.probs_TE, routed.routing_TE))
+            y_SBH = self.activations.run_in_chunks("moe", self._run_chunk, routed.x_SBH, *tables)
+            shared_SBH = routed.shared_SBH
+        y_SBH = gather_rows_replicated(y_SBH, self.replicas)
+        if self.shared_experts is None:
+            return y_SBH
+        return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
+
+    def _run_chunk(self, x_SBH: Tensor, probs_SBE: Tensor, routing_SBE: Tensor) -> Tensor:
+        """Run the experts on a chunk of the sequence. It was routed with all tokens, so balancing sees no chunks."""
+        probs_TE, routing_TE = probs_SBE.flatten(0, 1), routing_SBE.flatten(0, 1)
+        if self._pads_routing:
+            routing_TE = pad_routing(routing_TE, self.padding_multiple)
+        return self._run_routed(RoutingOutput(x_SBH.shape, x_SBH, probs_TE, routing_TE), None)[0]
+
+    def _run_routed(self, routed: RoutingOutput, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Run dispatch, experts and combine.
+
+        Returns:
+            The results of this rank's tokens, and those of the shared experts, None if they have not run.
+        """
         dispatcher, clone_routing, state, shared_SBH = self.dispatcher, None, routed.state, routed.shared_SBH
         if state is None:
             probs_TE, routing_TE = routed.probs_TE, routed.routing_TE
@@ -212,10 +236,7 @@ class MoELayer(nn.Module):
         y_SBH = y_TH.view(*routed.shape[:2], y_TH.shape[1])
         if self.fc2_latent_proj is not None:
             y_SBH = self.fc2_latent_proj(y_SBH)
-        y_SBH = gather_rows_replicated(y_SBH, self.replicas)
-        if self.shared_experts is None:
-            return y_SBH
-        return y_SBH + (self._run_shared(x_SBH) if shared_SBH is None else shared_SBH)
+        return y_SBH, shared_SBH
 
     def route(
         self,
@@ -254,7 +275,7 @@ class MoELayer(nn.Module):
     ) -> RoutingOutput:
         x_SBH = scatter_rows_to_group(x_SBH, self.replicas)
         probs_TE, routing_TE = self.router(x_SBH, grad_scale, forced_TE, valid)
-        if self._pads_routing:
+        if self._pads_routing and self.activations.mlp_chunks == 1:
             routing_TE = pad_routing(routing_TE, self.padding_multiple)
         shape = x_SBH.shape
         if self.fc1_latent_proj is not None:
@@ -350,7 +371,7 @@ class MoELayer(nn.Module):
             return y_CH[:num_received], group
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
-        return self.activations.recompute_region("shared_experts", self.shared_experts, x_SBH)
+        return self.activations.run_in_chunks("shared_experts", self.shared_experts, x_SBH)
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that a checkpoint stores, by global name: expert bias, bias of quantile balancing."""

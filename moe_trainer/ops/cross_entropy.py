@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from moe_trainer.ops.gemms import LMHeadGemms
+from moe_trainer.ops.logit_chunks import logit_chunk_size
 from moe_trainer.ops.main_grad import get_main_grad_sum, weight_grad
 
 BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
-CHUNK_BYTES = 1 << 26  # of logits held at once, where they are not held full
-MIN_CHUNK_TOKENS = 256  # fewer rows would starve the GEMMs
 FP16_GAIN = 2.0**15  # fp16 stores probabilities times this, to keep the small ones; bf16 and fp32 have the range
 
 
@@ -131,22 +130,16 @@ def tokens_per_chunk(
 ) -> int:
     """Return the number of tokens whose logits exist at once; all if chunks would not save memory.
 
-    In chunks, the weight gradient is accumulated in fp32 from forward on. fp16 is never chunked: its small gradients
-    need the loss scale, which only backward knows.
+    fp16 is never chunked: its small gradients need the loss scale, which only backward knows.
 
     Args:
         dtype: of the weight.
         logits: dtype of the logits, if it differs.
     """
-    size, each = torch.finfo(dtype).bits // 8, torch.finfo(logits or dtype).bits // 8
-    step = max(MIN_CHUNK_TOKENS, (CHUNK_BYTES if device.type == "cpu" else 4 * CHUNK_BYTES) // (columns * each))
-    whole, chunked = (
-        (rows * each + width * size) * columns,
-        (step * each + width * (4 if size == 4 else 4 + size)) * columns,
-    )
-    # adding up a narrower format in fp32 is a separate pass: it has to pay
-    saves = whole > (1 if size >= 4 else 2) * chunked
-    return step if saves and step < rows and dtype != torch.float16 else rows
+    if dtype == torch.float16:
+        return rows
+    sizes = {"weight_bytes": dtype.itemsize, "logit_bytes": (logits or dtype).itemsize}
+    return logit_chunk_size(rows, columns, width, **sizes, on_cpu=device.type == "cpu")
 
 
 def common_factor(grad_T: Tensor, weights_T: Tensor) -> Tensor:
@@ -179,7 +172,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
             if with_grads:
                 weights = weights_T[here]
                 kernels.gradient(probs_TV, labels_T[here], weights, torch.expm1(-loss_T[here]).mul_(weights))
-                grads.add(here, probs_TV)
+                grads.add(here, x_TH[here], probs_TV)
         ctx.grads = grads
         ctx.save_for_backward(weights_T)
         return loss_T
@@ -197,19 +190,19 @@ class LinearLossGrads:
     """Gradients of x @ weight.T, accumulated over chunks of tokens."""
 
     def __init__(self, x_TH: Tensor, weight_VH: Tensor):
-        self._x, self._weight = x_TH, weight_VH
+        self._weight = weight_VH
         self._x_grad = torch.empty_like(x_TH)
         wide = torch.promote_types(weight_VH.dtype, torch.float32)
         self._weight_grad = torch.zeros(weight_VH.shape, dtype=wide, device=weight_VH.device)
 
-    def add(self, rows: slice, grad_TV: Tensor) -> None:
-        """Accumulate the gradients of some tokens' logits."""
+    def add(self, rows: slice, x_TH: Tensor, grad_TV: Tensor) -> None:
+        """Accumulate the gradients of the logits of some tokens, with their inputs."""
         grad_TV = grad_TV.to(self._weight.dtype)
         torch.mm(grad_TV, self._weight, out=self._x_grad[rows])
         if grad_TV.dtype == self._weight_grad.dtype:
-            self._weight_grad.addmm_(grad_TV.t(), self._x[rows])
+            self._weight_grad.addmm_(grad_TV.t(), x_TH)
         else:
-            self._weight_grad.add_(grad_TV.t() @ self._x[rows])
+            self._weight_grad.add_(grad_TV.t() @ x_TH)
 
     def take_x_grad(self, factor: Tensor) -> Tensor:
         """Return the gradient of x times `factor`, in place."""

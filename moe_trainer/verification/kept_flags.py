@@ -42,7 +42,7 @@ _KEPT_TRAINING = frozenset(
     """
     calculate_per_token_loss recompute_granularity recompute_method recompute_modules distribute_saved_activations seed
     fine_grained_activation_offloading offload_modules activation_offload_fraction delta_offload_bytes_across_pp_ranks
-    fine_grained_offloading_max_inflight_offloads
+    fine_grained_offloading_max_inflight_offloads mlp_chunks_for_training
     """.split()
 )
 _KEPT_OPTIMIZER = frozenset(
@@ -88,7 +88,7 @@ NOT_IN_REFERENCE = frozenset(
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_shared_expert_overlap moe_grouped_gemm
     moe_expert_rank_capacity_factor moe_clone_hot_experts moe_paged_stash moe_paged_stash_page_size
     moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu fp8_param_gather fp4_param_gather
-    dsa_attention_form attention_backend mla_down_proj_fusion
+    dsa_attention_form attention_backend mla_down_proj_fusion mlp_chunks_for_training
     """.split()
 )
 NOISE = MappingProxyType(

@@ -187,7 +187,10 @@ def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_expert
     Rows of each expert; or rows sent to each rank and received from each rank for each local expert; or a plan without
     clones and what each rank sends (moe/cloning.py).
     """
-    rows = even_columns(args, ps.ep.size, ChunkBytes(args, 1).sent)
+    sizes = ChunkBytes(args, 1)
+    if sizes.sent % sizes.mlp_chunks:
+        raise ValueError(f"--mlp-chunks-for-training {sizes.mlp_chunks}: only chunks of equal length are executed")
+    rows = even_columns(args, ps.ep.size, sizes.sent // sizes.mlp_chunks)
     slots = ps.ep.size * args.moe.moe_clone_hot_experts
     if num_numbers == num_experts:
         return rows

@@ -11,7 +11,7 @@ from training.layouts import assert_equal, make_argv, make_run, train_one_proces
 
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.vocab import OutputHead
-from moe_trainer.ops import cross_entropy
+from moe_trainer.ops import cross_entropy, logit_chunks
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -22,8 +22,8 @@ S, B, H, V = 20, 2, 8, 24
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Use several chunks even with the smallest vocabulary; forked ranks inherit the setting."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 6)
+    monkeypatch.setattr(logit_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(logit_chunks, "MIN_CHUNK_TOKENS", 6)
 
 
 def _random(name, *shape):
@@ -109,8 +109,8 @@ CASES = (
 def test_model_with_chunked_loss_equals_full_logits(monkeypatch):
     """One process with full logits; ranks with chunks."""
     expected = [train_one_process(*make_argv(kind)) for kind, _ in CASES]
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 6)
+    monkeypatch.setattr(logit_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(logit_chunks, "MIN_CHUNK_TOKENS", 6)
     found = run_ranks(train_ranks, 2, [[*make_argv(kind), *flags.split()] for kind, flags in CASES])
     for (kind, flags), reference, outcome in zip(CASES, expected, found[0], strict=True):
         assert_equal(outcome, reference, f"{kind} {flags}")

@@ -42,6 +42,12 @@ PLAIN_HOWS = {
     "offload and recompute": f"{OFFLOAD} {EVERYTHING} {SELECTIVE} layernorm core_attn",
 }
 BUDGET = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 1.5"
+CHUNKED = {
+    "3 chunks": "--mlp-chunks-for-training 3",
+    "4 chunks, moe": f"--mlp-chunks-for-training 4 {SELECTIVE} moe mlp",
+    "3 chunks, moe, layernorm": f"--mlp-chunks-for-training 3 {SELECTIVE} moe mlp layernorm",
+    "3 chunks, uniform": f"--mlp-chunks-for-training 3 {FULL} uniform --recompute-num-layers 2",
+}
 PLAIN_HOWS |= {
     "budget": BUDGET,
     "budget, moe": f"{BUDGET} {SELECTIVE} moe",
@@ -62,7 +68,7 @@ SPARSE = (
 GATHERED = "--dsa-attention-form gathered"
 FEW = ("all kept", "layernorm", "moe", "uniform", "offload everything")
 KINDS = {
-    "heads": (GROUPED, PLAIN_HOWS),
+    "heads": (GROUPED, {**PLAIN_HOWS, **CHUNKED}),
     "grouped queries, norms, gated shared expert": (
         f"{GROUPED} {QUERIES} --qk-layernorm --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "
         "--moe-router-pre-softmax --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", FEW),
@@ -75,7 +81,7 @@ KINDS = {
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
     "gated DeltaNet, long, bf16": (
         f"{GROUPED} {DELTA} --bf16 --seq-length 1100 --max-position-embeddings 1100 --micro-batch-size 1", ("all kept", "gdn_norm_out")),
-    "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", LATENT_HOWS),
+    "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", (*LATENT_HOWS, *CHUNKED)),
     "latent, sparse": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE}", (*LATENT_HOWS, "core_attn", "layernorm", "uniform")),
     "latent, warm-up of indexers": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE.replace('--dsa-indexer-use-sparse-loss', '--dsa-indexer-warmup')}",
@@ -96,8 +102,8 @@ KINDS = {
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '').replace('--q-lora-rank 12', '').replace('sigmoid', 'sqrtsoftplus')}",
         ("all kept", "mla_up_proj")),
     "latent experts, shared": (f"{GROUPED} --moe-latent-size 20 --moe-shared-expert-intermediate-size 40 --moe-router-pre-softmax",
-                               (*FEW, "moe_act")),
-    "fine experts": (f"{GROUPED} {FINE} --moe-router-load-balancing-type seq_aux_loss", (*FEW, "moe_act")),
+                               (*FEW, "moe_act", *CHUNKED)),
+    "fine experts": (f"{GROUPED} {FINE} --moe-router-load-balancing-type seq_aux_loss", (*FEW, "moe_act", "3 chunks", "4 chunks, moe")),
     "blockwise": (
         f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --moe-shared-expert-intermediate-size 40 --moe-layer-freq ([0]*1+[1]*2)",
         (*FEW, "core_attn", "offload large", "pages")),
@@ -151,7 +157,7 @@ def test_activation_list_equals_retained_tensors(kind, how):
     how_flags = (
         LATENT_HOWS[how]
         if kind.startswith("latent") and not kind.startswith("latent experts") and how in LATENT_HOWS
-        else {**PLAIN_HOWS, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
+        else {**PLAIN_HOWS, **CHUNKED, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
     )
     listed, left, _result = measure_decoder(f"{flags} {how_flags}", kind)
     device = sum(entry.num_bytes for entry in listed if not entry.on_host)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_trainer.ops import cross_entropy
+from moe_trainer.ops import cross_entropy, logit_chunks
 from moe_trainer.ops.cross_entropy import linear_cross_entropy
 
 
@@ -70,8 +70,8 @@ def test_second_backward_is_an_error():
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Use chunks of four tokens, with a short last one, wherever they save memory."""
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(logit_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(logit_chunks, "MIN_CHUNK_TOKENS", 4)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_trainer.ops import cross_entropy
+from moe_trainer.ops import cross_entropy, logit_chunks
 from moe_trainer.ops.cross_entropy import linear_cross_entropy, tokens_per_chunk
 from moe_trainer.ops.gemms import LMHeadGemms
 
@@ -20,8 +20,8 @@ def _case(weights):
 @pytest.mark.parametrize("weights, logits, of_loss, of_grads", [WIDER, NARROWER])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_loss_uses_the_configured_logit_dtype(weights, logits, of_loss, of_grads, chunked, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", 10)
+    monkeypatch.setattr(logit_chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(logit_chunks, "MIN_CHUNK_TOKENS", 10)
     x, weight, labels = _case(weights)
     ours, theirs = ([t.clone().requires_grad_() for t in (x, weight)] for _ in range(2))
     seen = []

@@ -64,6 +64,7 @@ WITHOUT_TORCH = (
     "moe_trainer.launch_env",
     "moe_trainer.errors",
     "moe_trainer.exit_codes",
+    "moe_trainer.ops.logit_chunks",
     "moe_trainer.parallel.grid",
     "moe_trainer.parallel.groups",
     "moe_trainer.pipeline.orders",
