@@ -25,6 +25,9 @@ class OutputArgs:
     hardware: str | None = None
     """Hardware that --dry-run plans for: a100, h100, h200, h800, b200, gb200, gb300, or a YAML file that describes a
     machine. Unset: h100."""
+    length_histogram: str | None = None
+    """Plan for packed sequences of these lengths: a .csv file (length,count), a .json file ({length: count}), a data
+    prefix whose index has them, or the word corpus for those of --data-path. Unset: all are --seq-length long."""
     report: str | None = None
     """Write the result of --validate-only or --dry-run to this JSON file."""
     check_files: bool = False

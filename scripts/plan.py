@@ -178,6 +178,8 @@ def main(words: list[str]) -> int:
 def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags: list[str]) -> int:
     for word, option in misspelled(flags):
         parser.error(f"{word}: this flag is unknown; did you mean {option}?")
+    if any(flag.partition("=")[0] == "--length-histogram" for flag in flags):
+        parser.error("--length-histogram plans one command line: leave search out")
     if options.gpus is None:
         parser.error("--gpus N is missing: the number of devices to search for")
     if options.gpus < 1 or options.best < 1 or not options.headroom >= 1:

@@ -169,6 +169,11 @@ def limit_packed_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             s.dataloader_type not in (None, "single"),
             "plans follow the order of the data; use single",
         ),
+        (
+            "mlp_chunks_for_training",
+            (s.mlp_chunks_for_training or 1) > 1,
+            "ranks have different numbers of tokens, and chunks",
+        ),
         ("record_step", s.record_step is not None, "a record has samples of equal length"),
         (
             "moe_router_load_balancing_type",

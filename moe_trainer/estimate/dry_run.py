@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from arguments import ArgumentError, Arguments, parse_args
 from arguments.report import get_world_size
 from moe_trainer.estimate.hardware import Hardware, find_hardware
+from moe_trainer.estimate.length_histogram import read_histogram
 from moe_trainer.estimate.plan import Plan, PlanError, make_plan, validated_args
 from moe_trainer.estimate.plan_text import memory_json, plan_json, plan_lines
 from moe_trainer.estimate.suggestions import cheapest_fixes
@@ -31,7 +32,10 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
         raise PlanError("a plan needs the number of ranks: give --world-size N")
     args = validated_args(argv, world_size, checkpoint)
     hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)
-    return make_plan(args, world_size, hardware)
+    source, histogram = args.output.length_histogram, None
+    if source is not None:
+        histogram = read_histogram(source, args.data.data_path or args.data.train_data_path or ())
+    return make_plan(args, world_size, hardware, histogram)
 
 
 def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from arguments import ArgumentError, parse_args
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.interconnect import dispatcher_name
+from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths
 from moe_trainer.estimate.memory import (
     StageMemory,
     data_parallel_size,
@@ -50,6 +51,9 @@ class Plan:
         flops: of an iteration, as Megatron-LM counts them.
         vocab_rows: padded vocabulary size.
         note: assumptions.
+        histogram: lengths of sequences (--length-histogram).
+        lengths: these sequences in packs; None if all are --seq-length long.
+        padded_step: seconds of an iteration of padded sequences, as many as would be packs; None without `lengths`.
     """
 
     args: Arguments
@@ -63,6 +67,9 @@ class Plan:
     batch_size: int
     vocab_rows: int
     note: str = ""
+    histogram: LengthHistogram | None = None
+    lengths: PackedLengths | None = None
+    padded_step: float | None = None
 
     @property
     def peak(self) -> StageMemory:
@@ -85,8 +92,9 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of one GPU."""
-        return self.batch_size * self.args.data.seq_length / self.time.step / self.world_size
+        """Tokens per second of one GPU, without padding."""
+        fill = 1.0 if self.lengths is None else self.lengths.fill
+        return fill * self.batch_size * self.args.data.seq_length / self.time.step / self.world_size
 
     @property
     def tokens_per_day(self) -> float:
@@ -125,8 +133,8 @@ def validated_args(argv: Sequence[str], world_size: int, checkpoint: Mapping[str
     return args
 
 
-def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
-    """Plan legal flags for `world_size` ranks.
+def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: LengthHistogram | None = None) -> Plan:
+    """Plan legal flags for `world_size` ranks; with a histogram, for packs of such sequences.
 
     Raises:
         PlanError: if the size of the vocabulary, the sequences or the batches is unknown.
@@ -146,21 +154,45 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware) -> Plan:
     count = microbatches_per_iteration(args, world_size)
     memory = plan_memory(args, world_size, rows, count, hardware)
     time = plan_step(args, world_size, rows, count, memory, hardware)
+    lengths = padded_step = None
     batch = count * data_parallel_size(args, world_size) * args.training.micro_batch_size
     flops = training_flops(args, batch, args.data.seq_length, rows)
+    if histogram is not None:
+        lengths, padded_step = PackedLengths.of(histogram, args, rows), time.step
+        flops = batch * args.data.seq_length * lengths.fill * lengths.flops_per_token
+        seen = lengths.histogram.attention_length
+        time = plan_step(args, world_size, rows, count, memory, hardware, seen)
     if args.has_frozen_weights:
         forward = (
             "the weights are not updated: memory is that of a forward pass; the time is still that of a training "
             "step, and a forward pass takes about a third"
         )
         note = "; ".join(filter(None, (note, forward)))
-    return Plan(args, world_size, hardware, count_parameters(args, rows), memory, time, flops, count, batch, rows, note)
+    counts = count_parameters(args, rows)
+    return Plan(
+        args,
+        world_size,
+        hardware,
+        counts,
+        memory,
+        time,
+        flops,
+        count,
+        batch,
+        rows,
+        note,
+        histogram=histogram,
+        lengths=lengths,
+        padded_step=padded_step,
+    )
 
 
-def try_plan(argv: Sequence[str], world_size: int, hardware: Hardware) -> Plan | None:
+def try_plan(
+    argv: Sequence[str], world_size: int, hardware: Hardware, histogram: LengthHistogram | None = None
+) -> Plan | None:
     """Plan a command line; None if it cannot be planned or the rules reject it."""
     try:
-        return make_plan(validated_args(argv, world_size), world_size, hardware)
+        return make_plan(validated_args(argv, world_size), world_size, hardware, histogram)
     except ValueError:
         return None
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.hardware import GIB, RESERVED_BYTES
 from moe_trainer.estimate.memory import StageMemory
 from moe_trainer.estimate.plan import Plan, closest_reference_run
@@ -62,11 +63,34 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
     lines += [
         f"speed: {plan.tokens_per_second:,.0f} tokens/s/GPU, {plan.tflops:.1f} TFLOP/s/GPU, MFU {100 * plan.mfu:.1f} % "
         f"of the {plan.width} peak, {plan.tokens_per_day / 1e9:.1f} billion tokens a day",
+        *length_lines(plan),
         *_nearest_lines(plan),
         _basis_line(plan),
         "------------------------------------------------------------",
     ]
     return lines
+
+
+def length_lines(plan: Plan) -> list[str]:
+    """Return what --length-histogram says of padding and packing; nothing without it."""
+    lengths = plan.lengths
+    if lengths is None or plan.padded_step is None:
+        return []
+    found, size = lengths.histogram, lengths.capacity
+    cut = f", {lengths.num_cut:,.0f} of them cut to --seq-length" if lengths.num_cut else ""
+    full = training_flops(plan.args, 1, size, plan.vocab_rows) / size
+    padded = lengths.padded_fill * plan.batch_size * size / plan.padded_step / plan.world_size
+    return [
+        f"lengths: {found.num_sequences:,.0f} sequences of {found.mean:,.0f} tokens, half of them up to "
+        f"{found.quantile(0.5):,}, the longest {found.counts[-1][0]:,}{cut}",
+        f"  packed in order into {size:,} tokens: {100 * (1 - lengths.fill):.1f} % padding, {lengths.per_pack:.1f} "
+        f"sequences a pack; the mean token is in a sequence of {found.attention_length:,.0f}, and takes "
+        f"{lengths.flops_per_token / 1e9:.2f} GFLOPs ({full / 1e9:.2f} in a full sequence)",
+        f"  one by one, padded to {size:,}: {100 * (1 - lengths.padded_fill):.1f} % padding, "
+        f"{lengths.padded_flops_per_token / 1e9:.2f} GFLOPs and {lengths.fill / lengths.padded_fill:.1f} times the "
+        f"memory of activations a token, {padded:,.0f} tokens/s/GPU; packing is {plan.tokens_per_second / padded:.1f} "
+        "times as fast",
+    ]
 
 
 def _stage_line(plan: Plan, stage: StageMemory) -> str:
@@ -164,6 +188,7 @@ def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
         "tokens_per_day": plan.tokens_per_day,
         "mfu": plan.mfu,
         "mfu_peak": plan.width,
+        "lengths": _lengths_json(plan),
         "nearest_published": {
             "name": found.run.name,
             "tflops_per_gpu": found.run.tflops,
@@ -171,6 +196,22 @@ def plan_json(plan: Plan, fixes: Sequence[Fix] = ()) -> dict[str, object]:
             "difference": plan.tflops / found.run.tflops - 1,
             "differs": list(found.differs),
         },
+    }
+
+
+def _lengths_json(plan: Plan) -> dict[str, float] | None:
+    lengths = plan.lengths
+    if lengths is None or plan.padded_step is None:
+        return None
+    return {
+        "mean": lengths.histogram.mean,
+        "attention_length": lengths.histogram.attention_length,
+        "sequences_per_pack": lengths.per_pack,
+        "fill": lengths.fill,
+        "padded_fill": lengths.padded_fill,
+        "flops_per_token": lengths.flops_per_token,
+        "padded_flops_per_token": lengths.padded_flops_per_token,
+        "padded_step_s": plan.padded_step,
     }
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from moe_trainer.estimate.plan import Plan, closest_reference_run
+from moe_trainer.estimate.plan_text import length_lines
 from moe_trainer.estimate.roofline import LineCost, RankCosts, Roofline
 from moe_trainer.estimate.step_time import PARTS
 from moe_trainer.estimate.uncertainty import error_bar
@@ -44,6 +45,7 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
             if getattr(time, name) >= 5e-4 or getattr(plan.time, name) >= 5e-4
         ),
         *_published(plan, time),
+        *_lengths(plan),
         "",
         f"operators of stage {roofline.stage}, all {plan.num_microbatches} microbatches: {busiest.kernels:,.0f} "
         f"kernels, {busiest.host_waits:,.0f} host waits, {busiest.total:.3f} s",
@@ -59,6 +61,12 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         "------------------------------------------------------------",
     ]
     return lines
+
+
+def _lengths(plan: Plan) -> list[str]:
+    """Return the plan's lines on --length-histogram; the operators are those of full sequences."""
+    lines = length_lines(plan)
+    return [*lines, "  the operators below and the step here are those of full sequences"] if lines else []
 
 
 def most_expensive(costs: RankCosts, count: int = LINES) -> list[tuple[str, LineCost]]:

@@ -163,9 +163,15 @@ def plan_step(
     num_microbatches: int,
     memory: Sequence[StageMemory],
     hardware: Hardware,
+    attention_length: float | None = None,
 ) -> StepTime:
-    """Return the time of one iteration; `memory` of all stages gives their parameters."""
-    times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows))
+    """Return the time of one iteration.
+
+    Args:
+        memory: of all stages, for their parameters.
+        attention_length: see LayerTime.
+    """
+    times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
     layouts = chunk_layouts(args.model, args.parallel)
     kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}
     optimizer = max(optimizer_seconds(args, world_size, stage, hardware) for stage in memory)

@@ -150,7 +150,9 @@ def _plan_changes(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> 
     """Return the plan with these changes, None if the rules reject them."""
     dests = frozenset().union(*(change.dests for change in chosen))
     line = [*drop_flags(argv, dests), *(word for change in chosen for word in change.words)]
-    return try_plan(line, plan.world_size * math.prod(change.devices for change in chosen), plan.hardware)
+    return try_plan(
+        line, plan.world_size * math.prod(change.devices for change in chosen), plan.hardware, plan.histogram
+    )
 
 
 def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]], headroom: float) -> list[Fix]:

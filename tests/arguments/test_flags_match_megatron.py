@@ -22,7 +22,7 @@ OWN = {
     "use_varlen_dataset", "varlen_sbhd_validation", "varlen_mock_dataset_config_json", "sequence_packing_scheduler", "pad_packed_seq_alignment",
     "thd_tail_padding_policy", "thd_max_packed_sequences",
     "moe_hierarchical_domain_size", "phase_data_args_path", "object_storage_cache_gb", "object_storage_read_ahead", "document_source", "document_text_key", "document_streams",
-    "mlp_chunks_for_training",
+    "mlp_chunks_for_training", "length_histogram",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
 OWN_CHOICES = {"moe_flex_dispatcher_backend": ["hierarchical"]}

@@ -17,7 +17,7 @@ READ_BY_ARGUMENTS = {
 environment is set (machine.py)."""
 USED_BY_THE_PROGRAM = ("layer_pattern", "mup", "sparse_attention", "stage_layout", "vocabulary")
 """Modules of `arguments` that compute what the model is built from."""
-READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path"}
+READ_BY_PATTERN = {"valid_data_path", "test_data_path"}
 """Read as f"{split}_data_path" in moe_trainer/data/build.py."""
 READ_FOR_THE_RECORD = {
     "use_gigatoken",  # part of the tokenizer's identity in the names of index files, as in Megatron

@@ -1,0 +1,153 @@
+"""--length-histogram: reading lengths, and what packing saves."""
+
+import json
+
+import numpy as np
+import pytest
+
+from arguments import parse_args
+from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.estimate.dry_run import plan_of_flags, run_dry_run
+from moe_trainer.estimate.flops import training_flops
+from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths, read_histogram
+from moe_trainer.estimate.plan_text import plan_json, plan_lines
+from scripts import plan as plan_script
+
+COUNTS = {4: 10, 16: 5, 64: 1}
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --moe-router-topk 2 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --bf16 --disable-bias-linear --moe-grouped-gemm --lr 1e-3 --train-iters 2 --eval-iters 0"
+)
+
+
+def write_prefix(path, lengths):
+    with write_indexed_dataset(str(path), np.int32) as builder:
+        for length in lengths:
+            builder.add_document(np.arange(length), [length])
+    return str(path)
+
+
+def expected(counts):
+    return tuple(sorted(counts.items()))
+
+
+def test_every_source_gives_the_same_histogram(tmp_path):
+    lengths = [length for length, count in COUNTS.items() for _ in range(count)]
+    table, pairs, mapping = tmp_path / "a.csv", tmp_path / "a.json", tmp_path / "b.json"
+    table.write_text("length,count\n" + "\n".join(f"{length},{count}" for length, count in COUNTS.items()) + "\n")
+    pairs.write_text(json.dumps(list(COUNTS.items())))
+    mapping.write_text(json.dumps(COUNTS))
+    prefix = write_prefix(tmp_path / "data", lengths)
+    for source in (str(table), str(pairs), str(mapping), prefix):
+        assert read_histogram(source).counts == expected(COUNTS), source
+    assert read_histogram("corpus", [prefix]).counts == expected(COUNTS)
+    assert read_histogram("corpus", [prefix, prefix]).counts == expected({key: 2 * n for key, n in COUNTS.items()})
+
+
+def test_weights_of_a_blend_are_shares_of_its_tokens(tmp_path):
+    short, long = write_prefix(tmp_path / "short", [4] * 100), write_prefix(tmp_path / "long", [64] * 3)
+    found = read_histogram("corpus", ["3", short, "1", long])
+    tokens = {length: length * count for length, count in found.counts}
+    assert tokens[4] == pytest.approx(3 * tokens[64]) and sum(tokens.values()) == pytest.approx(400 + 192)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "4,1\n5,x\n", "line 2: needs a length and a count, not '5,x'"),
+        ("a.csv", "length,count\n", "it holds no sequences"),
+        ("a.csv", "0,3\n", "lengths must be at least 1"),
+        ("a.csv", "3,-1\n", "counts at least 0"),
+        ("a.json", "{", "not readable as JSON"),
+        ("a.json", "[4, 5]", "needs an object {length: count}, or a list of [length, count]"),
+        ("a.idx", "nothing", "is no index of token files"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    source = str(path).removesuffix(".idx")
+    with pytest.raises(ValueError, match="--length-histogram") as error:
+        read_histogram(source)
+    assert message in str(error.value) and source in str(error.value)
+
+
+def test_missing_sources_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read .*none\.idx \(No such file"):
+        read_histogram(str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="corpus needs --data-path"):
+        read_histogram("corpus")
+    prefix = write_prefix(tmp_path / "data", [5, 6])
+    index = tmp_path / "data.idx"
+    index.write_bytes(index.read_bytes()[:36])
+    with pytest.raises(ValueError, match="truncated: it holds fewer than its 2 sequences"):
+        read_histogram(prefix)
+
+
+def test_quantities_of_a_histogram():
+    found = LengthHistogram.of(COUNTS)
+    assert (found.num_sequences, found.num_tokens, found.mean) == (16, 184, 11.5)
+    assert found.attention_length == pytest.approx((10 * 16 + 5 * 256 + 4096) / 184)
+    assert [found.quantile(q) for q in (0.5, 0.7, 1.0)] == [4, 16, 64]
+    assert found.cut(10).counts == ((4, 10), (10, 6))
+
+
+def test_flops_of_a_pack_are_those_of_its_sequences():
+    args = parse_args(FLAGS.split(), 1)
+    packed = PackedLengths.of(LengthHistogram.of({**COUNTS, 100: 2}), args, 128)
+    each = {4: 10, 16: 5, 64: 3}  # two of them cut
+    tokens = sum(length * count for length, count in each.items())
+    alone = sum(count * training_flops(args, 1, length, 128) for length, count in each.items())
+    assert packed.num_cut == 2 and packed.flops_per_token == pytest.approx(alone / tokens)
+    assert packed.padded_flops_per_token == pytest.approx(18 * training_flops(args, 1, 64, 128) / tokens)
+
+
+def test_packs_filled_in_order():
+    assert LengthHistogram.of({16: 5}).sequences_per_pack(64) == 4
+    assert LengthHistogram.of({33: 5}).sequences_per_pack(64) == 1
+    args = parse_args(FLAGS.split(), 1)
+    full = PackedLengths.of(LengthHistogram.of({64: 7}), args, 128)
+    assert (full.fill, full.padded_fill, full.per_pack) == (1, 1, 1)
+
+
+def plan(*more):
+    large = (
+        "--seq-length 32768 --max-position-embeddings 32768 --hidden-size 1024 --world-size 8 --hardware h100".split()
+    )
+    return plan_of_flags([*FLAGS.split(), *large, *more])
+
+
+def test_plan_of_packed_lengths(tmp_path):
+    table = tmp_path / "lengths.csv"
+    table.write_text("400,100\n1600,20\n6400,2\n")
+    plain, packed = plan(), plan("--length-histogram", str(table))
+    assert plain.lengths is None and packed.lengths.fill < 1
+    assert packed.padded_step == plain.time.step and packed.time.step < plain.time.step
+    assert packed.memory == plain.memory
+    tokens = packed.lengths.fill * 8 * 32768
+    assert packed.flops == pytest.approx(tokens * packed.lengths.flops_per_token)
+    assert packed.tokens_per_second == pytest.approx(tokens / packed.time.step / 8)
+    text = "\n".join(plan_lines(packed))
+    assert "lengths: 122 sequences" in text and "lengths:" not in "\n".join(plan_lines(plain))
+    assert plan_json(packed)["lengths"]["fill"] == packed.lengths.fill and plan_json(plain)["lengths"] is None
+
+
+def test_lengths_of_full_sequences_change_nothing(tmp_path):
+    table = tmp_path / "lengths.csv"
+    table.write_text("32768,9\n")
+    plain, packed = plan(), plan("--length-histogram", str(table))
+    assert packed.time == plain.time and packed.flops == pytest.approx(plain.flops)
+    assert packed.tokens_per_second == pytest.approx(plain.tokens_per_second)
+
+
+def test_unreadable_lengths_end_without_a_plan(tmp_path, capsys):
+    words = [*FLAGS.split(), "--dry-run", "--world-size", "8", "--length-histogram", str(tmp_path / "none.csv")]
+    assert run_dry_run(words) == 2
+    assert "--length-histogram" in capsys.readouterr().err
+
+
+def test_search_does_not_take_lengths(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        plan_script.main(["search", *FLAGS.split(), "--gpus", "8", "--length-histogram", "lengths.csv"])
+    assert stopped.value.code == 2 and "--length-histogram plans one command line" in capsys.readouterr().err
