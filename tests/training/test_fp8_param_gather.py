@@ -1,5 +1,7 @@
 """--fp8-param-gather, --fp4-param-gather: weights are quantized from fp32 main parameters, gathered and stored in 8 or 4 bits only."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from harness import run_ranks
@@ -11,6 +13,7 @@ from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import load
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.model.weights import export_named_weights
+from moe_trainer.optim.fp8_params import Fp8Params
 from moe_trainer.optim.loss_scale import DynamicLossScale
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import is_fp8_param
@@ -177,6 +180,23 @@ def test_weights_are_quantized_from_fp32_main_parameters(recipe):
     for outcomes in run_ranks(_train_and_compare, 2, [argv_with(mapping, *flags) for mapping in mappings]):
         for mapping, (worst, differs) in zip(mappings, outcomes):
             assert worst == 0.0 and differs > 1e-3, mapping
+
+
+def test_ranges_of_update_segments_that_split_a_parameter():
+    """As with offloaded parts of the optimizer state: what is cast of a parameter starts where the segment does."""
+    parts = [
+        SimpleNamespace(slot="a", offset=0, end=10, start=5),
+        SimpleNamespace(slot="b", offset=10, end=16, start=0),
+    ]
+    segments = [
+        SimpleNamespace(start=start, stop=stop, state=SimpleNamespace(main=start))
+        for start, stop in ((0, 4), (4, 12), (12, 16))
+    ]
+    params = object.__new__(Fp8Params)
+    params._shard = SimpleNamespace(param_shards=parts, update_segments=segments)
+    params._offsets = [part.offset for part in parts]
+    found = list(params._ranges({"a", "b"}))
+    assert found == [("a", 0, 0, 4, 5), ("a", 4, 4, 10, 9), ("b", 4, 10, 12, 0), ("b", 12, 12, 16, 2)]
 
 
 def _mx_trainings(rank, n, argv):
