@@ -201,8 +201,6 @@ def balancing_losses(
             grad_TE = torch._softmax_backward_data(weights_TE, scores_TE, -1, scores_TE.dtype)
         else:
             grad_TE = slope_TE * (weights_TE - (scores_TE * weights_TE).sum(-1, keepdim=True))
-        if per_token_loss:
-            grad_TE *= total
     if z_loss_coeff is not None:
         log_softmax_TE = logits_TE.log_softmax(-1)
         log_sum_T1 = logits_TE[:, :1] - log_softmax_TE[:, :1]
@@ -211,8 +209,14 @@ def balancing_losses(
         else:  # this rank's share of the mean over all ranks, times their number
             values[3] = (log_sum_T1.square() * valid_T.unsqueeze(1)).sum() * (num_shards / total)
         softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
-        log_sum_T1 = log_sum_T1 * (2 * z_loss_coeff / (1 if per_token_loss else total))
-        grad_TE = softmax_TE * log_sum_T1 if grad_TE is None else grad_TE.addcmul_(softmax_TE, log_sum_T1)
+        factor = 2 * z_loss_coeff / total
+        grad_TE = (
+            softmax_TE * (log_sum_T1 * factor)
+            if grad_TE is None
+            else grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
+        )
+    if per_token_loss:
+        grad_TE *= total
     if valid_T is not None:
         grad_TE *= valid_T.unsqueeze(1)
     return BalancingLosses(values, grad_TE)
