@@ -55,6 +55,12 @@ _SIZES = tuple(
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size expert_model_parallel_size
     """.split()
 )
+_PACKING = tuple(
+    """
+    use_varlen_dataset sequence_packing_scheduler max_seqlen_per_dp_cp_rank pad_packed_seq_alignment
+    thd_tail_padding_policy thd_max_packed_sequences
+    """.split()
+)
 _LOW_PRECISION = tuple(
     """
     bf16 fp16 main_params_dtype main_grads_dtype grad_reduce_in_bf16 megatron_fsdp_grad_comm_dtype
@@ -399,9 +405,10 @@ def _small_training(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     """Note what the small runs change, and return the flags that no small run has."""
-    if s.use_varlen_dataset:
-        reason = "samples have equal lengths (tests/training/test_packed_sequences_agree.py packs others)"
-        notes.append(f"{s.flag('use_varlen_dataset')}: left out; {reason}")
+    for dest in _PACKING if s.use_varlen_dataset else ():
+        if s.given(dest):
+            reason = "samples have equal lengths (tests/training/test_packed_sequences_agree.py packs others)"
+            notes.append(f"{s.flag(dest)}: left out; {reason}")
     given = [dest for dest in _LOW_PRECISION if s.given(dest)]
     half = [s.flag(dest) for dest in given if s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:

@@ -346,9 +346,13 @@ REQUIRED_FLAGS = {
     **dict.fromkeys(("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"), "--moe-token-dispatcher-type alltoall"),
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
     **dict.fromkeys(("moe_use_upcycling", "moe_upcycling_granularity"), UPCYCLING),
+    **dict.fromkeys(("max_seqlen_per_dp_cp_rank", "sequence_packing_scheduler", "thd_max_packed_sequences"), "--use-varlen-dataset"),
+    "pad_packed_seq_alignment": "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 8192",
+    "thd_tail_padding_policy": "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 8192 --pad-packed-seq-alignment max",
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip
 VALUES = {
+    "max_seqlen_per_dp_cp_rank": "8192",
     **FOUR, **LINEAR, "dsa_indexer_n_heads": "32", "dsa_indexer_head_dim": "256", "dsa_indexer_topk": "512", "dsa_attention_form": "gathered",
     "hidden_size": "14336", "max_position_embeddings": "8192", "num_experts": "128", "cp_comm_type": "a2a",
     "hierarchical_context_parallel_sizes": "2 2", "moe_router_group_topk": "4", "microbatch_group_size_per_vp_stage": "8",
