@@ -314,7 +314,7 @@ class Transformer(nn.Module):
         rope: Tables | None,
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
-        valid: ValidTokens | None,
+        valid: ValidTokens | None = None,
     ) -> Tensor:
         """Run the decoder's layers; those of a span are one recomputed region."""
 
