@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import sequence_padding_multiple
-from arguments.rules.derived_sizes import DerivedSizes, divides, positive
+from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
 SCHEDULER, CAPACITY, ALIGNMENT = "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pad_packed_seq_alignment"
+QUANTILE_BALANCING = "quantile_balancing"
 QUANTIZED_TOKENS = 32
 """Multiple of the numbers of tokens that GEMMs in every fp8 and fp4 recipe take."""
 
@@ -137,53 +138,53 @@ def check_linear_attention_padding(s: Settings, _f: DerivedSizes) -> Iterator[Vi
         )
 
 
+def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Check the flags of other samples, which are cut from documents one after another."""
+    for dest in ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "fim_data"):
+        if s.use_varlen_dataset and getattr(s, dest):
+            yield s.violation(
+                "{} does not apply to {use_varlen_dataset:flag}: every sample is one sequence of its own.", dest
+            )
+
+
+# Limits.
+
+
+def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    for dest, what, is_on, reason in (
+        ("cuda_graph_impl", "{}", s.cuda_graph_impl != "none", "a CUDA graph repeats the shapes of its capture"),
+        ("tp_comm_overlap", "{}", s.tp_comm_overlap, "TransformerEngine's buffers have the size of one microbatch"),
+        (
+            "dataloader_type",
+            "{:flag} other than single",
+            s.dataloader_type not in (None, "single"),
+            "plans follow the order of the data",
+        ),
+        (
+            "mlp_chunks_for_training",
+            "{}",
+            (s.mlp_chunks_for_training or 1) > 1,
+            "ranks would run different numbers of chunks",
+        ),
+        ("record_step", "{}", s.record_step is not None, "a record has samples of equal length"),
+        (
+            "moe_router_load_balancing_type",
+            f"{{:flag}} {QUANTILE_BALANCING}",
+            QUANTILE_BALANCING in as_list(s.moe_router_load_balancing_type),
+            "its estimate counts padding",
+        ),
+    ):
+        message = f"{what} is not implemented with packed sequences ({{use_varlen_dataset:flag}}): {reason}."
+        yield Limit(is_packed(s) and is_on, message, (dest,), kind="later")
+
+
 def limit_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     text = s.pad_packed_seq_alignment
     size = s.max_seqlen_per_dp_cp_rank if text == "max" else int(text) if text and text.isdigit() else 1
     for dest in ("fp8", "fp4"):
         yield Limit(
             is_packed(s) and getattr(s, dest) and positive(size) and size % QUANTIZED_TOKENS,
-            "{} with packed sequences needs {pad_packed_seq_alignment:flag} with a multiple of "
-            f"{QUANTIZED_TOKENS} tokens: the GEMMs take no other numbers of tokens.",
+            "{} with packed sequences ({use_varlen_dataset:flag}) needs {pad_packed_seq_alignment:flag} with a "
+            f"multiple of {QUANTIZED_TOKENS} tokens: the GEMMs take no other numbers of tokens.",
             (dest,),
-        )
-
-
-def limit_documents(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    """Yield the flags of other samples, which are cut from documents one after another."""
-    for dest in ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "fim_data"):
-        yield Limit(
-            s.use_varlen_dataset and getattr(s, dest),
-            "{} does not apply to {use_varlen_dataset:flag}: every sample is one separate sequence.",
-            (dest,),
-        )
-
-
-def limit_packed_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    """Yield what is not implemented with microbatches of different sizes."""
-    for dest, is_on, reason in (
-        ("cuda_graph_impl", s.cuda_graph_impl != "none", "a CUDA graph repeats the shapes of its capture"),
-        ("tp_comm_overlap", s.tp_comm_overlap, "TransformerEngine's buffers have the size of one microbatch"),
-        (
-            "dataloader_type",
-            s.dataloader_type not in (None, "single"),
-            "plans follow the order of the data; use single",
-        ),
-        (
-            "mlp_chunks_for_training",
-            (s.mlp_chunks_for_training or 1) > 1,
-            "ranks have different numbers of tokens, and chunks",
-        ),
-        ("record_step", s.record_step is not None, "a record has samples of equal length"),
-        (
-            "moe_router_load_balancing_type",
-            s.moe_router_load_balancing_type in ("quantile_balancing", ["quantile_balancing"]),
-            "its estimate counts padding",
-        ),
-    ):
-        yield Limit(
-            is_packed(s) and is_on,
-            "{} is not implemented with packed sequences ({sequence_packing_scheduler:flag}): " + reason + ".",
-            (dest,),
-            kind="later",
         )

@@ -53,7 +53,7 @@ def test_padding_of_packs():
             "--max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment max --thd-max-packed-sequences 1",
             "--thd-max-packed-sequences 1 must be at least 2",
         ),
-        ("--dataloader-type cyclic", "--dataloader-type cyclic is not implemented with packed sequences"),
+        ("--dataloader-type cyclic", "--dataloader-type other than single is not implemented with packed sequences"),
         ("--reset-position-ids", "--reset-position-ids does not apply to --use-varlen-dataset"),
         ("--reset-attention-mask", "--reset-attention-mask does not apply to --use-varlen-dataset"),
         ("--dataloader-inter-document-masking", "does not apply to --use-varlen-dataset"),
@@ -63,6 +63,10 @@ def test_padding_of_packs():
         ("--bf16 --fp8-format e4m3", "--pad-packed-seq-alignment with a multiple of 32 tokens"),
         ("--varlen-sbhd-validation", "--varlen-sbhd-validation needs data"),
         ("--varlen-sbhd-validation --sequence-packing-scheduler dp_balanced", "leave --sequence-packing-scheduler"),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
+            "quantile_balancing is not implemented with packed sequences",
+        ),
         ("--varlen-mock-dataset-config-json {}", '"mode": "distribution", "file" or "verification"'),
     ],
 )
