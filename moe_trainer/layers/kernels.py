@@ -27,6 +27,7 @@ from moe_trainer.ops.grouped_gemm import GroupedGemms
 from moe_trainer.ops.paged_copy import TORCH_PAGE_KERNELS, PageKernels
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.ops.pointwise import Activation
+from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, RowCasts
 from moe_trainer.quantization.quantize import QuantizedTensor, quantize
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,11 @@ _SOURCES = MappingProxyType(
         "router": ("ops.triton_router", ("fused_topk", "fused_topk"), ("balancing", "BALANCING")),
         "cross-entropy": ("ops.triton_cross_entropy", ("logit_kernels", "LOGIT_KERNELS")),
         "grouped-gemm": ("ops.triton_grouped_gemm", ("grouped_gemms", "GROUPED_GEMMS")),
-        "quantize": ("quantization.triton_quantize", ("quantize", "quantize_with_fallback")),
+        "quantize": (
+            "quantization.triton_quantize",
+            ("quantize", "quantize_with_fallback"),
+            ("row_casts", "ROW_CASTS"),
+        ),
         "sparse-attention": ("ops.triton_absorbed_mla", ("sparse_attention", "STEPS")),
         "paged-stash": ("ops.triton_paged_copy", ("paged_stash", "PAGE_KERNELS")),
     }
@@ -69,6 +74,7 @@ class Kernels:
     logit_kernels: LogitKernels = TORCH_LOGIT_KERNELS
     sparse_attention: TileKernels = TORCH_TILE_KERNELS
     quantize: Callable[..., QuantizedTensor] = quantize
+    row_casts: RowCasts = TORCH_ROW_CASTS
     paged_stash: PageKernels = TORCH_PAGE_KERNELS
     activations: tuple[tuple[Activation, Callable[..., Tensor] | None, ActivationFns], ...] = ()
     grouped_gemms: GroupedGemms | None = None

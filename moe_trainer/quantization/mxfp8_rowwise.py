@@ -9,6 +9,9 @@ bf16 and fp32 represent all values exactly.
 Shape letters: R rows, H width.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,37 +26,64 @@ def row_nbytes(width: int) -> int:
     return width + -(-width // ROW_SCALING.cols)
 
 
-def pack(x_RH: Tensor) -> Tensor:
-    """Round rows to MXFP8 and return them as uint8 [R, row_nbytes(H)]."""
-    return torch.cat([table.view(torch.uint8) for table in _tables(x_RH)], 1)
-
-
-def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the values [R, width] of packed rows."""
-    return _values(packed[:, :width].contiguous().view(E4M3.dtype), packed[:, width:].contiguous(), dtype)
-
-
-def split(x_RH: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to MXFP8; return E4M3 elements [R, H] and scales, fp32 with the bits of four E8M0, [R, H / 128]."""
-    values, scales = _tables(x_RH)
-    return values, scales.view(torch.float32)
-
-
-def join(values_RH: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows [R, H] of the tables of `split`."""
-    return _values(values_RH, scales, dtype)
-
-
-def round_to_mxfp8(x_RH: Tensor) -> Tensor:
-    """Return rows rounded as by pack and unpack."""
-    return quantize(x_RH, ROW_SCALING).dequantized().to(x_RH.dtype)
-
-
-def _tables(x_RH: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize(x_RH: Tensor, values: Tensor, exponents: Tensor) -> None:
     rounded = quantize(x_RH, ROW_SCALING)
-    return rounded.values.float().to(E4M3.dtype), rounded.inverse.to(_SCALES)
+    values.copy_(rounded.values.float().to(E4M3.dtype).view(torch.uint8))
+    exponents.copy_(rounded.inverse.to(_SCALES).view(torch.uint8))
 
 
-def _values(values_RH: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    inverse = scales.view(_SCALES).float()
-    return (values_RH.float() * expand_scales(inverse, ROW_SCALING, values_RH.shape)).to(dtype)
+def _dequantize(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    values_RH = values.contiguous().view(E4M3.dtype).float()
+    inverse = exponents.contiguous().view(_SCALES).float()
+    return (values_RH * expand_scales(inverse, ROW_SCALING, values_RH.shape)).to(dtype)
+
+
+@dataclass(frozen=True)
+class RowCasts:
+    """How rows are cast to MXFP8 and back: plain torch, or kernels (triton_quantize.py) with the same bytes.
+
+    Attributes:
+        quantize: write the bytes of rows [R, H] to tables of uint8, the values [R, H] and exponents [R, ceil(H / 32)].
+        dequantize: return the rows of both tables in a dtype. Rows of the tables may have any distance.
+    """
+
+    quantize: Callable[[Tensor, Tensor, Tensor], None] = _quantize
+    dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor] = _dequantize
+
+    def pack(self, x_RH: Tensor) -> Tensor:
+        """Round rows to MXFP8 and return them as uint8 [R, row_nbytes(H)]."""
+        num_rows, width = x_RH.shape
+        packed = torch.empty(num_rows, row_nbytes(width), dtype=torch.uint8, device=x_RH.device)
+        self.quantize(x_RH, packed[:, :width], packed[:, width:])
+        return packed
+
+    def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Return the values [R, width] of packed rows."""
+        return self.dequantize(packed[:, :width], packed[:, width:], dtype)
+
+    def split(self, x_RH: Tensor) -> tuple[Tensor, Tensor]:
+        """Round rows to MXFP8.
+
+        Returns:
+            E4M3 elements [R, H]; scales, fp32 with the bits of four E8M0, [R, H / 128].
+        """
+        values, exponents = self._tables(x_RH)
+        return values.view(E4M3.dtype), exponents.view(torch.float32)
+
+    def join(self, values_RH: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the rows [R, H] of the tables of `split`."""
+        return self.dequantize(values_RH.view(torch.uint8), scales.view(torch.uint8), dtype)
+
+    def round(self, x_RH: Tensor) -> Tensor:
+        """Return rows rounded as by pack and unpack."""
+        return self.dequantize(*self._tables(x_RH), x_RH.dtype)
+
+    def _tables(self, x_RH: Tensor) -> tuple[Tensor, Tensor]:
+        num_rows, width = x_RH.shape
+        values = torch.empty(num_rows, width, dtype=torch.uint8, device=x_RH.device)
+        exponents = values.new_empty(num_rows, row_nbytes(width) - width)
+        self.quantize(x_RH, values, exponents)
+        return values, exponents
+
+
+TORCH_ROW_CASTS = RowCasts()

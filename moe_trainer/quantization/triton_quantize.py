@@ -1,4 +1,4 @@
-"""Triton kernels that quantize a matrix to fp8 in one pass: block maximum, scale, rounded bytes.
+"""Triton kernels that quantize a matrix to fp8 in one pass, block maximum, scale, rounded bytes, and dequantize it.
 
 The results equal those of quantize.py bit for bit; values leave as bytes of the format. Rounding is arithmetic (adding
 and subtracting 1.5 * 2^23 steps), not a conversion instruction: it gives the same bytes on devices without fp8 and in
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.triton_blocks import block_size, num_warps_for
+from moe_trainer.quantization.mxfp8_rowwise import ROW_SCALING, TORCH_ROW_CASTS, RowCasts
 from moe_trainer.quantization.quantize import (
     POWER_OF_TWO,
     TWO_LEVEL,
@@ -66,6 +67,20 @@ def _byte(value, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _number(byte, FORMAT: tl.constexpr):
+    """Return the fp32 number of a byte of `_byte`."""
+    MANTISSA: tl.constexpr = FORMAT[1]
+    LEAST: tl.constexpr = FORMAT[2]
+    code = byte.to(tl.int32) & 0x7F
+    least_bits = (tl.zeros_like(code).to(tl.float32) + LEAST).to(tl.int32, bitcast=True)
+    normal = (((code - (1 << MANTISSA)) << (23 - MANTISSA)) + least_bits).to(tl.float32, bitcast=True)
+    size = tl.where(code < (1 << MANTISSA), code.to(tl.float32) * (LEAST / (1 << MANTISSA)), normal)
+    size = tl.where(code == 0x7F, float("nan"), size)
+    sign = (byte.to(tl.int32) & 0x80) << 24  # of zeros, too
+    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of this program: rows, their places in a contiguous matrix, which of them there are, and the numbers in fp32."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -74,6 +89,17 @@ def _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS: tl.constexpr, COLU
     at = x + row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_k
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return row, row[:, None] * num_columns + column[None, :], inside, value
+
+
+@triton.jit
+def _row_scales(value, FORMAT: tl.constexpr, POWER: tl.constexpr, SQUARE: tl.constexpr):
+    """Return the scale of each row of a tile, the same for all if it is one block (SQUARE)."""
+    size = tl.abs(value)
+    bad = _not_finite(size)
+    amax, is_bad = tl.max(size, 1), tl.max(bad, 1)
+    if SQUARE:
+        amax, is_bad = tl.zeros_like(amax) + tl.max(amax, 0), tl.zeros_like(is_bad) + tl.max(is_bad, 0)
+    return _finite_scale(amax, is_bad > 0, FORMAT, POWER)
 
 
 @triton.jit
@@ -93,12 +119,7 @@ def block_kernel(
 ):
     """Quantize ROWS x COLUMNS numbers: one block (SQUARE), or ROWS blocks of one row each."""
     row, place, inside, value = _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS, COLUMNS)
-    size = tl.abs(value)
-    bad = _not_finite(size)
-    amax, is_bad = tl.max(size, 1), tl.max(bad, 1)
-    if SQUARE:
-        amax, is_bad = tl.zeros_like(amax) + tl.max(amax, 0), tl.zeros_like(is_bad) + tl.max(is_bad, 0)
-    scale = _finite_scale(amax, is_bad > 0, FORMAT, POWER)
+    scale = _row_scales(value, FORMAT, POWER, SQUARE)
     byte = _byte(value * scale[:, None], FORMAT)
     tl.store(out + place, byte, mask=inside)
     inverse_scale = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
@@ -108,6 +129,61 @@ def block_kernel(
         tl.store(inverse + block + tl.arange(0, ROWS), inverse_scale, mask=first)
     else:
         tl.store(inverse + row * tl.num_programs(1) + tl.program_id(1), inverse_scale, mask=row < num_rows)
+
+
+@triton.jit
+def e8m0_kernel(
+    x,
+    out,
+    exponents,
+    num_rows,
+    num_columns,
+    stride_r,
+    stride_k,
+    out_stride,
+    exponent_stride,
+    FORMAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize ROWS blocks of one row each; inverse scales leave as bytes, both into rows of any distance."""
+    row, _, inside, value = _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    scale = _row_scales(value, FORMAT, True, False)
+    tl.store(out + row[:, None] * out_stride + column[None, :], _byte(value * scale[:, None], FORMAT), mask=inside)
+    # a scale of 2^n has the exponent n + 127, its inverse -n + 127
+    inverse = 254 - ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF)
+    inverse = tl.where(scale != scale, 0xFF, inverse).to(tl.uint8)
+    tl.store(exponents + row * exponent_stride + tl.program_id(1), inverse, mask=row < num_rows)
+
+
+@triton.jit
+def dequantize_kernel(
+    values,
+    scales,
+    out,
+    num_rows,
+    num_columns,
+    value_stride,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    E8M0: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Multiply the numbers of bytes by their block's inverse scale: an fp32 number, or a byte (E8M0)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    number = _number(tl.load(values + row[:, None] * value_stride + column[None, :], mask=inside, other=0), FORMAT)
+    block_row = row * 0 + tl.program_id(0) if SQUARE else row
+    scale = tl.load(scales + block_row * scale_stride + tl.program_id(1), mask=row < num_rows, other=0)
+    if E8M0:
+        bits = tl.where(scale == 0, 0x400000, scale.to(tl.int32) << 23)  # 2^-127 is below the normal numbers
+        scale = tl.where(scale == 0xFF, float("nan"), bits.to(tl.float32, bitcast=True))
+    place = row[:, None] * num_columns + column[None, :]
+    tl.store(out + place, (number * scale[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -142,6 +218,11 @@ def scale_kernel(
 def _format(fmt: NumberFormat) -> tuple[float, int, float]:
     """Return what kernels know of a format: the maximum, the bits of the mantissa, the smallest normal number."""
     return fmt.max, fmt.mantissa_bits, 2.0**fmt.min_exponent
+
+
+def _rows_of_tile(num_rows: int, columns: int) -> int:
+    """Return how many blocks of one row a program takes."""
+    return block_size(num_rows, max(1, 4096 // columns), 1)
 
 
 def _tensor(x_RK: Tensor, scaling: Scaling, scale: Tensor | None, out: Tensor) -> Tensor:
@@ -203,7 +284,7 @@ def quantize(x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None) -> tup
         triton.cdiv(num_rows, rows), triton.cdiv(width, columns), dtype=torch.float32, device=x_RK.device
     )
     if x_RK.numel():
-        tile = rows if rows > 1 else block_size(num_rows, max(1, 4096 // columns), 1)
+        tile = rows if rows > 1 else _rows_of_tile(num_rows, columns)
         block_kernel[(triton.cdiv(num_rows, tile), inverse.shape[1])](
             x_RK,
             out,
@@ -228,3 +309,62 @@ def quantize_with_fallback(
     if not can(x_RK, scaling):
         return define(x_RK, scaling, scale, generator)
     return QuantizedTensor(*quantize(x_RK, scaling, scale), scaling)
+
+
+def dequantize(values_RK: Tensor, inverse: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:
+    """Return values times their blocks' inverse scales, in `dtype`.
+
+    Args:
+        values_RK: bytes of E4M3 or E5M2, as `quantize` returns them; rows of any distance.
+        inverse: one per block, fp32, or uint8 with the bits of E8M0.
+        scaling: blocks of 1 x n or n x n with n a power of two.
+    """
+    num_rows, width = values_RK.shape
+    rows, columns = scaling.rows, scaling.cols
+    out = torch.empty(num_rows, width, dtype=dtype, device=values_RK.device)
+    if values_RK.numel():
+        tile = rows if rows > 1 else _rows_of_tile(num_rows, columns)
+        dequantize_kernel[(triton.cdiv(num_rows, tile), triton.cdiv(width, columns))](
+            values_RK.view(torch.uint8),
+            inverse,
+            out,
+            num_rows,
+            width,
+            values_RK.stride(0),
+            inverse.stride(0),
+            FORMAT=_format(scaling.fmt),
+            E8M0=inverse.dtype == torch.uint8,
+            SQUARE=rows > 1,
+            ROWS=tile,
+            COLUMNS=columns,
+            num_warps=num_warps_for(tile * columns),
+        )
+    return out
+
+
+def _quantize_rows(x_RH: Tensor, values: Tensor, exponents: Tensor) -> None:
+    if x_RH.dtype == torch.float64:
+        TORCH_ROW_CASTS.quantize(x_RH, values, exponents)
+    elif x_RH.numel():
+        columns = ROW_SCALING.cols
+        tile = _rows_of_tile(x_RH.shape[0], columns)
+        e8m0_kernel[(triton.cdiv(x_RH.shape[0], tile), exponents.shape[1])](
+            x_RH,
+            values,
+            exponents,
+            *x_RH.shape,
+            *x_RH.stride(),
+            values.stride(0),
+            exponents.stride(0),
+            FORMAT=_format(ROW_SCALING.fmt),
+            ROWS=tile,
+            COLUMNS=columns,
+            num_warps=num_warps_for(tile * columns),
+        )
+
+
+def _dequantize_rows(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize(values, exponents, ROW_SCALING, dtype)
+
+
+ROW_CASTS = RowCasts(_quantize_rows, _dequantize_rows)

@@ -10,7 +10,7 @@ from training.resuming import run_steps
 
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.parallel import collectives
-from moe_trainer.quantization.mxfp8_rowwise import pack, round_to_mxfp8, row_nbytes, unpack
+from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, row_nbytes
 from moe_trainer.quantization.quantize import E4M3, POWER_OF_TWO, Scaling, quantize
 
 FORWARD, BACKWARD = {"moe_dispatch_fwd_dtype": "mxfp8"}, {"moe_combine_bwd_dtype": "mxfp8"}
@@ -27,22 +27,24 @@ def test_packed_rows_equal_rounded_rows(width, dtype):
     x = torch.randn(9, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = (x * torch.exp2(torch.arange(9.0)[:, None] * 6 - 24)).to(dtype)
     x[3] = 0.0
-    packed = pack(x)
+    packed = TORCH_ROW_CASTS.pack(x)
     assert packed.shape == (9, row_nbytes(width)) and packed.dtype == torch.uint8
-    found = unpack(packed, width, dtype)
-    assert torch.equal(found, round_to_mxfp8(x)) and found.dtype == dtype
+    found = TORCH_ROW_CASTS.unpack(packed, width, dtype)
+    assert torch.equal(found, TORCH_ROW_CASTS.round(x)) and found.dtype == dtype
     assert torch.equal(found.double(), quantize(x, Scaling(E4M3, 1, 32, POWER_OF_TWO)).dequantized().double()), (
         "bf16 holds them exactly"
     )
-    assert torch.equal(unpack(pack(found), width, dtype), found), "rounding twice changes nothing"
+    assert torch.equal(TORCH_ROW_CASTS.unpack(TORCH_ROW_CASTS.pack(found), width, dtype), found), (
+        "rounding twice changes nothing"
+    )
     assert ((found - x).abs() <= x.abs().amax(1, keepdim=True) / 16).all() and not torch.equal(found, x)
 
 
 def test_packing_of_empty_and_nonfinite_rows():
-    assert unpack(pack(torch.zeros(0, 40)), 40, torch.float32).shape == (0, 40)
+    assert TORCH_ROW_CASTS.unpack(TORCH_ROW_CASTS.pack(torch.zeros(0, 40)), 40, torch.float32).shape == (0, 40)
     x = torch.ones(2, 64)
     x[0, 3], x[1, 40] = torch.nan, torch.inf
-    found = unpack(pack(x), 64, torch.float32)
+    found = TORCH_ROW_CASTS.unpack(TORCH_ROW_CASTS.pack(x), 64, torch.float32)
     assert found[0, :32].isnan().all() and found[1, 32:].isnan().all() and torch.equal(found[0, 32:], x[0, 32:])
 
 

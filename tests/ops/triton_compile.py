@@ -143,6 +143,11 @@ def quantize():
             )
         yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(8), Const(512)]
     yield "amax_kernel", [HALF, FP32, *[INT] * 4, Const(8), Const(512)]
+    fmt = Const((448.0, 3, 2.0**-6))
+    yield "e8m0_kernel", [HALF, BYTES, BYTES, *[INT] * 6, fmt, Const(128), Const(32)], {"num_warps": 4}
+    for scales, e8m0 in ((BYTES, True), (FP32, False)):
+        tile = [Const(e8m0), Const(False), Const(128), Const(32)]
+        yield "dequantize_kernel", [BYTES, scales, HALF, *[INT] * 4, fmt, *tile], {"num_warps": 4}
 
 
 def latent_attention():

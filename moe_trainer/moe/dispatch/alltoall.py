@@ -174,7 +174,13 @@ class AllToAllDispatcher(TokenDispatcher):
             x_RH, probs_R, routes = self._permute(x_RH, probs_R, plan.routing_TE, plan.expert_E, sum(plan.send))
             plan = replace(plan, routes=routes, routing_TE=None)
         work, (x_RH, probs_R) = start_token_exchange(
-            self.ep, plan.send, plan.receive, x_RH, probs_R, round_forward=self.mxfp8.dispatch
+            self.ep,
+            plan.send,
+            plan.receive,
+            x_RH,
+            probs_R,
+            casts=self.mxfp8.casts,
+            round_forward=self.mxfp8.dispatch,
         )
         fixed_size = max(plan.receive, default=0) * self.ep.size * self.etp.size if plan.slots is None else 0
         return DispatchState(x_RH, probs_R, counts_e, replace(plan, work=work), state.overflow, fixed_size)
@@ -183,7 +189,7 @@ class AllToAllDispatcher(TokenDispatcher):
         """Wait for the tokens and gather those of the other etp ranks."""
         plan: _AllToAllState = state.handle
         x_RH, probs_R = finish_exchange(plan.work, (state.x_RH, state.probs_R))
-        x_RH = gather_tokens(x_RH, plan.gathered, self.etp, self.mxfp8.dispatch)
+        x_RH = gather_tokens(x_RH, plan.gathered, self.etp, self.mxfp8)
         probs_R = all_gather_rows(probs_R, plan.gathered, self.etp)
         return replace(state, x_RH=x_RH, probs_R=probs_R, handle=replace(plan, work=None))
 
@@ -282,9 +288,9 @@ class AllToAllDispatcher(TokenDispatcher):
     def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
         """Sum the partial results over etp and start to send them back."""
         plan: _AllToAllState = state.handle
-        y_RH = reduce_scatter_tokens(y_RH, plan.gathered, self.etp, self.mxfp8.gradients)
+        y_RH = reduce_scatter_tokens(y_RH, plan.gathered, self.etp, self.mxfp8)
         work, (y_RH,) = start_token_exchange(
-            self.ep, plan.receive, plan.send, y_RH, round_backward=self.mxfp8.gradients
+            self.ep, plan.receive, plan.send, y_RH, casts=self.mxfp8.casts, round_backward=self.mxfp8.gradients
         )
         return y_RH, work
 

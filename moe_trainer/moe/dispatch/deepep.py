@@ -39,9 +39,7 @@ from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
     Mxfp8Transport,
     Payload,
-    from_payload,
     placeholder,
-    to_payload,
 )
 from moe_trainer.ops.permute import Permutation, dense_to_topk, topk_to_dense
 from moe_trainer.parallel.collectives import all_reduce
@@ -174,7 +172,7 @@ class _DispatchHandle:
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, handle, cache_fn, x_TH, weights_TK, idx_TK):
-        ctx.handle, outputs, sent = handle, [], to_payload(x_TH, handle.mxfp8.dispatch)
+        ctx.handle, outputs, sent = handle, [], handle.mxfp8.to_payload(x_TH, handle.mxfp8.dispatch)
 
         def dispatch() -> tuple[Any, Tensor, Tensor, list[int]]:
             outputs.append(handle.buffer.dispatch(sent, idx_TK, weights_TK, handle.num_experts))
@@ -202,7 +200,7 @@ class _FinishDispatch(torch.autograd.Function):
         ctx.handle = handle
         handle.wait()
         received, handle.received = handle.received, None
-        x_NH = x_NH.view_as(x_NH) if isinstance(received, Tensor) else from_payload(received, x_NH.dtype)
+        x_NH = x_NH.view_as(x_NH) if isinstance(received, Tensor) else handle.mxfp8.from_payload(received, x_NH.dtype)
         return x_NH, weights_NK.view_as(weights_NK)
 
     @staticmethod
@@ -226,7 +224,7 @@ class _StartCombine(torch.autograd.Function):
         handle = ctx.handle  # _FinishCombine.backward has started the dispatch of the gradient
         handle.wait()
         (received,), handle.gradients = handle.gradients, ()
-        return None, from_payload(received, ctx.dtype)
+        return None, handle.mxfp8.from_payload(received, ctx.dtype)
 
 
 class _FinishCombine(torch.autograd.Function):
@@ -239,7 +237,7 @@ class _FinishCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_TH):
         handle = ctx.handle
-        sent = to_payload(grad_TH.contiguous(), handle.mxfp8.gradients)
+        sent = handle.mxfp8.to_payload(grad_TH.contiguous(), handle.mxfp8.gradients)
         *handle.gradients, handle.event = handle.buffer.dispatch_with_handle(sent, handle.library_handle)
         return None, grad_TH
 

@@ -39,10 +39,9 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
-from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport, from_payload, to_payload
+from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.fixed_slots import padded_size
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.quantization.quantize import E4M3
 
 FUSED_NEEDS_COUNTS = (
     "the fused combine of --moe-permute-fusion-into-hybridep, unlike the fused dispatch, has no argument for a fixed "
@@ -113,7 +112,7 @@ class _Exchange:
         size = {} if self.buffer_size is None else {"num_permuted_tokens": self.buffer_size}
         is_rounded = self.mxfp8.dispatch
         x_RH, probs_R, scales, counts_e, handle = self.buffer.dispatch_with_permute(
-            **_payload(hidden, is_rounded),
+            **self._payload(hidden, is_rounded),
             routing_map=routing,
             probs=probs,
             num_of_experts_per_rank=self.num_local,
@@ -121,7 +120,7 @@ class _Exchange:
             **size,
             **self.dispatch_options,
         )
-        x_RH = _received(x_RH, scales, hidden.dtype)
+        x_RH = self._received(x_RH, scales, hidden.dtype)
         if self.even_counts is not None:
             return _LibraryHandle(handle, self.buffer_size, self.even_counts), x_RH, probs_R
         if self.buffer_size is not None:
@@ -137,14 +136,14 @@ class _Exchange:
         if is_rounded != self.mxfp8.dispatch:
             handle = self._handle_of(hidden, is_rounded)
         x_RH, probs_R, scales, *_ = self.buffer.dispatch_with_permute(
-            **_payload(hidden, is_rounded),
+            **self._payload(hidden, is_rounded),
             probs=probs,
             num_of_experts_per_rank=self.num_local,
             num_permuted_tokens=self.library.num_received,
             handle=handle,
             **self.dispatch_options,
         )
-        return _received(x_RH, scales, hidden.dtype), probs_R
+        return self._received(x_RH, scales, hidden.dtype), probs_R
 
     def _handle_of(self, hidden: Tensor, is_rounded: bool) -> tuple:
         """Return the handle with the kernels for the other element type; routes do not depend on it."""
@@ -164,18 +163,16 @@ class _Exchange:
             hidden=hidden, probs=probs, handle=self.library.handle, **self.combine_options
         )
 
+    def _payload(self, hidden: Tensor, is_rounded: bool) -> dict[str, Tensor]:
+        """Return the library's arguments for tokens: in 8 bits their bytes and scales."""
+        if not is_rounded:
+            return {"hidden": hidden}
+        values, scales = self.mxfp8.casts.split(hidden)
+        return {"hidden": values.view(torch.uint8), "scaling_factor": scales}
 
-def _payload(hidden: Tensor, is_rounded: bool) -> dict[str, Tensor]:
-    """Return the library's arguments for tokens: in 8 bits their bytes and scales."""
-    if not is_rounded:
-        return {"hidden": hidden}
-    values, scales = to_payload(hidden, True)
-    return {"hidden": values.view(torch.uint8), "scaling_factor": scales}
-
-
-def _received(x_RH: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the tokens of what the library has received."""
-    return x_RH if scales is None else from_payload((x_RH.view(E4M3.dtype), scales), dtype)
+    def _received(self, x_RH: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the tokens of what the library has received."""
+        return x_RH if scales is None else self.mxfp8.casts.join(x_RH, scales, dtype)
 
 
 class _StartDispatch(torch.autograd.Function):

@@ -20,39 +20,38 @@ from moe_trainer.parallel.collectives import (
     start_exchange,
 )
 from moe_trainer.parallel.state import Group
-from moe_trainer.quantization.mxfp8_rowwise import join, pack, round_to_mxfp8, split, unpack
+from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, RowCasts
 
 Payload = Tensor | tuple[Tensor, Tensor]
-"""What a library sends: tokens, or the tables of mxfp8_rowwise.split."""
+"""What a library sends: tokens, or the tables of mxfp8_rowwise.RowCasts.split."""
 
 
 @dataclass(frozen=True)
 class Mxfp8Transport:
-    """Which tensors are rounded: dispatched tokens, gradients that combine sends to the experts."""
+    """Which tensors are rounded, and how: dispatched tokens, gradients that combine sends to the experts."""
 
     dispatch: bool = False
     gradients: bool = False
+    casts: RowCasts = TORCH_ROW_CASTS
 
     def round_tokens(self, x: Tensor) -> Tensor:
         """Round dispatched tokens where nothing is sent."""
-        return RoundToMxfp8.apply(x, True, False) if self.dispatch else x
+        return RoundToMxfp8.apply(x, self.casts, True, False) if self.dispatch else x
 
     def round_gradients(self, y: Tensor) -> Tensor:
         """Return the experts' results; round their gradients where nothing is sent."""
-        return RoundToMxfp8.apply(y, False, True) if self.gradients else y
+        return RoundToMxfp8.apply(y, self.casts, False, True) if self.gradients else y
+
+    def to_payload(self, x_RH: Tensor, is_rounded: bool) -> Payload:
+        """Return what a library sends for tokens."""
+        return self.casts.split(x_RH) if is_rounded else x_RH
+
+    def from_payload(self, payload: Payload, dtype: torch.dtype) -> Tensor:
+        """Return the tokens of what a library has received."""
+        return payload if isinstance(payload, Tensor) else self.casts.join(*payload, dtype)
 
 
 HIGH_PRECISION = Mxfp8Transport()
-
-
-def to_payload(x_RH: Tensor, is_rounded: bool) -> Payload:
-    """Return what a library sends for tokens."""
-    return split(x_RH) if is_rounded else x_RH
-
-
-def from_payload(payload: Payload, dtype: torch.dtype) -> Tensor:
-    """Return the tokens of what a library has received."""
-    return payload if isinstance(payload, Tensor) else join(*payload, dtype)
 
 
 def placeholder(payload: Payload, dtype: torch.dtype) -> Tensor:
@@ -66,33 +65,44 @@ class RoundToMxfp8(torch.autograd.Function):
     """Round tokens in forward, in backward, or both."""
 
     @staticmethod
-    def forward(ctx, x_RH: Tensor, in_forward: bool, in_backward: bool) -> Tensor:
-        ctx.in_backward = in_backward
-        return round_to_mxfp8(x_RH) if in_forward else x_RH.view_as(x_RH)
+    def forward(ctx, x_RH: Tensor, casts: RowCasts, in_forward: bool, in_backward: bool) -> Tensor:
+        ctx.casts, ctx.in_backward = casts, in_backward
+        return casts.round(x_RH) if in_forward else x_RH.view_as(x_RH)
 
     @staticmethod
     def backward(ctx, grad_RH: Tensor):
-        return round_to_mxfp8(grad_RH) if ctx.in_backward else grad_RH, None, None
+        return ctx.casts.round(grad_RH) if ctx.in_backward else grad_RH, None, None, None
 
 
 class PackedExchange(AllToAllExchange):
     """An all-to-all whose first tensor is packed to MXFP8 in forward, in backward, or both."""
 
-    def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int], *, forward: bool, backward: bool):
+    def __init__(
+        self,
+        group: Group,
+        send: Sequence[int],
+        receive: Sequence[int],
+        casts: RowCasts,
+        *,
+        forward: bool,
+        backward: bool,
+    ):
         super().__init__(group, send, receive)
-        self._is_packed = forward, backward
+        self._casts, self._is_packed = casts, (forward, backward)
         self._width, self._dtype = 0, torch.float32  # of the first tensor
 
     def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
         """Start to send the tensors."""
         x_RH, *others = tensors
         self._width, self._dtype = x_RH.shape[1], x_RH.dtype
-        super().start((pack(x_RH) if self._is_packed[is_backward] else x_RH, *others), is_backward)
+        super().start((self._casts.pack(x_RH) if self._is_packed[is_backward] else x_RH, *others), is_backward)
 
     def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
         """Wait for the received tensors."""
         x_RH, *others = super().wait(is_backward)
-        return unpack(x_RH, self._width, self._dtype) if self._is_packed[is_backward] else x_RH, *others
+        if self._is_packed[is_backward]:
+            x_RH = self._casts.unpack(x_RH, self._width, self._dtype)
+        return x_RH, *others
 
     def placeholders(self) -> tuple[Tensor, ...]:
         """Return tensors of the received shapes; the packed one without data."""
@@ -107,6 +117,7 @@ def start_token_exchange(
     send: Sequence[int],
     receive: Sequence[int],
     *tensors: Tensor,
+    casts: RowCasts = TORCH_ROW_CASTS,
     round_forward: bool = False,
     round_backward: bool = False,
 ) -> tuple[AllToAllExchange, tuple[Tensor, ...]]:
@@ -119,6 +130,7 @@ def start_token_exchange(
         send: tokens to each rank.
         receive: tokens from each rank.
         *tensors: the tensors to send.
+        casts: how rows are rounded.
         round_forward: round the first tensor.
         round_backward: round its gradient.
 
@@ -127,43 +139,47 @@ def start_token_exchange(
     """
     exchange = AllToAllExchange(group, send, receive)
     if round_forward or round_backward:
-        exchange = PackedExchange(group, send, receive, forward=round_forward, backward=round_backward)
+        exchange = PackedExchange(group, send, receive, casts, forward=round_forward, backward=round_backward)
         if group.size == 1:
-            tensors = RoundToMxfp8.apply(tensors[0], round_forward, round_backward), *tensors[1:]
+            tensors = RoundToMxfp8.apply(tensors[0], casts, round_forward, round_backward), *tensors[1:]
     return exchange, start_exchange(exchange, *tensors)
 
 
 class _GatherPacked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RH, sizes, group):
+    def forward(ctx, x_RH, sizes, group, casts):
         ctx.layout = sizes, group
-        return unpack(all_gather_rows(pack(x_RH), sizes, group), x_RH.shape[1], x_RH.dtype)
+        return _all_gather_packed(x_RH, sizes, group, casts)
 
     @staticmethod
     def backward(ctx, grad_RH):
-        return reduce_scatter_rows(grad_RH, *ctx.layout), None, None
+        return reduce_scatter_rows(grad_RH, *ctx.layout), None, None, None
 
 
 class _ReduceScatterPackedGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_RH, sizes, group):
-        ctx.layout = sizes, group
+    def forward(ctx, y_RH, sizes, group, casts):
+        ctx.layout = sizes, group, casts
         return reduce_scatter_rows(y_RH, sizes, group)
 
     @staticmethod
     def backward(ctx, grad_RH):
-        return unpack(all_gather_rows(pack(grad_RH), *ctx.layout), grad_RH.shape[1], grad_RH.dtype), None, None
+        return _all_gather_packed(grad_RH, *ctx.layout), None, None, None
 
 
-def gather_tokens(x_RH: Tensor, sizes: Sequence[int], group: Group, is_rounded: bool) -> Tensor:
+def _all_gather_packed(x_RH: Tensor, sizes: Sequence[int], group: Group, casts: RowCasts) -> Tensor:
+    return casts.unpack(all_gather_rows(casts.pack(x_RH), sizes, group), x_RH.shape[1], x_RH.dtype)
+
+
+def gather_tokens(x_RH: Tensor, sizes: Sequence[int], group: Group, mxfp8: Mxfp8Transport) -> Tensor:
     """Gather tokens as collectives.all_gather_rows, packed if they are rounded already. Differentiable."""
-    if is_rounded and group.size > 1:
-        return _GatherPacked.apply(x_RH, sizes, group)
+    if mxfp8.dispatch and group.size > 1:
+        return _GatherPacked.apply(x_RH, sizes, group, mxfp8.casts)
     return all_gather_rows(x_RH, sizes, group)
 
 
-def reduce_scatter_tokens(y_RH: Tensor, sizes: Sequence[int], group: Group, is_grad_rounded: bool) -> Tensor:
+def reduce_scatter_tokens(y_RH: Tensor, sizes: Sequence[int], group: Group, mxfp8: Mxfp8Transport) -> Tensor:
     """Sum as collectives.reduce_scatter_rows; backward gathers packed gradients if they are rounded already."""
-    if is_grad_rounded and group.size > 1:
-        return _ReduceScatterPackedGrad.apply(y_RH, sizes, group)
+    if mxfp8.gradients and group.size > 1:
+        return _ReduceScatterPackedGrad.apply(y_RH, sizes, group, mxfp8.casts)
     return reduce_scatter_rows(y_RH, sizes, group)

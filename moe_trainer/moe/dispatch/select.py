@@ -60,7 +60,11 @@ def build_dispatcher(
     permutation = (
         build_permutation(moe, backends, kernels) if moe.finermoe is None else _build_sliced_permutation(moe, ps)
     )
-    mxfp8 = Mxfp8Transport(moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8")
+    mxfp8 = Mxfp8Transport(
+        moe.moe_dispatch_fwd_dtype == "mxfp8",
+        moe.moe_combine_bwd_dtype == "mxfp8",
+        (kernels or Kernels()).row_casts,
+    )
     if ps.tp_ep.size == 1:
         return LocalDispatcher(permutation, mxfp8)
     kind = moe.moe_token_dispatcher_type

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from moe_trainer.quantization import quantize as plain
+from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS
 from moe_trainer.quantization.quantize import E2M1, E4M3, E5M2, FP32, POWER_OF_TWO, Scaling
-from moe_trainer.quantization.triton_quantize import quantize
+from moe_trainer.quantization.triton_quantize import ROW_CASTS, dequantize, quantize
 
 SHAPES = [(1, 1), (3, 128), (5, 131), (130, 257), (0, 64), (37, 32)]
 
@@ -86,3 +87,76 @@ def test_quantization_of_extreme_values():
 def test_unsupported_quantization_is_rejected(scaling):
     with pytest.raises(ValueError, match="Triton"):
         quantize(torch.randn(4, 32), scaling)
+
+
+EXTREMES = torch.tensor([[3e38, -1.0] * 32, [1e-40, -1e-45] * 32, [1e-38, -0.0] * 32, [448.0, -1e-30] * 32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [*SHAPES, (7, 384)], ids=str)
+def test_rows_for_communication_equal_definition(shape, dtype):
+    x = matrix(*shape).clamp(-6e4, 6e4).to(dtype)
+    packed = ROW_CASTS.pack(x)
+    assert packed.dtype == torch.uint8 and torch.equal(packed, TORCH_ROW_CASTS.pack(x))
+    found = ROW_CASTS.unpack(packed, shape[1], dtype)
+    assert found.dtype == dtype and torch.equal(found, TORCH_ROW_CASTS.unpack(packed, shape[1], dtype))
+    assert torch.equal(ROW_CASTS.round(x), found)
+
+
+def test_tables_for_libraries_equal_definition():
+    x = matrix(37, 256).bfloat16()
+    values, scales = ROW_CASTS.split(x)
+    expected = TORCH_ROW_CASTS.split(x)
+    assert (values.dtype, scales.dtype, scales.shape) == (torch.float8_e4m3fn, torch.float32, (37, 2))
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip((values, scales), expected))
+    assert torch.equal(ROW_CASTS.join(values, scales, x.dtype), TORCH_ROW_CASTS.join(*expected, x.dtype))
+
+
+def test_rows_of_a_strided_matrix():
+    x = matrix(64, 70).t()
+    assert torch.equal(ROW_CASTS.pack(x), TORCH_ROW_CASTS.pack(x))
+
+
+def test_extreme_rows_equal_definition():
+    packed = ROW_CASTS.pack(EXTREMES)
+    assert torch.equal(packed, TORCH_ROW_CASTS.pack(EXTREMES))
+    assert packed[1, -1] == 0, "the inverse of the largest scale, 2^-127, has exponent 0"
+    assert torch.equal(ROW_CASTS.unpack(packed, 64, torch.float32), TORCH_ROW_CASTS.unpack(packed, 64, torch.float32))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nonfinite_rows_are_propagated(value):
+    x = matrix(4, 96)
+    x[2, 40] = value
+    packed = ROW_CASTS.pack(x)
+    assert packed[2, 96:].tolist()[1] == 0xFF
+    found, expected = (casts.unpack(casts.pack(x), 96, torch.float32) for casts in (ROW_CASTS, TORCH_ROW_CASTS))
+    assert found[2, 32:64].isnan().all() and found.isnan().sum() == 32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("scales", [FP32, POWER_OF_TWO])
+@pytest.mark.parametrize("rows,columns", [(1, 128), (128, 128), (1, 32)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dequantization_equals_definition(shape, rows, columns, scales, fmt):
+    scaling = Scaling(fmt, rows, columns, scales)
+    x = matrix(*shape)
+    if x.shape[0] > 2:
+        x[2, -1] = float("nan")
+    data, inverse = quantize(x, scaling)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = plain.quantize(x, scaling).dequantized().to(dtype)
+        found = dequantize(data, inverse, scaling, dtype)
+        # Triton's interpreter truncates what bf16 does not hold; with powers of two it holds everything
+        if dtype == torch.float32 or scales == POWER_OF_TWO:
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_every_byte_is_dequantized(fmt):
+    grid = torch.arange(256, dtype=torch.int64).to(torch.uint8).view(fmt.dtype)
+    known = grid[grid.float().isfinite()][None]
+    inverse = torch.full((1, -(-known.shape[1] // 32)), 0.5)
+    found = dequantize(known, inverse, Scaling(fmt, 1, 32), torch.float32)
+    assert torch.equal(found, known.float() / 2) and torch.equal(found.signbit(), known.float().signbit())
