@@ -116,9 +116,10 @@ def notes(args: Arguments) -> Iterator[str]:
     if parallel.tp_comm_overlap and (args.precision.fp8 or args.precision.fp4):
         yield "overlapped tensor-parallel communication: executed without; the planner's share of it is hidden"
     if args.precision.transformer_impl == "transformer_engine":
-        casts = te_quantizes(args)[bool(moe.num_experts)]
+        linears, experts = te_quantizes(args)
+        casts = "their casts take" if experts or not moe.num_experts else "the casts of linears take"
         yield "TransformerEngine's layers: this program's own stand in for them" + (
-            "; their casts take what the plan's take" if casts else ", which launch more kernels"
+            f"; {casts} what the plan's take" if linears or experts else ", which launch more kernels"
         )
     if args.model.experimental_attention_variant is not None:
         yield (

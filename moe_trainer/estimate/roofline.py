@@ -71,8 +71,11 @@ PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
 """Operators that read from their first tensor, or write in place, the rows that indices name."""
 PAGE_COPIES = ("triton::copy_out_kernel", "triton::copy_back_kernel")
-CASTS, TRANSPORT = "quantization/", ("quantization/mxfp8_rowwise.", "quantization/quantize.")
-"""Source lines that quantize, arrange and pad the operands of GEMMs; those that cast what is sent, if that is MXFP8."""
+CASTS = "quantization/"
+"""Source lines that quantize, arrange and pad operands of GEMMs and what is sent."""
+OF_EXPERTS, OF_DISPATCH = ", of experts", ", of dispatch"
+CALLERS = MappingProxyType({"quantization/expert_mlp.py": OF_EXPERTS, "moe/dispatch/": OF_DISPATCH})
+"""Suffix of such a line in a recording by the file or folder that calls it; without one it is of a linear."""
 HOST_COPIES = ("copy to the host", "copy to the device")
 LARGE_COPY_BYTES = 1 << 20
 """Bytes above which a copy between host and device is one of an offloaded tensor."""
@@ -311,10 +314,11 @@ class RecordingCosts:
         self.constants = hardware.constants
         self.graphs = args.training.captured_modules
         self.is_whole = "iteration" in self.graphs  # one graph: nothing is launched and nothing waits for the host
-        self.sends_mxfp8 = "mxfp8" in (args.moe.moe_dispatch_fwd_dtype, args.moe.moe_combine_bwd_dtype)
-        self.has_te_casts = te_quantizes(args)[bool(args.moe.num_experts)]
+        linears, self.has_te_experts = te_quantizes(args)
+        # linears that leave it for deferred weight gradients cost what its own cost, as in the plan
+        self.has_te_linears = linears or self.has_te_experts
         # this program's linears overlap chunks themselves, but not with operands in 8 bits
-        self.hidden_tensor = hidden_tensor_shares(args.parallel) if self.has_te_casts else (0.0, 0.0)
+        self.hidden_tensor = hidden_tensor_shares(args.parallel) if self.has_te_linears else (0.0, 0.0)
         has_budget = args.moe.moe_expert_rank_capacity_factor is not None
         self.most_rows = self.sizes.received if has_budget else math.inf
         self.operators: dict[str, Operator] = {}
@@ -401,12 +405,8 @@ class RecordingCosts:
             memory *= share if operator.name == PAGE_COPIES[0] else (1 + share) / 2
         if is_large_copy(operator):
             memory = 0.0
-        if self.has_te_casts:
-            if (
-                operator.gemm is None
-                and line.startswith(CASTS)
-                and not (self.sends_mxfp8 and line.startswith(TRANSPORT))
-            ):
+        if self.has_te_experts if line.endswith(OF_EXPERTS) else self.has_te_linears:
+            if operator.gemm is None and line.startswith(CASTS) and not line.endswith(OF_DISPATCH):
                 return None
             if operator.width != "bf16" and operator.gemm is not None:
                 m, _, k, count = operator.gemm

@@ -33,7 +33,7 @@ from arguments import Arguments, parse_args
 from arguments.stage_layout import parallel_sizes
 from moe_trainer.estimate.executed_step import executed_args
 from moe_trainer.estimate.memory import ChunkBytes
-from moe_trainer.estimate.roofline import FINISH, OPERATOR, START, WAIT, Collective
+from moe_trainer.estimate.roofline import CALLERS, CASTS, FINISH, OPERATOR, START, WAIT, Collective
 from moe_trainer.memory import host_read
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model import build
@@ -45,6 +45,19 @@ from moe_trainer.quantization import scaled_grouped, scaled_mm
 from moe_trainer.training.context import TrainState, named_transformer_layers
 from moe_trainer.training.step import train_step
 from moe_trainer.verification import training_trace
+
+
+def quantizing_caller(line: str) -> str:
+    """Return the suffix of a line that quantizes: what for, "" for linears."""
+    if not line.startswith(CASTS):
+        return ""
+    frame = sys._getframe()
+    while frame is not None:
+        for path, suffix in CALLERS.items():
+            if f"/moe_trainer/{path}" in frame.f_code.co_filename:
+                return suffix
+        frame = frame.f_back
+    return ""
 
 
 class Recording:
@@ -101,8 +114,9 @@ class Recording:
         line = emulation.source_line()
         node = torch._C._current_autograd_node()
         if node is None:
-            return line
+            return line + quantizing_caller(line)
         line = line.removeprefix(f"{node.name()}: ")
+        line += quantizing_caller(line)
         return f"{node.metadata.get('traceback_', ['?'])[0]}, backward" if line == "?" else line
 
     def as_json(self) -> dict[str, list]:

@@ -197,6 +197,25 @@ def test_casts_of_transformer_engine_take_what_the_plan_takes():
         assert found.total - found.idle == pytest.approx(plain + casts * one, rel=0.3)
 
 
+@pytest.mark.parametrize(
+    "flags,counted",
+    [("", (", of dispatch",)), ("--moe-expert-rank-capacity-factor 1.5", (", of experts", ", of dispatch"))],
+    ids=["experts of TransformerEngine", "own experts"],
+)
+def test_only_casts_of_this_program_are_counted(flags, counted):
+    """With a budget the experts leave TransformerEngine, and the linears do not; it casts nothing that is sent."""
+    words = [*FLAGS.split(), *"--bf16 --fp8-format e4m3 --fp8-recipe mxfp8".split(), *flags.split()]
+    words += "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep".split()
+    plan = make_plan(parse_args(words, 64), 64, find_hardware("gb200"))
+    cast = "triton::block_kernel|o,BFloat16,8192x4096,67108864|o,Byte,8192x4096,33554432"
+    for caller in ("", ", of experts", ", of dispatch"):
+        recording = make_recording((OPERATOR, cast, 1, "forward 0"))
+        line = f"quantization/triton_quantize.py:1 f{caller}"
+        recording["texts"] = [text.replace("a.py:1 f", line) for text in recording["texts"]]
+        found = make_roofline(plan, dict.fromkeys((0, 1, 3), recording)).busiest
+        assert found.kernels == (caller in counted), caller
+
+
 def test_collective_round_trips_through_text():
     collective = Collective.of_text(PUBLISHED_RUNS)
     assert (collective.group, collective.size, collective.bytes) == (
