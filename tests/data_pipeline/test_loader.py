@@ -30,6 +30,9 @@ class Rows:
     def locate(self, index, position):
         return f"row {index}, token {position}"
 
+    def prefetch(self, index):
+        pass
+
 
 def counting_dataset(total):
     return Rows([[i, i] for i in range(total)])
