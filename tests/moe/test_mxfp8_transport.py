@@ -1,5 +1,7 @@
 """Dispatch of tokens and gradients in MXFP8: equal to one process that rounds the same rows, with half the bytes."""
 
+from collections import Counter
+
 import pytest
 import torch
 from harness import run_ranks
@@ -8,9 +10,11 @@ from moe.layers import HIDDEN, build_layer, sections
 from training.layouts import create_groups, make_argv, make_run
 from training.resuming import run_steps
 
+from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.parallel import collectives
-from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, row_nbytes
+from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, RowCasts, row_nbytes
 from moe_trainer.quantization.quantize import E4M3, POWER_OF_TWO, Scaling, quantize
 
 FORWARD, BACKWARD = {"moe_dispatch_fwd_dtype": "mxfp8"}, {"moe_combine_bwd_dtype": "mxfp8"}
@@ -102,6 +106,33 @@ def test_fp8_dispatch_sends_half_the_bytes():
     assert len(plain) == 4 and min(plain) > 0 and share < 0.54
     assert forward == [plain[0] * share, *plain[1:]]
     assert backward == [*plain[:2], plain[2] * share, plain[3]]
+
+
+def _count_casts(rank, n, layout):
+    """Return how often a forward and a backward pass call the casts that the dispatcher was given."""
+    calls = Counter()
+
+    def counted(name):
+        def cast(*tensors):
+            calls[name] += 1
+            return getattr(TORCH_ROW_CASTS, name)(*tensors)
+
+        return cast
+
+    casts = RowCasts(counted("quantize"), counted("dequantize"))
+    args = sections(moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=0.0, **KINDS["both"])
+    ps = layout.state(rank)
+    layer = ranks.build_shard(args, ps, torch.float64)
+    layer.dispatcher = build_dispatcher(args.moe, ps, kernels=Kernels(row_casts=casts))
+    xs, weights = ranks.tokens((8,) * n, torch.float64)
+    ranks.run_layer(layer, xs[rank], weights[rank])
+    return dict(calls)
+
+
+@pytest.mark.parametrize("layout", [ranks.Layout(1), ranks.Layout(2, ep=2)], ids=str)
+def test_kernels_of_the_model_cast_what_is_dispatched(layout):
+    """Tokens in forward and gradients in backward, each once to MXFP8 and back, also where nothing is sent."""
+    assert run_ranks(_count_casts, layout.n, layout) == [{"quantize": 2, "dequantize": 2}] * layout.n
 
 
 def _train(rank, n, argv):
