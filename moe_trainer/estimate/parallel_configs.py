@@ -28,12 +28,13 @@ RECOMPUTE = frozenset(
     "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
     "checkpoint_activations moe_layer_recompute".split()
 )
-LAYOUT = frozenset(
-    "pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage "
-    "num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage decoder_first_pipeline_num_layers "
-    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+STAGES = frozenset(
+    "pipeline_model_parallel_layout num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
     "account_for_loss_in_pipeline_split".split()
 )
+"""Flags that place layers on pipeline stages; a layout on the command line takes precedence over those of a preset."""
+LAYOUT = frozenset((*STAGES, "pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"))
 REPLACED = (
     RECOMPUTE
     | LAYOUT
@@ -92,33 +93,33 @@ class ParallelConfig:
             + sum(map(bool, (self.recompute, self.backend, self.overlap)))
         )
 
-    def flags(self, layout: str | None, base: Arguments | None = None) -> list[str]:
-        """Return the command-line flags, with a pipeline `layout` if there are stages.
+    def flags(self, layout: str | None, has_experts: bool = True, preset: frozenset[str] = frozenset()) -> list[str]:
+        """Return the command-line flags of this mapping, sizes of 1 included.
 
-        The preset of `base`, the arguments without these flags, may set values that must be reset.
+        Args:
+            layout: pipeline layout, needed if there are stages or the preset sets some.
+            has_experts: whether the model has experts.
+            preset: destinations that the preset sets, which may have to be reset.
         """
-        preset = base.parallel if base is not None else None
-        words: list[object] = []
-        for flag, size, default in (
-            ("--tensor-model-parallel-size", self.tp, preset and preset.tensor_model_parallel_size),
-            ("--context-parallel-size", self.cp, preset and preset.context_parallel_size),
-            ("--pipeline-model-parallel-size", self.pp, preset and preset.pipeline_model_parallel_size),
-            ("--expert-model-parallel-size", self.ep, preset and preset.expert_model_parallel_size),
-        ):
-            words += [flag, size] if size != (default or 1) else []
+        words: list[object] = ["--tensor-model-parallel-size", self.tp, "--context-parallel-size", self.cp]
+        words += ["--pipeline-model-parallel-size", self.pp, "--expert-model-parallel-size", self.ep]
         words += ["--sequence-parallel"] if self.tp > 1 else []
-        words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 else []
-        has_experts = base is None or bool(base.moe.num_experts)
-        if has_experts and (self.tp > 1 or preset and preset.expert_tensor_parallel_size):
-            words += ["--expert-tensor-parallel-size", self.etp]
+        words += ["--pipeline-model-parallel-layout", layout] if self.pp > 1 or preset & STAGES else []
+        if "pipeline_schedule" in preset:
+            words += ["--pipeline-schedule", "interleaved" if self.vpp > 1 else "1f1b"]
+        if "microbatch_group_size_per_vp_stage" in preset:
+            words += ["--microbatch-group-size-per-virtual-pipeline-stage", self.pp]
         words += ["--micro-batch-size", self.mbs]
         if has_experts:  # even without an exchange, because other flags require one of the two
+            words += ["--expert-tensor-parallel-size", self.etp]
             words += ["--moe-token-dispatcher-type", "flex" if self.backend else "alltoall"]
             words += ["--moe-flex-dispatcher-backend", self.backend] if self.backend else []
+        words += ["--moe-enable-deepep=false"] if "moe_enable_deepep" in preset else []
         if self.overlap:
             words += ["--overlap-moe-expert-parallel-comm"]
-        elif preset and preset.overlap_moe_expert_parallel_comm:
-            words += ["--overlap-moe-expert-parallel-comm=false"]
+        else:
+            switches = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+            words += [f"--{dest.replace('_', '-')}=false" for dest in switches if dest in preset]
         return [*map(str, words), *(recompute_flags(self.recompute) if self.recompute else ())]
 
     def applied(self, args: Arguments, layout: str | None) -> Arguments:
@@ -131,7 +132,7 @@ class ParallelConfig:
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
             sequence_parallel=self.tp > 1,
-            pipeline_model_parallel_layout=layout,
+            pipeline_model_parallel_layout=layout if self.pp > 1 else None,
             microbatch_group_size_per_vp_stage=self.pp,
             overlap_p2p_comm=self.vpp > 1,
             overlap_moe_expert_parallel_comm=self.overlap,
@@ -277,10 +278,10 @@ def layer_counts(layers: int, stages: int, extra: float) -> list[int]:
     return [each + (index >= stages - 1 - more) for index in range(stages - 1)] + [last]
 
 
-def layout_text(counts: Sequence[int], depths: int) -> str | None:
-    """Return the layout string of these layers by stage, None for a single stage."""
+def layout_text(counts: Sequence[int], depths: int) -> str:
+    """Return the layout string of these layers by stage."""
     if len(counts) == 1:
-        return None
+        return f"Et*{counts[0]}{'m' * depths}L"
     stages = ["t" * count for count in counts]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "m" * depths + "L"
     parts, middle = [stages[0] + "|"], stages[1:-1]

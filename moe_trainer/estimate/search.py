@@ -83,7 +83,7 @@ class Estimate:
     """Quick estimate of a mapping: seconds of an iteration, bytes of the fullest rank."""
 
     mapping: ParallelConfig
-    layout: str | None
+    layout: str
     seconds: float
     memory: float
 
@@ -142,21 +142,23 @@ class SearchResult:
 Progress = Callable[[str], None]
 
 
-def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
+def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments, frozenset[str]]:
     """Remove the flags that a search chooses itself.
 
     Returns:
-        The remaining command line, and its arguments with the plainest mapping: a micro-batch of 1 and, for a model
-            with experts, the alltoall dispatcher, because other flags require values of these.
+        The remaining command line; its arguments with the plainest mapping: a micro-batch of 1 and, for a model with
+            experts, the alltoall dispatcher, because other flags require values of these; the searched flags that its
+            preset sets.
 
     Raises:
         ArgumentError: if no mapping makes the flags legal.
     """
     base = drop_flags(argv)
     settings, _ = resolve_command_line([*base, "--micro-batch-size", "1"], None)
+    preset = frozenset(dest for dest in REPLACED - {"micro_batch_size"} if settings.given(dest))
     plain = ["--micro-batch-size", "1"] + (["--moe-token-dispatcher-type", "alltoall"] if settings.num_experts else [])
     try:
-        return base, parse_args([*base, *plain], None)
+        return base, parse_args([*base, *plain], None), preset
     except ArgumentError as rejected:
         try:
             mapped = parse_args(list(argv), None)  # flags that need a mapping, and the line names one
@@ -168,7 +170,7 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments]:
         if field.name in SEARCHED and field.default is not MISSING
     }
     parallel = replace(mapped.parallel, **unmapped)
-    return base, replace(mapped, parallel=parallel, training=without_recompute(mapped.training))
+    return base, replace(mapped, parallel=parallel, training=without_recompute(mapped.training)), preset
 
 
 def search(
@@ -188,7 +190,8 @@ def search(
         ValueError: (ArgumentError, PlanError) if no mapping makes the flags legal.
     """
     begin = time.monotonic()
-    base, args = base_arguments(argv)
+    base, args, preset = base_arguments(argv)
+    make_flags = partial(ParallelConfig.flags, has_experts=bool(args.moe.num_experts), preset=preset)
     rows, _ = planned_vocab_size(args)
     if rows is None:
         raise PlanError("a search needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
@@ -222,7 +225,7 @@ def search(
         planned += 1
         if planned % 10 == 0:
             progress(f"{seen:,} mappings estimated; {planned} planned in full, {len(found)} fit")
-        line = estimate.mapping.flags(estimate.layout, args)
+        line = make_flags(estimate.mapping, estimate.layout)
         try:
             plan = make_plan(validated_args([*base, *line], gpus), gpus, hardware)
         except ValueError as error:
@@ -242,7 +245,7 @@ def search(
         rejections=tuple(reasons.most_common(3)),
         replaced=tuple(select_flags(argv, REPLACED)),
     )
-    return outcome if found else _explain_no_fit(outcome, estimator, least, headroom)
+    return outcome if found else _explain_no_fit(outcome, estimator, least, headroom, make_flags)
 
 
 def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:
@@ -292,7 +295,11 @@ def _tie(first: RankedConfig, second: RankedConfig) -> bool:
 
 
 def _explain_no_fit(
-    outcome: SearchResult, estimator: Estimator, least: Estimate | None, headroom: float
+    outcome: SearchResult,
+    estimator: Estimator,
+    least: Estimate | None,
+    headroom: float,
+    make_flags: Callable[[ParallelConfig, str], list[str]],
 ) -> SearchResult:
     """Add what would fit: changes of other flags on the smallest mapping, and a number of devices."""
     outcome = replace(outcome, devices=_smallest_num_devices(estimator))
@@ -302,7 +309,7 @@ def _explain_no_fit(
             least = estimator.estimate(replace(smallest, recompute=FULL_RECOMPUTE))
     if least is None:
         return outcome
-    line = least.mapping.flags(least.layout, estimator.args)
+    line = make_flags(least.mapping, least.layout)
     plan = try_plan([*outcome.base, *line], estimator.gpus, estimator.hardware)
     if plan is None:
         return outcome

@@ -258,7 +258,7 @@ def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]
                 layout = layout_text(layer_counts(layers, stages * chunks, 1.5), args.model.mtp_num_layers or 0)
                 yield Change(
                     "PP",
-                    ("--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", str(layout)),
+                    ("--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", layout),
                     LAYOUT,
                 )
 

@@ -14,6 +14,7 @@ import pytest
 from arguments import parse_args
 from arguments.report import run_validate_only
 from arguments.rules.layout_grammar import DECODER, read_layout
+from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.parallel_configs import (
@@ -221,12 +222,17 @@ def test_dispatcher_choices_fit_the_hardware():
     assert ("hybridep", True) in dispatcher_choices(half, find_hardware("gb200"), 8, 1)
     assert dispatcher_choices(args, find_hardware("h100"), 1, 1) == [("", False)]
     assert divisors(12, 6) == [1, 2, 3, 4, 6]
-    assert ParallelConfig(1, 1, 1, 1, 1, 1, 2).flags(None) == [
-        "--micro-batch-size",
-        "2",
-        "--moe-token-dispatcher-type",
-        "alltoall",
-    ]
+
+
+def test_flags_of_a_mapping_name_every_size():
+    sizes = "--tensor-model-parallel-size 1 --context-parallel-size 1 --pipeline-model-parallel-size 1"
+    more = "--expert-model-parallel-size 1 --micro-batch-size 2 --expert-tensor-parallel-size 1"
+    plain = f"{sizes} {more} --moe-token-dispatcher-type alltoall"
+    assert ParallelConfig(1, 1, 1, 1, 1, 1, 2).flags("EtL") == plain.split()
+
+
+def test_a_single_stage_has_a_layout():
+    assert layout_text([3], 1) == "Et*3mL" and read_layout("Et*3mL").stages == ("EtttmL",)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +315,8 @@ def test_search_of_a_command_line_without_preset(mixtral, capsys):
 def test_flags_that_need_a_dispatcher_are_kept():
     """Padding for quantization needs alltoall or flex, which the searched mappings set."""
     line = [*MIXTRAL, "--fp8-format", "hybrid", "--moe-router-padding-for-quantization"]
-    base, args = base_arguments(line)
+    base, args, preset = base_arguments(line)
+    assert not preset
     assert "--moe-token-dispatcher-type" not in base and args.moe.moe_router_padding_for_quantization
     assert search(line, 32, find_hardware("h200"), best=1).found
 
@@ -326,6 +333,41 @@ def test_preset_may_set_searched_flags(tmp_path):
     for each in outcome.found:
         assert each.plan.args.parallel.tensor_model_parallel_size == each.mapping.tp
         assert each.plan.args.parallel.expert_model_parallel_size == each.mapping.ep
+
+
+PIPELINE_PRESETS = (
+    "  --pipeline-model-parallel-layout: Et|t|t|tL\n  --delay-wgrad-compute: true\n"
+    "  --overlap-moe-expert-parallel-comm: true\n",
+    "  --num-virtual-stages-per-pipeline-rank: 2\n  --microbatch-group-size-per-virtual-pipeline-stage: 4\n"
+    "  --pipeline-schedule: interleaved\n",
+    "  --account-for-embedding-in-pipeline-split: true\n  --account-for-loss-in-pipeline-split: true\n",
+    "  --recompute-granularity: selective\n  --recompute-modules: layernorm\n",
+)
+
+
+@pytest.mark.parametrize("lines", PIPELINE_PRESETS)
+def test_search_replaces_the_pipeline_of_a_preset(lines, tmp_path):
+    """Every row shows what its line runs, also where the preset has several stages and the row has one."""
+    path = tmp_path / "mine.yaml"
+    sizes = "\n  --pipeline-model-parallel-size: 2\n  --expert-model-parallel-size: 2\n"
+    path.write_text((ROOT / "model_zoo" / "mixtral_tiny.yaml").read_text() + sizes + lines)
+    flags = ["--preset", str(path), "--mock-data", "--bf16", "--global-batch-size", "64", "--num-layers", "4"]
+    outcome = search(flags, 4, find_hardware("h100"), best=60)
+    assert {1, 2} <= {each.mapping.pp for each in outcome.found}
+    assert {1, 2} <= {each.mapping.vpp for each in outcome.found}
+    assert {True, False} <= {each.mapping.overlap for each in outcome.found}
+    for each in outcome.found:
+        args = parse_args([*outcome.base, *each.argv], 4)
+        parallel, mapping = args.parallel, each.mapping
+        shown = (parallel.pipeline_model_parallel_size, len(chunk_layouts(args.model, parallel)[0]))
+        assert shown == (mapping.pp, mapping.vpp), each.argv
+        assert parallel.expert_model_parallel_size == mapping.ep
+        assert parallel.overlap_moe_expert_parallel_comm == mapping.overlap
+    plans = [each.plan.args for each in outcome.found]
+    assert all(
+        (one.parallel, one.moe, one.training) != (other.parallel, other.moe, other.training)
+        for one, other in itertools.combinations(plans, 2)
+    )
 
 
 @pytest.mark.parametrize(
