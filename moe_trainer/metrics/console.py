@@ -24,6 +24,7 @@ def iteration_line(
     overload_factors: tuple[float, float] | None = None,
     skipped_iterations: int = 0,
     nan_iterations: int = 0,
+    repeated_iterations: int = 0,
 ) -> str:
     """Return the line of an iteration, including the leading blank. Values that are None are left out.
 
@@ -37,6 +38,7 @@ def iteration_line(
         overload_factors: tokens of the fullest expert-parallel rank over the mean; mean and maximum over layers.
         skipped_iterations: in the interval.
         nan_iterations: in the interval.
+        repeated_iterations: in the interval, because a buffer of experts was too small; left out if there is none.
     """
     parts = [
         f"[{now.strftime('%Y-%m-%d %H:%M:%S.%f')}] iteration {record.iteration:8d}/{train_iters:8d}",
@@ -68,6 +70,8 @@ def iteration_line(
         parts += [f"avg overload factor: {mean:.3f}", f"max overload factor: {largest:.3f}"]
     parts.append(f"number of skipped iterations: {skipped_iterations:3d}")
     parts.append(f"number of nan iterations: {nan_iterations:3d}")
+    if repeated_iterations:
+        parts.append(f"number of repeated iterations: {repeated_iterations:3d}")
     return "".join(f" {part} |" for part in parts)
 
 

@@ -19,6 +19,7 @@ class StepResult:
     Attributes:
         losses: by the names of the log line.
         skipped: why the update was not made although it could have been.
+        num_repeats: how often the iteration was repeated because an expert buffer or the paged stash was too small.
         loads: the table that metrics/routing_health.py describes, if enabled.
         max_attention_logit: over all layers and ranks, if enabled.
     """
@@ -31,6 +32,7 @@ class StepResult:
     per_layer: Mapping[str, list[float]] = field(default_factory=dict)
     loads: Tensor | None = None
     skipped: str | None = None
+    num_repeats: int = 0
     max_attention_logit: float | None = None
 
     @property

@@ -96,11 +96,11 @@ class MetricsLogger:
 
     def _reset_line_sums(self) -> None:
         self._loss_sums: dict[str, float] = {}
-        self._advanced = self._skipped = self._nan = 0
+        self._advanced = self._skipped = self._nan = self._repeated = 0
         self._line_seconds = 0.0
 
     def _reset_record_counters(self) -> None:
-        self._record_skipped = self._record_nan = self._record_dropped = 0
+        self._record_skipped = self._record_nan = self._record_repeated = self._record_dropped = 0
 
     def record(self, record: IterationRecord) -> None:
         """Add an iteration; print and write what is due."""
@@ -137,6 +137,8 @@ class MetricsLogger:
                 self._loss_sums[name] = self._loss_sums.get(name, 0.0) + value
         self._nan += record.step.is_nan
         self._record_nan += record.step.is_nan
+        self._repeated += record.step.num_repeats > 0
+        self._record_repeated += record.step.num_repeats > 0
         self._record_dropped += record.step.dropped_tokens
         self._line_seconds += record.elapsed_s
 
@@ -157,6 +159,7 @@ class MetricsLogger:
             overload_factors=self._overload_factors(health),
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
+            repeated_iterations=self._repeated,
         )
         self.print(line)
 
@@ -180,6 +183,7 @@ class MetricsLogger:
             "global_batch_size": record.global_batch_size,
             "skipped_iterations": self._record_skipped,
             "nan_iterations": self._record_nan,
+            "repeated_iterations": self._record_repeated,
             "dropped_tokens": self._record_dropped,
             "elapsed_ms": record.elapsed_s * 1e3,
             "tokens_per_s": record.tokens / record.elapsed_s,

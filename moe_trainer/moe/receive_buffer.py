@@ -6,22 +6,22 @@ of which the first ones are used. tokens * topk * etp is what a rank receives un
 are computed, so the numbers are those without a budget, bit for bit, except for the gradients of experts' biases with
 counts on the device, which a grouped GEMM sums.
 
-If a rank receives more than its budget, no token is lost. With counts on the host a larger buffer is allocated at
-once; the budget stays larger, and the log names the sufficient factor. A fixed buffer needs no counts on the host, so
-no MoE layer waits: HybridEP receives into it, and the all-to-all, which replaces HybridEP where that is missing,
-exchanges a slot of equal size with every rank. Tokens that do not fit are dropped there and set a flag on the device;
-the training loop reads the flags of all layers and ranks once per iteration, with the loss, and repeats an iteration
-that set one, with counts on the host. Then all ranks adopt the largest factor that a layer needed on any of them, so
-fixed buffers have the same size everywhere. The flags are read only there, so only there (`receive_scope`)
-the counts stay on the device. A CUDA graph sets the same flags, whose memory is allocated when the model is built; a
-repeated iteration runs without graphs, which are captured again with the larger buffers. Megatron-Core also repeats
-the iteration: without any budget, then with the same budget again; it reads the flags by an extra wait.
+If a rank receives more than its budget, no token is lost. With counts on the host a larger buffer is allocated at once;
+the budget stays larger, and after the iteration the log names the sufficient factor, in one line. A fixed buffer needs
+no counts on the host, so no MoE layer waits: HybridEP receives into it, and the all-to-all, which replaces HybridEP
+where that is missing, exchanges a slot of equal size with every rank. Tokens that do not fit are dropped there and set
+a flag on the device; the training loop reads the flags of all layers and ranks once per iteration, with the loss, and
+repeats an iteration that set one, with counts on the host. Then all ranks adopt the largest factor that a layer needed
+on any of them, so fixed buffers have the same size everywhere. The flags are read only there, so only there
+(`receive_scope`) the counts stay on the device. A CUDA graph sets the same flags, whose memory is allocated when the
+model is built; a repeated iteration runs without graphs, which are captured again with the larger buffers.
+Megatron-Core also repeats the iteration: without any budget, then with the same budget again; it reads the flags by an
+extra wait.
 
 Shape letters: T local tokens, R routed tokens received, C tokens in the buffer, H hidden.
 """
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -30,19 +30,17 @@ from torch import Tensor
 from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
 from moe_trainer.memory.paged_stash import PagedStash, round_up_factor
 
-logger = logging.getLogger(__name__)
-
 
 class ReceiveBudget:
     """Budget of one MoE layer on one rank.
 
     Attributes:
         factor: the current factor, which grows on overflow.
-        fixed_factor: the factor of fixed buffers, the same on all ranks; follows the largest `factor` in `adopt`.
+        fixed_factor: the factor of fixed buffers, the same on all ranks; follows the largest `factor` in `adopt`, so a
+            larger `factor` means that the budget has grown since.
         share: routed tokens received per local token under perfect balance.
         allows_device_counts: the layer can run without counts on the host.
         counts_on_device: the counts stay on the device now.
-        should_log_growth: log every growth.
     """
 
     def __init__(self, name: str, factor: float, topk: int, etp_size: int = 1):
@@ -50,7 +48,6 @@ class ReceiveBudget:
         self.name, self.factor, self.fixed_factor = name, factor, factor
         self.share = topk * etp_size
         self.allows_device_counts = self.counts_on_device = False
-        self.should_log_growth = True
         self._overflow: Tensor | None = None
         self._max_tokens = 1
 
@@ -72,19 +69,8 @@ class ReceiveBudget:
         size = expert_buffer_tokens(self.balanced_size, self.factor)
         if num_received <= size:
             return size
-        sufficient = round_up_factor(num_received / self.balanced_size)
-        if self.should_log_growth:
-            logger.warning(
-                "%s needs a buffer of %d tokens on this rank, but --moe-expert-rank-capacity-factor %g allows %d; the "
-                "budget grows and no token is lost. --moe-expert-rank-capacity-factor %g would suffice",
-                self.name,
-                num_received,
-                self.factor,
-                size,
-                sufficient,
-            )
-        self.factor = sufficient
-        return expert_buffer_tokens(self.balanced_size, sufficient)
+        self.factor = round_up_factor(num_received / self.balanced_size)
+        return expert_buffer_tokens(self.balanced_size, self.factor)
 
     def fixed_size(self, num_tokens: int) -> int:
         """Return the fixed buffer's size, whatever is received."""
@@ -122,26 +108,9 @@ def get_stashes(chunks: Iterable) -> list[PagedStash]:
     return list({id(stash): stash for stash in found if stash is not None}.values())
 
 
-@contextlib.contextmanager
-def record_budget_growth(chunks: Iterable) -> Iterator[list[tuple[str, float, float]]]:
-    """Record growth of budgets instead of logging it.
-
-    Yields:
-        A list that is filled on exit: name, factor of fixed buffers and sufficient factor where that is larger.
-    """
-    budgets, growth = get_receive_budgets(chunks), []
-    for budget in budgets:
-        budget.should_log_growth = False
-    try:
-        yield growth
-    finally:
-        for budget in budgets:
-            budget.should_log_growth = True
-        growth += [
-            (budget.name, budget.fixed_factor, budget.factor)
-            for budget in budgets
-            if budget.factor > budget.fixed_factor
-        ]
+def get_grown_budgets(chunks: Iterable) -> list[ReceiveBudget]:
+    """Return the budgets that have grown since they last adopted a factor."""
+    return [budget for budget in get_receive_budgets(chunks) if budget.factor > budget.fixed_factor]
 
 
 @contextlib.contextmanager

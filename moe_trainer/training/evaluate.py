@@ -23,7 +23,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.setup import make_loader, make_packing_planner
-from moe_trainer.training.step import reduce_loss, run_microbatches
+from moe_trainer.training.step import agree_on_budgets, reduce_loss, run_microbatches
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ def evaluate(
             sums = run_microbatches(ctx, batches, microbatches, forward_only=True)
     set_training(ctx.chunks, True)
     loss_sum, tokens = reduce_loss(ctx, sums)
+    if ctx.args.moe.moe_expert_rank_capacity_factor is not None:
+        agree_on_budgets(ctx, f"evaluation at {where}")
     num_bytes = None if count is None else _sum_bytes(ctx, count.total)
     result = EvaluationResult(kind, samples, loss_sum, int(tokens), num_bytes)
     if ctx.metrics is not None:

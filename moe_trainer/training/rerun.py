@@ -61,6 +61,7 @@ class StepEvaluation:
         mtp: input of mtp_metrics.
         indexer: input of indexer_metric.
         overflowed: tokens were lost (moe/receive_buffer.py). The evaluation must be discarded; its norm is NaN.
+        has_grown_budgets: a receive buffer has grown, on any rank if ranks must agree on their sizes.
     """
 
     sums: list[Tensor]
@@ -70,6 +71,7 @@ class StepEvaluation:
     mtp: tuple[float, ...] = ()
     indexer: tuple[float, ...] = ()
     overflowed: bool = False
+    has_grown_budgets: bool = False
 
 
 Outcome = tuple[StepEvaluation, str | None]

@@ -31,10 +31,10 @@ from moe_trainer.moe.expert_loads import collect_expert_loads
 from moe_trainer.moe.receive_buffer import (
     count_growing_stashes,
     count_overflows,
+    get_grown_budgets,
     get_receive_budgets,
     get_stashes,
     receive_scope,
-    record_budget_growth,
 )
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
@@ -91,6 +91,7 @@ def train_step(
         observer.attach()
     is_observed = dumps.records or observer is not None  # intermediate results inside a graph cannot be read
     snapshot_iteration_start(ctx)
+    num_repeats = 0
 
     def restart() -> None:
         rewind(ctx)
@@ -99,14 +100,16 @@ def train_step(
             observer.on_retry()
 
     def evaluate(eager: bool = False, repeated: bool = False) -> StepEvaluation:
+        nonlocal num_repeats
         eager = eager or is_observed
         found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
-        if found.overflowed:
+        if must_repeat := found.overflowed:
+            num_repeats += 1
             restart()
             drop_graphs(ctx)
-            with record_budget_growth(ctx.chunks) as grown:
-                found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
-            agree_on_budgets(ctx, state, grown)
+            found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
+        if must_repeat or found.has_grown_budgets:
+            agree_on_budgets(ctx, f"iteration {state.iteration + 1}", must_repeat)
         return found
 
     def rerun(eager: bool) -> StepEvaluation:
@@ -122,7 +125,7 @@ def train_step(
     if skipped is not None:
         reset_iteration_stats(ctx)
         losses = {"lm loss": result.loss} if math.isfinite(result.loss) else {}
-        return StepResult(losses, skipped=skipped)
+        return StepResult(losses, skipped=skipped, num_repeats=num_repeats)
     update_scales(ctx.chunks, ps)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
     # a non-finite loss must not reach the weights.
@@ -162,6 +165,7 @@ def train_step(
         moe.dropped_tokens,
         moe.per_layer,
         loads,
+        num_repeats=num_repeats,
         max_attention_logit=max_logit,
     )
 
@@ -204,13 +208,14 @@ def forward_backward_reduce(
     with receive_scope(ctx.chunks, defer_counts):
         sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
     sums = inject_error(ctx, state, sums, repeated)
-    (loss_sum, tokens, *mtp), (num_overflowed, num_growing), indexer = _copy_to_host(
+    (loss_sum, tokens, *mtp), (num_overflowed, num_growing, num_grown), indexer = _copy_to_host(
         _reduce_sums(ctx, sums, get_mtp_sums(ctx.chunks)),
-        _overflowed_and_growing(ctx),
+        _count_small_buffers(ctx),
         reduce_indexer_loss(ctx.chunks, ps, args.model, ctx.runtime.device),
     )
     if num_growing:
         drop_graphs(ctx)
+    has_grown_budgets = num_grown > 0
     if num_overflowed:
         return StepEvaluation(sums, math.nan, tokens, math.nan, overflowed=True)
     if ctx.per_token:
@@ -220,7 +225,7 @@ def forward_backward_reduce(
         norm = ctx.optimizer.grad_norm(
             signal_nonfinite=state.history.judge_loss(loss, rejection_rules(args)) is not None
         )
-    return StepEvaluation(sums, loss, tokens, norm, tuple(mtp), tuple(indexer))
+    return StepEvaluation(sums, loss, tokens, norm, tuple(mtp), tuple(indexer), has_grown_budgets=has_grown_budgets)
 
 
 def drop_graphs(ctx: TrainContext) -> None:
@@ -365,27 +370,38 @@ def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Tensor | None =
     return collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
 
 
-def _overflowed_and_growing(ctx: TrainContext) -> Tensor:
-    """Return how many layers overflowed and how many stashes will grow, over all ranks, fp64 [2] on the device.
+def _count_small_buffers(ctx: TrainContext) -> Tensor:
+    """Return the numbers of layers whose buffers overflowed, stashes that will grow, and layers whose buffers grew.
 
-    Communication: two numbers over the world, if tokens may be lost. Otherwise graphs contain no stash.
+    fp64 [3] on the device.
+
+    They are over all ranks if tokens may be lost, else of this rank.
+
+    Communication: the three numbers over the world, if tokens may be lost. Otherwise graphs contain no stash.
     """
     device = ctx.runtime.device
-    found = torch.cat([count_overflows(ctx.chunks, device), count_growing_stashes(ctx.chunks, device)])
+    overflowed, growing = count_overflows(ctx.chunks, device), count_growing_stashes(ctx.chunks, device)
+    found = torch.cat([overflowed, growing, overflowed.new_full((1,), len(get_grown_budgets(ctx.chunks)))])
     return collectives.all_reduce(found, ctx.ps.world) if ctx.may_lose_tokens else found
 
 
-def agree_on_budgets(ctx: TrainContext, state: TrainState, grown: list[tuple[str, float, float]]) -> None:
-    """Adopt the largest factor of every layer and of the stash after a repeated iteration, and log them. Collective.
+def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) -> None:
+    """Adopt the factors to which buffers have grown, and log the sufficient ones.
 
-    `grown` is the result of record_budget_growth.
+    Collective if tokens may be lost: then fixed buffers have one size, of the largest factor on any rank, and rank 0
+    logs. Otherwise every rank has its own sizes and logs what grew.
+
+    Args:
+        where: what has been computed, for the log.
+        was_repeated: it is an iteration in which tokens were lost and which was repeated.
     """
-    mine = [(after, before, name, ctx.ps.world.rank) for name, before, after in grown]
-    budgets = get_receive_budgets(ctx.chunks)
-    stashes = get_stashes(ctx.chunks)
-    full = [stash.sufficient_factor for stash in stashes if stash.has_overflowed]
+    budgets, stashes, rank = get_receive_budgets(ctx.chunks), get_stashes(ctx.chunks), ctx.ps.world.rank
+    grown = [(budget.factor, budget.fixed_factor, budget.name, rank) for budget in get_grown_budgets(ctx.chunks)]
     factors = {budget.name: budget.factor for budget in budgets}
-    gathered = collectives.all_gather_object((mine, factors, max(full, default=0.0)), ctx.ps.world)
+    full = [stash.sufficient_factor for stash in stashes if stash.has_overflowed and was_repeated]
+    found = grown, factors, max(full, default=0.0)
+    gathered = collectives.all_gather_object(found, ctx.ps.world) if ctx.may_lose_tokens else [found]
+    grown = [each for of_rank, _, _ in gathered for each in of_rank]
     largest: dict[str, float] = {}
     for _, factors, _ in gathered:
         for name, factor in factors.items():
@@ -395,20 +411,23 @@ def agree_on_budgets(ctx: TrainContext, state: TrainState, grown: list[tuple[str
     stash_factor = max(factor for _, _, factor in gathered)
     for stash in stashes if stash_factor else ():
         stash.adopt(stash_factor)
-    if ctx.ps.world.rank:
+    if grown:
+        drop_graphs(ctx)
+    if ctx.may_lose_tokens and rank:
         return
     if stash_factor:
         logger.warning(
-            f"iteration {state.iteration + 1}: the paged stash was full; nothing of it has taken effect, and it was "
-            f"repeated. --moe-paged-stash-buffer-size-factor-cuda {stash_factor:g} would have been enough"
+            f"{where}: the paged stash was full; nothing of it has taken effect, and it was repeated. "
+            f"--moe-paged-stash-buffer-size-factor-cuda {stash_factor:g} would have been enough"
         )
-    if any(grown for grown, _, _ in gathered):
-        after, before, name, rank = max(each for grown, _, _ in gathered for each in grown)
+    if grown:
+        after, before, name, fullest = max(grown)
+        outcome = "nothing of it has taken effect, and it was repeated" if was_repeated else "no token is lost"
         logger.warning(
-            f"iteration {state.iteration + 1}: experts received more tokens than their budgets allow; nothing of it "
-            f"has taken effect, and it was repeated with larger ones: the factor of {name} on rank {rank} grew from "
-            f"{before:g} to {after:g}. --moe-expert-rank-capacity-factor {max(largest.values(), default=0.0):g} "
-            "would have been enough"
+            f"{where}: experts received more tokens than their budgets allow; {outcome} with larger ones (layers: "
+            f"{len({name for _, _, name, _ in grown})}, ranks: {len({rank for *_, rank in grown})}): the factor of "
+            f"{name} on rank {fullest} grew from {before:g} to {after:g}. --moe-expert-rank-capacity-factor "
+            f"{max(largest.values()):g} would have been enough"
         )
 
 

@@ -34,7 +34,7 @@ def count(argv: list[str]) -> None:
     train_step(run, state, microbatches)
     state.iteration += 1
     with emulation.Ledger(emulation.DEVICE()) as ledger:
-        train_step(run, state, microbatches)
+        result = train_step(run, state, microbatches)
     waits = Counter()
     for (_, line), times in ledger.waits.items():
         waits[line] += times
@@ -42,6 +42,11 @@ def count(argv: list[str]) -> None:
         f"one iteration of {microbatches} microbatches: {sum(waits.values())} host waits, {sum(ledger.kernels.values())} kernels, "
         f"{ledger.peak / 2**20:.1f} MiB allocated at the peak beyond what was there before"
     )
+    if result.num_repeats:
+        print(
+            "The iteration was repeated, with counts on the host, because a buffer of experts or the paged stash was too "
+            "small: the numbers are of both times."
+        )
     for title, found in (("host waits", waits), ("kernels", ledger.kernels)):
         print(f"\n{title}\n" + "\n".join(f"{times:8,d}  {line}" for line, times in found.most_common(LINES)))
 

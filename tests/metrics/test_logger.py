@@ -68,6 +68,14 @@ def test_skipped_and_nan_iterations_are_counted_since_the_last_record(tmp_path, 
     assert "lm loss: 2.333333E+00" in lines[1]
 
 
+def test_repeated_iterations_are_counted_since_the_last_record(tmp_path, capsys):
+    reported = [record(1, 4.0), record(2, 3.0, num_repeats=2), record(3, 2.0), record(4, 1.0)]
+    records, lines = run(tmp_path, reported, capsys, log_interval=2)
+    assert [r["repeated_iterations"] for r in records] == [0, 1, 0]
+    assert lines[1].endswith("| number of repeated iterations:   1 |")
+    assert "repeated" not in lines[0] + lines[2], "a line without one is Megatron-LM's"
+
+
 def test_rejected_iteration_appears_in_one_record(tmp_path, capsys):
     skipped = [{"iteration": number, "samples": [0, 4], "because": "the loss is nan"} for number in (1, 3, 5)]
     reported = [

@@ -16,7 +16,6 @@ from training.layouts import create_groups, make_argv, shallow
 from arguments import parse_args
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
-from moe_trainer.moe import receive_buffer
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
 from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.experts import Experts
@@ -122,8 +121,8 @@ def train(
         "counts": set(),
         "evaluated": set(),
         "factors": [],
-        "grown": [],
         "pages": [],
+        "repeats": [],
         "asked": 0,
         "reads": Counter(),
         "passes": 0,
@@ -153,6 +152,7 @@ def train(
         found["reads"], found["passes"] = reads - before, found["passes"] - passes
         found["cloned"] = sum(int(layer.num_cloned_tokens) for layer in layers if layer.cloner is not None)
         found["pages"].append([pool.num_device for stash in get_stashes(run.chunks) for pool in stash.pools])
+        found["repeats"].append(result.num_repeats)
         found["factors"].append([layer.budget.factor for layer in layers if layer.budget is not None])
         return result
 
@@ -166,7 +166,7 @@ def train(
         return forward(self, x_RH, probs_R, counts_e, *rest, **options)
 
     def reducing(x, *rest, **options):
-        found["asked"] += sys._getframe(1).f_code.co_name == "_overflowed_and_growing"
+        found["asked"] += sys._getframe(1).f_code.co_name == "_count_small_buffers"
         return all_reduce(x, *rest, **options)
 
     class LineHandler(logging.Handler):
@@ -186,7 +186,6 @@ def train(
         looking,
     )  # in a forked process
     step.logger.addHandler(LineHandler(log_lines))
-    receive_buffer.logger.addHandler(LineHandler(found["grown"]))
     outcome = training_trace.train(parse_args(argv, n), rank, ps, 3)
     return {
         **found,
@@ -294,6 +293,27 @@ def test_ranks_grow_their_stash_together():
     assert pages == other and 0 < pages[1][0] < pages[2][0]
 
 
+def test_ranks_agree_on_buffers_that_grow_while_the_stash_measures():
+    """Their factors are enough for the next iteration, so nothing is repeated, and one line says so."""
+    tight = f"{FLEX} --moe-expert-rank-capacity-factor 0.3 {STASH} 4"
+    results = run_ranks(train, 2, tight)
+    for result in results:
+        assert result["attempts"][:2] == [False, False], "the second iteration fits"
+        assert result["factors"][0] == results[0]["factors"][0]
+    assert "iteration 1: " in results[0]["log_lines"][0] and "no token is lost" in results[0]["log_lines"][0]
+    assert not any("iteration 1" in line for line in results[0]["log_lines"][1:] + results[1]["log_lines"])
+    assert_equal(run_ranks(train, 2, tight.replace("0.3", "3"))[0], results[0])
+
+
+def test_ranks_with_host_counts_log_an_iteration_of_growth_in_one_line():
+    tight = f"{FLEX} {FUSED} --moe-expert-rank-capacity-factor 0.3"
+    for rank, result in enumerate(run_ranks(train, 2, tight)):
+        assert result["attempts"] == [False] * 3
+        lines = [line for line in result["log_lines"] if line.startswith("iteration 1: ")]
+        assert len(lines) == 1 and f"on rank {rank} grew from 0.3 to" in lines[0] and "ranks: 1" in lines[0]
+        assert len(result["log_lines"]) == len({line.partition(":")[0] for line in result["log_lines"]})
+
+
 def test_quantized_experts_give_the_bits_of_host_counts():
     """The library pads each expert's tokens while it sorts them."""
     command = f"{FLEX} --bf16 --moe-grouped-gemm --fp8-format e4m3 --fp8-recipe blockwise"
@@ -319,7 +339,7 @@ def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, small):
     argv = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
     enough, results = run_ranks(train, ranks, argv), run_ranks(train, ranks, argv, small)
     for rank, result in enumerate(results):
-        assert result["attempts"] == [False, False, True, False]
+        assert result["attempts"] == [False, False, True, False] and result["repeats"] == [0, 1, 0]
         for name in ("losses", "norms", "evaluation"):
             assert result[name] == enough[rank][name], name
     # ranks agree, so that all have buffers of one size
@@ -328,7 +348,6 @@ def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, small):
     [line] = results[0]["log_lines"]
     assert "iteration 2" in line and "repeated" in line and not any(result["log_lines"] for result in results[1:])
     assert "grew from 0.1 to " in line, "the factor that was in force"
-    assert not any(result["grown"] for result in results), "one line is enough"
 
 
 def test_nccl_ep_iteration_with_lost_rows_is_repeated_exactly():

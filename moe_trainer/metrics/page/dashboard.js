@@ -140,8 +140,8 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       chart("own_time", "charts", "Compute time of the ranks", "ms per iteration, excluding waits", x,
         ["max", "median", "min"].map((name) => ({ label: name, values: records.map((record) => record.own_time_ms?.[name] ?? null) })));
     }
-    const problems = ["skipped_iterations", "nan_iterations", "dropped_tokens"].filter((name) => records.some((record) => record[name] > 0));
-    if (problems.length) chart("trouble", "charts", "Skipped, NaN and dropped", "since the previous record", x, problems.map((name) => ({ label: name.replace("_", " "), values: column(name) })));
+    const problems = ["skipped_iterations", "nan_iterations", "repeated_iterations", "dropped_tokens"].filter((name) => records.some((record) => record[name] > 0));
+    if (problems.length) chart("trouble", "charts", "Skipped, NaN, repeated and dropped", "since the previous record", x, problems.map((name) => ({ label: name.replace("_", " "), values: column(name) })));
   }
 
   const HEALTH = [
