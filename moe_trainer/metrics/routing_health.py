@@ -8,13 +8,16 @@
     drop_rate           fraction of the chosen (token, expert) pairs that were dropped
     clone_rate          fraction of those pairs that clones of hot experts computed (--moe-clone-hot-experts)
     bias_drift          largest distance of an expert bias from the mean bias, after the update; 0 without expert bias
-    rank_max_over_mean  of the fullest expert-parallel rank; 1 without expert parallelism
+    rank_max_over_mean  of the fullest expert-parallel rank, which computes its experts and clones; 1 without expert
+                        parallelism
+    rank_max_over_mean_before_cloning
+                        the same if every rank computed its experts only
     straggler_cost      one number: relative increase of the iteration's compute time because every layer waits for its
                         fullest rank, the sum over layers of
                         (rank_max_over_mean - 1) * fraction of the layer's routed experts in the model's FLOPs
 
 straggler_cost is estimated from sums over the iteration. Single microbatches are less even than their sum, so it is a
-lower bound. Hot experts that --moe-clone-hot-experts clones count as if they were not cloned.
+lower bound.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from torch import Tensor
 
 MEAN, COLD, HOT = (247, 247, 247), (33, 102, 172), (178, 24, 43)  # as in page/dashboard.js
 PER_LAYER = tuple(
-    "load_max_over_mean load_entropy dead_experts drop_rate clone_rate bias_drift rank_max_over_mean".split()
+    (
+        "load_max_over_mean load_entropy dead_experts drop_rate clone_rate bias_drift rank_max_over_mean "
+        "rank_max_over_mean_before_cloning"
+    ).split()
 )
 
 
@@ -35,18 +41,21 @@ def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict
     """Return the routing statistics of a table of moe/expert_loads.py.
 
     `layer_share` is the fraction of one layer's routed experts in the model's FLOPs. Shapes: table fp64 [layers,
-    experts + 4]; the last columns are drops, tokens of clones, bias drift, and 1 for an MoE layer.
+    experts + 4 + expert_ranks]; the columns behind the experts are drops, tokens of clones, bias drift, 1 for an MoE
+    layer, and loads of ranks with their clones.
     """
-    num_experts = table.shape[1] - 4
+    num_experts = table.shape[1] - 4 - expert_ranks
     table = table.cpu()
-    layers = [index for index, row in enumerate(table[:, -1].tolist()) if row > 0.5]
+    layers = [index for index, row in enumerate(table[:, num_experts + 3].tolist()) if row > 0.5]
     rows = table[layers]
     loads_LE = rows[:, :num_experts]
     chosen_L = loads_LE.sum(1).clamp(min=1.0)
     share_LE = loads_LE / chosen_L[:, None]
     entropy_L = -(share_LE * share_LE.clamp(min=1e-300).log()).sum(1) / math.log(max(num_experts, 2))
     ranks_LR = loads_LE.reshape(len(layers), expert_ranks, num_experts // expert_ranks).sum(2)
-    fullest_L = ranks_LR.amax(1) * expert_ranks / chosen_L
+    fullest_L, fullest_before_L = (
+        loads_LR.amax(1) * expert_ranks / chosen_L for loads_LR in (rows[:, num_experts + 4 :], ranks_LR)
+    )
     return {
         "layers": layers,
         "load_max_over_mean": (share_LE.amax(1) * num_experts).tolist(),
@@ -56,6 +65,7 @@ def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict
         "clone_rate": (rows[:, num_experts + 1] / chosen_L).tolist(),
         "bias_drift": rows[:, num_experts + 2].tolist(),
         "rank_max_over_mean": fullest_L.tolist(),
+        "rank_max_over_mean_before_cloning": fullest_before_L.tolist(),
         "straggler_cost": float((fullest_L - 1.0).clamp(min=0.0).sum()) * layer_share,
         "tokens_per_expert": [[int(count) for count in row] for row in loads_LE.tolist()],
     }

@@ -345,8 +345,8 @@ def reset_iteration(chunks) -> None:
         if router.quantile is not None:
             router.quantile.reset()
     for layer in _layers(chunks):
-        if layer.num_cloned_tokens is not None:
-            layer.num_cloned_tokens.zero_()
+        if layer.cloned_tokens_2P is not None:
+            layer.cloned_tokens_2P.zero_()
 
 
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:

@@ -109,6 +109,13 @@ class ExpertCloner:
         )
         return CloneRouting(plan, expert_V, low_V, high_V, hosted), self._known_counts(by_source)
 
+    @torch.no_grad()
+    def count(self, plan: ClonePlan, total_2P: Tensor) -> None:
+        """Add the tokens of clones to `total_2P`, by host and by owner; without a wait."""
+        by_host_P, by_owner_P = total_2P
+        by_host_P.add_(plan.num_tokens.sum(1))
+        by_owner_P.scatter_add_(0, (plan.expert // self.num_local).flatten(), plan.num_tokens.flatten())
+
     def _known_counts(self, by_source: tuple[tuple[int, ...], ...]) -> KnownCounts | None:
         if self.group.ranks != self.ep.ranks:
             return None

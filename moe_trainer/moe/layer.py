@@ -63,8 +63,8 @@ class MoELayer(nn.Module):
     Attributes:
         dispatcher: shared by the layers of a model; set by dispatch/select.py before the first forward pass.
         budget: of received tokens; None if the experts' buffers are as long as what is received.
-        num_cloned_tokens: tokens computed by clones since the last read, on all ranks of tp_ep; on the device, None
-            without clones.
+        cloned_tokens_2P: routed tokens of all ranks of tp_ep that clones have computed since the last read, by the rank
+            of ep that hosts the clone and by the one whose expert it is; int64 on the device, None without clones.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class MoELayer(nn.Module):
             self.budget = ReceiveBudget(
                 f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size
             )
-        self.cloner, self.num_cloned_tokens = None, None
+        self.cloner, self.cloned_tokens_2P = None, None
         if moe.moe_clone_hot_experts and ps.ep.size > 1:
             self.cloner = ExpertCloner(ps, moe.num_experts, moe.moe_clone_hot_experts)
         self.overlap_executor, self.queue, self.activations, self.graphs = (
@@ -334,7 +334,7 @@ class MoELayer(nn.Module):
         on_device = self.budget is not None and self.budget.counts_on_device
         clone_routing, known = self.cloner.plan(routing_TE, on_device)
         if self.training and torch.is_grad_enabled():
-            self.num_cloned_tokens.add_(clone_routing.plan.num_tokens.sum())
+            self.cloner.count(clone_routing.plan, self.cloned_tokens_2P)
         return clone_routing, known if self.dispatcher.uses_known_counts else None
 
     def _run_experts(

@@ -175,7 +175,7 @@ def test_tensorboard_scalars_have_the_names_of_megatron(tmp_path, capsys):
 def test_tensorboard_shows_routing_health_and_expert_loads(tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder, loads = tmp_path / "tb", torch.tensor([[0, 0, 0, 0, 0, 0], [6, 2, 0, 0, 0.5, 1]], dtype=torch.float64)
+    folder, loads = tmp_path / "tb", torch.tensor([[0] * 7, [6, 2, 0, 0, 0.5, 1, 8]], dtype=torch.float64)
     records, _ = run(tmp_path, [record(1, 4.0, loads=loads)], capsys, log_interval=1, tensorboard_dir=str(folder))
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -193,7 +193,7 @@ def test_iteration_line_shows_the_overload_factors(tmp_path, capsys):
     """--log-moe-overload-factor; two ranks of two experts each, three layers, of which the first has no experts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder, rows = tmp_path / "tb", [[0] * 4 + [0] * 4, [5, 1, 1, 1, 0, 0, 0, 1], [2, 2, 2, 2, 0, 0, 0, 1]]
+    folder, rows = tmp_path / "tb", [[0] * 10, [5, 1, 1, 1, 0, 0, 0, 1, 6, 2], [2, 2, 2, 2, 0, 0, 0, 1, 4, 4]]
     reported = record(1, 4.0, loads=torch.tensor(rows, dtype=torch.float64))
     _, lines = run(tmp_path, [reported], capsys, log_interval=1, expert_ranks=2, tensorboard_dir=str(folder))
     assert " avg overload factor: 1.250 | max overload factor: 1.500 |" in lines[0]
@@ -203,6 +203,7 @@ def test_iteration_line_shows_the_overload_factors(tmp_path, capsys):
         events.Scalars("moe/avg_overload_factor")[0].value == 1.25
         and events.Scalars("moe/max_overload_factor")[0].value == 1.5
     )
+    reported = record(1, 4.0, loads=torch.tensor([[5, 1, 1, 1, 0, 0, 0, 1, 8]], dtype=torch.float64))
     assert "overload" not in run(tmp_path, [reported], capsys, log_interval=1)[1][0]
 
 

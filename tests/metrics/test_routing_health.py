@@ -13,31 +13,30 @@ def make_loads(*rows):
 
 
 def test_routing_health_of_a_layer_calculated_by_hand():
-    """Four experts on two ranks: loads 6, 0, 1, 1 of 8, two of them dropped; the first layer is dense."""
-    found = routing_health(
-        make_loads([0, 0, 0, 0, 0, 0, 0, 0], [6, 0, 1, 1, 2, 4, 0.25, 1]), expert_ranks=2, layer_share=0.1
-    )
+    """Four experts on two ranks: loads 6, 0, 1, 1 of 8, two of them dropped, one computed by a clone on the second rank; the first layer is dense."""
+    found = routing_health(make_loads([0] * 10, [6, 0, 1, 1, 2, 1, 0.25, 1, 5, 3]), expert_ranks=2, layer_share=0.1)
     assert found["layers"] == [1] and found["tokens_per_expert"] == [[6, 0, 1, 1]]
     assert (
         found["load_max_over_mean"] == [3.0]
         and found["dead_experts"] == [1]
         and found["drop_rate"] == [0.25]
-        and found["clone_rate"] == [0.5]
+        and found["clone_rate"] == [0.125]
     )
-    assert found["bias_drift"] == [0.25] and found["rank_max_over_mean"] == [1.5]
+    assert found["bias_drift"] == [0.25] and found["rank_max_over_mean"] == [1.25]
+    assert found["rank_max_over_mean_before_cloning"] == [1.5]
     assert found["load_entropy"] == pytest.approx([-(0.75 * math.log(0.75) + 0.25 * math.log(0.125)) / math.log(4)])
-    assert found["straggler_cost"] == pytest.approx(0.05)
+    assert found["straggler_cost"] == pytest.approx(0.025)
     assert all(len(found[name]) == 1 for name in PER_LAYER)
 
 
 def test_balanced_routing_has_no_straggler_cost():
-    found = routing_health(make_loads(*[[5, 5, 5, 5, 0, 0, 0, 1]] * 3), expert_ranks=4, layer_share=0.2)
+    found = routing_health(make_loads(*[[5, 5, 5, 5, 0, 0, 0, 1, 5, 5, 5, 5]] * 3), expert_ranks=4, layer_share=0.2)
     assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [1.0] * 3
     assert found["load_entropy"] == pytest.approx([1.0] * 3) and found["straggler_cost"] == 0.0
 
 
 def test_routing_to_one_expert_is_the_worst_case():
-    found = routing_health(make_loads([8, 0, 0, 0, 0, 0, 0, 1]), expert_ranks=4, layer_share=0.5)
+    found = routing_health(make_loads([8, 0, 0, 0, 0, 0, 0, 1, 8, 0, 0, 0]), expert_ranks=4, layer_share=0.5)
     assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [4.0] and found[
         "load_entropy"
     ] == pytest.approx([0.0])
@@ -45,7 +44,7 @@ def test_routing_to_one_expert_is_the_worst_case():
 
 
 def test_stage_of_dense_layers_has_no_routing_health():
-    found = routing_health(make_loads([0, 0, 0, 0, 0, 0, 0, 0]), expert_ranks=1, layer_share=0.0)
+    found = routing_health(make_loads([0] * 9), expert_ranks=1, layer_share=0.0)
     assert found["layers"] == [] and found["straggler_cost"] == 0.0 and found["tokens_per_expert"] == []
 
 

@@ -187,7 +187,7 @@ def _one_flex_rank(rank, n, recorded, version):
         attach_dispatcher([layer], flex_dispatcher(recorded, version, ps, moe_clone_hot_experts=slots)[0])
         skew_router(layer, SKEW["hot"])
         results.append((_passes(layer, ps, x, weight, 2)[0], RankGrads.of(layer, ps)))
-    return results, int(layer.num_cloned_tokens)
+    return results, int(layer.cloned_tokens_2P[0].sum())
 
 
 @pytest.mark.parametrize("version", LIBRARIES)

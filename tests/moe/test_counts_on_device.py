@@ -150,8 +150,8 @@ def train(
         before, passes = Counter(reads), found["passes"]
         result = train_step(run, state, *rest)
         found["reads"], found["passes"] = reads - before, found["passes"] - passes
-        found["cloned"] = sum(int(layer.num_cloned_tokens) for layer in layers if layer.cloner is not None)
         found["pages"].append([pool.num_device for stash in get_stashes(run.chunks) for pool in stash.pools])
+        found["cloned"] = sum(int(layer.cloned_tokens_2P[0].sum()) for layer in layers if layer.cloner is not None)
         found["repeats"].append(result.num_repeats)
         found["factors"].append([layer.budget.factor for layer in layers if layer.budget is not None])
         return result

@@ -152,6 +152,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     ["clone_rate", "Clone rate", "fraction of those pairs that clones of hot experts computed"],
     ["bias_drift", "Bias drift", "largest distance of an expert bias from the mean bias"],
     ["rank_max_over_mean", "Fullest expert-parallel rank", "its load over the mean; 1 is balanced"],
+    ["rank_max_over_mean_before_cloning", "Fullest expert-parallel rank before cloning", "its load over the mean without clones; 1 is balanced"],
   ];
   // from violet (first layer) to yellow (last), as in viridis
   const depth = (share) => {
@@ -166,6 +167,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       [{ label: "cost", values: data.layers.map((each) => each.straggler_cost * 100) }]);
     for (const [name, title, note] of HEALTH) {
       if (["bias_drift", "drop_rate", "clone_rate"].includes(name) && !data.layers.some((each) => each[name]?.some((value) => value > 0))) continue;
+      if (name === "rank_max_over_mean_before_cloning" && !data.layers.some((each) => each.clone_rate?.some((value) => value > 0))) continue;
       if (name === "rank_max_over_mean" && data.layers.every((each) => each[name].every((value) => value === 1))) continue;
       chart(name, "routing-charts", title, note, x, layers.map((layer, at) => ({
         label: "layer " + layer, color: depth(layers.length > 1 ? at / (layers.length - 1) : 0.5), width: 1.2, values: data.layers.map((each) => each[name]?.[at] ?? null),

@@ -252,7 +252,8 @@ def attach_dispatcher(
         layer.dispatcher = dispatcher
         layer.router.fused_topk, layer.router.balancing = fused_topk, balancing
         if layer.cloner is not None:
-            layer.num_cloned_tokens = torch.zeros((), dtype=torch.int64, device=layer.router.weight.device)
+            num_ranks = layer.cloner.ep.size
+            layer.cloned_tokens_2P = torch.zeros(2, num_ranks, dtype=torch.int64, device=layer.router.weight.device)
         if layer.budget is not None:
             problems.add(layer.allow_device_counts(dispatcher.fixed_buffer_problem))
         if layer.captures_experts and layer.capacity is None and not layer.has_device_counts:
