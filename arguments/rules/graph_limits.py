@@ -143,7 +143,7 @@ def limit_dropless_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         ),
         ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
     ):
-        yield _not_captured(is_on and is_wrong, "dropless moe", dest, reason)
+        yield _not_captured(is_on and is_wrong, "dropless experts", dest, reason)
 
 
 def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
@@ -153,7 +153,7 @@ def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):
-        yield _not_captured(is_on and getattr(s, dest), "padded moe", dest, reason)
+        yield _not_captured(is_on and getattr(s, dest), "experts padded to capacity", dest, reason)
 
 
 def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:

@@ -73,8 +73,8 @@ def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violat
         yield s.violation("{overlap_moe_expert_parallel_comm} cannot be combined with {recompute_modules:flag} moe.")
     if s.moe_shared_expert_overlap:
         yield s.violation(
-            "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both use the same "
-            "gap."
+            "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both overlap "
+            "the same communication."
         )
     if s.mtp_num_layers is not None and s.mtp_num_layers > 1:
         yield s.violation("{overlap_moe_expert_parallel_comm} allows at most one MTP layer; {mtp_num_layers}.")

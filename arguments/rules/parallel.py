@@ -70,8 +70,8 @@ def check_expert_world_size(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         return  # unknown, or the same mismatch that the dense replicas report
     if f.world % size:
         yield s.violation(
-            "{world} ranks cannot be divided into expert replicas of {size} ranks ({expert_tensor_parallel_size} * "
-            "{expert_model_parallel_size} * {pipeline_model_parallel_size}); use a multiple of {size} ranks.",
+            "{world} ranks must be a multiple of {size}, the ranks that hold all experts once "
+            "({expert_tensor_parallel_size} * {expert_model_parallel_size} * {pipeline_model_parallel_size}).",
             kind="build",
             world=f.world,
             size=size,

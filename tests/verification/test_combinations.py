@@ -5,6 +5,7 @@ import json
 import pytest
 from verification import prove_combinations
 
+import pretrain_moe
 from moe_trainer.verification import parity
 from scripts import combinations
 from scripts.proof_record import ProofRecord
@@ -49,6 +50,31 @@ def test_options_without_effect_are_rejected(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         combinations.main(words)
     assert stopped.value.code == 2 and "--prove" in capsys.readouterr().err and combinations.PAGE.read_text() == page
+
+
+def test_features_print_a_cell_and_a_command_that_repeats_it(capsys):
+    """In any order of the two names."""
+    assert combinations.main(["MTP", "TE graphs"]) == 0
+    first, command = capsys.readouterr().out.splitlines()
+    assert first == "TE graphs + MTP: P D"
+    argv = command.removeprefix("python pretrain_moe.py ").split()
+    assert pretrain_moe.main(argv) == 0 and "--mtp-num-layers 1" in command and "--cuda-graph-impl tr" in command
+    combinations.main(["FSDP", "Muon"])
+    first, why, command = capsys.readouterr().out.splitlines()[-3:]
+    assert first == "FSDP + Muon: rejected" and why in combinations.PAGE.read_text().replace("12. ", "reason: ")
+    assert pretrain_moe.main(command.removeprefix("python pretrain_moe.py ").split()) == 2
+    capsys.readouterr()
+    combinations.main(["CP"])
+    assert capsys.readouterr().out.startswith("CP: yes\n")
+    combinations.main(["VPP", "PP"])
+    assert capsys.readouterr().out == "PP + VPP: -\nThey are alternatives of each other.\n"
+
+
+@pytest.mark.parametrize("words", [["CQ"], ["CP", "MTP", "PP"], ["CP", "--write"]], ids=" ".join)
+def test_bad_features_are_rejected(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        combinations.main(words)
+    assert stopped.value.code == 2 and "FEATURE" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_alternatives_are_not_pairs():
