@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from arguments import schema
 from arguments.data import DataArgs
@@ -15,6 +15,7 @@ from arguments.output import OutputArgs
 from arguments.parallel import ParallelArgs, sequence_padding_multiple
 from arguments.precision import PrecisionArgs
 from arguments.settings import Settings, Violation, is_eval_only
+from arguments.stored_weights import StoredWeightFormat, stored_weight_format
 from arguments.training import TrainingArgs
 
 SECTIONS = (
@@ -103,28 +104,9 @@ class Arguments:
         return -(-self.packed_capacity // self.packed_tail_multiple) * self.packed_tail_multiple
 
     @property
-    def stored_weight_format(self) -> Literal["fp8", "mxfp8", "nvfp4"] | None:
-        """Format in which the weights of quantized layers are stored (--fp8-param-gather, --fp4-param-gather).
-
-        None for the model's format: with full sharding, on any number of ranks (then one process computes with the same
-        weights), and with a factory, which may give every layer another format. MXFP8 weights cannot be stored once for
-        both GEMMs (quantization/fp8_weight.py: can_store_once): they are stored twice, and gathered in the model's
-        format through the gradient buffer, or in the model's format.
-        """
-        precision, parallel = self.precision, self.parallel
-        is_fully_sharded = parallel.use_torch_fsdp2 or (
-            parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "optim"
-        )
-        if not parallel.use_distributed_optimizer or is_fully_sharded:
-            return None
-        if precision.fp4 and precision.fp4_param_gather and precision.fp4_recipe == "nvfp4":
-            return "nvfp4"
-        if not (precision.fp8 and precision.fp8_param_gather) or precision.fp8_recipe == "custom":
-            return None
-        if precision.fp8_recipe != "mxfp8":
-            return "fp8"
-        reuses = precision.reuse_grad_buf_for_mxfp8_param_ag and not parallel.use_megatron_fsdp
-        return "mxfp8" if reuses else None
+    def stored_weight_format(self) -> StoredWeightFormat | None:
+        """Format in which the weights of quantized layers are stored; None for the model's format."""
+        return stored_weight_format(self.precision, self.parallel)
 
     @property
     def has_fp8_params(self) -> bool:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.settings import Limit, Settings, Violation
+from arguments.stored_weights import stored_weight_format
 
 TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -312,12 +313,16 @@ def limit_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "{moe_clone_hot_experts:flag} cannot be combined with {fp8_recipe:flag} delayed: delayed scaling keeps one "
         "scale for all experts of a rank, which would then depend on the plan; use another recipe.",
     )
-    for stored in ("fp8_param_gather", "fp4_param_gather"):
+    for dest, stored in (
+        ("fp8_param_gather", "fp8"),
+        ("reuse_grad_buf_for_mxfp8_param_ag", "mxfp8"),
+        ("fp4_param_gather", "nvfp4"),
+    ):
         yield Limit(
-            s.moe_clone_hot_experts and getattr(s, stored),
-            "{moe_clone_hot_experts:flag} cannot be combined with {:flag}: clones are made of weights in high "
-            "precision, of which there are none then.",
-            (stored,),
+            s.moe_clone_hot_experts and stored_weight_format(s, s) == stored,
+            "{moe_clone_hot_experts:flag} cannot be combined with {:flag}: clones are copies of weights in the model's "
+            "format, which are not stored then.",
+            (dest,),
         )
 
 

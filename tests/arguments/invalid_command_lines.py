@@ -209,7 +209,10 @@ INVALID_LINES = (
     ("--moe-clone-hot-experts 2 --fp8-format hybrid", "", "--moe-clone-hot-experts"),
     ("--moe-clone-hot-experts 2 --fp8-format hybrid --fp8-recipe blockwise --fp8-param-gather "
      "--use-distributed-optimizer", "", "--fp8-param-gather"),
-    ("--moe-clone-hot-experts 2 --fp4-format e2m1 --fp4-param-gather", "", "--fp4-param-gather"),
+    ("--moe-clone-hot-experts 2 --fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer "
+     "--reuse-grad-buf-for-mxfp8-param-ag", "", "--reuse-grad-buf-for-mxfp8-param-ag"),
+    ("--moe-clone-hot-experts 2 --fp4-format e2m1 --fp4-param-gather --use-distributed-optimizer", "",
+     "--fp4-param-gather"),
     (f"{STASH.replace('1.5', '1e300')}", "", "--num-experts"),
     (f"{STASH} --moe-paged-stash-buffer-size-factor-cuda 9", "", "--moe-paged-stash-buffer-size-factor-cuda"),
     (f"{STASH} --moe-paged-stash-buffer-size-factor-cpu 9", "", "--moe-paged-stash-buffer-size-factor-cpu"),

@@ -15,7 +15,7 @@ READ_BY_ARGUMENTS = {
 }  # fmt: skip
 """Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/sizes.py) or when the
 environment is set (machine.py)."""
-USED_BY_THE_PROGRAM = ("layer_pattern", "mup", "sparse_attention", "stage_layout", "vocabulary")
+USED_BY_THE_PROGRAM = ("layer_pattern", "mup", "sparse_attention", "stage_layout", "stored_weights", "vocabulary")
 """Modules of `arguments` that compute what the model is built from."""
 READ_BY_PATTERN = {"valid_data_path", "test_data_path"}
 """Read as f"{split}_data_path" in moe_trainer/data/build.py."""

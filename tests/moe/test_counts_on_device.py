@@ -233,8 +233,9 @@ CLONES = "--moe-clone-hot-experts 1"
         (FLEX, False, ""),
         (NCCLEP, True, RECOMPUTE[2]),
         (FLEX, True, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"),
+        (FLEX, True, "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer"),
     ],
-    ids=["HybridEP", "all-to-all", "NCCL EP", "HybridEP, fp8"],
+    ids=["HybridEP", "all-to-all", "NCCL EP", "HybridEP, fp8", "HybridEP, MXFP8 with gathered weights"],
 )
 def test_clones_are_planned_without_the_host(flex, library, more):
     """Equal to training without clones (in fp8 other blocks of tokens share scales), and the host reads nothing."""
