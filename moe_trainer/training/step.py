@@ -84,7 +84,9 @@ def train_step(
     """
     args, ps = ctx.args, ctx.ps
     if args.optimizer.freeze_all_layers:
-        return frozen_step(ctx, num_microbatches)
+        losses_only = frozen_step(ctx, num_microbatches)
+        agree_on_budgets(ctx, f"iteration {state.iteration + 1}")
+        return losses_only
     assert ctx.optimizer is not None and ctx.learning_rate is not None and ctx.weight_decay is not None
     dumps = StepDumps(ctx, state.iteration + 1)
     if observer is not None:
@@ -422,12 +424,16 @@ def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) 
         )
     if grown:
         after, before, name, fullest = max(grown)
-        outcome = "nothing of it has taken effect, and it was repeated" if was_repeated else "no token is lost"
+        layers, ranks = {name for _, _, name, _ in grown}, {rank for *_, rank in grown}
+        outcome = (
+            "nothing of it has taken effect, and it was repeated with larger ones"
+            if was_repeated
+            else "no token is lost"
+        )
         logger.warning(
-            f"{where}: experts received more tokens than their budgets allow; {outcome} with larger ones (layers: "
-            f"{len({name for _, _, name, _ in grown})}, ranks: {len({rank for *_, rank in grown})}): the factor of "
-            f"{name} on rank {fullest} grew from {before:g} to {after:g}. --moe-expert-rank-capacity-factor "
-            f"{max(largest.values()):g} would have been enough"
+            f"{where}: experts received more tokens than their budgets allow; {outcome}. Budgets grew (layers: "
+            f"{len(layers)}, ranks: {len(ranks)}): the factor of {name} on rank {fullest} grew from {before:g} to "
+            f"{after:g}. --moe-expert-rank-capacity-factor {max(largest.values()):g} would have been enough"
         )
 
 
