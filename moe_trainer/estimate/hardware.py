@@ -17,9 +17,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arguments.regular_file import regular_file
+
+if TYPE_CHECKING:
+    from arguments.precision import PrecisionArgs
 
 GIB = 2.0**30
 RESERVED_BYTES = 3 * GIB
@@ -131,6 +134,18 @@ class Hardware:
     def usable_bytes(self) -> float:
         """Memory of a device that tensors can use."""
         return self.memory_gib * GIB - RESERVED_BYTES
+
+    def gemm_width(self, precision: PrecisionArgs) -> str:
+        """Return the width of the GEMMs of these flags: "fp4", "fp8" or "bf16".
+
+        Quantized GEMMs that the device lacks are computed in bf16: 4 bits and MXFP8 before Blackwell, 8 bits before
+        Hopper.
+        """
+        if precision.fp4:
+            return "fp4" if self.fp4 else "bf16"
+        if not precision.fp8 or not self.fp8 or (precision.fp8_recipe == "mxfp8" and not self.is_blackwell):
+            return "bf16"
+        return "fp8"
 
     def peak(self, width: str) -> float:
         """Return the dense FLOP/s of GEMMs in "bf16", "fp8" or "fp4", or in the next wider format that it has."""

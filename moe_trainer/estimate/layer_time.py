@@ -174,13 +174,13 @@ class LayerTime:
     ):
         self.args, self.interconnect, self.sizes = args, interconnect, sizes
         self.hardware, self.constants = interconnect.hardware, interconnect.hardware.constants
-        model, parallel, precision = args.model, args.parallel, args.precision
+        model, parallel = args.model, args.parallel
         self.model, self.moe = model, args.moe
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.etp, self.ep = parallel.expert_tensor_parallel_size or self.tp, parallel.expert_model_parallel_size
         self.tokens, self.size = sizes.tokens, sizes.size
         self.routed_tokens = self.tokens // self.tp
-        self.gemm_format = "fp4" if precision.fp4 else "fp8" if precision.fp8 else "bf16"
+        self.gemm_format = self.hardware.gemm_width(args.precision)
         self.memory_bandwidth = interconnect.hardware.hbm_tb_s * 1e12 * self.constants.memory
         self.recomputed = args.training.recomputed_modules
         self.fc1_factor = 2 if model.swiglu or model.quick_geglu else 1

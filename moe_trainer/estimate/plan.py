@@ -109,7 +109,7 @@ class Plan:
     @property
     def width(self) -> str:
         """Format of the GEMMs: "bf16" (or wider), "fp8" or "fp4"."""
-        return "fp4" if self.args.precision.fp4 else "fp8" if self.args.precision.fp8 else "bf16"
+        return self.hardware.gemm_width(self.args.precision)
 
     @property
     def mfu(self) -> float:
@@ -162,6 +162,14 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
         flops = batch * args.data.seq_length * lengths.fill * lengths.flops_per_token
         seen = lengths.histogram.attention_length
         time = plan_step(args, world_size, rows, count, memory, hardware, seen)
+    precision = args.precision
+    if (precision.fp4 or precision.fp8) and hardware.gemm_width(precision) == "bf16":
+        recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
+        missing = (
+            f"{hardware.name} has no {recipe} GEMMs: they are computed in bf16 from quantized operands, and the "
+            "planned time, that of bf16 GEMMs, is a lower bound"
+        )
+        note = "; ".join(filter(None, (note, missing)))
     if args.has_frozen_weights:
         forward = (
             "the weights are not updated: memory is that of a forward pass; the time is still that of a training "

@@ -158,6 +158,29 @@ def test_stored_weights_are_gathered_in_their_own_width(monkeypatch):
     assert dense[0] > dense[1] > dense[2] > 0.25 * dense[0]
 
 
+@pytest.mark.parametrize(
+    "machine, flags, note",
+    [
+        ("h100", "--fp8-format e4m3 --fp8-recipe mxfp8", "h100 has no mxfp8 GEMMs"),
+        ("h100", "--fp4-format e2m1", "h100 has no nvfp4 GEMMs"),
+        ("a100", "--fp8-format hybrid", "a100 has no delayed GEMMs"),
+        ("h100", "--fp8-format e4m3 --fp8-recipe blockwise", ""),
+        ("gb200", "--fp8-format e4m3 --fp8-recipe mxfp8", ""),
+    ],
+)
+def test_formats_that_the_device_lacks_are_planned_in_bf16(machine, flags, note):
+    found, plain = (
+        plan(f"--preset mixtral_8x7b --mock-data --bf16 --global-batch-size 256 {more}", machine=machine)
+        for more in (flags, "")
+    )
+    assert note in found.note and bool(note) == ("lower bound" in found.note)
+    if note:
+        assert found.width == "bf16" and found.mfu == pytest.approx(found.tflops * 1e12 / plain.hardware.peak("bf16"))
+        assert found.time.compute >= 0.99 * plain.time.compute
+    else:
+        assert found.width == "fp8" and found.time.compute < plain.time.compute
+
+
 def test_pipeline_bubbles_of_schedules():
     plain = plan(f"{MIXTRAL} --pipeline-model-parallel-size 8 --global-batch-size 512")
     virtual = plan(
