@@ -88,7 +88,7 @@ def _validate(argv: list[str]) -> int:
     from arguments.report import FileCheckResult, get_world_size, run_validate_only
     from arguments.stage_layout import parallel_sizes
     from moe_trainer.estimate.dry_run import planned_memory
-    from moe_trainer.estimate.parameters import params_report
+    from moe_trainer.estimate.parameters import params_report, planned_vocab_size
     from moe_trainer.estimate.static_memory import state_report
     from moe_trainer.parallel.groups import group_table, plan_groups
     from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
@@ -111,6 +111,7 @@ def _validate(argv: list[str]) -> int:
         deadlocking_batch_sizes,
         planned_memory,
         run_file_checks,
+        planned_vocab_size,
     )
 
 

@@ -32,6 +32,7 @@ def run_validate_only(
     judge_batches: Callable[[Arguments, int], list[str]] = lambda args, data_ranks: [],
     plan_memory: Callable[[Arguments, int], Mapping[str, object] | None] | None = None,
     check_files: Callable[[Arguments], FileCheckResult] | None = None,
+    find_vocab_size: Callable[[Arguments], tuple[int | None, str]] = lambda args: (None, ""),
 ) -> int:
     """Resolve, check, print and (with --report FILE) write a command line; return the exit code, 0 or 2.
 
@@ -47,6 +48,8 @@ def run_validate_only(
         judge_batches: returns what is wrong with batch sizes, by simulating the pipeline schedule.
         plan_memory: returns the estimated memory, for --report.
         check_files: checks the files that flags name, for --check-files.
+        find_vocab_size: returns the padded vocabulary size without opening files, None if unknown, and a note on its
+            source.
     """
     if "--help" in argv or "-h" in argv:
         from arguments.help import run_help
@@ -65,10 +68,17 @@ def run_validate_only(
         files = check_files(freeze(settings, world_size))
         violations += files.problems
     model = None
+    vocab_size: int | None
     if can_count_params(settings, violations):
         model = freeze(settings, world_size)
         if files is not None and files.vocab_rows:  # as the run will build it
-            model = replace(model, data=replace(model.data, padded_vocab_size=files.vocab_rows))
+            vocab_size, vocab_note = files.vocab_rows, ""
+        else:
+            vocab_size, vocab_note = find_vocab_size(model)
+        if vocab_note:
+            settings.note(vocab_note)
+        if vocab_size is not None:
+            model = replace(model, data=replace(model.data, padded_vocab_size=vocab_size))
     params: dict[str, int | None] = dict.fromkeys(("total", "mtp", "active", "active_no_embedding"))
     if model is not None:
         params |= count_params(model)
@@ -211,8 +221,8 @@ def summary(
         lines += state_lines
     elif not violations:
         lines.append(
-            "parameters: not counted, because the vocabulary comes from a tokenizer (give --vocab-size, or "
-            "--check-files to open it)"
+            "parameters: not counted, because the vocabulary comes from a tokenizer whose name is not known (give "
+            "--vocab-size, or --check-files to open it)"
         )
     return [*lines, *settings.lines()]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from arguments.layer_pattern import is_linear, moe_layer_pattern, uses_window
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.interconnect import dispatcher_name
+from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.estimate.te_support import te_quantizes
 from moe_trainer.parallel.grid import make_layout
 
@@ -52,7 +53,14 @@ def rank_of_stage(args: Arguments, world_size: int, stage: int) -> int:
 
 
 def executed_args(args: Arguments, world_size: int, microbatches: int) -> Arguments:
-    """Return the flags that are executed in place of these; `notes` says how they differ."""
+    """Return the flags that are executed in place of these; `notes` says how they differ.
+
+    Raises:
+        ValueError: if the size of the vocabulary is unknown.
+    """
+    rows, _ = planned_vocab_size(args)
+    if rows is None:
+        raise ValueError("the executed step needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
     sizes = parallel_sizes(args)
     replicas = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
     dispatcher: dict[str, Any] = (
@@ -84,7 +92,7 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
             chunked_optimizer_state_offload=False,
             lr=args.optimizer.lr or 1e-4,
         ),
-        data=replace(args.data, vocab_size=args.data.vocab_size or (args.data.padded_vocab_size or 2) - 1),
+        data=replace(args.data, vocab_size=args.data.vocab_size or rows - 1),
         output=replace(args.output, init_from=None, load=None, save=None),
     )
 

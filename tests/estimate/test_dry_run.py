@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_moe
 from arguments.parse import resolve_command_line
 from moe_trainer.estimate.dry_run import run_dry_run
 
@@ -142,3 +143,34 @@ def test_frozen_weights_need_no_optimizer_memory(tmp_path, flags):
     report = json.loads(path.read_text())
     memory = report["memory"]
     assert memory["grads_gb"] == memory["optimizer_gb"] == 0 < memory["weights_gb"]
+
+
+NAMED = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--num-experts 4 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --eval-iters 0 --mock-data --world-size 2 "
+    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model deepseek-ai/DeepSeek-V3"
+).split()
+
+
+def test_validate_only_takes_the_vocabulary_from_the_tokenizers_name_as_dry_run_does(capsys):
+    assert pretrain_moe.main([*NAMED, "--validate-only"]) == 0
+    validated = capsys.readouterr().out
+    assert pretrain_moe.main([*NAMED, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    note = "vocabulary: 129,280 rows, taken from the tokenizer's name (deepseek-ai/DeepSeek-V3)"
+    assert note in validated and note in planned
+    assert "memory per rank" in validated and "not counted" not in validated
+    pretrain_moe.main([*NAMED, "--vocab-size", "129280", "--validate-only"])
+    counted = capsys.readouterr().out
+    parameters = [
+        next(line for line in out.splitlines() if line.startswith("parameters")) for out in (validated, counted)
+    ]
+    assert parameters[0] == parameters[1] and "taken from" not in counted
+
+
+def test_a_vocabulary_of_the_flags_is_not_replaced_in_validate_only(capsys):
+    sizes = []
+    for rows in ("256", "512"):
+        assert pretrain_moe.main([*NAMED, "--padded-vocab-size", rows, "--validate-only"]) == 0
+        sizes.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters")))
+    assert sizes[0] != sizes[1]

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments import parse_args
-from moe_trainer.estimate.executed_step import rank_of_stage, stages_to_execute
+from moe_trainer.estimate.executed_step import executed_args, rank_of_stage, stages_to_execute
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import attention_rates, gemm_seconds
@@ -232,3 +232,16 @@ def test_operators_in_cuda_graphs_have_no_launch_cost():
         found = make_roofline(plan, dict.fromkeys((0, 1, 3), make_recording((OPERATOR, FAST, 1, "forward 0", part))))
         assert found.busiest.idle == pytest.approx(launches)
     assert any("CUDA graphs" in note for note in found.notes)
+
+
+def test_the_executed_step_has_the_vocabulary_of_the_plan():
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+        "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --eval-iters 0 --mock-data "
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+    ).split()
+    args = parse_args([*flags, "deepseek-ai/DeepSeek-V3"], 2)
+    # the NullTokenizer of the executed step adds a token
+    assert executed_args(args, 2, 3).data.vocab_size + 1 == make_plan(args, 2, H100).vocab_rows == 129280
+    with pytest.raises(ValueError, match="--vocab-size"):
+        executed_args(parse_args([*flags, "mine"], 2), 2, 3)
