@@ -69,7 +69,8 @@ def note_flag_status(s: Settings) -> None:
         if dest in RENAMED:
             s.note_renamed(s.flag(dest), RENAMED[dest])
         elif dest in NO_EFFECT and dest not in rejected:
-            s.note_no_effect(s.shown(dest), NO_EFFECT[dest])
+            given = s.flag(dest) if s.source[dest] == "derived" else s.shown(dest)  # not a value that a rule chose
+            s.note_no_effect(given, NO_EFFECT[dest])
     for required, dests in REQUIRES:
         if not any(_is_on(s, name) for name in required):
             requirement = " or ".join(_requirement(s, name) for name in required)

@@ -272,6 +272,9 @@ class _TokenParser:
     def suggest(self, name: str) -> str:
         if name in COMMON_ABBREVIATIONS:
             return f"; did you mean {COMMON_ABBREVIATIONS[name]}?"
+        switch = "--" + name.removeprefix("--no-")
+        if switch in FIELDS and FIELDS[switch].takes == 0:
+            return f"; did you mean {switch}=false?"
         if self.searches_left == 0:
             return ""
         self.searches_left -= 1

@@ -19,6 +19,8 @@ _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_de
 _LAYOUT = ("pipeline_model_parallel_layout",)
 _PER_VIRTUAL = ("num_layers_per_virtual_pipeline_stage",)
 _VIRTUAL = ("num_virtual_stages_per_pipeline_rank",)
+_GRAPH_MODULES = ("cuda_graph_modules",)
+_GRAPH_SCOPE = ("cuda_graph_scope_deprecated",)
 
 # (flags that win when typed, flags that then fall away when they were not typed)
 GROUPS = (
@@ -33,20 +35,25 @@ GROUPS = (
     (_SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
     (("bf16",), ("fp16",)),
     (("fp16",), ("bf16",)),
-    (("fp8",), ("fp4",)),
-    (("fp4",), ("fp8",)),
+    (("fp8",), ("fp4", "fp4_param_gather")),
+    (("fp4",), ("fp8", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")),
     (_LAYOUT, (*_PER_VIRTUAL, *_VIRTUAL, *_END_STAGES)),
     (_VIRTUAL, (*_PER_VIRTUAL, *_LAYOUT)),
     (_PER_VIRTUAL, (*_VIRTUAL, *_LAYOUT)),
     (_END_STAGES, _LAYOUT),
     (("step_batch_size_schedule",), ("global_batch_size", "rampup_batch_size")),
     (("global_batch_size", "rampup_batch_size"), ("step_batch_size_schedule",)),
+    (_GRAPH_MODULES, _GRAPH_SCOPE),
+    (_GRAPH_SCOPE, _GRAPH_MODULES),
 )
+FULL_ITERATION = (("cuda_graph_impl",), (*_GRAPH_MODULES, *_GRAPH_SCOPE))
+"""With the value full_iteration only: other graphs keep the modules of the preset."""
 
 
 def command_line_wins(s: Settings) -> None:
     """Reset flags of a preset or recipe that conflict with the command line."""
-    for winners, losers in GROUPS:
+    groups = (*GROUPS, FULL_ITERATION) if s.cuda_graph_impl == "full_iteration" else GROUPS
+    for winners, losers in groups:
         typed = [dest for dest in winners if dest in s.typed]
         beaten = [dest for dest in losers if s.source[dest] in ("preset", "recipe")] if typed else []
         for dest in beaten:

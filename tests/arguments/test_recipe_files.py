@@ -294,3 +294,46 @@ def test_an_incomplete_recipe_is_rejected_without_a_traceback(recipe, table, cap
     assert run_validate_only(argv, lambda args: {}, judge_batches=deadlocking_batch_sizes) == 2
     assert "--hidden-size is missing" in capsys.readouterr().err
     assert run_validate_only([recipe(), *argv[2:]], lambda args: {}, judge_batches=deadlocking_batch_sizes) == 2
+
+
+@pytest.mark.parametrize("entry", ["cuda_graph_scope: [attn, moe_router]", "cuda_graph_modules: [attn, moe_router]"])
+def test_a_full_iteration_graph_on_the_command_line_drops_the_modules_of_the_recipe(recipe, entry):
+    file = recipe(f"{FILE}  --cuda-graph-impl: transformer_engine\n  {entry}\n")
+    graph = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --num-experts 4".split()
+    settings, violations = resolve_command_line(["--preset", file, *graph], 1)
+    assert settings.cuda_graph_modules == [] and not any("; drop" in violation.message for violation in violations)
+    flag = "--" + entry.partition(":")[0].replace("_", "-")
+    assert any(
+        line == f"{flag} attn moe_router from the recipe is ignored: --cuda-graph-impl is set."
+        for line in settings.notes
+    )
+    # modules that are typed stay, and contradict the full iteration
+    _, violations = resolve_command_line(["--preset", file, *graph, "--cuda-graph-modules", "attn"], 1)
+    assert any("drop --cuda-graph-modules attn" in violation.message for violation in violations)
+    # other graphs keep the recipe's modules
+    settings, _ = resolve_command_line(["--preset", file, "--cuda-graph-impl", "local"], 1)
+    assert settings.cuda_graph_modules == ["attn", "moe_router"]
+
+
+@pytest.mark.parametrize(
+    "one, other", [("cuda_graph_scope", "--cuda-graph-modules"), ("cuda_graph_modules", "--cuda-graph-scope")]
+)
+def test_modules_on_the_command_line_replace_the_recipes_in_either_spelling(recipe, one, other):
+    file = recipe(f"{FILE}  --cuda-graph-impl: transformer_engine\n  {one}: [attn, moe_router]\n")
+    settings, violations = resolve_command_line(["--preset", file, other, "attn"], 1)
+    assert settings.cuda_graph_modules == ["attn"]
+    assert not any("old form" in violation.message for violation in violations)
+
+
+def test_fp4_on_the_command_line_drops_what_belongs_to_the_recipes_fp8(recipe):
+    path = recipe(
+        FILE + "  fp8_format: e4m3\n  fp8_recipe: mxfp8\n  fp8_param_gather: true\n  cross_entropy_loss_fusion: true\n"
+        "  reuse_grad_buf_for_mxfp8_param_ag: true\n  cross_entropy_fusion_impl: te\n"
+    )
+    settings, violations = resolve_command_line(["--preset", path, "--fp4-format", "e2m1"], 1)
+    assert not any("param" in violation.message for violation in violations), violations
+    assert "--fp8-param-gather from the recipe is ignored: --fp4-format is set." in settings.notes
+    # a flag without effect is not shown with a value that a rule chose
+    assert "--cross-entropy-fusion-impl" in [flag for flag, _ in settings.no_effect]
+    _, violations = resolve_command_line(["--preset", path, "--fp4-format", "e2m1", "--fp8-param-gather"], 1)
+    assert any("--fp8-param-gather needs --fp8-format" in violation.message for violation in violations)

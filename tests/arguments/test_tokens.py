@@ -142,3 +142,12 @@ def test_random_lines_are_accepted_or_rejected_with_messages(extra, world_size):
         parse_args(argv, world_size)
     except ArgumentError as error:
         assert error.violations and all(violation.message for violation in error.violations)
+
+
+@pytest.mark.parametrize("switch", ["--fp8-param-gather", "--disable-bias-linear"])
+def test_the_error_for_no_switch_names_false(switch):
+    name = switch.replace("--", "--no-", 1)
+    message = parse_tokens([name]).violations[0].message
+    assert message == f"{name}: this flag is unknown; did you mean {switch}=false?"
+    assert not parse_tokens([f"{switch}=false"]).violations
+    assert "=false" not in parse_tokens(["--no-num-layers"]).violations[0].message  # takes a value
