@@ -101,6 +101,9 @@ def _gather(argv: list[str]) -> tuple[Settings, list[Violation], set[str] | None
         recipe = recipes.load(preset, os.environ)
         recipe.parsed.apply(settings, recipe.source)
         settings.recipe_env.update(recipe.env)
+        for name, value in recipe.env.items():
+            if os.environ.get(name, value) != value:
+                settings.note(f"{name}={value} of {preset} has no effect: it is {os.environ[name]} in the environment.")
         violations += recipe.violations
         unread = None if recipe.violations and not recipe.parsed.given else {*line.unread, *recipe.parsed.unread}
     line.apply(settings, "command line")

@@ -35,7 +35,7 @@ command=("$python" "$ROOT/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-no
     --no-python bash "$ROOT/scripts/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}")
 
 printf 'environment:'
-printf ' %q' "${EXPORTS[@]}"
+[ "${#EXPORTS[@]}" = 0 ] || printf ' %q' "${EXPORTS[@]}"
 printf '\ncommand:'
 printf ' %q' "${command[@]}"
 printf '\n'
@@ -43,7 +43,7 @@ check_flags $((nodes * gpus))
 [ "${DRY_RUN:-0}" != 1 ] || exit 0
 
 mkdir -p "$logs"
-export "${EXPORTS[@]}"
+[ "${#EXPORTS[@]}" = 0 ] || export "${EXPORTS[@]}" # without names it would print all
 # shellcheck disable=SC2016 # torchrun's variable
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
 print_environment >"$logs/environment.txt"

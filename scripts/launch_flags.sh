@@ -412,6 +412,29 @@ find_recipe() {
     [ -f "$RECIPE" ] || fail "the recipe $RECIPE: there is no such file"
     case $RECIPE in /*) ;; *) RECIPE=$PWD/$RECIPE ;; esac
     RECIPE_FILE=$RECIPE
+    # the file decides: of the zoo's defaults it gets those that it asks for by ${NAME}
+    local name asked
+    asked=" $(recipe_variables | tr '\n' ' ')"
+    [[ $asked != *" LAYERS_PER_VP "* ]] || asked+="PP VPP PP_FIRST PP_LAST "
+    for name in TP PP EP CP VPP PP_FIRST PP_LAST MBS GBS SEQ_LEN MOE_TOKEN_DISPATCHER MOE_GROUPED_GEMM; do
+        [[ $asked == *" $name "* ]] || drop_defaults "$name"
+    done
+}
+
+# Print the names of the variables in the recipe file.
+recipe_variables() {
+    # shellcheck disable=SC2016 # the file's text, in which nothing is expanded here
+    grep -v '^ *#' "$RECIPE" | { grep -oE '\$\{?[A-Za-z_][A-Za-z0-9_]*' || true; } | tr -d '${' | sort -u
+}
+
+# Print the names of the environment variables that the recipe file sets; nothing for a preset.
+recipe_environment() {
+    case $RECIPE in */*) ;; *) return 0 ;; esac
+    awk '
+        /^[^ #]/ { inside = /^["\047]?ENV_VARS["\047]? *:/; next }
+        inside && match($0, /^ +["\047]?[A-Za-z_][A-Za-z0-9_]*["\047]? *:/) {
+            key = substr($0, 1, RLENGTH - 1); gsub(/[ "\047]/, "", key); print key
+        }' "$RECIPE"
 }
 
 # Export the launcher's variables that a recipe file uses, and set RECIPE_FLAGS to the flags that it then sets.
@@ -420,14 +443,13 @@ export_recipe_variables() {
     local name flag value
     local -A known=([WORKSPACE]=1 [WANDB_PROJECT]=1)
     for name in $VARIABLES; do known[$name]=1; done
-    # shellcheck disable=SC2016 # the file's text, in which nothing is expanded here
     while read -r name; do
         [ "$name" != LAYERS_PER_VP ] || [ -n "${LAYERS_PER_VP:-}" ] || LAYERS_PER_VP=$(layers_per_chunk) || exit 2
         [ "$name" != WORKSPACE ] || WORKSPACE=${WORKSPACE:-$PWD}
         [ -n "${known[$name]:-}" ] || continue
         export "$name=${!name:-}"
         EXPORTS+=("$name=${!name:-}")
-    done < <(grep -v '^ *#' "$RECIPE" | grep -oE '\$\{?[A-Za-z_][A-Za-z0-9_]*' | tr -d '${' | sort -u)
+    done < <(recipe_variables)
     # shellcheck disable=SC2016
     while IFS=: read -r flag value; do
         value=${value%%#*} value=${value//[[:space:]]/}
@@ -474,18 +496,24 @@ flags_of_run() {
     dispatcher_flags "$@"
     expert_flags
     [ "${OPTIMIZER_OFFLOAD:-0}" != 1 ] || FLAGS+=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)
+    local name pair set_by_file defaults=()
     if [ "${A2A_OVERLAP:-0}" = 1 ]; then
         FLAGS+=(--overlap-moe-expert-parallel-comm --delay-wgrad-compute)
         EXPORTS+=(CUDA_DEVICE_MAX_CONNECTIONS=32 NVTE_FWD_LAYERNORM_SM_MARGIN=24 NVTE_BWD_LAYERNORM_SM_MARGIN=24)
     else
-        EXPORTS+=(CUDA_DEVICE_MAX_CONNECTIONS=1)
+        defaults+=(CUDA_DEVICE_MAX_CONNECTIONS=1)
     fi
     # captured graphs and expandable segments work together without NCCL's registration of the graph's buffers
-    EXPORTS+=(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 NCCL_GRAPH_REGISTER=0)
+    defaults+=(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 NCCL_GRAPH_REGISTER=0)
+    set_by_file=" $(recipe_environment | tr '\n' ' ')"
+    for pair in "${defaults[@]}"; do
+        name=${pair%%=*}
+        [[ -z ${!name:-} && $set_by_file == *" $name "* ]] || EXPORTS+=("$pair")
+    done
     [ -z "${NVLINK_DOMAIN_SIZE:-}" ] || EXPORTS+=("NVLINK_DOMAIN_SIZE=$NVLINK_DOMAIN_SIZE")
     output_flags "$@"
     wandb_flags
-    local pair own=(${ENVIRONMENT[@]+"${ENVIRONMENT[@]}"})
+    local own=(${ENVIRONMENT[@]+"${ENVIRONMENT[@]}"})
     [ "${#own[@]}" != 1 ] || read -ra own <<<"${own[0]//$'\n'/ }"
     for pair in ${own[@]+"${own[@]}"}; do
         case $pair in [A-Za-z_]*=*) EXPORTS+=("$pair") ;; *) fail "ENVIRONMENT: $pair is not NAME=VALUE" ;; esac

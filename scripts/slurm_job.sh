@@ -93,7 +93,7 @@ if [ -n "$MODULES" ]; then
     module load $MODULES
 fi
 [ -z "$SETUP" ] || eval "$SETUP"
-export "${EXPORTS[@]}"
+[ "${#EXPORTS[@]}" = 0 ] || export "${EXPORTS[@]}" # without names it would print all
 export RANKS_PER_NODE=${RANKS_PER_NODE:?}
 print_environment >"$logs/environment.txt"
 

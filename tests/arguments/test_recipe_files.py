@@ -325,6 +325,15 @@ def test_modules_on_the_command_line_replace_the_recipes_in_either_spelling(reci
     assert not any("old form" in violation.message for violation in violations)
 
 
+def test_an_exported_variable_that_wins_over_the_recipe_is_noted(recipe, monkeypatch):
+    path = recipe()
+    for value, is_noted in (("32", True), ("1", False)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+        notes = resolve_command_line(["--preset", path], 1)[0].notes
+        wanted = f"CUDA_DEVICE_MAX_CONNECTIONS=1 of {path} has no effect: it is 32 in the environment."
+        assert (wanted in notes) == is_noted and any("CONNECTIONS" in note for note in notes) == is_noted
+
+
 def test_fp4_on_the_command_line_drops_what_belongs_to_the_recipes_fp8(recipe):
     path = recipe(
         FILE + "  fp8_format: e4m3\n  fp8_recipe: mxfp8\n  fp8_param_gather: true\n  cross_entropy_loss_fusion: true\n"

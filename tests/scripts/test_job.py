@@ -114,6 +114,7 @@ def test_failed_submission_leaves_no_files(tmp_path):
             "dirname",
             "basename",
             "sed",
+            "awk",
             "mkdir",
             "mktemp",
             "rm",

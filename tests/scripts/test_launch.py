@@ -536,6 +536,33 @@ def test_recipe_in_the_format_of_megatron_is_read(tmp_path):
     assert "MOE_GROUPED_GEMM=false has no effect" in done.stdout
 
 
+OWN_FILE = """
+ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: '32'
+  PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True,graph_capture_record_stream_reuse:True
+ARGS:
+  num_layers: 61
+  pipeline_model_parallel_size: 4
+  micro_batch_size: 2
+  moe_flex_dispatcher_backend: hybridep
+"""
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "sbatch_train.sh"])
+def test_a_recipe_file_wins_over_the_defaults_of_zoo_and_launcher(tmp_path, script):
+    (tmp_path / "own.yaml").write_text(OWN_FILE)
+    names = ("--pipeline-model-parallel-size", "--micro-batch-size", "--moe-flex-dispatcher-backend", "--decoder-first")
+    for variables in ({"MODEL": "DeepSeek-V3", "TRAINING_PARAMS_PATH": "own.yaml"}, {"MODEL": "./own.yaml"}):
+        text = dry_run(script, tmp_path, VALIDATE="0", NNODES="64", GB200_CLUSTER="1", **variables).stdout
+        assert not any(name in text for name in names), text
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in text and "PYTORCH_CUDA_ALLOC_CONF" not in text
+        assert "NCCL_GRAPH_REGISTER=0" in text  # not in the file
+        asked = dry_run(
+            script, tmp_path, VALIDATE="0", NNODES="64", PP="8", CUDA_DEVICE_MAX_CONNECTIONS="8", **variables
+        )
+        assert "--pipeline-model-parallel-size 8" in asked.stdout and "CUDA_DEVICE_MAX_CONNECTIONS=8" in asked.stdout
+
+
 def test_other_model_zoo_variables_have_their_effect(tmp_path):
     def dry_run_flags(script="sbatch_train.sh", **variables):
         done = dry_run(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
