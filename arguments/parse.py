@@ -98,7 +98,9 @@ def _gather(argv: list[str]) -> tuple[Settings, list[Violation], set[str] | None
     if preset is not None:
         from arguments import recipe as recipes  # (only now: a plain command line needs no YAML)
 
-        recipe = recipes.load(preset, os.environ)
+        is_run = not any(map(line.last, ("validate_only", "dry_run", "fake_process_group")))
+        recipe = recipes.load(preset, os.environ, is_run)
+        settings.notes += recipe.notes
         recipe.parsed.apply(settings, recipe.source)
         settings.recipe_env.update(recipe.env)
         for name, value in recipe.env.items():

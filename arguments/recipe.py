@@ -7,7 +7,8 @@
 
 Megatron-LM's recipes (dev branch, examples/moe_recipes) call the table ARGS and omit dashes: num_layers: 61. Both
 tables accept both; a file has one. Other tables are ignored. ${VAR} and ${VAR:-default} are replaced from the
-environment. The command line takes precedence (rules/precedence.py).
+environment. A run needs all of them; --validate-only and --dry-run keep those that are not set in paths and names.
+The command line takes precedence (rules/precedence.py).
 """
 
 import re
@@ -47,10 +48,17 @@ class Recipe:
     parsed: ParsedTokens = field(default_factory=ParsedTokens)
     env: dict[str, str] = field(default_factory=dict)
     violations: list[Violation] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
-def load(name: str, environ: Mapping[str, str]) -> Recipe:
-    """Load a preset by name, or a recipe by file name (something with a slash, or that ends in .yaml or .yml)."""
+def load(name: str, environ: Mapping[str, str], is_run: bool = True) -> Recipe:
+    """Load a preset by name, or a recipe by file name (something with a slash, or that ends in .yaml or .yml).
+
+    Args:
+        name: the preset or file.
+        environ: values of its variables.
+        is_run: whether a run follows, which needs all variables. Otherwise unset variables in texts are noted.
+    """
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or "/" in name:
         recipe = Recipe(name, "recipe")
@@ -63,11 +71,11 @@ def load(name: str, environ: Mapping[str, str]) -> Recipe:
         except LookupError as error:
             recipe.violations.append(Violation(("--preset",), f"--preset {name}: {error.args[0]}", "recipe"))
             return recipe
-    _read_file(recipe, path, environ)
+    _read_file(recipe, path, environ, is_run)
     return recipe
 
 
-def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
+def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str], is_run: bool) -> None:
     def refuse(message: str) -> None:
         recipe.violations.append(Violation(("--preset",), f"--preset {recipe.name}: {message}", "recipe"))
 
@@ -110,9 +118,9 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
     for name, spelled in (("ENV_VARS", str), (found[0], _flag)):
         if tables.get(name) is not None and (twice := _twice((key for key, _ in tables[name].value), spelled)):
             return refuse(f"{name}: {twice}; keep one of them")
-    substitute = _Substitution(path, environ)
+    substitute = _Substitution(path, environ, is_run)
     for key, value in tables["ENV_VARS"].value if tables.get("ENV_VARS") is not None else ():
-        recipe.env[key.value] = " ".join(substitute(value))
+        recipe.env[key.value] = " ".join(substitute(value, is_text=True))
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key.value) or "\0" in recipe.env[key.value]:
             return refuse(f"ENV_VARS: {key.value!r} is no environment variable, or its value no text")
     tokens: list[str] = []
@@ -122,8 +130,12 @@ def _read_file(recipe: Recipe, path: Path, environ: Mapping[str, str]) -> None:
                 f"{found[0]}: {key.value}, line {key.start_mark.line + 1}: this flag acts on the command line only; "
                 "remove it from the file"
             )
-        tokens += _tokens(_flag(key.value), substitute(value), not isinstance(value, yaml.ScalarNode))
+        is_text = option is not None and option.type_name == "str" and option.choices is None
+        tokens += _tokens(_flag(key.value), substitute(value, is_text), not isinstance(value, yaml.ScalarNode))
     recipe.violations += substitute.violations
+    if substitute.unset:
+        names = ", ".join(f"{name} (line {line})" for name, line in substitute.unset.items())
+        recipe.notes.append(f"{path}: not set, and needed by a run: {names}.")
     recipe.parsed = parse_tokens(tokens, str(path) if recipe.source == "recipe" else path.name)
     recipe.violations += recipe.parsed.violations
 
@@ -186,21 +198,28 @@ def _tokens(flag: str, values: list[str], is_list: bool) -> Iterator[str]:
 
 
 class _Substitution:
-    """Replace variables in YAML values; collects one violation for each variable that is not set."""
+    """Replace variables in YAML values.
 
-    def __init__(self, path: Path, environ: Mapping[str, str]):
+    Attributes:
+        violations: one for each variable that is not set.
+        unset: line by name of the variables that are not set and stay in a text, if no run follows.
+    """
+
+    def __init__(self, path: Path, environ: Mapping[str, str], is_run: bool):
         self.path = path
         self.environ = environ
+        self.is_run = is_run
         self.violations: list[Violation] = []
+        self.unset: dict[str, int] = {}
 
-    def __call__(self, node) -> list[str]:
-        """The texts of a scalar (one), or of a list."""
+    def __call__(self, node, is_text: bool) -> list[str]:
+        """Return the texts of a scalar (one), or of a list; `is_text`: any text is a value of the flag."""
         if isinstance(node.value, str):
             line = node.start_mark.line + 1
-            return [_VARIABLE.sub(lambda match: self.value(match, line), node.value)]
-        return [text for item in node.value for text in (self(item) if not isinstance(item, tuple) else ())]
+            return [_VARIABLE.sub(lambda match: self.value(match, line, is_text), node.value)]
+        return [text for item in node.value for text in (self(item, is_text) if not isinstance(item, tuple) else ())]
 
-    def value(self, match: re.Match, line: int) -> str:
+    def value(self, match: re.Match, line: int, is_text: bool) -> str:
         name, fallback = match.group(1) or match.group(3), match.group(2)
         if fallback is not None:
             return self.environ.get(name) or fallback
@@ -209,6 +228,9 @@ class _Substitution:
         ):  # elsewhere than in a job of SLURM: torchrun's number of this node; where flags are only judged, the first
             return self.environ.get(name) or self.environ.get("GROUP_RANK") or "0"
         if name not in self.environ:
+            if is_text and not self.is_run:
+                self.unset.setdefault(name, line)
+                return match.group(0)
             text = f"{self.path}, line {line}: the variable {name} is not set; export it or write ${{{name}:-default}}"
             self.violations.append(Violation(("--preset",), text, "recipe"))
         return self.environ.get(name, "")

@@ -272,3 +272,23 @@ def as_file(preset_text: str, settings: str) -> str:
             "ARGS": table | {"mock_data": True},
         }
     )
+
+
+COMMIT = "d48bd6be0a85cc0d6d3cc71e8750cf357cc6bdb1"
+DATE = "2026-08-21"
+FILES = tuple(
+    """
+    deepseek_v3/b200/mxfp8_256GPU_TP1PP8EP32 deepseek_v3/gb200/mxfp8_256GPU_TP1PP4EP64
+    deepseek_v3/gb300/mxfp8_256GPU_TP1PP4EP64 deepseek_v3/h100/bf16_1024GPU_TP1PP16EP64
+    deepseek_v3/h100/fp8_1024GPU_TP2PP8EP64 deepseek_v4_flash/gb200/mxfp8_SL4K_128GPU_TP1PP1EP64
+    deepseek_v4_pro/gb300/mxfp8_SL4K_256GPU_TP1PP4EP64 qwen3_235b/b200/mxfp8_128GPU_TP2PP4EP16
+    qwen3_235b/b300/mxfp8_128GPU_TP2PP1EP16_partial_cg
+    qwen3_235b/gb200/mxfp8_128GPU_TP1PP1EP64_paged_stash_fullcg_overlap
+    qwen3_235b/gb200/mxfp8_128GPU_TP1PP1EP64_partial_cg_overlap
+    qwen3_235b/gb300/mxfp8_128GPU_TP1PP1EP64_paged_stash_full_cg qwen3_235b/h100/bf16_256GPU_TP2PP8EP32
+    qwen3_30b/gb200/bf16_16GPU_TP1PP1EP16 qwen3_30b/gb200/mxfp8_16GPU_TP1PP1EP16_paged_stash
+    qwen3_30b/gb200/mxfp8_16GPU_TP1PP1EP16_partial_cg qwen3_30b/h100/bf16_32GPU_TP1PP1EP8
+    qwen3_30b/h100/fp8_32GPU_TP1PP1EP8
+    """.split()
+)
+"""The file of each of RECIPES in examples/moe_recipes, without .yaml."""

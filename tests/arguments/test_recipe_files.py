@@ -100,6 +100,26 @@ def test_an_unset_variable_is_named_with_file_and_line(recipe, monkeypatch):
     assert "SEQ is not set" in found[0].message and f"{path}, line 11" in found[0].message
 
 
+@pytest.mark.parametrize("mode", ["--validate-only", "--dry-run"])
+def test_unset_variables_in_paths_are_noted_where_no_run_follows(recipe, monkeypatch, mode):
+    for name in ("LOAD_PATH", "OUTPUT_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    file = FILE.replace("CACHE_ROOT:-/tmp", "OUTPUT_PATH") + "  --load: ${LOAD_PATH}\n  --save: $OUTPUT_PATH/a\n"
+    path = recipe(f"{file}  --save-interval: 5\n  --dist-ckpt-strictness: log_all\n")
+    settings, violations = resolve_command_line(["--preset", path, mode], 1)
+    assert violations == [] and settings.load == "${LOAD_PATH}" and settings.save == "$OUTPUT_PATH/a"
+    assert (
+        settings.notes.count(f"{path}: not set, and needed by a run: OUTPUT_PATH (line 4), LOAD_PATH (line 29).") == 1
+    )
+    assert not any("without --load" in line for line in settings.lines())
+    # a run needs them, and a number is needed in any case
+    _, violations = resolve_command_line(["--preset", path], 1)
+    assert ["LOAD_PATH is not set" in each.message for each in violations] == [False, True, False], violations
+    monkeypatch.delenv("SEQ")
+    _, violations = resolve_command_line(["--preset", path, mode], 1)
+    assert [each.kind for each in violations if "SEQ is not set" in each.message] == ["recipe"]
+
+
 def test_errors_in_a_recipe_name_the_file(recipe):
     path = recipe(FILE.replace("--hidden-size: 64", "--hidden-size: wide").replace("--swiglu:", "--swigglu:"))
     with pytest.raises(ArgumentError) as caught:

@@ -1,12 +1,21 @@
 """The table of recipes in the manual, and small forms for the emulated device."""
 
 from arguments import parse_args
+from tests.arguments.moe_recipes import FILES, RECIPES
 from tests.verification import prove_recipes
 
 
 def test_page_matches_the_program():
     """`python tests/verification/prove_recipes.py --write` renews it."""
     assert prove_recipes.PAGE.read_text() == "\n".join(prove_recipes.page_lines()) + "\n"
+
+
+def test_links_of_the_page_lead_to_the_files_of_the_recipes():
+    for recipe, file in zip(prove_recipes.ALL, FILES, strict=False):
+        name = recipe.name.split()[0]
+        width = recipe.name.split()[1].strip(",").lower()
+        assert file.startswith(f"{name}/{width}_") and f"_{recipe.ranks}GPU_" in file, (recipe.name, file)
+    assert len(FILES) == len(RECIPES)
 
 
 def test_every_valid_recipe_equals_one_process():
