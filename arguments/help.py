@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
@@ -18,6 +19,9 @@ EXAMPLES = """pretrain_moe.py: no flags were given. For example:
   python pretrain_moe.py --use-checkpoint-args --load CHECKPOINTS --skip-train               evaluate a checkpoint
 --help lists every flag, --help moe (or --help --moe-router-topk) some of them.
 """
+
+ALIASES = MappingProxyType({"echo": ("clone",), "sync-free": ("rank-capacity", "paged-stash")})
+"""Parts of flags by a name of the literature that no flag contains."""
 
 HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
        pretrain_moe.py --help [TOPIC|--flag]    TOPIC: a section (moe, data, ...), a heading, or part of a flag's name
@@ -124,10 +128,11 @@ def about(topic: str) -> frozenset[str]:
     else:
         headings = {dest: heading for section in sections for dest, (heading, _) in field_docs(section).items()}
         found = {dest for dest, heading in headings.items() if word.replace("_", " ") in heading.lower()}
+        name = word.replace("_", "-")
         found |= {
             option.dest
             for option in OPTIONS.values()
-            if any(word.replace("_", "-") in spelling for spelling in option.spellings)
+            if any(part in spelling for spelling in option.spellings for part in ALIASES.get(name, (name,)))
         }
     found = {dest for dest in found if not OPTIONS[dest].hidden}
     if not found:

@@ -87,6 +87,36 @@ def note_hierarchical_domain(s: Settings, f: DerivedSizes) -> None:
         )
 
 
+def note_buffers_below_even_routing(s: Settings, f: DerivedSizes) -> None:
+    if not f.experts or s.moe_expert_rank_capacity_factor is None:
+        return
+    text = "even routing does not fit, so iterations are repeated until they have grown"
+    if 0 < s.moe_expert_rank_capacity_factor < 1:
+        s.note(f"{s.shown('moe_expert_rank_capacity_factor')}: the receive buffers are too small: {text}.")
+    cuda, cpu = s.moe_paged_stash_buffer_size_factor_cuda, s.moe_paged_stash_buffer_size_factor_cpu
+    if s.moe_paged_stash and cuda > 0 and cpu >= 0 and cuda + cpu < 1:
+        s.note(f"{s.shown('moe_paged_stash_buffer_size_factor_cuda')}: with the host's, pages are too few: {text}.")
+
+
+def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
+    """Name whose experts a factor of received tokens selects; estimate/te_support.py decides."""
+    is_quantized = s.transformer_impl == "transformer_engine" and bool(s.fp8 or s.fp4)
+    has_local_experts = s.moe_paged_stash or (s.moe_clone_hot_experts and f.ep > 1) or s.use_transformer_engine_op_fuser
+    if not f.experts or s.moe_expert_rank_capacity_factor is None or not is_quantized or has_local_experts:
+        return
+    if "transformer_impl" not in s.typed:
+        s.note(
+            f"{s.shown('moe_expert_rank_capacity_factor')}: experts in fp8 and fp4 are this program's, which read "
+            "token counts on the device; with --transformer-impl transformer_engine on the command line they are "
+            "TransformerEngine's, which read them on the host."
+        )
+    elif s.cuda_graph_impl == "full_iteration":
+        s.note(
+            f"{s.shown('transformer_impl')}: TransformerEngine's experts read token counts on the host, which a graph "
+            "of the full iteration cannot contain; a run that uses them is rejected. Leave this flag to the preset."
+        )
+
+
 def resolve_deepep_num_sms(s: Settings, _f: DerivedSizes) -> None:
     if _is_deepep(s) and s.moe_flex_dispatcher_num_sms is None and all(getattr(s, dest) is None for dest in OLD_SMS):
         s.set_derived("moe_flex_dispatcher_num_sms", DEEPEP_SMS, "DeepEP's default")

@@ -43,7 +43,6 @@ def resolve_router_before_preprocess(s: Settings, _f: DerivedSizes) -> None:
 
 def resolve_rng_tracker(s: Settings, _f: DerivedSizes) -> None:
     if s.cuda_graph_impl != "none" and not s.te_rng_tracker:
-        s.note(f"{s.describe(IMPL)}: --te-rng-tracker is on, graphs need random states that can be replayed.")
         s.set_derived("te_rng_tracker", True, "CUDA graphs")
 
 

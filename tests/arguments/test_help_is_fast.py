@@ -67,6 +67,9 @@ def test_help_of_a_topic_or_a_flag(capsys):
         ("--override-opt_param-scheduler", "--override-opt_param-scheduler"),
         ("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
         ("router_topk", "--moe-router-topk N"),
+        ("ECHO", "--moe-clone-hot-experts N"),
+        ("sync-free", "--moe-expert-rank-capacity-factor X"),
+        ("sync_free", "--moe-paged-stash"),
         ("linear_and_sparse", "--linear-num-key-heads"),
     ],
 )

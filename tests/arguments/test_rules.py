@@ -283,3 +283,33 @@ def test_fim_flags_without_fim_data_are_noted_once():
     for flag, needed in (("--fim-rate", "--fim-data"), ("--fim-fragment-rate", "--fim-split-sample")):
         (line,) = (line for line in settings.lines() if flag in line)
         assert f"no effect without {needed}" in line
+
+
+BUDGET = (
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --expert-model-parallel-size 2 "
+    "--moe-expert-rank-capacity-factor"
+)
+REPEATED = "even routing does not fit, so iterations are repeated"
+TE_EXPERTS = "experts in fp8 and fp4 are this program's"
+IN_A_GRAPH = "a run that uses them is rejected"
+
+
+@pytest.mark.parametrize("added, expected", [
+    (f"{BUDGET} 0.5", {REPEATED: 1}),
+    (f"{BUDGET} 1.5", {}),
+    (f"{BUDGET} 0.5 --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.01", {REPEATED: 2}),
+    (f"{BUDGET} 1.5 --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.5 "
+     "--moe-paged-stash-buffer-size-factor-cpu 0.6", {}),
+    (f"{BUDGET} 1.5 --fp8-format e4m3", {TE_EXPERTS: 1}),
+    (f"{BUDGET} 1.5 --fp8-format e4m3 --moe-paged-stash", {}),
+    (f"{BUDGET} 1.5 --fp8-format e4m3 --transformer-impl transformer_engine", {}),
+    (f"{BUDGET} 1.5 --fp8-format e4m3 --transformer-impl transformer_engine --cuda-graph-impl full_iteration",
+     {IN_A_GRAPH: 1}),
+    (f"{BUDGET} 1.5 --fp8-format e4m3 --cuda-graph-impl full_iteration", {TE_EXPERTS: 1}),
+    (f"{BUDGET} 1.5 --fp8-format e4m3 --transformer-impl local", {}),
+])  # fmt: skip
+def test_notes_of_receive_buffers(added, expected):
+    notes = resolve_command_line(changed(added, "--moe-token-dispatcher-type"), 8)[0].notes
+    for text in (REPEATED, TE_EXPERTS, IN_A_GRAPH):
+        assert sum(text in note for note in notes) == expected.get(text, 0), (text, notes)
+    assert not any("te-rng-tracker" in note for note in notes)
