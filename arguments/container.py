@@ -109,7 +109,7 @@ class Arguments:
         return stored_weight_format(self.precision, self.parallel)
 
     @property
-    def has_fp8_params(self) -> bool:
+    def has_quantized_params(self) -> bool:
         """Whether the weights of quantized layers are stored in 8 or 4 bits."""
         return self.stored_weight_format is not None
 

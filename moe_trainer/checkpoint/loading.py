@@ -26,7 +26,7 @@ from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, 
 from moe_trainer.checkpoint.reading import fill, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme, Placement, TensorShard, make_shards, rng_key
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import ParamInfo, get_param_info, is_fp8_param, unique_params
+from moe_trainer.parallel.params import ParamInfo, get_param_info, is_quantized_param, unique_params
 from moe_trainer.parallel.shards import shards_to_load
 from moe_trainer.parallel.state import ParallelState
 
@@ -88,7 +88,7 @@ class Loader:
                     found = itertools.chain.from_iterable(make_shards(runs, *part) for part in shards_to_load(param))
                     # the values of a weight stored in fp8 are loaded with the optimizer state, sharded like it
                     self._request(
-                        (get_param_info(param).kind, "moments" if is_fp8_param(param) else "weights"),
+                        (get_param_info(param).kind, "moments" if is_quantized_param(param) else "weights"),
                         found,
                         {run.key: self._best_weight(run.key, param.dtype) for run in runs},
                     )

@@ -51,7 +51,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import (
     ParamInfo,
     get_param_info,
-    is_fp8_param,
+    is_quantized_param,
     is_unique_replica,
     replica_group,
     unique_params,
@@ -330,7 +330,7 @@ def _shard_lists(
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
                 for data, start, stop, read in shards_to_save(param):
                     # the values of a weight stored in fp8 are those of the optimizer state, and sharded like it
-                    batch = (moments if is_fp8_param(param) else weights)[info.kind]
+                    batch = (moments if is_quantized_param(param) else weights)[info.kind]
                     batch.shards += make_shards(runs[id(param)], data, start, stop, read=read)
                     if distributed and param.dtype not in with_mains:
                         batch.shards += make_shards(runs[id(param)], data, start, stop, "optimizer.state.param.", read)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.debug.module_tracer import ModuleTracer, is_floating, tap_gradients
-from moe_trainer.parallel.params import get_param_info, is_fp8_param
+from moe_trainer.parallel.params import get_param_info, is_quantized_param
 
 FORWARD, BACKWARD = 0, 1
 AFTER_LAST = 1 << 30  # after all modules of a chunk, or after all microbatches
@@ -177,7 +177,7 @@ def first_nonfinite_weight(chunk: Chunk) -> Fault | None:
     """Return the first non-finite weight of a chunk in order of use; fp8 weights are not checked."""
     for position, param in enumerate(chunk.module.parameters()):
         values = getattr(param, "_local_tensor", param.detach())  # local shard
-        name = None if is_fp8_param(param) else _nonfinite_slice(param, values)
+        name = None if is_quantized_param(param) else _nonfinite_slice(param, values)
         if name is not None:
             return Fault(0, FORWARD, chunk.number, position, f"weight {name} is {_kind(values)} before the iteration")
     return None

@@ -40,7 +40,7 @@ from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes
-from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states
+from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, stage_states
 from moe_trainer.estimate.te_support import te_quantizes
 from moe_trainer.ops.logit_chunks import logit_chunk_size
 from moe_trainer.pipeline.orders import make_orders
@@ -272,7 +272,7 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
     )
     copies -= args.stored_weight_format == "fp8"  # the weights themselves are the first
     size = ELEMENT_BYTES.get(recipe, ELEMENT_BYTES["fp8"])
-    held = fp8_params_on_rank(plain, chunks)
+    held = quantized_params_on_rank(plain, chunks)
     return max(0, copies) * size * (linears * held.dense + experts * held.expert)
 
 

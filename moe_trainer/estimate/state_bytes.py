@@ -95,7 +95,7 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     shards = instance_ranks if is_sharded else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
-        width, main_device = fp8_param_bytes(args), ELEMENT_BYTES[optimizer.main_params_dtype] if aware else 4.0
+        width, main_device = quantized_param_bytes(args), ELEMENT_BYTES[optimizer.main_params_dtype] if aware else 4.0
         main_host = main_device
     elif half and parallel.has_fp32_main_params(precision.params_dtype_name):
         # fp32 main parameters need only the bits that bf16 weights lack, except on a host that updates them
@@ -124,7 +124,9 @@ def rank_state_bytes(
         ("expert", True, False, stored[1]),
         ("dense", False, True, tables),
     )
-    parts = [(count, state_bytes(args, world_size, kind, is_fp8, table)) for kind, is_fp8, table, count in counts]
+    parts = [
+        (count, state_bytes(args, world_size, kind, is_quantized, table)) for kind, is_quantized, table, count in counts
+    ]
     names = [field.name for field in fields(StateBytes)]
     return StateBytes(*(sum(count * getattr(each, name) for count, each in parts) for name in names))
 
@@ -134,7 +136,7 @@ def has_known_state(args: Arguments) -> bool:
     return args.optimizer.optimizer in MOMENTS
 
 
-def fp8_param_bytes(args: Arguments) -> float:
+def quantized_param_bytes(args: Arguments) -> float:
     """Return the bytes of a stored weight, with its share of the block's scales but no scale per tensor."""
     stored = args.stored_weight_format
     if stored == "mxfp8":

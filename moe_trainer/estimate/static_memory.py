@@ -25,7 +25,7 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
     states = []
     for chunks in chunk_layouts(args.model, args.parallel):
         held = params.stage(chunks)
-        stored = fp8_params_on_rank(plain, chunks) if args.has_fp8_params else ParamsPerRank(0, 0)
+        stored = quantized_params_on_rank(plain, chunks) if args.has_quantized_params else ParamsPerRank(0, 0)
         if args.stored_weight_format == "mxfp8":
             linears, experts = te_quantizes(args)  # Transformer Engine's layers keep theirs in the model's format
             stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
@@ -55,7 +55,7 @@ def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
     return LayerParams(replace(args, model=model), vocab_rows)
 
 
-def fp8_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
+def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
     """Return the weights of quantized layers, which --fp8-param-gather and --fp4-param-gather store."""
     model, precision = plain.model, plain.args.precision
     first = last = 0

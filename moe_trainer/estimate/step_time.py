@@ -24,7 +24,7 @@ from moe_trainer.estimate.layer_time import LayerTime, PassTime
 from moe_trainer.estimate.memory import ChunkBytes, StageMemory, stage_orders, steady_state_microbatches
 from moe_trainer.estimate.parameters import ParamsPerRank
 from moe_trainer.estimate.state_bytes import state_bytes
-from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only
+from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, simulate_schedule, step_actions
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _data_parallel(
     narrow, width = ParamsPerRank(0, 0), GATHERED_BYTES.get(args.stored_weight_format or "", size)
     if width != size:
         chunks = chunk_layouts(args.model, parallel)[stage.stage]
-        narrow = fp8_params_on_rank(matrices_only(args, 1), chunks)  # without the vocabulary
+        narrow = quantized_params_on_rank(matrices_only(args, 1), chunks)  # without the vocabulary
     for num_params, num_narrow, stride in (
         (stage.held.dense, narrow.dense, mapping["tp"]),
         (stage.held.expert, narrow.expert, mapping["etp"] * mapping["ep"]),

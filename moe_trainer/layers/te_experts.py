@@ -74,7 +74,7 @@ class LibraryWeight:
 
         is_first: see WeightCastCache.
         """
-        stored = getattr(weight, "fp8_weight", None)
+        stored = getattr(weight, "stored_weight", None)
         if stored is None:
             return None
         if is_first is not False:

@@ -172,7 +172,7 @@ class Transformer(nn.Module):
             self.stream,
             overlap_executor,
             self.activations,
-            QuantizationConfig.from_args(args.precision, model, args.training.seed, ps, args.has_fp8_params),
+            QuantizationConfig.from_args(args.precision, model, args.training.seed, ps, args.has_quantized_params),
             self.graphs,
         )
         self.spans = args.training.recompute_spans(len(layout.layers))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arguments.parallel import ParallelArgs
-from moe_trainer.parallel.params import get_param_info, is_fp8_param, unique_params
+from moe_trainer.parallel.params import get_param_info, is_quantized_param, unique_params
 from moe_trainer.parallel.state import Group, ParallelState
 
 PARAM_ALIGN = 64  # elements; aligns every parameter to a cache line and every row of a grouped GEMM
@@ -67,7 +67,7 @@ class FlatLayout:
         group: ranks that reduce the gradients and shard the state.
         outer: ranks that hold the same elements in the other instances of the distributed optimizer; gradients are
             reduced over it second.
-        is_fp8: the model stores the parameters in 8 or 4 bits only (fp8_params.py).
+        is_quantized: the model stores the parameters in 8 or 4 bits only (quantized_params.py).
         has_whole_params: no parameter spans two ranks' parts.
     """
 
@@ -77,7 +77,7 @@ class FlatLayout:
     group: Group
     outer: Group
     buckets: tuple[Bucket, ...]
-    is_fp8: bool = False
+    is_quantized: bool = False
     has_whole_params: bool = False
 
     @property
@@ -128,15 +128,15 @@ def plan_layouts(
     kinds: dict[tuple[str, torch.dtype, torch.device, bool, bool], list[tuple[int, Parameter]]] = {}
     for position, param in enumerate(ordered):
         kinds.setdefault(
-            (get_param_info(param).kind, param.dtype, param.device, is_fp8_param(param), is_matrix(param)), []
+            (get_param_info(param).kind, param.dtype, param.device, is_quantized_param(param), is_matrix(param)), []
         ).append((position, param))
     bucket_size = _bucket_size(sum(param.numel() for param in ordered), ps.dp_cp.size, parallel)
     separate_ids = {id(param) for param in separate}
     layouts = []
-    for (kind, dtype, device, is_fp8, has_whole_params), members in kinds.items():
+    for (kind, dtype, device, is_quantized, has_whole_params), members in kinds.items():
         group, outer = groups[kind]
         # a rank's part of a bucket ends with a full byte, also with two elements in each
-        align = math.lcm(group.size * (2 if is_fp8 else 1), BUCKET_ALIGN)
+        align = math.lcm(group.size * (2 if is_quantized else 1), BUCKET_ALIGN)
         if parallel.ddp_pad_buckets_for_high_nccl_busbw:
             align = math.lcm(align, HIGH_BANDWIDTH_ALIGN)
         is_sharded = parallel.use_distributed_optimizer
@@ -145,7 +145,7 @@ def plan_layouts(
             if has_whole_params and is_sharded
             else _buckets(members, bucket_size, align, separate_ids)
         )
-        layouts.append(FlatLayout(kind, dtype, device, group, outer, buckets, is_fp8, has_whole_params))
+        layouts.append(FlatLayout(kind, dtype, device, group, outer, buckets, is_quantized, has_whole_params))
     return tuple(layouts)
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.buckets import Bucket, FlatLayout
-from moe_trainer.optim.fp8_params import Fp8Params, QuantizedParams
 from moe_trainer.optim.grad_buffer import GradBuffer
 from moe_trainer.optim.mx_params import MxParams
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard, Segment
 from moe_trainer.optim.param_groups import get_param_group
+from moe_trainer.optim.quantized_params import Fp8Params, QuantizedParams
 from moe_trainer.optim.state_plan import plan_state
 from moe_trainer.parallel.params import get_param_info, is_unique_replica
 from moe_trainer.parallel.state import ParallelState
@@ -31,7 +31,7 @@ class FlatShard(OptimizerShard):
     def __init__(self, buffer: GradBuffer, settings: OptimizerArgs, ps: ParallelState, main_format: str | None = None):
         """Flatten the parameters and allocate the state. With storage in fewer bits only the state has the values."""
         self.layout: FlatLayout = buffer.layout
-        self.has_whole_params, self.has_fp8_params = self.layout.has_whole_params, self.layout.is_fp8
+        self.has_whole_params, self.has_quantized_params = self.layout.has_whole_params, self.layout.is_quantized
         self.device = self.layout.device
         self.model: Tensor | None = self.layout.flatten_params()
         self.quantized: QuantizedParams | None = None
@@ -51,10 +51,10 @@ class FlatShard(OptimizerShard):
             for parts in self._contiguous_parts()
         ]
         plan = plan_state(settings, self.has_whole_params, main_format)
-        self.allocate_state(plan, size, torch.uint8 if self.has_fp8_params else self.layout.dtype)
+        self.allocate_state(plan, size, torch.uint8 if self.has_quantized_params else self.layout.dtype)
         self.sync_main_params(from_model=True)
-        if self.has_fp8_params:
-            is_mx = isinstance(next(iter(self.layout.slots)).param.fp8_weight, MxWeight)
+        if self.has_quantized_params:
+            is_mx = isinstance(next(iter(self.layout.slots)).param.stored_weight, MxWeight)
             self.quantized = (
                 MxParams(self, self.layout, size, buffer.flat) if is_mx else Fp8Params(self, self.layout, size)
             )

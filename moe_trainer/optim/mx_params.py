@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_trainer.optim.buckets import Bucket, FlatLayout
-from moe_trainer.optim.fp8_params import QuantizedParams
 from moe_trainer.optim.optimizer_shard import OptimizerShard
+from moe_trainer.optim.quantized_params import QuantizedParams
 
 
 class MxParams(QuantizedParams):
@@ -46,5 +46,5 @@ class MxParams(QuantizedParams):
     def _cast(self, bucket: Bucket) -> None:
         """Quantize the parameters of a bucket, and clear its part of the gradients."""
         for slot in bucket.slots:
-            slot.param.fp8_weight.cast(self.gather_buffer[slot.start : slot.stop])
+            slot.param.stored_weight.cast(self.gather_buffer[slot.start : slot.stop])
         self.gather_buffer[bucket.start : bucket.stop].zero_()

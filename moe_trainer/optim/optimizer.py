@@ -26,13 +26,13 @@ from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import GatherBuffer, ParamGather
 from moe_trainer.optim.flat_shard import FlatShard
-from moe_trainer.optim.fp8_params import QuantizedParams
 from moe_trainer.optim.fsdp_shard import FsdpGrads, FsdpShard
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.loss_scale import DynamicLossScale, build_loss_scale
 from moe_trainer.optim.mx_params import MxParams
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamState
 from moe_trainer.optim.param_groups import ParamGroup, adam_eps
+from moe_trainer.optim.quantized_params import QuantizedParams
 from moe_trainer.optim.state_plan import get_update_rule, plan_state
 from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives

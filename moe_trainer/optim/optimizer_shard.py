@@ -162,11 +162,11 @@ class OptimizerShard(ABC):
         contiguous_segments: the longest segments of equal treatment.
         blocks: the state, by device.
         update_segments: the segments that are updated at once.
-        has_fp8_params: the model stores the parameters in 8 or 4 bits only (fp8_params.py).
+        has_quantized_params: the model stores the parameters in 8 or 4 bits only (quantized_params.py).
         has_whole_params: each param shard is a full parameter and is updated as such (muon.py).
     """
 
-    has_fp8_params: bool = False
+    has_quantized_params: bool = False
     has_whole_params: bool = False
 
     device: torch.device

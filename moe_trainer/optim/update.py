@@ -106,7 +106,7 @@ class Updater:
         if self._on_host:
             for segment, grad in self.host_pipeline.gradients(self._on_host):
                 (values,) = self._update([segment], [grad], rates(segment.group), step_count, factor)
-                if not segment.shard.has_fp8_params:
+                if not segment.shard.has_quantized_params:
                     self.host_pipeline.send(segment.model, values)
             self.host_pipeline.finish()
 

@@ -101,9 +101,9 @@ def get_param_info(param: Parameter) -> ParamInfo:
     return info
 
 
-def is_fp8_param(param: Parameter) -> bool:
-    """Whether the values are in `param.fp8_weight` (quantization/fp8_weight.py); the parameter itself has none then."""
-    return getattr(param, "fp8_weight", None) is not None
+def is_quantized_param(param: Parameter) -> bool:
+    """Return whether the values are in `param.stored_weight` (quantization/fp8_weight.py), not in the parameter."""
+    return getattr(param, "stored_weight", None) is not None
 
 
 def replica_group(kind: str, ps: ParallelState) -> Group:

@@ -1,6 +1,6 @@
 """This rank's data-parallel shards of a parameter: plain, sharded by FSDP, or fp8.
 
-The values of an fp8 parameter are those of the optimizer's main parameter (optim/fp8_params.py).
+The values of an fp8 parameter are those of the optimizer's main parameter (optim/quantized_params.py).
 """
 
 import math
@@ -47,8 +47,8 @@ def shards_to_load(x: Tensor) -> list[tuple[Tensor, int, int]]:
 
 
 def _master_source(x: Tensor) -> Any:
-    fp8_weight = getattr(x, "fp8_weight", None)
-    return None if fp8_weight is None else fp8_weight.home
+    stored_weight = getattr(x, "stored_weight", None)
+    return None if stored_weight is None else stored_weight.home
 
 
 def _to_local(x: DTensor) -> Tensor:

@@ -85,7 +85,7 @@ class Fp8Weight:
     """Bytes and scales of one parameter [N, K], or of a stack of experts [e, N, K].
 
     Attributes:
-        home: the owner of the fp32 values, set by the optimizer (optim/fp8_params.py).
+        home: the owner of the fp32 values, set by the optimizer (optim/quantized_params.py).
         codes: uint8 [e, N, K].
         amax_eB: block maxima of the local shard, to be reduced over all shards before `compute_scales`.
     """

@@ -102,11 +102,11 @@ class QuantizedGemms(nn.Module):
         scaling: fp32 buffer [3, 1 + L] of delayed scaling: for x, weight and gradient the scale (0: none yet, used as
             1) and the amax history, latest first.
         amax: fp32 buffer [3], maxima of the current iteration.
-        fp8_weight: the weight, if it is stored in 8 or 4 bits.
+        stored_weight: the weight, if it is stored in 8 or 4 bits.
         evaluation: recipe of evaluation if it differs (then neither is delayed); None for high precision.
     """
 
-    fp8_weight: StoredWeight | None = None
+    stored_weight: StoredWeight | None = None
     is_quantized = True
 
     def __init__(
@@ -136,7 +136,7 @@ class QuantizedGemms(nn.Module):
 
     def expert_weight(self, weights_eNK: Tensor, expert: int) -> Tensor | StoredMatrix:
         """Return one weight of a stack, as the GEMMs take it."""
-        return weights_eNK[expert] if self.fp8_weight is None else self.fp8_weight[expert]
+        return weights_eNK[expert] if self.stored_weight is None else self.stored_weight[expert]
 
     def output(self, x_RK: Tensor, weight_NK: Tensor | StoredMatrix, dtype: torch.dtype | None = None) -> Tensor:
         """Return x @ weight^T in `dtype` or that of x. x may have any leading dimensions."""
@@ -328,8 +328,8 @@ class QuantizedGemms(nn.Module):
 
     def _weight(self, weight_NK: Tensor | StoredMatrix, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
         scaling = self.recipe.weight_t if transposed else self.recipe.weight
-        if self.fp8_weight is not None and isinstance(weight_NK, Tensor):
-            weight_NK = self.fp8_weight[0]
+        if self.stored_weight is not None and isinstance(weight_NK, Tensor):
+            weight_NK = self.stored_weight[0]
         if isinstance(weight_NK, Tensor):
             return self._quantize(weight_NK.t() if transposed else weight_NK, scaling, WEIGHT)
         if self.recipe.delayed is not None and self.training:

@@ -6,9 +6,9 @@ all-reduce. All experts of a layer share their scales. So the state is equal on 
 and a checkpoint stores it under the layer's name.
 
 --fp8-param-gather and --fp4-param-gather store the weights of quantized layers in 8 or 4 bits from the moment the
-optimizer takes them over (optim/fp8_params.py), where `Arguments.has_fp8_params` allows it: one set of bytes must serve
-both output and input gradient. MXFP8 blocks lie along the contracted dimension of each GEMM, so MXFP8 weights are
-gathered in the model's format, and stored in it or twice in MXFP8 (optim/mx_params.py).
+optimizer takes them over (optim/quantized_params.py), where `Arguments.has_quantized_params` allows it: one set of
+bytes must serve both output and input gradient. MXFP8 blocks lie along the contracted dimension of each
+GEMM, so MXFP8 weights are gathered in the model's format, and stored in it or twice in MXFP8 (optim/mx_params.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ def store_quantized_weights(chunks: Iterable[nn.Module]) -> int:
             for weight, gemms in getattr(module, "quantized_weights", tuple)():
                 if gemms.recipe.weight.fmt == E2M1 and weight.shape[-1] % 2:
                     continue  # a row would end within a byte
-                gemms.fp8_weight = weight.fp8_weight = _make_stored_weight(weight, gemms)
+                gemms.stored_weight = weight.stored_weight = _make_stored_weight(weight, gemms)
                 count += weight.numel()
     return count
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import KINDS, get_param_info, is_fp8_param, named_slices, replica_group, unique_params
+from moe_trainer.parallel.params import (
+    KINDS,
+    get_param_info,
+    is_quantized_param,
+    named_slices,
+    replica_group,
+    unique_params,
+)
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.trace import format_ranks
 
@@ -71,8 +78,8 @@ def _tensors(param: Parameter) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a parameter by name: each expert separately, and codes and scales of a quantized one."""
     info = get_param_info(param)
     parts = {"": param}
-    if is_fp8_param(param):
-        parts = param.fp8_weight.tensors()
+    if is_quantized_param(param):
+        parts = param.stored_weight.tensors()
     for suffix, x in parts.items():
         if info.row_counts and suffix:  # scales may span rows of both
             yield info.names[0] + suffix, x

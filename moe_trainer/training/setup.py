@@ -84,7 +84,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         if args.has_frozen_weights:
             if args.parallel.has_sharded_params and ps.dp_cp.size > 1:
                 apply_fsdp(args, runtime, chunks)
-            if args.has_fp8_params:
+            if args.has_quantized_params:
                 logger.info(
                     "--%s-param-gather has no effect: there are no updated weights to gather",
                     "fp4" if args.precision.fp4 else "fp8",
@@ -226,7 +226,7 @@ def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transform
         logger.info("one data-parallel rank: parameters are not sharded")
     if parallel.fsdp_strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
-    if args.has_fp8_params:
+    if args.has_quantized_params:
         count, stored = store_quantized_weights(chunks), args.stored_weight_format
         logger.info(
             "--%s-param-gather: %s parameters of this rank are stored in %s",

@@ -13,7 +13,7 @@ from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.memory import cast_bytes
-from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only
+from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank
 
 RUN = "--mock-data --micro-batch-size 1 --global-batch-size 64 --bf16"
 # name: flags. One microbatch in flight: record_step.py runs them one after the other
@@ -76,7 +76,7 @@ def test_memory_plan_of_stored_weights(flags, width):
     )
     assert found["states"] == pytest.approx(plan.weights + plan.gradients + plan.optimizer, rel=0.01)
     args = parse_args(words, WORLD)
-    matrices = fp8_params_on_rank(matrices_only(args, 32000), chunk_layouts(args.model, args.parallel)[0])
+    matrices = quantized_params_on_rank(matrices_only(args, 32000), chunk_layouts(args.model, args.parallel)[0])
     assert plan.weights == pytest.approx(2 * plan.held.total - (2 - width) * matrices.total, rel=1e-3)
 
 

@@ -7,9 +7,9 @@ from training.layouts import create_groups, make_run
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.state_bytes import rank_state_bytes, state_bytes
-from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only
+from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank
 from moe_trainer.optim.fsdp_shard import FsdpGrads
-from moe_trainer.parallel.params import get_param_info, is_fp8_param, unique_params
+from moe_trainer.parallel.params import get_param_info, is_quantized_param, unique_params
 from moe_trainer.parallel.shards import local_shards
 from moe_trainer.quantization.mx_weight import MxWeight
 
@@ -98,10 +98,10 @@ def _of_one_run(argv, rank, n):
         buffers = [state.gather_buffer.untyped_storage() for state in run.optimizer._shards]
         weights = sum(storage.nbytes() for storage in buffers if storage.data_ptr() not in in_gradients)
         for param in params:
-            if is_fp8_param(param) and isinstance(param.fp8_weight, MxWeight):
-                weights += sum(x.numel() * x.element_size() for x in param.fp8_weight.tensors().values())
-            elif is_fp8_param(param) and not param.fp8_weight.scaling.per_tensor:
-                stored = param.fp8_weight
+            if is_quantized_param(param) and isinstance(param.stored_weight, MxWeight):
+                weights += sum(x.numel() * x.element_size() for x in param.stored_weight.tensors().values())
+            elif is_quantized_param(param) and not param.stored_weight.scaling.per_tensor:
+                stored = param.stored_weight
                 scales = (stored.inverse_e, stored._scale_eB, stored.amax_eB)
                 weights += sum(x.numel() * x.element_size() for x in scales)
         gradients = sum(buffer.flat.untyped_storage().nbytes() for buffer in run.grads.buffers)
@@ -115,7 +115,7 @@ def _of_one_run(argv, rank, n):
             parts["main_params" if name == "fp32_param" else "moments"] += size
             parts["host"] += size if block.is_updated_on_host or block.placement.always_copies else 0
     stored = {
-        kind: sum(param.numel() for param in params if get_param_info(param).kind == kind and is_fp8_param(param))
+        kind: sum(param.numel() for param in params if get_param_info(param).kind == kind and is_quantized_param(param))
         for kind in ("dense", "expert")
     }
     return parts, (counted["dense"], counted["expert"]), (stored["dense"], stored["expert"])
@@ -133,8 +133,8 @@ def test_state_bytes_equal_the_tensors_of_a_run(n, monkeypatch):
         args = parse_args(argv, n)
         _, (dense, expert), stored = found[0][number]
         everything = rank_state_bytes(args, n, dense, expert, stored, tables=2 * 256 * 64)
-        if args.has_fp8_params:
-            expected = fp8_params_on_rank(matrices_only(args, 256), chunk_layouts(args.model, args.parallel)[0])
+        if args.has_quantized_params:
+            expected = quantized_params_on_rank(matrices_only(args, 256), chunk_layouts(args.model, args.parallel)[0])
             assert stored == (expected.dense, expected.expert), flags
         else:
             assert stored == (0, 0), flags

@@ -11,8 +11,8 @@ from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.parameters import ParamsPerRank
-from moe_trainer.estimate.static_memory import fp8_params_on_rank, matrices_only, stage_states, state_report
-from moe_trainer.parallel.params import get_param_info, is_fp8_param, unique_params
+from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, stage_states, state_report
+from moe_trainer.parallel.params import get_param_info, is_quantized_param, unique_params
 
 STORED = "--bf16 --use-distributed-optimizer --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -44,7 +44,7 @@ def _stored(rank, n):
                         sum(
                             param.numel()
                             for param in params
-                            if is_fp8_param(param) and get_param_info(param).kind == kind
+                            if is_quantized_param(param) and get_param_info(param).kind == kind
                         )
                         for kind in ("dense", "expert")
                     )
@@ -59,7 +59,7 @@ def test_fp8_weights_of_every_rank_equal_the_built_run():
         for (kind, flags), (stage, held) in zip(CASES, results, strict=True):
             args = parse_args([*make_argv(kind), *flags.split()], 4)
             plain = matrices_only(args, padded_vocab_size_from_flags(args))
-            assert fp8_params_on_rank(plain, chunk_layouts(args.model, args.parallel)[stage]) == held, (
+            assert quantized_params_on_rank(plain, chunk_layouts(args.model, args.parallel)[stage]) == held, (
                 kind,
                 flags,
                 stage,

@@ -87,8 +87,8 @@ def test_gemms_read_the_fp8_weight(name):
     generator = torch.Generator().manual_seed(2)
     values, x, grad = (torch.randn(shape, generator=generator) for shape in ((2, 32, 48), (5, 48), (5, 32)))
     plain, kept = QuantizedGemms(recipe, "a"), QuantizedGemms(recipe, "a")
-    kept.fp8_weight = stored(values, recipe, (8, 1000), kept.weight_scale())
-    placeholder_param = kept.fp8_weight.placeholder_param(torch.bfloat16)
+    kept.stored_weight = stored(values, recipe, (8, 1000), kept.weight_scale())
+    placeholder_param = kept.stored_weight.placeholder_param(torch.bfloat16)
     assert (
         placeholder_param.shape == values.shape
         and placeholder_param.isnan().all()
@@ -116,7 +116,7 @@ def test_mxfp8_weight_equals_a_quantized_weight_in_both_directions(shape, dtype,
     weight = MxWeight(values.shape, recipe.weight, values.device, quantize)
     weight.cast(values.view(-1))
     plain, kept = QuantizedGemms(recipe, "a"), QuantizedGemms(recipe, "a")
-    kept.fp8_weight = weight
+    kept.stored_weight = weight
     for index, matrix in enumerate(values if values.dim() == 3 else values[None]):
         for method, width in (("output", shape[-1]), ("input_grad", shape[-2])):
             rows = torch.randn(5, width, generator=generator).to(dtype)
@@ -131,8 +131,8 @@ def test_weight_without_a_part_index():
     recipe = make_recipe("blockwise")
     values, x = torch.randn(32, 48), torch.randn(5, 48)
     plain, kept = QuantizedGemms(recipe, "a"), QuantizedGemms(recipe, "a")
-    kept.fp8_weight = stored(values, recipe, ())
-    assert torch.equal(kept.output(x, kept.fp8_weight.placeholder_param(torch.float32)), plain.output(x, values))
+    kept.stored_weight = stored(values, recipe, ())
+    assert torch.equal(kept.output(x, kept.stored_weight.placeholder_param(torch.float32)), plain.output(x, values))
 
 
 def test_which_recipes_can_store_fp8_weights():

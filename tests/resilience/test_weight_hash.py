@@ -12,7 +12,7 @@ from training.tiny import MOCK, TINY
 
 from arguments import parse_args
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.parallel.params import ParamInfo, get_param_info, is_fp8_param
+from moe_trainer.parallel.params import ParamInfo, get_param_info, is_quantized_param
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.resilience.weight_hash import WeightsDifferError, check_replica_weights, weight_hash
 from moe_trainer.training import loop
@@ -128,7 +128,7 @@ def flip_a_bit(monkeypatch, victim, iteration, name):
             param = next(
                 param for chunk in run.chunks for param in chunk.parameters() if name in get_param_info(param).names[0]
             )
-            flat = (param.fp8_weight.codes if is_fp8_param(param) else param.detach()).view(-1)
+            flat = (param.stored_weight.codes if is_quantized_param(param) else param.detach()).view(-1)
             flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[flat.element_size()])[-1] ^= 1
         return result
 

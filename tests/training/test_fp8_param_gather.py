@@ -13,10 +13,10 @@ from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import load
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.model.weights import export_named_weights
-from moe_trainer.optim.fp8_params import Fp8Params
 from moe_trainer.optim.loss_scale import DynamicLossScale
+from moe_trainer.optim.quantized_params import Fp8Params
 from moe_trainer.parallel import collectives
-from moe_trainer.parallel.params import is_fp8_param
+from moe_trainer.parallel.params import is_quantized_param
 from moe_trainer.quantization.config import get_recipe
 from moe_trainer.quantization.fp8_weight import can_store_once
 from moe_trainer.quantization.quantize import quantize
@@ -69,9 +69,9 @@ def _stored(run):
         pair
         for module in chunk.modules()
         for pair in getattr(module, "quantized_weights", tuple)()
-        if is_fp8_param(pair[0])
+        if is_quantized_param(pair[0])
     ]
-    assert len(found) == sum(is_fp8_param(param) for param in chunk.parameters())
+    assert len(found) == sum(is_quantized_param(param) for param in chunk.parameters())
     return found
 
 
@@ -93,7 +93,7 @@ def test_flags_determine_whether_weights_are_stored_in_fp8(flags, keeps):
     args = parse_args(argv, 1)
     recipe = get_recipe(args.precision)
     stored_twice = args.stored_weight_format == "mxfp8"
-    assert args.has_fp8_params == keeps and (
+    assert args.has_quantized_params == keeps and (
         can_store_once(recipe.weight, recipe.weight_t) != stored_twice or not keeps
     )
     assert bool(_stored(_run(0, 1, argv))) == keeps
@@ -142,7 +142,7 @@ def _compare_with_main_params(run):
                 quantize(x, gemms.recipe.weight, gemms.weight_scale()).dequantized()
                 for x in (matrix, matrix.bfloat16())
             )
-            found = gemms.fp8_weight[index].operand(gemms.recipe.weight, False, torch.bfloat16).dequantized()
+            found = gemms.stored_weight[index].operand(gemms.recipe.weight, False, torch.bfloat16).dequantized()
             worst, differs = (
                 max(worst, (found - expected).abs().max().item()),
                 max(differs, (rounded - expected).abs().max().item()),
@@ -205,12 +205,12 @@ def _mx_trainings(rank, n, argv):
     buffers = [
         (shard.gather_buffer.untyped_storage().data_ptr(), shard.buffer.flat.untyped_storage().data_ptr())
         for shard in kept.optimizer._shards
-        if shard.has_fp8_params
+        if shard.has_quantized_params
     ]
     assert buffers and all(gathered == gradients for gathered, gradients in buffers)
     outcomes = run_steps(kept, 0, 3), run_steps(plain, 0, 3)
     # alignment gaps, which norms read, are clean again
-    assert all(not shard.gather_buffer.any() for shard in kept.optimizer._shards if shard.has_fp8_params)
+    assert all(not shard.gather_buffer.any() for shard in kept.optimizer._shards if shard.has_quantized_params)
     return outcomes
 
 
@@ -268,13 +268,13 @@ def _skip_overflowing_step(rank, n, argv):
     run = _run(rank, n, argv)
     run_steps(run, 0, 1)
     assert isinstance(run.optimizer._scaler, DynamicLossScale)
-    before = [gemms.fp8_weight[0].values_NK.clone().view(torch.uint8) for _, gemms in _stored(run)]
+    before = [gemms.stored_weight[0].values_NK.clone().view(torch.uint8) for _, gemms in _stored(run)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.grads, "finish", lambda: [buffer.flat.fill_(torch.inf) for buffer in run.grads.buffers])
         assert not train_step(run, TrainState(iteration=1), 2).updated
     run.optimizer.wait_params()
     moved = sum(
-        not torch.equal(old, gemms.fp8_weight[0].values_NK.view(torch.uint8))
+        not torch.equal(old, gemms.stored_weight[0].values_NK.view(torch.uint8))
         for old, (_, gemms) in zip(before, _stored(run))
     )
     return _compare_with_main_params(run)[0], moved

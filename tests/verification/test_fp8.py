@@ -9,7 +9,7 @@ from verification.test_parity import MODEL
 
 from moe_trainer.moe.dispatch import local, select
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
-from moe_trainer.optim import fp8_params
+from moe_trainer.optim import quantized_params
 from moe_trainer.parallel import collectives
 from moe_trainer.quantization import iteration as quantization_iteration
 from moe_trainer.quantization.gemms import QuantizedGemms
@@ -124,7 +124,7 @@ def test_fp8_params_equal_one_process():
 
 def test_scale_of_a_local_shard_is_found(monkeypatch):
     monkeypatch.setattr(
-        fp8_params,
+        quantized_params,
         "collectives",
         SimpleNamespace(
             all_reduce=lambda x, group, op="sum": x if op == "max" else collectives.all_reduce(x, group, op)
