@@ -87,6 +87,23 @@ def test_a_run_that_stops_between_phases_equals_one_that_continues(prefixes, tmp
     assert weights and all((weights[name] == final[name]).all() for name in weights)
 
 
+def test_packed_samples_of_blended_phases_continue_exactly(tmp_path):
+    lengths = np.random.RandomState(1).randint(3, 33, 60)
+    prefixes = [write_corpus(tmp_path / name, lengths, vocab_size=120, seed=seed) for seed, name in enumerate("abc")]
+    argv = [
+        *TINY,
+        *"--tokenizer-type NullTokenizer --vocab-size 500 --train-iters 8 --use-varlen-dataset".split(),
+        *"--phase-transition-iterations 3,7 --phase-data-args-path".split(),
+        *files(tmp_path, prefixes)[0],
+    ]
+    keep = ["--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
+    whole, weights = pretrain(argv, tmp_path / "whole")
+    pretrain([*argv, *keep, "--exit-interval", "5"], tmp_path / "killed")
+    continued, final = pretrain([*argv, *keep], tmp_path / "killed")
+    assert [record["lm loss"] for record in continued] == [record["lm loss"] for record in whole]
+    assert weights and all((weights[name] == final[name]).all() for name in weights)
+
+
 def test_another_batch_size_is_an_error(prefixes, tmp_path, capfd):
     argv = [
         *TINY,
