@@ -38,6 +38,7 @@ from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
 from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
+from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes
 from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, stage_states
@@ -48,6 +49,7 @@ from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Order, step
 
 if TYPE_CHECKING:
     from arguments import Arguments
+    from arguments.moe import MoEArgs
     from arguments.training import TrainingArgs
     from moe_trainer.estimate.hardware import Hardware
 
@@ -171,6 +173,8 @@ class ChunkBytes:
         routed = self.tokens // self.tp * args.moe.moe_router_topk
         self.sent = math.ceil(routed * processed_load(args.moe))
         self.received = math.ceil(routed * self.etp * processed_load(args.moe, load))
+        factor = args.moe.moe_expert_rank_capacity_factor
+        self.buffered = max(self.received, expert_buffer_tokens(routed * self.etp, factor) if factor else 0)
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.te_experts = te_quantizes(args)[1]
         positions = self.tokens // self.tp // args.training.micro_batch_size
@@ -332,7 +336,9 @@ def plan_memory(
         ValueError: if the optimizer's state is unknown.
     """
     layouts = chunk_layouts(args.model, args.parallel)
-    even, crowded = ChunkBytes(args, vocab_rows), ChunkBytes(args, vocab_rows, load=2.0)
+    # loads that fit into buffers of fixed sizes take no more memory than an even one
+    first = max([1.0, *_buffer_factors(args.moe)])
+    even, full, crowded = (ChunkBytes(args, vocab_rows, load) for load in (1.0, first, 2 * first))
     params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
     orders = stage_orders(args, steady_state_microbatches(args, num_microbatches))
     found = []
@@ -341,14 +347,24 @@ def plan_memory(
         now = _stage(args, stage, chunks, params, state, even, orders[stage], num_microbatches)
         if args.moe.num_experts and hardware is not None:
             limit = processed_load(args.moe, math.inf)  # where tokens are dropped, no load is larger
-            more = processed_load(args.moe, 2.0) - processed_load(args.moe)
-            growth = _stage(args, stage, chunks, params, state, crowded, orders[stage], num_microbatches).total
-            growth -= now.total
-            margin = hardware.usable_bytes - now.total
-            headroom = max(0.0, 1 + margin / (growth / more)) if more and growth > 0 else math.inf
+            more = processed_load(args.moe, 2 * first) - processed_load(args.moe, first)
+            least, most = (
+                _stage(args, stage, chunks, params, state, sizes, orders[stage], num_microbatches).total
+                for sizes in (full, crowded)
+            )
+            margin = hardware.usable_bytes - least
+            headroom = max(0.0, first + margin / ((most - least) / more)) if more and most > least else math.inf
             now = replace(now, headroom=headroom if headroom < limit else None)
         found.append(now)
     return tuple(found)
+
+
+def _buffer_factors(moe: MoEArgs) -> Iterator[float]:
+    """Yield the sizes of buffers for received tokens, as multiples of an even share."""
+    if moe.moe_expert_rank_capacity_factor is not None:
+        yield moe.moe_expert_rank_capacity_factor
+        if moe.moe_paged_stash:
+            yield moe.moe_paged_stash_buffer_size_factor_cuda
 
 
 def _stage(
@@ -396,7 +412,7 @@ def _buffers(
     kinds |= {mtp_is_moe(sizes.pattern)} if any(chunk.mtp for chunk in chunks) else set()
     dispatch = 0.0
     if True in kinds:
-        sent, received, (reads, makes) = sizes.sent, sizes.received, moe.expert_widths(hidden)
+        sent, received, (reads, makes) = sizes.sent, sizes.buffered, moe.expert_widths(hidden)
         back = makes
         if moe.moe_token_dispatcher_type == "allgather":
             back = reads  # full rows, which the ranks reduce

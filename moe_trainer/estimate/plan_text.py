@@ -111,6 +111,9 @@ def _fit_line(plan: Plan) -> str:
     elif plan.headroom is not None:
         share = f"{plan.headroom:.2f} times an even share of tokens"
         text += f"; uneven routing fills it when a rank gets {share} in every layer"
+    factor = plan.args.moe.moe_expert_rank_capacity_factor
+    if factor is not None and plan.args.moe.num_experts:
+        text += f"; from {factor:g} times on iterations are repeated with larger receive buffers"
     return text
 
 

@@ -166,6 +166,17 @@ def test_overlapped_passes_each_hold_a_gathered_layer():
     assert both - plain > full_both - full
 
 
+SYNC_FREE = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor"
+
+
+@pytest.mark.parametrize("stash", ["", " --moe-paged-stash"])
+def test_receive_buffers_are_reserved_and_filled_before_memory_grows(stash):
+    line = f"{BASE} --num-layers 4 {SYNC_FREE}"
+    small, large = (memory(f"{line} {factor}{stash}", 64, "gb300")[0] for factor in (1.2, 2.0))
+    assert large.dispatch > 1.2 * small.dispatch and large.total > small.total
+    assert small.headroom > 2 and small.headroom == pytest.approx(large.headroom, rel=0.02)
+
+
 def test_expert_load_headroom_fills_the_device():
     flags = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8"
     stage = memory(flags, 64, "h100")[0]
