@@ -64,7 +64,9 @@ def check_exit_decision(rank, n):
     def ask(signalled=False, writing=False, duration=None, interval=None, started=None):
         training = SimpleNamespace(exit_duration_in_mins=duration, exit_interval=interval)
         run = SimpleNamespace(
-            args=SimpleNamespace(training=training),
+            args=SimpleNamespace(
+                training=training, data=SimpleNamespace(phase_data_args_path=None, phase_transitions=())
+            ),
             saver=SimpleNamespace(in_progress=writing is not None, writing=bool(writing)),
             runtime=SimpleNamespace(device=CPU),
             ps=ps,
