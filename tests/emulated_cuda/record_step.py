@@ -74,14 +74,18 @@ class Recording:
         self.texts: dict[str, int] = {}
         self.on, self.trace, self.number = False, None, 0
         self.bytes: dict[str, int] = {}
-        self.action, self.microbatch, self.actions = "", 0, 0
+        self.action, self.microbatch = "", 0
         self._here = threading.local()
+
+    def begin(self, action: str = "", microbatch: int = 0) -> None:
+        """Begin an action, or what follows it; no thread is in a layer then."""
+        self.action, self.microbatch, number = action, microbatch, self.trace.microbatch
+        self.trace._thread = threading.local()
+        self.trace.microbatch = number
 
     def enter(self, kind: int, text: str) -> None:
         if not self.on or text.startswith("c10d::"):
             return
-        if getattr(self._here, "action", None) != self.actions:  # the layer of the last action of this thread
-            self._here.action, self.trace.layer = self.actions, ""
         numbers = [
             self.texts.setdefault(word, len(self.texts))
             for word in (text, self._line(), self.trace.layer, self.action, self._part())
@@ -158,16 +162,12 @@ def recording_action(recording: Recording, name: str, method: Callable[..., Any]
     @functools.wraps(method)
     def run(execution, action, *args):
         before = torch.cuda.memory_allocated()
-        recording.action, recording.microbatch, recording.actions = (
-            f"{name} {action.chunk}",
-            action.microbatch + 1,
-            recording.actions + 1,
-        )
+        recording.begin(f"{name} {action.chunk}", action.microbatch + 1)
         try:
             return method(execution, action, *args)
         finally:
             recording.bytes[recording.action] = torch.cuda.memory_allocated() - before
-            recording.action, recording.microbatch, recording.actions = "", 0, recording.actions + 1
+            recording.begin()
 
     return run
 

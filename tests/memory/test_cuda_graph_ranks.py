@@ -88,7 +88,7 @@ CASES = {
     "dropless fp8 experts, paged stash": (
         "plain",
         # few tokens, each expert's padded to a multiple, which take more pages
-        f"{DROPLESS} {MXFP8} {STASH} --moe-paged-stash-buffer-size-factor-cuda 8",
+        f"{DROPLESS} {MXFP8} {STASH} --moe-paged-stash-buffer-size-factor-cuda 4",
         local("attn moe"),
     ),
     "dropless fp4 experts": ("accumulation", f"{DROPLESS} {NVFP4}", local("attn moe")),

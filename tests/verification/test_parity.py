@@ -221,8 +221,8 @@ def test_different_sequence_sharding_of_labels_is_found(monkeypatch):
 def test_wrong_expert_is_found_with_layer_and_rank(monkeypatch):
     real = layer.MoELayer.forward
 
-    def wrong(self, x_SBH, *more):
-        y_SBH = real(self, x_SBH, *more)
+    def wrong(self, x_SBH, *more, **options):
+        y_SBH = real(self, x_SBH, *more, **options)
         here = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
         return y_SBH * 1.001 if self.layer_number == 2 and here else y_SBH
 
