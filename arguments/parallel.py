@@ -101,7 +101,7 @@ class ParallelArgs:
     """Pad packed microbatches to multiples of this number of tokens per context-parallel rank, or to
     --max-seqlen-per-dp-cp-rank (max)."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = None
-    """What the padding of --pad-packed-seq-alignment is: a sequence of its own, or a part of the last one. Unset:
+    """What the padding of --pad-packed-seq-alignment is: a separate sequence, or a part of the last one. Unset:
     append_dummy_seq."""
     thd_max_packed_sequences: int | None = None
     """Largest number of sequences in a packed microbatch, with the one that append_dummy_seq adds."""

@@ -143,7 +143,7 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "fim_data"):
         if s.use_varlen_dataset and getattr(s, dest):
             yield s.violation(
-                "{} does not apply to {use_varlen_dataset:flag}: every sample is one sequence of its own.", dest
+                "{} does not apply to {use_varlen_dataset:flag}: every sample is one separate sequence.", dest
             )
 
 

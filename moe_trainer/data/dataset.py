@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class TokenDataset(Protocol):
 
     def __len__(self) -> int: ...
     def tokens(self, index: int) -> np.ndarray: ...
+    def part_lengths(self, index: int) -> list[int]: ...
+    def length(self, index: int) -> int: ...
     def locate(self, index: int, position: int) -> str: ...
     def prefetch(self, index: int) -> None: ...
 
@@ -53,8 +55,6 @@ class SampleSource(TokenDataset, Protocol):
 
     def write_cache(self) -> None: ...
     def load(self) -> None: ...
-    def part_lengths(self, index: int) -> list[int]: ...
-    def length(self, index: int) -> int: ...
 
 
 class BlendSource(SampleSource, Protocol):
@@ -64,6 +64,9 @@ class BlendSource(SampleSource, Protocol):
     def name(self) -> str: ...
     @property
     def identifiers(self) -> dict[str, Any]: ...
+
+
+Source = TypeVar("Source", bound=TokenDataset)
 
 
 @dataclass(frozen=True)
@@ -308,7 +311,36 @@ class GPTDataset(CachedIndex):
         return self.name
 
 
-class BlendedDataset(CachedIndex):
+class CombinedDataset(ABC, Generic[Source]):
+    """Samples of several datasets; a subclass finds the dataset of a sample."""
+
+    @abstractmethod
+    def _find(self, index: int) -> tuple[Source, int]:
+        """Return the dataset of a sample and the sample's number inside it."""
+
+    def tokens(self, index: int) -> np.ndarray:
+        dataset, inside = self._find(index)
+        return dataset.tokens(inside)
+
+    def prefetch(self, index: int) -> None:
+        dataset, inside = self._find(index)
+        dataset.prefetch(inside)
+
+    def part_lengths(self, index: int) -> list[int]:
+        dataset, inside = self._find(index)
+        return dataset.part_lengths(inside)
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens that the model reads of a sample."""
+        dataset, inside = self._find(index)
+        return dataset.length(inside)
+
+    def locate(self, index: int, position: int) -> str:
+        dataset, inside = self._find(index)
+        return dataset.locate(inside, position)
+
+
+class BlendedDataset(CombinedDataset[BlendSource], CachedIndex):
     """Several GPT datasets read in the order of a blend (see blend.py).
 
     Its index holds, for every sample, the dataset (int16) and the sample inside it (int64).
@@ -376,29 +408,8 @@ class BlendedDataset(CachedIndex):
         dataset, inside = self.index
         return self.datasets[dataset[index]], int(inside[index])
 
-    def tokens(self, index: int) -> np.ndarray:
-        dataset, inside = self._find(index)
-        return dataset.tokens(inside)
 
-    def prefetch(self, index: int) -> None:
-        dataset, inside = self._find(index)
-        dataset.prefetch(inside)
-
-    def part_lengths(self, index: int) -> list[int]:
-        dataset, inside = self._find(index)
-        return dataset.part_lengths(inside)
-
-    def length(self, index: int) -> int:
-        """Return the number of tokens that the model reads of a sample."""
-        dataset, inside = self._find(index)
-        return dataset.length(inside)
-
-    def locate(self, index: int, position: int) -> str:
-        dataset, inside = self._find(index)
-        return dataset.locate(inside, position)
-
-
-class PhasedDataset:
+class PhasedDataset(CombinedDataset[SampleSource]):
     """Training samples of consecutive phases: the samples of one dataset, then those of the next.
 
     A resumed run needs no dataset of a phase that is complete: `begin` is its first sample, counted over the whole run.
@@ -434,26 +445,6 @@ class PhasedDataset:
         if number < 0 or index >= self._end:
             raise IndexError(f"sample {index} lies outside the phases {self.begin} to {self._end}")
         return self.datasets[number], index - self._starts[number]
-
-    def tokens(self, index: int) -> np.ndarray:
-        dataset, inside = self._find(index)
-        return dataset.tokens(inside)
-
-    def length(self, index: int) -> int:
-        dataset, inside = self._find(index)
-        return dataset.length(inside)
-
-    def prefetch(self, index: int) -> None:
-        dataset, inside = self._find(index)
-        dataset.prefetch(inside)
-
-    def part_lengths(self, index: int) -> list[int]:
-        dataset, inside = self._find(index)
-        return dataset.part_lengths(inside)
-
-    def locate(self, index: int, position: int) -> str:
-        dataset, inside = self._find(index)
-        return dataset.locate(inside, position)
 
 
 class IndexCache:

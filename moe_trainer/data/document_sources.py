@@ -21,7 +21,7 @@ from moe_trainer.data.sources import get_stream_blends, naming_flag
 from moe_trainer.errors import UserError
 
 PART_BYTES = 16 << 20
-_COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 _JSON = (".jsonl", ".json", ".ndjson")
 
 
@@ -85,7 +85,7 @@ class FileSource:
             raise UserError(f"{part.path}: cannot be read ({error})") from None
 
     def _split(self, path: str) -> Iterator[FilePart]:
-        if path.endswith(_COMPRESSED) or path.endswith(".arrow"):
+        if path.endswith(COMPRESSED) or path.endswith(".arrow"):
             yield FilePart(path, 0, None)
         elif path.endswith(".parquet"):
             with _open(path) as file:
@@ -124,7 +124,7 @@ class FileSource:
 
 
 def _is_json(path: str) -> bool:
-    return path.endswith((*_JSON, *_COMPRESSED))
+    return path.endswith((*_JSON, *COMPRESSED))
 
 
 def _expand(pattern: str) -> list[str]:

@@ -76,7 +76,7 @@ class PackFormat:
         balances_cost: scheduler cost_balanced instead of dp_balanced.
         sequence_multiple: sequences are padded to multiples of it.
         tail_multiple: packs are padded to multiples of it.
-        extend_last: the padding of a pack belongs to its last sequence; otherwise it is a sequence of its own.
+        extend_last: the padding of a pack belongs to its last sequence; otherwise it is a separate sequence.
         max_sequences: of a pack, with that of padding; None for any number.
     """
 
@@ -173,7 +173,7 @@ def pack_by_cost(
         packs = _assign(lengths, costs, capacity, num_packs, max_sequences)
         if packs is not None:
             return packs
-    raise AssertionError("every sequence fits into a pack of its own")
+    raise AssertionError("every sequence fits into a separate pack")
 
 
 def _assign(

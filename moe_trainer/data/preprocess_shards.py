@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from arguments.data import DataArgs
-from moe_trainer.data.document_sources import FilePart
+from moe_trainer.data.document_sources import COMPRESSED, FilePart
 from moe_trainer.data.indexed import merge_token_files
 from moe_trainer.data.preprocess import (
     PreprocessOptions,
@@ -43,7 +43,7 @@ def plan_shards(paths: Sequence[str], num_shards: int) -> list[list[FilePart]]:
     shards: list[list[FilePart]] = [[] for _ in range(num_shards)]
     first = 0
     for path, size in zip(paths, sizes):
-        is_divided = is_json_file(path) and not path.endswith((".gz", ".zst"))
+        is_divided = is_json_file(path) and not path.endswith(COMPRESSED)
         for shard, low, high in zip(shards, bounds, bounds[1:]):
             begin, end = max(low - first, 0), min(high - first, size)
             if is_divided and begin < end:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_trainer.data.blend import build_blend_index, normalize
+from moe_trainer.data.dataset import CombinedDataset
 from moe_trainer.data.document_sources import DocumentSource
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.tokenizer import Tokenizer
@@ -141,6 +142,10 @@ class StreamedDataset:
         """Return how many tokens of a sample that was read lately come from each of its documents."""
         return [self._length + 1] if self._fim is not None else [length for length, _ in self._recent[index]]
 
+    def length(self, index: int) -> int:
+        """Return the number of tokens that the model reads of a sample."""
+        return self._length
+
     def locate(self, index: int, position: int) -> str:
         """Say where a token of a sample that was read lately comes from."""
         for length, name in self._recent[index] if self._fim is None else ():
@@ -220,7 +225,7 @@ class _Stream:
         return out, parts
 
 
-class StreamBlend:
+class StreamBlend(CombinedDataset[StreamedDataset]):
     """Several streamed datasets in the order of a weighted blend (blend.py)."""
 
     def __init__(self, datasets: Sequence[StreamedDataset], weights: Sequence[float], size: int):
@@ -247,21 +252,6 @@ class StreamBlend:
             raise UserError("the checkpoint was saved with another number of streamed datasets")
         for dataset, saved in zip(self.datasets, state["blend"]):
             dataset.load_state(saved)
-
-    def tokens(self, index: int) -> np.ndarray:
-        dataset, inside = self._find(index)
-        return dataset.tokens(inside)
-
-    def part_lengths(self, index: int) -> list[int]:
-        dataset, inside = self._find(index)
-        return dataset.part_lengths(inside)
-
-    def locate(self, index: int, position: int) -> str:
-        dataset, inside = self._find(index)
-        return dataset.locate(inside, position)
-
-    def prefetch(self, index: int) -> None:
-        """Streams are read in order; their source reads ahead by itself."""
 
 
 def merge_states(states: Sequence[StreamState]) -> StreamState:

@@ -30,6 +30,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
@@ -243,10 +244,6 @@ class ChunkBytes:
         """Return the device bytes of one layer."""
         return self._layer(is_moe, self.args)
 
-    def bare_layer(self, is_moe: bool) -> float:
-        """Return the device bytes of one layer without recompute."""
-        return self._layer(is_moe, replace(self.args, training=without_recompute(self.args.training)))
-
     def moved_by_layer(self, is_moe: bool) -> float:
         """Return the device bytes that one layer saves, as if it kept all itself: without recompute and pages."""
         args, moe = self.args, replace(self.args.moe, moe_paged_stash=False)
@@ -338,20 +335,21 @@ def plan_memory(
     layouts = chunk_layouts(args.model, args.parallel)
     # loads that fit into buffers of fixed sizes take no more memory than an even one
     first = max([1.0, *_buffer_factors(args.moe)])
-    even, full, crowded = (ChunkBytes(args, vocab_rows, load) for load in (1.0, first, 2 * first))
+    even, crowded = ChunkBytes(args, vocab_rows), ChunkBytes(args, vocab_rows, 2 * first)
+    full = even if first == 1.0 else ChunkBytes(args, vocab_rows, first)
     params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
     orders = stage_orders(args, steady_state_microbatches(args, num_microbatches))
     found = []
     for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
         state = replace(state, weights=state.weights + cast_bytes(args, chunks, plain, hardware))
-        now = _stage(args, stage, chunks, params, state, even, orders[stage], num_microbatches)
+        plan_stage = partial(
+            _stage, args, stage, chunks, params, state, order=orders[stage], num_microbatches=num_microbatches
+        )
+        now = plan_stage(even)
         if args.moe.num_experts and hardware is not None:
             limit = processed_load(args.moe, math.inf)  # where tokens are dropped, no load is larger
             more = processed_load(args.moe, 2 * first) - processed_load(args.moe, first)
-            least, most = (
-                _stage(args, stage, chunks, params, state, sizes, orders[stage], num_microbatches).total
-                for sizes in (full, crowded)
-            )
+            least, most = now.total if full is even else plan_stage(full).total, plan_stage(crowded).total
             margin = hardware.usable_bytes - least
             headroom = max(0.0, first + margin / ((most - least) / more)) if more and most > least else math.inf
             now = replace(now, headroom=headroom if headroom < limit else None)

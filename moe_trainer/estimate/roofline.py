@@ -12,7 +12,7 @@ and begins when the device has finished the one before and the host has launched
 after the other, those of a CUDA graph for nothing, and runs ahead of the device until it waits for it, and continues
 one latency after the device has finished what was launched. Collectives of tensor, context and expert parallelism last
 as in the plan (interconnect.py), minus what runs between their start and their end. Pipeline, gradients and parameters
-are the plan's too: it gets these passes instead of its own.
+are the plan's too, which is given these passes instead of those that it would compute.
 
 Where the emulated device or a single rank cannot follow the flags, the executed step differs from a run: see
 executed_step.py.

@@ -19,6 +19,7 @@ from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops import varlen_attention
 from moe_trainer.ops.attention import attention, should_pad_values, sliding_window_mask
 from moe_trainer.ops.block_attention import BlockMask, Documents
+from moe_trainer.ops.flash_attention import CUDA_WIDTH
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
@@ -32,7 +33,6 @@ BACKENDS = MappingProxyType(
     }
 )
 """--attention-backend -> torch's kernel."""
-FLASH_MAX_WIDTH = 256
 
 
 def backend_problem(model: ModelArgs, params_dtype: str, cuda: bool) -> str | None:
@@ -50,8 +50,8 @@ def backend_problem(model: ModelArgs, params_dtype: str, cuda: bool) -> str | No
     if params_dtype not in ("bf16", "fp16"):
         return f"its kernel takes bf16 and fp16, not {params_dtype}"
     width = model.qk_head_dim + model.qk_pos_emb_head_dim if model.multi_latent_attention else model.kv_channels
-    if backend == SDPBackend.FLASH_ATTENTION and width > FLASH_MAX_WIDTH:
-        return f"its kernel takes heads of up to {FLASH_MAX_WIDTH} channels, and these have {width}"
+    if backend == SDPBackend.FLASH_ATTENTION and width > CUDA_WIDTH:
+        return f"its kernel takes heads of up to {CUDA_WIDTH} channels, and these have {width}"
     return None
 
 

@@ -138,7 +138,7 @@ class TransformerLayer(nn.Module):
                 if not self.is_moe:
                     y_SBH = self.activations.run_in_chunks("mlp", self.mlp, normed)
                 elif self.activations.mlp_chunks > 1:  # the layer routes all tokens, then runs its experts in chunks
-                    y_SBH = self.mlp(normed, grad_scale, None, *forced)
+                    y_SBH = self.mlp(normed, grad_scale, None, *forced, valid=valid)
                 else:
                     y_SBH = self.activations.recompute_region(
                         "moe", lambda x: self.mlp(x, grad_scale, None, *forced, valid=valid), normed

@@ -24,6 +24,6 @@ def logit_chunk_size(rows: int, columns: int, width: int, *, weight_bytes: int, 
         (rows * logit_bytes + width * weight_bytes) * columns,
         (step * logit_bytes + width * (4 if weight_bytes == 4 else 4 + weight_bytes)) * columns,
     )
-    # adding up a narrower format in fp32 is a pass of its own: it has to pay
+    # adding up a narrower format in fp32 is a separate pass, which has to pay
     saves = whole > (1 if weight_bytes >= 4 else 2) * chunked
     return step if saves and step < rows else rows

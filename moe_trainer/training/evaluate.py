@@ -120,8 +120,7 @@ def evaluate(
             sums = run_microbatches(ctx, batches, microbatches, forward_only=True)
     set_training(ctx.chunks, True)
     loss_sum, tokens = reduce_loss(ctx, sums)
-    if ctx.args.moe.moe_expert_rank_capacity_factor is not None:
-        agree_on_budgets(ctx, f"evaluation at {where}")
+    agree_on_budgets(ctx, f"evaluation at {where}")
     num_bytes = None if count is None else _sum_bytes(ctx, count.total)
     result = EvaluationResult(kind, samples, loss_sum, int(tokens), num_bytes)
     if ctx.metrics is not None:

@@ -118,8 +118,9 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
     if result.updated:
         state.scheduled_samples += samples
     seq_length = ctx.args.data.seq_length
-    flops, tokens = training_flops(ctx.args, samples, seq_length, ctx.padded_vocab_size), samples * seq_length
-    if packing is not None:
+    if packing is None:
+        flops, tokens = training_flops(ctx.args, samples, seq_length, ctx.padded_vocab_size), samples * seq_length
+    else:
         flops, tokens = packing.cost, packing.tokens
     if ctx.args.has_frozen_weights:
         flops /= 3  # forward only; backward is twice as much

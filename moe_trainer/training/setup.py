@@ -390,7 +390,6 @@ def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_siz
     parallel, fmt = ctx.args.parallel, PackFormat.from_args(ctx.args)
     if fmt is None:
         return None
-    assert not isinstance(dataset, StreamedDataset | StreamBlend)  # arguments/rules/packing.py
     group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if len(ctx.chunks) > 1 else 1
     get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
     return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size)

@@ -397,6 +397,8 @@ def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) 
         where: what has been computed, for the log.
         was_repeated: it is an iteration in which tokens were lost and which was repeated.
     """
+    if ctx.args.moe.moe_expert_rank_capacity_factor is None:
+        return
     budgets, stashes, rank = get_receive_budgets(ctx.chunks), get_stashes(ctx.chunks), ctx.ps.world.rank
     grown = [(budget.factor, budget.fixed_factor, budget.name, rank) for budget in get_grown_budgets(ctx.chunks)]
     factors = {budget.name: budget.factor for budget in budgets}
