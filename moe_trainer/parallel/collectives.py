@@ -10,6 +10,7 @@ including none, but every rank must make the call. Tensors that are exchanged to
 run their backward in the same order.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -167,7 +168,29 @@ def all_to_all(group: Group, send: Sequence[int], receive: Sequence[int], *tenso
     return _AllToAll.apply(group, tuple(send), tuple(receive), *tensors)
 
 
-class AllToAllExchange:
+class Exchange(ABC):
+    """Communication between start_exchange and finish_exchange: of tensors in forward, of their gradients in backward.
+
+    Attributes:
+        is_local: nothing is sent, and the tensors are returned as they are.
+    """
+
+    is_local = False
+
+    @abstractmethod
+    def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
+        """Start to send tensors, or gradients in the opposite direction."""
+
+    @abstractmethod
+    def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
+        """Return what has been received."""
+
+    @abstractmethod
+    def placeholders(self) -> tuple[Tensor, ...]:
+        """Return tensors of the shapes that are being received in forward; they must not be read."""
+
+
+class AllToAllExchange(Exchange):
     """An asynchronous all-to-all in forward, and that of the gradients in backward.
 
     Attributes:
@@ -176,20 +199,18 @@ class AllToAllExchange:
 
     def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int]):
         self.group, self._sizes = group, (tuple(send), tuple(receive))
+        self.is_local = group.size == 1
         self.pending: PendingAllToAll | None = None
 
     def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
-        """Start to send tensors, or gradients in the opposite direction."""
         self.pending = PendingAllToAll(tensors, *(self._sizes[::-1] if is_backward else self._sizes), self.group)
 
     def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
-        """Return what has been received."""
         pending, self.pending = self.pending, None
         assert pending is not None, "all_to_all: nothing is in flight"
         return pending.wait()
 
     def placeholders(self) -> tuple[Tensor, ...]:
-        """Return tensors of the shapes that are being received in forward; they must not be read."""
         assert self.pending is not None, "all_to_all: nothing is in flight"
         return self.pending.outs
 
@@ -218,17 +239,17 @@ class _FinishExchange(torch.autograd.Function):
         return None, *grads
 
 
-def start_exchange(exchange: AllToAllExchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+def start_exchange(exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Start an exchange; return the inputs of finish_exchange, which must not be read before it. Differentiable.
 
     Computation between the two calls overlaps the exchange, and its backward overlaps that of the gradients.
     """
-    return tensors if exchange.group.size == 1 else _StartExchange.apply(exchange, *tensors)
+    return tensors if exchange.is_local else _StartExchange.apply(exchange, *tensors)
 
 
-def finish_exchange(exchange: AllToAllExchange, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def finish_exchange(exchange: Exchange, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Wait for the tensors of start_exchange and return them."""
-    return tuple(tensors) if exchange.group.size == 1 else _FinishExchange.apply(exchange, *tensors)
+    return tuple(tensors) if exchange.is_local else _FinishExchange.apply(exchange, *tensors)
 
 
 class _Mapping(torch.autograd.Function):

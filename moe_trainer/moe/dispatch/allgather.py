@@ -28,6 +28,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     expert_ranks,
     no_cache,
+    permute_received,
 )
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all, reduce_scatter_rows
@@ -128,11 +129,7 @@ class AllGatherDispatcher(TokenDispatcher):
 
     def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
         """Permute the gathered tokens, one copy for each local expert that takes them."""
-        gather: _AllGatherState = state.handle
-        x_RH, probs_R, routes = self.permutation.permute(
-            state.x_RH, state.probs_R, gather.routing, num_rows=sum(state.tokens_per_expert_e)
-        )
-        return DispatchState(x_RH, probs_R, state.tokens_per_expert_e, replace(gather, routes=routes))
+        return permute_received(self.permutation, state, state.handle.routing)
 
     def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum the local experts' results of every token of the group, in the dtype of the sum over ranks."""

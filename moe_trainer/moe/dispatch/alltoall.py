@@ -294,9 +294,6 @@ class AllToAllDispatcher(TokenDispatcher):
         )
         return y_RH, work
 
-    def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        return finish_exchange(handle, (y_RH,))[0]
-
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         plan: _AllToAllState = state.handle
         return self.permutation.unpermute(y_RH, plan.routes) if plan.slots is None else sum_slots(y_RH, plan.slots)

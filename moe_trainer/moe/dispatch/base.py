@@ -13,12 +13,14 @@ Shape letters: T local tokens, E experts, e local experts, R routed tokens recei
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe_trainer.ops.permute import Permutation
+from moe_trainer.parallel.collectives import Exchange, finish_exchange
 from moe_trainer.parallel.state import ParallelState
 
 T = TypeVar("T")
@@ -123,6 +125,22 @@ class DispatchState:
     fixed_size: int = 0
 
 
+def permute_received(permutation: Permutation, state: DispatchState, routing_Ne: Tensor) -> DispatchState:
+    """Copy every received token for each of its local experts.
+
+    Args:
+        permutation: the local permutation.
+        state: x_RH and probs_R are [N, H] and [N, e] of the tokens that this rank received, N, each once.
+        routing_Ne: which local experts take them.
+
+    Returns:
+        The sorted tokens; the permutation is `routes` of the handle.
+    """
+    counts_e = state.tokens_per_expert_e
+    x_RH, probs_R, routes = permutation.permute(state.x_RH, state.probs_R, routing_Ne, num_rows=sum(counts_e))
+    return DispatchState(x_RH, probs_R, counts_e, replace(state.handle, routes=routes))
+
+
 class TokenDispatcher(ABC):
     """Base of all dispatchers; holds constants only."""
 
@@ -166,17 +184,17 @@ class TokenDispatcher(ABC):
         """Send results back to the ranks of their tokens; does nothing on one rank."""
         return self.finish_token_combine(*self.start_token_combine(y_RH, state), state)
 
-    def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
+    def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Exchange | None]:
         """Start to send results back. Return the inputs of finish_token_combine; they must not be read before it."""
         return y_RH, None
 
-    def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        """Wait for the results. Backends without asynchronous communication communicate here."""
-        return y_RH
+    def finish_token_combine(self, y_RH: Tensor, handle: Exchange | None, state: DispatchState) -> Tensor:
+        """Wait for the results in flight. Backends without asynchronous communication communicate here."""
+        return y_RH if handle is None else finish_exchange(handle, (y_RH,))[0]
 
-    @abstractmethod
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
-        """Sum the results of each token and restore token order."""
+        """Sum the results of each token and restore token order, unless the exchange has done so."""
+        return y_RH
 
     def close(self) -> None:
         """Release what a library holds; called before the process groups are destroyed."""

@@ -19,6 +19,7 @@ K choices per token, N tokens received (each once), R routed tokens (token, loca
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from moe_trainer.moe.dispatch.base import (
     EtpExpansion,
     TokenDispatcher,
     no_cache,
+    permute_received,
 )
 from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
@@ -42,7 +44,7 @@ from moe_trainer.moe.dispatch.mxfp8_transport import (
     placeholder,
 )
 from moe_trainer.ops.permute import Permutation, dense_to_topk, topk_to_dense
-from moe_trainer.parallel.collectives import all_reduce
+from moe_trainer.parallel.collectives import Exchange, all_reduce, finish_exchange, start_exchange
 from moe_trainer.parallel.state import Group, ParallelState
 
 INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
@@ -152,102 +154,87 @@ class BufferV2:
         )
 
 
-class _DispatchHandle:
-    """State of one dispatch: the library's handle, what arrived besides the tokens, and the event in flight."""
+class _TokenExchange(Exchange):
+    """A call of the library in flight. Tokens are received first; some are sent in MXFP8."""
 
-    def __init__(self, buffer: BufferV1 | BufferV2, num_experts: int, mxfp8: Mxfp8Transport):
-        self.buffer, self.num_experts, self.mxfp8 = buffer, num_experts, mxfp8
-        self.library_handle: Any = None
+    def __init__(self, buffer: BufferV1 | BufferV2, mxfp8: Mxfp8Transport):
+        self.buffer, self.mxfp8 = buffer, mxfp8
+        self._received: Sequence[Any] = ()
+        self._event: Any = None
+        self._dtype = torch.bfloat16
+
+    def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
+        self._event.current_stream_wait()
+        (tokens, *others), self._received, self._event = self._received, (), None
+        return self.mxfp8.from_payload(tokens, self._dtype), *others
+
+    def placeholders(self) -> tuple[Tensor, ...]:
+        tokens, *others = self._received
+        return placeholder(tokens, self._dtype), *others
+
+
+class _DispatchExchange(_TokenExchange):
+    """Dispatch of tokens and weights; backward combines their gradients.
+
+    Attributes:
+        handle: of the library; set by the dispatch, as the others.
+        idx_NK: local experts of the received tokens.
+        counts_e: routed tokens of each local expert.
+    """
+
+    def __init__(
+        self, buffer: BufferV1 | BufferV2, mxfp8: Mxfp8Transport, num_experts: int, idx_TK: Tensor, cache_fn: CacheFn
+    ):
+        super().__init__(buffer, mxfp8)
+        self._num_experts, self._idx_TK, self._cache_fn = num_experts, idx_TK, cache_fn
+        self.handle: Any = None
         self.idx_NK: Tensor | None = None
         self.counts_e: list[int] = []
-        self.event: Any = None
-        self.received: Payload | None = None
-        self.gradients: tuple[Any, ...] = ()
 
-    def wait(self) -> None:
-        self.event.current_stream_wait()
-        self.event = None
-
-
-class _StartDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, handle, cache_fn, x_TH, weights_TK, idx_TK):
-        ctx.handle, outputs, sent = handle, [], handle.mxfp8.to_payload(x_TH, handle.mxfp8.dispatch)
+    def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
+        x_TH, weights_TK = tensors
+        if is_backward:
+            *self._received, self._event = self.buffer.combine(
+                x_TH.contiguous(), self.handle, weights_TK.float().contiguous()
+            )
+            return
+        self._dtype, sent = x_TH.dtype, self.mxfp8.to_payload(x_TH, self.mxfp8.dispatch)
 
         def dispatch() -> tuple[Any, Tensor, Tensor, list[int]]:
-            outputs.append(handle.buffer.dispatch(sent, idx_TK, weights_TK, handle.num_experts))
-            return outputs[0].handle, outputs[0].idx_NK, outputs[0].weights_NK, outputs[0].counts_e
+            out = self.buffer.dispatch(sent, self._idx_TK, weights_TK, self._num_experts)
+            self._received, self._event = (out.x_NH, out.weights_NK), out.event
+            return out.handle, out.idx_NK, out.weights_NK, out.counts_e
 
-        handle.library_handle, handle.idx_NK, weights_NK, handle.counts_e = cache_fn(dispatch)
-        if outputs:
-            handle.received, handle.event = outputs[0].x_NH, outputs[0].event
-        else:  # a recomputed region: the host knows the counts already
-            handle.received, handle.event = handle.buffer.dispatch_with_handle(sent, handle.library_handle)
-            weights_NK = weights_NK.detach()
-        return placeholder(handle.received, x_TH.dtype), weights_NK
-
-    @staticmethod
-    def backward(ctx, *_):
-        handle = ctx.handle  # _FinishDispatch.backward has started the combine of the gradients
-        handle.wait()
-        (grad_x, grad_weights), handle.gradients = handle.gradients, ()
-        return None, None, grad_x, grad_weights, None
+        self.handle, self.idx_NK, weights_NK, self.counts_e = self._cache_fn(dispatch)
+        if self._event is None:  # a recomputed region: the host knows the counts already
+            x_NH, self._event = self.buffer.dispatch_with_handle(sent, self.handle)
+            self._received = x_NH, weights_NK.detach()
 
 
-class _FinishDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, handle, x_NH, weights_NK):
-        ctx.handle = handle
-        handle.wait()
-        received, handle.received = handle.received, None
-        x_NH = x_NH.view_as(x_NH) if isinstance(received, Tensor) else handle.mxfp8.from_payload(received, x_NH.dtype)
-        return x_NH, weights_NK.view_as(weights_NK)
+class _CombineExchange(_TokenExchange):
+    """Combine of results; backward dispatches their gradients with the same handle."""
 
-    @staticmethod
-    def backward(ctx, grad_x, grad_weights):
-        handle = ctx.handle
-        *handle.gradients, handle.event = handle.buffer.combine(
-            grad_x.contiguous(), handle.library_handle, grad_weights.float().contiguous()
-        )
-        return None, grad_x, grad_weights
+    def __init__(self, dispatch: _DispatchExchange):
+        super().__init__(dispatch.buffer, dispatch.mxfp8)
+        self._handle = dispatch.handle
 
-
-class _StartCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, handle, y_NH):
-        ctx.handle, ctx.dtype = handle, y_NH.dtype
-        y_TH, _, handle.event = handle.buffer.combine(y_NH, handle.library_handle)
-        return y_TH
-
-    @staticmethod
-    def backward(ctx, *_):
-        handle = ctx.handle  # _FinishCombine.backward has started the dispatch of the gradient
-        handle.wait()
-        (received,), handle.gradients = handle.gradients, ()
-        return None, handle.mxfp8.from_payload(received, ctx.dtype)
-
-
-class _FinishCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, handle, y_TH):
-        ctx.handle = handle
-        handle.wait()
-        return y_TH.view_as(y_TH)
-
-    @staticmethod
-    def backward(ctx, grad_TH):
-        handle = ctx.handle
-        sent = handle.mxfp8.to_payload(grad_TH.contiguous(), handle.mxfp8.gradients)
-        *handle.gradients, handle.event = handle.buffer.dispatch_with_handle(sent, handle.library_handle)
-        return None, grad_TH
+    def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
+        x, self._dtype = tensors[0].contiguous(), tensors[0].dtype
+        if is_backward:
+            sent = self.mxfp8.to_payload(x, self.mxfp8.gradients)
+            x, self._event = self.buffer.dispatch_with_handle(sent, self._handle)
+        else:
+            x, _, self._event = self.buffer.combine(x, self._handle)
+        self._received = (x,)
 
 
 @dataclass(frozen=True)
 class _DeepEPState:
-    """State of one dispatch: top-k indices, the handle, the local permutation."""
+    """State of one dispatch: experts with every shard counted, top-k indices, the exchange, the local permutation."""
 
+    num_experts: int
     idx_TK: Tensor
-    dispatch: _DispatchHandle
+    exchange: Any = None
     routes: Any = None
 
 
@@ -275,27 +262,26 @@ class DeepEPDispatcher(TokenDispatcher):
         """Convert the routing to top-k indices."""
         routing_TV = self.etp_expansion.expand(routing_TE)
         idx_TK, weights_TK = dense_to_topk(self.etp_expansion.expand(probs_TE), routing_TV, self.topk)
-        handle = _DispatchHandle(self.buffer, routing_TV.shape[1], self.mxfp8)
-        return DispatchState(x_TH.contiguous(), weights_TK, [], _DeepEPState(idx_TK, handle))
+        return DispatchState(x_TH.contiguous(), weights_TK, [], _DeepEPState(routing_TV.shape[1], idx_TK))
 
     def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
         """Start to send the tokens and wait for the counts; a recomputed pass reuses the handle of the first."""
         record: _DeepEPState = state.handle
-        x_NH, weights_NK = _StartDispatch.apply(record.dispatch, cache_fn, state.x_RH, state.probs_R, record.idx_TK)
-        return DispatchState(x_NH, weights_NK, record.dispatch.counts_e, record)
+        exchange = _DispatchExchange(self.buffer, self.mxfp8, record.num_experts, record.idx_TK, cache_fn)
+        x_NH, weights_NK = start_exchange(exchange, state.x_RH, state.probs_R)
+        return DispatchState(x_NH, weights_NK, exchange.counts_e, replace(record, exchange=exchange))
 
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
         """Wait for the tokens."""
-        x_NH, weights_NK = _FinishDispatch.apply(state.handle.dispatch, state.x_RH, state.probs_R)
+        x_NH, weights_NK = finish_exchange(state.handle.exchange, (state.x_RH, state.probs_R))
         return replace(state, x_RH=x_NH, probs_R=weights_NK)
 
     def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
         """Copy every token for each of its local experts."""
-        record: _DeepEPState = state.handle
-        counts_e = state.tokens_per_expert_e
-        probs_Ne, routing_Ne = topk_to_dense(record.dispatch.idx_NK, state.probs_R, len(counts_e))
-        x_RH, probs_R, routes = self.permutation.permute(state.x_RH, probs_Ne, routing_Ne, num_rows=sum(counts_e))
-        return DispatchState(x_RH, probs_R, counts_e, replace(record, routes=routes))
+        probs_Ne, routing_Ne = topk_to_dense(
+            state.handle.exchange.idx_NK, state.probs_R, len(state.tokens_per_expert_e)
+        )
+        return permute_received(self.permutation, replace(state, probs_R=probs_Ne), routing_Ne)
 
     def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum the local experts' results of every received token."""
@@ -303,14 +289,8 @@ class DeepEPDispatcher(TokenDispatcher):
 
     def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
         """Start to return the results; those of several ranks are summed on the way."""
-        return _StartCombine.apply(state.handle.dispatch, y_RH.contiguous()), None
-
-    def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        return _FinishCombine.apply(state.handle.dispatch, y_RH)
-
-    def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
-        """Return the results, which are in token order."""
-        return y_RH
+        exchange = _CombineExchange(state.handle.exchange)
+        return start_exchange(exchange, y_RH)[0], exchange
 
 
 def problem(name: str = "") -> str | None:

@@ -33,6 +33,7 @@ from moe_trainer.moe.dispatch.base import (
     DispatchState,
     TokenDispatcher,
     no_cache,
+    permute_received,
 )
 from moe_trainer.ops.permute import (
     Permutation,
@@ -240,12 +241,7 @@ class HierarchicalDispatcher(TokenDispatcher):
 
     def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
         """Copy every token for each of its local experts."""
-        plan: _HierarchicalState = state.handle
-        counts_e = state.tokens_per_expert_e
-        x_RH, probs_R, routes = self.permutation.permute(
-            state.x_RH, state.probs_R, plan.routing, num_rows=sum(counts_e)
-        )
-        return DispatchState(x_RH, probs_R, counts_e, replace(plan, routes=routes))
+        return permute_received(self.permutation, state, state.handle.routing)
 
     def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum the local experts' results of every received token."""
@@ -263,9 +259,6 @@ class HierarchicalDispatcher(TokenDispatcher):
         exchange = AllToAllExchange(self.inter, sizes.from_nodes, sizes.to_nodes)
         (y_CH,) = start_exchange(exchange, y_NH)
         return y_CH, exchange
-
-    def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        return finish_exchange(handle, (y_RH,))[0]
 
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum each token's results of the nodes."""

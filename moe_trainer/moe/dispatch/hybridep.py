@@ -19,10 +19,10 @@ R routed tokens, H hidden.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +41,13 @@ from moe_trainer.moe.dispatch.base import (
 )
 from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.fixed_slots import padded_size
+from moe_trainer.parallel.collectives import Exchange, finish_exchange, start_exchange
 from moe_trainer.parallel.state import ParallelState
 
 FUSED_NEEDS_COUNTS = (
     "the fused combine of --moe-permute-fusion-into-hybridep, unlike the fused dispatch, has no argument for a fixed "
     "buffer, and waits forever for a token that was dropped everywhere"
 )
-T = TypeVar("T")
 INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP@hybrid-ep"
 
 
@@ -61,21 +61,19 @@ class _LibraryHandle:
     overflow: Tensor | None = None
 
 
-class _Exchange:
-    """One dispatch and its combine: the library's buffer and, after the dispatch, its handle.
+class _Calls:
+    """The library's calls for one dispatch and its combine, and the handle that they share.
 
     With a buffer_size the counts stay on the device, unless even_counts are given, those of the experts; with None the
-    library returns as many tokens as it receives. One call at a time is in flight, from `start` to `wait`.
+    library returns as many tokens as it receives.
 
     Attributes:
         library: set by the dispatch.
-        gradients: gradients in flight, set between the two halves of a backward exchange.
     """
 
     def __init__(
         self,
         buffer: Any,
-        stream: SideStream,
         num_local: int,
         fused: bool,
         buffer_size: int | None,
@@ -83,7 +81,7 @@ class _Exchange:
         mxfp8: Mxfp8Transport,
         even_counts: list[int] | None,
     ):
-        self.buffer, self.stream, self.num_local, self.mxfp8 = buffer, stream, num_local, mxfp8
+        self.buffer, self.num_local, self.mxfp8 = buffer, num_local, mxfp8
         self.buffer_size = None if buffer_size is None else padded_size(buffer_size, num_local, pad_multiple)
         self.dispatch_options: dict[str, Any] = {"fuse_permute_dispatch": True} if fused else {}
         self.combine_options: dict[str, Any] = {"fuse_unpermute_combine": True} if fused else {}
@@ -93,21 +91,8 @@ class _Exchange:
             self.dispatch_options["pad_multiple"] = self.combine_options["pad_multiple"] = pad_multiple
         self.even_counts = even_counts
         self.library: _LibraryHandle | None = None
-        self.gradients: tuple[Tensor, ...] = ()
-        self._in_flight: tuple[Any, tuple[Tensor | None, ...]] | None = None
 
-    def start(self, call: Callable[..., T], *inputs: Tensor | None) -> T:
-        """Start call(*inputs), a method of this class; its tensors must not be read before `wait`."""
-        found, event = self.stream.run(lambda: call(*inputs), inputs[0].device)
-        self._in_flight = event, inputs
-        return found
-
-    def wait(self) -> None:
-        """Have the computation wait for the call in flight."""
-        (event, inputs), self._in_flight = self._in_flight, None
-        wait_for(event, inputs[0].device)
-
-    def dispatch(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[_LibraryHandle, Tensor, Tensor]:
+    def dispatch(self, hidden: Tensor, probs: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
         """Dispatch by a routing map. Without a fixed buffer the host waits for the counts."""
         size = {} if self.buffer_size is None else {"num_permuted_tokens": self.buffer_size}
         is_rounded = self.mxfp8.dispatch
@@ -122,11 +107,13 @@ class _Exchange:
         )
         x_RH = self._received(x_RH, scales, hidden.dtype)
         if self.even_counts is not None:
-            return _LibraryHandle(handle, self.buffer_size, self.even_counts), x_RH, probs_R
-        if self.buffer_size is not None:
-            return _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1]), x_RH, probs_R
-        counts_e = counts_e.tolist()
-        return _LibraryHandle(handle, sum(counts_e), counts_e), x_RH, probs_R
+            self.library = _LibraryHandle(handle, self.buffer_size, self.even_counts)
+        elif self.buffer_size is not None:
+            self.library = _LibraryHandle(handle, self.buffer_size, counts_e, handle[-1])
+        else:
+            counts_e = counts_e.tolist()
+            self.library = _LibraryHandle(handle, sum(counts_e), counts_e)
+        return x_RH, probs_R
 
     def dispatch_with_handle(
         self, hidden: Tensor, probs: Tensor | None = None, *, is_rounded: bool
@@ -175,79 +162,65 @@ class _Exchange:
         return x_RH if scales is None else self.mxfp8.casts.join(x_RH, scales, dtype)
 
 
-class _StartDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, cache_fn, x_TH, probs_TV, routing_TV):
-        ctx.exchange, outputs = exchange, []
+class _TokenExchange(Exchange):
+    """A call of the library in flight on the side stream."""
 
-        def dispatch() -> _LibraryHandle:
-            library, *tensors = exchange.start(exchange.dispatch, x_TH, probs_TV, routing_TV)
-            outputs.extend(tensors)
-            return library
+    def __init__(self, calls: _Calls, stream: SideStream):
+        self.calls, self._stream = calls, stream
+        self._in_flight: tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
-        exchange.library = cache_fn(dispatch)
-        # without outputs this is a recomputed region: the host knows the counts already
-        again = partial(exchange.dispatch_with_handle, is_rounded=exchange.mxfp8.dispatch)
-        return tuple(outputs) or exchange.start(again, x_TH, probs_TV)
+    def _run(self, call: Callable[..., tuple[Tensor | None, ...]], *inputs: Tensor) -> None:
+        """Start call(*inputs), which returns tokens and probabilities or None; the inputs live until `wait`."""
+        outs, event = self._stream.run(lambda: call(*inputs), inputs[0].device)
+        self._in_flight = event, tuple(x for x in outs if x is not None), inputs
 
-    @staticmethod
-    def backward(ctx, *_):
-        exchange = ctx.exchange  # _FinishDispatch.backward has started the combine of the gradients
-        exchange.wait()
-        (grad_TH, grad_TV), exchange.gradients = exchange.gradients, ()
-        return None, None, grad_TH, grad_TV, None
+    def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
+        (event, outs, inputs), self._in_flight = self._in_flight, None
+        wait_for(event, inputs[0].device)
+        return outs
+
+    def placeholders(self) -> tuple[Tensor, ...]:
+        return self._in_flight[1]
 
 
-class _FinishDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, x_RH, probs_R):
-        ctx.exchange = exchange
-        exchange.wait()
-        return x_RH.view_as(x_RH), probs_R.view_as(probs_R)
+class _DispatchExchange(_TokenExchange):
+    """Dispatch of tokens and probabilities; backward combines their gradients."""
 
-    @staticmethod
-    def backward(ctx, grad_RH, grad_R):
-        exchange = ctx.exchange
-        exchange.gradients = exchange.start(exchange.combine, grad_RH.contiguous(), grad_R.float().contiguous())
-        return None, grad_RH, grad_R
+    def __init__(self, calls: _Calls, stream: SideStream, routing_TV: Tensor, cache_fn: CacheFn):
+        super().__init__(calls, stream)
+        self._routing_TV, self._cache_fn = routing_TV, cache_fn
 
+    def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
+        x, probs = tensors
+        if is_backward:
+            self._run(self.calls.combine, x.contiguous(), probs.float().contiguous())
+            return
 
-class _StartCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, y_RH):
-        ctx.exchange = exchange
-        return exchange.start(exchange.combine, y_RH.contiguous())[0]
+        def dispatch() -> _LibraryHandle | None:
+            self._run(self.calls.dispatch, x, probs, self._routing_TV)
+            return self.calls.library
 
-    @staticmethod
-    def backward(ctx, _):
-        exchange = ctx.exchange  # _FinishCombine.backward has started the dispatch of the gradient
-        exchange.wait()
-        (grad_RH, _), exchange.gradients = exchange.gradients, ()
-        return None, grad_RH
+        self.calls.library = self._cache_fn(dispatch)
+        if self._in_flight is None:  # a recomputed region: the host knows the counts already
+            self._run(partial(self.calls.dispatch_with_handle, is_rounded=self.calls.mxfp8.dispatch), x, probs)
 
 
-class _FinishCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, y_TH):
-        ctx.exchange = exchange
-        exchange.wait()
-        return y_TH.view_as(y_TH)
+class _CombineExchange(_TokenExchange):
+    """Combine of results; backward dispatches their gradients with the same handle."""
 
-    @staticmethod
-    def backward(ctx, grad_TH):
-        exchange = ctx.exchange
-        dispatch = partial(exchange.dispatch_with_handle, is_rounded=exchange.mxfp8.gradients)
-        exchange.gradients = exchange.start(dispatch, grad_TH.contiguous())
-        return None, grad_TH
+    def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
+        again = partial(self.calls.dispatch_with_handle, is_rounded=self.calls.mxfp8.gradients)
+        self._run(again if is_backward else self.calls.combine, tensors[0].contiguous())
 
 
 @dataclass(frozen=True)
 class _HybridEPState:
-    """State of one dispatch: routing, exchange, number of tokens before padding."""
+    """State of one dispatch: routing, number of tokens before padding, calls, the exchange."""
 
     routing_TV: Tensor
-    exchange: _Exchange
     num_tokens: int
+    calls: _Calls
+    exchange: Any = None
 
 
 class HybridEPDispatcher(TokenDispatcher):
@@ -285,31 +258,27 @@ class HybridEPDispatcher(TokenDispatcher):
         if hints.known is not None and not self.fused:  # experts are padded to capacity
             even_counts = [self.group.size * hints.known.per_expert] * num_local
             buffer_size = sum(even_counts)
-        exchange = _Exchange(
-            self.buffer, self._stream, num_local, self.fused, buffer_size, hints.pad_multiple, self.mxfp8, even_counts
-        )
-        handle = _HybridEPState(routing_TV.contiguous(), exchange, num_tokens)
+        calls = _Calls(self.buffer, num_local, self.fused, buffer_size, hints.pad_multiple, self.mxfp8, even_counts)
+        handle = _HybridEPState(routing_TV.contiguous(), num_tokens, calls)
         return DispatchState(x_TH.contiguous(), probs_TV.contiguous(), [], handle)
 
     def start_token_dispatch(self, state: DispatchState, cache_fn: CacheFn = no_cache) -> DispatchState:
         """Start to send; wait for the counts unless the buffer is fixed. A recomputed pass reuses the handle."""
         hybrid: _HybridEPState = state.handle
-        x_RH, probs_R = _StartDispatch.apply(hybrid.exchange, cache_fn, state.x_RH, state.probs_R, hybrid.routing_TV)
-        library = hybrid.exchange.library
-        return DispatchState(x_RH, probs_R, library.counts_e, hybrid, library.overflow)
+        exchange = _DispatchExchange(hybrid.calls, self._stream, hybrid.routing_TV, cache_fn)
+        x_RH, probs_R = start_exchange(exchange, state.x_RH, state.probs_R)
+        library = hybrid.calls.library
+        return DispatchState(x_RH, probs_R, library.counts_e, replace(hybrid, exchange=exchange), library.overflow)
 
     def finish_token_dispatch(self, state: DispatchState) -> DispatchState:
         """Wait for the tokens, which the library has sorted."""
-        x_RH, probs_R = _FinishDispatch.apply(state.handle.exchange, state.x_RH, state.probs_R)
+        x_RH, probs_R = finish_exchange(state.handle.exchange, (state.x_RH, state.probs_R))
         return replace(state, x_RH=x_RH, probs_R=probs_R)
 
     def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
         """Start to return the results to the ranks of their tokens; those of one token are summed."""
-        return _StartCombine.apply(state.handle.exchange, y_RH), None
-
-    def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
-        """Wait for the results."""
-        return _FinishCombine.apply(state.handle.exchange, y_RH)
+        exchange = _CombineExchange(state.handle.calls, self._stream)
+        return start_exchange(exchange, y_RH)[0], exchange
 
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Remove the padding; the results are in token order."""

@@ -203,10 +203,6 @@ class NcclEPDispatcher(TokenDispatcher):
             y_RH = _RegisterOutput.apply(context.registered_copy, y_RH)
         return context.library.ep_combine(record.buffer, y_RH, num_local_tokens=record.idx_TK.shape[0])
 
-    def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
-        """Return the results, which are in token order."""
-        return y_RH
-
     def close(self) -> None:
         """Release the context, before the process groups are destroyed."""
         self.context.close()
