@@ -26,7 +26,8 @@ from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.memory.offload import ActivationOffload
 from moe_trainer.memory.paged_stash import PagedStash
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.moe.dispatch.select import DispatchBufferSpec, attach_dispatcher, build_dispatcher, select_fused_topk
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
+from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, select_fused_topk
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.rng import ShardRNG, init_parameter

@@ -61,7 +61,7 @@ class MoELayer(nn.Module):
     memory), shared_experts.linear_fc1 / linear_fc2 / gate_weight, fc1_latent_proj / fc2_latent_proj.
 
     Attributes:
-        dispatcher: shared by the layers of a model; set by dispatch/select.py before the first forward pass.
+        dispatcher: shared by the layers of a model; set by `set_dispatcher` before the first forward pass.
         budget: of received tokens; None if the experts' buffers are as long as what is received.
         cloned_tokens_2P: routed tokens of all ranks of tp_ep that clones have computed since the last read, by the rank
             of ep that hosts the clone and by the one whose expert it is; int64 on the device, None without clones.
@@ -298,17 +298,29 @@ class MoELayer(nn.Module):
             return None
         return KnownCounts(num_tokens * self.router.topk)
 
-    def allow_device_counts(self, problem: str | None) -> str | None:
-        """Let counts stay on the device when the receive buffer is fixed. Return why not, None if they may.
+    def set_dispatcher(self, dispatcher: TokenDispatcher) -> str | None:
+        """Set the dispatcher. With a fixed receive buffer counts stay on the device; return why not, None if they may.
 
-        `problem` is the dispatcher's.
+        Raises:
+            ValueError: if a CUDA graph holds dropless experts whose counts are on the host.
         """
-        problem, stash = problem or self.experts.why_host_counts(), self.activations.stash
-        if problem is None and stash is not None:
-            problem = stash.why_host_counts()
-        self.budget.allows_device_counts = problem is None
-        if problem is None:
-            self.budget.allocate_flag(self.router.weight.device)
+        self.dispatcher, device, problem = dispatcher, self.router.weight.device, None
+        if self.cloner is not None:
+            num_ranks = self.cloner.ep.size
+            self.cloned_tokens_2P = torch.zeros(2, num_ranks, dtype=torch.int64, device=device)
+        if self.budget is not None:
+            problem = dispatcher.fixed_buffer_problem or self.experts.why_host_counts()
+            if problem is None and self.activations.stash is not None:
+                problem = self.activations.stash.why_host_counts()
+            self.budget.allows_device_counts = problem is None
+            if problem is None:
+                self.budget.allocate_flag(device)
+        if self.captures_experts and self.capacity is None and not self.has_device_counts:
+            raise ValueError(
+                f"CUDA graphs of dropless experts need their token counts on the device, but they are on the host: "
+                f"{problem or 'the dispatcher has no fixed receive buffer'}; leave the experts out of "
+                "--cuda-graph-modules, or pad them to capacity"
+            )
         return problem
 
     @property

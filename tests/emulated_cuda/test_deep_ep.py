@@ -52,7 +52,8 @@ def flex(sources: Path, backend: str, ps, max_tokens: int, deterministic: bool =
     from moe.layers import sections
 
     from moe_trainer.backends import BackendPolicy
-    from moe_trainer.moe.dispatch.select import DispatchBufferSpec, build_dispatcher
+    from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
+    from moe_trainer.moe.dispatch.select import build_dispatcher
 
     use_library(sources)
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend, **changes).moe
@@ -189,7 +190,7 @@ def watch_streams(rank: int, n: int, sources: Path) -> tuple[list[bool], list[in
     waits = [state.handle.exchange._in_flight is not None]
     state = library.dispatch_postprocess(library.finish_token_dispatch(state))
     y, handle = library.start_token_combine(state.x_RH * state.probs_R.to(x.dtype).unsqueeze(1), state)
-    waits.append(state.handle.exchange._in_flight is not None)
+    waits.append(handle._in_flight is not None)
     library.finish_token_combine(y, handle, state).sum().backward()
     return waits, streams, torch.cuda.current_stream().cuda_stream
 

@@ -15,10 +15,11 @@ from moe.layers import build_shard, sections
 
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.moe.dispatch.deepep import DeepEPDispatcher
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
 from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
 from moe_trainer.moe.dispatch.ncclep import NcclEPDispatcher
-from moe_trainer.moe.dispatch.select import DispatchBufferSpec, attach_dispatcher, build_dispatcher
+from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
 from moe_trainer.parallel.state import ParallelState
 
 HIDDEN, TOKENS, RANKS = 512, 64, 2

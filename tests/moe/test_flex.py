@@ -21,8 +21,9 @@ from moe_trainer.model import build
 from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import DispatchHints
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
 from moe_trainer.moe.dispatch.local import LocalDispatcher
-from moe_trainer.moe.dispatch.select import DispatchBufferSpec, build_dispatcher
+from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState

@@ -12,13 +12,14 @@ Shape letters: T local tokens, E experts, e local experts, R routed tokens recei
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import Exchange, finish_exchange
 from moe_trainer.parallel.state import ParallelState
@@ -195,6 +196,10 @@ class TokenDispatcher(ABC):
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum the results of each token and restore token order, unless the exchange has done so."""
         return y_RH
+
+    def set_budgets(self, budgets: Sequence[ReceiveBudget]) -> None:
+        """Take the budgets of all MoE layers of the model, before the first dispatch."""
+        return
 
     def close(self) -> None:
         """Release what a library holds; called before the process groups are destroyed."""

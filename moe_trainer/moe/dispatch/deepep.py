@@ -37,6 +37,7 @@ from moe_trainer.moe.dispatch.base import (
     no_cache,
     permute_received,
 )
+from moe_trainer.moe.dispatch.flex import FlexSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
     Mxfp8Transport,
@@ -302,32 +303,10 @@ def problem(name: str = "") -> str | None:
     return None
 
 
-def make_dispatcher(
-    ps: ParallelState,
-    *,
-    topk: int,
-    hidden_size: int,
-    max_tokens: int,
-    num_sms: int | None,
-    num_sms_asked: bool,
-    deterministic: bool,
-    device: torch.device,
-    permutation: Permutation,
-    mxfp8: Mxfp8Transport = HIGH_PRECISION,
-) -> DeepEPDispatcher:
+def make_dispatcher(settings: FlexSettings) -> DeepEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices.
 
-    Args:
-        ps: parallel state.
-        topk: experts per token.
-        hidden_size: width of the dispatched tokens.
-        max_tokens: maximum of tokens that a rank dispatches at a time.
-        num_sms: multiprocessors that the library may occupy (--moe-flex-dispatcher-num-sms).
-        num_sms_asked: the user gave num_sms; otherwise version 2 estimates it.
-        deterministic: receive tokens in the same order every time (version 1 always does).
-        device: of the model.
-        permutation: local permutation.
-        mxfp8: what is sent in 8 bits. The buffers are for bf16, which is also sent.
+    Version 1 always receives tokens in the same order.
 
     Raises:
         ValueError: if the library does not support the hidden size.
@@ -335,28 +314,32 @@ def make_dispatcher(
     Communication: collective over ps.tp_ep.
     """
     deep_ep = importlib.import_module("deep_ep")
-    group = ps.tp_ep
+    ps, moe, spec = settings.ps, settings.moe, settings.buffer
+    group, topk, num_sms = ps.tp_ep, moe.moe_router_topk, moe.moe_flex_dispatcher_num_sms
+    buffer: BufferV1 | BufferV2
     if hasattr(deep_ep, "ElasticBuffer"):
-        if hidden_size % V2_HIDDEN_MULTIPLE:
+        if spec.hidden_size % V2_HIDDEN_MULTIPLE:
             raise ValueError(
                 "--moe-flex-dispatcher-backend deepep: version 2 of the library needs a token size that is a multiple "
-                f"of {V2_HIDDEN_MULTIPLE}, this one is {hidden_size}; use --moe-token-dispatcher-type alltoall or "
+                f"of {V2_HIDDEN_MULTIPLE}, this one is {spec.hidden_size}; use --moe-token-dispatcher-type alltoall or "
                 "version 1 of the library"
             )
         # the constructor reads the group's communicator, which exists only after a first collective
-        all_reduce(torch.zeros(1, device=device), group)
-        buffer = deep_ep.ElasticBuffer(
+        all_reduce(torch.zeros(1, device=spec.device), group)
+        elastic = deep_ep.ElasticBuffer(
             group.handle,
-            num_max_tokens_per_rank=max_tokens,
-            hidden=hidden_size,
+            num_max_tokens_per_rank=spec.max_tokens,
+            hidden=spec.hidden_size,
             num_topk=topk * ps.etp.size,
-            deterministic=deterministic,
+            deterministic=spec.deterministic,
         )
-        return DeepEPDispatcher(ps, BufferV2(buffer, num_sms if num_sms_asked else 0), topk, permutation, mxfp8)
-    if num_sms is not None:
-        deep_ep.Buffer.set_num_sms(num_sms)
-    buffer = deep_ep.Buffer(group.handle, *_buffer_bytes(deep_ep.Buffer, group, 2 * hidden_size))
-    return DeepEPDispatcher(ps, BufferV1(buffer), topk, permutation, mxfp8)
+        is_typed = "moe_flex_dispatcher_num_sms" in settings.typed or "moe_deepep_num_sms" in settings.typed
+        buffer = BufferV2(elastic, num_sms if is_typed and num_sms else 0)
+    else:
+        if num_sms is not None:
+            deep_ep.Buffer.set_num_sms(num_sms)
+        buffer = BufferV1(deep_ep.Buffer(group.handle, *_buffer_bytes(deep_ep.Buffer, group, 2 * spec.hidden_size)))
+    return DeepEPDispatcher(ps, buffer, topk, settings.permutation, settings.mxfp8)
 
 
 def _buffer_bytes(library: Any, group: Group, token_bytes: int) -> tuple[int, int]:

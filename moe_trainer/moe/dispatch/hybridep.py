@@ -39,6 +39,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
+from moe_trainer.moe.dispatch.flex import FlexSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.fixed_slots import padded_size
 from moe_trainer.parallel.collectives import Exchange, finish_exchange, start_exchange
@@ -290,45 +291,32 @@ def problem() -> str | None:
     return deepep.problem("HybridEPBuffer")
 
 
-def make_dispatcher(
-    ps: ParallelState,
-    *,
-    hidden_size: int,
-    num_experts: int,
-    max_tokens: int,
-    num_sms: int | None,
-    num_sms_preprocessing: int | None,
-    num_blocks_permute: int | None,
-    num_blocks_unpermute: int | None,
-    fused: bool,
-    pad_uneven: bool,
-    mxfp8: Mxfp8Transport = HIGH_PRECISION,
-    high_priority: bool = False,
-) -> HybridEPDispatcher:
+def make_dispatcher(settings: FlexSettings) -> HybridEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices; options that are None are left to the library.
 
     Communication: collective over ps.tp_ep.
     """
     deep_ep = importlib.import_module("deep_ep")
+    ps, moe, spec = settings.ps, settings.moe, settings.buffer
     options = {
-        "num_sms_dispatch_api": num_sms,
-        "num_sms_combine_api": num_sms,
-        "num_sms_preprocessing_api": num_sms_preprocessing,
-        "num_blocks_permute": num_blocks_permute,
-        "num_blocks_unpermute": num_blocks_unpermute,
+        "num_sms_dispatch_api": moe.moe_flex_dispatcher_num_sms,
+        "num_sms_combine_api": moe.moe_flex_dispatcher_num_sms,
+        "num_sms_preprocessing_api": moe.moe_hybridep_num_sms_preprocessing,
+        "num_blocks_permute": moe.moe_hybridep_num_blocks_permute,
+        "num_blocks_unpermute": moe.moe_hybridep_num_blocks_unpermute,
     }
     buffer = deep_ep.HybridEPBuffer(
         group=ps.tp_ep.handle,
-        hidden_dim=hidden_size,
-        max_num_of_tokens_per_rank=max_tokens,
-        num_local_experts=num_experts // ps.ep.size,
+        hidden_dim=spec.hidden_size,
+        max_num_of_tokens_per_rank=spec.max_tokens,
+        num_local_experts=settings.num_experts // ps.ep.size,
         **{name: value for name, value in options.items() if value is not None},
     )
     return HybridEPDispatcher(
         ps,
         buffer,
-        fused=fused,
-        pad_to=max_tokens if pad_uneven else None,
-        mxfp8=mxfp8,
-        high_priority=high_priority,
+        fused=moe.moe_permute_fusion_into_hybridep,
+        pad_to=spec.max_tokens if moe.moe_hybridep_pad_uneven_dispatch_inputs else None,
+        mxfp8=settings.mxfp8,
+        high_priority=spec.high_priority,
     )

@@ -37,6 +37,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
+from moe_trainer.moe.dispatch.flex import FlexSettings
 from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.permute import dense_to_topk
 from moe_trainer.parallel.collectives import all_reduce
@@ -62,7 +63,7 @@ class Context:
     """The library's context of this process.
 
     Attributes:
-        budgets: of all MoE layers; set by select.attach_dispatcher.
+        budgets: of all MoE layers; set by NcclEPDispatcher.set_budgets.
         capacity: tokens of the fixed receive buffer; None in the mode without one.
     """
 
@@ -203,6 +204,9 @@ class NcclEPDispatcher(TokenDispatcher):
             y_RH = _RegisterOutput.apply(context.registered_copy, y_RH)
         return context.library.ep_combine(record.buffer, y_RH, num_local_tokens=record.idx_TK.shape[0])
 
+    def set_budgets(self, budgets: Sequence[ReceiveBudget]) -> None:
+        self.context.budgets = budgets
+
     def close(self) -> None:
         """Release the context, before the process groups are destroyed."""
         self.context.close()
@@ -213,32 +217,19 @@ def problem() -> str | None:
     return te.problem("ep", "EpBuffer", "ep_bootstrap", "ep_dispatch", "ep_combine", "ep_finalize", "symm_mem_alloc")
 
 
-def make_dispatcher(
-    ps: ParallelState,
-    *,
-    topk: int,
-    hidden_size: int,
-    num_experts: int,
-    max_tokens: int,
-    num_sms: int | None,
-    zero_copy: bool,
-) -> NcclEPDispatcher:
-    """Build a dispatcher, on CUDA devices; the library's context is made by the first dispatch.
-
-    Args:
-        ps: parallel state.
-        topk: experts per token.
-        hidden_size: width of the dispatched tokens.
-        num_experts: of the model.
-        max_tokens: maximum of tokens that a rank dispatches at a time.
-        num_sms: multiprocessors that the library may occupy (--moe-flex-dispatcher-num-sms); None: it chooses.
-        zero_copy: --moe-ncclep-zero-copy.
-    """
-    settings = ContextSettings(
-        num_experts=num_experts * ps.etp.size,
-        max_tokens_per_rank=-(-max_tokens // CHUNK) * CHUNK,
-        hidden_dim=hidden_size,
-        num_topk=topk * ps.etp.size,
-        max_num_sms=num_sms or 0,
+def make_dispatcher(settings: FlexSettings) -> NcclEPDispatcher:
+    """Build a dispatcher, on CUDA devices; the library's context is made by the first dispatch."""
+    ps, moe = settings.ps, settings.moe
+    context = Context(
+        te.load_expert_parallel(),
+        ps,
+        ContextSettings(
+            num_experts=settings.num_experts * ps.etp.size,
+            max_tokens_per_rank=-(-settings.buffer.max_tokens // CHUNK) * CHUNK,
+            hidden_dim=settings.buffer.hidden_size,
+            num_topk=moe.moe_router_topk * ps.etp.size,
+            max_num_sms=moe.moe_flex_dispatcher_num_sms or 0,
+        ),
+        moe.moe_ncclep_zero_copy,
     )
-    return NcclEPDispatcher(ps, Context(te.load_expert_parallel(), ps, settings, zero_copy), topk)
+    return NcclEPDispatcher(ps, context, moe.moe_router_topk)

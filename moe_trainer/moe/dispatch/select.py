@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -14,10 +14,12 @@ from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import TokenDispatcher
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, FlexSettings
 from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
 from moe_trainer.moe.finermoe import SlicedPermutation
+from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
@@ -25,20 +27,7 @@ from moe_trainer.parallel.state import ParallelState
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DispatchBufferSpec:
-    """Sizes of a communication buffer; max_tokens is the maximum that a rank dispatches at a time.
-
-    Attributes:
-        high_priority: whether tokens are exchanged on a high-priority stream.
-    """
-
-    hidden_size: int
-    max_tokens: int
-    dtype: torch.dtype
-    device: torch.device
-    deterministic: bool = False
-    high_priority: bool = False
+_ADAPTERS = MappingProxyType({"deepep": deepep, "hybridep": hybridep, "ncclep": ncclep})
 
 
 def build_dispatcher(
@@ -56,31 +45,62 @@ def build_dispatcher(
 
     Communication: collective if a communication buffer is allocated.
     """
-    backends = backends or BackendPolicy()
-    permutation = (
-        build_permutation(moe, backends, kernels) if moe.finermoe is None else _build_sliced_permutation(moe, ps)
-    )
+    backends, kernels = backends or BackendPolicy(), kernels or Kernels()
+    kind = _select_kind(moe, ps, backends)
+    if moe.finermoe is None:
+        permutation = build_permutation(moe, backends, kernels)
+    else:  # of this rank's experts where received tokens are permuted, else of all
+        first = ps.ep.rank * (moe.num_experts // ps.ep.size) if kind in ("allgather", "hierarchical") else 0
+        permutation = SlicedPermutation(moe.finermoe.slices, moe.num_experts // moe.finermoe.slices, first)
     mxfp8 = Mxfp8Transport(
-        moe.moe_dispatch_fwd_dtype == "mxfp8",
-        moe.moe_combine_bwd_dtype == "mxfp8",
-        (kernels or Kernels()).row_casts,
+        moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8", kernels.row_casts
     )
-    if ps.tp_ep.size == 1:
+    if kind == "local":
         return LocalDispatcher(permutation, mxfp8)
-    kind = moe.moe_token_dispatcher_type
     if kind == "allgather":
         return AllGatherDispatcher(ps, permutation)
-    if moe.uses_hierarchical_dispatch:
+    if kind == "hierarchical":
+        return HierarchicalDispatcher(ps, permutation)
+    if kind == "alltoall":
+        return AllToAllDispatcher(ps, permutation, mxfp8)
+    if buffer.dtype != torch.bfloat16:
+        raise ValueError(
+            f"--moe-flex-dispatcher-backend {kind} supports bf16 tokens only, these are {buffer.dtype}: "
+            "add --bf16 or use --moe-token-dispatcher-type alltoall"
+        )
+    return _ADAPTERS[kind].make_dispatcher(FlexSettings(ps, moe, buffer, permutation, mxfp8, backends.typed))
+
+
+def _select_kind(moe: MoEArgs, ps: ParallelState, backends: BackendPolicy) -> str:
+    """Return local, allgather, alltoall, hierarchical, or the library of the flex dispatcher."""
+    if ps.tp_ep.size == 1:
+        return "local"
+    if moe.moe_token_dispatcher_type != "flex":
+        return moe.moe_token_dispatcher_type
+    name = moe.moe_flex_dispatcher_backend
+    if name == "hierarchical":
         if ps.ep_inter.size > 1:
-            return HierarchicalDispatcher(ps, permutation)
+            return name
         logger.info(
             "--moe-flex-dispatcher-backend hierarchical: all expert ranks of a token are in one node (%d consecutive "
             "ranks); using the alltoall dispatcher",
             ps.ep.size * ps.etp.size,
         )
-    elif kind == "flex" and (flex := _build_flex(moe, ps, buffer, backends, permutation, mxfp8)) is not None:
-        return flex
-    return AllToAllDispatcher(ps, permutation, mxfp8)
+        return "alltoall"
+    problem, remedy = (
+        "the library works on CUDA devices, and this rank computes on a CPU",
+        "Use --moe-token-dispatcher-type alltoall",
+    )
+    if backends.cuda:
+        problem, remedy = _ADAPTERS[name].problem(), f"Install it ({_ADAPTERS[name].INSTALL})"
+    is_usable = backends.should_use(
+        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"),
+        flag=f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {name}",
+        problem=problem,
+        remedy=remedy,
+        instead="the alltoall dispatcher, with the same results",
+    )
+    return name if is_usable else "alltoall"
 
 
 def _use_te_kernels(
@@ -128,15 +148,6 @@ def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
     return Permutation() if our_kernel is None else our_kernel()
 
 
-def _build_sliced_permutation(moe: MoEArgs, ps: ParallelState) -> SlicedPermutation:
-    """Build FineRMoE's permutation: of this rank's experts where received tokens are permuted, else of all."""
-    local_columns = (moe.moe_token_dispatcher_type == "allgather" and ps.tp_ep.size > 1) or (
-        moe.uses_hierarchical_dispatch and ps.ep_inter.size > 1
-    )
-    first = ps.ep.rank * (moe.num_experts // ps.ep.size) if local_columns else 0
-    return SlicedPermutation(moe.finermoe.slices, moe.num_experts // moe.finermoe.slices, first)
-
-
 def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | None = None) -> Callable | None:
     """Return the kernel that scores and selects experts: ours if named, fused for --moe-router-fusion, or None."""
     if moe.finermoe is not None:
@@ -163,81 +174,8 @@ def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
     return te.fused_topk() if is_usable else our_kernel
 
 
-def _build_flex(
-    moe: MoEArgs,
-    ps: ParallelState,
-    buffer: DispatchBufferSpec | None,
-    backends: BackendPolicy,
-    permutation: Permutation,
-    mxfp8: Mxfp8Transport,
-) -> TokenDispatcher | None:
-    """Build the flex dispatcher's backend; return None if the all-to-all replaces it."""
-    name = moe.moe_flex_dispatcher_backend
-    adapter = {"deepep": deepep, "hybridep": hybridep, "ncclep": ncclep}[name]
-    num_experts = moe.num_experts + moe.moe_clone_hot_experts * (ps.ep.size if ps.ep.size > 1 else 0)
-    problem, remedy = (
-        "the library works on CUDA devices, and this rank computes on a CPU",
-        "Use --moe-token-dispatcher-type alltoall",
-    )
-    if backends.cuda:
-        problem, remedy = adapter.problem(), f"Install it ({adapter.INSTALL})"
-    is_usable = backends.should_use(
-        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"),
-        flag=f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {name}",
-        problem=problem,
-        remedy=remedy,
-        instead="the alltoall dispatcher, with the same results",
-    )
-    if not is_usable:
-        return None
-    if buffer.dtype != torch.bfloat16:
-        raise ValueError(
-            f"--moe-flex-dispatcher-backend {name} supports bf16 tokens only, these are {buffer.dtype}: "
-            "add --bf16 or use --moe-token-dispatcher-type alltoall"
-        )
-    num_sms = moe.moe_flex_dispatcher_num_sms
-    if name == "deepep":
-        num_sms_asked = not backends.typed.isdisjoint(("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms"))
-        return deepep.make_dispatcher(
-            ps,
-            topk=moe.moe_router_topk,
-            hidden_size=buffer.hidden_size,
-            max_tokens=buffer.max_tokens,
-            num_sms=num_sms,
-            num_sms_asked=num_sms_asked,
-            deterministic=buffer.deterministic,
-            device=buffer.device,
-            permutation=permutation,
-            mxfp8=mxfp8,
-        )
-    if name == "ncclep":
-        return ncclep.make_dispatcher(
-            ps,
-            topk=moe.moe_router_topk,
-            hidden_size=buffer.hidden_size,
-            num_experts=num_experts,
-            max_tokens=buffer.max_tokens,
-            num_sms=num_sms,
-            zero_copy=moe.moe_ncclep_zero_copy,
-        )
-    return hybridep.make_dispatcher(
-        ps,
-        hidden_size=buffer.hidden_size,
-        num_experts=num_experts,
-        max_tokens=buffer.max_tokens,
-        num_sms=num_sms,
-        num_sms_preprocessing=moe.moe_hybridep_num_sms_preprocessing,
-        num_blocks_permute=moe.moe_hybridep_num_blocks_permute,
-        num_blocks_unpermute=moe.moe_hybridep_num_blocks_unpermute,
-        fused=moe.moe_permute_fusion_into_hybridep,
-        pad_uneven=moe.moe_hybridep_pad_uneven_dispatch_inputs,
-        mxfp8=mxfp8,
-        high_priority=buffer.high_priority,
-    )
-
-
 def attach_dispatcher(
-    layers: Sequence,
+    layers: Sequence[MoELayer],
     dispatcher: TokenDispatcher,
     fused_topk: Callable | None = None,
     balancing: Balancing | None = None,
@@ -247,24 +185,11 @@ def attach_dispatcher(
     Raises:
         ValueError: if a CUDA graph holds dropless experts whose token counts cannot stay on the device.
     """
-    problems = set()
     for layer in layers:
-        layer.dispatcher = dispatcher
         layer.router.fused_topk, layer.router.balancing = fused_topk, balancing
-        if layer.cloner is not None:
-            num_ranks = layer.cloner.ep.size
-            layer.cloned_tokens_2P = torch.zeros(2, num_ranks, dtype=torch.int64, device=layer.router.weight.device)
-        if layer.budget is not None:
-            problems.add(layer.allow_device_counts(dispatcher.fixed_buffer_problem))
-        if layer.captures_experts and layer.capacity is None and not layer.has_device_counts:
-            problem = next(iter(problems - {None}), "the dispatcher has no fixed receive buffer")
-            raise ValueError(
-                f"CUDA graphs of dropless experts need their token counts on the device, but they are on the host: "
-                f"{problem}; leave the experts out of --cuda-graph-modules, or pad them to capacity"
-            )
-    if isinstance(dispatcher, ncclep.NcclEPDispatcher):
-        dispatcher.context.budgets = [layer.budget for layer in layers if layer.budget is not None]
-    for problem in sorted(problems - {None}):
+    problems = {layer.set_dispatcher(dispatcher) for layer in layers} - {None}
+    dispatcher.set_budgets([layer.budget for layer in layers if layer.budget is not None])
+    for problem in sorted(problems):
         logger.info(
             "--moe-expert-rank-capacity-factor: every MoE layer still waits for token counts on the host: %s",
             problem,

@@ -1,0 +1,51 @@
+"""What the backends of the flex dispatcher are built from: the same for each library."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from arguments.moe import MoEArgs
+from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
+from moe_trainer.ops.permute import Permutation
+from moe_trainer.parallel.state import ParallelState
+
+
+@dataclass(frozen=True)
+class DispatchBufferSpec:
+    """Sizes of a communication buffer; max_tokens is the maximum that a rank dispatches at a time.
+
+    Attributes:
+        high_priority: whether tokens are exchanged on a high-priority stream.
+    """
+
+    hidden_size: int
+    max_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool = False
+    high_priority: bool = False
+
+
+@dataclass(frozen=True)
+class FlexSettings:
+    """Inputs of a backend's `make_dispatcher`.
+
+    Attributes:
+        permutation: local permutation.
+        mxfp8: what is sent in 8 bits. The buffers are for bf16, which is also sent.
+        typed: fields of the flags that the user typed.
+    """
+
+    ps: ParallelState
+    moe: MoEArgs
+    buffer: DispatchBufferSpec
+    permutation: Permutation
+    mxfp8: Mxfp8Transport = HIGH_PRECISION
+    typed: Collection[str] = ()
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the model and slots of clones."""
+        ep = self.ps.ep.size
+        return self.moe.num_experts + self.moe.moe_clone_hot_experts * (ep if ep > 1 else 0)
