@@ -10,7 +10,7 @@ def stored_weight_format(precision: Any, parallel: Any) -> StoredWeightFormat | 
 
     None for the model's format: with full sharding, on any number of ranks (then one process computes with the same
     weights), and with a factory, which may give every layer another format. MXFP8 weights cannot be stored once for
-    both GEMMs (quantization/fp8_weight.py: can_store_once): they are stored twice, and gathered in the model's
+    both GEMMs (quantization/stored_weight.py: can_store_once): they are stored twice, and gathered in the model's
     format through the gradient buffer, or in the model's format.
 
     Args:

@@ -13,7 +13,7 @@ from moe_trainer.optim.grad_buffer import GradBuffer
 from moe_trainer.optim.mx_params import MxParams
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard, Segment
 from moe_trainer.optim.param_groups import get_param_group
-from moe_trainer.optim.quantized_params import Fp8Params, QuantizedParams
+from moe_trainer.optim.quantized_params import QuantizedParams, SingleCopyParams
 from moe_trainer.optim.state_plan import plan_state
 from moe_trainer.parallel.params import get_param_info, is_unique_replica
 from moe_trainer.parallel.state import ParallelState
@@ -56,7 +56,7 @@ class FlatShard(OptimizerShard):
         if self.has_quantized_params:
             is_mx = isinstance(next(iter(self.layout.slots)).param.stored_weight, MxWeight)
             self.quantized = (
-                MxParams(self, self.layout, size, buffer.flat) if is_mx else Fp8Params(self, self.layout, size)
+                MxParams(self, self.layout, size, buffer.flat) if is_mx else SingleCopyParams(self, self.layout, size)
             )
             self.model = None
 

@@ -4,7 +4,7 @@ The fp32 main parameters of a rank's shard are the only values; every rank has t
 `quantize_to_model` casts the shard directly: maximum magnitudes of the shard, their maximum over the ranks that hold
 the other shards (one all-reduce of a number per block or per matrix), cast. The bytes are then gathered like any
 parameters (distributed_optimizer.py). Scales are not gathered: all ranks compute them from the same maxima
-(quantization/fp8_weight.py, fp4_weight.py). MXFP8 parameters are gathered in the model's format: mx_params.py.
+(quantization/stored_weight.py). MXFP8 parameters are gathered in the model's format: mx_params.py.
 
 Other code reads the values through the parameter's accessor, in the parameter's own dtype, rounded from the main
 parameters, so checkpoints and exports do not depend on how weights are stored. Loading exposes this rank's shard in
@@ -24,7 +24,7 @@ from moe_trainer.optim.buckets import Bucket, FlatLayout, Slot
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamShard
 from moe_trainer.optim.state_storage import StateStorage, copy_to
 from moe_trainer.parallel import collectives
-from moe_trainer.quantization.fp8_weight import Fp8Weight
+from moe_trainer.quantization.stored_weight import SingleCopyWeight
 
 
 class QuantizedParams(ABC):
@@ -47,7 +47,7 @@ class QuantizedParams(ABC):
         self._offsets = [part.offset for part in shard.param_shards]
         local = {part.slot: part for part in shard.param_shards}
         for slot in layout.slots:
-            slot.param.stored_weight.home = MainParamAccessor(self, slot, local.get(slot))
+            slot.param.stored_weight.main_param_owner = MainParamAccessor(self, slot, local.get(slot))
             slot.param.data = slot.param.stored_weight.placeholder_param(layout.dtype)
 
     @property
@@ -108,11 +108,11 @@ class QuantizedParams(ABC):
                     yield part.slot, main, start, stop, part.start + start - part.offset
 
 
-class Fp8Params(QuantizedParams):
+class SingleCopyParams(QuantizedParams):
     """fp8 or NVFP4 bytes of all parameters of a layout, made from the main parameters of a shard."""
 
     def __init__(self, shard: OptimizerShard, layout: FlatLayout, size: int):
-        weights: list[Fp8Weight] = [slot.param.stored_weight for slot in layout.slots]
+        weights: list[SingleCopyWeight] = [slot.param.stored_weight for slot in layout.slots]
         per_byte = weights[0].elements_per_byte
         self.gather_buffer = torch.zeros(layout.size // per_byte, dtype=torch.uint8, device=layout.device)
         sizes = [weight.num_blocks for weight in weights]
@@ -128,12 +128,12 @@ class Fp8Params(QuantizedParams):
         device, slots = self._layout.device, {slot: None for bucket in buckets for slot in bucket.slots}
         if not slots:
             return
-        found = [self._amax[slot] for slot in slots]
-        torch._foreach_zero_(found)
+        maxima = [self._amax[slot] for slot in slots]
+        torch._foreach_zero_(maxima)
         for slot, main, start, stop, first in self._ranges(slots):
             slot.param.stored_weight.update_amax(copy_to(main.load_fp32(start, stop), device), first)
-        together = collectives.all_reduce(torch.cat(found), self._layout.group, "max")
-        torch._foreach_copy_(found, together.split([amax.numel() for amax in found]))
+        together = collectives.all_reduce(torch.cat(maxima), self._layout.group, "max")
+        torch._foreach_copy_(maxima, together.split([amax.numel() for amax in maxima]))
         for slot in slots:
             slot.param.stored_weight.compute_scales()
         for slot, main, start, stop, first in self._ranges(slots):

@@ -102,7 +102,7 @@ def get_param_info(param: Parameter) -> ParamInfo:
 
 
 def is_quantized_param(param: Parameter) -> bool:
-    """Return whether the values are in `param.stored_weight` (quantization/fp8_weight.py), not in the parameter."""
+    """Return whether the values are in `param.stored_weight` (quantization/stored_weight.py), not in the parameter."""
     return getattr(param, "stored_weight", None) is not None
 
 

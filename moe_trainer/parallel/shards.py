@@ -48,7 +48,7 @@ def shards_to_load(x: Tensor) -> list[tuple[Tensor, int, int]]:
 
 def _master_source(x: Tensor) -> Any:
     stored_weight = getattr(x, "stored_weight", None)
-    return None if stored_weight is None else stored_weight.home
+    return None if stored_weight is None else stored_weight.main_param_owner
 
 
 def _to_local(x: DTensor) -> Tensor:

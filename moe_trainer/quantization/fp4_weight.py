@@ -1,7 +1,7 @@
-"""Model weights stored in NVFP4 with their scales, and in no other form (--fp4-param-gather).
+"""Model weights stored in NVFP4 (--fp4-param-gather).
 
 Two elements share a byte, the first in the lower half, as in `scaled_layouts.pack_e2m1`. Blocks are 16 x 16, so one set
-of bytes serves the output and the input gradient, as in fp8_weight.py. The scale of a block depends on the largest
+of bytes serves the output and the input gradient. The scale of a block depends on the largest
 block of its matrix; all ranks have the maxima of all blocks, so they compute the same scales.
 
 Shape letters: e matrices of a stack (1 for a single weight), N output width, K input width.
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.quantize import QuantizedTensor, Scaling, two_level_scales, unpack_e2m1
 from moe_trainer.quantization.scaled_layouts import pack_e2m1
+from moe_trainer.quantization.stored_weight import SingleCopyWeight
 
 
 class Fp4Matrix(NamedTuple):
@@ -42,29 +42,16 @@ class Fp4Matrix(NamedTuple):
         return QuantizedTensor(_transpose_packed(self.codes), self.inverse.t(), scaling)
 
 
-class Fp4Weight(Fp8Weight):
-    """Bytes and scales of one parameter [N, K], or of a stack of experts [e, N, K]; K is even.
-
-    Attributes:
-        codes: uint8 [e, N, K / 2].
-    """
+class Fp4Weight(SingleCopyWeight):
+    """Pairs of elements, so K is even, scaled by blocks and by matrix."""
 
     elements_per_byte = 2
-
-    def bind(self, codes: Tensor, amax: Tensor) -> None:
-        """Store bytes and maxima in these flat tensors."""
-        self.codes = codes.view(self.num_matrices, self.height, self.width // 2)
-        self.amax_eB = amax.view_as(self._scale_eB)
 
     def __getitem__(self, index: int) -> Fp4Matrix:
         return Fp4Matrix(self.codes[index], self.inverse_e[index], self._largest_e[index])
 
-    def compute_scales(self) -> None:
-        """Compute the scales from the maxima. A matrix whose maximum is not finite becomes NaN."""
-        scale, inverse, _ = two_level_scales(self.amax_eB, self.amax_eB.amax((-2, -1), keepdim=True), self.scaling.fmt)
-        self._scale_eB.copy_(scale)
-        self.inverse_e.copy_(inverse)
-        self._largest_e.copy_(self.amax_eB.flatten(1).amax(1))
+    def _scales(self) -> tuple[Tensor, Tensor]:
+        return two_level_scales(self.amax_eB, self.amax_eB.amax((-2, -1), keepdim=True), self.scaling.fmt)[:2]
 
     def _write(self, at: int, rounded: Tensor) -> None:
         self.codes.view(-1)[at // 2 : (at + rounded.numel()) // 2] = pack_e2m1(rounded[None]).view(torch.uint8)[0]

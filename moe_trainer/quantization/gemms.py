@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_trainer.ops.gemms import UnquantizedGemms
-from moe_trainer.quantization.fp8_weight import StoredMatrix, StoredWeight
 from moe_trainer.quantization.grouped import (
     GroupedOperand,
     TokenGroups,
@@ -38,6 +37,7 @@ from moe_trainer.quantization.saved_input import SavedInput, SavedTokens
 from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
 from moe_trainer.quantization.scaled_layouts import TILE_ROWS
 from moe_trainer.quantization.scaled_mm import MX, gemm_kind, scaled_mm
+from moe_trainer.quantization.stored_weight import StoredMatrix, StoredWeight
 
 X, WEIGHT, GRAD = 0, 1, 2
 """Operands with separate scales: rows of the state of delayed scaling."""

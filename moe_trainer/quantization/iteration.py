@@ -24,6 +24,7 @@ from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.mx_weight import MxWeight, is_mx
 from moe_trainer.quantization.quantize import E2M1
+from moe_trainer.quantization.stored_weight import StoredWeight
 
 
 class WeightCastCache:
@@ -58,7 +59,7 @@ def store_quantized_weights(chunks: Iterable[nn.Module]) -> int:
     return count
 
 
-def _make_stored_weight(weight: Tensor, gemms: QuantizedGemms) -> Fp8Weight | MxWeight:
+def _make_stored_weight(weight: Tensor, gemms: QuantizedGemms) -> StoredWeight:
     scaling = gemms.recipe.weight
     if is_mx(scaling):
         return MxWeight(weight.shape, scaling, weight.device, gemms.quantizer)

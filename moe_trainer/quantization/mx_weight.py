@@ -1,20 +1,19 @@
-"""Model weights stored in MXFP8, by rows and by columns, and in no other form (--reuse-grad-buf-for-mxfp8-param-ag).
+"""Model weights stored in MXFP8, by rows and by columns (--reuse-grad-buf-for-mxfp8-param-ag).
 
 Blocks lie along the contracted dimension, so the output and the input gradient need different bytes. Both are made from
-the weight in the model's format, once per iteration, and equal what a GEMM would make of it. The parameter itself is a
-NaN placeholder, as in fp8_weight.py.
+the weight in the model's format, once per iteration, and equal what a GEMM would make of it.
 
 Shape letters: e matrices of a stack (1 for a single weight), N output width, K input width, B blocks of a row.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_trainer.quantization.fp8_weight import PORTION_CPU, PORTION_GPU, nan_placeholder
 from moe_trainer.quantization.quantize import POWER_OF_TWO, QuantizedTensor, Scaling
+from moe_trainer.quantization.stored_weight import PORTION_CPU, PORTION_GPU, StoredWeight
 
 _SCALES = torch.float8_e8m0fnu  # exponent + 127, NaN as 255: scales are powers of two, which it holds exactly
 
@@ -56,14 +55,8 @@ class MxMatrix(NamedTuple):
         )
 
 
-class MxWeight:
-    """Both copies of one parameter [N, K], or of a stack of experts [e, N, K].
-
-    Attributes:
-        home: the owner of the fp32 values, set by the optimizer.
-    """
-
-    elements_per_byte = 1
+class MxWeight(StoredWeight):
+    """Both copies of a weight."""
 
     def __init__(
         self,
@@ -72,30 +65,18 @@ class MxWeight:
         device: torch.device,
         quantizer: Callable[[Tensor, Scaling], QuantizedTensor],
     ):
-        """Allocate the copies.
+        """Allocate the copies; `quantizer` is as in QuantizedGemms."""
+        super().__init__(shape, scaling, device)
+        self._quantizer = quantizer
+        self._rows, self._columns = self._allocate(self.height, self.width), self._allocate(self.width, self.height)
 
-        Args:
-            quantizer: as QuantizedGemms has it.
-        """
-        self.shape, self.scaling, self._quantizer = shape, scaling, quantizer
-        self.home: Any = None
-        count, height, width = (shape[0] if len(shape) == 3 else 1), *shape[-2:]
-
-        def allocate(rows: int, cols: int) -> MxCopy:
-            sizes = (cols, -(-cols // scaling.cols))
-            return MxCopy(*(torch.zeros(count, rows, size, dtype=torch.uint8, device=device) for size in sizes))
-
-        self._rows, self._columns = allocate(height, width), allocate(width, height)
-
-    def placeholder_param(self, dtype: torch.dtype) -> Tensor:
-        """Return the data of the parameter: its shape over a single NaN."""
-        return nan_placeholder(self.shape, dtype, self._rows.codes.device)
-
-    def scale_fn(self) -> None:
-        """Return None: the scales follow from the values."""
+    def _allocate(self, rows: int, cols: int) -> MxCopy:
+        sizes = (cols, -(-cols // self.scaling.cols))
+        return MxCopy(
+            *(torch.zeros(self.num_matrices, rows, size, dtype=torch.uint8, device=self.device) for size in sizes)
+        )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is stored, by name; the first dimension counts matrices."""
         return {
             f" ({side} {name})": x
             for side, copy in (("row", self._rows), ("column", self._columns))
@@ -115,11 +96,11 @@ class MxWeight:
                 part = source[at]
                 tall = part[0] if part.shape[0] == 1 else part.reshape(-1, part.shape[2])
                 quantized = self._quantizer(tall, self.scaling)
-                for target, found in (
+                for target, quantized_part in (
                     (copy.codes[at], quantized.values.to(self.scaling.fmt.dtype)),
                     (copy.scales[at], quantized.inverse.to(_SCALES)),
                 ):
-                    target.copy_(found.view(torch.uint8).view(target.shape))
+                    target.copy_(quantized_part.view(torch.uint8).view(target.shape))
 
 
 def _portions(source: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from moe_trainer.quantization.fp4_weight import Fp4Weight
-from moe_trainer.quantization.fp8_weight import Fp8Weight, can_store_once
+from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.mx_weight import MxWeight
 from moe_trainer.quantization.quantize import compute_amax, quantize
 from moe_trainer.quantization.recipe import make_recipe
+from moe_trainer.quantization.stored_weight import can_store_once
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "nvfp4")
 
@@ -35,7 +36,7 @@ def stored(values, recipe, cuts, scale=None):
 @pytest.mark.parametrize("shape", [(300, 130), (3, 140, 260), (3, 128, 130), (7, 16, 24)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_weight_cast_in_parts_equals_full_cast(name, shape, portion, monkeypatch):
-    monkeypatch.setattr("moe_trainer.quantization.fp8_weight.PORTION_CPU", portion)
+    monkeypatch.setattr("moe_trainer.quantization.stored_weight.PORTION_CPU", portion)
     recipe = make_recipe(name)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(shape, generator=generator) * torch.exp(4 * torch.randn(shape, generator=generator))

@@ -14,12 +14,12 @@ from moe_trainer.checkpoint.manager import load
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.optim.loss_scale import DynamicLossScale
-from moe_trainer.optim.quantized_params import Fp8Params
+from moe_trainer.optim.quantized_params import SingleCopyParams
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import is_quantized_param
 from moe_trainer.quantization.config import get_recipe
-from moe_trainer.quantization.fp8_weight import can_store_once
 from moe_trainer.quantization.quantize import quantize
+from moe_trainer.quantization.stored_weight import can_store_once
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import run_microbatches, train_step
 
@@ -192,7 +192,7 @@ def test_ranges_of_update_segments_that_split_a_parameter():
         SimpleNamespace(start=start, stop=stop, state=SimpleNamespace(main=start))
         for start, stop in ((0, 4), (4, 12), (12, 16))
     ]
-    params = object.__new__(Fp8Params)
+    params = object.__new__(SingleCopyParams)
     params._shard = SimpleNamespace(param_shards=parts, update_segments=segments)
     params._offsets = [part.offset for part in parts]
     found = list(params._ranges({"a", "b"}))
