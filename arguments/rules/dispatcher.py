@@ -99,7 +99,7 @@ def note_buffers_below_even_routing(s: Settings, f: DerivedSizes) -> None:
 
 
 def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
-    """Name whose experts a factor of received tokens selects; estimate/te_support.py decides."""
+    """Name whose experts a factor of received tokens selects; arguments/te_support.py decides."""
     is_quantized = s.transformer_impl == "transformer_engine" and bool(s.fp8 or s.fp4)
     has_local_experts = s.moe_paged_stash or (s.moe_clone_hot_experts and f.ep > 1) or s.use_transformer_engine_op_fuser
     if not f.experts or s.moe_expert_rank_capacity_factor is None or not is_quantized or has_local_experts:

@@ -13,7 +13,7 @@ so the batches that it reads and what an evaluation needs come in addition.
 
 In fp8, Transformer Engine's layers (the default --transformer-impl) save the quantized inputs of their GEMMs, its
 experts that of their second GEMM too; this program's own experts save the first, as saved_quantized.py lists it, and
-recompute the second. Flags determine which of them compute (te_support.py), assuming that the package is
+recompute the second. Flags determine which of them compute (arguments/te_support.py), assuming that the package is
 installed. Otherwise both are taken to save the same; Transformer Engine's attention saves less where values are
 narrower than keys (ours pads them and its output: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), so plans of
 latent attention err on the safe side.
@@ -36,14 +36,19 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from arguments.te_support import te_quantizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
 from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
-from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes
 from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, stage_states
-from moe_trainer.estimate.te_support import te_quantizes
+from moe_trainer.ops.block_sizes import (
+    CLONE_EXCHANGE_ELEMENTS,
+    SPARSE_ELEMENTS_CUDA,
+    SPARSE_QUERY_BLOCK_CUDA,
+    expert_buffer_tokens,
+)
 from moe_trainer.ops.logit_chunks import logit_chunk_size
 from moe_trainer.pipeline.orders import make_orders
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Order, step_actions
@@ -54,10 +59,6 @@ if TYPE_CHECKING:
     from arguments.training import TrainingArgs
     from moe_trainer.estimate.hardware import Hardware
 
-BLOCK, QUERY_BLOCK = 1 << 27, 512
-"""Maximum elements of [heads, block, keys], and queries of a block, on a GPU (ops/sparse_attention.py)."""
-CLONE_EXCHANGE_ELEMENTS = 1 << 26
-"""Maximum elements that a rank sends at a time where every rank sends the slots of clones to every rank."""
 _IN_CHUNKS = ("mlp.", "experts.", "shared_experts.", "routes.", "fc2_latent_proj.")
 """Saved tensors of what runs in chunks (--mlp-chunks-for-training)."""
 _MODULES = (
@@ -475,7 +476,9 @@ def indexer_bytes(args: Arguments, sizes: ChunkBytes) -> float:
         whole = keys * (model.kv_lora_rank + model.qk_pos_emb_head_dim) * (1 + sizes.size / 4)
     else:
         whole = (sizes.tokens + keys) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim) if learned else 0
-    block = min(BLOCK, QUERY_BLOCK * keys * max(model.dsa_indexer_n_heads, heads if learned else 0))
+    block = min(
+        SPARSE_ELEMENTS_CUDA, SPARSE_QUERY_BLOCK_CUDA * keys * max(model.dsa_indexer_n_heads, heads if learned else 0)
+    )
     return 4.0 * (whole + (2 if learned else 1) * index + 4 * block)
 
 

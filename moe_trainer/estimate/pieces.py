@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 from arguments.recipe import load
 from arguments.spelling import to_command_line
+from arguments.te_support import te_quantizes
 from arguments.tokens import FIELDS, parse_tokens
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.parallel_configs import drop_flags
 from moe_trainer.estimate.published_runs import BLOCKWISE, DEEPEP, GRAPHS, HYBRIDEP, MXFP8, OVERLAP
-from moe_trainer.estimate.te_support import te_quantizes
 from moe_trainer.estimate.uncertainty import comparison_bar
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from arguments.te_support import te_quantizes
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, notes, stage_kinds
 from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
 from moe_trainer.estimate.layer_time import (
@@ -39,7 +40,6 @@ from moe_trainer.estimate.layer_time import (
 )
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.step_time import StepTime, optimizer_seconds, step_from_passes
-from moe_trainer.estimate.te_support import te_quantizes
 
 if TYPE_CHECKING:
     from arguments import Arguments

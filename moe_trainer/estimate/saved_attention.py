@@ -15,9 +15,7 @@ from dataclasses import replace
 
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
-
-BLOCKED_MAX_LENGTH, QUERY_BLOCK = 512, 64  # as in ops/attention.py
-SEGMENT = 1024  # positions of a segment, as in ops/gated_delta_rule.py
+from moe_trainer.ops.block_sizes import BLOCKED_MAX_LENGTH, DELTA_CHUNK, DELTA_SEGMENT, QUERY_BLOCK
 
 
 def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
@@ -45,7 +43,7 @@ def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
     heads, width = model.linear_num_value_heads // layer.tp, model.linear_value_head_dim
     key_channels = model.linear_num_key_heads // layer.tp * model.linear_key_head_dim
     yield SavedTensor("in_proj.y", (tokens, 2 * key_channels + 2 * heads * width + 2 * heads), layer.size, part)
-    later_segments = -(-layer.length * layer.cp // SEGMENT) - 1
+    later_segments = -(-layer.length * layer.cp // (DELTA_CHUNK * DELTA_SEGMENT)) - 1
     names = set(layer.args.precision.triton_kernels)
     by_torch = layer.cpu or bool(names) and not names & {"all", "delta-rule"}  # our kernel saves no state
     if later_segments and by_torch:

@@ -11,14 +11,7 @@ from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import as_list
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
-
-
-def expert_buffer_tokens(even: int, factor: float) -> int:
-    """Return the tokens of the experts' buffers with --moe-expert-rank-capacity-factor.
-
-    `even` is their number if every rank receives as many as it sends.
-    """
-    return math.ceil(round(even * factor, 6))  # 100 * 1.1 is a little more than 110
+from moe_trainer.ops.block_sizes import expert_buffer_tokens
 
 
 def mlp(layer: LayerSizes, name: str, ffn: int, part: str = "") -> Iterator[SavedTensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moe_trainer.estimate.te_support import te_quantizes
+from arguments.te_support import te_quantizes
 
 if TYPE_CHECKING:
     from arguments import Arguments

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from arguments.te_support import te_quantizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, gated_delta_net_params, indexer_params
 from moe_trainer.estimate.state_bytes import StateBytes, has_known_state, rank_state_bytes
-from moe_trainer.estimate.te_support import te_quantizes
 
 if TYPE_CHECKING:
     from arguments import Arguments

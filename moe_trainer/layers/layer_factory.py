@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
+from arguments import te_support
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.backends import BackendPolicy
-from moe_trainer.estimate import te_support
 from moe_trainer.layers import te, te_layers
 from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import BACKENDS, CoreAttention, backend_problem

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from arguments import te_support
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.estimate import te_support
 from moe_trainer.layers import te, te_ops
 from moe_trainer.layers.context_parallel import get_cp_comm_type, make_core_attention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from moe_trainer.estimate.memory import CLONE_EXCHANGE_ELEMENTS
 from moe_trainer.memory.host_read import AsyncHostReader, integer_tensor
 from moe_trainer.moe.clone_plan import ClonePlan, plan_clones
 from moe_trainer.moe.dispatch.base import KnownCounts
+from moe_trainer.ops.block_sizes import CLONE_EXCHANGE_ELEMENTS
 from moe_trainer.ops.expert_mlp import WeightOwner
 from moe_trainer.parallel.collectives import all_gather_flat, all_to_all, all_to_all_flat
 from moe_trainer.parallel.state import Group, ParallelState

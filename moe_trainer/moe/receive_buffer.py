@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
 from moe_trainer.memory.paged_stash import PagedStash, round_up_factor
+from moe_trainer.ops.block_sizes import expert_buffer_tokens
 
 
 class ReceiveBudget:

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-BLOCKED_MAX_LENGTH = 512
-QUERY_BLOCK = 64
+from moe_trainer.ops.block_sizes import BLOCKED_MAX_LENGTH, QUERY_BLOCK
 
 
 def sliding_window_mask(length: int, left: int, device: torch.device | str = "cpu") -> Tensor:

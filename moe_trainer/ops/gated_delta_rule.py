@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK, SEGMENT = 64, 16  # positions; chunks
+from moe_trainer.ops.block_sizes import DELTA_CHUNK as CHUNK
+from moe_trainer.ops.block_sizes import DELTA_SEGMENT as SEGMENT
+
 LENGTH_EPS = 1e-6
 
 

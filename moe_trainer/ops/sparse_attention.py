@@ -18,11 +18,9 @@ from torch import Tensor
 
 from moe_trainer.ops.absorbed_mla import Latents, attention_of_all_heads, wide
 from moe_trainer.ops.block_attention import BlockMask, PositionRange, Selection
+from moe_trainer.ops.block_sizes import QUERY_BLOCK, SPARSE_ELEMENTS_CUDA, SPARSE_QUERY_BLOCK_CUDA
 
 EPSILON = 1e-10
-QUERY_BLOCK = 64
-QUERY_BLOCK_CUDA = 512
-CUDA_ELEMENTS = 1 << 27  # of [heads, block, keys]
 
 
 class IndexerOutput(NamedTuple):
@@ -270,7 +268,7 @@ def _block_rows(index: IndexerOutput, length: int, attention_target: IndexerTarg
     if index.k_KBF.device.type != "cuda":
         return QUERY_BLOCK
     heads = max(index.q_SBIF.shape[2], 0 if attention_target is None else attention_target.heads)
-    return min(QUERY_BLOCK_CUDA, max(1, CUDA_ELEMENTS // (heads * length * index.k_KBF.shape[0])))
+    return min(SPARSE_QUERY_BLOCK_CUDA, max(1, SPARSE_ELEMENTS_CUDA // (heads * length * index.k_KBF.shape[0])))
 
 
 def _blocks(runs: tuple[PositionRange, ...], size: int) -> Iterator[tuple[PositionRange, slice]]:

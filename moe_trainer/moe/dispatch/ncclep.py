@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.estimate.saved_mlp import expert_buffer_tokens
 from moe_trainer.layers import te
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
@@ -39,6 +38,7 @@ from moe_trainer.moe.dispatch.base import (
 )
 from moe_trainer.moe.dispatch.flex import FlexSettings
 from moe_trainer.moe.receive_buffer import ReceiveBudget
+from moe_trainer.ops.block_sizes import expert_buffer_tokens
 from moe_trainer.ops.permute import dense_to_topk
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
