@@ -58,11 +58,11 @@ def plan_clones(counts_E: Tensor, num_ranks: int, slots: int) -> ClonePlan:
     free_P = torch.full_like(spare_P, slots)
     hosted = counts_E.new_zeros(num_ranks, len(counts_E))  # tokens of an expert on a rank
     for left in range(FITTING_ROUNDS + slots, 0, -1):
-        found = _assign(spilled_E, torch.where(free_P > 0, spare_P, 0), only_fitting=left > slots)
-        is_new = (found > 0) & (hosted == 0)
+        assigned_PE = _assign(spilled_E, torch.where(free_P > 0, spare_P, 0), only_fitting=left > slots)
+        is_new = (assigned_PE > 0) & (hosted == 0)
         free_P = free_P - is_new.sum(1)
-        hosted += found
-        spilled_E, spare_P = spilled_E - found.sum(0), spare_P - found.sum(1)
+        hosted += assigned_PE
+        spilled_E, spare_P = spilled_E - assigned_PE.sum(0), spare_P - assigned_PE.sum(1)
     return _fill_slots(hosted, counts_E, slots)
 
 
@@ -100,8 +100,8 @@ def _assign(spilled_E: Tensor, spare_P: Tensor, only_fitting: bool) -> Tensor:
     taken_P = torch.minimum(wanted, left_P)
     if only_fitting:
         taken_P = torch.where(taken_P == torch.minimum(spare, tokens_E[0]), taken_P, 0)
-    found = spilled_E.new_zeros(len(spare_P), len(spilled_E))
-    return found.index_put_((rank_P, expert_E[index_P]), taken_P)
+    assigned_PE = spilled_E.new_zeros(len(spare_P), len(spilled_E))
+    return assigned_PE.index_put_((rank_P, expert_E[index_P]), taken_P)
 
 
 def _fill_slots(hosted_PE: Tensor, counts_E: Tensor, slots: int) -> ClonePlan:

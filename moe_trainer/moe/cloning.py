@@ -228,13 +228,13 @@ class _FixedExchange:
         """Exchange [P, S, K] made by send(x [n, K]) and return receive(what arrives) [m, ...], some K at a time."""
         flat = x.flatten(1)
         step = max(1, CLONE_EXCHANGE_ELEMENTS // (self.ep.size * self.num_clones))
-        found = []
+        received = []
         for part in flat.split(step, 1):
             sent = send(part).contiguous()
             arrived = torch.empty_like(sent)
             all_to_all_flat(arrived.view(-1), sent.view(-1), self.ep)
-            found.append(receive(arrived))
-        return torch.cat(found, 1).view(-1, *x.shape[1:])
+            received.append(receive(arrived))
+        return torch.cat(received, 1).view(-1, *x.shape[1:])
 
 
 class CloneWeights:

@@ -104,8 +104,8 @@ def get_receive_budgets(chunks: Iterable) -> list[ReceiveBudget]:
 
 def get_stashes(chunks: Iterable) -> list[PagedStash]:
     """Return the paged stashes of these model chunks, which usually share one."""
-    found = [layer.activations.stash for chunk in chunks for layer in chunk.moe_layers()]
-    return list({id(stash): stash for stash in found if stash is not None}.values())
+    per_layer = [layer.activations.stash for chunk in chunks for layer in chunk.moe_layers()]
+    return list({id(stash): stash for stash in per_layer if stash is not None}.values())
 
 
 def get_grown_budgets(chunks: Iterable) -> list[ReceiveBudget]:
