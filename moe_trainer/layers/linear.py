@@ -104,12 +104,12 @@ def _start_gather(x: Tensor | SavedInput, group: Group) -> Callable[[], Tensor |
             return whole
 
         return wait
-    found = [gather_rows(table, group, async_op=True) for table in x.token_tables]
+    gathers = [gather_rows(table, group, async_op=True) for table in x.token_tables]
 
     def wait_for_tables() -> SavedInput:
-        for _, work in found:
+        for _, work in gathers:
             work.wait()
-        return x.joined([table.unflatten(0, (group.size, -1)) for table, _ in found])
+        return x.joined([table.unflatten(0, (group.size, -1)) for table, _ in gathers])
 
     return wait_for_tables
 

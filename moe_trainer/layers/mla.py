@@ -277,6 +277,6 @@ class MultiLatentAttention(nn.Module):
         Args:
             keys: k_SBND and v_SBNE, or latents alone.
         """
-        found = CompressedKV(*keys, self.linear_kv_up_proj.weight) if len(keys) == 1 else keys
+        keys_or_latents = CompressedKV(*keys, self.linear_kv_up_proj.weight) if len(keys) == 1 else keys
         with rng_context(self.stream if self.training else None, q_SBND.device):
-            return self.core_attention(q_SBND, found, visible, x_SBH, latent, rope, grad_scale)
+            return self.core_attention(q_SBND, keys_or_latents, visible, x_SBH, latent, rope, grad_scale)

@@ -93,8 +93,8 @@ class VocabParallelEmbedding(nn.Module):
         if self.group.size == 1:
             return F.embedding(ids, self.weight)
         rows, mine = _local_rows(ids, self.group, self.num_rows)
-        found = F.embedding(rows, self.weight).masked_fill(~mine.unsqueeze(-1), 0.0)
-        return (reduce_scatter_rows_to_group if self.sequence_parallel else reduce_from_group)(found, self.group)
+        partial = F.embedding(rows, self.weight).masked_fill(~mine.unsqueeze(-1), 0.0)
+        return (reduce_scatter_rows_to_group if self.sequence_parallel else reduce_from_group)(partial, self.group)
 
 
 class PositionEmbedding(nn.Module):

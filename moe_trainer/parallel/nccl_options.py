@@ -63,7 +63,7 @@ def read_options(path: str | None, high_priority: Collection[str], groups: Colle
             if key not in _KINDS or type(value) is not _KINDS[key]:
                 known = ", ".join(f"{key} ({kind.__name__})" for key, kind in _KINDS.items())
                 raise UserError(f"{flag}: {name}: {key}: {value!r} is no option of a communicator; known: {known}")
-    found: dict[str, dict[str, Any]] = {}
+    options_by_group: dict[str, dict[str, Any]] = {}
     for name, options in (*content.items(), *((name, {HIGH_PRIORITY: True}) for name in high_priority)):
         group = MEGATRON_NAMES.get(name, name)
         if group in _ONLY_MEGATRON:
@@ -73,8 +73,8 @@ def read_options(path: str | None, high_priority: Collection[str], groups: Colle
             named = flag if name in content else f"--high-priority-stream-groups {name}"
             known = ", ".join(sorted({*groups, *MEGATRON_NAMES}))
             raise UserError(f"{named}: there is no group {name}; there are {known}")
-        found.setdefault(group, {}).update(options)
-    return found
+        options_by_group.setdefault(group, {}).update(options)
+    return options_by_group
 
 
 def make_options(options: Mapping[str, Any]) -> Any:
