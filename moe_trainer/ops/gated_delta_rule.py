@@ -178,17 +178,17 @@ def _segment(
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS):
-        wide, states, found, state = torch.promote_types(x_SBC.dtype, torch.float32), [], [], None
+        wide, states, outputs, state = torch.promote_types(x_SBC.dtype, torch.float32), [], [], None
         tensors = (x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N)
         for start in range(0, x_SBC.shape[0], CHUNK * SEGMENT):
             if start:
                 states.append(state)
             inputs, more = _inputs(tensors, start, wide, heads, ids_BS)
             y, state = _segment(*inputs, state, *more)
-            found.append(y.to(x_SBC.dtype))
+            outputs.append(y.to(x_SBC.dtype))
         ctx.save_for_backward(*tensors, *states)
         ctx.rest = heads, ids_BS, wide
-        return torch.cat(found) if states else found[0]
+        return torch.cat(outputs) if states else outputs[0]
 
     @staticmethod
     def backward(ctx, grad_SBNE):

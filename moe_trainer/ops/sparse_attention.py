@@ -149,7 +149,7 @@ def select_topk_keys(
     """
     index = IndexerOutput(*(wide(x).transpose(0, 1) for x in index))
     length = index.k_KBF.shape[1]
-    found, indexer_loss_grads = [], None
+    selections, indexer_loss_grads = [], None
     if attention_target is not None:
         indexer_loss_grads = _IndexerLossSum(index, attention_target, relu, counted_S)
     for queries, rows in _blocks(runs, _block_rows(index, length, attention_target)):
@@ -162,14 +162,14 @@ def select_topk_keys(
         chosen_BSK = None if topk is None else topk_mask(scores_BSK, topk)
         list_BSC = list_selected_keys(chosen_BSK, topk, keys.start) if listed and chosen_BSK is not None else None
         if list_BSC is not None:
-            found.append(list_BSC)
+            selections.append(list_BSC)
         elif chosen_BSK is not None:
             whole = torch.zeros(*scores_BSK.shape[:2], length, dtype=torch.bool, device=scores_BSK.device)
             whole[:, :, keys.start : keys.stop] = chosen_BSK
-            found.append(Selection.pack(whole))
+            selections.append(Selection.pack(whole))
         if indexer_loss_grads is not None:
             indexer_loss_grads.learn(QueryBlock(rows, keys, hidden), heads_BSIK, scores_BSK, chosen_BSK, list_BSC)
-    choice = torch.cat(found, 1) if found else None
+    choice = torch.cat(selections, 1) if selections else None
     return choice if listed or choice is None else Selection(
         choice, runs
     ), None if indexer_loss_grads is None else indexer_loss_grads.whole()
@@ -232,12 +232,12 @@ class _IndexerLossSum:
             scores_BSK = scores_BSK.masked_fill(~chosen_BSK, float("-inf"))
         summed_attention = self._teacher.summed_attention(block, list_BSC)
         target = summed_attention / summed_attention.sum(-1, keepdim=True)  # rows sum to one
-        found = torch.softmax(scores_BSK, -1)
+        predicted = torch.softmax(scores_BSK, -1)
         if self._counted_S is not None:
             target = target * self._counted_S[block.rows, None]
-        self._loss += (target * ((target + EPSILON).log() - (found + EPSILON).log())).sum()
-        slope = -target / (found + EPSILON)
-        grad_BSK = found * (slope - (slope * found).sum(-1, keepdim=True))
+        self._loss += (target * ((target + EPSILON).log() - (predicted + EPSILON).log())).sum()
+        slope = -target / (predicted + EPSILON)
+        grad_BSK = predicted * (slope - (slope * predicted).sum(-1, keepdim=True))
         self._spread(block.rows, block.keys, heads_BSIK, grad_BSK)
 
     def _spread(self, rows: slice, keys: PositionRange, heads_BSIK: Tensor, grad_BSK: Tensor) -> None:

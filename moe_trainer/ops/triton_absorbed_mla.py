@@ -91,10 +91,12 @@ def forward_kernel(
         total = total * shrunk + tl.sum(powers, 1)
         weighted = tl.dot(powers.to(latent.dtype), latent, weighted * shrunk[:, None], input_precision=PRECISION)
         top = higher
-    found = total > 0
-    safe = tl.where(found, total, 1.0)
+    has_keys = total > 0
+    safe = tl.where(has_keys, total, 1.0)
     _put(mean + query * num_heads * rank, head, rank, num_heads, of_rank, rank, weighted / safe[:, None])
-    tl.store(lse + query * num_heads + head, tl.where(found, top + tl.log(safe), float("-inf")), mask=head < num_heads)
+    tl.store(
+        lse + query * num_heads + head, tl.where(has_keys, top + tl.log(safe), float("-inf")), mask=head < num_heads
+    )
 
 
 @triton.jit

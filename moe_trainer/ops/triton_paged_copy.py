@@ -21,23 +21,23 @@ BYTES = 8192  # that a program copies
 def allocate_kernel(free, num_tokens, table, overflow, num_pages, page_size, length, PAGES: tl.constexpr):
     """Take the first free pages; entries of the table without one are `num_pages`."""
     needed = tl.minimum((tl.load(num_tokens).to(tl.int64) + page_size - 1) // page_size, length)
-    found = needed * 0
+    num_free = needed * 0
     for first in range(0, num_pages, PAGES):
         page = first + tl.arange(0, PAGES)
         is_free = tl.load(free + page, mask=page < num_pages, other=0).to(tl.int32)
-        index = found + tl.cumsum(is_free, 0) - is_free
+        index = num_free + tl.cumsum(is_free, 0) - is_free
         taken = (is_free > 0) & (index < needed)
         tl.store(table + index, page.to(tl.int64), mask=taken)
         tl.store(free + page, tl.zeros([PAGES], tl.uint8), mask=taken)
-        found += tl.sum(is_free, 0)
+        num_free += tl.sum(is_free, 0)
     for first in range(0, length, PAGES):
         index = first + tl.arange(0, PAGES)
         tl.store(
             table + index,
             tl.zeros([PAGES], tl.int64) + num_pages,
-            mask=(index < length) & (index >= tl.minimum(found, needed)),
+            mask=(index < length) & (index >= tl.minimum(num_free, needed)),
         )
-    if found < needed:
+    if num_free < needed:
         tl.store(overflow, 1)
 
 

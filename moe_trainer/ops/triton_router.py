@@ -446,7 +446,7 @@ def count_choices(logits_TE: Tensor, topk: int, score_function: str, num_sequenc
     length = num_tokens // num_sequences
     tokens, experts = _tile(num_experts, length)
     programs, size = triton.cdiv(length, tokens), num_sequences * (2 * num_experts + 1)
-    partial, found = (
+    partial, sums = (
         torch.empty(shape, dtype=dtype, device=logits_TE.device)
         for shape in ((programs, size), (num_sequences, 2 * num_experts + 1))
     )
@@ -454,8 +454,8 @@ def count_choices(logits_TE: Tensor, topk: int, score_function: str, num_sequenc
         count_kernel[(programs, num_sequences)](
             logits_TE, partial, length, num_experts, K=topk, SCORE=score_function, TOKENS=tokens, EXPERTS=experts
         )
-    sum_partials(partial, found)
-    return Counted(*found.split([num_experts, num_experts, 1], 1)[:2], found[:, -1])
+    sum_partials(partial, sums)
+    return Counted(*sums.split([num_experts, num_experts, 1], 1)[:2], sums[:, -1])
 
 
 def balancing_gradient(
