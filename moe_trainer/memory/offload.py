@@ -387,8 +387,8 @@ class ActivationOffload:
         storage, geometry, stored = self._offloaded.get(_key(x), (None, None, None))
         if storage is None or storage.expired() or geometry != _geometry(x):
             return None
-        found = stored()
-        return found if found is not None and found.is_current else None
+        tensor = stored()
+        return tensor if tensor is not None and tensor.is_current else None
 
     def _note(self, x: Tensor, stored: OffloadedTensor) -> None:
         # the weak reference also prevents reuse of the address by another storage

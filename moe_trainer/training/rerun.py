@@ -280,17 +280,20 @@ class _RejectionHandler:
 
     def _copy_results(self, evaluation: StepEvaluation) -> list[tuple[str, Tensor]]:
         """Return copies of this rank's own results, in the order in which they were computed."""
-        found = [
+        named_copies = [
             (f"buffers of {global_name(chunk, path)}", buffer.clone())
             for chunk in self.ctx.chunks
             for path, buffer in chunk.named_buffers()
         ]
-        found += [
+        named_copies += [
             (f"the loss of microbatch {index}", pair[0].clone()) for index, pair in enumerate(evaluation.sums, start=1)
         ]
         assert self.ctx.grads is not None
         squares = [view.float().square().sum() for _, view in self.ctx.grads.owned_views() if view.numel()]
-        return [*found, ("gradients after their reduction", torch.stack(squares).sum() if squares else torch.zeros(()))]
+        return [
+            *named_copies,
+            ("gradients after their reduction", torch.stack(squares).sum() if squares else torch.zeros(())),
+        ]
 
     def _describe_differences(self, before: list[tuple[str, Tensor]], second: StepEvaluation) -> str:
         """Describe which ranks got another result, and where it differs first. Collective."""

@@ -104,15 +104,15 @@ def train_step(
     def evaluate(eager: bool = False, repeated: bool = False) -> StepEvaluation:
         nonlocal num_repeats
         eager = eager or is_observed
-        found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
-        if must_repeat := found.overflowed:
+        evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
+        if must_repeat := evaluation.overflowed:
             num_repeats += 1
             restart()
             drop_graphs(ctx)
-            found = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
-        if must_repeat or found.has_grown_budgets:
+            evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
+        if must_repeat or evaluation.has_grown_budgets:
             agree_on_budgets(ctx, f"iteration {state.iteration + 1}", must_repeat)
-        return found
+        return evaluation
 
     def rerun(eager: bool) -> StepEvaluation:
         restart()
@@ -383,8 +383,8 @@ def _count_small_buffers(ctx: TrainContext) -> Tensor:
     """
     device = ctx.runtime.device
     overflowed, growing = count_overflows(ctx.chunks, device), count_growing_stashes(ctx.chunks, device)
-    found = torch.cat([overflowed, growing, overflowed.new_full((1,), len(get_grown_budgets(ctx.chunks)))])
-    return collectives.all_reduce(found, ctx.ps.world) if ctx.may_lose_tokens else found
+    counts_3 = torch.cat([overflowed, growing, overflowed.new_full((1,), len(get_grown_budgets(ctx.chunks)))])
+    return collectives.all_reduce(counts_3, ctx.ps.world) if ctx.may_lose_tokens else counts_3
 
 
 def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) -> None:
@@ -403,8 +403,8 @@ def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) 
     grown = [(budget.factor, budget.fixed_factor, budget.name, rank) for budget in get_grown_budgets(ctx.chunks)]
     factors = {budget.name: budget.factor for budget in budgets}
     full = [stash.sufficient_factor for stash in stashes if stash.has_overflowed and was_repeated]
-    found = grown, factors, max(full, default=0.0)
-    gathered = collectives.all_gather_object(found, ctx.ps.world) if ctx.may_lose_tokens else [found]
+    local = grown, factors, max(full, default=0.0)
+    gathered = collectives.all_gather_object(local, ctx.ps.world) if ctx.may_lose_tokens else [local]
     grown = [each for of_rank, _, _ in gathered for each in of_rank]
     largest: dict[str, float] = {}
     for _, factors, _ in gathered:
