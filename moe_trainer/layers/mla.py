@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,44 +71,8 @@ class MultiLatentAttention(nn.Module):
         self.stream = factory.stream if model.attention_dropout > 0.0 else None
         self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
         key_dim = self.nope_dim + self.rope_dim
-        init, options = hidden_init(model), {"group": ps.tp, "sequence_parallel": sequence_parallel}
-
-        # down projections read one input; norms, recomputed projections and indexers keep latents
-        keeps_latents = (
-            not model.qk_layernorm
-            or "mla_up_proj" in factory.activations.recomputed
-            or model.experimental_attention_variant == "dsa"
-        )
-
-        def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:
-            original = make is down or leaf == "linear_q_proj" or keeps_latents
-            return make(
-                in_features, out_features, name=f"{name}.{leaf}", init=init, save_original_input=original, **options
-            )
-
-        def norm(size: int, leaf: str) -> nn.Module | None:
-            partial = sequence_parallel and ps.tp.size > 1
-            return factory.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
-
-        up, down = factory.column_linear, factory.replicated_linear
-        self.linear_qkv_down_proj = self.q_layernorm = None
-        kv_width = self.kv_rank + self.rope_dim
-        self.down_widths = model.q_lora_rank, kv_width
-        if model.q_lora_rank is None:
-            self.linear_q_proj = linear(up, model.hidden_size, heads * key_dim, "linear_q_proj")
-        else:
-            self.linear_q_proj = None
-            if model.mla_down_proj_fusion:
-                self.linear_qkv_down_proj = self._fused_down_proj(linear, down, model, name, kv_width)
-            else:
-                self.linear_q_down_proj = linear(down, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
-            self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
-            self.linear_q_up_proj = linear(up, model.q_lora_rank, heads * key_dim, "linear_q_up_proj")
-        if self.linear_qkv_down_proj is None:
-            self.linear_kv_down_proj = linear(down, model.hidden_size, kv_width, "linear_kv_down_proj")
-        self.kv_layernorm = norm(self.kv_rank, "kv_layernorm")
-        kv_rows = heads * (self.nope_dim + self.value_dim)
-        self.linear_kv_up_proj = linear(up, self.kv_rank, kv_rows, "linear_kv_up_proj")
+        options: dict[str, Any] = {"group": ps.tp, "sequence_parallel": sequence_parallel}
+        self._build_projections(model, ps, name, factory, options)
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         scale = temperature * temperature / math.sqrt(key_dim)
         if model.experimental_attention_variant == "dsa":
@@ -142,6 +107,48 @@ class MultiLatentAttention(nn.Module):
             save_original_input="core_attn" not in factory.activations.recomputed,
             **options,
         )
+
+    def _build_projections(
+        self, model: ModelArgs, ps: ParallelState, name: str, factory: LayerFactory, options: dict[str, Any]
+    ) -> None:
+        """Build the projections to queries and latents, their norms, and those from latents to all heads."""
+        heads, key_dim, init = model.num_attention_heads, self.nope_dim + self.rope_dim, hidden_init(model)
+        # down projections read one input; norms, recomputed projections and indexers keep latents
+        keeps_latents = (
+            not model.qk_layernorm
+            or "mla_up_proj" in factory.activations.recomputed
+            or model.experimental_attention_variant == "dsa"
+        )
+
+        def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:
+            original = make is down or leaf == "linear_q_proj" or keeps_latents
+            return make(
+                in_features, out_features, name=f"{name}.{leaf}", init=init, save_original_input=original, **options
+            )
+
+        def norm(size: int, leaf: str) -> nn.Module | None:
+            partial = self.sequence_parallel and ps.tp.size > 1
+            return factory.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
+
+        up, down = factory.column_linear, factory.replicated_linear
+        self.linear_qkv_down_proj = self.q_layernorm = None
+        kv_width = self.kv_rank + self.rope_dim
+        self.down_widths = model.q_lora_rank, kv_width
+        if model.q_lora_rank is None:
+            self.linear_q_proj = linear(up, model.hidden_size, heads * key_dim, "linear_q_proj")
+        else:
+            self.linear_q_proj = None
+            if model.mla_down_proj_fusion:
+                self.linear_qkv_down_proj = self._fused_down_proj(linear, down, model, name, kv_width)
+            else:
+                self.linear_q_down_proj = linear(down, model.hidden_size, model.q_lora_rank, "linear_q_down_proj")
+            self.q_layernorm = norm(model.q_lora_rank, "q_layernorm")
+            self.linear_q_up_proj = linear(up, model.q_lora_rank, heads * key_dim, "linear_q_up_proj")
+        if self.linear_qkv_down_proj is None:
+            self.linear_kv_down_proj = linear(down, model.hidden_size, kv_width, "linear_kv_down_proj")
+        self.kv_layernorm = norm(self.kv_rank, "kv_layernorm")
+        kv_rows = heads * (self.nope_dim + self.value_dim)
+        self.linear_kv_up_proj = linear(up, self.kv_rank, kv_rows, "linear_kv_up_proj")
 
     def _fused_down_proj(
         self,

@@ -18,7 +18,7 @@ from moe_trainer.backends import BackendPolicy
 from moe_trainer.errors import UserError
 from moe_trainer.layers import te
 from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
-from moe_trainer.layers.layer_factory import select_layer_factory
+from moe_trainer.layers.layer_factory import LayerFactory, select_layer_factory
 from moe_trainer.layers.qk_clip import track_max_logits
 from moe_trainer.layers.tp_overlap import TpOverlap
 from moe_trainer.memory.activations import ActivationPolicy
@@ -59,31 +59,7 @@ def build_chunks(
     kernels = select_kernels(args.precision.triton_kernels, backends, args.model.unfused_operations)
     if any(is_linear(args.model, number) for number in range(args.model.num_layers)):
         kernels = with_delta_rule(kernels, args.precision.triton_kernels, args.model, dtype, backends)
-    overlap = TpOverlap.from_args(args.parallel)
-    factory = select_layer_factory(
-        args.precision.transformer_impl,
-        ps,
-        args.parallel.cp_comm_type,
-        backends,
-        kernels,
-        model=args.model,
-        moe=args.moe,
-        precision=args.precision,
-        defers=args.parallel.has_deferred_wgrad,
-        stored_format=args.stored_weight_format,
-        tensors_of_experts=TENSORS_OF_EXPERTS & (args.training.recomputed_modules | args.training.offloaded_modules),
-        overlap=overlap,
-    )
-    if overlap is not None and factory.name == "transformer_engine" and device.type != "meta":
-        _initialize_userbuffers(args, ps, dtype, overlap)
-    if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":
-        backends.should_use(
-            ("dsa_kernel_backend",),
-            flag=f"--dsa-kernel-backend {args.model.dsa_kernel_backend}",
-            problem="this version has no binding to that library",
-            remedy="Use --dsa-kernel-backend none",
-            instead="torch's own GEMMs",
-        )
+    factory = _select_factory(args, ps, dtype, device, backends, kernels)
     parallel = args.parallel
     layouts = chunk_layouts(args.model, parallel)
     assert len(layouts) == ps.pp.size, f"the flags define {len(layouts)} pipeline stages, there are {ps.pp.size}"
@@ -127,17 +103,58 @@ def build_chunks(
     if args.model.qk_clip or args.output.log_max_attention_logit:
         track_max_logits(chunks)
     backends.check()
+    _log_model(chunks, device, factory)
+    return chunks
+
+
+def _select_factory(
+    args: Arguments,
+    ps: ParallelState,
+    dtype: torch.dtype,
+    device: torch.device,
+    backends: BackendPolicy,
+    kernels: Kernels,
+) -> LayerFactory:
+    """Return what makes the layers, and make the buffers that they share."""
+    overlap = TpOverlap.from_args(args.parallel)
+    factory = select_layer_factory(
+        args.precision.transformer_impl,
+        ps,
+        args.parallel.cp_comm_type,
+        backends,
+        kernels,
+        model=args.model,
+        moe=args.moe,
+        precision=args.precision,
+        defers=args.parallel.has_deferred_wgrad,
+        stored_format=args.stored_weight_format,
+        tensors_of_experts=TENSORS_OF_EXPERTS & (args.training.recomputed_modules | args.training.offloaded_modules),
+        overlap=overlap,
+    )
+    if overlap is not None and factory.name == "transformer_engine" and device.type != "meta":
+        _initialize_userbuffers(args, ps, dtype, overlap)
+    if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":
+        backends.should_use(
+            ("dsa_kernel_backend",),
+            flag=f"--dsa-kernel-backend {args.model.dsa_kernel_backend}",
+            problem="this version has no binding to that library",
+            remedy="Use --dsa-kernel-backend none",
+            instead="torch's own GEMMs",
+        )
+    return factory
+
+
+def _log_model(chunks: list[Transformer], device: torch.device, factory: LayerFactory) -> None:
     count = sum(param.numel() for chunk in chunks for param in chunk.parameters())
     logger.info(
         "model: %s parameters on this rank (%s) in %s, %s layers",
         f"{count:,}",
         device,
-        str(dtype)[6:],
+        str(chunks[0].params_dtype)[6:],
         factory.name,
     )
     if device.type == "cpu" and any(chunk.quantized for chunk in chunks):
         logger.info("fp8 and fp4 GEMMs on CPU are computed in fp32 from quantized operands (slower, equal results)")
-    return chunks
 
 
 def _initialize_userbuffers(args: Arguments, ps: ParallelState, dtype: torch.dtype, overlap: TpOverlap) -> None:

@@ -121,6 +121,39 @@ class Decoder(nn.Module):
             )
 
 
+def _dropout_stream(seed: int, ps: ParallelState, layout: ChunkLayout) -> ShardRNG:
+    """Return the chunk's random stream, which differs between tensor-parallel ranks."""
+    first = layout.layers[:1]
+    return ShardRNG(
+        seed, "dropout", f"pp {ps.pp.rank}", f"first layer {first}", f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank}"
+    )
+
+
+def _make_output_head(
+    args: Arguments,
+    ps: ParallelState,
+    padded_vocab_size: int,
+    factory: LayerFactory,
+    tied: bool,
+    queue: WeightGradQueue | None,
+) -> OutputHead:
+    model = args.model
+    return OutputHead(
+        model.hidden_size,
+        padded_vocab_size,
+        name="output_layer",
+        group=ps.tp,
+        init=output_init(model),
+        tied=tied,
+        sequence_parallel=args.parallel.sequence_parallel,
+        queue=queue,
+        kernels=factory.kernels.logit_kernels,
+        logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype or ""),
+        quantize=factory.lm_head_quantizer(),
+        multiplier=model.mup_output_mult if model.use_mup else 1.0,
+    )
+
+
 class Transformer(nn.Module):
     """One chunk of the model, built by build.build_chunks, which also initializes the parameters.
 
@@ -154,15 +187,7 @@ class Transformer(nn.Module):
         model = args.model
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
         self.layout, self.params_dtype, self.device = layout, params_dtype, device
-        self.stream = None
-        if ps.tp.size > 1:
-            name = (
-                f"pp {ps.pp.rank}",
-                f"first layer {layout.layers[:1]}",
-                f"dp_cp {ps.dp_cp.rank}",
-                f"tp {ps.tp.rank}",
-            )
-            self.stream = ShardRNG(args.training.seed, "dropout", *name)
+        self.stream = _dropout_stream(args.training.seed, ps, layout) if ps.tp.size > 1 else None
         self.weight_grads, self.overlap_executor = queue, overlap_executor
         self.activations = ActivationPolicy() if activations is None else activations(self.stream)
         self.graphs = graphs or CudaGraphs()
@@ -194,20 +219,7 @@ class Transformer(nn.Module):
         self.mtp_losses = MTPLosses(args, ps) if layout.has_loss and self.mtp_depths else None
         self.output_layer = None
         if layout.has_loss:
-            self.output_layer = OutputHead(
-                model.hidden_size,
-                padded_vocab_size,
-                name="output_layer",
-                group=ps.tp,
-                init=output_init(model),
-                tied=self.tied,
-                sequence_parallel=args.parallel.sequence_parallel,
-                queue=queue,
-                kernels=factory.kernels.logit_kernels,
-                logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype or ""),
-                quantize=factory.lm_head_quantizer(),
-                multiplier=model.mup_output_mult if model.use_mup else 1.0,
-            )
+            self.output_layer = _make_output_head(args, ps, padded_vocab_size, factory, self.tied, queue)
         self.quantized = find_quantized_gemms(self)
         # FSDP gathers weights per layer; a graph of a part would hold the first microbatch's cast or none
         varies = args.parallel.has_sharded_params or not self.graphs.parts <= {"iteration"}
