@@ -198,21 +198,13 @@ def search(
     if not args.training.global_batch_size:
         raise PlanError("a search needs --global-batch-size: mappings are compared by the time of one iteration")
     estimator = Estimator(args, gpus, hardware, rows, headroom)
-    estimates, seen, least = [], 0, None
-    mappings = list(estimator.mappings())
-    for estimate in map(estimator.estimate, mappings):
-        seen += 1
-        if seen % 500 == 0:
-            progress(f"{seen:,} of {len(mappings):,} mappings estimated")
-        if least is None or estimate.memory < least.memory:
-            least = estimate
-        if estimate.memory <= MEMORY_SLACK * hardware.usable_bytes:
-            estimates.append(estimate)
+    estimates = _estimate_all(estimator, progress)
+    small = [estimate for estimate in estimates if estimate.memory <= MEMORY_SLACK * hardware.usable_bytes]
     found: list[RankedConfig] = []
     planned = rejected = 0
     tries: Counter[tuple[ParallelConfig, bool]] = Counter()
     reasons: Counter[str] = Counter()
-    for estimate in estimator.planning_order(estimates):
+    for estimate in estimator.planning_order(small):
         if planned >= MIN_PLANNED and len(found) >= 2 * best:
             break
         if planned - rejected >= MAX_PLANNED or rejected >= MAX_REJECTED:
@@ -224,7 +216,7 @@ def search(
         tries[shape] += 1
         planned += 1
         if planned % 10 == 0:
-            progress(f"{seen:,} mappings estimated; {planned} planned in full, {len(found)} fit")
+            progress(f"{len(estimates):,} mappings estimated; {planned} planned in full, {len(found)} fit")
         line = make_flags(estimate.mapping, estimate.layout)
         try:
             plan = make_plan(validated_args([*base, *line], gpus), gpus, hardware)
@@ -239,13 +231,27 @@ def search(
     outcome = SearchResult(
         tuple(base),
         tuple(ranked(found, best)),
-        *(seen, len(estimates), planned, rejected, time.monotonic() - begin),
+        *(len(estimates), len(small), planned, rejected, time.monotonic() - begin),
         own=None if list(argv) == base else try_plan(argv, gpus, hardware),
         published=_plan_published(found[0].plan, base) if found else None,
         rejections=tuple(reasons.most_common(3)),
         replaced=tuple(select_flags(argv, REPLACED)),
     )
-    return outcome if found else _explain_no_fit(outcome, estimator, least, headroom, make_flags)
+    if found:
+        return outcome
+    least = min(estimates, key=lambda estimate: estimate.memory, default=None)
+    return _explain_no_fit(outcome, estimator, least, headroom, make_flags)
+
+
+def _estimate_all(estimator: Estimator, progress: Progress) -> list[Estimate]:
+    """Return the estimates of all mappings."""
+    mappings = list(estimator.mappings())
+    estimates = []
+    for mapping in mappings:
+        estimates.append(estimator.estimate(mapping))
+        if len(estimates) % 500 == 0:
+            progress(f"{len(estimates):,} of {len(mappings):,} mappings estimated")
+    return estimates
 
 
 def ranked(found: Sequence[RankedConfig], best: int) -> list[RankedConfig]:

@@ -64,6 +64,21 @@ def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
     return replace(args, output=resumed, moe=moe, source=MappingProxyType(source))
 
 
+def _upcycling_options(options: LoadOptions, ctx: TrainContext) -> LoadOptions:
+    """Return the options to load a dense model into the MoE model. Collective."""
+    save = ctx.args.output.save
+    assert save is not None
+    with as_user_error(f"--save {save}"):
+        if holds_checkpoint(save, ctx.ps):
+            raise UserError(
+                f"--moe-use-upcycling: --save {save} has a checkpoint already; to continue from it, "
+                "--load it without this flag (or give --auto-resume too), else name another folder"
+            )
+    # dense parameters without a counterpart in the MoE model are an error unless the flags choose a strictness
+    strictness = "raise_unexpected" if options.strictness == "assume_ok_unexpected" else options.strictness
+    return replace(options, upcycle=True, exit_on_missing=True, strictness=strictness)
+
+
 def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, TrainState]:
     """Load the checkpoint of `--load`, if any.
 
@@ -87,18 +102,8 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
     options = LoadOptions.from_args(output, ctx.args.as_dict(), tokenizer.vocab_size)
     if ctx.args.is_eval_only:  # an evaluation draws no random numbers
         options = replace(options, load_optim=False, load_rng=False)
-    upcycle = ctx.args.moe.moe_use_upcycling
-    if upcycle:
-        assert output.save is not None
-        with as_user_error(f"--save {output.save}"):
-            if holds_checkpoint(output.save, ctx.ps):
-                raise UserError(
-                    f"--moe-use-upcycling: --save {output.save} has a checkpoint already; to continue from it, "
-                    "--load it without this flag (or give --auto-resume too), else name another folder"
-                )
-        # dense parameters without a counterpart in the MoE model are an error unless the flags choose a strictness
-        strictness = "raise_unexpected" if options.strictness == "assume_ok_unexpected" else options.strictness
-        finetune, options = True, replace(options, upcycle=True, exit_on_missing=True, strictness=strictness)
+    if ctx.args.moe.moe_use_upcycling:
+        finetune, options = True, _upcycling_options(options, ctx)
     with (
         ctx.timers("load-checkpoint"),
         as_user_error(f"--pretrained-checkpoint {folder}" if weights_only else f"--load {folder}"),

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,34 +101,11 @@ def plan_hf_folder(
     flags = dict(state.args) | {"rows": stored}
     family, config = write_config(flags, rows or stored, kind)
     config |= _yarn_length(config)
-    found = tensor_mappings(family.name, flags)
-    _check_native(found, tensors)
+    mappings = tensor_mappings(family.name, flags)
+    _check_native(mappings, tensors)
     cut = rows if rows not in (None, stored) else None
-
-    def make_parts(mapping: TensorMapping) -> Sequence[Tensor]:
-        native = [read_logical(folder, index, tensors[name]) for name in mapping.siblings or (mapping.native,)]
-        return mapping.transform.to_hf(native if mapping.siblings else native[0], model_sizes(flags))
-
-    last = _LastTensorCache(make_parts)
-    parts = [
-        item
-        for mapping in found
-        if mapping.native == (mapping.siblings or (mapping.native,))[0]
-        for item in _plan_hf_tensors(mapping, last, tensors[mapping.native].dtype, cut, dtype)
-    ]
-    items = _join_stacks(parts)
-    by_name = {item.name: item for item in items}
-    items += [
-        PlannedTensor(name, by_name[original].dtype, by_name[original].shape, by_name[original].make)
-        for name, original in duplicated_tensors(family.name, flags).items()
-        if name != "lm_head.weight"
-    ]
+    items = _plan_items(partial(read_logical, folder, index), mappings, tensors, family.name, flags, cut, dtype)
     runs = split_by_size(items, most)
-    names = (
-        [SINGLE]
-        if len(runs) == 1
-        else [f"model-{number + 1:05d}-of-{len(runs):05d}.safetensors" for number in range(len(runs))]
-    )
     words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
     for note in read_config(config)[2]:
         logger.info("  %s", note)
@@ -139,48 +117,91 @@ def plan_hf_folder(
         "dtype": dtype,
         "config": json.dumps(config, sort_keys=True, default=str),
     }
-
-    def finish(folder: Path, notes: Mapping[str, Any]) -> None:
-        for path in tokenizer_files(tokenizer) if tokenizer is not None else ():
-            flush_file(Path(shutil.copyfile(path, folder / path.name)))
-        if flags.get("tokenizer_type") in _SENTENCEPIECE and {path.name for path in folder.glob("tokenizer*")} == {
-            "tokenizer.model"
-        }:
-            write_text(folder / "tokenizer_config.json", json.dumps(dict(SENTENCEPIECE_CONFIG)) + "\n")
-        if len(notes) > 1:
-            table = {name: file for file, known in notes.items() for name in known}
-            write_text(
-                folder / INDEX,
-                json.dumps(
-                    {"metadata": {"total_size": sum(item.num_bytes for item in items)}, "weight_map": table}, indent=1
-                ),
-            )
-        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-
+    finish = partial(
+        _finish_folder,
+        config=config,
+        num_bytes=sum(item.num_bytes for item in items),
+        tokenizer=tokenizer,
+        is_sentencepiece=flags.get("tokenizer_type") in _SENTENCEPIECE,
+    )
     data = sorted(path for path in folder.iterdir() if path.is_file())
     return ConversionJob(
         target,
         fingerprint(data, **options),
-        tuple(zip(names, map(tuple, runs), strict=True)),
+        tuple(zip(_file_names(len(runs)), map(tuple, runs), strict=True)),
         write_safetensors,
         finish,
     )
 
 
-def _check_native(found: Sequence[TensorMapping], tensors: Mapping[str, LogicalTensor]) -> None:
+def _file_names(count: int) -> list[str]:
+    return [SINGLE] if count == 1 else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+
+
+def _plan_items(
+    read: Callable[[LogicalTensor], Tensor],
+    mappings: Sequence[TensorMapping],
+    tensors: Mapping[str, LogicalTensor],
+    kind: str,
+    flags: Mapping[str, Any],
+    rows: int | None,
+    dtype: torch.dtype | None,
+) -> list[PlannedTensor]:
+    """Plan the Hugging Face tensors of a model type `kind`, whose embedding has `rows` rows, all of them if None."""
+
+    def make_parts(mapping: TensorMapping) -> Sequence[Tensor]:
+        native = [read(tensors[name]) for name in mapping.siblings or (mapping.native,)]
+        return mapping.transform.to_hf(native if mapping.siblings else native[0], model_sizes(flags))
+
+    last = _LastTensorCache(make_parts)
+    items = _join_stacks(
+        item
+        for mapping in mappings
+        if mapping.native == (mapping.siblings or (mapping.native,))[0]
+        for item in _plan_hf_tensors(mapping, last, tensors[mapping.native].dtype, rows, dtype)
+    )
+    by_name = {item.name: item for item in items}
+    return items + [
+        PlannedTensor(name, by_name[original].dtype, by_name[original].shape, by_name[original].make)
+        for name, original in duplicated_tensors(kind, flags).items()
+        if name != "lm_head.weight"
+    ]
+
+
+def _finish_folder(
+    folder: Path,
+    notes: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any],
+    num_bytes: int,
+    tokenizer: Path | None,
+    is_sentencepiece: bool,
+) -> None:
+    """Write the files next to the weights: tokenizer, index, configuration."""
+    for path in tokenizer_files(tokenizer) if tokenizer is not None else ():
+        flush_file(Path(shutil.copyfile(path, folder / path.name)))
+    if is_sentencepiece and {path.name for path in folder.glob("tokenizer*")} == {"tokenizer.model"}:
+        write_text(folder / "tokenizer_config.json", json.dumps(dict(SENTENCEPIECE_CONFIG)) + "\n")
+    if len(notes) > 1:
+        table = {name: file for file, known in notes.items() for name in known}
+        write_text(folder / INDEX, json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": table}, indent=1))
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def _check_native(mappings: Sequence[TensorMapping], tensors: Mapping[str, LogicalTensor]) -> None:
     """Check that the checkpoint has exactly the tensors of the mappings.
 
     Raises:
         CheckpointError: naming every tensor that is missing, unexpected or of another shape.
     """
     problems = []
-    for mapping in found:
+    for mapping in mappings:
         tensor = tensors.get(mapping.native)
         if tensor is None:
             problems.append(f"{mapping.native} is missing; {list(mapping.shape)} is needed")
         elif tensor.shape != mapping.shape:
             problems.append(f"{mapping.native} has the shape {list(tensor.shape)}, and {list(mapping.shape)} is needed")
-    known = {mapping.native for mapping in found}
+    known = {mapping.native for mapping in mappings}
     problems += [
         f"{name} is there, and no tensor of the other model is made of it" for name in tensors if name not in known
     ]
@@ -222,7 +243,7 @@ def _join_stacks(parts: Iterable[tuple[HFTensor, PlannedTensor]]) -> list[Planne
     members: dict[str, list[tuple[HFTensor, PlannedTensor]]] = {}
     for ref, item in parts:
         members.setdefault(ref.name, []).append((ref, item))
-    found = []
+    items = []
     for slices in members.values():
         ref, item = slices[0]
         if ref.index is not None:
@@ -232,5 +253,5 @@ def _join_stacks(parts: Iterable[tuple[HFTensor, PlannedTensor]]) -> list[Planne
                     yield from each.make()
 
             item = PlannedTensor(ref.name, item.dtype, (ref.stack, *item.shape), make)
-        found.append(item)
-    return found
+        items.append(item)
+    return items
