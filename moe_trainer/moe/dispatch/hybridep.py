@@ -166,14 +166,16 @@ class _Calls:
 class _TokenExchange(Exchange):
     """A call of the library in flight on the side stream."""
 
+    num_tensors: int  # that are exchanged: tokens, and probabilities if it is 2
+
     def __init__(self, calls: _Calls, stream: SideStream):
         self.calls, self._stream = calls, stream
         self._in_flight: tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def _run(self, call: Callable[..., tuple[Tensor | None, ...]], *inputs: Tensor) -> None:
-        """Start call(*inputs), which returns tokens and probabilities or None; the inputs live until `wait`."""
+        """Start call(*inputs), which returns tokens and probabilities, if any; the inputs live until `wait`."""
         outs, event = self._stream.run(lambda: call(*inputs), inputs[0].device)
-        self._in_flight = event, tuple(x for x in outs if x is not None), inputs
+        self._in_flight = event, outs[: self.num_tensors], inputs
 
     def wait(self, is_backward: bool) -> tuple[Tensor, ...]:
         (event, outs, inputs), self._in_flight = self._in_flight, None
@@ -186,6 +188,8 @@ class _TokenExchange(Exchange):
 
 class _DispatchExchange(_TokenExchange):
     """Dispatch of tokens and probabilities; backward combines their gradients."""
+
+    num_tensors = 2
 
     def __init__(self, calls: _Calls, stream: SideStream, routing_TV: Tensor, cache_fn: CacheFn):
         super().__init__(calls, stream)
@@ -208,6 +212,8 @@ class _DispatchExchange(_TokenExchange):
 
 class _CombineExchange(_TokenExchange):
     """Combine of results; backward dispatches their gradients with the same handle."""
+
+    num_tensors = 1
 
     def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
         again = partial(self.calls.dispatch_with_handle, is_rounded=self.calls.mxfp8.gradients)
