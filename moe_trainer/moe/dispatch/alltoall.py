@@ -16,7 +16,7 @@ Shape letters: T local tokens, E experts, e local experts, S sources (ranks of e
 routed tokens, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,17 +198,34 @@ class AllToAllDispatcher(TokenDispatcher):
 
         With a fixed buffer the sizes are known, and dispatch_postprocess counts the tokens.
         """
-        if plan.known is not None and plan.known.per_expert is not None:
-            return self._even_sizes(plan, plan.known.per_expert)
-        if plan.known is not None and plan.known.by_rank is not None:
-            return self._known_sizes(plan, plan.known.by_rank)
+        known, num_local = plan.known, plan.counts_E.shape[0] // self.ep.size
+        if known is not None and known.per_expert is not None:
+            by_source = [[known.per_expert] * num_local] * (self.etp.size * self.ep.size)
+            received_Se = plan.counts_E.new_full((len(by_source), num_local), known.per_expert)
+            return self._with_sizes(plan, received_Se, [num_local * known.per_expert] * self.ep.size, by_source)
+        if known is not None and known.by_rank is not None:
+            blocks = [slice(rank * num_local, (rank + 1) * num_local) for rank in range(self.ep.size)]
+            by_source = [list(counts[blocks[self.ep.rank]]) for counts in known.by_rank]
+            received_Se = integer_tensor([count for source in by_source for count in source], plan.counts_E.device)
+            send = [sum(known.by_rank[self.ep.rank][block]) for block in blocks]
+            return self._with_sizes(plan, received_Se.view(-1, num_local), send, by_source)
         plan, received_Se = self._wait_for_counts(plan)
         if plan.slots is not None:
             return replace(plan, work=None, received_Se=received_Se), []
         counts = cache_fn(plan.counts or self._reader.start(self._sizes, plan.counts_E, received_Se))
         send, received = counts[: self.ep.size], counts[self.ep.size :]
-        num_local = received_Se.shape[1]
         by_source = [received[start : start + num_local] for start in range(0, len(received), num_local)]
+        return self._with_sizes(plan, received_Se, send, by_source)
+
+    def _with_sizes(
+        self, plan: _AllToAllState, received_Se: Tensor, send: list[int], by_source: list[list[int]]
+    ) -> tuple[_AllToAllState, list[int]]:
+        """Return the plan with its sizes, and the tokens of each local expert.
+
+        Args:
+            send: tokens to each rank of ep.
+            by_source: received_Se on the host.
+        """
         totals = [sum(source) for source in by_source]
         by_etp_rank = [totals[start : start + self.ep.size] for start in range(0, len(totals), self.ep.size)]
         plan = replace(
@@ -232,36 +249,6 @@ class AllToAllDispatcher(TokenDispatcher):
             received_Se = received_Se.new_empty(self.etp.size * self.ep.size, received_Se.shape[1])
             all_gather_flat(received_Se.view(-1), plan.received_Se.view(-1), self.etp)
         return plan, received_Se
-
-    def _even_sizes(self, plan: _AllToAllState, per_expert: int) -> tuple[_AllToAllState, list[int]]:
-        """Return the sizes if every expert takes equally many tokens from every rank."""
-        counts_E, num_sources = plan.counts_E, self.etp.size * self.ep.size
-        num_local = counts_E.shape[0] // self.ep.size
-        sizes = (num_local * per_expert,) * self.ep.size
-        plan = replace(
-            plan,
-            received_Se=counts_E.new_full((num_sources, num_local), per_expert),
-            send=sizes,
-            receive=sizes,
-            gathered=(sum(sizes),) * self.etp.size,
-        )
-        return plan, [num_sources * per_expert] * num_local
-
-    def _known_sizes(self, plan: _AllToAllState, by_rank: Sequence[Sequence[int]]) -> tuple[_AllToAllState, list[int]]:
-        """Return the sizes if the counts of all ranks are on the host."""
-        num_local = len(by_rank[0]) // self.ep.size
-        blocks = [slice(first, first + num_local) for first in range(0, len(by_rank[0]), num_local)]
-        by_source = [counts[blocks[self.ep.rank]] for counts in by_rank]
-        receive = tuple(sum(source) for source in by_source)
-        received_Se = integer_tensor([count for source in by_source for count in source], plan.counts_E.device)
-        plan = replace(
-            plan,
-            received_Se=received_Se.view(self.ep.size, num_local),
-            send=tuple(sum(by_rank[self.ep.rank][block]) for block in blocks),
-            receive=receive,
-            gathered=(sum(receive),),
-        )
-        return plan, [sum(column) for column in zip(*by_source)]
 
     def dispatch_postprocess(self, state: DispatchState) -> DispatchState:
         """Sort received tokens by local expert; with one local expert they are sorted."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_trainer.parallel.collectives import (
     AllToAllExchange,
     all_gather_rows,
+    apply_mapping,
     reduce_scatter_rows,
     start_exchange,
 )
@@ -145,41 +146,23 @@ def start_token_exchange(
     return exchange, start_exchange(exchange, *tensors)
 
 
-class _GatherPacked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_RH, sizes, group, casts):
-        ctx.layout = sizes, group
-        return _all_gather_packed(x_RH, sizes, group, casts)
-
-    @staticmethod
-    def backward(ctx, grad_RH):
-        return reduce_scatter_rows(grad_RH, *ctx.layout), None, None, None
-
-
-class _ReduceScatterPackedGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y_RH, sizes, group, casts):
-        ctx.layout = sizes, group, casts
-        return reduce_scatter_rows(y_RH, sizes, group)
-
-    @staticmethod
-    def backward(ctx, grad_RH):
-        return _all_gather_packed(grad_RH, *ctx.layout), None, None, None
-
-
-def _all_gather_packed(x_RH: Tensor, sizes: Sequence[int], group: Group, casts: RowCasts) -> Tensor:
+def _gather_packed(x_RH: Tensor, group: Group, sizes: Sequence[int], casts: RowCasts) -> Tensor:
     return casts.unpack(all_gather_rows(casts.pack(x_RH), sizes, group), x_RH.shape[1], x_RH.dtype)
+
+
+def _reduce_scatter(x_RH: Tensor, group: Group, sizes: Sequence[int], casts: RowCasts) -> Tensor:
+    return reduce_scatter_rows(x_RH, sizes, group)
 
 
 def gather_tokens(x_RH: Tensor, sizes: Sequence[int], group: Group, mxfp8: Mxfp8Transport) -> Tensor:
     """Gather tokens as collectives.all_gather_rows, packed if they are rounded already. Differentiable."""
-    if mxfp8.dispatch and group.size > 1:
-        return _GatherPacked.apply(x_RH, sizes, group, mxfp8.casts)
+    if mxfp8.dispatch:
+        return apply_mapping(_gather_packed, _reduce_scatter, x_RH, group, sizes, mxfp8.casts)
     return all_gather_rows(x_RH, sizes, group)
 
 
 def reduce_scatter_tokens(y_RH: Tensor, sizes: Sequence[int], group: Group, mxfp8: Mxfp8Transport) -> Tensor:
     """Sum as collectives.reduce_scatter_rows; backward gathers packed gradients if they are rounded already."""
-    if mxfp8.gradients and group.size > 1:
-        return _ReduceScatterPackedGrad.apply(y_RH, sizes, group, mxfp8.casts)
+    if mxfp8.gradients:
+        return apply_mapping(_reduce_scatter, _gather_packed, y_RH, group, sizes, mxfp8.casts)
     return reduce_scatter_rows(y_RH, sizes, group)

@@ -124,29 +124,17 @@ class Context:
         return made.copy_(x)
 
 
-class _RegisterOutput(torch.autograd.Function):
-    """Copy what combine sends to registered memory."""
+class _RegisteredCopy(torch.autograd.Function):
+    """Copy what is sent to registered memory: tensors in forward, or their gradients in backward."""
 
     @staticmethod
-    def forward(ctx, copy: Callable[[Tensor], Tensor], y_RH: Tensor):
-        return copy(y_RH)
-
-    @staticmethod
-    def backward(ctx, grad_RH: Tensor):
-        return None, grad_RH
-
-
-class _RegisterGradients(torch.autograd.Function):
-    """Copy the gradients that the backward of dispatch sends to registered memory."""
-
-    @staticmethod
-    def forward(ctx, copy: Callable[[Tensor], Tensor], *tensors: Tensor):
-        ctx.copy = copy
-        return tuple(x.view_as(x) for x in tensors)
+    def forward(ctx, copy: Callable[[Tensor], Tensor], in_backward: bool, *tensors: Tensor):
+        ctx.copy = copy if in_backward else None
+        return tuple(x.view_as(x) if in_backward else copy(x) for x in tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return None, *(ctx.copy(grad) for grad in grads)
+        return None, None, *(grads if ctx.copy is None else map(ctx.copy, grads))
 
 
 @dataclass(frozen=True)
@@ -189,7 +177,7 @@ class NcclEPDispatcher(TokenDispatcher):
         buffer = context.new_buffer()
         x_RH, probs_R, counts_e = context.library.ep_dispatch(buffer, state.x_RH, record.idx_TK, state.probs_R)
         if context.copies_nothing:
-            x_RH, probs_R = _RegisterGradients.apply(context.registered_copy, x_RH, probs_R)
+            x_RH, probs_R = _RegisteredCopy.apply(context.registered_copy, True, x_RH, probs_R)
         record = replace(record, buffer=buffer)
         if record.has_fixed_buffer:
             overflow = (buffer.total_recv_tokens > context.capacity).to(torch.int32)
@@ -201,7 +189,7 @@ class NcclEPDispatcher(TokenDispatcher):
         context, record = self.context, state.handle
         y_RH = y_RH.contiguous()
         if context.copies_nothing:
-            y_RH = _RegisterOutput.apply(context.registered_copy, y_RH)
+            (y_RH,) = _RegisteredCopy.apply(context.registered_copy, False, y_RH)
         return context.library.ep_combine(record.buffer, y_RH, num_local_tokens=record.idx_TK.shape[0])
 
     def set_budgets(self, budgets: Sequence[ReceiveBudget]) -> None:
