@@ -187,7 +187,7 @@ class _DispatchExchange(_TokenExchange):
         self, buffer: BufferV1 | BufferV2, mxfp8: Mxfp8Transport, num_experts: int, idx_TK: Tensor, cache_fn: CacheFn
     ):
         super().__init__(buffer, mxfp8)
-        self._num_experts, self._idx_TK, self._cache_fn = num_experts, idx_TK, cache_fn
+        self._inputs: Any = num_experts, idx_TK, cache_fn  # until the dispatch: backward needs none of them
         self.handle: Any = None
         self.idx_NK: Tensor | None = None
         self.counts_e: list[int] = []
@@ -199,14 +199,15 @@ class _DispatchExchange(_TokenExchange):
                 x_TH.contiguous(), self.handle, weights_TK.float().contiguous()
             )
             return
+        (num_experts, idx_TK, cache_fn), self._inputs = self._inputs, None
         self._dtype, sent = x_TH.dtype, self.mxfp8.to_payload(x_TH, self.mxfp8.dispatch)
 
         def dispatch() -> tuple[Any, Tensor, Tensor, list[int]]:
-            out = self.buffer.dispatch(sent, self._idx_TK, weights_TK, self._num_experts)
+            out = self.buffer.dispatch(sent, idx_TK, weights_TK, num_experts)
             self._received, self._event = (out.x_NH, out.weights_NK), out.event
             return out.handle, out.idx_NK, out.weights_NK, out.counts_e
 
-        self.handle, self.idx_NK, weights_NK, self.counts_e = self._cache_fn(dispatch)
+        self.handle, self.idx_NK, weights_NK, self.counts_e = cache_fn(dispatch)
         if self._event is None:  # a recomputed region: the host knows the counts already
             x_NH, self._event = self.buffer.dispatch_with_handle(sent, self.handle)
             self._received = x_NH, weights_NK.detach()

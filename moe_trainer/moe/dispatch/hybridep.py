@@ -193,19 +193,20 @@ class _DispatchExchange(_TokenExchange):
 
     def __init__(self, calls: _Calls, stream: SideStream, routing_TV: Tensor, cache_fn: CacheFn):
         super().__init__(calls, stream)
-        self._routing_TV, self._cache_fn = routing_TV, cache_fn
+        self._inputs: Any = routing_TV, cache_fn  # until the dispatch: backward needs none of them
 
     def start(self, tensors: Sequence[Tensor], is_backward: bool) -> None:
         x, probs = tensors
         if is_backward:
             self._run(self.calls.combine, x.contiguous(), probs.float().contiguous())
             return
+        (routing_TV, cache_fn), self._inputs = self._inputs, None
 
         def dispatch() -> _LibraryHandle | None:
-            self._run(self.calls.dispatch, x, probs, self._routing_TV)
+            self._run(self.calls.dispatch, x, probs, routing_TV)
             return self.calls.library
 
-        self.calls.library = self._cache_fn(dispatch)
+        self.calls.library = cache_fn(dispatch)
         if self._in_flight is None:  # a recomputed region: the host knows the counts already
             self._run(partial(self.calls.dispatch_with_handle, is_rounded=self.calls.mxfp8.dispatch), x, probs)
 
