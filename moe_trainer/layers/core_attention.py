@@ -240,8 +240,10 @@ class CoreAttention(nn.Module):
 
     def _can_attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, v_SBGE: Tensor) -> bool:
         """Return whether kernels for packed sequences support this attention."""
+        if visible.packed is None or self.backend == SDPBackend.MATH:
+            return False
         plain = not self.has_sinks and not (self.training and self.dropout_p > 0.0)
-        return visible.packed is not None and plain and varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0])
+        return plain and varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0])
 
     def _attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
         assert visible.cu_seqlens is not None

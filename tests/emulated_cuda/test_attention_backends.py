@@ -1,5 +1,8 @@
 """--attention-backend chooses the kernel of the local layers' attention."""
 
+import contextlib
+from unittest import mock
+
 import pytest
 import torch
 from emulated_cuda.run import on_device
@@ -9,7 +12,9 @@ from training.layouts import make_argv
 
 from arguments import parse_args
 from moe_trainer.errors import UserError
-from moe_trainer.layers.core_attention import CoreAttention
+from moe_trainer.layers.core_attention import BACKENDS, AttentionMask, CoreAttention
+from moe_trainer.ops import varlen_attention
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification.compare_runs import FP32, compare
 from moe_trainer.verification.training_trace import TrainingTrace, train
@@ -55,6 +60,28 @@ def test_backends_run_their_kernels_and_agree(kind, heads):
 def test_attention_in_blocks_is_by_flash_kernels_unless_unfused(backend, flash):
     flags = f"{HEADS} --bf16 --softmax-type off-by-one --attention-backend {backend}"
     assert (FLASH in on_device(trained, "plain", flags)[1]) == flash
+
+
+def chooses_packed_kernel(backend: str) -> bool:
+    """Attend within packed sequences, as on a CPU; return whether the flash kernel was called."""
+    model = parse_args([*make_argv("plain")], 1).model
+    packed = PackedSequences.of([3, 8, 5], 16)
+    inputs = torch.randn(3, packed.num_tokens, 1, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with mock.patch.object(varlen_attention, "varlen_attention", side_effect=NotImplementedError) as kernel:
+        outputs = []
+        for device in map(torch.device, ("cpu", "cuda")):
+            core = CoreAttention(model, 1, head_dim=8, backend=BACKENDS.get(backend))
+            visible = AttentionMask.of(None, None, device, packed)
+            with contextlib.suppress(NotImplementedError):
+                outputs.append(core(*inputs.to(device), visible).cpu())
+        if not kernel.called:
+            torch.testing.assert_close(*outputs)
+    return kernel.called
+
+
+@pytest.mark.parametrize(("backend", "flash"), [("auto", True), ("flash", True), ("unfused", False), ("local", False)])
+def test_packed_sequences_are_by_the_flash_kernel_unless_unfused(backend, flash):
+    assert on_device(chooses_packed_kernel, backend) == flash
 
 
 def forced_flash_with_a_window() -> None:
