@@ -234,8 +234,11 @@ def open_sources(data: DataArgs) -> Iterator[tuple[int, str, int]]:
             yield number, " ".join(patterns), len(source.parts())
 
 
-def parse_json_object(line: bytes, where: str) -> dict[str, Any]:
+def parse_json_object(line: bytes, where: str, hint: str = "") -> dict[str, Any]:
     """Read a line of a JSONL file.
+
+    Args:
+        hint: appended to the error for a line that is not JSON.
 
     Raises:
         UserError: naming the line and what is wrong with it.
@@ -245,10 +248,7 @@ def parse_json_object(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}); files that end in .txt are read as plain "
-            "text, all others as JSON lines"
-        ) from None
+        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}){hint}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: cannot be read ({error})") from None
     if not isinstance(fields, dict):

@@ -188,7 +188,9 @@ class _Encoder:
         """Yield the texts of each key of a document."""
         fields: dict[str, Any]
         if is_json:
-            fields = parse_json_object(document, where)
+            fields = parse_json_object(
+                document, where, "; files that end in .txt are read as plain text, all others as JSON lines"
+            )
         else:
             try:
                 fields = dict.fromkeys(self._keys, document.decode("utf-8"))

@@ -149,7 +149,7 @@ def test_plain_text_keeps_line_ends(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "1"', "line 4: not JSON"),
+        ('{"text": "1"', "line 4: not JSON .*; files that end in .txt are read as plain text"),
         ('["1"]', "line 4: needed a JSON object, found list"),
         ('{"body": "1"}', 'line 4: no key "text" .--json-keys.; found body'),
         ('{"text": 1}', 'line 4: the value of "text" must be a string or a list of strings'),

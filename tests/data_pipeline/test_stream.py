@@ -232,7 +232,7 @@ def test_missing_libraries_files_and_keys_are_named(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r'a\.jsonl from 0 to \d+, document 0: the value of "body"'):
         read_all(FileSource([str(tmp_path / "a.jsonl")], "body"))
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\nno\n')
-    with pytest.raises(UserError, match=r"b\.jsonl from 0 to \d+, line 2: not JSON"):
+    with pytest.raises(UserError, match=r"b\.jsonl from 0 to \d+, line 2: not JSON \(.* at column 1\)$"):
         read_all(FileSource([str(tmp_path / "b.jsonl")], "text"))
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9999)[:-30])
     with pytest.raises(UserError, match=r"c\.jsonl\.gz: cannot be read"):
