@@ -16,6 +16,7 @@ from arguments.parallel import ParallelArgs, sequence_padding_multiple
 from arguments.precision import PrecisionArgs
 from arguments.settings import Settings, Violation, is_eval_only
 from arguments.stored_weights import StoredWeightFormat, stored_weight_format
+from arguments.te_support import can_quantize_experts, can_quantize_linears, leaves_counts_on_device
 from arguments.training import TrainingArgs
 
 SECTIONS = (
@@ -121,6 +122,21 @@ class Arguments:
         iteration.
         """
         return self.stored_weight_format == "nvfp4"
+
+    @property
+    def te_quantizes(self) -> tuple[bool, bool]:
+        """Whether TransformerEngine computes the quantized GEMMs of (linears, experts), if it can be used at all."""
+        linears = can_quantize_linears(self.precision, self.replaces_te_weights)
+        ep = self.parallel.expert_model_parallel_size
+        experts = can_quantize_experts(self.moe, self.precision, ep, self.replaces_te_weights)
+        experts = experts and not leaves_counts_on_device(
+            self.moe,
+            self.precision,
+            typed=self.typed,
+            captured=self.training.captured_modules,
+            fused=self.model.use_transformer_engine_op_fuser,
+        )
+        return linears and not self.parallel.has_deferred_wgrad, experts
 
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""

@@ -1,23 +1,20 @@
-"""Which GEMMs Transformer Engine can compute, as far as flags tell, for the layer factory and memory plans.
+"""Which GEMMs TransformerEngine can compute, as far as flags determine it: for notes, the layer factory and plans.
 
-Otherwise this program's own layers compute them. What the package, the device and the
-widths allow is checked where they are known (layers/te.py, layers/te_layers.py).
+Otherwise this program's own layers compute them. What the package, the device and the widths allow is checked where
+they are known (layers/te.py, layers/te_layers.py). Sections are read by their fields, so that rules can pass settings
+in place of all of them.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from arguments import Arguments
-    from arguments.moe import MoEArgs
-    from arguments.precision import PrecisionArgs
+from collections.abc import Collection
+from typing import Any
 
 
-def recipe_problem(precision: PrecisionArgs, replaces_weights: bool) -> str | None:
+def recipe_problem(precision: Any, replaces_weights: bool) -> str | None:
     """Return why it cannot compute quantized GEMMs; None if it can, or if none are requested.
 
-    `replaces_weights`: Arguments.replaces_te_weights.
+    Args:
+        precision: has the fields of PrecisionArgs.
+        replaces_weights: Arguments.replaces_te_weights.
     """
     if not precision.fp8 and not precision.fp4:
         return None
@@ -35,7 +32,7 @@ def recipe_problem(precision: PrecisionArgs, replaces_weights: bool) -> str | No
     return None
 
 
-def experts_problem(moe: MoEArgs, ep: int) -> str | None:
+def experts_problem(moe: Any, ep: int) -> str | None:
     """Return why it cannot compute the experts with this expert parallelism, None if it can."""
     if moe.moe_clone_hot_experts and ep > 1:
         return "its number of experts is fixed, and that of clones changes (--moe-clone-hot-experts)"
@@ -44,29 +41,61 @@ def experts_problem(moe: MoEArgs, ep: int) -> str | None:
     return None
 
 
-def leaves_counts_on_device(moe: MoEArgs, precision: PrecisionArgs, typed: frozenset[str]) -> bool:
-    """Return whether quantized experts are not its own because theirs read token counts on the host.
+def can_quantize_linears(precision: Any, replaces_weights: bool) -> bool:
+    """Return whether it computes the quantized GEMMs of linears; arguments as of `recipe_problem`."""
+    is_requested = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
+    return is_requested and recipe_problem(precision, replaces_weights) is None
 
-    A budget for received tokens can do without these. With the flag on the command line they are its own all the same.
+
+def can_quantize_experts(moe: Any, precision: Any, ep: int, replaces_weights: bool) -> bool:
+    """Return whether it could compute the quantized GEMMs of experts, wherever their token counts are read."""
+    return (
+        can_quantize_linears(precision, replaces_weights)
+        and bool(moe.num_experts)
+        and moe.moe_grouped_gemm
+        and experts_problem(moe, ep) is None
+    )
+
+
+def leaves_counts_on_device(
+    moe: Any, precision: Any, *, typed: Collection[str], captured: Collection[str], fused: bool
+) -> bool:
+    """Return whether quantized experts are not its own because its GroupedLinear reads token counts on the host.
+
+    A fixed receive buffer can do without these counts. With --transformer-impl on the command line the experts are its
+    own all the same, unless a CUDA graph holds them: it cannot read on the host.
+
+    Args:
+        moe, precision: have the fields of MoEArgs and PrecisionArgs.
+        typed: destinations of the flags on the command line.
+        captured: TrainingArgs.captured_modules.
+        fused: experts are a pipeline of its operations, which may read counts on the device.
     """
     return (
         moe.moe_expert_rank_capacity_factor is not None
-        and precision.params_dtype_name == "bf16"
+        and bool(precision.bf16)
         and not moe.moe_permute_fusion_into_hybridep
-        and "transformer_impl" not in typed
+        and not fused
+        and ("transformer_impl" not in typed or has_captured_experts(captured))
     )
 
 
-def te_quantizes(args: Arguments) -> tuple[bool, bool]:
-    """Return whether it computes quantized GEMMs of (linears, experts), if it can be used at all."""
-    precision, moe = args.precision, args.moe
-    fits = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
-    fits = fits and recipe_problem(precision, args.replaces_te_weights) is None
-    experts = (
-        fits
-        and bool(moe.num_experts)
-        and moe.moe_grouped_gemm
-        and experts_problem(moe, args.parallel.expert_model_parallel_size) is None
-        and not leaves_counts_on_device(moe, precision, args.typed)
-    )
-    return fits and not args.parallel.has_deferred_wgrad, experts
+def fused_experts_problem(recipe_name: str, pads_tokens: bool) -> str | None:
+    """Return why its fused experts (--use-transformer-engine-op-fuser) read token counts on the host on every device.
+
+    Args:
+        recipe_name: of quantization.
+        pads_tokens: --moe-router-padding-for-quantization.
+    """
+    if recipe_name not in ("mxfp8", "nvfp4"):
+        return f"TransformerEngine reads them there with {recipe_name} scaling"
+    return None if pads_tokens else "they are padded there without --moe-router-padding-for-quantization"
+
+
+def has_captured_experts(captured: Collection[str]) -> bool:
+    """Return whether a CUDA graph holds the experts.
+
+    Args:
+        captured: TrainingArgs.captured_modules.
+    """
+    return not {"moe", "layer", "iteration"}.isdisjoint(captured)

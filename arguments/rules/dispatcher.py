@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
+from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
 from arguments.stored_weights import stored_weight_format
+from arguments.te_support import can_quantize_experts, experts_problem, has_captured_experts, leaves_counts_on_device
 
 TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -99,22 +101,36 @@ def note_buffers_below_even_routing(s: Settings, f: DerivedSizes) -> None:
 
 
 def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
-    """Name whose experts a factor of received tokens selects; arguments/te_support.py decides."""
-    is_quantized = s.transformer_impl == "transformer_engine" and bool(s.fp8 or s.fp4)
-    has_local_experts = s.moe_paged_stash or (s.moe_clone_hot_experts and f.ep > 1) or s.use_transformer_engine_op_fuser
-    if not f.experts or s.moe_expert_rank_capacity_factor is None or not is_quantized or has_local_experts:
+    """Name whose experts a factor of received tokens selects."""
+    fused, captured = s.use_transformer_engine_op_fuser, captured_parts(s)
+    replaces_weights = stored_weight_format(s, s) == "nvfp4"
+    if not can_quantize_experts(s, s, f.ep, replaces_weights) or not leaves_counts_on_device(
+        s, s, typed=s.typed, captured=captured, fused=fused
+    ):
         return
-    if "transformer_impl" not in s.typed:
+    if has_captured_experts(captured):
+        s.note(
+            f"{s.shown('cuda_graph_impl')}: experts in fp8 and fp4 are this program's, which read token counts on the "
+            "device; TransformerEngine's read them on the host, which a CUDA graph cannot contain."
+        )
+    else:
         s.note(
             f"{s.shown('moe_expert_rank_capacity_factor')}: experts in fp8 and fp4 are this program's, which read "
             "token counts on the device; with --transformer-impl transformer_engine on the command line they are "
             "TransformerEngine's, which read them on the host."
         )
-    elif s.cuda_graph_impl == "full_iteration":
-        s.note(
-            f"{s.shown('transformer_impl')}: TransformerEngine's experts read token counts on the host, which a graph "
-            "of the full iteration cannot contain; a run that uses them is rejected. Leave this flag to the preset."
-        )
+
+
+def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
+    """Note why experts are not a pipeline of TransformerEngine's; the other conditions are of flag_status.py."""
+    dest = "use_transformer_engine_op_fuser"
+    if (
+        getattr(s, dest)
+        and s.transformer_impl == "transformer_engine"
+        and f.experts
+        and (problem := experts_problem(s, f.ep))
+    ):
+        s.note_no_effect(s.flag(dest), f"TransformerEngine cannot compute these experts, because {problem}")
 
 
 def resolve_deepep_num_sms(s: Settings, _f: DerivedSizes) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
 from arguments.settings import Limit, Settings, Violation
+from arguments.stored_weights import stored_weight_format
+from arguments.te_support import can_quantize_experts, fused_experts_problem
 
 IMPL, MODULES = "cuda_graph_impl", "cuda_graph_modules"
 
 
-def _captured(s: Settings) -> set[str]:
+def captured_parts(s: Settings) -> set[str]:
     """Return the captured modules: all of them for full layers and iterations, none for a rejected iteration."""
     if s.cuda_graph_impl == "none" or _iteration_varies(s):
         return set()
@@ -73,7 +75,7 @@ def note_options_without_graphs(s: Settings, _f: DerivedSizes) -> None:
 
 def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
     """Note why moe_preprocess is not captured: the number of tokens must be known in advance."""
-    captured = _captured(s)
+    captured = captured_parts(s)
     if f.experts is None or "moe_preprocess" not in captured or captured & {"moe", "layer"}:
         return
     kind, reason = s.moe_token_dispatcher_type, None
@@ -112,7 +114,7 @@ def limit_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Limit
 def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or s.mtp_num_layers)
     yield Limit(
-        "layer" in _captured(s) and has_experts and not _is_padded(s) and not has_fixed_receive_buffer(s),
+        "layer" in captured_parts(s) and has_experts and not _is_padded(s) and not has_fixed_receive_buffer(s),
         "{cuda_graph_impl} without {cuda_graph_modules:flag} captures full layers, and the number of tokens per expert "
         "varies: use --moe-expert-capacity-factor with {moe_pad_expert_input_to_capacity:flag}, "
         "--moe-expert-rank-capacity-factor with the HybridEP dispatcher, or --cuda-graph-impl local "
@@ -123,7 +125,7 @@ def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """As in Megatron-LM."""
-    if not s.num_experts or "moe_preprocess" not in _captured(s) or s.moe_token_dispatcher_type != "alltoall":
+    if not s.num_experts or "moe_preprocess" not in captured_parts(s) or s.moe_token_dispatcher_type != "alltoall":
         return
     text = "{cuda_graph_impl} cannot capture moe_preprocess with {}: it orders a fixed number of tokens."
     if s.moe_expert_capacity_factor is not None and not _is_padded(s):
@@ -132,14 +134,22 @@ def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(text, "moe_router_padding_for_quantization", kind="later")
 
 
-def limit_dropless_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """Reject what needs token counts on the host, or runs another microbatch between two parts of a graph."""
-    is_on = s.num_experts and "moe" in _captured(s) and has_fixed_receive_buffer(s) and not _is_padded(s)
+    is_on = s.num_experts and "moe" in captured_parts(s) and has_fixed_receive_buffer(s) and not _is_padded(s)
     for dest, is_wrong, reason in (
         (
             "moe_permute_fusion_into_hybridep",
             s.moe_permute_fusion_into_hybridep,
             "its fused combine needs counts on the host.",
+        ),
+        (
+            "use_transformer_engine_op_fuser",
+            s.use_transformer_engine_op_fuser
+            and can_quantize_experts(s, s, f.ep, stored_weight_format(s, s) == "nvfp4")
+            and fused_experts_problem(s.fp4_recipe if s.fp4 else s.fp8_recipe, s.moe_router_padding_for_quantization),
+            "they leave counts on the device only with the mxfp8 and nvfp4 recipes and "
+            "--moe-router-padding-for-quantization.",
         ),
         ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
     ):
@@ -147,7 +157,7 @@ def limit_dropless_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.num_experts and "moe" in _captured(s) and _is_padded(s)
+    is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
     for dest, reason in (
         ("moe_clone_hot_experts", "experts that are padded to capacity have equally many tokens, so none is hot."),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
@@ -157,7 +167,7 @@ def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.num_experts and "moe" in _captured(s) and (_is_padded(s) or has_fixed_receive_buffer(s))
+    is_on = s.num_experts and "moe" in captured_parts(s) and (_is_padded(s) or has_fixed_receive_buffer(s))
     yield _not_captured(
         is_on and s.overlap_moe_expert_parallel_comm and s.cuda_graph_impl != "full_iteration",
         "moe",
@@ -174,7 +184,7 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.num_experts and _captured(s) & {"moe_router", "moe"}
+    is_on = s.num_experts and captured_parts(s) & {"moe_router", "moe"}
     yield Limit(
         is_on and "sinkhorn" in balancing_types(s),
         "{cuda_graph_impl} cannot capture moe_router with {moe_router_load_balancing_type:flag} sinkhorn: it checks "
@@ -194,7 +204,7 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
     Forced routing (--moe-router-force-load-balancing) is drawn outside and read by the graph, whatever is recomputed.
     """
-    captured = _captured(s)
+    captured = captured_parts(s)
     for dest, part, is_inside, is_parallel in (
         ("attention_dropout", "attn", "attn" in captured, f.tp > 1),
         (
@@ -228,7 +238,7 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    captured = _captured(s)
+    captured = captured_parts(s)
     yield _not_captured(
         (s.mlp_chunks_for_training or 1) > 1 and captured - {"attn"},
         "what runs in chunks",
@@ -249,7 +259,7 @@ def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest in ("use_torch_fsdp2", "use_megatron_fsdp"):
         yield _not_captured(
-            _captured(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
+            captured_parts(s) and getattr(s, dest) and s.cuda_graph_impl != "full_iteration",
             "modules",
             dest,
             "sharded parameters are gathered at a different address every time; a graph of the full iteration contains "
@@ -259,7 +269,7 @@ def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_mamba(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
-        "mamba" in _captured(s),
+        "mamba" in captured_parts(s),
         "{cuda_graph_impl} with {cuda_graph_modules:flag} mamba: there are no Mamba layers; leave mamba out.",
         kind="later",
     )

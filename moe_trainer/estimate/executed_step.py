@@ -124,7 +124,7 @@ def notes(args: Arguments) -> Iterator[str]:
     if parallel.tp_comm_overlap and (args.precision.fp8 or args.precision.fp4):
         yield "overlapped tensor-parallel communication: executed without; the planner's share of it is hidden"
     if args.precision.transformer_impl == "transformer_engine":
-        linears, experts = te_quantizes(args)
+        linears, experts = args.te_quantizes
         casts = "their casts take" if experts or not moe.num_experts else "the casts of linears take"
         yield "TransformerEngine's layers: this program's own stand in for them" + (
             f"; {casts} what the plan's take" if linears or experts else ", which launch more kernels"

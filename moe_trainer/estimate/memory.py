@@ -178,7 +178,7 @@ class ChunkBytes:
         factor = args.moe.moe_expert_rank_capacity_factor
         self.buffered = max(self.received, expert_buffer_tokens(routed * self.etp, factor) if factor else 0)
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
-        self.te_experts = te_quantizes(args)[1]
+        self.te_experts = args.te_quantizes[1]
         positions = self.tokens // self.tp // args.training.micro_batch_size
         self.mlp_chunks = num_mlp_chunks(args.training, positions)
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
@@ -265,7 +265,7 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
     iteration.py: WeightCastCache). With a single scale per weight, Blackwell needs the first only. Weights that are
     stored in fp8 are the first; of MXFP8 weights these layers hold the model's format, and cast both.
     """
-    linears, experts = te_quantizes(args)
+    linears, experts = args.te_quantizes
     if args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"} or not (linears or experts):
         return 0.0
     recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe

@@ -431,7 +431,7 @@ def make_row(
 def _known_difference(without: Plan, used: Plan) -> str:
     """Return why the roofline counts something of a pair that the planner does not, "" if nothing is known."""
     is_quantized = all(plan.width != "bf16" for plan in (without, used))
-    leaves = te_quantizes(without.args)[1] and not te_quantizes(used.args)[1]
+    leaves = without.args.te_quantizes[1] and not used.args.te_quantizes[1]
     return LEAVES_TE if is_quantized and leaves else ""
 
 

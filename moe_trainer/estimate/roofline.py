@@ -314,7 +314,7 @@ class RecordingCosts:
         self.constants = hardware.constants
         self.graphs = args.training.captured_modules
         self.is_whole = "iteration" in self.graphs  # one graph: nothing is launched and nothing waits for the host
-        linears, self.has_te_experts = te_quantizes(args)
+        linears, self.has_te_experts = args.te_quantizes
         # linears that leave it for deferred weight gradients cost what its own cost, as in the plan
         self.has_te_linears = linears or self.has_te_experts
         # this program's linears overlap chunks themselves, but not with operands in 8 bits

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arguments.te_support import te_quantizes
-
 if TYPE_CHECKING:
     from arguments import Arguments
     from arguments.training import TrainingArgs
@@ -59,7 +57,7 @@ class LayerSizes:
         self.cpu, self.packed = device == "cpu", packed
         self.parts = training.recomputed_modules
         # whether Transformer Engine's layers compute the quantized GEMMs of (linears, experts)
-        self.te_linears, self.te_experts = (False, False) if self.cpu else te_quantizes(args)
+        self.te_linears, self.te_experts = (False, False) if self.cpu else args.te_quantizes
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.residual = 4 if model.fp32_residual_connection else self.size

@@ -27,7 +27,7 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
         held = params.stage(chunks)
         stored = quantized_params_on_rank(plain, chunks) if args.has_quantized_params else ParamsPerRank(0, 0)
         if args.stored_weight_format == "mxfp8":
-            linears, experts = te_quantizes(args)  # Transformer Engine's layers keep theirs in the model's format
+            linears, experts = args.te_quantizes  # Transformer Engine's layers keep theirs in the model's format
             stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
         if args.model.dsa_indexer_warmup:
             states.append(_indexer_warmup_state(args, world_size, held, chunks))

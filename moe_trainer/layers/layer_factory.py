@@ -149,6 +149,7 @@ def select_layer_factory(
     defers: bool = False,
     stored_format: str | None = None,
     tensors_of_experts: frozenset[str] = frozenset(),
+    captured: frozenset[str] = frozenset(),
     overlap: TpOverlap | None = None,
 ) -> LayerFactory:
     """Return the factory for --transformer-impl, with --cp-comm-type bound to the groups of `ps`.
@@ -161,6 +162,7 @@ def select_layer_factory(
         defers: weight gradients may be deferred.
         stored_format: Arguments.stored_weight_format.
         tensors_of_experts: recomputed and offloaded modules inside the experts.
+        captured: TrainingArgs.captured_modules.
         overlap: of tensor-parallel linears.
 
     Raises:
@@ -181,7 +183,7 @@ def select_layer_factory(
     if transformer_impl == "local" or not _has_transformer_engine(transformer_impl, backends):
         backend = _attention_backend(model, precision, backends, for_all=True)
         return replace(local, core_attention=functools.partial(local.core_attention, backend=backend))
-    selection = _FusedSelection(local, ps, backends, model, moe, precision, stored_format, tensors_of_experts)
+    selection = _FusedSelection(local, ps, backends, model, moe, precision, stored_format, tensors_of_experts, captured)
     return selection.make_factory(tuple(cp_comm_types), defers, overlap)
 
 
@@ -233,6 +235,7 @@ class _FusedSelection:
     precision: PrecisionArgs
     stored_format: str | None
     tensors_of_experts: frozenset[str]
+    captured: frozenset[str]
 
     def make_factory(self, cp_comm_types: tuple[str, ...], defers: bool, overlap: TpOverlap | None) -> LayerFactory:
         """Return TransformerEngine's factory, with local layers where it does not support the flags."""
@@ -329,16 +332,13 @@ class _FusedSelection:
         has_grouped_gemm = (
             self.backends.capability[0] in GROUPED_MM_CAPABILITIES or self.local.kernels.grouped_gemms is not None
         )
-        leaves_counts = (
-            has_grouped_gemm
-            and not fused
-            and te_support.leaves_counts_on_device(self.moe, self.precision, self.backends.typed)
+        leaves_counts = has_grouped_gemm and te_support.leaves_counts_on_device(
+            self.moe, self.precision, typed=self.backends.typed, captured=self.captured, fused=fused
         )
         if leaves_counts:
             logger.info(
                 "experts with %s scaling are computed by this program's grouped GEMMs, which read token counts on the "
-                "device (--moe-expert-rank-capacity-factor); with --transformer-impl transformer_engine on the command "
-                "line they are TransformerEngine's, which read them on the host",
+                "device (--moe-expert-rank-capacity-factor); TransformerEngine's read them on the host",
                 recipe.name,
             )
         return leaves_counts

@@ -272,11 +272,9 @@ def host_counts_problem(
         return "TransformerEngine reads them there before compute capability 9.0, and in fp32"
     if recipe is None:
         return None
-    if capability < (10, 0) or recipe.name not in ("mxfp8", "nvfp4"):
+    if capability < (10, 0):
         return f"TransformerEngine reads them there with {recipe.name} scaling on this device"
-    if not moe.moe_router_padding_for_quantization:
-        return "they are padded there without --moe-router-padding-for-quantization"
-    return None
+    return te_support.fused_experts_problem(recipe.name, moe.moe_router_padding_for_quantization)
 
 
 @dataclass(frozen=True)

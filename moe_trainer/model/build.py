@@ -129,6 +129,7 @@ def _select_factory(
         defers=args.parallel.has_deferred_wgrad,
         stored_format=args.stored_weight_format,
         tensors_of_experts=TENSORS_OF_EXPERTS & (args.training.recomputed_modules | args.training.offloaded_modules),
+        captured=args.training.captured_modules,
         overlap=overlap,
     )
     if overlap is not None and factory.name == "transformer_engine" and device.type != "meta":

@@ -12,6 +12,7 @@ BUDGET = f"--expert-model-parallel-size 4 {HYBRIDEP} --moe-expert-rank-capacity-
 EXPERTS_ALONE = "--cuda-graph-impl local --cuda-graph-modules moe"
 FULL = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
 DROPLESS = f"{FULL} {BUDGET}"
+FUSED = "--use-transformer-engine-op-fuser --bf16 --fp8-format e4m3"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 UNSUPPORTED = (
     ("--use-varlen-dataset --cuda-graph-impl local --cuda-graph-modules attn", "", "--cuda-graph-impl"),
@@ -55,6 +56,12 @@ UNSUPPORTED = (
     (DROPLESS.replace("hybridep", "ncclep"), "", "--cuda-graph-impl"),
     (f"{BUDGET} --cuda-graph-impl local".replace("hybridep", "ncclep"), "", "--cuda-graph-impl"),
     (f"{DROPLESS} --moe-permute-fusion-into-hybridep", "", "--moe-permute-fusion-into-hybridep"),
+    (
+        f"{DROPLESS} {FUSED} --fp8-recipe blockwise --moe-router-padding-for-quantization",
+        "",
+        "--use-transformer-engine-op-fuser",
+    ),
+    (f"{BUDGET} {EXPERTS_ALONE} {FUSED} --fp8-recipe mxfp8", "", "--use-transformer-engine-op-fuser"),
     (f"{BUDGET} {EXPERTS_ALONE} --overlap-moe-expert-parallel-comm --bf16", "", "--overlap-moe-expert-parallel-comm"),
 )
 SUPPORTED = (
@@ -101,6 +108,8 @@ SUPPORTED = (
     f"{WHOLE} --use-megatron-fsdp --ckpt-format fsdp_dtensor",
     f"{DROPLESS} {NO_DROPOUT} --overlap-moe-expert-parallel-comm --bf16",
     f"{BUDGET} {EXPERTS_ALONE}",
+    f"{DROPLESS} {FUSED} --fp8-recipe mxfp8 --moe-router-padding-for-quantization",
+    f"{DROPLESS} {FUSED} --fp8-recipe blockwise --moe-paged-stash",  # whose experts are this program's
     f"{BUDGET} --cuda-graph-impl local",
 )
 NOT_CAPTURED = (

@@ -290,8 +290,9 @@ BUDGET = (
     "--moe-expert-rank-capacity-factor"
 )
 REPEATED = "even routing does not fit, so iterations are repeated"
+QUANTIZED = f"{BUDGET} 1.5 --bf16 --moe-grouped-gemm --fp8-format e4m3 --fp8-recipe blockwise"
 TE_EXPERTS = "experts in fp8 and fp4 are this program's"
-IN_A_GRAPH = "a run that uses them is rejected"
+IN_A_GRAPH = "read them on the host, which a CUDA graph cannot contain"
 
 
 @pytest.mark.parametrize("added, expected", [
@@ -300,13 +301,18 @@ IN_A_GRAPH = "a run that uses them is rejected"
     (f"{BUDGET} 0.5 --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.01", {REPEATED: 2}),
     (f"{BUDGET} 1.5 --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 0.5 "
      "--moe-paged-stash-buffer-size-factor-cpu 0.6", {}),
-    (f"{BUDGET} 1.5 --fp8-format e4m3", {TE_EXPERTS: 1}),
-    (f"{BUDGET} 1.5 --fp8-format e4m3 --moe-paged-stash", {}),
-    (f"{BUDGET} 1.5 --fp8-format e4m3 --transformer-impl transformer_engine", {}),
-    (f"{BUDGET} 1.5 --fp8-format e4m3 --transformer-impl transformer_engine --cuda-graph-impl full_iteration",
-     {IN_A_GRAPH: 1}),
-    (f"{BUDGET} 1.5 --fp8-format e4m3 --cuda-graph-impl full_iteration", {TE_EXPERTS: 1}),
-    (f"{BUDGET} 1.5 --fp8-format e4m3 --transformer-impl local", {}),
+    (f"{QUANTIZED}", {TE_EXPERTS: 1}),
+    (f"{QUANTIZED} --moe-paged-stash", {}),
+    (f"{QUANTIZED} --transformer-impl transformer_engine", {}),
+    (f"{QUANTIZED} --transformer-impl transformer_engine --cuda-graph-impl full_iteration",
+     {TE_EXPERTS: 1, IN_A_GRAPH: 1}),
+    (f"{QUANTIZED} --cuda-graph-impl full_iteration", {TE_EXPERTS: 1, IN_A_GRAPH: 1}),
+    (f"{QUANTIZED} --transformer-impl transformer_engine --cuda-graph-impl local "
+     "--cuda-graph-modules attn", {}),
+    (f"{QUANTIZED} --fp8-recipe delayed", {}),
+    (f"{QUANTIZED} --moe-permute-fusion-into-hybridep", {}),
+    (f"{QUANTIZED} --use-transformer-engine-op-fuser", {}),
+    (f"{QUANTIZED} --transformer-impl local", {}),
 ])  # fmt: skip
 def test_notes_of_receive_buffers(added, expected):
     notes = resolve_command_line(changed(added, "--moe-token-dispatcher-type"), 8)[0].notes

@@ -40,6 +40,7 @@ WIDE = (
 )
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise"
 BUDGET = "--moe-expert-rank-capacity-factor 2 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
+GRAPH = "--cuda-graph-impl local --te-rng-tracker --moe-grouped-gemm"
 EXPERTS = ((64, 32), (32, 32))
 
 
@@ -323,7 +324,7 @@ def test_memory_plan_predicts_the_choice_of_layers(fake_package, flags):
     ).for_chunk(WeightGradQueue() if defers else None)
     factory = replace(factory, **factory._linears(quantize=lambda *_, **__: None))
     linear = factory.column_linear(32, 32, name="linear", group=Group.single("tp"), init=Init("normal", 1.0))
-    assert (type(linear) is FusedColumnLinear, factory.grouped_linear(4, 32, 32) is not None) == te_quantizes(args)
+    assert (type(linear) is FusedColumnLinear, factory.grouped_linear(4, 32, 32) is not None) == args.te_quantizes
 
 
 def groups(args):
@@ -367,6 +368,8 @@ def test_bf16_experts_use_te_from_compute_capability_10(fake_package, caplog):
         ("", ("transformer_impl",), (9, 0), FusedGroupedLinear),
         ("", (), (8, 9), FusedGroupedLinear),  # torch has no grouped GEMM that reads counts there
         ("--moe-permute-fusion-into-hybridep", (), (9, 0), FusedGroupedLinear),
+        (GRAPH, ("transformer_impl",), (9, 0), type(None)),  # it cannot hold a read on the host
+        (f"{GRAPH} --cuda-graph-modules attn", ("transformer_impl",), (9, 0), FusedGroupedLinear),
     ],
 )
 def test_quantized_experts_with_a_budget_read_counts_on_the_device(
@@ -383,11 +386,12 @@ def test_quantized_experts_with_a_budget_read_counts_on_the_device(
             model=args.model,
             moe=args.moe,
             precision=args.precision,
+            captured=args.training.captured_modules,
         ).for_chunk(None)
     factory = replace(factory, **factory._linears(quantize=lambda *_, **__: None))
     assert type(factory.grouped_linear(4, 32, 32)) is made
     assert (made is FusedGroupedLinear) == (
-        bool(added) or capability < (9, 0) or te_quantizes(replace(args, typed=frozenset(typed)))[1]
+        capability < (9, 0) or replace(args, typed=frozenset(typed)).te_quantizes[1]
     )
     assert any("which read token counts on the device" in message for message in caplog.messages) == (
         made is type(None)
