@@ -163,6 +163,11 @@ class Trace:
     def microbatch(self, number: int | None) -> None:
         self._thread.microbatch = number
 
+    def leave_layers(self) -> None:
+        """Reset the layer of every thread; only this one keeps its microbatch."""
+        number, self._thread = self.microbatch, threading.local()
+        self.microbatch = number
+
     def begin(self, operation: str, group: str, ranks: tuple[int, ...]) -> Call:
         """Open a call; its place is the caller's caller."""
         number = self._num_calls[group] = self._num_calls.get(group, 0) + 1

@@ -79,9 +79,8 @@ class Recording:
 
     def begin(self, action: str = "", microbatch: int = 0) -> None:
         """Begin an action, or what follows it; no thread is in a layer then."""
-        self.action, self.microbatch, number = action, microbatch, self.trace.microbatch
-        self.trace._thread = threading.local()
-        self.trace.microbatch = number
+        self.action, self.microbatch = action, microbatch
+        self.trace.leave_layers()
 
     def enter(self, kind: int, text: str) -> None:
         if not self.on or text.startswith("c10d::"):

@@ -1,6 +1,7 @@
 """The record of a rank's pending collectives: names, locations and errors."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -35,6 +36,23 @@ def test_new_phase_resets_the_layer():
     trace.layer = "layer 3"
     trace.phase = "optimizer"
     assert (trace.phase, trace.layer) == ("optimizer", "")
+
+
+def test_layers_of_all_threads_are_left_at_once():
+    trace = Trace()
+    trace.layer, trace.microbatch = "layer 3", 2
+
+    def other():
+        trace.layer = "layer 1"
+        yield
+        yield trace.layer
+
+    with ThreadPoolExecutor(1) as thread:
+        steps = other()
+        thread.submit(next, steps).result()
+        trace.leave_layers()
+        assert thread.submit(next, steps).result() == ""
+    assert (trace.layer, trace.microbatch) == ("", 2)
 
 
 def test_asynchronous_call_is_open_until_its_wait_ends():
