@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, uses_window
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
-from arguments.te_support import te_quantizes
 from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.parallel.grid import make_layout

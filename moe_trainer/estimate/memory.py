@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
-from arguments.te_support import te_quantizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
 from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank

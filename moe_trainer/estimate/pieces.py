@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from arguments.recipe import load
 from arguments.spelling import to_command_line
-from arguments.te_support import te_quantizes
 from arguments.tokens import FIELDS, parse_tokens
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.interconnect import dispatcher_name

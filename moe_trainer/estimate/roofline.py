@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from arguments.te_support import te_quantizes
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, notes, stage_kinds
 from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
 from moe_trainer.estimate.layer_time import (

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
-from arguments.te_support import te_quantizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, gated_delta_net_params, indexer_params

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from training.layouts import compare, create_groups, make_argv, train
 
 from arguments import parse_args
-from arguments.te_support import te_quantizes
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers import layer_factory, te, te_layers
 from moe_trainer.layers.init import Init
