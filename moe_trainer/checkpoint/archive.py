@@ -98,11 +98,11 @@ def _opened(stream: Any, size: int) -> Iterator[zipfile.ZipFile]:
     if stream.read(4) != _SIGNATURE:
         raise UnsafeArchiveError("it does not begin like a file of torch.save")
     with zipfile.ZipFile(stream) as archive:
-        found = archive.infolist()
+        entries = archive.infolist()
         program = next(
             (
                 entry.filename
-                for entry in found
+                for entry in entries
                 if entry.filename.replace("\\", "/").rpartition("/")[2].lower() in _PROGRAM
             ),
             None,
@@ -114,12 +114,12 @@ def _opened(stream: Any, size: int) -> Iterator[zipfile.ZipFile]:
             )
         if any(
             entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size
-            for entry in found
+            for entry in entries
         ):
             raise UnsafeArchiveError("it holds compressed or encrypted records, which torch.save does not write")
-        if len({entry.filename for entry in found}) != len(found):
+        if len({entry.filename for entry in entries}) != len(entries):
             raise UnsafeArchiveError("it holds a record twice")
-        if sum(entry.file_size for entry in found) > size:
+        if sum(entry.file_size for entry in entries) > size:
             raise UnsafeArchiveError("its records are longer than the file")
         yield archive
 
@@ -153,8 +153,8 @@ def _decode(
     if count > _MAX_PICKLE_BYTES:
         raise UnsafeArchiveError(f"its pickle has {count} bytes")
     order = records.places.get(f"{records.folder}/byteorder")
-    if order is not None and (found := read(*order)) != sys.byteorder.encode():
-        raise UnsafeArchiveError(f"its byte order is {found[:16]!r}, and that of this machine {sys.byteorder!r}")
+    if order is not None and (mark := read(*order)) != sys.byteorder.encode():
+        raise UnsafeArchiveError(f"its byte order is {mark[:16]!r}, and that of this machine {sys.byteorder!r}")
     storages: dict[str, torch.UntypedStorage] = {}
 
     def persistent(saved: Any) -> StoredElements:
@@ -169,8 +169,8 @@ def _decode(
         dtype, key = saved[1].dtype, saved[2]
         if key not in storages:
             begin, size = records.places[f"{records.folder}/data/{key}"]
-            found = storage(begin, size) if size else torch.UntypedStorage(0)
-            storages[key] = found.clone() if size and found.data_ptr() % 16 else found  # torch.save aligns them
+            values = storage(begin, size) if size else torch.UntypedStorage(0)
+            storages[key] = values.clone() if size and values.data_ptr() % 16 else values  # torch.save aligns them
         return StoredElements(storages[key], dtype)
 
     return load_pickle(read(first, count), persistent)

@@ -104,13 +104,13 @@ def is_complete(folder: Path) -> bool:
 
 def complete_iterations(directory: Path) -> list[int]:
     """Return the iterations whose folder has the completion mark, ascending."""
-    found = []
+    numbers = []
     if directory.is_dir():
         for entry in directory.iterdir():
             match = _ITERATION.match(entry.name)
             if match and is_complete(entry) and ((entry / INDEX).is_file() or not (entry / COMPLETE).is_file()):
-                found.append(int(match[1]))
-    return sorted(found)
+                numbers.append(int(match[1]))
+    return sorted(numbers)
 
 
 def describe_complete(directory: Path, without: int | None = None) -> str:

@@ -150,9 +150,9 @@ class FlatStateMetadata(VirtualMetadata):
         buffers: dict[tuple[int, int, int], dict[str, dict[tuple[str, int], str]]] = defaultdict(
             lambda: defaultdict(dict)
         )
-        for found in filter(None, map(_BUCKET.match, self._stored.state_dict_metadata)):
-            chain, group, number, dtype, bucket, state = found.groups()
-            buffers[int(chain or 0), int(group), int(number)][state][dtype, int(bucket)] = found[0]
+        for match in filter(None, map(_BUCKET.match, self._stored.state_dict_metadata)):
+            chain, group, number, dtype, bucket, state = match.groups()
+            buffers[int(chain or 0), int(group), int(number)][state][dtype, int(bucket)] = match[0]
         places = _BufferLayout(self._stored, record)
         for (chain, group, number), states in sorted(buffers.items()):
             entries = places.entries_in_buffer(chain, group, number)
@@ -199,7 +199,9 @@ class FlatStateMetadata(VirtualMetadata):
         Raises:
             DamagedError: if some are not stored.
         """
-        found = torch.empty(flat.stop - flat.start, dtype=tensor_entry(self._stored, flat.keys[0]).properties.dtype)
+        values_of_key = torch.empty(
+            flat.stop - flat.start, dtype=tensor_entry(self._stored, flat.keys[0]).properties.dtype
+        )
         filled = base = 0
         for key in flat.keys:
             entry = tensor_entry(self._stored, key)
@@ -210,20 +212,20 @@ class FlatStateMetadata(VirtualMetadata):
                 low, high = max(first, flat.start), min(first + chunk.sizes[-1], flat.stop)
                 if low < high:
                     values = decode(self._folder, self._stored, key, chunk).view(-1)
-                    found[low - flat.start : high - flat.start] = values[low - first : high - first]
+                    values_of_key[low - flat.start : high - flat.start] = values[low - first : high - first]
                     filled += high - low
             base += entry.size[-1]
-        if filled != found.numel():
+        if filled != values_of_key.numel():
             raise DamagedError(
-                f"{self._folder}: only {filled} of {found.numel()} elements of {flat.keys[0]} are stored"
+                f"{self._folder}: only {filled} of {values_of_key.numel()} elements of {flat.keys[0]} are stored"
             )
-        return found
+        return values_of_key
 
 
 def _is_grid(entries: Mapping[str, Any], key: str) -> bool:
     """Return whether a state has one axis more than its parameter, along which its shards are flat."""
-    found = _STATE.match(_CHAIN.sub("", key))
-    entry, weight = entries[key], entries.get(found[2]) if found else None
+    match = _STATE.match(_CHAIN.sub("", key))
+    entry, weight = entries[key], entries.get(match[2]) if match else None
     return (
         isinstance(entry, TensorStorageMetadata)
         and isinstance(weight, TensorStorageMetadata)
@@ -287,7 +289,7 @@ class _BufferLayout:
             (index, each) for index, each in enumerate(self._chunks[pp]) if any(self._held(each, expert, ep))
         ][number]
         first_layer = min(layout.layers, default=0)
-        found = []
+        rows = []
         for name, tensor, counts in self._held(layout, expert, ep):
             written = legacy.to_spec_name(
                 legacy.local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
@@ -296,14 +298,14 @@ class _BufferLayout:
             )
             boxes = _rank_chunks(tensor, tp, sizes.etp if legacy.EXPERT in name else sizes.tp)
             taken = counts and (tp == 0 or boxes[0][1] != tensor.shape)
-            found.append((legacy.module_order_key(name, written), name, tensor, boxes, taken))
-        found.sort(key=lambda each: each[0])
-        numels = [(name, sum(math.prod(shape) for _, shape in boxes)) for _, name, _, boxes, _ in found]
+            rows.append((legacy.module_order_key(name, written), name, tensor, boxes, taken))
+        rows.sort(key=lambda each: each[0])
+        numels = [(name, sum(math.prod(shape) for _, shape in boxes)) for _, name, _, boxes, _ in rows]
         where = {
             name: (first, numel)
             for name, first, numel in legacy.buffer_offsets(numels, *bucketing(self._record, sizes, pp, chunk, expert))
         }
-        return [BufferEntry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in found]
+        return [BufferEntry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in rows]
 
     def _held(self, layout: ChunkLayout, expert: bool, ep: int) -> Iterator[tuple[str, LogicalTensor, bool]]:
         """Yield (name, tensor, whether it counts here) of the parameters of a model chunk."""
@@ -337,10 +339,10 @@ def _rank_chunks(tensor: LogicalTensor, rank: int, count: int) -> list[tuple[tup
     pieces = 1 if dim is None else tensor.shape[dim] // shape[dim]
     if pieces % count:
         return [((0,) * len(tensor.shape), tensor.shape)]
-    found = []
+    boxes = []
     for part in range(pieces // count):
         first = [0] * len(shape)
         if dim is not None:
             first[dim] = (part * count + rank) * shape[dim]
-        found.append((tuple(first), shape))
-    return found
+        boxes.append((tuple(first), shape))
+    return boxes

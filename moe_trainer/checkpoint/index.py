@@ -120,9 +120,9 @@ def check_mark(folder: Path) -> list[str]:
         return []
     if not (folder / COMPLETE).is_file():
         return [f"{folder / COMPLETE} is missing: the save did not finish, or it is no torch_dist checkpoint"]
-    found = detect_format(folder)
-    if found != "torch_dist":
-        return [f"{folder / COMPLETE} is damaged" if found is None else f"{folder} is in {found} format"]
+    kind = detect_format(folder)
+    if kind != "torch_dist":
+        return [f"{folder / COMPLETE} is damaged" if kind is None else f"{folder} is in {kind} format"]
     return []
 
 

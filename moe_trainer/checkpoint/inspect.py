@@ -68,10 +68,10 @@ def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
         folder = path / (wanted if wanted == "release" else folder_name(int(wanted)))
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist. " + describe_complete(path))
-    found = detect_format(folder)
-    if found not in (None, "torch_dist", "torch_dcp", legacy_reader.FORMAT):
+    kind = detect_format(folder)
+    if kind not in (None, "torch_dist", "torch_dcp", legacy_reader.FORMAT):
         raise CheckpointError(
-            f"{folder} is in the format {found!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) "
+            f"{folder} is in the format {kind!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) "
             "can be looked at"
         )
     return folder
@@ -283,13 +283,13 @@ def _diff(options: argparse.Namespace) -> int:
     left, right = [_select_complete(path, options.ckpt_step) for path in options.paths]
     for line in flag_differences(left, right):
         print(f"(flag) {line}")
-    found = compare_checkpoints(left, right, options.rtol, options.atol, options.weights_only)
-    for line in _grouped(found.lines):
+    comparison = compare_checkpoints(left, right, options.rtol, options.atol, options.weights_only)
+    for line in _grouped(comparison.lines):
         print(line)
-    if not options.weights_only and any("optimizer." in line and ": only in" in line for line in found.lines):
+    if not options.weights_only and any("optimizer." in line and ": only in" in line for line in comparison.lines):
         print("(--weights-only leaves the optimizer's state out)")
-    print(found.summary())
-    return int(bool(found.lines))
+    print(comparison.summary())
+    return int(bool(comparison.lines))
 
 
 def _grouped(lines: list[str]) -> Iterator[str]:

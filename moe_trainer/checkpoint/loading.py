@@ -85,11 +85,11 @@ class Loader:
                 runs = self._find(get_param_info(param), tuple(param.shape))
                 if runs is not None:
                     self._runs[id(param)] = runs
-                    found = itertools.chain.from_iterable(make_shards(runs, *part) for part in shards_to_load(param))
+                    shards = itertools.chain.from_iterable(make_shards(runs, *part) for part in shards_to_load(param))
                     # the values of a weight stored in fp8 are loaded with the optimizer state, sharded like it
                     self._request(
                         (get_param_info(param).kind, "moments" if is_quantized_param(param) else "weights"),
-                        found,
+                        shards,
                         {run.key: self._best_weight(run.key, param.dtype) for run in runs},
                     )
             for name, buffer in chunk.named_state_buffers():
@@ -127,7 +127,7 @@ class Loader:
             if runs is None or (state_names is not None and entry.state_name not in state_names):
                 continue
             source = {run.key: self._state_key(entry.state_name, run.key) for run in runs}
-            absent = [f"{_OPTIMIZER}state.{entry.state_name}.{key}" for key, found in source.items() if found is None]
+            absent = [f"{_OPTIMIZER}state.{entry.state_name}.{key}" for key, value in source.items() if value is None]
             if absent:
                 missing += absent
                 continue
@@ -161,9 +161,9 @@ class Loader:
 
     def gather_key_mismatches(self, ps: ParallelState, device: torch.device) -> None:
         """Gather the missing, mismatched and unused keys of all ranks. Collective."""
-        found = collectives.all_gather_object((self._missing, self._mismatched), ps.world)
+        problems = collectives.all_gather_object((self._missing, self._mismatched), ps.world)
         self._missing, self._mismatched = (
-            list(dict.fromkeys(line for rank in found for line in rank[part])) for part in (0, 1)
+            list(dict.fromkeys(line for rank in problems for line in rank[part])) for part in (0, 1)
         )
         keys = [key for key in self._stored if not key.startswith((*_OPTIMIZER_KEYS, SCALING))]
         used = torch.tensor(
@@ -230,8 +230,8 @@ class Loader:
         """With --ckpt-fully-parallel-load: assign each shard to one of the ranks that hold it. Collective."""
         if self._options.fully_parallel:
             batches = [ShardList(slot[0], self._requested_shards(slot)) for slot in self._requests]
-            found = zip(self._requests, assign_owners(batches, ps, True))
-            self._shared = {slot: shared for slot, shared in found if len(shared.peers) == shared.group.size > 1}
+            assigned = zip(self._requests, assign_owners(batches, ps, True))
+            self._shared = {slot: shared for slot, shared in assigned if len(shared.peers) == shared.group.size > 1}
 
     def read(self) -> None:
         """Read everything requested, except what other ranks read for this one.
@@ -338,9 +338,11 @@ class Loader:
         shards = make_shards(runs, buffer, 0, buffer.numel())
         self._request(("dense", "weights"), shards, {run.key: run.key for run in runs})
 
-    def _request(self, slot: tuple[str, str], found: Iterator[TensorShard], source: Mapping[str, str | None]) -> None:
+    def _request(
+        self, slot: tuple[str, str], local_shards: Iterator[TensorShard], source: Mapping[str, str | None]
+    ) -> None:
         """Request shards; `source` maps their keys to stored keys."""
-        for shard in found:
+        for shard in local_shards:
             key = source[shard.key]
             assert key is not None
             if shard.offsets:
@@ -368,7 +370,7 @@ class Loader:
 
     def _differing_flags(self) -> dict[str, str]:
         here = self._options.args
-        found = {}
+        differences = {}
         for name in (dest for dest in SHAPE + MUP if dest not in _OTHER_STORAGE):
             if (
                 name in here
@@ -376,8 +378,10 @@ class Loader:
                 and _normalized(here[name]) != _normalized(self._saved_args[name])
             ):
                 flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
-                found[name] = f"{flag} ({name}): {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"
-        return found
+                differences[name] = (
+                    f"{flag} ({name}): {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"
+                )
+        return differences
 
 
 def _normalized(value: Any) -> Any:

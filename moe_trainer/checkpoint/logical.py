@@ -102,18 +102,18 @@ def _name(rest: str, at: tuple[int, ...], stacked: bool, experts: bool) -> str:
 def coverage(tensor: LogicalTensor) -> tuple[int, bool]:
     """Return (stored elements, whether some are stored twice) of a logical tensor, from its chunks alone."""
     local = tensor.as_shard(torch.empty(0))
-    found = [(low, high) for _, _, low, high in overlaps(tensor.chunks, [local])] if tensor.chunks else []
-    return sum(math.prod(stop - start for start, stop in zip(low, high)) for low, high in found), _any_overlap(found)
+    boxes = [(low, high) for _, _, low, high in overlaps(tensor.chunks, [local])] if tensor.chunks else []
+    return sum(math.prod(stop - start for start, stop in zip(low, high)) for low, high in boxes), _any_overlap(boxes)
 
 
-def _any_overlap(found: list) -> bool:
+def _any_overlap(boxes: list) -> bool:
     """Return whether chunks overlap, by a sweep over the first dimension in which they differ."""
-    if len(found) < 2:
+    if len(boxes) < 2:
         return False
-    ndim = len(found[0][0])
-    dim = next((d for d in range(ndim) if len({(low[d], high[d]) for low, high in found}) > 1), 0)
+    ndim = len(boxes[0][0])
+    dim = next((d for d in range(ndim) if len({(low[d], high[d]) for low, high in boxes}) > 1), 0)
     open_boxes: list = []
-    for low, high in sorted(found, key=lambda box: box[0][dim]):
+    for low, high in sorted(boxes, key=lambda box: box[0][dim]):
         open_boxes = [box for box in open_boxes if box[1][dim] > low[dim]]
         if any(all(a < d and c < b for a, b, c, d in zip(low, high, *box)) for box in open_boxes):
             return True

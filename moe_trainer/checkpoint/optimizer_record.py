@@ -42,7 +42,7 @@ def param_group(
         factor = mup_lr_mult(record["optimizer"], recorded_width_mult(record))
         max_lr, min_lr = max_lr * factor, min_lr * factor
         eps = eps * factor if record["optimizer"] == "adam" else eps
-    found = {
+    common = {
         "is_expert_parallel": experts,
         "default_config": not decoupled and not scaled,
         "wd_mult": float(decayed),
@@ -59,12 +59,12 @@ def param_group(
         "fused": None,
     }
     if step is not None:
-        found["step"] = step
+        common["step"] = step
     if record.get("optimizer") == "sgd":
-        return found | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
+        return common | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
     if record.get("optimizer") == "lion":
-        return found | {"betas": (record.get("lion_beta1"), record.get("lion_beta2"))}
-    return found | {
+        return common | {"betas": (record.get("lion_beta1"), record.get("lion_beta2"))}
+    return common | {
         "betas": (record.get("adam_beta1"), record.get("adam_beta2")),
         "eps": eps,
         "amsgrad": False,
@@ -138,10 +138,10 @@ def _of_one(record: Mapping[str, Any], scalars: Mapping[str, Any], groups: list[
 
 def content_metadata(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a distributed checkpoint for Megatron-LM's loader."""
-    found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if record.get("use_distributed_optimizer"):
-        found |= {
+        content |= {
             "distrib_optim_sharding_type": FULLY_RESHARDABLE,
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
-    return found
+    return content

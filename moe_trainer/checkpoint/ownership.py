@@ -65,7 +65,7 @@ def assign_owners(batches: Sequence[ShardList], ps: ParallelState, in_parallel: 
     All members of a group pass the same number of lists of each kind in the same order. `in_parallel` balances sizes,
     including earlier lists of the same kind; otherwise the first replica owns all.
     """
-    found = {}
+    assignments = {}
     for kind in KINDS:
         group, own = replica_group(kind, ps), [batch for batch in batches if batch.kind == kind]
         everyone = collectives.all_gather_object([(digest_shards(batch.shards), batch.cost) for batch in own], group)
@@ -74,11 +74,11 @@ def assign_owners(batches: Sequence[ShardList], ps: ParallelState, in_parallel: 
             digests = [theirs[number] for theirs in everyone]
             peers = tuple(member for member, digest in enumerate(digests) if digest == digests[group.rank])
             owners = _by_size(batch.shards, peers, load) if in_parallel else (peers[0],) * len(batch.shards)
-            found[id(batch)] = OwnerAssignment(tuple(batch.shards), group, peers, owners)
+            assignments[id(batch)] = OwnerAssignment(tuple(batch.shards), group, peers, owners)
             for member, digest in enumerate(digests):
                 # not the exact shares of other peers, which are unknown here, but what all members agree on
                 load[member] += digest[1] / digests.count(digest)
-    return [found[id(batch)] for batch in batches]
+    return [assignments[id(batch)] for batch in batches]
 
 
 def _cost(shard: TensorShard) -> int:

@@ -53,15 +53,15 @@ def fill(folder: Path, index: Metadata, wanted: dict[str, list[TensorShard]]) ->
     uses: dict[MetadataIndex, list[tuple[Tensor, Box, Box]]] = defaultdict(list)
     saved_chunks: dict[MetadataIndex, ChunkStorageMetadata] = {}
     for key, local in wanted.items():
-        found = 0
+        num_read = 0
         for chunk, shard, low, high in overlaps(tensor_entry(index, key).chunks, local):
-            found += math.prod(stop - start for start, stop in zip(low, high))
+            num_read += math.prod(stop - start for start, stop in zip(low, high))
             place = MetadataIndex(key, chunk.offsets)
             saved_chunks[place] = chunk
             uses[place].append((shard.data, local_box(low, high, shard.offsets), local_box(low, high, chunk.offsets)))
         needed = sum(math.prod(shard.sizes) for shard in local)
-        if found != needed:
-            raise CheckpointError(f"{folder}: only {found} of {needed} elements of {key} were saved")
+        if num_read != needed:
+            raise CheckpointError(f"{folder}: only {num_read} of {needed} elements of {key} were saved")
     # in file order, for spinning and networked disks
     for place in sorted(uses, key=lambda at: (index.storage_data[at].relative_path, index.storage_data[at].offset)):
         saved = decode(folder, index, place.fqn, saved_chunks[place])

@@ -74,11 +74,11 @@ def check_format(folder: Path) -> None:
     Raises:
         CheckpointError: naming the format.
     """
-    found = detect_format(folder)
+    kind = detect_format(folder)
     # an index without a completion mark may be a save that did not finish: check_complete reports it
-    if found not in (None, "torch_dist", "torch_dcp", hf_folder.FORMAT, legacy_reader.FORMAT):
+    if kind not in (None, "torch_dist", "torch_dcp", hf_folder.FORMAT, legacy_reader.FORMAT):
         raise CheckpointError(
-            f"{folder} is {_OTHER_FORMATS.get(found, f'in the format {found!r}, which is not supported')}"
+            f"{folder} is {_OTHER_FORMATS.get(kind, f'in the format {kind!r}, which is not supported')}"
         )
 
 

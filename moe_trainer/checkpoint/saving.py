@@ -382,11 +382,11 @@ def _objects(
 
 def _tracked_iteration(directory: Path) -> int | None:
     try:
-        found = read_tracker(directory)
+        iteration = read_tracker(directory)
     except CheckpointError as error:
         logger.warning("%s; it will be replaced", error)
         return None
-    return found if isinstance(found, int) else None
+    return iteration if isinstance(iteration, int) else None
 
 
 def _free_space(directory: Path) -> str:
@@ -424,7 +424,7 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
     Raises:
         CheckpointError: if it cannot be written, or another run is saving there.
     """
-    problem, found = None, None
+    problem, identity = None, None
     if ps.world.rank == 0:
         probe = Path(directory) / f".write_test-{os.getpid()}"
         try:
@@ -432,7 +432,7 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
             probe.write_text("")
             probe.unlink()
             holder = acquire_lock(Path(directory))
-            found = filesystem_id(Path(directory))
+            identity = filesystem_id(Path(directory))
             if (Path(directory) / TRACKER).is_dir():
                 problem = (
                     f"{Path(directory) / TRACKER} is a folder, and the file that names the newest checkpoint is "
@@ -444,4 +444,4 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
     problem = collectives.broadcast_object(problem, ps.world)
     if problem is not None:
         raise CheckpointError(f"--save {directory}: {problem}")
-    return found
+    return identity

@@ -199,13 +199,13 @@ class KeyScheme:
         keys = []
         for name in info.names:
             key, at, extents = self.locate(name)
-            found = (
+            bases = (
                 [key.removesuffix("weight") + "_extra_state"]
                 if _LINEAR.search(name) and not name.startswith("output_layer.")
                 else []
             )
-            found += layer_spec.te_extra_states(key, self.engine)
-            keys += [object_key(base, at or (0,), extents or (1,)) for base in found]
+            bases += layer_spec.te_extra_states(key, self.engine)
+            keys += [object_key(base, at or (0,), extents or (1,)) for base in bases]
         return keys
 
 

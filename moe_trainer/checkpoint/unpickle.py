@@ -190,10 +190,10 @@ def _bytes(*args: Any) -> bytes:
 
 
 def _layout(name: str) -> torch.layout:
-    found = vars(torch).get(str(name).removeprefix("torch."))
-    if not isinstance(found, torch.layout):
+    value = vars(torch).get(str(name).removeprefix("torch."))
+    if not isinstance(value, torch.layout):
         raise pickle.UnpicklingError(f"torch has no layout {name!r}")
-    return found
+    return value
 
 
 # types whose attributes cannot be set, and classes with a __setstate__, which takes the place of setting attributes
@@ -288,8 +288,8 @@ class _SafeNames:
         for kind in _INDEX_CLASSES:
             if place == (kind.__module__, kind.__name__):
                 return kind
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
+            return value
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return StorageType(_STORAGES[name])
         return type(name, (UnknownObject,), {"__module__": module})

@@ -106,12 +106,12 @@ def _read_everything(folder: Path, index: Metadata, report: VerificationReport) 
 def _foreign_files(folder: Path, index: Metadata) -> list[str]:
     stored = {info.relative_path for info in index.storage_data.values()}
     known = {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE, *stored}
-    found = list(folder.iterdir())
+    paths = list(folder.iterdir())
     if isinstance(index, legacy_reader.LegacyMetadata):  # its optimizer's file may be one that cannot be read
-        found += [path for path in folder.glob("mp_rank_*/*") if path.name != STATE_FILE]
+        paths += [path for path in folder.glob("mp_rank_*/*") if path.name != STATE_FILE]
     return [
         f"{path} belongs to no entry of the index"
-        for path in sorted(found)
+        for path in sorted(paths)
         if path.is_file() and str(path.relative_to(folder)) not in known
     ]
 
@@ -149,17 +149,18 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
 
 def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_experts: int) -> Iterator[str]:
     """Check that layers of one kind hold the same tensors, and that every expert exists."""
-    found: dict[int, dict[str, set[int]]] = {number: {} for number in range(len(is_moe))}
+    by_layer: dict[int, dict[str, set[int]]] = {number: {} for number in range(len(is_moe))}
     for name in weights:
         match = _LAYER.match(name)
         if match and match[1] == block:
             expert = _EXPERT.search(match[3])
-            experts = found.setdefault(int(match[2]), {}).setdefault(_EXPERT.sub(_ANY_EXPERT, match[3]), set())
+            experts = by_layer.setdefault(int(match[2]), {}).setdefault(_EXPERT.sub(_ANY_EXPERT, match[3]), set())
             experts.update({int(expert[1])} if expert else ())
     common = {
-        moe: set().union(*(found[number] for number, kind in enumerate(is_moe) if kind == moe)) for moe in (True, False)
+        moe: set().union(*(by_layer[number] for number, kind in enumerate(is_moe) if kind == moe))
+        for moe in (True, False)
     }
-    for number, held in sorted(found.items()):
+    for number, held in sorted(by_layer.items()):
         prefix = f"{block}.layers.{number}."
         if number >= len(is_moe):
             yield f"{prefix}* is foreign: the model has {len(is_moe)} such layers"

@@ -173,7 +173,7 @@ def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
     """Return the architecture flags whose meaning a config.json has lost."""
     moe, latent = bool(expected.get("num_experts")), bool(expected.get("multi_latent_attention"))
     sparse = expected.get("experimental_attention_variant") == "dsa"
-    found = []
+    differences = []
     for dest in SHAPE:
         if (
             dest in _FREE
@@ -186,8 +186,8 @@ def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
         default = OPTIONS[dest].default
         here, there = (_meaning(dest, values.get(dest, default), default) for values in (expected, actual))
         if here != there and not _equal_patterns(dest, expected, actual):
-            found.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {here!r} here and {there!r} there")
-    return found
+            differences.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {here!r} here and {there!r} there")
+    return differences
 
 
 def _meaning(dest: str, value: Any, default: Any) -> Any:

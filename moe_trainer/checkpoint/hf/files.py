@@ -106,8 +106,8 @@ class SafetensorsFolder:
             index = read_json(folder / INDEX).get("weight_map")
             if not (isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())):
                 raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
-        found = (path.name for path in folder.glob("*.safetensors"))
-        for name in sorted(found if index is None else set(index.values())):
+        file_names = (path.name for path in folder.glob("*.safetensors"))
+        for name in sorted(file_names if index is None else set(index.values())):
             self._read_table(folder / name, index)
         for tensor, file in (index or {}).items():
             if tensor not in self._tensors or self._tensors[tensor].path.name != file:
@@ -150,13 +150,13 @@ class SafetensorsFolder:
             raise DamagedError(f"{path} is missing{named}") from error
         except (OSError, ValueError, RecursionError) as error:
             raise DamagedError(f"{path} is damaged{named}: {error}") from error
-        base, found = 8 + length, []
+        base, stored_tensors = 8 + length, []
         for name, entry in table.items():
             if name != "__metadata__":
-                found.append((self._tensor(path, name, entry, base, size), name))
-                self._add(name, found[-1][0])
+                stored_tensors.append((self._tensor(path, name, entry, base, size), name))
+                self._add(name, stored_tensors[-1][0])
         end, before = base, "the table"  # the format has neither gaps nor overlaps
-        for stored, name in sorted(found, key=lambda pair: (pair[0].start, pair[0].num_bytes)):
+        for stored, name in sorted(stored_tensors, key=lambda pair: (pair[0].start, pair[0].num_bytes)):
             if stored.start != end:
                 raise DamagedError(
                     f"{path} is damaged: {name} begins at byte {stored.start}, and {before} ends at {end}"

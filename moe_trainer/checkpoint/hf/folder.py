@@ -151,11 +151,11 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
             f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "
             f"{len(source.names)} tensors in all"
         )
-    found = tuple(tensor_mappings(family.name, flags, source.__contains__))
+    mappings = tuple(tensor_mappings(family.name, flags, source.__contains__))
     repeated = {name: original for name, original in duplicated_tensors(family.name, flags).items() if name in source}
     unused = [name for name in source.names if _COMPUTED.search(name) or ignore(name)]
     check_source(
-        found,
+        mappings,
         lambda name: source.shape(name) if name in source else None,
         source.names,
         repeated,
@@ -165,17 +165,17 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
     if any(_COMPUTED.search(name) for name in unused):
         notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
     notes += [f"{name} repeats {original}" for name, original in repeated.items()]
-    numbers = {ref.name: source.dtype(ref.name) for mapping in found for ref in mapping.sources}
+    numbers = {ref.name: source.dtype(ref.name) for mapping in mappings for ref in mapping.sources}
     strange = [
         f"{name} is stored as {dtype}, and floating-point numbers are needed"
         for name, dtype in numbers.items()
         if not dtype.is_floating_point
     ]
     raise_problems(strange)
-    dtype = numbers[found[0].sources[0].name]
+    dtype = numbers[mappings[0].sources[0].name]
     wider = [
         ref.name
-        for mapping in found
+        for mapping in mappings
         if not mapping.keeps_fp32
         for ref in mapping.sources
         if numbers[ref.name].itemsize > dtype.itemsize
@@ -185,7 +185,7 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
             f"{wider[0]}{f' and {len(set(wider)) - 1} more' if len(set(wider)) > 1 else ''}: stored wider than "
             f"the embedding, whose {dtype} all weights get"
         )
-    return HFModel(folder, family, flags, found, source, dtype, repeated, tuple(notes))
+    return HFModel(folder, family, flags, mappings, source, dtype, repeated, tuple(notes))
 
 
 def check_copies(model: HFModel) -> None:

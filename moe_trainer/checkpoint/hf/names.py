@@ -115,17 +115,17 @@ def tensor_mappings(
     linear = linear_layer_pattern(
         layers, flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
     )
-    found = list(_expand(MODEL, "", "", flags, sizes, present))
+    mappings = list(_expand(MODEL, "", "", flags, sizes, present))
     for layer in range(layers):
         rules = (names.linear if linear[layer] else names.layer) + (names.moe if pattern[layer] else names.dense)
-        found += _expand(rules, f"decoder.layers.{layer}.", f"model.layers.{layer}.", flags, sizes, present)
-    found += _expand(HEAD, "", "", flags, sizes, present)
+        mappings += _expand(rules, f"decoder.layers.{layer}.", f"model.layers.{layer}.", flags, sizes, present)
+    mappings += _expand(HEAD, "", "", flags, sizes, present)
     for depth in range(depths):
         depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.depth)
-        found += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
+        mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
         rules = (names.linear if linear[-1] else names.layer) + (names.moe if mtp_is_moe(pattern) else names.dense)
-        found += _expand(rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, flags, sizes, present)
-    return found
+        mappings += _expand(rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, flags, sizes, present)
+    return mappings
 
 
 def duplicated_tensors(family: str, flags: Mapping[str, Any]) -> dict[str, str]:
@@ -135,11 +135,11 @@ def duplicated_tensors(family: str, flags: Mapping[str, Any]) -> dict[str, str]:
     """
     tied = not flags.get("untie_embeddings_and_output_weights")
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
-    found = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+    originals = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     for depth in range(depths if NAMES[family].depth[0].startswith("model.") else 0):
         for name, original in MTP_COPIES:
-            found[f"model.layers.{layers + depth}.{name}"] = found.get(original, original)
-    return found
+            originals[f"model.layers.{layers + depth}.{name}"] = originals.get(original, original)
+    return originals
 
 
 def _expand(
@@ -183,7 +183,7 @@ def _ref(part: str, prefix: str, expert: int | None, sizes: ModelSizes) -> HFTen
 
 
 def check_source(
-    found: Sequence[TensorMapping],
+    mappings: Sequence[TensorMapping],
     shape_of: Callable[[str], tuple[int, ...] | None],
     names: Sequence[str],
     repeated: Mapping[str, str],
@@ -197,7 +197,7 @@ def check_source(
         CheckpointError: naming the tensors.
     """
     problems, used = [], set(repeated)
-    for ref in (ref for mapping in found for ref in mapping.sources):
+    for ref in (ref for mapping in mappings for ref in mapping.sources):
         used.add(ref.name)
         shape, needed = shape_of(ref.name), (ref.stack, *ref.shape) if ref.index is not None else ref.shape
         if shape is None:

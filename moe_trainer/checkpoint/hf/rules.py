@@ -43,13 +43,13 @@ class Rule:
 
 def _rules(text: str) -> tuple[Rule, ...]:
     """Parse rules, one per line: NATIVE [& NATIVE ...] = SPELLING [| SPELLING ...] [: TRANSFORM] [if [not] FLAG]."""
-    found = []
+    parsed = []
     for line in text.strip().splitlines():
         line, _, needs = line.partition(" if ")
         line, _, transform = line.partition(" : ")
         native, spellings = (re.split(r"\s*[&|]\s*", side.strip()) for side in line.split(" = "))
-        found.append(Rule(tuple(native), tuple(spellings), TRANSFORMS[transform or "SAME"], needs))
-    return tuple(found)
+        parsed.append(Rule(tuple(native), tuple(spellings), TRANSFORMS[transform or "SAME"], needs))
+    return tuple(parsed)
 
 
 MODEL = _rules("embedding.word_embeddings.weight = model.embed_tokens.weight V H")

@@ -94,20 +94,20 @@ class LayoutSizes:
 
 def layer_number(name: str) -> int | None:
     """Return the number of the decoder layer that a name belongs to."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else None
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
 
 
 def count_layers(names: Sequence[str]) -> int:
     """Return the number of decoder layers of a model chunk, from its local names."""
-    return 1 + max((int(found[1]) for found in map(_LAYER.match, names) if found), default=-1)
+    return 1 + max((int(match[1]) for match in map(_LAYER.match, names) if match), default=-1)
 
 
 def global_name(name: str, first_layer: int, first_expert: int) -> str:
     """Return the global name for a name in a file, for local, Transformer Engine and grouped modules."""
-    name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) + first_layer}.", name)
-    name = _GROUPED.sub(lambda found: f"{EXPERT}{found[3]}.{found[1]}.{found[2]}", name)
-    name = _LOCAL_EXPERT.sub(lambda found: f"{EXPERT}{int(found[1]) + first_expert}.", name)
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
+    name = _GROUPED.sub(lambda match: f"{EXPERT}{match[3]}.{match[1]}.{match[2]}", name)
+    name = _LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) + first_expert}.", name)
     for alone, fused in FUSED:
         name = name.replace(f".{fused}", f".{alone}")
     return name.replace(".transformer_layer.", ".mtp_model_layer.")
@@ -115,8 +115,8 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
 
 def local_name(name: str, first_layer: int, first_expert: int) -> str:
     """Return the inverse of `global_name`, for local modules and single experts."""
-    name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) - first_layer}.", name)
-    return _LOCAL_EXPERT.sub(lambda found: f"{EXPERT}{int(found[1]) - first_expert}.", name)
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) - first_layer}.", name)
+    return _LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) - first_expert}.", name)
 
 
 def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
@@ -126,7 +126,7 @@ def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
     for alone, fused in fused_norms(record, routed):
         name = name.replace(f".{alone}", f".{fused}")
     if record.get("moe_grouped_gemm"):
-        name = _SINGLE.sub(lambda found: f".experts.{found[2]}.{found[3]}{found[1]}", name)
+        name = _SINGLE.sub(lambda match: f".experts.{match[2]}.{match[3]}{match[1]}", name)
     return name
 
 

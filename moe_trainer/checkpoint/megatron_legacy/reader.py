@@ -77,16 +77,16 @@ def read_recorded_flags(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: if it cannot be read.
     """
-    found = sorted(folder.glob(f"mp_rank_*/{legacy.MODEL_FILE}"))
-    if not found:
+    paths = sorted(folder.glob(f"mp_rank_*/{legacy.MODEL_FILE}"))
+    if not paths:
         raise DamagedError(f"{folder}: no mp_rank_* folder there has a {legacy.MODEL_FILE}")
-    content = open_file(found[0])
+    content = open_file(paths[0])
     try:
         record = to_builtin(content["args"]) if isinstance(content, dict) and "args" in content else None
     except ValueError as error:
-        raise DamagedError(f"{found[0]} is damaged: {error}") from error
+        raise DamagedError(f"{paths[0]} is damaged: {error}") from error
     if not isinstance(record, dict):
-        raise CheckpointError(f"{found[0]} holds no args: it is no checkpoint of Megatron-LM's training")
+        raise CheckpointError(f"{paths[0]} holds no args: it is no checkpoint of Megatron-LM's training")
     return record
 
 
@@ -96,7 +96,7 @@ def rank_files(folder: Path, sizes: legacy.LayoutSizes) -> list[RankFile]:
     Raises:
         DamagedError: naming a missing file of the model.
     """
-    found = [
+    parts = [
         RankFile(path, tp, pp, ep)
         for ep in range(sizes.ep)
         for pp in range(sizes.pp)
@@ -105,13 +105,13 @@ def rank_files(folder: Path, sizes: legacy.LayoutSizes) -> list[RankFile]:
     ]
     for pp in range(sizes.pp):
         for tp in range(sizes.tp):
-            if not any((file.tp, file.pp) == (tp, pp) for file in found):
+            if not any((file.tp, file.pp) == (tp, pp) for file in parts):
                 raise DamagedError(f"{folder / sizes.folder(tp, pp, 0) / legacy.MODEL_FILE} is missing")
         for ep in range(sizes.ep):
             for etp in range(sizes.etp):
-                if not any((file.tp % sizes.etp, file.pp, file.ep) == (etp, pp, ep) for file in found):
+                if not any((file.tp % sizes.etp, file.pp, file.ep) == (etp, pp, ep) for file in parts):
                     raise DamagedError(f"{folder / sizes.folder(etp, pp, ep) / legacy.MODEL_FILE} is missing")
-    return found
+    return parts
 
 
 class LegacyMetadata(VirtualMetadata):
@@ -309,7 +309,7 @@ class LegacyMetadata(VirtualMetadata):
             ]
             takes = self._new_kinds(file, kinds[number], self._with_states)
             read = self._buffer_states if is_distributed else self._numbered_states
-            yield from ((*found, takes) for found in read(file, one, owned, number))
+            yield from ((*entry, takes) for entry in read(file, one, owned, number))
 
     def _numbered_states(
         self, file: RankFile, optimizer: Mapping, chunks: list[dict[str, Tensor]], _chain_number: int
@@ -364,20 +364,20 @@ class LegacyMetadata(VirtualMetadata):
             )
         for number, chunk in zip(numbers, chunks, strict=True):
             (tensors,) = buffers[number].values()
-            found = list(
+            ranges = list(
                 legacy.buffer_offsets(
                     [(name, value.numel()) for name, value in chunk.items()],
                     *bucketing(self.record, self._sizes, file.pp, number, chain_number == 1),
                 )
             )
-            needed = max(first + numel for _, first, numel in found)
+            needed = max(first + numel for _, first, numel in ranges)
             for state, flat in ((name, value) for name, value in tensors.items() if isinstance(value, Tensor)):
                 if flat.numel() != needed:
                     raise CheckpointError(
                         f"{file.state_path}: {state} of buffer {number} has {flat.numel()} elements, and the "
                         f"parameters in buckets as the flags of the checkpoint make them {needed}"
                     )
-                for name, first, numel in found:
+                for name, first, numel in ranges:
                     yield (
                         "fp32_param" if state == "param" else state,
                         name,
@@ -424,9 +424,9 @@ def _is_in_group(name: str, value: Tensor, group: Mapping, record: Mapping[str, 
 def _chunks(file: RankFile, content: Mapping) -> list[Mapping[str, Any]]:
     numbered = (f"model{number}" for number in itertools.count())
     keys = ["model"] if "model" in content else list(itertools.takewhile(content.__contains__, numbered))
-    found = [content[key] for key in keys]
-    if not found or any("language_model" in chunk for chunk in found):
+    chunks = [content[key] for key in keys]
+    if not chunks or any("language_model" in chunk for chunk in chunks):
         raise CheckpointError(
             f"{file.path} holds no model of Megatron-Core: convert it with the Megatron-LM that wrote it"
         )
-    return found
+    return chunks

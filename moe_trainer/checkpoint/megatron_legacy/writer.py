@@ -141,7 +141,7 @@ def _entries(
     )
     first_expert = ps.ep.rank * legacy.LayoutSizes.from_record(record).local_experts
     routed = {legacy.layer_number(name) for info, *_ in held for name in info.names if ".mlp.router." in name}
-    found = []
+    entries = []
     for info, _, value, states, trained in held:
         values = value.unbind(0) if info.stacked else (value,)
         for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
@@ -149,11 +149,11 @@ def _entries(
             written = legacy.to_spec_name(
                 legacy.local_name(name, first_layer, first_expert), record, legacy.layer_number(name) in routed
             )
-            found += [
+            entries += [
                 RankTensor(copy or name, copy or written, one, each, trained)
                 for copy in (_names_of_copy(held, record) if info.is_replica else (None,))
             ]
-    return sorted(found, key=lambda entry: legacy.module_order_key(entry.name, entry.written))
+    return sorted(entries, key=lambda entry: legacy.module_order_key(entry.name, entry.written))
 
 
 def _names_of_copy(
@@ -214,15 +214,15 @@ def _unfused(params: Iterable[Parameter]) -> Iterator[tuple[ParamInfo, tuple[int
 
 def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor | None]:
     """Return the state dict of a model chunk, with the empty `_extra_state` entries that Megatron's loader requires."""
-    found: dict[str, Tensor | None] = {}
+    values: dict[str, Tensor | None] = {}
     for position, entry in enumerate(chunk):
-        found[entry.written] = entry.value
+        values[entry.written] = entry.value
         module, _, kind = entry.written.rpartition(".")
         after = chunk[position + 1].written if position + 1 < len(chunk) else ""
         if _EXTRA.search(f"{module}.weight") and not after.startswith(module + "."):
-            found[f"{module}._extra_state"] = None
-        found |= dict.fromkeys(te_extra_states(entry.written, parts))
-    return found
+            values[f"{module}._extra_state"] = None
+        values |= dict.fromkeys(te_extra_states(entry.written, parts))
+    return values
 
 
 def _optimizer(
@@ -263,19 +263,19 @@ def _param_groups(record: Mapping[str, Any], scalars: Mapping[str, Any], experts
     As there, a group exists if a parameter of any rank belongs to it.
     """
     if recorded_width_mult(record) != 1.0:
-        found = [
+        kinds = [
             legacy.ParamGroupKind(group["wd_mult"] != 0.0, group["is_decoupled_lr"], group["lr_mult"] != 1.0)
             for group in scalars["param_groups"]
             if group["is_expert_parallel"] is experts
         ]
     else:  # experts without biases all decay, embeddings do
-        found = [
+        kinds = [
             legacy.ParamGroupKind(True, False),
             *([legacy.ParamGroupKind(False, False)] if not experts or record.get("add_bias_linear", True) else []),
             *([legacy.ParamGroupKind(True, True)] if record.get("decoupled_lr") is not None and not experts else []),
         ]
     return sorted(
-        found, key=lambda kind: group_order_key(record, param_group(record, **kind._asdict(), experts=experts))
+        kinds, key=lambda kind: group_order_key(record, param_group(record, **kind._asdict(), experts=experts))
     )
 
 
@@ -283,7 +283,7 @@ def _buffers(
     chunks: list[list[RankTensor]], record: Mapping[str, Any], sizes: legacy.LayoutSizes, pp: int, experts: bool
 ) -> dict:
     """Return the flat states of a distributed optimizer, as its first data-parallel rank saves them."""
-    found: dict = {"buckets_coalesced": True}
+    content: dict = {"buckets_coalesced": True}
     for number, chunk in enumerate(chunk for chunk in chunks if chunk):
         by_name = {entry.name: entry for entry in chunk}
         places = list(
@@ -306,5 +306,5 @@ def _buffers(
             )
         (dtype,) = types
         gradients = torch.float32 if record.get("accumulate_allreduce_grads_in_fp32") else dtype
-        found[number] = {(dtype, gradients): tensors | {"numel_unpadded": whole}}
-    return found
+        content[number] = {(dtype, gradients): tensors | {"numel_unpadded": whole}}
+    return content
