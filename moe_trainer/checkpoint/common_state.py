@@ -148,7 +148,7 @@ def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], b
 
 def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
     """Return the scalars of Megatron's optimizers (plain, mixed precision, or a chain) under native names."""
-    megatron: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
     steps: dict[str, int] = {}
 
     def visit(value: Any) -> None:
@@ -157,7 +157,7 @@ def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
                 if key in _STEPS and isinstance(item, (int, float, torch.Tensor)):
                     steps.setdefault(key, int(item))
                 elif key == "grad_scaler" and isinstance(item, dict):
-                    megatron.setdefault("grad_scaler", to_builtin(item))
+                    scalars.setdefault("grad_scaler", to_builtin(item))
                 else:
                     visit(item)
         elif isinstance(value, (list, tuple)):
@@ -167,4 +167,4 @@ def _megatron_scalars(optimizer: Any) -> dict[str, Any]:
     visit(optimizer)
     # a group may keep the step of the program that wrote the checkpoint before
     stored = [steps[key] for key in _STEPS if key in steps]
-    return ({"step": stored[0]} if stored else {}) | megatron
+    return ({"step": stored[0]} if stored else {}) | scalars
