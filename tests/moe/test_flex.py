@@ -384,7 +384,7 @@ def _nccl_ep_context(rank, n, zero_copy):
     ps = ParallelState.create(n, rank, ep=n)
     options = {"moe_flex_dispatcher_num_sms": 12, "moe_ncclep_zero_copy": zero_copy}
     made, signatures = flex_dispatcher({}, "NCCL EP", ps, max_tokens=40, **options)
-    made.context.budgets = [ReceiveBudget("first", 1.0, 2), ReceiveBudget("second", 1.5 + rank, 2)]
+    made.set_budgets([ReceiveBudget("first", 1.0, 2), ReceiveBudget("second", 1.5 + rank, 2)])
     probs, routing = random_routing(rank, 40, 2, "plain")
     found = []
     for buffer_size in (None, 7, None):
