@@ -299,7 +299,7 @@ class MoELayer(nn.Module):
         return KnownCounts(num_tokens * self.router.topk)
 
     def set_dispatcher(self, dispatcher: TokenDispatcher) -> str | None:
-        """Set the dispatcher. With a fixed receive buffer counts stay on the device; return why not, None if they may.
+        """Set the dispatcher. Return why token counts are on the host in spite of a budget, None if they need not be.
 
         Raises:
             ValueError: if a CUDA graph holds dropless experts whose counts are on the host.
