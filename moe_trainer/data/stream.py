@@ -168,23 +168,30 @@ class StreamedDataset:
         return stream.next_sample(self._length)
 
     def documents(self, stream: int, cursor: Cursor) -> Iterator[_Document]:
-        """Yield the documents of a stream from that of a cursor on, without end."""
+        """Yield the documents of a stream from that of a cursor on, without end.
+
+        A part may be empty, as a byte range in which no line begins, and may be all that a stream has in an epoch.
+
+        Raises:
+            UserError: if all parts are empty.
+        """
         epoch, begin, first = cursor.epoch, cursor.turn, cursor.document
-        while True:
+        empty: set[int] = set()
+        while len(empty) < len(self._parts):
             order = np.random.RandomState([self._seed, epoch]).permutation(len(self._parts))
             own = order[stream :: len(self._streams)].tolist()
-            num_tokens = 0
             for turn in range(begin, len(own)):
-                part = self._parts[own[turn]]
+                part, num_tokens = self._parts[own[turn]], 0
                 for number, document in enumerate(self._source.read(part, first), first):
                     name = f"{self.name}, part {part}, document {number}"
                     ids = self._encode(document, name)
                     num_tokens += len(ids)
                     yield _Document(ids, Cursor(0, epoch, turn, number, 0), name)
+                if not first and not num_tokens:
+                    empty.add(own[turn])
                 first = 0
-            if not num_tokens and cursor.epoch != epoch:
-                raise UserError(f"{self.name}: the parts of stream {stream} hold no text")
             epoch, begin = epoch + 1, 0
+        raise UserError(f"{self.name}: no part holds text")
 
     def _encode(self, document: str | Sequence[int], name: str) -> np.ndarray:
         """Return the ids of a document and the token that ends it; none of an empty one."""

@@ -73,6 +73,15 @@ def test_streams_share_all_parts_in_another_order_every_epoch():
     assert [other.tokens(index)[0] for index in range(12)] != first
 
 
+@pytest.mark.parametrize("num_empty", [1, 3])
+def test_a_stream_goes_on_past_epochs_without_text(num_empty):
+    parts = [[list(range(2, 2 + LENGTH - 1))] * 3, *([[]] if number % 2 else [] for number in range(num_empty))]
+    for seed in range(10):
+        dataset = stream(ListSource(parts), num_streams=16, seed=seed)
+        for index in range(200):
+            assert dataset.tokens(index)[: LENGTH - 1].tolist() == parts[0][0]
+
+
 @pytest.mark.parametrize("consumed", [0, 1, 5, 16, 63, 200])
 def test_a_state_continues_with_the_next_token(consumed):
     whole, begun, resumed = (stream(ListSource(make_parts(9))) for _ in range(3))
@@ -138,7 +147,7 @@ def test_a_loader_that_ends_early_gives_back_what_it_read_ahead():
 def test_unusable_sources_and_states_are_errors():
     with pytest.raises(UserError, match="text: there is nothing to read"):
         stream(ListSource([]))
-    with pytest.raises(UserError, match="hold no text"):
+    with pytest.raises(UserError, match="text: no part holds text"):
         stream(ListSource([[[]], [[]]])).tokens(0)
     with pytest.raises(UserError, match="needs a tokenizer with an end-of-document token"):
         StreamedDataset(
@@ -187,6 +196,16 @@ def test_byte_ranges_of_lines_hold_every_line_once(tmp_path, monkeypatch, part_b
     assert read_all(source) == TEXTS
     for part in source.parts()[:60]:
         assert list(source.read(part, 2)) == list(source.read(part, 0))[2:]
+
+
+def test_a_byte_range_in_which_no_line_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(document_sources, "PART_BYTES", 1000)
+    write_lines(tmp_path / "a.jsonl", [[5] * 30] * 9 + [[7] * 200])
+    for seed in range(6):
+        source = FileSource([str(tmp_path / "a.jsonl")], "text")
+        assert [len(list(source.read(part, 0))) for part in source.parts()] == [10, 0]
+        dataset = stream(source, seed=seed)
+        assert {token for index in range(200) for token in dataset.tokens(index).tolist()} == {0, 5, 7}
 
 
 def test_compressed_parquet_and_arrow_files(tmp_path):
