@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from arguments.regular_file import regular_file
 from moe_trainer.errors import UserError
 
 _PLAIN_LOOP_BELOW = 50_000
+_ORDER_BLOCK = 4096
 
 
 class Blend(NamedTuple):
@@ -132,22 +134,70 @@ def build_exhaustive_index(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray
     return _build(limits / np.float64(max(total, 1)), total, limits)
 
 
+class BlendOrder:
+    """The order of a weighted blend without an end, computed in blocks while samples are asked for.
+
+    Args:
+        weights: one per dataset, with any sum.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        self._weights = np.asarray(normalize(weights), dtype=np.float64)
+        self._start(0, np.zeros(len(weights), dtype=np.int64))
+
+    def find(self, index: int) -> tuple[int, int]:
+        """Return the dataset of a sample of the blend, and the sample inside it."""
+        if index < self._blocks[0].begin:
+            self._start(0, np.zeros(len(self._weights), dtype=np.int64))
+        while index >= self._blocks[-1].begin + _ORDER_BLOCK:
+            self._append(self._blocks[-1].begin + _ORDER_BLOCK, self._end)
+        block = next(block for block in self._blocks if index < block.begin + _ORDER_BLOCK)
+        return int(block.dataset[index - block.begin]), int(block.inside[index - block.begin])
+
+    def state(self) -> list[int]:
+        """Return the first sample of the last block, and how many samples of every dataset come before it."""
+        return [self._blocks[-1].begin, *self._blocks[-1].counts.tolist()]
+
+    def load_state(self, state: Sequence[int]) -> None:
+        """Continue at a state."""
+        begin, *counts = state
+        self._start(begin, np.asarray(counts, dtype=np.int64))
+
+    def _start(self, begin: int, counts: np.ndarray) -> None:
+        self._blocks: deque[_OrderBlock] = deque(maxlen=2)  # the samples of a microbatch may lie in two
+        self._append(begin, counts)
+
+    def _append(self, begin: int, counts: np.ndarray) -> None:
+        self._end = counts.copy()
+        self._blocks.append(
+            _OrderBlock(begin, counts, *_plain_loop(self._weights, _ORDER_BLOCK, None, begin, self._end))
+        )
+
+
+class _OrderBlock(NamedTuple):
+    begin: int
+    counts: np.ndarray
+    """Samples of every dataset before `begin`."""
+    dataset: np.ndarray
+    inside: np.ndarray
+
+
 def _build(weights: np.ndarray, size: int, limits: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     if len(weights) > np.iinfo(np.int16).max:
         raise ValueError(f"a blend of {len(weights)} datasets: at most {np.iinfo(np.int16).max} are possible")
     if len(weights) == 1:
         return np.zeros(size, dtype=np.int16), np.arange(size, dtype=np.int64)
     if size < _PLAIN_LOOP_BELOW:
-        return _plain_loop(weights, size, limits)
+        return _plain_loop(weights, size, limits, 0, np.zeros(len(weights), dtype=np.int64))
     return _lockstep(weights, size, limits)
 
 
-def _plain_loop(weights, size, limits):
+def _plain_loop(weights, size, limits, begin, counts):
+    """Run the rule for `size` samples from number `begin` on; `counts` before them become those after them."""
     dataset = np.empty(size, dtype=np.int16)
     inside = np.empty(size, dtype=np.int64)
-    counts = np.zeros(len(weights), dtype=np.int64)
     for k in range(size):
-        lag = weights * max(k, 1) - counts
+        lag = weights * max(begin + k, 1) - counts
         if limits is not None:
             lag[counts >= limits] = -np.inf
         pick = int(lag.argmax())

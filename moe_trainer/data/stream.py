@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_trainer.data.blend import build_blend_index, normalize
+from moe_trainer.data.blend import BlendOrder
 from moe_trainer.data.dataset import CombinedDataset
 from moe_trainer.data.document_sources import DocumentSource
 from moe_trainer.data.fim import FillInTheMiddle
@@ -60,7 +60,8 @@ _Parts = list[tuple[int, str]]
 """(tokens, name) of the documents of a sample."""
 _NUM_RECENT = 1024
 StreamState = dict[str, Any]
-"""{"parts": digest of the parts, "cursors": the cursor of every stream, as a list}."""
+"""{"parts": digest of the parts, "cursors": the cursor of every stream, as a list}; {"blend": the states of several
+datasets, "order": the state of their order (BlendOrder)}."""
 
 
 class StreamedDataset:
@@ -237,17 +238,18 @@ class StreamBlend(CombinedDataset[StreamedDataset]):
 
     def __init__(self, datasets: Sequence[StreamedDataset], weights: Sequence[float], size: int):
         self.datasets = tuple(datasets)
-        self._dataset, self._inside = build_blend_index(normalize(weights), size)
+        self._order, self._size = BlendOrder(weights), size
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return self._size
 
     def _find(self, index: int) -> tuple[StreamedDataset, int]:
-        return self.datasets[self._dataset[index]], int(self._inside[index])
+        number, inside = self._order.find(index)
+        return self.datasets[number], inside
 
     def state(self) -> StreamState:
         """Return where this rank's next samples begin."""
-        return {"blend": [dataset.state() for dataset in self.datasets]}
+        return {"blend": [dataset.state() for dataset in self.datasets], "order": self._order.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a state.
@@ -259,6 +261,7 @@ class StreamBlend(CombinedDataset[StreamedDataset]):
             raise UserError("the checkpoint was saved with another number of streamed datasets")
         for dataset, saved in zip(self.datasets, state["blend"]):
             dataset.load_state(saved)
+        self._order.load_state(state["order"])
 
 
 def merge_states(states: Sequence[StreamState]) -> StreamState:
@@ -268,7 +271,10 @@ def merge_states(states: Sequence[StreamState]) -> StreamState:
         ValueError: if the ranks read different sources.
     """
     if "blend" in states[0]:
-        return {"blend": [merge_states(each) for each in zip(*(state["blend"] for state in states), strict=True)]}
+        return {
+            "blend": [merge_states(each) for each in zip(*(state["blend"] for state in states), strict=True)],
+            "order": max(state["order"] for state in states),
+        }
     if len({(state["parts"], len(state["cursors"])) for state in states}) > 1:
         raise UserError("the ranks see different files of the streamed data")
     return {

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_trainer.data import blend
 from moe_trainer.data.blend import (
+    BlendOrder,
     build_blend_index,
     build_exhaustive_index,
     normalize,
@@ -63,6 +64,27 @@ def test_plain_loop_blend_equals_greedy_rule(weights, size):
     weights = normalize(weights)
     got = build_blend_index(weights, size)
     assert (got[0].tolist(), got[1].tolist()) == greedy(weights, size)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=lambda w: f"{len(w)}_of_{w[0]:.3g}")
+def test_an_order_without_end_equals_greedy_rule(monkeypatch, weights):
+    monkeypatch.setattr(blend, "_ORDER_BLOCK", 100)
+    expected = list(zip(*greedy(normalize(weights), 1500)))
+    order, resumed = BlendOrder(weights), BlendOrder(weights)
+    assert [order.find(index) for index in range(0, 1500, 7)] == expected[::7]
+    assert [order.find(index) for index in (1499, 1398, 3, 250)] == [expected[index] for index in (1499, 1398, 3, 250)]
+    order.find(705)
+    assert order.state()[0] == sum(order.state()[1:]) == 700
+    resumed.load_state(json.loads(json.dumps(order.state())))
+    assert [resumed.find(index) for index in (*range(1000, 1100), 9)] == [*expected[1000:1100], expected[9]]
+
+
+def test_an_order_without_end_reads_a_state_of_any_length():
+    order = BlendOrder([1, 3])
+    order.load_state([4_000_000_000, 1_000_000_000, 3_000_000_000])
+    assert [order.find(4_000_000_000 + k) for k in range(4)] == [
+        (d, 1_000_000_000 * (3 if d else 1) + n) for d, n in ((0, 0), (1, 0), (1, 1), (1, 2))
+    ]
 
 
 @pytest.mark.parametrize("sizes", [[276, 298], [4000, 1, 3000], [5, 0, 7], [2500, 2500, 2500, 2500], [9]])

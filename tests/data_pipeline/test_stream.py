@@ -12,6 +12,7 @@ from data_pipeline.s3_server import Bucket, s3_server
 from training.forked import pretrain
 from training.tiny import TINY
 
+from moe_trainer.data import blend as blend_order
 from moe_trainer.data import document_sources, object_storage
 from moe_trainer.data.build import batch_format, build_streams
 from moe_trainer.data.document_sources import FileSource, open_source
@@ -108,7 +109,8 @@ def blend():
 
 @pytest.mark.parametrize("make", [lambda: stream(ListSource(make_parts(9))), blend])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_another_number_of_ranks_continues_with_the_next_sample(make, workers):
+def test_another_number_of_ranks_continues_with_the_next_sample(make, workers, monkeypatch):
+    monkeypatch.setattr(blend_order, "_ORDER_BLOCK", 20)
     expected = np.concatenate([batch.tokens_BS.numpy() for batch in batches(make(), 0, 1, 0, 36)[0]])
     found, states, consumed = [], None, 0
     for size, count in ((2, 3), (3, 4), (1, 2), (4, 4)):
@@ -121,6 +123,8 @@ def test_another_number_of_ranks_continues_with_the_next_sample(make, workers):
         for step in range(count):
             found += [taken[step].tokens_BS.numpy() for taken, _ in ranks]
         consumed += 2 * size * count
+        if "order" in states[0]:
+            assert merge_states(states)["order"][0] == max(0, consumed - 1) // 20 * 20
         if "cursors" in states[0]:  # the next samples, without anything to read again
             assert sum(cursor[0] for cursor in merge_states(states)["cursors"]) == consumed
     np.testing.assert_array_equal(np.concatenate(found), expected[:consumed])
@@ -159,7 +163,7 @@ def test_unusable_sources_and_states_are_errors():
     with pytest.raises(UserError, match="saved with 4 streams, now there are 5; --document-streams"):
         stream(ListSource(make_parts(9)), num_streams=5).load_state(state)
     with pytest.raises(UserError, match="another number of streamed datasets"):
-        blend().load_state({"blend": [state]})
+        blend().load_state({"blend": [state], "order": [0, 0]})
     with pytest.raises(UserError, match="different files"):
         merge_states([state, stream(ListSource(make_parts(8))).state()])
 
