@@ -30,7 +30,7 @@ from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.loader import BatchLoader, StreamLoader, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.sources import requested_sizes, training_phases
-from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState
+from moe_trainer.data.stream import StreamBlend, StreamedDataset
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
@@ -354,7 +354,7 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
         consumed = state.consumed_train_samples
         if is_streamed:
             datasets = build_streams(args.data, args.training, tokenizer, sizes)
-            load_stream_states(datasets, state.streams)
+            load_stream_states(datasets, state)
         else:
             datasets = build_datasets(
                 args.data, args.training, tokenizer, sizes, consumed=consumed, is_builder=rank == 0, barrier=barrier
@@ -395,11 +395,25 @@ def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_siz
     return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size)
 
 
-def load_stream_states(datasets: Datasets, states: dict[str, StreamState]) -> None:
-    """Let streamed datasets continue where the checkpoint was saved."""
+def load_stream_states(datasets: Datasets, state: TrainState) -> None:
+    """Let streamed datasets continue where the checkpoint was saved.
+
+    One that was saved with token files does not say where: consumed samples are then read to skip them.
+    """
+    consumed = {"train": state.consumed_train_samples, "valid": state.consumed_valid_samples}
     for name, dataset in (("train", datasets.train), *(("valid", dataset) for dataset in datasets.valid)):
-        if name in states and isinstance(dataset, StreamedDataset | StreamBlend):
-            dataset.load_state(states[name])
+        if not isinstance(dataset, StreamedDataset | StreamBlend):
+            continue
+        if name in state.streams:
+            dataset.load_state(state.streams[name])
+        elif consumed[name]:
+            logger.warning(
+                "WARNING: --dataloader-type external: the checkpoint was saved without it and does not say where the "
+                "text of --%s-data-path continues; the %s samples consumed so far are read and tokenized to skip them, "
+                "which can take long (--finetune starts at the first sample)",
+                name,
+                f"{consumed[name]:,}",
+            )
 
 
 def make_loader(

@@ -257,9 +257,31 @@ def test_missing_libraries_files_and_keys_are_named(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\nno\n')
     with pytest.raises(UserError, match=r"b\.jsonl from 0 to \d+, line 2: not JSON \(.* at column 1\)$"):
         read_all(FileSource([str(tmp_path / "b.jsonl")], "text"))
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9999)[:-30])
-    with pytest.raises(UserError, match=r"c\.jsonl\.gz: cannot be read"):
-        read_all(FileSource([str(tmp_path / "c.jsonl.gz")], "text"))
+
+
+def test_damaged_files_are_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    lines = gzip.compress("\n".join(json.dumps({"text": text}) for text in TEXTS).encode())
+    damaged = [("short.jsonl.gz", lines[:-30])]
+    damaged += [(f"{at}.jsonl.gz", lines[:at] + bytes([lines[at] ^ 0xFF]) + lines[at + 1 :]) for at in range(10, 200)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "whole.parquet")
+    pages = (tmp_path / "whole.parquet").read_bytes()
+    damaged.append(("pages.parquet", b"PAR1" + b"\xff" * 40 + pages[44:]))
+    with pyarrow.OSFile(str(tmp_path / "whole.arrow"), "wb") as file:
+        table = pyarrow.table({"text": TEXTS})
+        with pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=30)
+    batches = (tmp_path / "whole.arrow").read_bytes()
+    damaged.append(("short.arrow", batches[: len(batches) // 2]))
+    num_read = 0
+    for name, content in damaged:
+        (tmp_path / name).write_bytes(content)
+        try:
+            num_read += read_all(FileSource([str(tmp_path / name)], "text")) is not None
+        except UserError as error:
+            assert str(error).startswith(str(tmp_path / name))
+    assert num_read < 5
 
 
 def test_a_source_of_the_user(tmp_path, monkeypatch):
@@ -306,6 +328,20 @@ def test_runs_are_equal_after_a_kill_and_on_more_ranks(tmp_path, monkeypatch):
     found, _ = pretrain([*argv, *keep], tmp_path / "more")
     losses = [record["lm loss"] for record in expected if "lm loss" in record]
     assert [record["lm loss"] for record in found if "lm loss" in record] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_checkpoint_of_token_files_says_that_samples_are_skipped(tmp_path, capfd):
+    write_ids(tmp_path / "a.jsonl", 1)
+    argv = [*TINY, *"--vocab-size 120 --tokenizer-type NullTokenizer --train-iters 5 --eval-iters 0".split()]
+    argv += "--save ckpt --load ckpt --save-interval 9".split()
+    pretrain([*argv, "--mock-data", "--exit-interval", "3"], tmp_path)
+    argv += ["--dataloader-type", "external", "--train-data-path", str(tmp_path / "a.jsonl")]
+    pretrain([*argv, "--exit-interval", "4"], tmp_path)
+    consumed = 3 * int(TINY[TINY.index("--global-batch-size") + 1])
+    expected = f"text of --train-data-path continues; the {consumed} samples consumed so far are read"
+    assert capfd.readouterr().err.count(expected) == 1
+    pretrain(argv, tmp_path)
+    assert "samples consumed so far" not in capfd.readouterr().err
 
 
 def test_changed_files_end_a_resumed_run(tmp_path, monkeypatch):
