@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -81,7 +82,7 @@ class FileSource:
             for number, value in enumerate(rows):
                 if number >= first:
                     yield _check_document(value, self._key, f"{part}, document {number}")
-        except (OSError, EOFError) as error:
+        except OSError as error:
             raise UserError(f"{part.path}: cannot be read ({error})") from None
 
     def _split(self, path: str) -> Iterator[FilePart]:
@@ -119,8 +120,11 @@ class FileSource:
                 batches = table.iter_batches(row_groups=[part.begin], columns=[self._key], batch_size=1024)
             else:
                 batches = _arrow_batches(raw, part.path, self._key)
-            for batch in batches:
-                yield from batch.column(self._key).to_pylist()
+            try:
+                for batch in batches:
+                    yield from batch.column(self._key).to_pylist()
+            except (_import_pyarrow(part.path).ArrowException, UnicodeDecodeError) as error:
+                raise UserError(f"{part.path}: cannot be read ({error})") from None
 
 
 def _is_json(path: str) -> bool:
@@ -257,9 +261,13 @@ def parse_json_object(line: bytes, where: str, hint: str = "") -> dict[str, Any]
 
 
 def decompress(raw: BinaryIO, path: str) -> Iterable[bytes]:
-    """Return the lines of a file, decompressed by its suffix."""
+    """Return the lines of a file, decompressed by its suffix.
+
+    Raises:
+        UserError: while the lines are read, if a compressed file is damaged.
+    """
     if path.endswith(".gz"):
-        return gzip.open(raw, "rb")
+        return _gzip_lines(raw, path)
     if path.endswith(".zst"):
         try:
             import zstandard
@@ -267,6 +275,13 @@ def decompress(raw: BinaryIO, path: str) -> Iterable[bytes]:
             raise UserError(f"{path}: reading .zst needs the library zstandard: pip install zstandard") from None
         return _zstandard_lines(raw, path, zstandard)
     return raw
+
+
+def _gzip_lines(raw: BinaryIO, path: str) -> Iterator[bytes]:
+    try:
+        yield from gzip.open(raw, "rb")
+    except (zlib.error, EOFError, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
 
 
 def _zstandard_lines(raw: BinaryIO, path: str, zstandard: Any) -> Iterator[bytes]:

@@ -299,7 +299,7 @@ def _read_chunks(parts: Sequence[FilePart], text_unit: str) -> Iterator[_Chunk]:
                         end = raw.tell()
                         yield _Chunk(name, numbers, documents, is_json, end - start)
                         numbers, documents, size, start = [], [], 0, end
-            except (EOFError, OSError) as error:
+            except OSError as error:
                 raise UserError(f"{name}: cannot be read ({error})") from None
             if documents:
                 yield _Chunk(name, numbers, documents, is_json, raw.tell() - start)

@@ -177,6 +177,10 @@ def test_invalid_inputs_are_rejected(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="no documents in .*empty.jsonl"):
         run(tmp_path, tmp_path / "empty.jsonl")
+    broken = gzip.compress(b'{"text": "1"}\n{"text": "another"}\n')
+    (tmp_path / "broken.jsonl.gz").write_bytes(broken[:10] + b"\xff" + broken[11:])
+    with pytest.raises(ValueError, match="broken.jsonl.gz: cannot be read .*invalid"):
+        run(tmp_path, tmp_path / "broken.jsonl.gz")
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 99)[:-9])
     with pytest.raises(ValueError, match="torn.jsonl.gz: cannot be read"):
         run(tmp_path, tmp_path / "torn.jsonl.gz")
