@@ -279,7 +279,8 @@ def decompress(raw: BinaryIO, path: str) -> Iterable[bytes]:
 
 def _gzip_lines(raw: BinaryIO, path: str) -> Iterator[bytes]:
     try:
-        yield from gzip.open(raw, "rb")
+        with gzip.open(raw, "rb") as lines:
+            yield from lines
     except (zlib.error, EOFError, OSError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
