@@ -20,7 +20,7 @@ setup(
         "numpy",
         "PyYAML",
         "safetensors",
-        "tokenizers",
+        "tokenizers>=0.20",
         "sentencepiece",
         "tensorboard",
         "tqdm",
