@@ -66,6 +66,7 @@ class FileSource:
 
     def __init__(self, patterns: Sequence[str], key: str):
         self._key = key
+        self._versions: dict[str, str] = {}  # of objects, which must be the same for all of their parts
         self._parts = [part for pattern in patterns for path in _expand(pattern) for part in self._split(path)]
 
     def parts(self) -> list[FilePart]:
@@ -89,11 +90,11 @@ class FileSource:
         if path.endswith(COMPRESSED) or path.endswith(".arrow"):
             yield FilePart(path, 0, None)
         elif path.endswith(".parquet"):
-            with _open(path) as file:
+            with self._open(path) as file:
                 groups = _open_parquet(file, path, self._key).num_row_groups
             yield from (FilePart(path, group, group + 1) for group in range(groups))
         elif path.endswith(_JSON):
-            with _open(path) as file:
+            with self._open(path) as file:
                 size = file.seek(0, os.SEEK_END)
             yield from (FilePart(path, at, min(at + PART_BYTES, size)) for at in range(0, size, PART_BYTES))
         else:
@@ -102,9 +103,12 @@ class FileSource:
                 "--document-source names a reader of others"
             )
 
+    def _open(self, path: str) -> BinaryIO:
+        return open_reader(path, self._versions) if is_remote(path) else open(path, "rb")
+
     def _read_json(self, part: FilePart) -> Iterator[Any]:
         """Yield the value of the key for every line that begins in the part."""
-        with _open(part.path) as raw:
+        with self._open(part.path) as raw:
             lines: Iterable[bytes] = (
                 decompress(raw, part.path) if part.end is None else lines_in_range(raw, part.begin, part.end)
             )
@@ -114,7 +118,7 @@ class FileSource:
                     yield fields.get(self._key)
 
     def _read_table(self, part: FilePart) -> Iterator[Any]:
-        with _open(part.path) as raw:
+        with self._open(part.path) as raw:
             if part.end is not None:
                 table = _open_parquet(raw, part.path, self._key)
                 batches = table.iter_batches(row_groups=[part.begin], columns=[self._key], batch_size=1024)
@@ -139,10 +143,6 @@ def _expand(pattern: str) -> list[str]:
     if not found:
         raise UserError(f"{pattern}: no such file")
     return found
-
-
-def _open(path: str) -> BinaryIO:
-    return open_reader(path) if is_remote(path) else open(path, "rb")
 
 
 def lines_in_range(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:

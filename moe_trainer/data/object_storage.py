@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -73,13 +73,19 @@ def list_objects(pattern: str) -> list[str]:
         raise UserError(f"{pattern}: cannot be listed ({type(error).__name__}: {error})") from None
 
 
-def open_reader(url: str) -> io.BufferedReader:
+def open_reader(url: str, versions: dict[str, str]) -> io.BufferedReader:
     """Open an object for reading in order, without the cache; reads that fail are repeated.
 
+    Args:
+        url: of the object.
+        versions: of the objects that the caller has opened before, by their names; this one is added.
+
     Raises:
-        UserError: if there is none, or it cannot be read.
+        UserError: if there is none, it cannot be read, or it is not the version of before.
     """
-    return io.BufferedReader(_RawObject(_Object(url)), _COPY_BYTES)
+    source = _Object(url)
+    _check_same(url, versions.setdefault(url, source.version), source.version)
+    return io.BufferedReader(_RawObject(source), _COPY_BYTES)
 
 
 class _Object:
@@ -88,45 +94,62 @@ class _Object:
     def __init__(self, url: str):
         self.url = url
         self._files, self._path = _open_file_system(url)
-        info = self._retry("its size cannot be read", lambda: self._call("info", self._path))
-        self.size = int(info["size"] or 0)
-        tag = info.get("ETag") or info.get("etag") or info.get("generation") or info.get("mtime") or info.get("created")
-        self.version = f"{self.size} {tag}"
+        self._info = self._retry("its size cannot be read", lambda: self._call("info", self._path))
+        self.size, self.version = int(self._info["size"] or 0), _get_version(self._info)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes [begin, end).
+        """Return the bytes [begin, end) of the version that was opened.
 
         Raises:
-            UserError: if that fails several times.
+            UserError: if that fails several times, or the object was replaced.
         """
 
         def attempt() -> bytes:
-            data = self._call("cat_file", self._path, start=begin, end=end)
-            if len(data) != end - begin:
-                raise EOFError(f"{len(data)} of {end - begin} bytes arrived")
-            return data
+            try:
+                data = self._read_version(begin, end)
+                if len(data) != end - begin:
+                    raise EOFError(f"{len(data)} of {end - begin} bytes arrived")
+                return data
+            except TimeoutError:
+                raise
+            except (EOFError, OSError):
+                with suppress(OSError):  # another attempt does not bring the version back
+                    self._check_now()
+                raise
 
-        try:
-            return self._retry(f"bytes {begin} to {end} cannot be read", attempt)
-        except UserError:
-            self._check_version()
-            raise
+        return self._retry(f"bytes {begin} to {end} cannot be read", attempt)
 
-    def _check_version(self) -> None:
-        try:
-            now = _Object(self.url)
-        except UserError:
-            return  # the error of the caller says it too
-        if now.version != self.version:
-            raise UserError(
-                f"{self.url}: the object was replaced while it is in use (it had {self.size} bytes, now {now.size}); "
-                "restore it, or start again"
-            )
+    def _read_version(self, begin: int, end: int) -> bytes:
+        """Read bytes on the condition that the object is the one that was opened."""
+        protocol = self._files.protocol
+        if "s3" in protocol and "ETag" in self._info:
+            return self._await(self._read_s3, begin, end)
+        if "gs" in protocol and "generation" in self._info:
+            return self._call("cat_file", self._path, start=begin, end=end, generation=self._info["generation"])
+        data = self._call("cat_file", self._path, start=begin, end=end)
+        self._check_now()  # no condition is known: a version that is the same after reading was so before
+        return data
+
+    async def _read_s3(self, begin: int, end: int) -> bytes:
+        # NOTE: only the files of s3fs read conditionally, and they do it for one thread at a time.
+        bucket, key, version = self._files.split_path(self._path)
+        given = {"VersionId": version} if version else {}
+        span = f"bytes={begin}-{end - 1}"
+        answer = await self._files._call_s3(
+            "get_object", Bucket=bucket, Key=key, Range=span, IfMatch=self._info["ETag"], **given
+        )
+        async with answer["Body"] as body:
+            return await body.read()
+
+    def _check_now(self) -> None:
+        _check_same(self.url, self.version, _get_version(self._call("info", self._path)))
 
     def _retry(self, problem: str, attempt: Callable[[], Any]) -> Any:
         for number in range(1, MAX_ATTEMPTS + 1):
             try:
                 return attempt()
+            except UserError:
+                raise
             except Exception as error:  # every file system has its own
                 kind = type(error).__name__
                 if kind == "FileNotFoundError":
@@ -145,9 +168,18 @@ class _Object:
         """Call a method of the file system, for TIMEOUT_S at most where it is asynchronous."""
         if not self._files.async_impl:
             return getattr(self._files, method)(*args, **kwargs)
+        return self._await(getattr(self._files, f"_{method}"), *args, **kwargs)
+
+    def _await(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from fsspec.asyn import sync
 
-        return sync(self._files.loop, getattr(self._files, f"_{method}"), *args, timeout=TIMEOUT_S, **kwargs)
+        return sync(self._files.loop, function, *args, timeout=TIMEOUT_S, **kwargs)
+
+
+def _get_version(info: Mapping[str, Any]) -> str:
+    """Return size and tag of an object, by whatever name its store has for the tag."""
+    tags = (info.get(name) for name in ("ETag", "etag", "generation", "LastModified", "mtime", "created"))
+    return f"{int(info['size'] or 0)} {next(filter(None, tags), None)}"
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:
@@ -164,6 +196,14 @@ def _open_file_system(url: str) -> tuple[Any, str]:
         package = _PACKAGES.get(protocol)
         hint = f"pip install {package}" if package else f"known are {', '.join(_PACKAGES)}"
         raise UserError(f"{url}: {protocol}:// cannot be read ({error}); {hint}") from None
+
+
+def _check_same(url: str, before: str, now: str) -> None:
+    if before != now:
+        raise UserError(
+            f"{url}: the object was replaced while it is in use (size and version were {before}, now they are {now}); "
+            "restore it and resume, or resume with the new one"
+        )
 
 
 class _RawObject(io.RawIOBase):

@@ -391,5 +391,8 @@ def test_streams_from_object_storage_over_a_bad_connection(tmp_path, monkeypatch
         bucket.put("t.parquet", (tmp_path / "t.parquet").read_bytes())
         source = FileSource(["s3://streams/t.parquet"], "text")
         assert len(source.parts()) == 7 and read_all(source) == TEXTS
+        bucket.put("t.parquet", (tmp_path / "t.parquet").read_bytes() + b" ")
+        with pytest.raises(UserError, match="t.parquet: the object was replaced while it is in use"):
+            read_all(source)
         with pytest.raises(UserError, match=r"--train-data-path: s3://streams/none\*: no such file"):
             build_streams(data("s3://streams/none*"), training, tokenizer, (100, 0, 0))
