@@ -35,7 +35,7 @@ from moe_trainer.io import atomic_path, atomic_write
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
-MAX_ATTEMPTS = 6
+MAX_ATTEMPTS = 8
 TIMEOUT_S = 60.0
 _FIRST_PAUSE_S = 0.5
 _NUM_THREADS = 16
@@ -120,26 +120,27 @@ class _Object:
         return self._retry(f"bytes {begin} to {end} cannot be read", attempt)
 
     def _read_version(self, begin: int, end: int) -> bytes:
-        """Read bytes on the condition that the object is the one that was opened."""
-        protocol = self._files.protocol
-        if "s3" in protocol and "ETag" in self._info:
-            return self._await(self._read_s3, begin, end)
-        if "gs" in protocol and "generation" in self._info:
-            return self._call("cat_file", self._path, start=begin, end=end, generation=self._info["generation"])
+        """Read bytes if the object is still the one that was opened."""
+        if "s3" in self._files.protocol and "ETag" in self._info:
+            return self._await(self._read_s3, begin, end, timeout=None)
         data = self._call("cat_file", self._path, start=begin, end=end)
-        self._check_now()  # no condition is known: a version that is the same after reading was so before
+        self._check_now()  # reads have no condition; a version that is the same afterwards was so before
         return data
 
     async def _read_s3(self, begin: int, end: int) -> bytes:
-        # NOTE: only the files of s3fs read conditionally, and they do it for one thread at a time.
+        """Read bytes on the condition of the ETag; a slow answer has time as long as something arrives."""
+        from asyncio import wait_for
+
         bucket, key, version = self._files.split_path(self._path)
         given = {"VersionId": version} if version else {}
-        span = f"bytes={begin}-{end - 1}"
-        answer = await self._files._call_s3(
-            "get_object", Bucket=bucket, Key=key, Range=span, IfMatch=self._info["ETag"], **given
+        request = self._files._call_s3(
+            "get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}", IfMatch=self._info["ETag"], **given
         )
-        async with answer["Body"] as body:
-            return await body.read()
+        async with (await wait_for(request, TIMEOUT_S))["Body"] as body:
+            parts = []
+            while part := await wait_for(body.read(BLOCK_BYTES), TIMEOUT_S):
+                parts.append(part)
+        return b"".join(parts)
 
     def _check_now(self) -> None:
         _check_same(self.url, self.version, _get_version(self._call("info", self._path)))
@@ -168,12 +169,12 @@ class _Object:
         """Call a method of the file system, for TIMEOUT_S at most where it is asynchronous."""
         if not self._files.async_impl:
             return getattr(self._files, method)(*args, **kwargs)
-        return self._await(getattr(self._files, f"_{method}"), *args, **kwargs)
+        return self._await(getattr(self._files, f"_{method}"), *args, timeout=TIMEOUT_S, **kwargs)
 
-    def _await(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _await(self, function: Callable[..., Any], *args: Any, timeout: float | None, **kwargs: Any) -> Any:
         from fsspec.asyn import sync
 
-        return sync(self._files.loop, function, *args, timeout=TIMEOUT_S, **kwargs)
+        return sync(self._files.loop, function, *args, timeout=timeout, **kwargs)
 
 
 def _get_version(info: Mapping[str, Any]) -> str:

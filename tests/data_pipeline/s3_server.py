@@ -10,11 +10,11 @@ import pytest
 
 
 class Proxy:
-    """Forwards TCP connections. Each of the next `cuts` answers ends after `cut_after` bytes; each chunk waits for `delay_s`."""
+    """Forwards TCP connections. Each of the next `cuts` answers ends after `cut_after` bytes; each chunk of `chunk` bytes waits for `delay_s`."""
 
     def __init__(self, port: int):
         self._target = port
-        self.cuts, self.cut_after, self.delay_s = 0, 0, 0.0
+        self.cuts, self.cut_after, self.delay_s, self.chunk = 0, 0, 0.0, 1 << 14
         self._lock = threading.Lock()
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
@@ -30,7 +30,7 @@ class Proxy:
     def _forward(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
         sent = 0
         with suppress(OSError):
-            while data := source.recv(1 << 14):
+            while data := source.recv(self.chunk):
                 if is_answer and self.delay_s:
                     time.sleep(self.delay_s)
                 if is_answer and self.cuts and sent + len(data) > self.cut_after:

@@ -33,6 +33,7 @@ def server():
 def bucket(server, request, monkeypatch):
     client, proxy = server
     proxy.cuts = proxy.delay_s = proxy.cut_after = 0
+    proxy.chunk = 1 << 14
     monkeypatch.setattr(object_storage, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(object_storage, "_FIRST_PAUSE_S", 0.01)
     return Bucket(client, f"bucket{abs(hash(request.node.name)) % 10**9}", proxy)
@@ -132,11 +133,19 @@ def test_a_connection_that_stalls_is_given_up(bucket, local, tmp_path, monkeypat
     remote = open_remote(bucket.upload(local, "a"), tmp_path / "cache")
     monkeypatch.setattr(object_storage, "TIMEOUT_S", 0.3)
     bucket.proxy.delay_s = 0.6
-    with pytest.raises(UserError, match=r"a\.bin: bytes 0 to \d+ cannot be read .*Timeout.*; 6 attempts were made"):
+    with pytest.raises(UserError, match=r"a\.bin: bytes 0 to \d+ cannot be read .*Timeout.*; 8 attempts were made"):
         remote[0]
     bucket.proxy.delay_s = 0.01
     monkeypatch.setattr(object_storage, "TIMEOUT_S", 30.0)
     assert_equal(remote, local, every=40)
+
+
+def test_a_slow_connection_has_time_while_bytes_arrive(bucket, local, tmp_path, monkeypatch, caplog):
+    remote = open_remote(bucket.upload(local, "a"), tmp_path / "cache")
+    monkeypatch.setattr(object_storage, "TIMEOUT_S", 0.5)
+    bucket.proxy.delay_s, bucket.proxy.chunk = 0.1, 1 << 10  # a block takes more than 16 x 0.1 s
+    np.testing.assert_array_equal(remote[0], open_token_file(local)[0])
+    assert "attempt" not in caplog.text
 
 
 def test_an_object_that_was_replaced_is_an_error(bucket, local, tmp_path):
