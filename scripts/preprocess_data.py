@@ -51,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--append-eod", action="store_true", help="end every document with the end-of-document token"
     )
     output = parser.add_argument_group("output")
+    output.add_argument(
+        "--drop-duplicates", action="store_true", help="keep the first of documents with exactly the same text"
+    )
     output.add_argument("--output-prefix", required=True, help="files are named <prefix>_<key>_document.bin and .idx")
     runtime = parser.add_argument_group("runtime")
     runtime.add_argument("--workers", type=int, default=1, help="tokenizing processes (default 1)")
@@ -116,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         append_eod=args.append_eod,
         workers=args.workers,
         text_unit=args.text_unit,
+        drop_duplicates=args.drop_duplicates,
         log_interval=args.log_interval,
     )
     tokenizer = {field.name: getattr(args, field.name) for field in fields(DataArgs) if hasattr(args, field.name)}
@@ -147,13 +151,14 @@ def find_shard_problem(args: argparse.Namespace) -> str | None:
 
 def run(args: argparse.Namespace, options: PreprocessOptions, tokenizer: DataArgs) -> tuple[str, ...]:
     """Make token files, shards of them, or merge shards; return their prefixes."""
-    if args.num_shards is None:
+    if args.num_shards is None and not args.drop_duplicates:
         return preprocess(options, tokenizer).prefixes
+    num_shards = args.num_shards or 1
     if not args.merge:
-        made = preprocess_shards(options, tokenizer, args.num_shards, args.shard_id)
+        made = preprocess_shards(options, tokenizer, num_shards, args.shard_id)
         if args.shard_id is not None:
             return made
-    return merge_shards(options, args.num_shards).prefixes
+    return merge_shards(options, num_shards).prefixes
 
 
 def fail(message: str, code: int = 2) -> int:

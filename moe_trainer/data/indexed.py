@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -305,11 +304,18 @@ def write_indexed_dataset(prefix: str, dtype: np.typing.DTypeLike) -> Iterator[I
             os.fsync(file.fileno())
 
 
-def merge_token_files(prefixes: Sequence[str], output: str) -> tuple[int, int]:
+def merge_token_files(
+    prefixes: Sequence[str], output: str, keep: Sequence[np.ndarray | None] | None = None
+) -> tuple[int, int]:
     """Write one pair of files that holds the documents of others in order.
 
+    Args:
+        prefixes: of the files.
+        output: prefix of what is written.
+        keep: for every file bool [D - 1], which documents it contributes; None for all.
+
     Returns:
-        The numbers of documents and of tokens.
+        The numbers of documents and of tokens that were written.
 
     Raises:
         DataFileError: if a file is missing or damaged, or their types of values differ.
@@ -322,12 +328,10 @@ def merge_token_files(prefixes: Sequence[str], output: str) -> tuple[int, int]:
             "of one tokenizer have one type"
         )
     with write_indexed_dataset(output, sources[0].dtype) as builder:
-        for source in sources:
+        for source, mask in zip(sources, keep or [None] * len(sources)):
             source.check_sequences()
-            builder.add_file(source)
-    return sum(len(source.document_indices) - 1 for source in sources), sum(
-        int(source.sequence_lengths.sum(dtype=np.int64)) for source in sources
-    )
+            builder.add_file(source, mask)
+        return builder.num_documents, builder.num_tokens
 
 
 class IndexedDatasetBuilder:
@@ -355,22 +359,36 @@ class IndexedDatasetBuilder:
         self._lengths.extend(lengths)
         self._document_ends.extend(base + end for end in document_ends)
 
-    def add_file(self, source: IndexedDataset) -> None:
-        """Append all documents of a file.
+    def add_file(self, source: IndexedDataset, keep: np.ndarray | None = None) -> None:
+        """Append all documents of a file, or those whose entry of `keep`, bool [D - 1], is True.
 
         Raises:
             DataFileError: if its sequences do not lie one after the other.
         """
-        lengths, pointers = source.sequence_lengths, source.sequence_pointers
-        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
+        lengths, documents = source.sequence_lengths, source.document_indices
+        begins = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize])
         size = os.stat(source.bin_path).st_size
-        if not np.array_equal(pointers, np.concatenate([[0], ends[:-1]])[: len(ends)]) or size != ends[-1:].sum():
+        if not np.array_equal(source.sequence_pointers, begins[:-1]) or size != begins[-1]:
             raise DataFileError(f"{source.idx_path}: the sequences do not lie one after the other in {source.bin_path}")
-        base = len(self._lengths)
+        is_kept = np.ones(max(len(documents) - 1, 0), dtype=bool) if keep is None else keep
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_kept, [False]]).astype(np.int8)))
         with open(source.bin_path, "rb") as file:
-            shutil.copyfileobj(file, self._file, _COPY_BYTES)
-        self._lengths.frombytes(lengths.astype(np.intc).tobytes())
-        self._document_ends.frombytes((source.document_indices[1:].astype(np.longlong) + base).tobytes())
+            for first, last in edges.reshape(-1, 2).tolist():  # documents [first, last) are one run
+                low, high = int(documents[first]), int(documents[last])
+                file.seek(int(begins[low]))
+                for at in range(int(begins[low]), int(begins[high]), _COPY_BYTES):
+                    self._file.write(file.read(min(_COPY_BYTES, int(begins[high]) - at)))
+                ends = documents[first + 1 : last + 1].astype(np.longlong) - low + len(self._lengths)
+                self._lengths.frombytes(lengths[low:high].astype(np.intc).tobytes())
+                self._document_ends.frombytes(ends.tobytes())
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._document_ends) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(np.asarray(self._lengths).sum(dtype=np.int64))
 
     def write_index(self, file: IO[bytes]) -> None:
         lengths, document_ends = np.asarray(self._lengths), np.asarray(self._document_ends)

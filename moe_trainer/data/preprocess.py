@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import glob
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -37,15 +38,22 @@ from moe_trainer.data.document_sources import FilePart, decompress, lines_in_ran
 from moe_trainer.data.indexed import to_stored, token_dtype, write_indexed_dataset
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import UserError
+from moe_trainer.io import atomic_write
 
 _CHUNK_DOCUMENTS, _CHUNK_BYTES = 256, 1 << 20
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
+DIGEST_BYTES = 16
 TEXT_UNITS = ("paragraph", "line", "file")
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Inputs and outputs. `text_unit`: a document of a plain text file is a paragraph, a line or the file."""
+    """Inputs and outputs.
+
+    Attributes:
+        text_unit: a document of a plain text file is a paragraph, a line or the file.
+        drop_duplicates: of documents with the same texts in all keys only the first stays, once shards are merged.
+    """
 
     inputs: tuple[str, ...]
     output_prefix: str
@@ -53,6 +61,7 @@ class PreprocessOptions:
     append_eod: bool = False
     workers: int = 1
     text_unit: str = "paragraph"
+    drop_duplicates: bool = False
     log_interval: int = 1000
 
 
@@ -72,6 +81,14 @@ class _Encoded(NamedTuple):
     stored: bytes
     lengths: array
     document_ends: list[int]
+
+
+class _EncodedChunk(NamedTuple):
+    """A chunk in stored form; `digests` has DIGEST_BYTES for each document, or nothing."""
+
+    bytes_read: int
+    keys: list[_Encoded]
+    digests: bytes
 
 
 class Totals(NamedTuple):
@@ -120,8 +137,9 @@ def write_token_files(
     tokenizer: Tokenizer,
     report: TextIO,
     may_be_empty: bool = False,
+    digests_path: str | None = None,
 ) -> Totals:
-    """Tokenize parts of files and write one dataset per key.
+    """Tokenize parts of files and write one dataset per key; with `digests_path` also a digest of every document.
 
     Raises:
         ValueError: naming the file and line that is wrong, or if there are no documents. Nothing is written then.
@@ -131,16 +149,19 @@ def write_token_files(
     progress = _Progress(sum(sizes), options.log_interval, report)
     with ExitStack() as stack:
         chunks = _read_chunks(parts, options.text_unit)
-        encode = _Encoder(tokenizer, options.json_keys, options.append_eod, dtype.name)
+        encode = _Encoder(tokenizer, options.json_keys, options.append_eod, dtype.name, digests_path is not None)
         results = _encode_chunks(chunks, encode, options.workers, stack)
         builders = [stack.enter_context(write_indexed_dataset(prefix, dtype)) for prefix in prefixes]
+        digests = None if digests_path is None else stack.enter_context(atomic_write(digests_path, "wb"))
         documents = tokens = 0
-        for chunk_bytes, encoded in results:
-            for builder, part in zip(builders, encoded):
+        for encoded in results:
+            for builder, part in zip(builders, encoded.keys):
                 builder.add_raw(part.stored, part.lengths, part.document_ends)
                 tokens += len(part.stored) // dtype.itemsize
-            documents += len(encoded[0].document_ends)
-            progress.show(documents, tokens, chunk_bytes)
+            if digests is not None:
+                digests.write(encoded.digests)
+            documents += len(encoded.keys[0].document_ends)
+            progress.show(documents, tokens, encoded.bytes_read)
         if not documents and not may_be_empty:
             raise UserError(f"no documents in {', '.join(str(part) for part in parts)}")
     return Totals(documents, tokens, progress.finish(documents, tokens), tuple(prefixes))
@@ -167,22 +188,27 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 class _Encoder:
-    """Function from a chunk to (bytes read, encoded keys), for a worker or the main process."""
+    """Function from a chunk to its stored form, for a worker or the main process."""
 
-    def __init__(self, tokenizer: Tokenizer, json_keys: Sequence[str], append_eod: bool, dtype: str):
+    def __init__(
+        self, tokenizer: Tokenizer, json_keys: Sequence[str], append_eod: bool, dtype: str, with_digests: bool
+    ):
         self._tokenizer, self._keys, self._eod = tokenizer, json_keys, tokenizer.eod if append_eod else None
-        self._dtype = np.dtype(dtype)
+        self._dtype, self._with_digests = np.dtype(dtype), with_digests
 
-    def __call__(self, chunk: _Chunk) -> tuple[int, list[_Encoded]]:
+    def __call__(self, chunk: _Chunk) -> _EncodedChunk:
         ids: list[list[int]] = [[] for _ in self._keys]
         encoded = [_Encoded(b"", array("i"), []) for _ in self._keys]
+        digests = bytearray()
         for line, document in zip(chunk.line_numbers, chunk.documents):
             where = f"{chunk.path}, line {line}"
-            for number, texts in enumerate(self._parse(document, chunk.is_json, where)):
+            texts_of_keys = list(self._parse(document, chunk.is_json, where))
+            for number, texts in enumerate(texts_of_keys):
                 self._add(texts, ids[number], encoded[number], where)
-        return chunk.bytes_read, [
-            part._replace(stored=self._to_stored(key_ids, chunk)) for part, key_ids in zip(encoded, ids)
-        ]
+            if self._with_digests:
+                digests += _digest(texts_of_keys)
+        stored = [part._replace(stored=self._to_stored(key_ids, chunk)) for part, key_ids in zip(encoded, ids)]
+        return _EncodedChunk(chunk.bytes_read, stored, bytes(digests))
 
     def _parse(self, document: bytes, is_json: bool, where: str) -> Iterator[list[str]]:
         """Yield the texts of each key of a document."""
@@ -228,9 +254,18 @@ class _Encoder:
             raise UserError(f"{chunk.path}, line {chunk.line_numbers[0]} and following: {error}") from None
 
 
+def _digest(texts_of_keys: list[list[str]]) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for texts in texts_of_keys:
+        for text in texts:
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\xff")  # a byte that no text has
+        digest.update(b"\xfe")
+    return digest.digest()
+
+
 def _encode_chunks(
     chunks: Iterator[_Chunk], encode: _Encoder, workers: int, stack: ExitStack
-) -> Iterator[tuple[int, list[_Encoded]]]:
+) -> Iterator[_EncodedChunk]:
     """Yield the encoded chunks in input order; worker processes live as long as `stack`."""
     if workers <= 1:
         yield from map(encode, chunks)
@@ -272,7 +307,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(chunk: _Chunk) -> tuple[int, list[_Encoded]]:
+def _encode(chunk: _Chunk) -> _EncodedChunk:
     return vars(multiprocessing.current_process())["encode"](chunk)
 
 

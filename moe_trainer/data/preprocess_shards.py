@@ -4,6 +4,9 @@ Shard i of n holds the documents that begin in its n-th of the input bytes. JSON
 or one of plain text, belongs as a whole to the shard in which it begins. So the merged files are those of one process,
 byte for byte.
 
+Duplicates are dropped when shards are merged: each has the digests of its documents, and of equal ones the first in the
+order of the input stays, whatever the number of shards.
+
 A complete shard has a `.done.json` next to its token files, which records what they were made from. A repeated command
 makes only the shards that have none, or another one.
 """
@@ -20,10 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from arguments.data import DataArgs
 from moe_trainer.data.document_sources import COMPRESSED, FilePart
 from moe_trainer.data.indexed import merge_token_files
 from moe_trainer.data.preprocess import (
+    DIGEST_BYTES,
     PreprocessOptions,
     Totals,
     build_eod_tokenizer,
@@ -85,15 +91,18 @@ def preprocess_shards(
             print(f"shard {number} of {num_shards} is complete", file=report)
         else:
             Path(f"{prefix}.done.json").unlink(missing_ok=True)
-            totals = write_token_files(parts, output_prefixes(prefix, options), options, tokenizer, report, True)
+            digests_path = f"{prefix}.digests" if options.drop_duplicates else None
+            totals = write_token_files(
+                parts, output_prefixes(prefix, options), options, tokenizer, report, True, digests_path
+            )
             with atomic_write(f"{prefix}.done.json") as file:
                 json.dump({"identity": identity, "documents": totals.documents, "tokens": totals.tokens}, file)
         made += output_prefixes(prefix, options)
     return tuple(made)
 
 
-def merge_shards(options: PreprocessOptions, num_shards: int) -> Totals:
-    """Merge complete shards into one dataset per key, and remove them.
+def merge_shards(options: PreprocessOptions, num_shards: int, report: TextIO = sys.stderr) -> Totals:
+    """Merge complete shards into one dataset per key, without duplicates if they are to be dropped, and remove them.
 
     Raises:
         ValueError: naming the shards that are missing or were made from something else.
@@ -113,20 +122,49 @@ def merge_shards(options: PreprocessOptions, num_shards: int) -> Totals:
         )
     if not any(marker["documents"] for marker in markers):
         raise UserError(f"--output-prefix {options.output_prefix}: no documents in any shard")
+    keep = find_first_documents(prefixes) if options.drop_duplicates else None
     documents = tokens = 0
     outputs = output_prefixes(options.output_prefix, options)
     for number, output in enumerate(outputs):
-        documents, found = merge_token_files([output_prefixes(prefix, options)[number] for prefix in prefixes], output)
+        shards = [output_prefixes(prefix, options)[number] for prefix in prefixes]
+        documents, found = merge_token_files(shards, output, keep)
         tokens += found
+    if keep is not None:
+        dropped = sum(marker["documents"] for marker in markers) - documents
+        print(f"Dropped {dropped} documents that repeat earlier ones; {documents} stay", file=report)
     for path in _shard_files(prefixes, options):
         with suppress(OSError):
             path.unlink()
     return Totals(documents, tokens, 0.0, outputs)
 
 
+def find_first_documents(prefixes: Sequence[str]) -> list[np.ndarray]:
+    """Return for every shard which documents repeat none before, by their digests: bool [documents].
+
+    Takes about 50 bytes of memory a document.
+
+    Raises:
+        ValueError: if a shard has no digests.
+    """
+    found = []
+    for prefix in prefixes:
+        try:
+            found.append(np.fromfile(f"{prefix}.digests", dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--drop-duplicates: {prefix}.digests cannot be read ({error}); make the shards with this flag too"
+            ) from None
+    digests = np.concatenate(found)
+    order = np.lexsort(digests.T)  # stable: of equal digests the first document comes first
+    is_repeated = (digests[order[1:]] == digests[order[:-1]]).all(axis=1)
+    is_first = np.ones(len(digests), dtype=bool)
+    is_first[order[1:][is_repeated]] = False
+    return np.split(is_first, np.cumsum([len(each) for each in found])[:-1])
+
+
 def _shard_files(prefixes: Sequence[str], options: PreprocessOptions) -> Iterator[Path]:
     for prefix in prefixes:
-        yield Path(f"{prefix}.done.json")
+        yield from (Path(f"{prefix}.done.json"), Path(f"{prefix}.digests"))
         for each in output_prefixes(prefix, options):
             yield from (Path(f"{each}.bin"), Path(f"{each}.idx"))
 
@@ -146,6 +184,6 @@ def _read_marker(prefix: str) -> dict[str, Any]:
 def _identify(paths: Sequence[str], options: PreprocessOptions, tokenizer: dict[str, Any], num_shards: int) -> str:
     """Return a digest of everything that the content of a shard depends on."""
     files = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
-    chosen = {name: asdict(options)[name] for name in ("json_keys", "append_eod", "text_unit")}
+    chosen = {name: asdict(options)[name] for name in ("json_keys", "append_eod", "text_unit", "drop_duplicates")}
     described = json.dumps([files, chosen, tokenizer, num_shards], sort_keys=True, default=str)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

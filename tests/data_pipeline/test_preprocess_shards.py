@@ -49,6 +49,42 @@ def test_merged_shards_are_the_files_of_one_process(tmp_path, inputs, num_shards
     assert [path.name for path in tmp_path.iterdir() if "-of-" in path.name] == []
 
 
+@pytest.mark.parametrize("num_shards", [1, 3, 10])
+def test_the_first_of_equal_documents_stays(tmp_path, num_shards):
+    rows = [{"text": str((i * i) % 50), "n": str(i % 2), "other": i} for i in range(200)]
+    rows[30]["n"] = ["1", "0"]  # a document of two sequences, once
+    seen, first = set(), []
+    for row in rows:
+        if (key := (row["text"], str(row["n"]))) not in seen:
+            seen.add(key)
+            first.append(row)
+    assert 2 < len(first) < 60
+    keys = {"json_keys": ("text", "n")}
+    run(tmp_path, write_jsonl(tmp_path / "first.jsonl", first), "whole", append_eod=True, **keys)
+    options, _ = make(
+        tmp_path, [str(write_jsonl(tmp_path / "a.jsonl", rows))], num_shards, drop_duplicates=True, **keys
+    )
+    report = io.StringIO()
+    assert merge_shards(options, num_shards, report).documents == len(first)
+    assert report.getvalue() == f"Dropped {200 - len(first)} documents that repeat earlier ones; {len(first)} stay\n"
+    for key in ("text", "n"):
+        assert files(tmp_path, key=key) == files(tmp_path, "whole", key)
+    assert [path.name for path in tmp_path.iterdir() if "-of-" in path.name] == []
+
+
+def test_dropping_duplicates_as_a_command(tmp_path):
+    rows = [{"text": "1 2"}, {"text": "1 3 2"}, {"text": "1 2"}]
+    common = ["--input", write_jsonl(tmp_path / "a.jsonl", rows), "--output-prefix", tmp_path / "out", *FLAGS]
+    done = command(*common, "--drop-duplicates")
+    assert done.returncode == 0 and "Dropped 1 documents that repeat earlier ones; 2 stay" in done.stderr
+    run(tmp_path, write_jsonl(tmp_path / "b.jsonl", rows[:2]), "whole", append_eod=True)
+    assert files(tmp_path) == files(tmp_path, "whole")
+    assert command(*common, "--num-shards", 2, "--shard-id", 0).returncode == 0
+    assert command(*common, "--num-shards", 2, "--shard-id", 1).returncode == 0
+    done = command(*common, "--num-shards", 2, "--merge", "--drop-duplicates")
+    assert done.returncode == 2 and "make the shards with this flag too" in done.stderr
+
+
 def test_shards_have_about_the_same_size(inputs):
     plan = plan_shards(inputs, 5)
     sizes = [sum(0 if part.end is None else part.end - part.begin for part in shard) for shard in plan]
