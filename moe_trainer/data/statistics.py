@@ -13,6 +13,8 @@ from moe_trainer.data.indexed import IndexedDataset
 from moe_trainer.data.tokenizer import Tokenizer
 
 QUANTILES = (0.5, 0.9, 0.99)
+_COUNT_TOKENS = 1 << 19
+"""Tokens that are counted at once: one document alone costs as much as the vocabulary has ids."""
 
 
 @dataclass
@@ -69,39 +71,50 @@ def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> Token
     Raises:
         ValueError: if the files are missing or damaged.
     """
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix, memory_map=False)  # a map is for reading in random order
     dataset.check_sequences()
     lengths = _document_lengths(dataset)
     found = _describe_lengths(prefix, dataset, lengths)
     counts = np.zeros(0, dtype=np.int64)
     hashes = np.zeros(len(lengths), dtype=np.uint64)
     eod, bos = (None, None) if tokenizer is None else (tokenizer.eod, tokenizer.bos)
-    no_eod = no_bos = inner_eod = 0
+    no_eod = no_bos = num_eod = num_waiting = 0
+    waiting: list[np.ndarray] = []
     for number, ids in _documents(dataset):
         if not len(ids):
             continue
-        seen = np.bincount(ids) if ids.dtype.kind == "u" or ids.min() >= 0 else None
-        if seen is None:
-            found.problems.append(f"document {number} holds the negative id {int(ids.min())}")
-        else:
-            if len(seen) > len(counts):
-                counts = np.pad(counts, (0, len(seen) - len(counts)))
-            counts[: len(seen)] += seen
         hashes[number] = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
-        if eod is not None:
-            no_eod += int(ids[-1] != eod)
-            inner_eod += int((ids[:-1] == eod).sum())
-        if bos is not None:
-            no_bos += int(ids[0] != bos)
+        if dataset.dtype.kind == "i" and ids.min() < 0:
+            found.problems.append(f"document {number} holds the negative id {int(ids.min())}")
+            continue
+        if ids[-1] == eod:
+            num_eod += 1
+        else:
+            no_eod += 1
+        no_bos += int(ids[0] != bos)
+        waiting.append(ids)
+        num_waiting += len(ids)
+        if num_waiting >= _COUNT_TOKENS:
+            counts, waiting, num_waiting = _add_counts(counts, waiting), [], 0
+    counts = _add_counts(counts, waiting)
     used = np.flatnonzero(counts)
     if len(used):
         found.lowest_id, found.highest_id, found.distinct_ids = int(used[0]), int(used[-1]), len(used)
-    found.no_eod, found.inner_eod = (None, None) if eod is None else (no_eod, inner_eod)
+    if eod is not None:
+        found.no_eod = no_eod
+        found.inner_eod = int(counts[eod : eod + 1].sum()) - num_eod
     found.no_bos = None if bos is None else no_bos
     found.outside = None if tokenizer is None else int(counts[tokenizer.vocab_size :].sum())
     _find_duplicates(found, hashes, lengths)
     _list_problems(found, tokenizer)
     return found
+
+
+def _add_counts(counts: np.ndarray, documents: list[np.ndarray]) -> np.ndarray:
+    """Return how often every id occurred, with those of some documents."""
+    seen = np.bincount(np.concatenate([np.empty(0, np.int64), *documents]), minlength=len(counts))
+    seen[: len(counts)] += counts
+    return seen
 
 
 def _document_lengths(dataset: IndexedDataset) -> np.ndarray:
