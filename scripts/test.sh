@@ -9,6 +9,7 @@
 #   MOE_TRAINER_TEST_WITH="triton transformer_engine"    and TransformerEngine's own Python on the emulated device: a wheel of 1 MB, which
 #                                        is downloaded and not installed, since it requires CUDA's libraries
 #   MOE_TRAINER_TEST_WITH="moto[server] s3fs pyarrow"    the tests of data in object storage, against a real S3 server, and in Parquet files
+#   MOE_TRAINER_TEST_WITH="gcsfs gcp-storage-emulator multi-storage-client"    those of gs:// and msc://
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh

@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -15,6 +16,8 @@ class Proxy:
     def __init__(self, port: int):
         self._target = port
         self.cuts, self.cut_after, self.delay_s, self.chunk = 0, 0, 0.0, 1 << 14
+        self.calls: dict[int, Callable[[], None]] = {}  # by the number of the chunk of answers before which they come
+        self.num_chunks = 0
         self._lock = threading.Lock()
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
@@ -31,7 +34,10 @@ class Proxy:
         sent = 0
         with suppress(OSError):
             while data := source.recv(self.chunk):
-                if is_answer and self.delay_s:
+                if is_answer:
+                    with self._lock:
+                        self.num_chunks += 1
+                        self.calls.pop(self.num_chunks, bool)()
                     time.sleep(self.delay_s)
                 if is_answer and self.cuts and sent + len(data) > self.cut_after:
                     with self._lock:

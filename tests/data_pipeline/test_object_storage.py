@@ -277,6 +277,27 @@ def test_a_run_over_a_bad_connection_equals_a_local_one(bucket, tmp_path):
     assert cached_bytes(tmp_path / "remote/cache") <= 0.0001 * 2**30
 
 
+def test_a_run_whose_object_is_truncated_continues_from_its_checkpoint(bucket, tmp_path):
+    corpus = write_corpus(tmp_path / "a", LENGTHS, vocab_size=120)
+    prefix = bucket.upload(corpus, "a")
+    argv = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 120 --train-iters 12 --split 1".split()]
+    expected, weights = pretrain([*argv, "--data-path", corpus], tmp_path / "local", world_size=2)
+    argv += ["--data-path", prefix, "--object-storage-cache-path", "cache", "--object-storage-cache-gb", "0.0001"]
+    argv += "--object-storage-read-ahead 0 --save ckpt --load ckpt --save-interval 1".split()
+    with open(f"{corpus}.bin", "rb") as file:
+        content = file.read()
+    bucket.proxy.calls = {bucket.proxy.num_chunks + 40: lambda: bucket.put("a.bin", content[: len(content) // 3])}
+    with pytest.raises(Exception, match=r"a\.bin: the object was replaced while it is in use"):
+        pretrain(argv, tmp_path / "remote", world_size=2)
+    assert not bucket.proxy.calls
+    last = int((tmp_path / "remote/ckpt/latest_checkpointed_iteration.txt").read_text())
+    assert 1 <= last < 12
+    bucket.put("a.bin", content)
+    found, final = pretrain(argv, tmp_path / "remote", world_size=2)
+    assert [record["lm loss"] for record in found] == [record["lm loss"] for record in expected]
+    assert weights and all((weights[name] == final[name]).all() for name in weights)
+
+
 def test_attempts_end_with_success_or_a_hopeless_error(bucket, local, tmp_path, caplog):
     source = ObjectStore(str(tmp_path / "cache"), 1 << 20).open(bucket.upload(local, "a") + ".bin")._source
     outcomes = [b"", OSError("reset"), b"x" * 100]
