@@ -27,7 +27,7 @@ class OutputArgs:
     machine. Unset: h100."""
     length_histogram: str | None = None
     """Plan for packed sequences of these lengths: a .csv file (length,count), a .json file ({length: count}), a data
-    prefix whose index has them, or the word corpus for those of --data-path. Unset: all are --seq-length long."""
+    prefix whose index has them, or the word corpus for the training data. Unset: all are --seq-length long."""
     report: str | None = None
     """Write the result of --validate-only or --dry-run to this JSON file."""
     check_files: bool = False

@@ -1,4 +1,4 @@
-"""Blending: which dataset each sample comes from, and the command-line forms that describe a blend.
+"""Blending: which dataset each sample comes from.
 
 The order is a deterministic greedy rule: at sample k pick the dataset whose share weight_d * max(k, 1) exceeds what
 it has delivered by the most (the first one on ties). It is sequential by definition: every pick changes the next
@@ -17,100 +17,15 @@ Source: Megatron-Core blended dataset semantics (snapshot v0.20).
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from arguments.regular_file import regular_file
-from moe_trainer.errors import UserError
-
 _PLAIN_LOOP_BELOW = 50_000
 _ORDER_BLOCK = 4096
-
-
-class Blend(NamedTuple):
-    """Data prefixes and their weights (None: in proportion to their sizes)."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-
-def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
-    """Read `w1 p1 w2 p2 ...` or `p1 p2 ...`.
-
-    An even number of items whose odd ones are all numbers has weights; anything else is a list of prefixes. One shell
-    word that holds blanks ("1.0 /data/a") is split, unless a dataset of that very name exists.
-
-    Raises:
-        ValueError: if the list is empty, only some of the odd items are numbers, or a weight is negative.
-    """
-    words: list[str] = []
-    for item in items:
-        item = item.strip()
-        words.extend([item] if os.path.exists(item + ".idx") else item.split())
-    if not words:
-        raise ValueError(f"{flag}: no data prefix was given")
-    if len(words) % 2 == 1:
-        return Blend(tuple(words), None)
-    not_numbers = [word for word in words[::2] if not _is_number(word)]
-    if len(not_numbers) == len(words) // 2:
-        return Blend(tuple(words), None)
-    if not_numbers:
-        raise ValueError(
-            f'{flag}: "{not_numbers[0]}" is given where a weight is needed; give a weight before every prefix, or '
-            "before none"
-        )
-    weights = [float(word) for word in words[::2]]
-    if any(not 0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
-        raise ValueError(f"{flag}: weights {weights}: needed non-negative numbers with a positive sum")
-    return Blend(tuple(words[1::2]), tuple(weights))
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def read_blend_file(path: str, flag: str = "--data-args-path") -> Blend:
-    """Read the words of `--data-path` in a text file, which `flag` names."""
-    return parse_blend(_read_text(path, flag).split(), f"{flag} {path}")
-
-
-def read_split_blends_file(path: str) -> tuple[Blend | None, ...]:
-    """Read `--per-split-data-args-path`: JSON with train, valid, test, each a list of words, one string or null."""
-    try:
-        content = json.loads(_read_text(path, "--per-split-data-args-path"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--per-split-data-args-path {path}: not JSON (line {error.lineno}: {error.msg})") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--per-split-data-args-path {path}: cannot be read ({error})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"--per-split-data-args-path {path}: needed an object with the keys train, valid, test")
-    blends = []
-    for split in ("train", "valid", "test"):
-        value = content.get(split)
-        if not isinstance(value, str | list | None):
-            raise UserError(f"--per-split-data-args-path {path}, {split}: needed a list of words, one string or null")
-        words = value.split() if isinstance(value, str) else [str(word) for word in value or ()]
-        blends.append(parse_blend(words, f"--per-split-data-args-path {path}, {split}") if words else None)
-    return tuple(blends)
-
-
-def _read_text(path: str, flag: str) -> str:
-    try:
-        return regular_file(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{flag} {path}: the file is not text") from None
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

@@ -8,10 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from arguments.blend import (
+    SPLIT_NAMES,
+    Blend,
+    get_blends_per_split,
+    get_common_blend,
+    get_phase_blends,
+    get_stream_blends,
+)
 from arguments.data import DEFAULT_SPLIT, DataArgs
 from arguments.mock_lengths import read_mock_lengths
 from arguments.training import TrainingArgs
-from moe_trainer.data.blend import Blend, normalize
+from moe_trainer.data.blend import normalize
 from moe_trainer.data.dataset import (
     NO_PAD,
     BlendedDataset,
@@ -24,21 +32,11 @@ from moe_trainer.data.dataset import (
 )
 from moe_trainer.data.document_sources import open_source
 from moe_trainer.data.fim import FillInTheMiddle
-from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
+from moe_trainer.data.index_build import parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.object_storage import make_object_store
-from moe_trainer.data.sources import (
-    domain_names,
-    get_blends_per_split,
-    get_common_blend,
-    get_phase_blends,
-    get_stream_blends,
-    naming_flag,
-    requested_sizes,
-    source_flag,
-    training_phases,
-)
+from moe_trainer.data.sources import domain_names, naming_flag, requested_sizes, source_flag, training_phases
 from moe_trainer.data.stream import StreamBlend, StreamedDataset
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset

@@ -16,9 +16,10 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from arguments.blend import get_stream_blends
 from arguments.data import DataArgs
 from moe_trainer.data.object_storage import is_remote, list_objects, open_reader
-from moe_trainer.data.sources import get_stream_blends, naming_flag
+from moe_trainer.data.sources import naming_flag
 from moe_trainer.errors import UserError
 
 PART_BYTES = 16 << 20

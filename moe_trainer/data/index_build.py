@@ -29,7 +29,6 @@ import numpy as np
 
 from arguments.data import split_weights
 
-SPLIT_NAMES = ("train", "valid", "test")
 _SEPARATE_BELOW = 0.80
 _CHUNK_DOCUMENTS = 1 << 22
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,9 +39,8 @@ import numpy as np
 from moe_trainer.data.object_storage import ObjectFile, ObjectStore, is_remote
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
+from moe_trainer.token_index import INDEX_HEADER, INDEX_MAGIC
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = MappingProxyType(
     {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 )
@@ -93,14 +91,16 @@ class IndexedDataset:
 
     def _read_index(self) -> None:
         size = _file_size(self.idx_path)
-        if size < _HEADER.size:
-            raise self._damaged(f"found {size} bytes, the header alone needs {_HEADER.size}; the index is truncated")
+        if size < INDEX_HEADER.size:
+            raise self._damaged(
+                f"found {size} bytes, the header alone needs {INDEX_HEADER.size}; the index is truncated"
+            )
         raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
-        magic, version, code, num_sequences, num_boundaries = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+        magic, version, code, num_sequences, num_boundaries = INDEX_HEADER.unpack(raw[: INDEX_HEADER.size].tobytes())
         names = ", ".join(np.dtype(dtype).name for dtype in _DTYPES.values())
-        needed = _HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        needed = INDEX_HEADER.size + 12 * num_sequences + 8 * num_boundaries
         for is_wrong, problem in (
-            (magic != _MAGIC, f"not a Megatron index (it begins with {magic!r}, needed {_MAGIC!r})"),
+            (magic != INDEX_MAGIC, f"not a Megatron index (it begins with {magic!r}, needed {INDEX_MAGIC!r})"),
             (version != 1, f"index version {version}, only version 1 exists"),
             (code not in _DTYPES, f"unknown dtype code {code}; known are 1 to 8 ({names})"),
             (
@@ -117,7 +117,7 @@ class IndexedDataset:
             if is_wrong:
                 raise self._damaged(problem)
         self.dtype = np.dtype(_DTYPES[code])
-        at = _HEADER.size
+        at = INDEX_HEADER.size
         self.sequence_lengths = np.frombuffer(raw, dtype="<i4", count=num_sequences, offset=at)
         at += 4 * num_sequences
         self.sequence_pointers = np.frombuffer(raw, dtype="<i8", count=num_sequences, offset=at)
@@ -396,7 +396,7 @@ class IndexedDatasetBuilder:
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self._dtype.itemsize
         code = next(code for code, dtype in _DTYPES.items() if dtype == self._dtype)
-        file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(document_ends)))
+        file.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, len(lengths), len(document_ends)))
         for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (document_ends, "<i8")):
             file.write(values.astype(dtype, copy=False).tobytes())
 

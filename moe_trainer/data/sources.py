@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
+from arguments.blend import SPLIT_NAMES, get_blends_per_split, get_common_blend, get_phase_blends
 from arguments.data import DataArgs
 from arguments.training import TrainingArgs
-from moe_trainer.data.blend import Blend, parse_blend, read_blend_file, read_split_blends_file
-from moe_trainer.data.index_build import SPLIT_NAMES
 from moe_trainer.errors import UserError
 
 
@@ -82,59 +81,6 @@ def source_flag(data: DataArgs, number: int) -> str:
         if getattr(data, dest) is not None:
             return f"--{dest.replace('_', '-')} {getattr(data, dest)}"
     return "--data-path" if data.data_path is not None else f"--{SPLIT_NAMES[number]}-data-path"
-
-
-def get_phase_blends(data: DataArgs) -> tuple[Blend, ...]:
-    """Return the blend of every training phase, none without --phase-data-args-path.
-
-    Raises:
-        ValueError: if one cannot be read.
-    """
-    return tuple(read_blend_file(path, "--phase-data-args-path") for path in data.phase_data_args_path or ())
-
-
-def get_common_blend(data: DataArgs) -> Blend | None:
-    """Return the blend that all splits are taken of, None where there is none.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
-    if data.data_args_path is not None:
-        if data.data_path is not None:
-            raise ValueError("--data-path and --data-args-path both name the data; give one")
-        return read_blend_file(data.data_args_path)
-    return None if data.data_path is None else parse_blend(data.data_path)
-
-
-def get_blends_per_split(data: DataArgs) -> tuple[Blend | None, ...] | None:
-    """Return the blend of each split, None where the splits have no separate files.
-
-    That of the first phase stands for training.
-
-    Raises:
-        ValueError: if one cannot be read, or both kinds of flags name the data.
-    """
-    paths = [(f"--{name}-data-path", getattr(data, f"{name}_data_path")) for name in SPLIT_NAMES]
-    given = [flag for flag, items in paths if items is not None]
-    phases = get_phase_blends(data)
-    if data.per_split_data_args_path is not None:
-        if given:
-            raise ValueError(f"{given[0]} and --per-split-data-args-path both name the data; give one")
-        return read_split_blends_file(data.per_split_data_args_path)
-    if not given and not phases:
-        return None
-    train, valid, test = (None if items is None else parse_blend(items, flag) for flag, items in paths)
-    return phases[0] if phases else train, valid, test
-
-
-def get_stream_blends(data: DataArgs) -> tuple[Blend | None, ...]:
-    """Return the blend of each split of streamed text; --data-path is training text.
-
-    Raises:
-        ValueError: if one cannot be read.
-    """
-    common = get_common_blend(data)
-    return (common, None, None) if common is not None else get_blends_per_split(data) or (None, None, None)
 
 
 @contextmanager

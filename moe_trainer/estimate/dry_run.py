@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from arguments import ArgumentError, Arguments, parse_args
+from arguments.blend import get_training_blend
 from arguments.report import get_world_size
 from moe_trainer.estimate.hardware import Hardware, find_hardware
 from moe_trainer.estimate.length_histogram import read_histogram
@@ -34,7 +35,8 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
     hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)
     source, histogram = args.output.length_histogram, None
     if source is not None:
-        histogram = read_histogram(source, args.data.data_path or args.data.train_data_path or ())
+        blend = get_training_blend(args.data) if args.training.dataloader_type != "external" else None
+        histogram = read_histogram(source, blend, by_samples=args.data.use_varlen_dataset)
     return make_plan(args, world_size, hardware, histogram)
 
 

@@ -3,7 +3,7 @@
 Attention of a packed sequence sees its own tokens only, so its cost per token follows from the lengths. The mean token
 is in a sequence of sum(l^2) / sum(l) tokens (`attention_length`), which replaces --seq-length in the cost of attention:
 exactly where attention is causal and dense, about so with windows and sparse keys. Everything else costs a token the
-same, and a pack of --seq-length tokens needs the memory of one sequence of that length.
+same, and a pack needs the memory of one sequence of its length.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ from __future__ import annotations
 import csv
 import json
 import random
-import struct
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments.blend import Blend
 from arguments.regular_file import regular_file
 from moe_trainer.estimate.flops import training_flops
+from moe_trainer.token_index import read_sequence_lengths
 
 if TYPE_CHECKING:
     from arguments import Arguments
 
 CORPUS = "corpus"
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
-"""Magic bytes, version, dtype, numbers of sequences and documents, of an .idx file (data/indexed.py)."""
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _SAMPLE = 20_000
 """Sequences that are drawn to fill packs."""
 
@@ -86,27 +82,29 @@ class LengthHistogram:
             counts[min(length, longest)] += count
         return LengthHistogram.of(counts)
 
-    def sequences_per_pack(self, capacity: int) -> float:
-        """Return how many sequences share a pack that is filled in order, as --sequence-packing-scheduler dp_balanced.
+    def sequences_per_pack(self, capacity: int, multiple: int = 1) -> float:
+        """Return how many sequences, padded to a multiple, share a pack that is filled in order.
 
         Counted over sequences that are drawn from the histogram, always the same ones.
         """
         lengths, weights = zip(*self.counts)
         packs, space = 1, capacity
         for length in random.Random(0).choices(lengths, weights, k=_SAMPLE):
-            if length > space:
+            padded = -(-length // multiple) * multiple
+            if padded > space:
                 packs, space = packs + 1, capacity
-            space -= length
+            space -= padded
         return _SAMPLE / packs
 
 
 @dataclass(frozen=True)
 class PackedLengths:
-    """Sequences of a histogram in packs of --seq-length tokens, and padded to that length.
+    """Sequences of a histogram in packs, and padded one by one to --seq-length.
 
     Attributes:
-        histogram: sequences cut to the capacity.
-        capacity: --seq-length.
+        histogram: sequences cut to --seq-length.
+        seq_length: that length.
+        capacity: tokens of a pack: those of packed samples (Arguments.packed_capacity), else --seq-length.
         num_cut: sequences that were longer.
         per_pack: sequences of a pack.
         flops_per_token: of training, packed.
@@ -114,6 +112,7 @@ class PackedLengths:
     """
 
     histogram: LengthHistogram
+    seq_length: int
     capacity: int
     num_cut: float
     per_pack: float
@@ -122,15 +121,18 @@ class PackedLengths:
 
     @staticmethod
     def of(histogram: LengthHistogram, args: Arguments, vocab_rows: int) -> PackedLengths:
-        capacity = args.data.seq_length
-        cut = histogram.cut(capacity)
+        seq_length, capacity = args.data.seq_length, args.packed_capacity
+        multiple = args.sequence_padding_multiple if capacity else 1
+        capacity = capacity or seq_length
+        cut = histogram.cut(seq_length)
         packed = sum(count * training_flops(args, 1, length, vocab_rows) for length, count in cut.counts)
-        padded = cut.num_sequences * training_flops(args, 1, capacity, vocab_rows)
+        padded = cut.num_sequences * training_flops(args, 1, seq_length, vocab_rows)
         return PackedLengths(
             cut,
+            seq_length,
             capacity,
-            sum(count for length, count in histogram.counts if length > capacity),
-            cut.sequences_per_pack(capacity),
+            sum(count for length, count in histogram.counts if length > seq_length),
+            cut.sequences_per_pack(capacity, multiple),
             packed / cut.num_tokens,
             padded / cut.num_tokens,
         )
@@ -143,23 +145,24 @@ class PackedLengths:
     @property
     def padded_fill(self) -> float:
         """Share of a padded sequence's tokens that are no padding."""
-        return self.histogram.mean / self.capacity
+        return self.histogram.mean / self.seq_length
 
 
-def read_histogram(source: str, corpus: Sequence[str] = ()) -> LengthHistogram:
+def read_histogram(source: str, blend: Blend | None = None, by_samples: bool = False) -> LengthHistogram:
     """Read a histogram.
 
     Args:
         source: CSV file (length,count; a title is skipped), JSON file (an object {length: count} or a list of pairs),
             data prefix, or "corpus".
-        corpus: words of --data-path, for "corpus". The weights of a blend are shares of its tokens.
+        blend: token files of "corpus".
+        by_samples: its weights are shares of samples, of one sequence each, instead of tokens.
 
     Raises:
         ValueError: with what is wrong.
     """
     try:
         if source == CORPUS:
-            return LengthHistogram.of(_read_corpus(corpus))
+            return LengthHistogram.of(_read_corpus(blend, by_samples))
         if source.endswith(".csv"):
             return LengthHistogram.of(_read_csv(source))
         if source.endswith(".json"):
@@ -174,22 +177,19 @@ def read_histogram(source: str, corpus: Sequence[str] = ()) -> LengthHistogram:
         raise ValueError(f"--length-histogram {source}: {error}") from None
 
 
-def _read_corpus(words: Sequence[str]) -> dict[int, float]:
-    if not words:
-        raise ValueError("corpus needs --data-path or --train-data-path")
-    try:
-        weights = [float(word) for word in words[::2]] if len(words) > 1 else []
-    except ValueError:
-        weights = []  # prefixes alone: by their sizes
-    found = [_read_index(prefix) for prefix in (words[1::2] if weights else words)]
-    tokens = [sum(length * count for length, count in counts.items()) for counts in found]
-    if weights and not all(tokens):
-        raise ValueError("a prefix of the blend holds no tokens")
+def _read_corpus(blend: Blend | None, by_samples: bool) -> dict[int, float]:
+    if blend is None:
+        raise ValueError("corpus needs token files: --data-path, --train-data-path or a file that names them")
+    histograms = [_read_index(prefix) for prefix in blend.prefixes]
+    sizes = [sum(count * (1 if by_samples else length) for length, count in each.items()) for each in histograms]
+    weights: Sequence[float] = blend.weights or sizes  # without weights in proportion to the sizes
     total: defaultdict[int, float] = defaultdict(float)
-    for index, counts in enumerate(found):
-        share = weights[index] / sum(weights) * sum(tokens) / tokens[index] if weights else 1.0
-        for length, count in counts.items():
-            total[length] += share * count
+    for prefix, histogram, weight, size in zip(blend.prefixes, histograms, weights, sizes):
+        if weight and not size:
+            raise ValueError(f"{prefix} has a weight and holds no tokens")
+        scale = weight / sum(weights) * sum(sizes) / size if weight else 0.0
+        for length, count in histogram.items():
+            total[length] += scale * count
     return total
 
 
@@ -223,15 +223,6 @@ def _read_json(path: str) -> Counter[int]:
 
 def _read_index(prefix: str) -> Counter[int]:
     """Read the lengths of the sequences of a data prefix. Its index alone, so that a plan needs no numpy."""
-    path = Path(f"{prefix}.idx")
-    with regular_file(path).open("rb") as file:
-        head = file.read(_INDEX_HEADER.size)
-        if len(head) < _INDEX_HEADER.size or not head.startswith(_INDEX_MAGIC):
-            raise ValueError(f"{path} is no index of token files")
-        num_sequences = _INDEX_HEADER.unpack(head)[3]
-        lengths = array("i")
-        data = file.read(num_sequences * lengths.itemsize)
-    if len(data) < num_sequences * lengths.itemsize:
-        raise ValueError(f"{path} is truncated: it holds fewer than its {num_sequences} sequences")
-    lengths.frombytes(data)
-    return Counter(length for length in lengths if length)
+    if "://" in prefix:
+        raise ValueError(f"{prefix} is in object storage: copy its .idx file and name that prefix")
+    return Counter(length for length in read_sequence_lengths(f"{prefix}.idx") if length)

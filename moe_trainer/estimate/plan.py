@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
+from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths
@@ -49,6 +50,8 @@ class Plan:
     Attributes:
         memory: by pipeline stage.
         flops: of an iteration, as Megatron-LM counts them.
+        num_tokens: of an iteration, without padding.
+        batch_size: sequences of --seq-length tokens that the microbatches of an iteration have space for.
         vocab_rows: padded vocabulary size.
         note: assumptions.
         histogram: lengths of sequences (--length-histogram).
@@ -63,6 +66,7 @@ class Plan:
     memory: tuple[StageMemory, ...]
     time: StepTime
     flops: float
+    num_tokens: float
     num_microbatches: int
     batch_size: int
     vocab_rows: int
@@ -93,8 +97,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of one GPU, without padding."""
-        fill = 1.0 if self.lengths is None else self.lengths.fill
-        return fill * self.batch_size * self.args.data.seq_length / self.time.step / self.world_size
+        return self.num_tokens / self.time.step / self.world_size
 
     @property
     def tokens_per_day(self) -> float:
@@ -151,15 +154,21 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
         args = replace(args, training=replace(args.training, micro_batch_size=sequences))
         packed = f"packed sequences: planned as full microbatches of {sequences} x --seq-length tokens"
         note = "; ".join(filter(None, (note, packed)))
+    lengths = None if histogram is None else PackedLengths.of(histogram, args, rows)
     count = microbatches_per_iteration(args, world_size)
+    if lengths is not None and args.max_packed_tokens is not None:
+        count = packed_microbatches(args, world_size, lengths.per_pack)
     memory = plan_memory(args, world_size, rows, count, hardware)
     time = plan_step(args, world_size, rows, count, memory, hardware)
-    lengths = padded_step = None
+    padded_step = None
     batch = count * data_parallel_size(args, world_size) * args.training.micro_batch_size
-    flops = training_flops(args, batch, args.data.seq_length, rows)
-    if histogram is not None:
-        lengths, padded_step = PackedLengths.of(histogram, args, rows), time.step
-        flops = batch * args.data.seq_length * lengths.fill * lengths.flops_per_token
+    flops, num_tokens = training_flops(args, batch, args.data.seq_length, rows), float(batch * args.data.seq_length)
+    if lengths is not None:
+        if args.max_packed_tokens is None:
+            num_tokens *= lengths.fill
+        else:  # --global-batch-size counts sequences, not packs
+            num_tokens = args.training.global_batch_size * lengths.histogram.mean
+        padded_step, flops = time.step, num_tokens * lengths.flops_per_token
         seen = lengths.histogram.attention_length
         time = plan_step(args, world_size, rows, count, memory, hardware, seen)
     precision = args.precision
@@ -185,6 +194,7 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
         memory,
         time,
         flops,
+        num_tokens,
         count,
         batch,
         rows,
@@ -193,6 +203,14 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
         lengths=lengths,
         padded_step=padded_step,
     )
+
+
+def packed_microbatches(args: Arguments, world_size: int, per_pack: float) -> int:
+    """Return the microbatches of an iteration on every data-parallel rank, of packs of so many sequences."""
+    has_virtual_stages = len(chunk_layouts(args.model, args.parallel)[0]) > 1
+    group = (args.parallel.microbatch_group_size_per_vp_stage or 1) if has_virtual_stages else 1
+    packs = args.training.global_batch_size / per_pack / data_parallel_size(args, world_size)
+    return math.ceil(packs / group) * group
 
 
 def try_plan(

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
     """Return the table that --dry-run prints; `fixes` make a plan fit that does not."""
     counts, time, hardware = plan.counts, plan.time, plan.hardware
+    is_packed = plan.args.packed_capacity is not None
+    num_sequences = plan.args.training.global_batch_size if is_packed else plan.batch_size
     lines = [
         "--------------------------- plan ---------------------------",
         f"{plan.world_size} x {hardware.name} ({hardware.memory_gib:g} GiB, {hardware.peak(plan.width) / 1e12:g} "
         f"TFLOP/s {plan.width}, NVLink {hardware.nvlink_gb_s:g} GB/s among {hardware.domain}, network "
         f"{hardware.network_gb_s:g} GB/s; {hardware.source})",
         f"parameters: {counts.total:,} (+ {counts.mtp:,} multi-token prediction), {counts.active:,} active per token",
-        f"an iteration: {plan.batch_size} sequences in {plan.num_microbatches} microbatches, {plan.flops:.4g} FLOPs",
+        f"an iteration: {num_sequences} sequences in {plan.num_microbatches} microbatches, {plan.flops:.4g} FLOPs",
         "",
         f"memory of a rank by pipeline stage, GiB at the peak (of {hardware.memory_gib:g}, "
         f"{RESERVED_BYTES / GIB:g} set aside for context, NCCL, allocator)",
@@ -76,16 +78,16 @@ def length_lines(plan: Plan) -> list[str]:
     lengths = plan.lengths
     if lengths is None or plan.padded_step is None:
         return []
-    found, size = lengths.histogram, lengths.capacity
+    found, size = lengths.histogram, lengths.seq_length
     cut = f", {lengths.num_cut:,.0f} of them cut to --seq-length" if lengths.num_cut else ""
     full = training_flops(plan.args, 1, size, plan.vocab_rows) / size
     padded = lengths.padded_fill * plan.batch_size * size / plan.padded_step / plan.world_size
     return [
         f"lengths: {found.num_sequences:,.0f} sequences of {found.mean:,.0f} tokens, half of them up to "
         f"{found.quantile(0.5):,}, the longest {found.counts[-1][0]:,}{cut}",
-        f"  packed in order into {size:,} tokens: {100 * (1 - lengths.fill):.1f} % padding, {lengths.per_pack:.1f} "
-        f"sequences a pack; the mean token is in a sequence of {found.attention_length:,.0f}, and takes "
-        f"{lengths.flops_per_token / 1e9:.2f} GFLOPs ({full / 1e9:.2f} in a full sequence)",
+        f"  packed in order into {lengths.capacity:,} tokens: {100 * (1 - lengths.fill):.1f} % padding, "
+        f"{lengths.per_pack:.1f} sequences a pack; the mean token is in a sequence of {found.attention_length:,.0f}, "
+        f"and takes {lengths.flops_per_token / 1e9:.2f} GFLOPs ({full / 1e9:.2f} in a full sequence)",
         f"  one by one, padded to {size:,}: {100 * (1 - lengths.padded_fill):.1f} % padding, "
         f"{lengths.padded_flops_per_token / 1e9:.2f} GFLOPs and {lengths.fill / lengths.padded_fill:.1f} times the "
         f"memory of activations a token, {padded:,.0f} tokens/s/GPU; packing is {plan.tokens_per_second / padded:.1f} "

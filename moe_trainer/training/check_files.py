@@ -15,22 +15,16 @@ from typing import Literal
 import numpy as np
 
 from arguments import Arguments, Violation
+from arguments.blend import SPLIT_NAMES, Blend, get_blends_per_split, get_common_blend, get_phase_blends
 from arguments.data import DEFAULT_SPLIT
 from arguments.report import FileCheckResult
 from arguments.vocabulary import choose_padded_vocab_size
-from moe_trainer.data.blend import Blend, normalize
+from moe_trainer.data.blend import normalize
 from moe_trainer.data.document_sources import open_sources
-from moe_trainer.data.index_build import SPLIT_NAMES, parse_split, split_range
+from moe_trainer.data.index_build import parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.object_storage import make_object_store
-from moe_trainer.data.sources import (
-    get_blends_per_split,
-    get_common_blend,
-    get_phase_blends,
-    requested_sizes,
-    source_flag,
-    training_phases,
-)
+from moe_trainer.data.sources import requested_sizes, source_flag, training_phases
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arguments.blend import parse_blend, read_blend_file, read_split_blends_file
 from moe_trainer.data import blend
 from moe_trainer.data.blend import (
     BlendOrder,
     build_blend_index,
     build_exhaustive_index,
     normalize,
-    parse_blend,
-    read_blend_file,
-    read_split_blends_file,
 )
 
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from arguments import parse_args
+from arguments.blend import Blend
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.estimate.dry_run import plan_of_flags, run_dry_run
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths, read_histogram
+from moe_trainer.estimate.plan import packed_microbatches
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
 from scripts import plan as plan_script
 
@@ -41,15 +43,47 @@ def test_every_source_gives_the_same_histogram(tmp_path):
     prefix = write_prefix(tmp_path / "data", lengths)
     for source in (str(table), str(pairs), str(mapping), prefix):
         assert read_histogram(source).counts == expected(COUNTS), source
-    assert read_histogram("corpus", [prefix]).counts == expected(COUNTS)
-    assert read_histogram("corpus", [prefix, prefix]).counts == expected({key: 2 * n for key, n in COUNTS.items()})
+    assert read_histogram("corpus", Blend((prefix,), None)).counts == expected(COUNTS)
+    twice = read_histogram("corpus", Blend((prefix, prefix), None))
+    assert twice.counts == expected({key: 2 * n for key, n in COUNTS.items()})
 
 
 def test_weights_of_a_blend_are_shares_of_its_tokens(tmp_path):
     short, long = write_prefix(tmp_path / "short", [4] * 100), write_prefix(tmp_path / "long", [64] * 3)
-    found = read_histogram("corpus", ["3", short, "1", long])
+    empty = write_prefix(tmp_path / "empty", [0, 0])
+    found = read_histogram("corpus", Blend((short, long, empty), (3.0, 1.0, 0.0)))
     tokens = {length: length * count for length, count in found.counts}
     assert tokens[4] == pytest.approx(3 * tokens[64]) and sum(tokens.values()) == pytest.approx(400 + 192)
+    with pytest.raises(ValueError, match=f"{empty} has a weight and holds no tokens"):
+        read_histogram("corpus", Blend((short, empty), (3.0, 1.0)))
+
+
+def test_weights_of_packed_samples_are_shares_of_them(tmp_path):
+    short, long = write_prefix(tmp_path / "short", [10] * 100), write_prefix(tmp_path / "long", [1000] * 3)
+    found = read_histogram("corpus", Blend((short, long), (0.5, 0.5)), by_samples=True)
+    assert found.mean == pytest.approx(505) and found.num_sequences == pytest.approx(103)
+
+
+def test_the_corpus_is_that_of_the_run(tmp_path):
+    """Every way to name the data gives the blend that training reads."""
+    short, long = write_prefix(tmp_path / "short", [10] * 100), write_prefix(tmp_path / "long", [1000] * 3)
+    words, splits = tmp_path / "blend.txt", tmp_path / "splits.json"
+    words.write_text(f"0.5 {short}\n0.5 {long}\n")
+    splits.write_text(json.dumps({"train": ["0.5", short, "0.5", long], "valid": [short], "test": None}))
+    flags = [flag for flag in FLAGS.split() if flag != "--mock-data"]
+    for data in (
+        ["--data-path", "0.5", short, "0.5", long],
+        ["--data-path", f"0.5 {short} 0.5 {long}"],
+        ["--train-data-path", "1", short, "1", long],
+        ["--data-args-path", str(words)],
+        ["--per-split-data-args-path", str(splits)],
+    ):
+        argv = [*flags, *data, *SIZES, "--length-histogram", "corpus"]
+        assert plan_of_flags(argv).histogram.mean == pytest.approx(4000 / (200 + 2)), data
+        packed = plan_of_flags([*argv, *PACKED])
+        assert packed.histogram.mean == pytest.approx(505), data
+    with pytest.raises(ValueError, match="s3://bucket/a is in object storage: copy its .idx file"):
+        read_histogram("corpus", Blend(("s3://bucket/a",), None))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +110,7 @@ def test_bad_files_are_named(tmp_path, name, text, message):
 def test_missing_sources_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read .*none\.idx \(No such file"):
         read_histogram(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="corpus needs --data-path"):
+    with pytest.raises(ValueError, match="corpus needs token files: --data-path"):
         read_histogram("corpus")
     prefix = write_prefix(tmp_path / "data", [5, 6])
     index = tmp_path / "data.idx"
@@ -111,11 +145,39 @@ def test_packs_filled_in_order():
     assert (full.fill, full.padded_fill, full.per_pack) == (1, 1, 1)
 
 
+SIZES = "--seq-length 32768 --max-position-embeddings 32768 --hidden-size 1024 --world-size 8 --hardware h100".split()
+PACKED = (
+    "--use-varlen-dataset --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank 32768 "
+    "--calculate-per-token-loss".split()
+)
+
+
 def plan(*more):
-    large = (
-        "--seq-length 32768 --max-position-embeddings 32768 --hidden-size 1024 --world-size 8 --hardware h100".split()
-    )
-    return plan_of_flags([*FLAGS.split(), *large, *more])
+    return plan_of_flags([*FLAGS.split(), *SIZES, *more])
+
+
+def test_an_iteration_of_packed_samples_has_as_many_sequences_as_its_batch(tmp_path):
+    """--global-batch-size counts sequences, of which a pack holds many."""
+    table = tmp_path / "lengths.csv"
+    table.write_text("4096,9\n")
+    argv = [*PACKED, "--length-histogram", str(table), "--global-batch-size", "512"]
+    full, wide = plan(*argv), plan(*argv, "--max-seqlen-per-dp-cp-rank", "65536")
+    assert (full.lengths.per_pack, full.num_microbatches) == (8, 512 / 8 / 8)
+    assert (wide.lengths.per_pack, wide.num_microbatches) == (16, 512 / 16 / 8)
+    for each in (full, wide):
+        assert each.num_tokens == 512 * 4096 and each.lengths.fill == 1
+        assert each.flops == pytest.approx(each.num_tokens * each.lengths.flops_per_token)
+        assert each.tokens_per_second == pytest.approx(512 * 4096 / each.time.step / 8)
+        assert "an iteration: 512 sequences in" in "\n".join(plan_lines(each))
+    assert "packed in order into 65,536 tokens: 0.0 % padding" in "\n".join(plan_lines(wide))
+    odd = PackedLengths.of(LengthHistogram.of({4097: 1}), full.args, 128)
+    assert odd.per_pack == pytest.approx(7, rel=1e-3)
+
+
+def test_microbatches_of_packs_fill_the_groups_of_virtual_stages():
+    stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4".split()
+    args = plan(*PACKED, *stages, "--global-batch-size", "512").args
+    assert [packed_microbatches(args, 8, per_pack) for per_pack in (1, 100, 32, 128)] == [128, 2, 4, 2]
 
 
 def test_plan_of_packed_lengths(tmp_path):

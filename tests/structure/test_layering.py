@@ -23,6 +23,7 @@ LEVELS = {
     "memory": 2,
     "quantization": 2,
     "pipeline": 2,
+    "token_index": 2,
     "layers": 3,
     "optim": 3,
     "data": 3,

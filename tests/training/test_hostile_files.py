@@ -16,11 +16,11 @@ import torch
 from data_pipeline.test_tokenizers import build, write_json_tokenizer
 
 from arguments import ArgumentError, parse_args
+from arguments.blend import read_blend_file, read_split_blends_file
 from moe_trainer.checkpoint.directory import INDEX, TRACKER, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import files as hf_files
 from moe_trainer.checkpoint.index import read_index
-from moe_trainer.data.blend import read_blend_file, read_split_blends_file
 from moe_trainer.data.dataset import IndexCache
 from moe_trainer.data.preprocess import _Chunk, _Encoder, expand_inputs
 from moe_trainer.debug.step_record import HEAD, Record
