@@ -64,7 +64,12 @@ GEMMS = tuple(
     "mm addmm addmm_ bmm baddbmm baddbmm_ _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm "
     "_scaled_grouped_mm_v2".split()
 )
-TRITON_GEMMS = ("triton::rows_kernel", "triton::weight_kernel")
+TRITON_GEMMS = (
+    "triton::rows_kernel",
+    "triton::weight_kernel",
+    "triton::block_rows_kernel",
+    "triton::block_weight_kernel",
+)
 SINGLE = ("Float", "float32", "Double", "float64")
 PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
@@ -163,14 +168,17 @@ def read_operator(text: str) -> Operator:
     shapes = [x.shape for x in matrices[:3]]
     # tokens, expert weights, tokens; or tokens, tokens, gradients of expert weights
     if base in TRITON_GEMMS and tuple(map(len, shapes)) in ((2, 3, 2), (2, 2, 3)):
-        (rows, one), other = shapes[0], shapes[2]
-        experts = max(shapes, key=len)[0]
-        gemm: tuple[float, float, float, int] = (rows / experts, other[1], one, experts)
-        if len(other) != 2:
-            gemm = one, shapes[1][1], rows / experts, experts
+        experts, *sides = max(shapes, key=len)
+        if len(shapes[1]) == 3:
+            rows, k = shapes[0]
+            gemm: tuple[float, float, float, int] = rows / experts, shapes[2][1], k, experts
+        else:
+            rows = math.prod(shapes[0]) // sides[0]  # they may be its columns
+            gemm = *sides, rows / experts, experts
         m, n, k, count = gemm
         wide = 4 if matrices[0].dtype in SINGLE else 2
-        return Operator(name, moved, round(2 * m * n * k * count), gemm, size=wide, rows=rows)
+        width = next((kind for mark, kind in FORMATS if matrices[0].dtype.startswith(mark)), "bf16")
+        return Operator(name, moved, round(2 * m * n * k * count), gemm, width, wide, rows=rows)
     if base in GEMMS:
         made = [x for x in tensors if x.role != "r" and len(x.shape) >= 2]
         left, right = matrices[-2:] if "add" in base else matrices[:2]

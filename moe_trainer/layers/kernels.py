@@ -29,13 +29,14 @@ from moe_trainer.ops.permute import Permutation
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, RowCasts
 from moe_trainer.quantization.quantize import QuantizedTensor, quantize
+from moe_trainer.quantization.scaled_grouped import BlockGemms
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install triton"
 MIN_FLA_VERSION = (0, 6)
 DELTA_RULE, LARGEST_HEAD = "delta-rule", 256
-# name of --triton-kernels -> module, and pairs of a field of Kernels and the module's value for it
+# name of --triton-kernels -> module, and pairs of a field of Kernels and the module's value for it, or another module's
 _SOURCES = MappingProxyType(
     {
         "activation": ("ops.triton_pointwise", ("activations", "ACTIVATIONS")),
@@ -49,6 +50,7 @@ _SOURCES = MappingProxyType(
             "quantization.triton_quantize",
             ("quantize", "quantize_with_fallback"),
             ("row_casts", "ROW_CASTS"),
+            ("block_gemms", "BLOCK_GEMMS", "quantization.triton_block_gemm"),
         ),
         "sparse-attention": ("ops.triton_absorbed_mla", ("sparse_attention", "STEPS")),
         "paged-stash": ("ops.triton_paged_copy", ("paged_stash", "PAGE_KERNELS")),
@@ -67,6 +69,7 @@ class Kernels:
         activations: activations that have kernels, each with a function of (x, probs) for dense MLPs, or None, and
             ActivationFns for experts.
         grouped_gemms, permutation, fused_topk, balancing: None for the torch versions.
+        block_gemms: grouped GEMMs in 8 bits that torch does not have; None for bf16 ones.
     """
 
     rms_norm: Callable[..., Tensor] = pointwise.rms_norm
@@ -75,6 +78,7 @@ class Kernels:
     sparse_attention: TileKernels = TORCH_TILE_KERNELS
     quantize: Callable[..., QuantizedTensor] = quantize
     row_casts: RowCasts = TORCH_ROW_CASTS
+    block_gemms: BlockGemms | None = None
     paged_stash: PageKernels = TORCH_PAGE_KERNELS
     activations: tuple[tuple[Activation, Callable[..., Tensor] | None, ActivationFns], ...] = ()
     grouped_gemms: GroupedGemms | None = None
@@ -193,5 +197,7 @@ def _fla_version_problem() -> str | None:
 def _load(name: str) -> dict:
     """Return the fields of Kernels for a name of --triton-kernels."""
     module_name, *fields = _SOURCES[name]
-    module = importlib.import_module(f"moe_trainer.{module_name}")
-    return {field: getattr(module, attribute) for field, attribute in fields}
+    return {
+        field: getattr(importlib.import_module(f"moe_trainer.{(*other, module_name)[0]}"), attribute)
+        for field, attribute, *other in fields
+    }

@@ -34,7 +34,12 @@ from moe_trainer.quantization.quantize import (
 )
 from moe_trainer.quantization.recipe import QuantizationRecipe
 from moe_trainer.quantization.saved_input import SavedInput, SavedTokens
-from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
+from moe_trainer.quantization.scaled_grouped import (
+    BlockGemms,
+    StackedWeights,
+    can_use_native_grouped_mm,
+    native_grouped_mm,
+)
 from moe_trainer.quantization.scaled_layouts import TILE_ROWS
 from moe_trainer.quantization.scaled_mm import MX, gemm_kind, scaled_mm
 from moe_trainer.quantization.stored_weight import StoredMatrix, StoredWeight
@@ -115,14 +120,17 @@ class QuantizedGemms(nn.Module):
         name: str,
         rounding: NoiseSource | None = None,
         quantizer: Callable[..., QuantizedTensor] = quantize,
+        block_gemms: BlockGemms | None = None,
     ):
         """Create the GEMMs of the linear `name`.
 
         Args:
             quantizer: `quantize`, or a kernel with the same signature and results.
+            block_gemms: kernels for experts whose counts are on the device.
         """
         super().__init__()
-        self.recipe, self.name, self.rounding, self.quantizer = recipe, name, rounding, quantizer
+        self.recipe, self.name, self.rounding = recipe, name, rounding
+        self.quantizer, self.block_gemms = quantizer, block_gemms
         self.evaluation: QuantizationRecipe | None = recipe
         if recipe.delayed is not None:
             self.register_buffer("scaling", torch.zeros(3, 1 + recipe.delayed.history), persistent=False)
@@ -179,13 +187,13 @@ class QuantizedGemms(nn.Module):
         """Return `output` of every expert, whose counts are on the device."""
         x = self._quantize_tokens(x_CK, self.recipe.x, X, groups)
         weights = self._expert_weights(weight_eNK, False, x_CK.dtype, groups)
-        return grouped_mm_of_tokens(x, weights, groups, x_CK.dtype)
+        return grouped_mm_of_tokens(x, weights, groups, x_CK.dtype, self.block_gemms)
 
     def grouped_input_grad(self, grad_CN: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
         """Return `input_grad` of every expert, whose counts are on the device."""
         grad = self._quantize_tokens(grad_CN, self.recipe.grad, GRAD, groups, "input")
         weights = self._expert_weights(weight_eNK, True, grad_CN.dtype, groups)
-        return grouped_mm_of_tokens(grad, weights, groups, grad_CN.dtype)
+        return grouped_mm_of_tokens(grad, weights, groups, grad_CN.dtype, self.block_gemms)
 
     def saved_tokens(self, x_CK: Tensor, groups: TokenGroups) -> SavedTokens | None:
         """Return x as make_grouped_wgrad_fn takes it, for backward; None if x itself is to be saved."""
@@ -216,13 +224,13 @@ class QuantizedGemms(nn.Module):
             grad = transposed(grad_CN, self.recipe.grad_t, scales[0], noise)
             saved = isinstance(x, SavedTokens)
             operand = x.operand(groups) if saved else transposed(x, self.recipe.x_t, scales[1], None)
-            return grouped_mm_over_tokens(grad, operand, groups, grad_CN.dtype)
+            return grouped_mm_over_tokens(grad, operand, groups, grad_CN.dtype, self.block_gemms)
 
         return compute
 
     def _expert_weights(
         self, weight_eNK: Tensor, transposed: bool, dtype: torch.dtype, groups: TokenGroups
-    ) -> list[QuantizedTensor]:
+    ) -> StackedWeights:
         """Return all weights; those of experts without tokens do not count for delayed scaling."""
         weights, notes = [], self.recipe.delayed is not None and self.training
         has_tokens_e = groups.offsets_e.diff(prepend=groups.offsets_e.new_zeros(1)) > 0 if notes else None
@@ -231,7 +239,7 @@ class QuantizedGemms(nn.Module):
             weights.append(self._weight(self.expert_weight(weight_eNK, expert), transposed, dtype))
             if notes:
                 self.amax[WEIGHT] = torch.where(has_tokens_e[expert], self.amax[WEIGHT], before)
-        return weights
+        return StackedWeights.of(weights)
 
     def _quantize_tokens(
         self, x_CK: Tensor, scaling: Scaling, operand: int, groups: TokenGroups, role: str = ""

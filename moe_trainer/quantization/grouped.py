@@ -4,14 +4,14 @@ Tokens are sorted by expert, and each expert's are padded with zeros to a multip
 blocks along the tokens never cover two experts, and one call quantizes the tokens of all experts, with the scales of
 quantize.py for each of them. Tokens after the last expert's may be anything.
 
-A GEMM is one call of the device for quantized operands (scaled_grouped.py), or a grouped GEMM of the operands' values.
+A GEMM is one call for quantized operands (scaled_grouped.py), or a grouped GEMM of the operands' values.
 On CUDA that one is in bf16: a value times the scale of its block is exact there, because both have few bits, and the
 fp32 scale of an expert's tensor multiplies the result. On CPU it is in fp32, as the definition.
 
 Shape letters: C tokens in the buffer, e experts, R rows and K contraction dimension of an operand, N output width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,15 @@ from moe_trainer.quantization.quantize import (
     tensor_scale,
     two_level_scales,
 )
-from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm_of_buffer
+from moe_trainer.quantization.scaled_grouped import (
+    BlockGemms,
+    StackedWeights,
+    can_use_block_gemms,
+    can_use_native_grouped_mm,
+    can_use_native_weight_grad,
+    native_grouped_mm_of_buffer,
+    native_grouped_weight_grad,
+)
 from moe_trainer.quantization.scaled_layouts import split_two_level
 
 
@@ -164,20 +172,22 @@ def _round(x: Tensor, scaling: Scaling, generator: torch.Generator | None) -> Te
 
 
 def grouped_mm_of_tokens(
-    x: GroupedOperand, weights: Sequence[QuantizedTensor], groups: TokenGroups, dtype: torch.dtype
+    x: GroupedOperand, weights: StackedWeights, groups: TokenGroups, dtype: torch.dtype, blocks: BlockGemms | None
 ) -> Tensor:
     """Return x_e [C_e, K] @ w_e [N, K]^T for every expert e: [C, N] in `dtype`."""
-    scaling, in_bf16 = weights[0].scaling, x.values.is_cuda
-    if can_use_native_grouped_mm(x.values, weights[0].values.shape[0], x.scaling, scaling, dtype):
+    values_eNK, inverse, scaling = weights
+    if can_use_native_grouped_mm(x.values, values_eNK.shape[1], x.scaling, scaling, dtype):
         return native_grouped_mm_of_buffer(x.values, x.inverse, weights, groups.offsets_e, x.scaling)
-    if not in_bf16:
-        w_eNK = torch.stack([weight.dequantized() for weight in weights])
+    if can_use_block_gemms(x.values, x.scaling, scaling, dtype, blocks):
+        return blocks.of_tokens(*_bytes(x), values_eNK.to(scaling.fmt.dtype), inverse, groups.offsets_e, dtype)
+    if not x.values.is_cuda:
+        w_eNK = torch.stack([weight.dequantized() for weight in weights.matrices()])
         return groups.gemms.forward(x.of_gemm(False), w_eNK, groups.offsets_e).to(dtype)
-    exact, factors = zip(*(_exact(weight) for weight in weights))
+    exact, factors = zip(*(_exact(weight) for weight in weights.matrices()))
     y_CN = groups.gemms.forward(x.of_gemm(True), torch.stack(exact), groups.offsets_e)
     if x.factor_e is None and factors[0] is None:
         return y_CN.to(dtype)
-    factor_e = groups.offsets_e.new_ones(len(weights), dtype=torch.float32)
+    factor_e = groups.offsets_e.new_ones(len(exact), dtype=torch.float32)
     if x.factor_e is not None:
         factor_e = factor_e * x.factor_e
     if factors[0] is not None:
@@ -185,8 +195,14 @@ def grouped_mm_of_tokens(
     return (y_CN.float() * groups.per_token(factor_e).unsqueeze(1)).to(dtype)
 
 
-def grouped_mm_over_tokens(grad: GroupedOperand, x: GroupedOperand, groups: TokenGroups, dtype: torch.dtype) -> Tensor:
+def grouped_mm_over_tokens(
+    grad: GroupedOperand, x: GroupedOperand, groups: TokenGroups, dtype: torch.dtype, blocks: BlockGemms | None
+) -> Tensor:
     """Return grad_e [N, C_e] @ x_e [K, C_e]^T for every expert e: [e, N, K] in `dtype`."""
+    if can_use_native_weight_grad(grad.values, x.values, grad.scaling, x.scaling, dtype):
+        return native_grouped_weight_grad(grad.values, grad.inverse, x.values, x.inverse, groups.offsets_e)
+    if can_use_block_gemms(x.values, grad.scaling, x.scaling, dtype, blocks):
+        return blocks.over_tokens(*_bytes(grad), *_bytes(x), groups.offsets_e, dtype)
     in_bf16 = x.values.is_cuda
     total = groups.gemms.weight_grad(grad.of_gemm(in_bf16).t(), x.of_gemm(in_bf16).t(), groups.offsets_e)
     if in_bf16:
@@ -194,6 +210,10 @@ def grouped_mm_over_tokens(grad: GroupedOperand, x: GroupedOperand, groups: Toke
             if factor_e is not None:
                 total = total.float() * factor_e[:, None, None]
     return total.to(dtype)
+
+
+def _bytes(x: GroupedOperand) -> tuple[Tensor, Tensor]:
+    return x.values.to(x.scaling.fmt.dtype), x.inverse
 
 
 def _exact(weight: QuantizedTensor) -> tuple[Tensor, Tensor | None]:

@@ -31,10 +31,37 @@ def block128_layout(scales: Tensor) -> Tensor:
 
 
 def swizzle_scales(scales_RB: Tensor) -> Tensor:
-    """Return scales in tiles, padded with ones, flat."""
-    filled = F.pad(scales_RB, (0, -scales_RB.shape[1] % TILE_COLS, 0, -scales_RB.shape[0] % TILE_ROWS), value=1.0)
-    tiles = filled.view(-1, TILE_ROWS // QUARTER, QUARTER, filled.shape[1] // TILE_COLS, TILE_COLS)
-    return tiles.permute(0, 3, 2, 1, 4).flatten()
+    """Return scales in tiles, padded with ones, flat; of a stack [..., R, B] for each matrix."""
+    one = 127 if scales_RB.dtype == torch.uint8 else 1.0  # bytes of E8M0
+    rows, cols = -scales_RB.shape[-2] % TILE_ROWS, -scales_RB.shape[-1] % TILE_COLS
+    filled = F.pad(scales_RB, (0, cols, 0, rows), value=one)
+    tiles = filled.unflatten(-1, (-1, TILE_COLS)).unflatten(-3, (-1, TILE_ROWS // QUARTER, QUARTER))
+    return tiles.transpose(-4, -2).flatten(-5)
+
+
+def swizzle_e8m0(scales_RB: Tensor) -> Tensor:
+    """Return powers of two in tiles as swizzle_scales does, in E8M0."""
+    return swizzle_scales(scales_RB.to(torch.float8_e8m0fnu).view(torch.uint8)).view(torch.float8_e8m0fnu)
+
+
+def swizzle_e8m0_of_groups(scales_RB: Tensor, ends_e: Tensor) -> Tensor:
+    """Return powers of two in tiles, one group of columns after the other, in E8M0.
+
+    Args:
+        ends_e: int32, the end of each group in tiles of TILE_COLS columns. The columns after the last group follow it.
+    """
+    tiles = (
+        swizzle_e8m0(scales_RB).view(torch.uint8).view(-(-scales_RB.shape[0] // TILE_ROWS), -1, TILE_ROWS * TILE_COLS)
+    )
+    num_rows, num_columns = tiles.shape[:2]
+    column_T = torch.arange(num_columns, dtype=ends_e.dtype, device=ends_e.device)
+    group_T = torch.searchsorted(ends_e, column_T, right=True)
+    ends = F.pad(ends_e, (0, 1), value=num_columns)
+    start_T, size_T = F.pad(ends, (1, 0))[group_T], ends.diff(prepend=ends.new_zeros(1))[group_T]
+    row = torch.arange(num_rows, device=ends_e.device)[:, None]
+    place = start_T * num_rows + row * size_T + (column_T - start_T)
+    flat = tiles.flatten(0, 1)
+    return torch.empty_like(flat).index_copy_(0, place.flatten(), flat).view(torch.float8_e8m0fnu)
 
 
 def split_two_level(inverse: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ from moe_trainer.quantization.scaled_layouts import (
     pack_e2m1,
     pad_to_multiple,
     split_two_level,
+    swizzle_e8m0,
     swizzle_scales,
 )
 
@@ -129,9 +130,7 @@ def _operand(x: QuantizedTensor, kind: GemmKind) -> tuple[Tensor | _Scales, ...]
         return x.values.contiguous(), _Scales(block128_layout(inverse), ScalingType.BlockWise128x128)
     tiled = SwizzleType.SWIZZLE_32_4_4
     if kind == MX:
-        return x.values.contiguous(), _Scales(
-            swizzle_scales(inverse).to(torch.float8_e8m0fnu), ScalingType.BlockWise1x32, tiled
-        )
+        return x.values.contiguous(), _Scales(swizzle_e8m0(inverse), ScalingType.BlockWise1x32, tiled)
     stored, whole = split_two_level(inverse.repeat_interleave(scaling.rows, 0)[: x.values.shape[0]])
     return (
         x.values if x.is_packed else pack_e2m1(x.values),

@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-HALF, FP32, INT, I32, LONG, BYTES = "*bf16", "*fp32", "i32", "*i32", "*i64", "*u8"
+HALF, FP32, INT, I32, LONG, BYTES, E4M3 = "*bf16", "*fp32", "i32", "*i32", "*i64", "*u8", "*fp8e4nv"
 
 
 class Const(NamedTuple):
@@ -150,6 +150,16 @@ def quantize():
         yield "dequantize_kernel", [BYTES, scales, HALF, *[INT] * 4, fmt, *tile], {"num_warps": 4}
 
 
+def block_gemm():
+    options, sizes = {"num_warps": 8, "num_stages": 3}, [Const(128), Const(128)]
+    yield (
+        "block_rows_kernel",
+        [E4M3, E4M3, HALF, FP32, FP32, I32, *[INT] * 4, Const(128), Const(8)],
+        options,
+    )
+    yield "block_weight_kernel", [E4M3, E4M3, HALF, FP32, FP32, I32, *[INT] * 3, *sizes], options
+
+
 def latent_attention():
     for data, keys, precision in ((HALF, 32, "ieee"), (FP32, 16, "ieee")):
         tile = [Const(precision), Const(keys), Const(512), Const(64)]
@@ -200,6 +210,7 @@ MODULES = (
     cross_entropy,
     grouped_gemm,
     quantize,
+    block_gemm,
     latent_attention,
     delta_rule,
     delta_chunks,
@@ -248,6 +259,7 @@ def main(capability: int) -> None:
     # the recorded names are older than the modules' names
     modules = {
         "quantize": "moe_trainer.quantization.triton_quantize",
+        "block_gemm": "moe_trainer.quantization.triton_block_gemm",
         "latent_attention": "moe_trainer.ops.triton_absorbed_mla",
     }
     found = {}

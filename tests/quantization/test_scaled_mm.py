@@ -18,6 +18,7 @@ from moe_trainer.quantization.scaled_layouts import (
     pack_e2m1,
     pad_to_multiple,
     split_two_level,
+    swizzle_e8m0,
     swizzle_scales,
 )
 from moe_trainer.quantization.scaled_mm import BLOCKS, MX, NV, TENSORS, gemm_kind, native_mm
@@ -210,7 +211,7 @@ def test_scaled_mm_support_by_device(device, monkeypatch, capability, name, work
 def test_failing_or_inaccurate_scaled_mm_is_not_used(device, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     recipe = make_recipe("mxfp8")
-    monkeypatch.setattr(module, "swizzle_scales", lambda scales: swizzle_scales(scales.flip(0)))
+    monkeypatch.setattr(module, "swizzle_e8m0", lambda scales: swizzle_e8m0(scales.flip(0)))
     assert not module._works.__wrapped__(torch.device("cpu"), recipe.x, recipe.weight, torch.bfloat16)
     monkeypatch.setattr(F, "scaled_mm", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("not on this device")))
     assert not module._works.__wrapped__(torch.device("cpu"), recipe.x, recipe.weight, torch.bfloat16)
