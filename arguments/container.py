@@ -138,6 +138,14 @@ class Arguments:
         )
         return linears and not self.parallel.has_deferred_wgrad, experts
 
+    @property
+    def keeps_expert_casts(self) -> bool:
+        """Whether this program's experts with counts on the device keep casts of their weights in an iteration.
+
+        FSDP gathers weights per layer; a graph of a part with the experts would hold the first microbatch's cast or none.
+        """
+        return not self.parallel.has_sharded_params and self.training.captured_modules.isdisjoint(("layer", "moe"))
+
     def as_dict(self) -> dict[str, object]:
         """Every flag by destination, flat, in order of declaration (for logs and for the checkpoint's record)."""
         return {f.name: getattr(getattr(self, name), f.name) for name, cls in SECTIONS for f in dataclasses.fields(cls)}

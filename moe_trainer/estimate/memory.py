@@ -277,6 +277,21 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
     return max(0, copies) * size * (linears * held.dense + experts * held.expert)
 
 
+def expert_cast_bytes(
+    args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, num_microbatches: int
+) -> float:
+    """Return what experts of ours keep of their weights between microbatches, by rows and by columns.
+
+    Those whose counts are on the device (quantization/gemms.py: QuantizedGemms.kept_weights), if their own weights are
+    in high precision. Weights with clones of other ranks' are cast in every microbatch.
+    """
+    casts = args.precision.fp8 and args.stored_weight_format is None and args.moe.moe_expert_rank_capacity_factor
+    clones = args.moe.moe_clone_hot_experts and args.parallel.expert_model_parallel_size > 1
+    if not casts or clones or args.te_quantizes[1] or num_microbatches == 1 or not args.keeps_expert_casts:
+        return 0.0
+    return 2 * ELEMENT_BYTES["fp8"] * quantized_params_on_rank(plain, chunks).expert
+
+
 def stage_orders(args: Arguments, num_microbatches: int) -> list[Order]:
     """Return the orders of actions of the schedule, by pipeline rank."""
     parallel = args.parallel
@@ -341,7 +356,8 @@ def plan_memory(
     orders = stage_orders(args, steady_state_microbatches(args, num_microbatches))
     found = []
     for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
-        state = replace(state, weights=state.weights + cast_bytes(args, chunks, plain, hardware))
+        casts = cast_bytes(args, chunks, plain, hardware) + expert_cast_bytes(args, chunks, plain, num_microbatches)
+        state = replace(state, weights=state.weights + casts)
         plan_stage = partial(
             _stage, args, stage, chunks, params, state, order=orders[stage], num_microbatches=num_microbatches
         )

@@ -170,11 +170,11 @@ def read_operator(text: str) -> Operator:
     if base in TRITON_GEMMS and tuple(map(len, shapes)) in ((2, 3, 2), (2, 2, 3)):
         experts, *sides = max(shapes, key=len)
         if len(shapes[1]) == 3:
-            rows, k = shapes[0]
-            gemm: tuple[float, float, float, int] = rows / experts, shapes[2][1], k, experts
+            rows, depth = shapes[0]
+            gemm: tuple[float, float, float, int] = rows / experts, shapes[2][1], depth, experts
         else:
             rows = math.prod(shapes[0]) // sides[0]  # they may be its columns
-            gemm = *sides, rows / experts, experts
+            gemm = sides[0], sides[1], rows / experts, experts
         m, n, k, count = gemm
         wide = 4 if matrices[0].dtype in SINGLE else 2
         width = next((kind for mark, kind in FORMATS if matrices[0].dtype.startswith(mark)), "bf16")

@@ -29,7 +29,7 @@ from moe_trainer.ops.permute import Permutation
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, RowCasts
 from moe_trainer.quantization.quantize import QuantizedTensor, quantize
-from moe_trainer.quantization.scaled_grouped import BlockGemms
+from moe_trainer.quantization.scaled_grouped import ExpertKernels
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _SOURCES = MappingProxyType(
             "quantization.triton_quantize",
             ("quantize", "quantize_with_fallback"),
             ("row_casts", "ROW_CASTS"),
-            ("block_gemms", "BLOCK_GEMMS", "quantization.triton_block_gemm"),
+            ("expert_kernels", "EXPERT_KERNELS", "quantization.triton_block_gemm"),
         ),
         "sparse-attention": ("ops.triton_absorbed_mla", ("sparse_attention", "STEPS")),
         "paged-stash": ("ops.triton_paged_copy", ("paged_stash", "PAGE_KERNELS")),
@@ -69,7 +69,7 @@ class Kernels:
         activations: activations that have kernels, each with a function of (x, probs) for dense MLPs, or None, and
             ActivationFns for experts.
         grouped_gemms, permutation, fused_topk, balancing: None for the torch versions.
-        block_gemms: grouped GEMMs in 8 bits that torch does not have; None for bf16 ones.
+        expert_kernels: for quantized experts whose counts are on the device; None for the torch versions.
     """
 
     rms_norm: Callable[..., Tensor] = pointwise.rms_norm
@@ -78,7 +78,7 @@ class Kernels:
     sparse_attention: TileKernels = TORCH_TILE_KERNELS
     quantize: Callable[..., QuantizedTensor] = quantize
     row_casts: RowCasts = TORCH_ROW_CASTS
-    block_gemms: BlockGemms | None = None
+    expert_kernels: ExpertKernels | None = None
     paged_stash: PageKernels = TORCH_PAGE_KERNELS
     activations: tuple[tuple[Activation, Callable[..., Tensor] | None, ActivationFns], ...] = ()
     grouped_gemms: GroupedGemms | None = None

@@ -111,7 +111,9 @@ class LayerFactory:
         """Return the factory for one layer (counted from 1), with quantized GEMMs where the flags ask for them."""
         low = self.precision
         quantize = (
-            functools.partial(low.make_gemms, quantizer=self.kernels.quantize, block_gemms=self.kernels.block_gemms)
+            functools.partial(
+                low.make_gemms, quantizer=self.kernels.quantize, expert_kernels=self.kernels.expert_kernels
+            )
             if low is not None and low.is_quantized_layer(layer_number)
             else None
         )

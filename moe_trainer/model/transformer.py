@@ -224,6 +224,7 @@ class Transformer(nn.Module):
         # FSDP gathers weights per layer; a graph of a part would hold the first microbatch's cast or none
         varies = args.parallel.has_sharded_params or not self.graphs.parts <= {"iteration"}
         self.casts = () if varies else find_weight_casts(self)
+        self.keeps_experts = args.keeps_expert_casts
 
     def generators(self) -> dict[str, torch.Generator]:
         """Return the RNGs to checkpoint; those that are equal on all ranks (forced expert biases) by global name."""

@@ -17,7 +17,7 @@ from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.precision_file import Formats, PrecisionFile, PrecisionFileError
 from moe_trainer.quantization.quantize import QuantizedTensor, quantize
 from moe_trainer.quantization.recipe import DelayedScaling, QuantizationRecipe, make_recipe
-from moe_trainer.quantization.scaled_grouped import BlockGemms
+from moe_trainer.quantization.scaled_grouped import ExpertKernels
 
 
 def get_recipe(precision: PrecisionArgs) -> QuantizationRecipe | None:
@@ -107,7 +107,7 @@ class QuantizationConfig:
         is_sharded: bool,
         is_expert: bool = False,
         quantizer: Callable[..., QuantizedTensor] = quantize,
-        block_gemms: BlockGemms | None = None,
+        expert_kernels: ExpertKernels | None = None,
     ) -> QuantizedGemms | None:
         """Make the GEMMs of a linear; None if it stays in high precision.
 
@@ -115,7 +115,7 @@ class QuantizationConfig:
             is_sharded: tensor-parallel ranks hold different shards of it, or apply it to different tokens. Otherwise
                 they round alike.
             is_expert: it is the stacked weight of a rank's experts.
-            quantizer, block_gemms: see QuantizedGemms.
+            quantizer, expert_kernels: see QuantizedGemms.
         """
         recipe = self.recipe if self.recipe.custom is None else self.recipe.custom.recipe(name, is_expert)
         formats = Formats(recipe, recipe) if self.file is None else self.file.formats(name, self.recipe)
@@ -127,6 +127,6 @@ class QuantizationConfig:
         else:
             place = (f"dp_cp {ps.dp_cp.rank}", f"tp {ps.tp.rank if is_sharded else 0}")
         rounding = StochasticRoundingRNG(self.seed, name, *place)
-        gemms = QuantizedGemms(formats.training, name, rounding, quantizer, block_gemms)
+        gemms = QuantizedGemms(formats.training, name, rounding, quantizer, expert_kernels)
         gemms.evaluation = formats.evaluation
         return gemms

@@ -121,14 +121,15 @@ class _BufferMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_CH, probs_C, w1, b1, w2, b2, options: _QuantizedMLPOptions):
         (fc1, fc2), groups = options.gemms, options.counts
-        h_CG = fc1.grouped_output(x_CH, w1, groups)
+        both = fc1.quantize_both(x_CH, is_grad=False) if options.saves_quantized else None
+        h_CG = fc1.grouped_output(x_CH, w1, groups, both)
         if b1 is not None:
             h_CG = h_CG + _per_token(b1, groups)
         y_CH = fc2.grouped_output(options.activation.forward(h_CG, probs_C), w2, groups)
         if b2 is not None:
             bias_CH = _per_token(b2, groups)
             y_CH = y_CH + (bias_CH if probs_C is None else (bias_CH * probs_C.unsqueeze(1)).to(y_CH.dtype))
-        saved = fc1.saved_tokens(x_CH, groups) if options.saves_quantized else None
+        saved = fc1.saved_tokens(x_CH, groups, both) if options.saves_quantized else None
         tables = (x_CH, None, None) if saved is None else saved[:3]
         ctx.save_for_backward(*tables, probs_C, h_CG, w1, w2, b2)
         ctx.scaling = None if saved is None else saved.scaling
@@ -141,7 +142,8 @@ class _BufferMLP(torch.autograd.Function):
         (fc1, fc2), groups = ctx.options.gemms, ctx.options.counts
         x = tables[0] if ctx.scaling is None else SavedTokens(*tables, ctx.scaling)
         grad_CH = grad_CH.contiguous()
-        grad_a = fc2.grouped_input_grad(grad_CH, w2, groups)
+        both = fc2.quantize_both(grad_CH, is_grad=True) if ctx.needs_input_grad[4] else None
+        grad_a = fc2.grouped_input_grad(grad_CH, w2, groups, both)
         a_CF, grad_h, grad_p = ctx.options.activation.backward(h_CG, probs_C, grad_a)
         grad_b1 = groups.gemms.sum_tokens(grad_h, groups.offsets_e) if ctx.has_b1 else None
         grad_b2 = None
@@ -150,8 +152,10 @@ class _BufferMLP(torch.autograd.Function):
             grad_b2 = groups.gemms.sum_tokens(weighed, groups.offsets_e)
             if grad_p is not None:
                 grad_p = grad_p + (grad_CH * _per_token(b2, groups)).sum(-1)
-        of_w2, of_w1 = fc2.make_grouped_wgrad_fn(grad_CH, a_CF, groups), fc1.make_grouped_wgrad_fn(grad_h, x, groups)
-        grad_x = fc1.grouped_input_grad(grad_h, w1, groups)
+        of_w2 = fc2.make_grouped_wgrad_fn(grad_CH, a_CF, groups, both)
+        both = fc1.quantize_both(grad_h, is_grad=True) if ctx.needs_input_grad[2] else None
+        of_w1 = fc1.make_grouped_wgrad_fn(grad_h, x, groups, both)
+        grad_x = fc1.grouped_input_grad(grad_h, w1, groups, both)
         grad_w1, grad_w2 = _weight_grads(ctx, of_w1, of_w2)
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_trainer.ops.gemms import UnquantizedGemms
 from moe_trainer.quantization.grouped import (
+    BothOperands,
     GroupedOperand,
     TokenGroups,
     grouped_mm_of_tokens,
@@ -35,7 +36,7 @@ from moe_trainer.quantization.quantize import (
 from moe_trainer.quantization.recipe import QuantizationRecipe
 from moe_trainer.quantization.saved_input import SavedInput, SavedTokens
 from moe_trainer.quantization.scaled_grouped import (
-    BlockGemms,
+    ExpertKernels,
     StackedWeights,
     can_use_native_grouped_mm,
     native_grouped_mm,
@@ -69,15 +70,20 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
 
     token_multiple = 1
 
-    def grouped_output(self, x_CK: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
+    def quantize_both(self, x_CK: Tensor, is_grad: bool) -> None:
+        """Return None: nothing is quantized."""
+
+    def grouped_output(self, x_CK: Tensor, weight_eNK: Tensor, groups: TokenGroups, both: None = None) -> Tensor:
         """Return `output` of every expert, whose counts are on the device."""
         return groups.gemms.forward(x_CK, weight_eNK, groups.offsets_e)
 
-    def grouped_input_grad(self, grad_CN: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
+    def grouped_input_grad(self, grad_CN: Tensor, weight_eNK: Tensor, groups: TokenGroups, both: None = None) -> Tensor:
         """Return `input_grad` of every expert, whose counts are on the device."""
         return groups.gemms.input_grad(grad_CN, weight_eNK, groups.offsets_e)
 
-    def make_grouped_wgrad_fn(self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups) -> Callable[[], Tensor]:
+    def make_grouped_wgrad_fn(
+        self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups, both: None = None
+    ) -> Callable[[], Tensor]:
         """Return a function that computes `weight_grad` of every expert, [e, N, K]."""
         return lambda: groups.gemms.weight_grad(grad_CN, x_CK, groups.offsets_e)
 
@@ -96,7 +102,7 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
     def saved_input(self, x_RK: Tensor) -> None:
         """Return None: x itself is saved for backward."""
 
-    def saved_tokens(self, x_CK: Tensor, groups: TokenGroups) -> None:
+    def saved_tokens(self, x_CK: Tensor, groups: TokenGroups, both: None = None) -> None:
         """Return None: x itself is saved for backward."""
 
 
@@ -109,9 +115,12 @@ class QuantizedGemms(nn.Module):
         amax: fp32 buffer [3], maxima of the current iteration.
         stored_weight: the weight, if it is stored in 8 or 4 bits.
         evaluation: recipe of evaluation if it differs (then neither is delayed); None for high precision.
+        kept_weights: quantized experts by whether they are transposed, and the maximum of each, while weights do not
+            change and counts are on the device (iteration.py: cached_weight_casts); None if none are kept.
     """
 
     stored_weight: StoredWeight | None = None
+    kept_weights: dict[bool, tuple[StackedWeights, Tensor | None]] | None = None
     is_quantized = True
 
     def __init__(
@@ -120,17 +129,17 @@ class QuantizedGemms(nn.Module):
         name: str,
         rounding: NoiseSource | None = None,
         quantizer: Callable[..., QuantizedTensor] = quantize,
-        block_gemms: BlockGemms | None = None,
+        expert_kernels: ExpertKernels | None = None,
     ):
         """Create the GEMMs of the linear `name`.
 
         Args:
             quantizer: `quantize`, or a kernel with the same signature and results.
-            block_gemms: kernels for experts whose counts are on the device.
+            expert_kernels: kernels for experts whose counts are on the device.
         """
         super().__init__()
         self.recipe, self.name, self.rounding = recipe, name, rounding
-        self.quantizer, self.block_gemms = quantizer, block_gemms
+        self.quantizer, self.expert_kernels = quantizer, expert_kernels
         self.evaluation: QuantizationRecipe | None = recipe
         if recipe.delayed is not None:
             self.register_buffer("scaling", torch.zeros(3, 1 + recipe.delayed.history), persistent=False)
@@ -183,48 +192,80 @@ class QuantizedGemms(nn.Module):
         """Yield `input_grad` of every expert that has tokens, like `outputs`."""
         return self._of_experts(pairs, True)
 
-    def grouped_output(self, x_CK: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
-        """Return `output` of every expert, whose counts are on the device."""
-        x = self._quantize_tokens(x_CK, self.recipe.x, X, groups)
+    def quantize_both(self, x_CK: Tensor, is_grad: bool) -> BothOperands | None:
+        """Quantize tokens, or their gradients, for the output or the input gradient and for the weight gradient.
+
+        None if one read does not do for both.
+        """
+        recipe = self.recipe
+        scaling, other = (recipe.grad, recipe.grad_t) if is_grad else (recipe.x, recipe.x_t)
+        if self.expert_kernels is None or not (recipe.wgrad and self.training) or scaling != other:
+            return None
+        both = self.expert_kernels.quantize_both(x_CK, scaling)
+        return None if both is None else BothOperands(*map(GroupedOperand.of_blocks, both))
+
+    def grouped_output(
+        self, x_CK: Tensor, weight_eNK: Tensor, groups: TokenGroups, both: BothOperands | None = None
+    ) -> Tensor:
+        """Return `output` of every expert, whose counts are on the device.
+
+        both: what quantize_both has made of x.
+        """
+        x = self._quantize_tokens(x_CK, self.recipe.x, X, groups) if both is None else both.rows
         weights = self._expert_weights(weight_eNK, False, x_CK.dtype, groups)
-        return grouped_mm_of_tokens(x, weights, groups, x_CK.dtype, self.block_gemms)
+        return grouped_mm_of_tokens(x, weights, groups, x_CK.dtype, self.expert_kernels)
 
-    def grouped_input_grad(self, grad_CN: Tensor, weight_eNK: Tensor, groups: TokenGroups) -> Tensor:
-        """Return `input_grad` of every expert, whose counts are on the device."""
-        grad = self._quantize_tokens(grad_CN, self.recipe.grad, GRAD, groups, "input")
+    def grouped_input_grad(
+        self, grad_CN: Tensor, weight_eNK: Tensor, groups: TokenGroups, both: BothOperands | None = None
+    ) -> Tensor:
+        """Return `input_grad` of every expert, whose counts are on the device.
+
+        both: what quantize_both has made of grad.
+        """
+        grad = self._quantize_tokens(grad_CN, self.recipe.grad, GRAD, groups, "input") if both is None else both.rows
         weights = self._expert_weights(weight_eNK, True, grad_CN.dtype, groups)
-        return grouped_mm_of_tokens(grad, weights, groups, grad_CN.dtype, self.block_gemms)
+        return grouped_mm_of_tokens(grad, weights, groups, grad_CN.dtype, self.expert_kernels)
 
-    def saved_tokens(self, x_CK: Tensor, groups: TokenGroups) -> SavedTokens | None:
+    def saved_tokens(self, x_CK: Tensor, groups: TokenGroups, both: BothOperands | None = None) -> SavedTokens | None:
         """Return x as make_grouped_wgrad_fn takes it, for backward; None if x itself is to be saved."""
         if not self.recipe.wgrad or not self.training:
             return None
+        if both is not None:
+            return SavedTokens.of(both.columns)
         scale = self._scale(X)
         return SavedTokens.of(quantize_tokens(x_CK, self.recipe.x_t, groups, self.quantizer, scale, transposed=True))
 
     def make_grouped_wgrad_fn(
-        self, grad_CN: Tensor, x: Tensor | SavedTokens, groups: TokenGroups
+        self, grad_CN: Tensor, x: Tensor | SavedTokens, groups: TokenGroups, both: BothOperands | None = None
     ) -> Callable[[], Tensor]:
         """Return a function that computes `weight_grad` of every expert, with the scales of this moment.
 
-        x [C, K], or what `saved_tokens` has made of it.
+        x [C, K], or what `saved_tokens` has made of it; both: what quantize_both has made of grad.
         """
         self._note_tokens(GRAD, grad_CN, groups)
         if not self.recipe.wgrad:
             return lambda: groups.gemms.weight_grad(grad_CN, x, groups.offsets_e)
         noise = self._noise(self.recipe.grad_t, "weight", grad_CN.device)
         scales = self._scale(GRAD), self._scale(X)
+        given: Tensor | GroupedOperand = grad_CN if both is None else both.columns
+        dtype = grad_CN.dtype
+
+        def operand(
+            tokens: Tensor | SavedTokens | GroupedOperand,
+            scaling: Scaling,
+            scale: Tensor | None,
+            noise: torch.Generator | None,
+        ) -> GroupedOperand:
+            if isinstance(tokens, GroupedOperand):
+                return tokens
+            if isinstance(tokens, SavedTokens):
+                return tokens.operand(groups)
+            return quantize_tokens(tokens, scaling, groups, self.quantizer, scale, noise, transposed=True)
 
         def compute() -> Tensor:
-            def transposed(
-                tokens: Tensor, scaling: Scaling, scale: Tensor | None, noise: torch.Generator | None
-            ) -> GroupedOperand:
-                return quantize_tokens(tokens, scaling, groups, self.quantizer, scale, noise, transposed=True)
-
-            grad = transposed(grad_CN, self.recipe.grad_t, scales[0], noise)
-            saved = isinstance(x, SavedTokens)
-            operand = x.operand(groups) if saved else transposed(x, self.recipe.x_t, scales[1], None)
-            return grouped_mm_over_tokens(grad, operand, groups, grad_CN.dtype, self.block_gemms)
+            grad = operand(given, self.recipe.grad_t, scales[0], noise)
+            tokens = operand(x, self.recipe.x_t, scales[1], None)
+            return grouped_mm_over_tokens(grad, tokens, groups, dtype, self.expert_kernels)
 
         return compute
 
@@ -232,14 +273,20 @@ class QuantizedGemms(nn.Module):
         self, weight_eNK: Tensor, transposed: bool, dtype: torch.dtype, groups: TokenGroups
     ) -> StackedWeights:
         """Return all weights; those of experts without tokens do not count for delayed scaling."""
-        weights, notes = [], self.recipe.delayed is not None and self.training
-        has_tokens_e = groups.offsets_e.diff(prepend=groups.offsets_e.new_zeros(1)) > 0 if notes else None
-        for expert in range(weight_eNK.shape[0]):
-            before = self.amax[WEIGHT].clone() if notes else None
-            weights.append(self._weight(self.expert_weight(weight_eNK, expert), transposed, dtype))
-            if notes:
-                self.amax[WEIGHT] = torch.where(has_tokens_e[expert], self.amax[WEIGHT], before)
-        return StackedWeights.of(weights)
+        # a stack with clones of hot experts is no parameter, and another one in every microbatch
+        kept = self.kept_weights if isinstance(weight_eNK, nn.Parameter) and self.stored_weight is None else None
+        found = None if kept is None else kept.get(transposed)
+        if found is None:
+            matrices = [self.expert_weight(weight_eNK, expert) for expert in range(len(weight_eNK))]
+            weights = StackedWeights.of([self._cast_weight(matrix, transposed, dtype) for matrix in matrices])
+            found = weights, torch.stack([_weight_amax(matrix) for matrix in matrices]) if self._notes_amax else None
+            if kept is not None and weights.values_eNK.itemsize == 1:
+                kept[transposed] = found
+        weights, amax_e = found
+        if amax_e is not None:
+            has_tokens_e = groups.offsets_e.diff(prepend=groups.offsets_e.new_zeros(1)) > 0
+            self._note_amax(WEIGHT, torch.where(has_tokens_e, amax_e, 0.0).amax())
+        return weights
 
     def _quantize_tokens(
         self, x_CK: Tensor, scaling: Scaling, operand: int, groups: TokenGroups, role: str = ""
@@ -250,9 +297,8 @@ class QuantizedGemms(nn.Module):
 
     def _note_tokens(self, operand: int, x_CK: Tensor, groups: TokenGroups) -> None:
         """As _note, without the tokens after the last expert's."""
-        if self.recipe.delayed is not None and self.training:
-            largest = groups.amax(x_CK.detach().abs().amax(1).float()).amax()
-            self.amax[operand] = torch.maximum(self.amax[operand], largest)
+        if self._notes_amax:
+            self._note_amax(operand, groups.amax(x_CK.detach().abs().amax(1).float()).amax())
 
     def _of_experts(self, pairs: Iterable[Pair], backward: bool) -> Iterator[Tensor]:
         scaling, weight_scaling = (
@@ -335,14 +381,18 @@ class QuantizedGemms(nn.Module):
         return self._scale(WEIGHT)
 
     def _weight(self, weight_NK: Tensor | StoredMatrix, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
-        scaling = self.recipe.weight_t if transposed else self.recipe.weight
         if self.stored_weight is not None and isinstance(weight_NK, Tensor):
             weight_NK = self.stored_weight[0]
-        if isinstance(weight_NK, Tensor):
-            return self._quantize(weight_NK.t() if transposed else weight_NK, scaling, WEIGHT)
-        if self.recipe.delayed is not None and self.training:
-            self.amax[WEIGHT] = torch.maximum(self.amax[WEIGHT], weight_NK.amax)
-        return weight_NK.operand(scaling, transposed, dtype)
+        if self._notes_amax:
+            self._note_amax(WEIGHT, _weight_amax(weight_NK))
+        return self._cast_weight(weight_NK, transposed, dtype)
+
+    def _cast_weight(self, weight_NK: Tensor | StoredMatrix, transposed: bool, dtype: torch.dtype) -> QuantizedTensor:
+        scaling = self.recipe.weight_t if transposed else self.recipe.weight
+        if not isinstance(weight_NK, Tensor):
+            return weight_NK.operand(scaling, transposed, dtype)
+        matrix = weight_NK.t() if transposed else weight_NK
+        return self.quantizer(matrix, scaling, self._scale(WEIGHT), self._noise(scaling, "", matrix.device))
 
     def _quantize(self, matrix: Tensor, scaling: Scaling, operand: int, role: str = "") -> QuantizedTensor:
         self._note(operand, matrix)
@@ -350,8 +400,15 @@ class QuantizedGemms(nn.Module):
 
     def _note(self, operand: int, matrix: Tensor) -> None:
         """Update the running maximum of delayed scaling, in training only."""
-        if self.recipe.delayed is not None and self.training:
-            self.amax[operand] = torch.maximum(self.amax[operand], compute_amax(matrix))
+        if self._notes_amax:
+            self._note_amax(operand, compute_amax(matrix))
+
+    @property
+    def _notes_amax(self) -> bool:
+        return self.recipe.delayed is not None and self.training
+
+    def _note_amax(self, operand: int, amax: Tensor) -> None:
+        self.amax[operand] = torch.maximum(self.amax[operand], amax)
 
     def _scale(self, operand: int) -> Tensor | None:
         if self.recipe.delayed is None:
@@ -376,3 +433,7 @@ class QuantizedGemms(nn.Module):
 
     def extra_repr(self) -> str:
         return self.recipe.name
+
+
+def _weight_amax(weight_NK: Tensor | StoredMatrix) -> Tensor:
+    return compute_amax(weight_NK) if isinstance(weight_NK, Tensor) else weight_NK.amax

@@ -33,7 +33,7 @@ from moe_trainer.quantization.quantize import (
     two_level_scales,
 )
 from moe_trainer.quantization.scaled_grouped import (
-    BlockGemms,
+    ExpertKernels,
     StackedWeights,
     can_use_block_gemms,
     can_use_native_grouped_mm,
@@ -109,6 +109,11 @@ class GroupedOperand(NamedTuple):
             inverse = (1.0 if blocks is None else blocks) / (scales if transposed else scales.unsqueeze(1))
         return GroupedOperand(values, inverse, blocks, scale_e, scaling)
 
+    @staticmethod
+    def of_blocks(x: QuantizedTensor) -> "GroupedOperand":
+        """Return the operand of tokens whose blocks have scales of their own."""
+        return GroupedOperand(x.values, x.inverse, x.inverse, None, x.scaling)
+
     @property
     def factor_e(self) -> Tensor | None:
         """The fp32 number that multiplies each expert's tokens, None if that is 1."""
@@ -123,6 +128,13 @@ class GroupedOperand(NamedTuple):
                 inverse if self.scaling.per_tensor else expand_scales(inverse, self.scaling, values.shape)
             )
         return values.bfloat16() if in_bf16 else values
+
+
+class BothOperands(NamedTuple):
+    """Tokens quantized along their rows, [C, K], and along the tokens, [K, C]."""
+
+    rows: GroupedOperand
+    columns: GroupedOperand
 
 
 def quantize_tokens(
@@ -140,8 +152,7 @@ def quantize_tokens(
     """
     x = x_CK.t() if transposed else x_CK
     if not scaling.per_tensor and scaling.scales != TWO_LEVEL:
-        quantized = quantizer(x, scaling, None, generator)
-        return GroupedOperand(quantized.values, quantized.inverse, quantized.inverse, None, scaling)
+        return GroupedOperand.of_blocks(quantizer(x, scaling, None, generator))
     x = x.float().contiguous()
     if scaling.hadamard:
         x = hadamard(x)
@@ -172,14 +183,14 @@ def _round(x: Tensor, scaling: Scaling, generator: torch.Generator | None) -> Te
 
 
 def grouped_mm_of_tokens(
-    x: GroupedOperand, weights: StackedWeights, groups: TokenGroups, dtype: torch.dtype, blocks: BlockGemms | None
+    x: GroupedOperand, weights: StackedWeights, groups: TokenGroups, dtype: torch.dtype, kernels: ExpertKernels | None
 ) -> Tensor:
     """Return x_e [C_e, K] @ w_e [N, K]^T for every expert e: [C, N] in `dtype`."""
     values_eNK, inverse, scaling = weights
     if can_use_native_grouped_mm(x.values, values_eNK.shape[1], x.scaling, scaling, dtype):
         return native_grouped_mm_of_buffer(x.values, x.inverse, weights, groups.offsets_e, x.scaling)
-    if can_use_block_gemms(x.values, x.scaling, scaling, dtype, blocks):
-        return blocks.of_tokens(*_bytes(x), values_eNK.to(scaling.fmt.dtype), inverse, groups.offsets_e, dtype)
+    if can_use_block_gemms(x.values, x.scaling, scaling, dtype, kernels):
+        return kernels.of_tokens(*_bytes(x), values_eNK.to(scaling.fmt.dtype), inverse, groups.offsets_e, dtype)
     if not x.values.is_cuda:
         w_eNK = torch.stack([weight.dequantized() for weight in weights.matrices()])
         return groups.gemms.forward(x.of_gemm(False), w_eNK, groups.offsets_e).to(dtype)
@@ -196,13 +207,13 @@ def grouped_mm_of_tokens(
 
 
 def grouped_mm_over_tokens(
-    grad: GroupedOperand, x: GroupedOperand, groups: TokenGroups, dtype: torch.dtype, blocks: BlockGemms | None
+    grad: GroupedOperand, x: GroupedOperand, groups: TokenGroups, dtype: torch.dtype, kernels: ExpertKernels | None
 ) -> Tensor:
     """Return grad_e [N, C_e] @ x_e [K, C_e]^T for every expert e: [e, N, K] in `dtype`."""
     if can_use_native_weight_grad(grad.values, x.values, grad.scaling, x.scaling, dtype):
         return native_grouped_weight_grad(grad.values, grad.inverse, x.values, x.inverse, groups.offsets_e)
-    if can_use_block_gemms(x.values, grad.scaling, x.scaling, dtype, blocks):
-        return blocks.over_tokens(*_bytes(grad), *_bytes(x), groups.offsets_e, dtype)
+    if can_use_block_gemms(x.values, grad.scaling, x.scaling, dtype, kernels):
+        return kernels.over_tokens(*_bytes(grad), *_bytes(x), groups.offsets_e, dtype)
     in_bf16 = x.values.is_cuda
     total = groups.gemms.weight_grad(grad.of_gemm(in_bf16).t(), x.of_gemm(in_bf16).t(), groups.offsets_e)
     if in_bf16:

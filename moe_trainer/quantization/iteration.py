@@ -94,16 +94,25 @@ def find_weight_casts(chunk: nn.Module) -> tuple[WeightCastCache, ...]:
 
 
 @contextmanager
-def cached_weight_casts(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the library cast each weight to fp8 once in this scope, where weights do not change."""
+def cached_weight_casts(chunks: Iterable[nn.Module], num_microbatches: int = 1) -> Iterator[None]:
+    """Cast each weight to fp8 once in this scope, where weights do not change.
+
+    So do layers of the library, and experts of ours whose counts are on the device if there are several microbatches.
+    """
+    chunks = list(chunks)
     found = [casts for chunk in chunks for casts in chunk.casts]
+    keeping = [chunk for chunk in chunks if chunk.keeps_experts and num_microbatches > 1]
     try:
         for casts in found:
             casts.first = True
+        for gemms in iter_quantized_gemms(keeping):
+            gemms.kept_weights = {}
         yield
     finally:
         for casts in found:
             casts.first = None
+        for gemms in iter_quantized_gemms(keeping):
+            gemms.kept_weights = None
 
 
 def reset_amax(chunks: Iterable[nn.Module]) -> None:

@@ -32,11 +32,17 @@ _PROBE_GROUPS, _PROBE_TOKENS = (128, 0, 256), 512
 """Multiples of 128, an empty group, and tokens after the last group."""
 
 
-class BlockGemms(NamedTuple):
-    """Kernels for operands with blocks of 128 (triton_block_gemm.py)."""
+class ExpertKernels(NamedTuple):
+    """Kernels for quantized tokens of all experts.
+
+    Args:
+        of_tokens, over_tokens: GEMMs of operands with blocks of 128 (triton_block_gemm.py).
+        quantize_both: triton_quantize.quantize_both.
+    """
 
     of_tokens: Callable[..., Tensor]
     over_tokens: Callable[..., Tensor]
+    quantize_both: Callable[[Tensor, Scaling], tuple[QuantizedTensor, QuantizedTensor] | None]
 
 
 class StackedWeights(NamedTuple):
@@ -53,10 +59,13 @@ class StackedWeights(NamedTuple):
 
     @staticmethod
     def of(weights: Sequence[QuantizedTensor]) -> "StackedWeights":
-        """Copy the weights of all experts into two tensors."""
+        """Copy the weights of all experts into two tensors, in as few bytes as a value has."""
         weights = [weight.unpacked() for weight in weights]
         values, inverse = (torch.stack(tables) for tables in zip(*((x.values, x.inverse) for x in weights)))
-        return StackedWeights(values, inverse, weights[0].scaling)
+        scaling = weights[0].scaling
+        if scaling.fmt.dtype is not None and values.dtype == torch.float32:
+            values = values.to(scaling.fmt.dtype)
+        return StackedWeights(values, inverse, scaling)
 
     def matrices(self) -> list[QuantizedTensor]:
         """Return the weight of every expert."""
@@ -80,11 +89,11 @@ def can_use_native_weight_grad(grad: Tensor, x: Tensor, a: Scaling, b: Scaling, 
     return not any(size % 16 for size in sizes) and _weight_grads_work(x.device, a, b)
 
 
-def can_use_block_gemms(x: Tensor, a: Scaling, b: Scaling, dtype: torch.dtype, gemms: BlockGemms | None) -> bool:
+def can_use_block_gemms(x: Tensor, a: Scaling, b: Scaling, dtype: torch.dtype, kernels: ExpertKernels | None) -> bool:
     """Return whether kernels of ours can multiply quantized tokens like x by operands scaled like b, into `dtype`."""
-    if gemms is None or gemm_kind(a, b) != BLOCKS or not a.fmt == b.fmt == E4M3:
+    if kernels is None or gemm_kind(a, b) != BLOCKS or not a.fmt == b.fmt == E4M3:
         return False
-    return x.is_cuda and dtype == torch.bfloat16 and _block_gemms_work(x.device, a, b, gemms)
+    return x.is_cuda and dtype == torch.bfloat16 and _block_gemms_work(x.device, a, b, kernels)
 
 
 def native_grouped_mm(a: Sequence[QuantizedTensor], b: Sequence[QuantizedTensor]) -> Tensor:
@@ -196,7 +205,7 @@ def _weight_grads_work(device: torch.device, a: Scaling, b: Scaling) -> bool:
 
 
 @functools.lru_cache
-def _block_gemms_work(device: torch.device, a: Scaling, b: Scaling, gemms: BlockGemms) -> bool:
+def _block_gemms_work(device: torch.device, a: Scaling, b: Scaling, kernels: ExpertKernels) -> bool:
     """Return whether the kernels compute as defined on this device; tried once."""
     if not BLOCKS.device <= torch.cuda.get_device_capability(device) < BLOCKS.until:
         return False
@@ -209,7 +218,7 @@ def _block_gemms_work(device: torch.device, a: Scaling, b: Scaling, gemms: Block
     if b.rows == 1:
         grad, x = random(_PROBE, a, _PROBE_TOKENS), random(_PROBE, b, _PROBE_TOKENS)
         return matches_reference(
-            lambda: gemms.over_tokens(*bytes_of(grad), *bytes_of(x), offsets_e, torch.bfloat16),
+            lambda: kernels.over_tokens(*bytes_of(grad), *bytes_of(x), offsets_e, torch.bfloat16),
             _defined_weight_grad(grad, x),
             complaint,
         )
@@ -219,7 +228,7 @@ def _block_gemms_work(device: torch.device, a: Scaling, b: Scaling, gemms: Block
     stack = StackedWeights.of(weights)
 
     def compute() -> Tensor:
-        return gemms.of_tokens(
+        return kernels.of_tokens(
             *bytes_of(tokens), stack.values_eNK.to(E4M3.dtype), stack.inverse, offsets_e, torch.bfloat16
         )[: len(expected)]
 

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.triton_grouped_gemm import GROUP, _my_rows
-from moe_trainer.quantization.scaled_grouped import BlockGemms
+from moe_trainer.quantization.scaled_grouped import ExpertKernels
+from moe_trainer.quantization.triton_quantize import quantize_both
 
 BLOCK = tl.constexpr(128)
 
@@ -86,14 +87,18 @@ def block_weight_kernel(
     end = tl.load(offsets + expert)
     start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
     total = tl.zeros([OUT, IN], tl.float32)
-    for block in range(start // BLOCK, end // BLOCK):
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        at_grad, at_x = grad + n[:, None] * num_tokens + token[None, :], x + k[None, :] * num_tokens + token[:, None]
+    token, first = tl.arange(0, BLOCK), start // BLOCK
+    at_grad = grad + n[:, None] * num_tokens + token[None, :] + first * BLOCK
+    at_x = x + k[None, :] * num_tokens + token[:, None] + first * BLOCK
+    at_grad_scale, at_x_scale = grad_scales + n * num_blocks, x_scales + k * num_blocks
+    for block in range(first, end // BLOCK):
         left = tl.load(at_grad, mask=(n < out_width)[:, None], other=0.0)
         right = tl.load(at_x, mask=(k < in_width)[None, :], other=0.0)
-        of_grad = tl.load(grad_scales + n * num_blocks + block, mask=n < out_width, other=0.0)
-        of_x = tl.load(x_scales + k * num_blocks + block, mask=k < in_width, other=0.0)
+        of_grad = tl.load(at_grad_scale + block, mask=n < out_width, other=0.0)
+        of_x = tl.load(at_x_scale + block, mask=k < in_width, other=0.0)
         total += tl.dot(left, right) * of_grad[:, None] * of_x[None, :]
+        at_grad += BLOCK
+        at_x += BLOCK
     at = grad_w + (expert.to(tl.int64) * out_width + n[:, None]) * in_width + k[None, :]
     tl.store(at, total.to(grad_w.dtype.element_ty), mask=(n < out_width)[:, None] & (k < in_width)[None, :])
 
@@ -145,4 +150,4 @@ def block_grouped_weight_grad(
     return grad_w
 
 
-BLOCK_GEMMS = BlockGemms(block_grouped_mm, block_grouped_weight_grad)
+EXPERT_KERNELS = ExpertKernels(block_grouped_mm, block_grouped_weight_grad, quantize_both)

@@ -132,6 +132,46 @@ def block_kernel(
 
 
 @triton.jit
+def _store_blocks(value, out, inverse, num_rows, num_columns, row, column, FORMAT, POWER, BLOCK, ROWS, COLUMNS):
+    """Quantize a tile to blocks of BLOCK numbers of one row; `row` and `column` are the tile's first."""
+    blocks = tl.reshape(value, (ROWS * (COLUMNS // BLOCK), BLOCK))
+    scale = _row_scales(blocks, FORMAT, POWER, False)
+    byte = tl.reshape(_byte(blocks * scale[:, None], FORMAT), (ROWS, COLUMNS))
+    rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tl.store(out + rows[:, None] * num_columns + columns[None, :], byte, mask=inside)
+    inverse_scale = tl.reshape(tl.div_rn(tl.zeros_like(scale) + 1.0, scale), (ROWS, COLUMNS // BLOCK))
+    number, width = column // BLOCK + tl.arange(0, COLUMNS // BLOCK), tl.cdiv(num_columns, BLOCK)
+    inside = (rows < num_rows)[:, None] & (number < width)[None, :]
+    tl.store(inverse + rows[:, None] * width + number[None, :], inverse_scale, mask=inside)
+
+
+@triton.jit
+def both_kernel(
+    x,
+    out,
+    inverse,
+    out_t,
+    inverse_t,
+    num_rows,
+    num_columns,
+    stride_r,
+    stride_k,
+    FORMAT: tl.constexpr,
+    POWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize a tile to blocks along its rows, and its transpose along its columns."""
+    _, _, _, value = _tile(x, num_rows, num_columns, stride_r, stride_k, ROWS, COLUMNS)
+    row, column = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLUMNS
+    _store_blocks(value, out, inverse, num_rows, num_columns, row, column, FORMAT, POWER, BLOCK, ROWS, COLUMNS)
+    turned = tl.trans(value)
+    _store_blocks(turned, out_t, inverse_t, num_columns, num_rows, column, row, FORMAT, POWER, BLOCK, COLUMNS, ROWS)
+
+
+@triton.jit
 def e8m0_kernel(
     x,
     out,
@@ -309,6 +349,37 @@ def quantize_with_fallback(
     if not can(x_RK, scaling):
         return define(x_RK, scaling, scale, generator)
     return QuantizedTensor(*quantize(x_RK, scaling, scale), scaling)
+
+
+def quantize_both(x_RK: Tensor, scaling: Scaling) -> tuple[QuantizedTensor, QuantizedTensor] | None:
+    """Quantize a matrix and its transpose, from one read; None if the kernel does not support it.
+
+    Args:
+        scaling: blocks of 1 x n with n a power of two up to 128.
+    """
+    block = scaling.cols
+    if scaling.rows != 1 or not can(x_RK, scaling) or block > 128:
+        return None
+    (num_rows, width), device = x_RK.shape, x_RK.device
+    shapes = (num_rows, width), (width, num_rows)
+    values = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes]
+    inverse = [torch.empty(rows, triton.cdiv(size, block), dtype=torch.float32, device=device) for rows, size in shapes]
+    if x_RK.numel():
+        rows, columns = 128, max(block, 64)
+        both_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
+            x_RK,
+            *(values[0], inverse[0], values[1], inverse[1]),
+            *x_RK.shape,
+            *x_RK.stride(),
+            FORMAT=_format(scaling.fmt),
+            POWER=scaling.scales == POWER_OF_TWO,
+            BLOCK=block,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=num_warps_for(rows * columns),
+        )
+    one, other = (QuantizedTensor(x.view(scaling.fmt.dtype), y, scaling) for x, y in zip(values, inverse))
+    return one, other
 
 
 def dequantize(values_RK: Tensor, inverse: Tensor, scaling: Scaling, dtype: torch.dtype) -> Tensor:

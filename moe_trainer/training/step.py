@@ -326,7 +326,7 @@ def run_microbatches(
         mark=ctx.timers.ranges,
         forward_only=forward_only,
     )
-    with cached_weight_casts(chunks):
+    with cached_weight_casts(chunks, num_microbatches):
         results = ctx.schedule.run(inputs)
     trace.microbatch = None
     return results

@@ -286,7 +286,9 @@ def scaled_mm(
 def weight_grads_of_groups(a, b, scale_a, scale_b, recipe, offs, out_dtype):
     """The sums over the columns of each group, a [N, C] @ b [K, C]^T, whose tiles of scales follow those of the group before."""
     _refuse(recipe[0] != ScalingType.BlockWise1x32.value, "groups of columns need blocks of 1 x 32")
-    _refuse(not a.is_contiguous() or not b.is_contiguous(), "scaled_grouped_mm takes a row-major and a column-major matrix")
+    _refuse(
+        not a.is_contiguous() or not b.is_contiguous(), "scaled_grouped_mm takes a row-major and a column-major matrix"
+    )
     _refuse(bool(a.shape[1] % 16 or len(b) % 16), f"sizes that 16 divides, not {tuple(a.shape)} and {tuple(b.shape)}")
     if shapes_only():
         return a.new_empty(len(offs), len(a), len(b), dtype=out_dtype)
@@ -298,7 +300,9 @@ def weight_grads_of_groups(a, b, scale_a, scale_b, recipe, offs, out_dtype):
         for matrix, scale in ((a, scale_a[0].flatten()), (b, scale_b[0].flatten())):
             height = -(-len(matrix) // 128) * 128
             scales = scale[start // 32 * height : stop // 32 * height]
-            operands.append(_numbers(matrix[:, start:stop], [scales], recipe) if stop > start else matrix[:, :0].float())
+            operands.append(
+                _numbers(matrix[:, start:stop], [scales], recipe) if stop > start else matrix[:, :0].float()
+            )
         found.append(operands[0] @ operands[1].t())
     return torch.stack(found).to(out_dtype)
 

@@ -141,6 +141,13 @@ def quantize():
                 [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(power), Const(square), Const(rows), Const(columns)],
                 {"num_warps": warps},
             )
+        for block, columns, warps in ((128, 128, 16), (32, 64, 8)):
+            tile = [Const(block), Const(128), Const(columns)]
+            yield (
+                "both_kernel",
+                [HALF, BYTES, FP32, BYTES, FP32, *[INT] * 4, fmt, Const(True), *tile],
+                {"num_warps": warps},
+            )
         yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(8), Const(512)]
     yield "amax_kernel", [HALF, FP32, *[INT] * 4, Const(8), Const(512)]
     fmt = Const((448.0, 3, 2.0**-6))

@@ -11,6 +11,8 @@ from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
 from moe_trainer.quantization.gemms import QuantizedGemms, UnquantizedExpertGemms
 from moe_trainer.quantization.grouped import make_token_groups, quantize_tokens
+from moe_trainer.quantization.iteration import cached_weight_casts
+from moe_trainer.quantization.quantize import quantize
 from moe_trainer.quantization.recipe import make_recipe
 
 HIDDEN, FFN, COUNTS = 64, 32, (70, 0, 33, 5)
@@ -145,3 +147,54 @@ def test_stochastic_rounding_is_close():
     assert torch.equal(host[0], device[0])
     for one, other in zip(host[1:], device[1:], strict=True):
         assert (one - other).norm() < 0.3 * one.norm()
+
+
+class CountedQuantizer:
+    """`quantize` that counts its calls for matrices of these shapes."""
+
+    def __init__(self, *shapes):
+        self.shapes, self.calls = shapes, 0
+
+    def __call__(self, matrix, *args):
+        self.calls += matrix.shape in self.shapes
+        return quantize(matrix, *args)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_kept_weights_are_cast_once(name):
+    """Numbers and maxima are those without; what is no parameter, or has changed since, is cast again."""
+    found = []
+    for keeps in (False, True):
+        torch.manual_seed(3)
+        gemms = make_gemms(name, stochastic=False)
+        counted = CountedQuantizer((2 * FFN, HIDDEN), (HIDDEN, 2 * FFN), (HIDDEN, FFN), (FFN, HIDDEN))
+        chunk = nn.Module()
+        chunk.quantized, chunk.casts, chunk.keeps_experts = tuple(gemms), (), keeps
+        weights = [nn.Parameter(torch.randn(3, *shape)) for shape in ((2 * FFN, HIDDEN), (HIDDEN, FFN))]
+        results = []
+        for each in gemms:
+            each.quantizer = counted
+        for _ in range(2):
+            with cached_weight_casts([chunk], num_microbatches=2):
+                for counts in ((128, 0, 128), (128, 128, 0)):
+                    x = torch.randn(256, HIDDEN, requires_grad=True)
+                    activation, own = Activation("silu", gated=True), tuple(gemms)
+                    y = quantized_expert_mlp(x, None, *weights, torch.tensor(counts), activation, own)
+                    y.backward(torch.randn_like(y))
+                    results += [y.detach(), x.grad, *(weight.grad.clone() for weight in weights)]
+                with torch.no_grad():
+                    copies = [weight * 2 for weight in weights]
+                    results.append(
+                        quantized_expert_mlp(x, None, *copies, torch.tensor(counts), activation, own).detach()
+                    )
+            with torch.no_grad():
+                for weight in weights:
+                    weight += 1
+            results += [each.amax.clone() for each in gemms if hasattr(each, "amax")]
+        assert all(each.kept_weights is None for each in gemms)
+        found.append((results, counted.calls))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(one, other)
+    # two linears of three experts: both directions in two microbatches, output of the copies, in two iterations; E2M1
+    # has no dtype of one byte, so such casts are not kept
+    assert [calls for _, calls in found] == [60, 60 if name == "nvfp4" else 36]

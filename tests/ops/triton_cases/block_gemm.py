@@ -33,7 +33,9 @@ def test_block_gemms_equal_definition(width, depth, spare):
     for expert, count in enumerate(COUNTS):
         rows = slice(start, start + count)
         expected = of_tokens.dequantized()[rows] @ weights[expert].dequantized().t()
-        torch.testing.assert_close(y[rows], expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()) if count else 0)
+        torch.testing.assert_close(
+            y[rows], expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()) if count else 0
+        )
         expected = of_grad.dequantized()[:, rows] @ of_x.dequantized()[:, rows].t()
         torch.testing.assert_close(grad_w[expert], expected, rtol=1e-5, atol=1e-5 * float(expected.abs().amax()))
         start += count

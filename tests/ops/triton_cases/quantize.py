@@ -6,7 +6,7 @@ import torch
 from moe_trainer.quantization import quantize as plain
 from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS
 from moe_trainer.quantization.quantize import E2M1, E4M3, E5M2, FP32, POWER_OF_TWO, Scaling
-from moe_trainer.quantization.triton_quantize import ROW_CASTS, dequantize, quantize
+from moe_trainer.quantization.triton_quantize import ROW_CASTS, dequantize, quantize, quantize_both
 
 SHAPES = [(1, 1), (3, 128), (5, 131), (130, 257), (0, 64), (37, 32)]
 
@@ -160,3 +160,27 @@ def test_every_byte_is_dequantized(fmt):
     inverse = torch.full((1, -(-known.shape[1] // 32)), 0.5)
     found = dequantize(known, inverse, Scaling(fmt, 1, 32), torch.float32)
     assert torch.equal(found, known.float() / 2) and torch.equal(found.signbit(), known.float().signbit())
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (130, 200), (5, 3), (0, 32), (64, 300)])
+@pytest.mark.parametrize(
+    ("block", "scales", "fmt"), [(128, POWER_OF_TWO, E4M3), (32, POWER_OF_TWO, E5M2), (32, FP32, E4M3)]
+)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_both_directions_of_one_read(shape, block, scales, fmt, is_transposed):
+    x = torch.randn(shape) * torch.logspace(-4, 4, shape[1])
+    if x.numel() > 100:
+        x[3, 2], x[1, 1] = float("inf"), 0.0
+    x = x.t() if is_transposed else x
+    scaling = Scaling(fmt, 1, block, scales)
+    for matrix, found in zip((x, x.t()), quantize_both(x, scaling), strict=True):
+        data, inverse = quantize(matrix, scaling)
+        assert torch.equal(found.values.view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(found.inverse.view(torch.int32), inverse.view(torch.int32))
+
+
+def test_both_directions_need_blocks_of_rows():
+    x = torch.randn(64, 64)
+    for scaling in (Scaling(E4M3), Scaling(E4M3, 32, 32, POWER_OF_TWO), Scaling(E4M3, 1, 256), Scaling(E2M1, 1, 16)):
+        assert quantize_both(x, scaling) is None
+    assert quantize_both(x.double(), Scaling(E4M3, 1, 32, POWER_OF_TWO)) is None
