@@ -57,9 +57,8 @@ GRAPH_FLAGS = ("cuda_graph_impl", "cuda_graph_modules", "enable_cuda_graph", "ex
 STATIC = ("moe_expert_rank_capacity_factor", "moe_paged_stash")
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor 1.5"
 LEAVES_TE = (
-    "its experts leave TransformerEngine, and this program multiplies their operands in bf16 where the device has no "
-    "grouped GEMM in 8 bits, after further casts, and casts their weights in every microbatch; the planner counts "
-    "GEMMs in 8 bits and one cast of an operand"
+    "its experts leave TransformerEngine, and this program casts operands apart from activations and GEMMs, weights "
+    "with clones of other ranks' in every microbatch; the planner counts one cast of an operand"
 )
 
 

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, notes, stage_kinds
-from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
+from moe_trainer.estimate.interconnect import Interconnect, dispatcher_name, exchange_seconds
 from moe_trainer.estimate.layer_time import (
     ATTENTION_BACKWARD_RATIO,
     PassTime,
@@ -75,6 +75,7 @@ PICKS = ("index_select", "index", "embedding", "gather", "take_along_dim")
 ADDS = ("index_add_", "index_put_", "_index_put_impl_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_")
 """Operators that read from their first tensor, or write in place, the rows that indices name."""
 PAGE_COPIES = ("triton::copy_out_kernel", "triton::copy_back_kernel")
+SLOT_COPIES = "ops/fixed_slots.py"
 CASTS = "quantization/"
 """Source lines that quantize, arrange and pad operands of GEMMs and what is sent."""
 OF_EXPERTS, OF_DISPATCH = ", of experts", ", of dispatch"
@@ -326,8 +327,10 @@ class RecordingCosts:
         self.has_te_linears = linears or self.has_te_experts
         # this program's linears overlap chunks themselves, but not with operands in 8 bits
         self.hidden_tensor = hidden_tensor_shares(args.parallel) if self.has_te_linears else (0.0, 0.0)
-        has_budget = args.moe.moe_expert_rank_capacity_factor is not None
-        self.most_rows = self.sizes.received if has_budget else math.inf
+        budget = args.moe.moe_expert_rank_capacity_factor
+        self.most_rows = math.inf if budget is None else self.sizes.received
+        # the all-to-all in HybridEP's place sends and copies slots of the budget's size, HybridEP the tokens in them
+        self.slot_factor = 1.0 if budget is None or dispatcher_name(args.moe) != "hybridep" else max(1.0, budget)
         self.operators: dict[str, Operator] = {}
 
     def weight(self, microbatch: int) -> float:
@@ -412,6 +415,8 @@ class RecordingCosts:
             memory *= share if operator.name == PAGE_COPIES[0] else (1 + share) / 2
         if is_large_copy(operator):
             memory = 0.0
+        if line.startswith(SLOT_COPIES):
+            memory /= self.slot_factor
         if self.has_te_experts if line.endswith(OF_EXPERTS) else self.has_te_linears:
             if operator.gemm is None and line.startswith(CASTS) and not line.endswith(OF_DISPATCH):
                 return None
@@ -432,7 +437,7 @@ class RecordingCosts:
             if etp > 1:  # the gather among these ranks is executed on its own
                 whole -= self.links.ring(tokens * self.args.moe.moe_router_topk * row * etp, 1, etp)
             latency = self.constants.latency
-            return latency + max(0.0, whole - latency) * count / (self.sizes.sent * row)
+            return latency + max(0.0, whole - latency) * count / (self.sizes.sent * row * self.slot_factor)
         if operation.startswith(("send", "receive")):
             return self.links.message(count, stride)
         return (2 if operation == "all_reduce" else 1) * self.links.ring(count, stride, size)

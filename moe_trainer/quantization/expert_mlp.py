@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns, grad_owner
 from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, check_token_counts, expert_ranges
@@ -141,6 +141,8 @@ class _BufferMLP(torch.autograd.Function):
         *tables, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
         (fc1, fc2), groups = ctx.options.gemms, ctx.options.counts
         x = tables[0] if ctx.scaling is None else SavedTokens(*tables, ctx.scaling)
+        # what offload and recompute return is not the parameter, of which casts are kept
+        w1, w2 = (own if isinstance(own, nn.Parameter) else w for own, w in zip(ctx.owners, (w1, w2)))
         grad_CH = grad_CH.contiguous()
         both = fc2.quantize_both(grad_CH, is_grad=True) if ctx.needs_input_grad[4] else None
         grad_a = fc2.grouped_input_grad(grad_CH, w2, groups, both)
