@@ -142,7 +142,8 @@ class Arguments:
     def keeps_expert_casts(self) -> bool:
         """Whether this program's experts with counts on the device keep casts of their weights in an iteration.
 
-        FSDP gathers weights per layer; a graph of a part with the experts would hold the first microbatch's cast or none.
+        FSDP gathers weights per layer; a graph of a part with the experts would hold the first microbatch's cast or
+        none.
         """
         return not self.parallel.has_sharded_params and self.training.captured_modules.isdisjoint(("layer", "moe"))
 

@@ -65,6 +65,7 @@ GROUPED = {
     "mxfp8": ("--fp8-format e4m3 --fp8-recipe mxfp8", (10, 0)),
     "tensorwise, counts on the device": (f"--fp8-format e4m3 --fp8-recipe tensorwise {BUDGET}", (9, 0)),
     "mxfp8, counts on the device": (f"--fp8-format e4m3 --fp8-recipe mxfp8 {BUDGET}", (10, 0)),
+    "blockwise, counts on the device": (f"--fp8-format e4m3 --fp8-recipe blockwise {BUDGET}", (9, 0)),
 }
 
 
@@ -126,7 +127,13 @@ def train_with_native_gemms(argv: list[str], capability: tuple[int, int]) -> tup
     device.capability = capability
     with emulation.Ledger(device) as ledger:
         outcome = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS, device="cuda")
-    return outcome, {name: count for name, count in ledger.operators.items() if "scaled" in name and "mm" in name}
+    of_gemms = {
+        name: count
+        for name, count in ledger.operators.items()
+        if "scaled" in name and "mm" in name or name.startswith("triton::block_") and name != "triton::block_kernel"
+    }
+    # experts have none in bf16
+    return outcome, of_gemms | {name: count for name, count in ledger.operators.items() if "_grouped_mm" in name}
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -145,9 +152,14 @@ def test_native_grouped_gemms_equal_emulation(name):
     argv = [*MODEL, *f"{flags} {WIDE} --bf16".split()]
     one = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), STEPS)
     outcome, gemms = on_device(train_with_native_gemms, argv, capability)
-    assert gemms.keys() == {"aten::_scaled_mm_v2", "aten::_scaled_grouped_mm_v2"} and min(gemms.values()) > PROBES, (
-        gemms
-    )
+    expected = {"aten::_scaled_mm_v2"}
+    if name.startswith("blockwise"):
+        expected |= {"triton::block_rows_kernel", "triton::block_weight_kernel"}
+    else:
+        expected.add("aten::_scaled_grouped_mm_v2")
+    if name == "tensorwise, counts on the device":
+        expected.add("aten::_grouped_mm")  # of weight gradients
+    assert gemms.keys() == expected and min(gemms.values()) > PROBES, gemms
     assert_close_training(one, outcome, 0.15)
 
 

@@ -51,6 +51,15 @@ OPERATORS = {
         480,
         2 * 10 * 8 * 6,
     ),
+    # in 8 bits; tokens are the columns of what a weight gradient contracts
+    "triton::block_rows_kernel|o,Float8_e4m3fn,10x8,80|o,Float8_e4m3fn,2x6x8,96|o,BFloat16,10x6,120|o,Float,10x1,40": (
+        336,
+        2 * 10 * 8 * 6,
+    ),
+    "triton::block_weight_kernel|o,Float8_e4m3fn,6x10,60|o,Float8_e4m3fn,8x10,80|o,BFloat16,2x6x8,192": (
+        332,
+        2 * 10 * 8 * 6,
+    ),
     "triton::rows_kernel|o,BFloat16,10x8,160|o,Long,10,80": (240, 0),
     "triton::norm_kernel|o,BFloat16,4x8,64|o,BFloat16,4x8,64": (128, 0),
 }
@@ -69,6 +78,9 @@ def test_operator_times_use_the_rates_of_the_planner():
     assert read_operator(flash).compute(H100) == pytest.approx(OPERATORS[flash][1] / attention_rates(H100, 16)[0])
     eight = "aten::_scaled_mm_v2|r,float8_e4m3fn,4x8,32|r,float8_e4m3fn,8x2,16|o,bfloat16,4x2,16"
     assert read_operator(eight).compute(H100) == pytest.approx(gemm_seconds(H100, 4, 2, 8, "fp8"))
+    rows, grads = (text for text in OPERATORS if "block_" in text)
+    assert read_operator(rows).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 5, 6, 8, "fp8"))
+    assert read_operator(grads).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 6, 8, 5, "fp8"))
     single = "aten::mm|r,Float,4x8,128|r,Float,8x2,64|o,Float,4x2,32"
     assert read_operator(single).compute(H100) == pytest.approx(2 * gemm_seconds(H100, 4, 2, 8))
 

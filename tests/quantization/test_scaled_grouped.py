@@ -16,9 +16,16 @@ from torch.nn.functional import ScalingType, SwizzleType
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization import gemms, scaled_grouped
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
-from moe_trainer.quantization.quantize import quantize
+from moe_trainer.quantization.quantize import QuantizedTensor, quantize
 from moe_trainer.quantization.recipe import make_recipe
-from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
+from moe_trainer.quantization.scaled_grouped import (
+    ExpertKernels,
+    can_use_block_gemms,
+    can_use_native_grouped_mm,
+    can_use_native_weight_grad,
+    native_grouped_mm,
+    native_grouped_weight_grad,
+)
 
 SIGNATURE = inspect.signature(F.scaled_grouped_mm)
 ROWS = (5, 130, 1)
@@ -159,3 +166,118 @@ def test_grouped_scaled_gemm_support_by_device(device, monkeypatch, caplog, capa
             F, "scaled_grouped_mm", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("built without it"))
         )
         assert not tried(cpu, recipe.x, recipe.weight) and "built without it" in caplog.text
+
+
+GROUPS = (128, 0, 256)
+
+
+def decode_groups(values, scale, offsets):
+    """The columns of each group, whose scales are tiles after those of the group before."""
+    found, height, flat = [], -(-len(values) // 128) * 128, scale.float().flatten()
+    for start, end in zip([0, *offsets], offsets):
+        cols = (end - start) // 32
+        scales = untile_scales(flat[start // 32 * height :], len(values), cols) if cols else torch.ones(len(values), 0)
+        found.append(values[:, start:end].float() * scales.repeat_interleave(32, 1))
+    return found
+
+
+@pytest.fixture
+def weight_grads(monkeypatch):
+    """torch's scaled_grouped_mm, as it is defined for columns in groups."""
+
+    def scaled_grouped_mm(*args, **kwargs):
+        bound = SIGNATURE.bind(*args, **kwargs).arguments
+        a, b, offsets = bound["mat_a"], bound["mat_b"].t(), bound["offs"].tolist()
+        assert a.dtype == b.dtype == torch.float8_e4m3fn and a.is_contiguous() and b.is_contiguous()
+        assert bound["scale_a"].dtype == torch.float8_e8m0fnu and bound["scale_a"].dim() == bound["scale_b"].dim() == 2
+        left, right = (decode_groups(x, bound[key], offsets) for x, key in ((a, "scale_a"), (b, "scale_b")))
+        return torch.stack([one @ other.t() for one, other in zip(left, right)]).to(torch.bfloat16)
+
+    monkeypatch.setattr(F, "scaled_grouped_mm", scaled_grouped_mm)
+
+
+def test_native_weight_grads_equal_definition(weight_grads):
+    """Also of sizes that tiles do not divide; tokens after the last group, which are NaN, are not read."""
+    recipe = make_recipe("mxfp8")
+    grad, x = random(144, 512, recipe.grad_t, 1), random(80, 512, recipe.x_t, 2)
+    for operand in (grad, x):
+        operand.values[:, 384:] = operand.inverse[:, 12:] = torch.nan
+    offsets = torch.tensor(GROUPS).cumsum(0).to(torch.int32)
+    found = native_grouped_weight_grad(grad.values, grad.inverse, x.values, x.inverse, offsets)
+    parts = (operand.dequantized()[:, :384].split(GROUPS, 1) for operand in (grad, x))
+    expected = torch.stack([one @ other.t() for one, other in zip(*parts)])
+    torch.testing.assert_close(found.float(), expected, rtol=8e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(("capability", "works"), [((9, 0), False), ((10, 0), True)])
+def test_weight_grad_support_by_device(weight_grads, monkeypatch, caplog, capability, works):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    recipe, cpu, tried = make_recipe("mxfp8"), torch.device("cpu"), scaled_grouped._weight_grads_work.__wrapped__
+    assert tried(cpu, recipe.grad_t, recipe.x_t) is works
+    if works:
+        monkeypatch.setattr(scaled_grouped, "swizzle_e8m0_of_groups", lambda x, _: scaled_grouped.swizzle_e8m0(x))
+        assert not tried(cpu, recipe.grad_t, recipe.x_t) and "computed in bf16" in caplog.text
+
+
+def defined_kernels(factor: float) -> ExpertKernels:
+    """GEMMs of blocks as they are defined, times a factor."""
+    row, square = make_recipe("blockwise").x, make_recipe("blockwise").weight
+
+    def of_tokens(x, scales, w, w_scales, offsets, dtype):
+        numbers, start, found = QuantizedTensor(x, scales, row).dequantized(), 0, []
+        for weight, stop in zip(zip(w, w_scales), offsets.tolist()):
+            found.append(numbers[start:stop] @ QuantizedTensor(*weight, square).dequantized().t())
+            start = stop
+        return F.pad(torch.cat(found), (0, 0, 0, len(x) - start), value=torch.nan).to(dtype) * factor
+
+    def over_tokens(grad, scales, x, x_scales, offsets, dtype):
+        stops = offsets.tolist()
+        grad, x = (QuantizedTensor(*pair, row).dequantized() for pair in ((grad, scales), (x, x_scales)))
+        pairs = zip([0, *stops], stops)
+        return torch.stack([grad[:, start:stop] @ x[:, start:stop].t() for start, stop in pairs]).to(dtype) * factor
+
+    return ExpertKernels(of_tokens, over_tokens, lambda *_: None)
+
+
+@pytest.mark.parametrize(("capability", "works"), [((8, 9), False), ((9, 0), True), ((10, 0), False)])
+def test_block_gemm_support_by_device(monkeypatch, caplog, capability, works):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    recipe, cpu, tried = make_recipe("blockwise"), torch.device("cpu"), scaled_grouped._block_gemms_work.__wrapped__
+    for a, b in ((recipe.x, recipe.weight), (recipe.grad_t, recipe.x_t)):
+        assert tried(cpu, a, b, defined_kernels(1.0)) is works
+        assert not tried(cpu, a, b, defined_kernels(1.1))
+    assert ("gives other numbers" in caplog.text) is works
+
+
+def test_when_weight_grads_and_block_gemms_are_used(monkeypatch):
+    for name in ("_weight_grads_work", "_block_gemms_work"):
+        monkeypatch.setattr(scaled_grouped, name, lambda *_: True)
+    mx, blocks, hybrid = make_recipe("mxfp8"), make_recipe("blockwise"), make_recipe("mxfp8", hybrid=True)
+    kernels, bf16 = defined_kernels(1.0), torch.bfloat16
+
+    class On(SimpleNamespace):
+        __len__ = lambda self: self.shape[0]  # noqa: E731
+
+    def on(rows, cols, is_cuda=True):
+        return On(is_cuda=is_cuda, shape=(rows, cols), device="cuda")
+
+    def wgrad(grad, x, recipe=mx, dtype=bf16):
+        return can_use_native_weight_grad(grad, x, recipe.grad_t, recipe.x_t, dtype)
+
+    assert wgrad(on(48, 256), on(32, 256))
+    assert (
+        not wgrad(on(40, 256), on(32, 256)) and not wgrad(on(48, 256), on(40, 256)) and not wgrad(on(48, 8), on(32, 8))
+    )
+    assert not wgrad(on(48, 256, False), on(32, 256, False)) and not wgrad(
+        on(48, 256), on(32, 256), dtype=torch.float16
+    )
+    assert not wgrad(on(48, 256), on(32, 256), hybrid) and not wgrad(on(48, 256), on(32, 256), blocks)
+    x = on(48, 256)
+    assert can_use_block_gemms(x, blocks.x, blocks.weight, bf16, kernels)
+    assert can_use_block_gemms(x, blocks.grad_t, blocks.x_t, bf16, kernels)
+    assert not can_use_block_gemms(x, blocks.x, blocks.weight, bf16, None)
+    assert not can_use_block_gemms(x, blocks.x, blocks.weight, torch.float32, kernels)
+    assert not can_use_block_gemms(on(48, 256, False), blocks.x, blocks.weight, bf16, kernels)
+    assert not can_use_block_gemms(x, mx.x, mx.weight, bf16, kernels)
+    e5m2 = make_recipe("blockwise", hybrid=True)
+    assert not can_use_block_gemms(x, e5m2.grad, e5m2.weight_t, bf16, kernels)

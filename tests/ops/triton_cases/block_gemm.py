@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 
 from moe_trainer.ops.grouped_gemm import token_offsets
+from moe_trainer.ops.pointwise import Activation
+from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
+from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.quantize import E4M3, POWER_OF_TWO, QuantizedTensor, Scaling, quantize
-from moe_trainer.quantization.triton_block_gemm import block_grouped_mm, block_grouped_weight_grad
+from moe_trainer.quantization.recipe import make_recipe
+from moe_trainer.quantization.triton_block_gemm import EXPERT_KERNELS, block_grouped_mm, block_grouped_weight_grad
 
 ROW, SQUARE = Scaling(E4M3, 1, 128, POWER_OF_TWO), Scaling(E4M3, 128, 128, POWER_OF_TWO)
 COUNTS = (128, 0, 256)
@@ -52,3 +57,28 @@ def test_block_with_a_number_that_is_not_finite():
     operands = *to_bytes(quantize(grad.t(), ROW)), *to_bytes(quantize(x.t(), ROW))
     grad_w = block_grouped_weight_grad(*operands, offsets, torch.bfloat16)
     assert grad_w[0, 7].isnan().all() and grad_w[0, :, 5].isnan().all() and grad_w[1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_experts_with_operands_of_one_read_have_the_same_bits(name, hybrid):
+    """Tokens and both gradients, of which one read makes two operands; without weight gradients it makes none."""
+    recipe, calls, found = make_recipe(name, hybrid=hybrid), [], []
+
+    def counted(x, scaling):
+        calls.append(tuple(x.shape))
+        return EXPERT_KERNELS.quantize_both(x, scaling)
+
+    for kernels in (None, EXPERT_KERNELS._replace(quantize_both=counted)):
+        for needs in (True, False):
+            torch.manual_seed(0)
+            gemms = tuple(QuantizedGemms(recipe, fc, expert_kernels=kernels) for fc in ("fc1", "fc2"))
+            x = torch.randn(300, 64, requires_grad=True)
+            weights = [nn.Parameter(torch.randn(3, *shape), requires_grad=needs) for shape in ((64, 64), (64, 32))]
+            counts = torch.tensor([128, 0, 128])
+            y = quantized_expert_mlp(x, None, *weights, counts, Activation("silu", gated=True), gemms)[:256]
+            y.backward(torch.randn_like(y))
+            found.append([y.detach(), x.grad[:256], *(weight.grad for weight in weights if needs)])
+    assert calls == [(300, 64), (300, 64), (300, 64)]
+    for one, other in zip(found[0] + found[1], found[2] + found[3], strict=True):
+        assert torch.equal(one, other)
