@@ -109,13 +109,22 @@ def layer_activations(
     device: str = "cuda",
     received: int | None = None,
     packed: bool = False,
+    has_reserved: bool = True,
 ) -> tuple[SavedTensor, ...]:
-    """Return what one layer saves of one microbatch, considering recompute but not offload.
-
-    `number`: of the layer, from 0. `received`: tokens of this rank's experts. `packed`: attention within packed
-    documents.
-    """
-    return tuple(_layer(LayerSizes(args, number, is_moe=is_moe, device=device, received=received, packed=packed)))
+    """Return what one layer saves of one microbatch, considering recompute but not offload; see LayerSizes."""
+    return tuple(
+        _layer(
+            LayerSizes(
+                args,
+                number,
+                is_moe=is_moe,
+                device=device,
+                received=received,
+                packed=packed,
+                has_reserved=has_reserved,
+            )
+        )
+    )
 
 
 def chunk_activations(

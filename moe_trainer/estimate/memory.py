@@ -181,7 +181,8 @@ class ChunkBytes:
         positions = self.tokens // self.tp // args.training.micro_batch_size
         self.mlp_chunks = num_mlp_chunks(args.training, positions)
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
-        self._layers: dict[tuple[bool, bool, bool], float] = {}
+        self._layers: dict[bool, float] = {}
+        self._moved: dict[bool, float] = {}
         self._restored: dict[bool, float] = {}
 
     def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
@@ -242,19 +243,21 @@ class ChunkBytes:
 
     def layer(self, is_moe: bool) -> float:
         """Return the device bytes of one layer."""
-        return self._layer(is_moe, self.args)
+        if is_moe not in self._layers:
+            entries = layer_activations(self.args, is_moe=is_moe, received=self.received)
+            self._layers[is_moe] = sum(entry.num_bytes for entry in entries)
+        return self._layers[is_moe]
 
     def moved_by_layer(self, is_moe: bool) -> float:
-        """Return the device bytes that one layer saves, as if it kept all itself: without recompute and pages."""
-        args, moe = self.args, replace(self.args.moe, moe_paged_stash=False)
-        return self._layer(is_moe, replace(args, training=without_recompute(args.training), moe=moe))
+        """Return the device bytes that forward writes of what one layer saves, without recompute.
 
-    def _layer(self, is_moe: bool, args: Arguments) -> float:
-        key = is_moe, args is self.args, args.moe is self.args.moe
-        if key not in self._layers:
-            entries = layer_activations(args, is_moe=is_moe, received=self.received)
-            self._layers[key] = sum(entry.num_bytes for entry in entries)
-        return self._layers[key]
+        Of receive buffers and pages only the tokens that arrive: what is reserved beyond them takes memory, not time.
+        """
+        if is_moe not in self._moved:
+            args = replace(self.args, training=without_recompute(self.args.training))
+            entries = layer_activations(args, is_moe=is_moe, received=self.received, has_reserved=False)
+            self._moved[is_moe] = sum(entry.num_bytes for entry in entries)
+        return self._moved[is_moe]
 
 
 def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, hardware: Hardware | None) -> float:

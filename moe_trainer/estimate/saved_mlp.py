@@ -61,13 +61,13 @@ def _sorts_received(layer: LayerSizes) -> bool:
 def _num_expert_tokens(layer: LayerSizes) -> int:
     """Return the tokens of the tensors that experts save.
 
-    What was received, the budget for it (moe/receive_buffer.py), or a layer's part of the pool of pages
+    What was received, the receive buffer (moe/receive_buffer.py), or a layer's part of the pool of pages
     (memory/paged_stash.py), which is smaller if layers leave each other pages.
     """
     moe, even = layer.moe, layer.sent * layer.etp
-    if moe.moe_expert_rank_capacity_factor is None:
+    if not layer.has_buffer:
         return layer.received
-    if not moe.moe_paged_stash:
+    if not layer.has_pages:
         return max(layer.received, expert_buffer_tokens(even, moe.moe_expert_rank_capacity_factor))
     page = moe.moe_paged_stash_page_size
     return max(-(-layer.received // page), math.ceil(moe.moe_paged_stash_buffer_size_factor_cuda * even / page)) * page

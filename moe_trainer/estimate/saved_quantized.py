@@ -60,7 +60,7 @@ def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
     model, parts = layer.model, layer.parts
     keeps_latents = _keeps_latents(layer.args)
     if name == "experts.x":  # ours save the tokens of pages as they are
-        return layer.te_experts or not layer.moe.moe_paged_stash
+        return layer.te_experts or not layer.has_pages
     if name in _ALWAYS:
         return True
     if name == "core_attn.y":

@@ -145,6 +145,18 @@ def test_flag_changes_its_part_of_the_step_time(flags, part, less):
     assert b < a if less else b > a, (a, b)
 
 
+def test_reserved_buffers_and_pages_take_memory_and_no_time():
+    base = (
+        "--preset mixtral_8x7b --expert-model-parallel-size 8 --micro-batch-size 4 --global-batch-size 256 "
+        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor"
+    )
+    stash = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda"
+    for small, large in ((f"{base} 1", f"{base} 4"), (f"{base} 4 {stash} 1", f"{base} 4 {stash} 4")):
+        small, large = plan(small), plan(large)
+        assert small.time.step == large.time.step
+        assert small.peak.total < large.peak.total
+
+
 def test_stored_weights_are_gathered_in_their_own_width(monkeypatch):
     """A byte, or half a byte, of every quantized weight is gathered instead of two; all experts are quantized."""
     sent, ring = [], Interconnect.ring
