@@ -109,7 +109,7 @@ def layer_activations(
     device: str = "cuda",
     received: int | None = None,
     packed: bool = False,
-    has_reserved: bool = True,
+    as_moved: bool = False,
 ) -> tuple[SavedTensor, ...]:
     """Return what one layer saves of one microbatch, considering recompute but not offload; see LayerSizes."""
     return tuple(
@@ -121,7 +121,7 @@ def layer_activations(
                 device=device,
                 received=received,
                 packed=packed,
-                has_reserved=has_reserved,
+                as_moved=as_moved,
             )
         )
     )

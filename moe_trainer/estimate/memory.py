@@ -40,8 +40,8 @@ from moe_trainer.estimate.activations import chunk_activations, layer_activation
 from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks
-from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes
-from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, stage_states
+from moe_trainer.estimate.state_bytes import StateBytes
+from moe_trainer.estimate.static_memory import stage_states
 from moe_trainer.ops.block_sizes import (
     CLONE_EXCHANGE_ELEMENTS,
     SPARSE_ELEMENTS_CUDA,
@@ -249,50 +249,12 @@ class ChunkBytes:
         return self._layers[is_moe]
 
     def moved_by_layer(self, is_moe: bool) -> float:
-        """Return the device bytes that forward writes of what one layer saves, without recompute.
-
-        Of receive buffers and pages only the tokens that arrive: what is reserved beyond them takes memory, not time.
-        """
+        """Return the device bytes that forward moves of what one layer saves, without recompute (LayerSizes)."""
         if is_moe not in self._moved:
             args = replace(self.args, training=without_recompute(self.args.training))
-            entries = layer_activations(args, is_moe=is_moe, received=self.received, has_reserved=False)
+            entries = layer_activations(args, is_moe=is_moe, received=self.received, as_moved=True)
             self._moved[is_moe] = sum(entry.num_bytes for entry in entries)
         return self._moved[is_moe]
-
-
-def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, hardware: Hardware | None) -> float:
-    """Return what Transformer Engine's layers keep of their weights between microbatches.
-
-    Each weight is cast by rows for the forward GEMM and by columns for the gradient of the input (quantization/
-    iteration.py: WeightCastCache). With a single scale per weight, Blackwell needs the first only. Weights that are
-    stored in fp8 are the first; of MXFP8 weights these layers hold the model's format, and cast both.
-    """
-    linears, experts = args.te_quantizes
-    if args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"} or not (linears or experts):
-        return 0.0
-    recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe
-    copies = 2 - (
-        args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
-    )
-    copies -= args.stored_weight_format == "fp8"  # the weights themselves are the first
-    size = ELEMENT_BYTES.get(recipe, ELEMENT_BYTES["fp8"])
-    held = quantized_params_on_rank(plain, chunks)
-    return max(0, copies) * size * (linears * held.dense + experts * held.expert)
-
-
-def expert_cast_bytes(
-    args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, num_microbatches: int
-) -> float:
-    """Return what experts of ours keep of their weights between microbatches, by rows and by columns.
-
-    Those whose counts are on the device (quantization/gemms.py: QuantizedGemms.kept_weights), if their own weights are
-    in high precision. Weights with clones of other ranks' are cast in every microbatch.
-    """
-    casts = args.precision.fp8 and args.stored_weight_format is None and args.moe.moe_expert_rank_capacity_factor
-    clones = args.moe.moe_clone_hot_experts and args.parallel.expert_model_parallel_size > 1
-    if not casts or clones or args.te_quantizes[1] or num_microbatches == 1 or not args.keeps_expert_casts:
-        return 0.0
-    return 2 * ELEMENT_BYTES["fp8"] * quantized_params_on_rank(plain, chunks).expert
 
 
 def stage_orders(args: Arguments, num_microbatches: int) -> list[Order]:
@@ -355,12 +317,10 @@ def plan_memory(
     first = max([1.0, *_buffer_factors(args.moe)])
     even, crowded = ChunkBytes(args, vocab_rows), ChunkBytes(args, vocab_rows, 2 * first)
     full = even if first == 1.0 else ChunkBytes(args, vocab_rows, first)
-    params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
+    params = LayerParams(args, vocab_rows)
     orders = stage_orders(args, steady_state_microbatches(args, num_microbatches))
     found = []
-    for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows))):
-        casts = cast_bytes(args, chunks, plain, hardware) + expert_cast_bytes(args, chunks, plain, num_microbatches)
-        state = replace(state, weights=state.weights + casts)
+    for stage, (chunks, state) in enumerate(zip(layouts, stage_states(args, world_size, vocab_rows, hardware))):
         plan_stage = partial(
             _stage, args, stage, chunks, params, state, order=orders[stage], num_microbatches=num_microbatches
         )

@@ -33,8 +33,9 @@ def experts(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("own_rows", (layer.own, layer.hidden), layer.size)
     yield from _router(layer)
     yield from _routes(layer)
-    kept = _num_expert_tokens(layer)
-    yield SavedTensor("experts.x", (kept, moe.expert_widths(layer.hidden)[0]), layer.size, "expert_fc1")
+    kept = _num_expert_tokens(layer)  # activation kernels run over all of them, dispatch and GEMMs do not
+    inputs = layer.received if layer.as_moved else kept
+    yield SavedTensor("experts.x", (inputs, moe.expert_widths(layer.hidden)[0]), layer.size, "expert_fc1")
     yield SavedTensor("experts.probs", (kept,), _logit_size(layer), "moe_act")
     ffn = (moe.moe_ffn_hidden_size or layer.model.ffn_hidden_size) // layer.etp
     yield SavedTensor("experts.linear_fc1.y", (kept, _fc1_factor(layer) * ffn), layer.size, "moe_act")
@@ -65,7 +66,7 @@ def _num_expert_tokens(layer: LayerSizes) -> int:
     (memory/paged_stash.py), which is smaller if layers leave each other pages.
     """
     moe, even = layer.moe, layer.sent * layer.etp
-    if not layer.has_buffer:
+    if moe.moe_expert_rank_capacity_factor is None:
         return layer.received
     if not layer.has_pages:
         return max(layer.received, expert_buffer_tokens(even, moe.moe_expert_rank_capacity_factor))

@@ -49,8 +49,8 @@ class LayerSizes:
         device: "cpu" or "cuda".
         received: tokens of this rank's experts; None for balanced routing.
         packed: whether sequences are packed documents.
-        has_reserved: whether experts save in buffers and pages of a fixed size, if flags ask for them; else what they
-            received only.
+        as_moved: whether to list the bytes that forward moves rather than those that stay reserved: of the experts'
+            inputs what they received, and no pages.
     """
 
     def __init__(
@@ -62,13 +62,12 @@ class LayerSizes:
         device: str,
         received: int | None,
         packed: bool,
-        has_reserved: bool = True,
+        as_moved: bool = False,
     ):
         model, parallel, training = args.model, args.parallel, args.training
         self.args, self.model, self.moe, self.is_moe, self.number = args, model, args.moe, is_moe, number
         self.cpu, self.packed = device == "cpu", packed
-        self.has_buffer = has_reserved and args.moe.moe_expert_rank_capacity_factor is not None
-        self.has_pages = self.has_buffer and args.moe.moe_paged_stash
+        self.as_moved, self.has_pages = as_moved, args.moe.moe_paged_stash and not as_moved
         self.parts = training.recomputed_modules
         # whether Transformer Engine's layers compute the quantized GEMMs of (linears, experts)
         self.te_linears, self.te_experts = (False, False) if self.cpu else args.te_quantizes

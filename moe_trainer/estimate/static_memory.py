@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import is_linear, mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
-from moe_trainer.estimate.hardware import GIB
+from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, gated_delta_net_params, indexer_params
-from moe_trainer.estimate.state_bytes import StateBytes, has_known_state, rank_state_bytes
+from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes, has_known_state, rank_state_bytes
 
 if TYPE_CHECKING:
     from arguments import Arguments
 
 
-def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[StateBytes]:
-    """Return the bytes of a rank of every pipeline stage, first to last; all ranks of a stage hold the same."""
+def stage_states(
+    args: Arguments, world_size: int, vocab_rows: int, hardware: Hardware | None = None
+) -> list[StateBytes]:
+    """Return the bytes of a rank of every pipeline stage, first to last; all ranks of a stage hold the same.
+
+    Weights include their quantized casts, if these are kept between microbatches. `hardware`: None for a device before
+    Blackwell.
+    """
     params, plain = LayerParams(args, vocab_rows), matrices_only(args, vocab_rows)
     states = []
     for chunks in chunk_layouts(args.model, args.parallel):
@@ -29,12 +35,51 @@ def stage_states(args: Arguments, world_size: int, vocab_rows: int) -> list[Stat
             linears, experts = args.te_quantizes  # Transformer Engine's layers keep theirs in the model's format
             stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
         if args.model.dsa_indexer_warmup:
-            states.append(_indexer_warmup_state(args, world_size, held, chunks))
-            continue
-        tables = sum(map(params.tables, chunks))
-        in_fp8 = (stored.dense, stored.expert)
-        states.append(rank_state_bytes(args, world_size, held.dense, held.expert, in_fp8, tables))
+            state = _indexer_warmup_state(args, world_size, held, chunks)
+        else:
+            tables, in_fp8 = sum(map(params.tables, chunks)), (stored.dense, stored.expert)
+            state = rank_state_bytes(args, world_size, held.dense, held.expert, in_fp8, tables)
+        casts = cast_bytes(args, chunks, plain, hardware) + expert_cast_bytes(args, world_size, chunks, plain)
+        states.append(replace(state, weights=state.weights + casts))
     return states
+
+
+def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParams, hardware: Hardware | None) -> float:
+    """Return what Transformer Engine's layers keep of their weights between microbatches.
+
+    Each weight is cast by rows for the forward GEMM and by columns for the gradient of the input (quantization/
+    iteration.py: WeightCastCache). With a single scale per weight, Blackwell needs the first only. Weights that are
+    stored in fp8 are the first; of MXFP8 weights these layers hold the model's format, and cast both.
+    """
+    linears, experts = args.te_quantizes
+    if args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"} or not (linears or experts):
+        return 0.0
+    recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe
+    copies = 2 - (
+        args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
+    )
+    copies -= args.stored_weight_format == "fp8"  # the weights themselves are the first
+    size = ELEMENT_BYTES.get(recipe, ELEMENT_BYTES["fp8"])
+    held = quantized_params_on_rank(plain, chunks)
+    return max(0, copies) * size * (linears * held.dense + experts * held.expert)
+
+
+def expert_cast_bytes(args: Arguments, world_size: int, chunks: Sequence[ChunkLayout], plain: LayerParams) -> float:
+    """Return what experts of ours keep of their weights between microbatches, by rows and by columns.
+
+    Those whose counts are on the device (quantization/gemms.py: QuantizedGemms.kept_weights), if their own weights are
+    in high precision. Weights with clones of other ranks' are cast in every microbatch.
+    """
+    parallel, training = args.parallel, args.training
+    casts = args.precision.fp8 and args.stored_weight_format is None and args.moe.moe_expert_rank_capacity_factor
+    clones = args.moe.moe_clone_hot_experts and parallel.expert_model_parallel_size > 1
+    if not casts or clones or args.te_quantizes[1] or not args.keeps_expert_casts:
+        return 0.0
+    sizes = parallel_sizes(args)
+    data_ranks = world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
+    if training.global_batch_size == training.micro_batch_size * data_ranks:
+        return 0.0
+    return 2 * ELEMENT_BYTES["fp8"] * quantized_params_on_rank(plain, chunks).expert
 
 
 def _indexer_warmup_state(
@@ -95,7 +140,8 @@ def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int
     sizes = parallel_sizes(args)
     dense, expert = sizes["tp"] * sizes["cp"] * sizes["pp"], sizes["etp"] * sizes["ep"] * sizes["pp"]
     world_size = world_size or math.lcm(dense, expert)
-    stages = stage_states(args, world_size, rows)
+    hardware = find_hardware(args.output.hardware) if args.output.hardware else None
+    stages = stage_states(args, world_size, rows, hardware)
     most = max(stages, key=lambda state: state.total)
     parts = ", ".join(
         f"{name.replace('_', ' ')} {getattr(most, name) / GIB:.2f}"

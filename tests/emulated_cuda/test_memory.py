@@ -12,8 +12,7 @@ from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.hardware import find_hardware
-from moe_trainer.estimate.memory import cast_bytes
-from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank
+from moe_trainer.estimate.static_memory import cast_bytes, matrices_only, quantized_params_on_rank
 
 RUN = "--mock-data --micro-batch-size 1 --global-batch-size 64 --bf16"
 # name: flags. One microbatch in flight: record_step.py runs them one after the other

@@ -11,6 +11,7 @@ from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_
 from moe_trainer.estimate.hardware import Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.interconnect import Interconnect
+from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.plan import PlanError, closest_reference_run, make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
 from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS
@@ -145,16 +146,23 @@ def test_flag_changes_its_part_of_the_step_time(flags, part, less):
     assert b < a if less else b > a, (a, b)
 
 
-def test_reserved_buffers_and_pages_take_memory_and_no_time():
+def test_time_of_reserved_buffers_is_that_of_activation_kernels():
+    """They run over the whole buffer (ops/triton_pointwise.py); dispatch and GEMMs move the tokens that arrive."""
     base = (
         "--preset mixtral_8x7b --expert-model-parallel-size 8 --micro-batch-size 4 --global-batch-size 256 "
         "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor"
     )
     stash = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda"
-    for small, large in ((f"{base} 1", f"{base} 4"), (f"{base} 4 {stash} 1", f"{base} 4 {stash} 4")):
-        small, large = plan(small), plan(large)
-        assert small.time.step == large.time.step
-        assert small.peak.total < large.peak.total
+    sizes = [
+        ChunkBytes(parse_args(["--mock-data", *f"{base} {factor}".split()], 64), 32000)
+        for factor in (1, 4, f"4 {stash} 1")
+    ]
+    even, large, pages = (each.moved_by_layer(is_moe=True) for each in sizes)
+    reserved = sizes[1].buffered - sizes[0].buffered
+    fc1_and_probs = 2 * 14336 * 2 + 2
+    assert reserved == 3 * 4 * 4096 * 2 and large - even == reserved * fc1_and_probs and pages == large
+    few, many = plan(f"{base} 4 {stash} 1"), plan(f"{base} 4 {stash} 4")
+    assert few.time.step == many.time.step and few.peak.total < many.peak.total
 
 
 def test_stored_weights_are_gathered_in_their_own_width(monkeypatch):

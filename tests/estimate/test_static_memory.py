@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from harness import run_ranks
 from training.layouts import create_groups, make_argv, make_run
 
@@ -10,6 +11,7 @@ import pretrain_moe
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.parameters import ParamsPerRank
 from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, stage_states, state_report
 from moe_trainer.parallel.params import get_param_info, is_quantized_param, unique_params
@@ -109,6 +111,21 @@ def test_memory_without_world_size_is_that_of_one_replica():
     ]
     assert state_report(parse_args(words, None), None) == state_report(parse_args(words, 2), 2)
     assert state_report(parse_args(words, 2), 2) != state_report(parse_args(words, 4), 4)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise --fp8-param-gather", "tensorwise"])
+@pytest.mark.parametrize("hardware", ["h100", "gb200"])
+def test_memory_line_counts_quantized_casts_as_the_plan_does(capsys, recipe, hardware):
+    words = (
+        "--preset qwen3_30b_a3b --mock-data --bf16 --expert-model-parallel-size 8 --fp8-format e4m3 --world-size 64 "
+        f"--fp8-recipe {recipe} --hardware {hardware}"
+    ).split()
+    line, stage = _line(capsys, *words), plan_of_flags(words).peak
+    states = [float(number) for number in re.findall(r" ([\d.]+)[,)]", line)]
+    expected = [stage.weights, stage.gradients, stage.optimizer]
+    assert [*states[:2], sum(states[2:])] == pytest.approx([each / 2**30 for each in expected], abs=0.011)
+    plain = _line(capsys, *words, "--transformer-impl", "local")
+    assert plain != line  # this program's own layers keep no casts
 
 
 def test_validate_only_report_equals_dry_run_memory(tmp_path):
