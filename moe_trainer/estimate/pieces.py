@@ -171,6 +171,8 @@ PIECES = (
         lambda args: args.moe.moe_expert_rank_capacity_factor is not None,
         drops=(*STATIC, "cuda_graph_impl"),
         also=HYBRIDEP,
+        difference="the roofline executes an all-to-all in place of HybridEP, and gathers tokens into and out of its "
+        "slots of equal size (ops/fixed_slots.py)",
     ),
     Piece(
         "paged stash",
