@@ -31,10 +31,10 @@ Rule = Callable[[Settings, DerivedSizes, Mapping[str, str], int], Iterator[Viola
 
 
 def check_machine(args: Arguments | Settings, env: Mapping[str, str], arch: int | None) -> list[Violation]:
-    """Check resolved arguments against an environment and a GPU generation (major compute capability)."""
-    if arch is None:
-        return []
+    """Check resolved arguments against an environment and a GPU generation (major compute capability; None: a CPU)."""
     s = _flat(args)
+    if arch is None:
+        return list(profiling_on_a_cpu(s))
     facts = derive_sizes(s, None)
     return [violation for rule in RULES for violation in rule(s, facts, env, arch)]
 
@@ -239,6 +239,16 @@ def gpu_generation(s: Settings, _f: DerivedSizes, _environment: Mapping[str, str
                 f"{arch}.x."
             )
             yield _finding(s, message, dest, kind="note")
+
+
+def profiling_on_a_cpu(s: Settings) -> Iterator[Violation]:
+    """Note what marks for nsys are replaced by: the CUDA driver starts and stops its recording."""
+    for dest in ("nvtx_ranges", "record_shapes"):
+        if getattr(s, dest):
+            yield _finding(s, f"{s.flag(dest)} has no effect on a CPU: nsys records CUDA devices.", dest, kind="note")
+    if s.profile and not s.use_pytorch_profiler:
+        message = f"{s.flag('profile')}: on a CPU torch's profiler writes a trace, as with --use-pytorch-profiler."
+        yield _finding(s, message, "profile", kind="note")
 
 
 def _older(version: str, least: str) -> bool:

@@ -77,10 +77,10 @@ def note_hierarchical_domain(s: Settings, f: DerivedSizes) -> None:
     size = s.moe_hierarchical_domain_size
     if not (f.experts and _is_hierarchical(s) and f.ep > 1 and positive(size) and f.world):
         return
-    if size >= f.world:
+    if size >= f.world or size % (f.ep * f.etp) == 0:
         s.note(
-            f"{s.shown('moe_hierarchical_domain_size')}: all {f.world} ranks are in one node, so the alltoall "
-            "dispatcher runs."
+            f"{s.shown('moe_hierarchical_domain_size')}: all {f.ep * f.etp} expert ranks of a token are in one node, "
+            "so the alltoall dispatcher runs."
         )
     elif f.world % size:
         s.note(

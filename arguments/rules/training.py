@@ -282,3 +282,11 @@ def check_profiled_iterations(s: Settings, _f: DerivedSizes) -> Iterator[Violati
 def note_profiled_ranks(s: Settings, f: DerivedSizes) -> None:
     if s.profile and f.world is not None and s.profile_ranks and min(s.profile_ranks) >= f.world:
         s.note(f"{s.shown('profile_ranks')}: nothing is recorded, since there are {f.world} ranks.")
+
+
+def note_profile_beyond_the_end(s: Settings, _f: DerivedSizes) -> None:
+    if s.profile and s.train_iters is not None and s.profile_step_end > s.train_iters:
+        s.note(
+            f"{s.flag('profile')}: no profile is written, since training ends after iteration {s.train_iters}, before "
+            f"--profile-step-end {s.profile_step_end}."
+        )

@@ -50,7 +50,7 @@ def test_number_out_of_range_is_reported_once():
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(3, "does not divide 8 ranks"), (8, "one node"), (12, "one node"), (2, None), (4, None)],
+    [(3, "does not divide 8 ranks"), (8, "one node"), (12, "one node"), (2, None), (4, "one node")],
 )
 def test_nodes_that_do_not_divide_the_ranks_are_noted(size, expected):
     added = f"{FLEX} hierarchical --expert-model-parallel-size 4 --moe-hierarchical-domain-size {size}"

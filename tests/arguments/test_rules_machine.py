@@ -76,6 +76,24 @@ def test_frozen_arguments_give_the_same_findings():
     assert check_machine(args, {"NCCL_ALGO": "Tree"}, None) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--nvtx-ranges", ["--nvtx-ranges has no effect on a CPU"]),
+        ("--profile", ["--profile: on a CPU torch's profiler writes a trace"]),
+        ("--profile --use-pytorch-profiler", []),
+        ("--profile --record-shapes", ["--record-shapes has no effect on a CPU", "--profile: on a CPU"]),
+    ],
+)
+def test_marks_for_nsys_on_a_cpu_are_noted(flags, expected):
+    args = parse_args(changed(flags), 8)
+    found = check_machine(args, {}, None)
+    assert {violation.kind for violation in found} <= {"note"} and check_machine(args, {}, 9) == []
+    assert [text.startswith(start) for text, start in zip(map(str, found), expected, strict=True)] == [True] * len(
+        found
+    )
+
+
 def test_defaults_satisfy_the_rules():
     for backend, values in ATTENTION:
         settings, _ = resolve_command_line(changed(f"--deterministic-mode --attention-backend {backend}"), 8)

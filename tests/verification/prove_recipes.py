@@ -3,11 +3,11 @@
     python tests/verification/prove_recipes.py [NAME...]             validate and plan; NAME: those whose name contains it
     python tests/verification/prove_recipes.py --equal [NAME...]     also shrink each and compare it with one process, on the CPU
     python tests/verification/prove_recipes.py --equal --record      and keep the results for docs/recipes.md
-    python tests/verification/prove_recipes.py --device [NAME...]    also run the small form on two emulated devices: as without
-                                                          its graphs, waits of the host, graphs captured
+    python tests/verification/prove_recipes.py --device [NAME...]    also run the shrunk recipe on two emulated devices: as without
+                                                          its graphs, host synchronizations, graphs captured
     python tests/verification/prove_recipes.py --write               renew docs/recipes.md (validate and plan)
 
-The small form of --device keeps what the comparison with one process leaves out: graphs, bf16, forced balance. Its
+The shrunk recipe of --device keeps what the comparison with one process leaves out: graphs, bf16, forced balance. Its
 libraries are those that are installed; without DeepEP and HybridEP tokens go through the all-to-all.
 """
 
@@ -27,10 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import model_zoo
+from arguments import parse_args
 from arguments.parse import resolve_command_line
 from arguments.spelling import to_command_line
 from moe_trainer.exit_codes import ExitCode
-from moe_trainer.verification.shrink import ShrinkError, shrink
+from moe_trainer.verification.shrink import ParityCase, ShrinkError, shrink
 from scripts.proof_record import ProofRecord
 from tests.arguments.moe_recipes import COMMIT, DATE, FILES, RECIPES, TABLE_11, as_file
 
@@ -101,23 +102,36 @@ def plans(recipe: Recipe, folder: Path) -> str:
 
 
 def equals(recipe: Recipe, folder: Path) -> str:
-    """Compare the small form with one process."""
+    """Compare every mapping of the shrunk recipe with one process."""
     from moe_trainer.verification.parity import check_parity
     from moe_trainer.verification.rank_pool import RankPool
 
     try:
-        case = shrink(recipe.argv(folder), recipe.ranks, RANKS).cases[0]
+        cases = shrink(recipe.argv(folder), recipe.ranks, RANKS).cases
     except ShrinkError as error:
         return f"cannot be shrunk: {error.reasons[0]}"
-    with RankPool(case.pool_size, 400.0) as pool:
-        result = check_parity(pool, case)
-    if result.is_equal:
-        return f"equal ({case.mapping}): {result.agreement}"
-    return f"DIFFERENT ({case.mapping}): {result.failure[-1500:]} {[str(row) for row in result.differences[:3]]}"
+    names = []
+    with RankPool(max(case.pool_size for case in cases), 400.0) as pool:
+        for case in cases:
+            result = check_parity(pool, case)
+            name = case_name(case)
+            if not result.is_equal:
+                return f"DIFFERENT ({name}): {result.failure[-1500:]} {[str(row) for row in result.differences[:3]]}"
+            names.append(name)
+    return f"equal ({'; '.join(dict.fromkeys(names))})"
+
+
+def case_name(case: ParityCase) -> str:
+    """Return the mapping, and the format of the GEMMs unless it is that of the parameters."""
+    precision = parse_args(list(case.argv), case.world_size).precision
+    if not precision.fp8 and not precision.fp4:
+        return str(case.mapping)
+    recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
+    return f"{case.mapping} in {recipe if '4' in recipe or recipe == 'mxfp8' else f'{recipe} fp8'}"
 
 
 def device_argv(recipe: Recipe, folder: Path) -> list[str]:
-    """Return the small form for two devices, with the recipe's graphs, formats and forced balance.
+    """Return the shrunk recipe for two devices, with the recipe's graphs, formats and forced balance.
 
     Raises:
         ShrinkError: if there is none.
@@ -132,14 +146,14 @@ def device_argv(recipe: Recipe, folder: Path) -> list[str]:
 
 
 def runs_on_device(recipe: Recipe, folder: Path) -> str:
-    """Run the small form on emulated devices, with and without graphs."""
+    """Run the shrunk recipe on emulated devices, with and without graphs."""
     from emulated_cuda.recipe_runs import run_small
     from emulated_cuda.run import on_device
 
     try:
         argv = device_argv(recipe, folder)
     except ShrinkError as error:
-        return f"no small form: {error.reasons[0]}"
+        return f"cannot be shrunk: {error.reasons[0]}"
     ranks = shrink(recipe.argv(folder), recipe.ranks, 2).cases[0].world_size
     results = []
     for flags in (argv, [*argv, "--cuda-graph-impl", "none"]):
@@ -177,13 +191,14 @@ def page_lines() -> Iterator[str]:
     yield ""
     yield (
         f"The 18 files of Megatron-LM's `examples/moe_recipes` (branch dev at {COMMIT[:8]}, {DATE}) and the nine rows of table 11 of arXiv "
-        "2603.07685, with their flags on the presets of this program, on the number of devices they are for. *plan*: "
-        "whether the memory of the plan fits the device. *equal to one process*: the mapping of the recipe's small form, whose losses, "
-        "gradients and weights are those of one process (option `equal`); `device` runs its small form, with its graphs, on emulated devices, and counts waits and captures."
+        "2603.07685, with their flags on the presets of this program. *device*, *ranks*: what the recipe is for. *plan*: "
+        "whether the memory of the plan fits the device. *equal to one process*: the mappings of the shrunk recipe whose losses, gradients and "
+        "weights are those of one process, on the CPU (option `equal`). The option `device` runs the shrunk recipe, with its graphs, on emulated "
+        "devices, and counts host synchronizations and captures."
     )
     yield ""
-    yield "| recipe | devices | flags are valid | plan | equal to one process |"
-    yield "|---|---|---|---|---|"
+    yield "| recipe | device | ranks | flags are valid | plan | equal to one process |"
+    yield "|---|---|---|---|---|---|"
     files = dict(zip((name for name, *_ in RECIPES), FILES, strict=True))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -193,7 +208,7 @@ def page_lines() -> Iterator[str]:
             equal = PROVEN.find(recipe.name, recipe.text).get("equal", "")
             file = files.get(recipe.name)
             name = f"[{recipe.name}]({SOURCE}/{file}.yaml)" if file else recipe.name
-            yield f"| {name} | {recipe.ranks} x {recipe.hardware} | {valid} | {plan} | {equal} |"
+            yield f"| {name} | {recipe.hardware} | {recipe.ranks} | {valid} | {plan} | {equal} |"
 
 
 def main(words: list[str]) -> int:
