@@ -12,7 +12,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.optimizer import OptimizerArgs
 from arguments.output import OutputArgs
-from arguments.parallel import ParallelArgs, sequence_padding_multiple
+from arguments.parallel import ParallelArgs, dynamic_cp_sizes, sequence_padding_multiple
 from arguments.precision import PrecisionArgs
 from arguments.settings import Settings, Violation, is_eval_only
 from arguments.stored_weights import StoredWeightFormat, stored_weight_format
@@ -71,38 +71,69 @@ class Arguments:
         return self.is_eval_only or self.optimizer.freeze_all_layers
 
     @property
-    def sequence_padding_multiple(self) -> int:
-        """Multiple to which packed sequences are padded."""
+    def dynamic_cp_sizes(self) -> tuple[int, ...]:
+        """Sizes of the groups of --dynamic-context-parallel, () without."""
+        parallel = self.parallel
+        if not parallel.dynamic_context_parallel or self.world_size is None:
+            return ()
+        num_ranks = self.world_size // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+        return dynamic_cp_sizes(num_ranks, parallel.min_dynamic_context_parallel_size)
+
+    def _padding_multiple(self, cp_size: int) -> int:
         parallel = self.parallel
         by_tensor_ranks = bool(parallel.sequence_parallel or self.moe.num_experts)
-        return sequence_padding_multiple(
-            parallel.context_parallel_size, parallel.tensor_model_parallel_size, by_tensor_ranks
-        )
+        return sequence_padding_multiple(cp_size, parallel.tensor_model_parallel_size, by_tensor_ranks)
+
+    @property
+    def _pack_ranks(self) -> int:
+        """Context-parallel ranks to which the numbers of tokens of packs refer."""
+        return 1 if self.dynamic_cp_sizes else self.parallel.context_parallel_size
+
+    @property
+    def sequence_padding_multiple(self) -> int:
+        """Multiple to which packed sequences are padded; with dynamic context parallelism on one rank."""
+        return self._padding_multiple(self._pack_ranks)
 
     @property
     def packed_capacity(self) -> int | None:
-        """Largest number of tokens of a packed microbatch; None without packing."""
-        parallel = self.parallel
+        """Largest number of tokens of a packed microbatch; None without packing.
+
+        With dynamic context parallelism of one rank, a multiple of the fewest tokens that a rank of a group has of a
+        sequence, so that a sequence that fits into a group fits into larger ones.
+        """
+        parallel, sizes = self.parallel, self.dynamic_cp_sizes
         if parallel.sequence_packing_scheduler is None or parallel.max_seqlen_per_dp_cp_rank is None:
             return None
-        longest = -(-self.data.seq_length // self.sequence_padding_multiple) * self.sequence_padding_multiple
-        return max(parallel.max_seqlen_per_dp_cp_rank * parallel.context_parallel_size, longest)
+        size = parallel.max_seqlen_per_dp_cp_rank * self._pack_ranks
+        multiple = self._padding_multiple(sizes[-1] if sizes else parallel.context_parallel_size)
+        longest = -(-self.data.seq_length // multiple) * multiple
+        if not sizes:
+            return max(size, longest)
+        of_rank = multiple // sizes[-1]
+        return max(size // of_rank * of_rank, longest // sizes[-1])
 
     @property
     def packed_tail_multiple(self) -> int:
-        """Multiple to which packed microbatches are padded, over all context-parallel ranks."""
+        """Multiple to which packed microbatches are padded, over all context-parallel ranks.
+
+        With dynamic context parallelism on one rank.
+        """
         parallel = self.parallel
         alignment, capacity = parallel.pad_packed_seq_alignment, parallel.max_seqlen_per_dp_cp_rank
         if alignment is None or capacity is None:
             return 1
-        return (capacity if alignment == "max" else int(alignment)) * parallel.context_parallel_size
+        return (capacity if alignment == "max" else int(alignment)) * self._pack_ranks
 
     @property
     def max_packed_tokens(self) -> int | None:
-        """Largest number of tokens of a microbatch with its padding; None without packing."""
+        """Largest number of tokens of a microbatch with its padding; None without packing.
+
+        With dynamic context parallelism on --context-parallel-size ranks.
+        """
         if self.packed_capacity is None:
             return None
-        return -(-self.packed_capacity // self.packed_tail_multiple) * self.packed_tail_multiple
+        tokens = -(-self.packed_capacity // self.packed_tail_multiple) * self.packed_tail_multiple
+        return tokens * (self.parallel.context_parallel_size // self._pack_ranks)
 
     @property
     def stored_weight_format(self) -> StoredWeightFormat | None:

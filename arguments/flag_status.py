@@ -181,8 +181,6 @@ NOT_IMPLEMENTED = MappingProxyType(
         "recompute_modules": MissingFeature("the layers that have these modules", ("gdp_in_proj", "gdp_qkv", "mhc")),
         "offload_modules": MissingFeature("the layers that have this module", ("gdp_qkv",)),
         "mtp_hsm": MissingFeature("hidden-state matching"),
-        "hybrid_context_parallel": MissingFeature("hybrid context parallelism"),
-        "sequence_packing_scheduler": MissingFeature("dynamic context parallelism", ("default_dynamic_cp",)),
         "varlen_sbhd_validation": MissingFeature("padding instead of packing samples of different lengths"),
         "position_embedding_type": MissingFeature("this kind of position embedding", ("mrope", "relative")),
     }
@@ -309,6 +307,7 @@ REQUIRES = (
         ("use_varlen_dataset",),
         "varlen_mock_dataset_config_json max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_max_packed_sequences",
     ),
+    (("dynamic_context_parallel",), "min_dynamic_context_parallel_size"),
     (("pad_packed_seq_alignment",), "thd_tail_padding_policy"),
     (("phase_transition_iterations",), "phase_data_args_path"),
     (("dataloader_type=external",), "document_source document_text_key document_streams"),
@@ -376,7 +375,7 @@ REQUIRES = (
     (("optimizer_cpu_offload", "chunked_optimizer_state_offload"), "pin_cpu_params"),
     (("chunked_optimizer_state_offload",), "optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction"),
     (("use_distributed_optimizer",), "ddp_reduce_scatter_with_fp32_accumulation"),
-    (("context_parallel_size",), "cp_comm_type hierarchical_context_parallel_sizes"),
+    (("context_parallel_size", "dynamic_context_parallel"), "cp_comm_type hierarchical_context_parallel_sizes"),
     (("use_distributed_optimizer", "use_megatron_fsdp"), "num_distributed_optimizer_instances"),
     (
         ("profile",),

@@ -18,6 +18,17 @@ def sequence_padding_multiple(cp: int, tp: int, by_tensor_ranks: bool) -> int:
     return (2 * cp if cp > 1 else 1) * (tp if by_tensor_ranks else 1)
 
 
+def dynamic_cp_sizes(num_ranks: int, smallest: int) -> tuple[int, ...]:
+    """Return the sizes of the groups of --dynamic-context-parallel: powers of two, and all ranks.
+
+    Args:
+        num_ranks: dp x cp.
+        smallest: --min-dynamic-context-parallel-size.
+    """
+    powers = [2**exponent for exponent in range(num_ranks.bit_length())]
+    return (*(size for size in powers if smallest <= size < num_ranks and num_ranks % size == 0), num_ranks)
+
+
 @dataclass(frozen=True)
 class ParallelArgs:
     """How work is split over ranks, and how ranks talk."""
@@ -90,13 +101,19 @@ class ParallelArgs:
     """Sizes of the two levels of --cp-comm-type a2a+p2p: neighbors that exchange heads, and number of such groups
     in the ring."""
     hybrid_context_parallel: bool = False
-    """Choose the context-parallel size for each sample."""
+    """Deprecated spelling of --dynamic-context-parallel, without pipeline parallelism."""
+    dynamic_context_parallel: bool = False
+    """Choose for each packed microbatch which ranks of dp x cp share its sequences: long ones get large groups, others
+    run in small groups at the same time."""
+    min_dynamic_context_parallel_size: int = 1
+    """Smallest group of --dynamic-context-parallel. Groups have powers of two of ranks, and all of dp x cp."""
     max_seqlen_per_dp_cp_rank: int | None = None
     """Largest number of packed tokens of a microbatch on one context-parallel rank. Unset: enough for one sequence of
     --seq-length."""
     sequence_packing_scheduler: Literal["dp_balanced", "cost_balanced", "default_dynamic_cp"] | None = None
     """How sequences of different lengths are packed into microbatches: dp_balanced fills them in order, cost_balanced
-    (not in Megatron-LM) balances their FLOPs. Unset: dp_balanced with --use-varlen-dataset."""
+    (not in Megatron-LM) balances their FLOPs, default_dynamic_cp chooses the ranks that share them too. Unset:
+    dp_balanced with --use-varlen-dataset, default_dynamic_cp with --dynamic-context-parallel."""
     pad_packed_seq_alignment: str | None = None
     """Pad packed microbatches to multiples of this number of tokens per context-parallel rank, or to
     --max-seqlen-per-dp-cp-rank (max)."""

@@ -160,4 +160,5 @@ def parallel_sizes(args: Arguments) -> dict[str, Any]:
         cp_levels=parallel.hierarchical_context_parallel_sizes,
         second_pipeline=parallel.overlap_p2p_comm,
         ranks_per_node=args.moe.moe_hierarchical_domain_size if args.moe.uses_hierarchical_dispatch else None,
+        dynamic_cp_sizes=args.dynamic_cp_sizes,
     )

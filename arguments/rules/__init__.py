@@ -18,6 +18,7 @@ from arguments.rules import (
     checkpoint,
     data,
     dispatcher,
+    dynamic_context,
     finermoe,
     graph_limits,
     graphs,
@@ -63,6 +64,7 @@ AREAS = (
     kernels,
     training,
     data,
+    dynamic_context,
     packing,
     checkpoint,
 )

@@ -122,11 +122,13 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     for dest in (keys, values):
         if not positive(getattr(s, dest)):
             yield s.violation("{} must be at least 1.", dest)
-        elif not divides(f.tp * f.cp, getattr(s, dest)):
+        elif not divides(f.tp * f.largest_cp, getattr(s, dest)):
             yield s.violation(
-                "{} must be a multiple of {ranks} ({tensor_model_parallel_size} * {context_parallel_size}).",
+                "{} must be a multiple of {ranks} ({tensor_model_parallel_size} * {cp} context-parallel ranks).",
                 dest,
-                ranks=f.tp * f.cp,
+                "context_parallel_size",
+                ranks=f.tp * f.largest_cp,
+                cp=f.largest_cp,
             )
     if not divides(getattr(s, keys), getattr(s, values)):
         yield s.violation("{linear_num_value_heads} must be a multiple of {linear_num_key_heads}.")

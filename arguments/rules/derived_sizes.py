@@ -20,7 +20,8 @@ class DerivedSizes:
     `world` None: unknown. `dp` and `edp` are None when unknown or when the ranks do not divide. `vpp` is the number of
     virtual chunks per pipeline rank, None without interleaving or when it is unknown. `layers_split` counts what is
     spread over the pipeline (decoder layers, plus embedding and loss where they are to count). `moe_layers[i]` says
-    whether decoder layer i has experts; None without experts or with an unreadable pattern.
+    whether decoder layer i has experts; None without experts or with an unreadable pattern. `largest_cp` ranks may
+    share a sequence: cp, or dp x cp with dynamic context parallelism, if dp is known.
     """
 
     world: int | None
@@ -37,6 +38,7 @@ class DerivedSizes:
     experts: int | None
     moe_layers: tuple[bool, ...] | None
     layout: PipelineLayout | None
+    largest_cp: int
 
 
 MAX_LAYERS = 100_000
@@ -60,6 +62,7 @@ def derive_sizes(s: Settings, world: int | None) -> DerivedSizes:
         split = layers + s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
     layout = _layout(s)
     experts = s.num_experts if positive(s.num_experts) else None
+    dp = quotient(world, tp * pp * cp)
     return DerivedSizes(
         world=world,
         tp=tp,
@@ -67,7 +70,7 @@ def derive_sizes(s: Settings, world: int | None) -> DerivedSizes:
         cp=cp,
         ep=ep,
         etp=etp,
-        dp=quotient(world, tp * pp * cp),
+        dp=dp,
         edp=quotient(world, etp * ep * pp),
         vpp=_virtual_stages(s, pp, split, layout),
         layers=layers,
@@ -75,6 +78,7 @@ def derive_sizes(s: Settings, world: int | None) -> DerivedSizes:
         experts=experts,
         moe_layers=None if experts is None else moe_pattern(s.moe_layer_freq, layers),
         layout=layout,
+        largest_cp=cp * (dp or 1) if s.dynamic_context_parallel else cp,
     )
 
 

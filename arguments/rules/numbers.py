@@ -21,7 +21,7 @@ POSITIVE = tuple(
     yarn_original_max_position_embeddings moe_router_num_groups finermoe_intermediate_granularity
     finermoe_output_granularity moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
     suggested_communication_unit_size world_size model_parallel_size batch_size
-    hierarchical_context_parallel_sizes fp8_amax_history_len replication_factor
+    hierarchical_context_parallel_sizes min_dynamic_context_parallel_size fp8_amax_history_len replication_factor
     rotary_base rotary_scaling_factor rope_scaling_factor rotary_seq_len_interpolation_factor rotary_percent
     moe_router_topk_scaling_factor layernorm_epsilon loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor

@@ -18,11 +18,11 @@ QUANTIZED_TOKENS = 32
 
 def is_packed(s: Settings) -> bool:
     """Return whether microbatches are packed sequences."""
-    return s.sequence_packing_scheduler in ("dp_balanced", "cost_balanced")
+    return s.sequence_packing_scheduler is not None
 
 
 def _padding_multiple(s: Settings, f: DerivedSizes) -> int:
-    return sequence_padding_multiple(f.cp, f.tp, bool(s.sequence_parallel or s.num_experts))
+    return sequence_padding_multiple(f.largest_cp, f.tp, bool(s.sequence_parallel or s.num_experts))
 
 
 # Derived values.
@@ -35,7 +35,7 @@ def resolve_scheduler(s: Settings, _f: DerivedSizes) -> None:
 
 def resolve_capacity(s: Settings, f: DerivedSizes) -> None:
     if is_packed(s) and s.max_seqlen_per_dp_cp_rank is None and positive(s.seq_length):
-        s.set_derived(CAPACITY, -(-s.seq_length // f.cp), "one sequence of --seq-length")
+        s.set_derived(CAPACITY, -(-s.seq_length // f.largest_cp), "one sequence of --seq-length")
 
 
 def note_flags_without_use(s: Settings, _f: DerivedSizes) -> None:
@@ -83,12 +83,12 @@ def check_mock_lengths(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_capacity(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not is_packed(s) or not positive(s.max_seqlen_per_dp_cp_rank) or not positive(s.seq_length):
         return
-    size = s.max_seqlen_per_dp_cp_rank * f.cp
+    size = s.max_seqlen_per_dp_cp_rank * f.largest_cp
     if size < s.seq_length:
         yield s.violation(
             "{max_seqlen_per_dp_cp_rank} on {cp} context-parallel ranks holds {size} tokens; the longest sample has "
             "{seq_length}.",
-            cp=f.cp,
+            cp=f.largest_cp,
             size=size,
         )
 
@@ -107,13 +107,13 @@ def check_alignment(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     size = capacity if text == "max" else int(text)
     if size > capacity:
         yield s.violation("{pad_packed_seq_alignment} must not exceed {max_seqlen_per_dp_cp_rank}.")
-    elif is_packed(s) and not divides(_padding_multiple(s, f) // f.cp, size):
+    elif is_packed(s) and not divides(_padding_multiple(s, f) // f.largest_cp, size):
         yield s.violation(
             "{pad_packed_seq_alignment}: {size} tokens of a context-parallel rank cannot be sharded over tensor- and "
             "context-parallel ranks; it must be a multiple of {needed}.",
             CAPACITY,
             size=size,
-            needed=_padding_multiple(s, f) // f.cp,
+            needed=_padding_multiple(s, f) // f.largest_cp,
         )
 
 

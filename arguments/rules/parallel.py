@@ -184,8 +184,8 @@ def check_heads_per_cp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     """Check head counts for a2a, which shards the heads of a tensor rank over context ranks."""
     levels = as_list(s.hierarchical_context_parallel_sizes)
     kinds = as_list(s.cp_comm_type)
-    ranks = f.cp if "a2a" in kinds else levels[0] if "a2a+p2p" in kinds and levels else 1
-    if f.cp == 1 or ranks < 2 or not positive(s.num_attention_heads):
+    ranks = f.largest_cp if "a2a" in kinds else levels[0] if "a2a+p2p" in kinds and levels else 1
+    if f.largest_cp == 1 or ranks < 2 or not positive(s.num_attention_heads):
         return
     counts = {"num_attention_heads": s.num_attention_heads}
     if s.group_query_attention and positive(s.num_query_groups) and not s.multi_latent_attention:

@@ -68,7 +68,7 @@ def limit_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.experimental_attention_variant == "dsa"
     yield from _limit_each(s, is_on, f"{{{VARIANT}:flag}} dsa", NOT_BUILT)
     yield Limit(
-        is_on and f.cp > 1 and any(kind not in ALLGATHER for kind in as_list(s.cp_comm_type)),
+        is_on and f.largest_cp > 1 and any(kind not in ALLGATHER for kind in as_list(s.cp_comm_type)),
         "{experimental_attention_variant:flag} dsa with {context_parallel_size} needs {cp_comm_type:flag} allgather in "
         "every layer: a query selects among the keys of the full sequence.",
     )

@@ -26,12 +26,15 @@ import torch
 from torch import Tensor
 
 from moe_trainer.data.dataset import NO_PAD, TokenDataset
-from moe_trainer.data.packing import PackingPlanner
+from moe_trainer.data.packing import Pack, PackingPlanner
 from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import PackedSequences
 
 _BATCHES_AHEAD_PER_WORKER = 2
+
+Samples = Sequence[int] | Pack
+"""Numbers of the samples of a batch."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +242,8 @@ class BatchLoader:
 
     def __init__(
         self,
-        make: Callable[[Sequence[int]], Batch],
-        order: Callable[[], Iterator[Sequence[int]]],
+        make: Callable[[Any], Batch],
+        order: Callable[[], Iterator[Samples]],
         num_workers: int,
         pin_memory: bool,
         prefetch: Callable[[int], None] = lambda index: None,
@@ -253,8 +256,8 @@ class BatchLoader:
         order = self._read_ahead(self.indices()) if self._num_ahead else self.indices()
         return self._prefetched(order) if self._num_workers > 0 else map(self.read, order)
 
-    def _read_ahead(self, order: Iterator[Sequence[int]]) -> Iterator[Sequence[int]]:
-        waiting: deque[Sequence[int]] = deque()
+    def _read_ahead(self, order: Iterator[Samples]) -> Iterator[Samples]:
+        waiting: deque[Samples] = deque()
         for indices in order:
             for index in indices:
                 self._prefetch(index)
@@ -263,12 +266,12 @@ class BatchLoader:
                 yield waiting.popleft()
         yield from waiting
 
-    def read(self, indices: Sequence[int]) -> Batch:
+    def read(self, indices: Samples) -> Batch:
         """Return the batch of some samples."""
         batch = self._make(indices)
         return batch.pin_memory() if self._pin else batch
 
-    def _prefetched(self, order: Iterator[Sequence[int]]) -> Iterator[Batch]:
+    def _prefetched(self, order: Iterator[Samples]) -> Iterator[Batch]:
         ahead: deque = deque()
         executor = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data")
         try:
@@ -316,7 +319,7 @@ class StreamLoader:
             executor.shutdown(cancel_futures=True)
             self._dataset.load_state(self.state)  # what was read ahead is read again
 
-    def _read(self, indices: Sequence[int]) -> tuple[Batch, StreamState]:
+    def _read(self, indices: Samples) -> tuple[Batch, StreamState]:
         batch = self._loader.read(indices)
         return batch, self._dataset.state()
 
@@ -370,7 +373,7 @@ def build_packed_loader(
     dataset: TokenDataset,
     planner: PackingPlanner,
     batch_size: Callable[[int], int],
-    dp_rank: int,
+    rank: int,
     consumed_samples: int = 0,
     num_workers: int = 0,
     *,
@@ -384,15 +387,19 @@ def build_packed_loader(
         dataset: where samples are read.
         planner: of this dataset.
         batch_size: global batch size after a number of consumed samples.
-        dp_rank: this data-parallel rank.
+        rank: this rank, counted as in PackingPlan.
         consumed_samples: counted over all ranks.
         num_workers: as in BatchLoader.
         fmt: from `build.batch_format`.
         pin_memory, read_ahead: as in BatchLoader.
     """
+
+    def make(pack: Pack) -> Batch:
+        return make_packed_batch(dataset, pack.samples, fmt, partial(planner.format.pack, cp_size=pack.cp_size))
+
     return BatchLoader(
-        partial(make_packed_batch, dataset, fmt=fmt, pack=planner.format.pack),
-        partial(planner.order, len(dataset), consumed_samples, batch_size, dp_rank),
+        make,
+        partial(planner.order, len(dataset), consumed_samples, batch_size, rank),
         num_workers,
         pin_memory,
         dataset.prefetch,

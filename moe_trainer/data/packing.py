@@ -16,10 +16,12 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from arguments import Arguments
+from moe_trainer.data.group_packing import KEY_EXCHANGE_COST, GroupSizes, pack_into_groups
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import PackedSequences
 
@@ -30,21 +32,52 @@ Packs = list[list[int]]
 
 
 @dataclass(frozen=True)
+class Pack:
+    """Samples that share a microbatch; iterating yields them.
+
+    Attributes:
+        samples: numbers of the samples.
+        cp_size: with dynamic context parallelism, the number of ranks of dp x cp that share the pack. None: one data
+            rank, with its --context-parallel-size ranks.
+    """
+
+    samples: tuple[int, ...]
+    cp_size: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks among which a plan distributes packs that share this one."""
+        return self.cp_size or 1
+
+
+@dataclass(frozen=True)
 class PackingPlan:
     """Packs of a global batch.
 
     Attributes:
-        packs: by microbatch and data-parallel rank, the samples of a pack.
+        packs: by microbatch, in the order of ranks: the data ranks, or all of dp x cp with dynamic context parallelism.
         lengths: of every sample, without padding.
     """
 
-    packs: tuple[tuple[tuple[int, ...], ...], ...]
+    packs: tuple[tuple[Pack, ...], ...]
     lengths: Mapping[int, int]
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches of every data-parallel rank."""
+        """Number of microbatches of every rank."""
         return len(self.packs)
+
+    def pack(self, microbatch: int, rank: int) -> Pack:
+        """Return the pack of a rank."""
+        packs = self.packs[microbatch]
+        ends = itertools.accumulate(pack.num_ranks for pack in packs)
+        return next(pack for pack, end in zip(packs, ends) if rank < end)
 
 
 @dataclass(frozen=True)
@@ -52,12 +85,13 @@ class PackingSummary:
     """What the microbatches of a plan hold.
 
     Attributes:
-        num_microbatches: of every data-parallel rank.
+        num_microbatches: of every rank.
         tokens: without padding.
         cost: in FLOPs.
         fill: tokens / capacity of all packs.
         imbalance: cost of the most expensive rank of each microbatch / mean cost, over all microbatches. The others
             wait for it where gradients or pipeline stages synchronize, so 1 - 1 / imbalance of the FLOPs is wasted.
+        cp_sizes: number of packs by the size of their group, with dynamic context parallelism.
     """
 
     num_microbatches: int
@@ -65,11 +99,20 @@ class PackingSummary:
     cost: float
     fill: float
     imbalance: float
+    cp_sizes: Mapping[int, int]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Values for logs."""
+        sizes = {f"groups of {size}": float(count) for size, count in self.cp_sizes.items()}
+        return {"fill": self.fill, "imbalance": self.imbalance, **sizes}
 
 
 @dataclass(frozen=True)
 class PackFormat:
     """How sequences become a pack.
+
+    With dynamic context parallelism numbers of tokens are those of a group of one rank.
 
     Attributes:
         capacity: largest number of tokens, over all context-parallel ranks.
@@ -78,6 +121,7 @@ class PackFormat:
         tail_multiple: packs are padded to multiples of it.
         extend_last: the padding of a pack belongs to its last sequence; otherwise it is a separate sequence.
         max_sequences: of a pack, with that of padding; None for any number.
+        cp_sizes: numbers of ranks that may share a pack, with dynamic context parallelism.
     """
 
     capacity: int
@@ -86,6 +130,7 @@ class PackFormat:
     tail_multiple: int = 1
     extend_last: bool = False
     max_sequences: int | None = None
+    cp_sizes: tuple[int, ...] = ()
 
     @staticmethod
     def from_args(args: Arguments) -> PackFormat | None:
@@ -100,11 +145,38 @@ class PackFormat:
             args.packed_tail_multiple,
             parallel.thd_tail_padding_policy == "extend_last",
             parallel.thd_max_packed_sequences,
+            args.dynamic_cp_sizes,
         )
 
-    def pack(self, lengths: Sequence[int]) -> PackedSequences:
-        """Pad the sequences of a pack."""
-        return PackedSequences.of(lengths, self.sequence_multiple).pad_tail(self.tail_multiple, self.extend_last)
+    def pack(self, lengths: Sequence[int], cp_size: int | None = None) -> PackedSequences:
+        """Pad the sequences of a pack.
+
+        Args:
+            lengths: without padding.
+            cp_size: see Pack.
+        """
+        packed = PackedSequences.of(lengths, self._multiple(cp_size))
+        return replace(packed.pad_tail(self.tail_multiple * (cp_size or 1), self.extend_last), cp_size=cp_size)
+
+    def _multiple(self, cp_size: int | None) -> int:
+        """Return the multiple to which sequences are padded: a rank of a group has two chunks of each."""
+        return self.sequence_multiple * (2 * cp_size if cp_size is not None and cp_size > 1 else 1)
+
+    def group_sizes(self, get_cost: Callable[[int], float]) -> GroupSizes:
+        """Return what limits the packs of groups, with dynamic context parallelism.
+
+        Args:
+            get_cost: of a sequence by its length, in FLOPs.
+        """
+        of_token = get_cost(1)
+
+        def pad(length: int, cp_size: int) -> int:
+            return -(-length // self._multiple(cp_size)) * self._multiple(cp_size)
+
+        def cost(length: int, cp_size: int) -> float:
+            return get_cost(length) + (cp_size - 1) * KEY_EXCHANGE_COST * length * of_token
+
+        return GroupSizes(self.cp_sizes, self.capacity, pad, cost, self.max_samples)
 
     @property
     def max_samples(self) -> int | None:
@@ -225,8 +297,9 @@ class PackingPlanner:
         get_cost: of a sequence by its length, in FLOPs.
         fmt: of packs.
         micro_batch_size: samples that a data rank would read at once without packing; part of the order.
-        dp_size: number of data-parallel ranks.
+        dp_size: number of data-parallel ranks; fmt.cp_sizes counts the ranks of dynamic context parallelism.
         group_size: the number of microbatches is a multiple of it (virtual pipeline stages).
+        is_pipelined: see pack_into_groups.
     """
 
     def __init__(
@@ -237,10 +310,11 @@ class PackingPlanner:
         micro_batch_size: int,
         dp_size: int,
         group_size: int = 1,
+        is_pipelined: bool = False,
     ):
         self._get_length, self.format, self._micro = get_length, fmt, micro_batch_size
         self._get_cost = functools.lru_cache(maxsize=None)(get_cost)
-        self._dp_size, self._group_size = dp_size, group_size
+        self._dp_size, self._group_size, self._is_pipelined = dp_size, group_size, is_pipelined
         # the loader plans ahead of training
         self.plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._plan)
 
@@ -252,28 +326,37 @@ class PackingPlanner:
         """
         samples = sample_order(first, num_samples, self._micro, self._dp_size)
         lengths = [self._get_length(sample) for sample in samples]
-        padded = PackedSequences.of(lengths, self.format.sequence_multiple).padded_lengths
-        multiple = self._dp_size * self._group_size
         try:
-            packs = self._pack(padded, multiple)
+            packs = self._pack_groups(samples, lengths) if self.format.cp_sizes else self._pack(samples, lengths)
         except ValueError as error:
+            num_ranks = 1 if self.format.cp_sizes else self._dp_size
             raise UserError(
-                f"--sequence-packing-scheduler: {error}, a multiple of {self._dp_size} data-parallel ranks"
+                f"--sequence-packing-scheduler: {error}"
+                + (f", a multiple of {num_ranks} data-parallel ranks" if num_ranks > 1 else "")
                 + (f" times groups of {self._group_size} microbatches" if self._group_size > 1 else "")
                 + "; raise --global-batch-size"
             ) from error
-        of_samples = [tuple(samples[position] for position in pack) for pack in packs]
-        steps = range(0, len(packs), self._dp_size)
-        return PackingPlan(
-            tuple(tuple(of_samples[start : start + self._dp_size]) for start in steps), dict(zip(samples, lengths))
-        )
+        return PackingPlan(packs, dict(zip(samples, lengths)))
 
-    def _pack(self, lengths: Sequence[int], multiple: int) -> Packs:
-        fmt = self.format
+    def _pack(self, samples: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[Pack, ...], ...]:
+        fmt, multiple = self.format, self._dp_size * self._group_size
+        padded = PackedSequences.of(lengths, fmt.sequence_multiple).padded_lengths
         if fmt.balances_cost:
-            costs = [self._get_cost(length) for length in lengths]
-            return pack_by_cost(lengths, costs, fmt.capacity, multiple, fmt.max_samples)
-        return pack_in_order(lengths, fmt.capacity, multiple, fmt.max_samples)
+            costs = [self._get_cost(length) for length in padded]
+            found = pack_by_cost(padded, costs, fmt.capacity, multiple, fmt.max_samples)
+        else:
+            found = pack_in_order(padded, fmt.capacity, multiple, fmt.max_samples)
+        packs = [Pack(tuple(samples[position] for position in pack)) for pack in found]
+        steps = range(0, len(packs), self._dp_size)
+        return tuple(tuple(packs[start : start + self._dp_size]) for start in steps)
+
+    def _pack_groups(self, samples: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[Pack, ...], ...]:
+        limits = self.format.group_sizes(self._get_cost)
+        found = pack_into_groups(lengths, limits, self._group_size, self._is_pipelined)
+        return tuple(
+            tuple(Pack(tuple(samples[position] for position in group.positions), group.size) for group in groups)
+            for groups in found
+        )
 
     def summarize(self, plan: PackingPlan) -> PackingSummary:
         """Return what a plan computes, and how well its packs are filled and balanced."""
@@ -282,11 +365,15 @@ class PackingPlanner:
         for packs in plan.packs:
             lengths = [[plan.lengths[sample] for sample in pack] for pack in packs]
             costs = [sum(map(self._get_cost, each)) for each in lengths]
+            num_ranks = sum(pack.num_ranks for pack in packs)
             tokens += sum(map(sum, lengths))
             cost += sum(costs)
-            slowest += max(costs) * len(packs)
-            longest += self.format.capacity * len(packs)
-        return PackingSummary(plan.num_microbatches, tokens, cost, tokens / longest, slowest / cost)
+            slowest += max(each / pack.num_ranks for each, pack in zip(costs, packs)) * num_ranks
+            longest += self.format.capacity * num_ranks
+        sizes = Counter(pack.cp_size for packs in plan.packs for pack in packs if pack.cp_size is not None)
+        return PackingSummary(
+            plan.num_microbatches, tokens, cost, tokens / longest, slowest / cost, dict(sorted(sizes.items()))
+        )
 
     def count_microbatches(self, start: int, stop: int, batch_size: int) -> int:
         """Return the number of microbatches of the samples from `start` to `stop` in batches of `batch_size`."""
@@ -294,18 +381,16 @@ class PackingPlanner:
             self.plan(first, min(batch_size, stop - first)).num_microbatches for first in range(start, stop, batch_size)
         )
 
-    def order(
-        self, total: int, consumed: int, batch_size: Callable[[int], int], dp_rank: int
-    ) -> Iterator[tuple[int, ...]]:
-        """Yield the samples of this rank's packs; an incomplete last global batch is dropped.
+    def order(self, total: int, consumed: int, batch_size: Callable[[int], int], rank: int) -> Iterator[Pack]:
+        """Yield this rank's packs; an incomplete last global batch is dropped.
 
         Args:
             total: samples of the dataset.
             consumed: samples that were read before, over all ranks.
             batch_size: global batch size after a number of consumed samples.
-            dp_rank: this data-parallel rank.
+            rank: this rank, counted as in PackingPlan.
         """
         while 0 < (samples := batch_size(consumed)) <= total - consumed:
-            for microbatch in self.plan(consumed, samples).packs:
-                yield microbatch[dp_rank]
+            plan = self.plan(consumed, samples)
+            yield from (plan.pack(microbatch, rank) for microbatch in range(plan.num_microbatches))
             consumed += samples

@@ -121,7 +121,7 @@ class SelfAttention(nn.Module):
         self.core_attention = factory.core_attention(
             model, layer_number, head_dim=self.head_dim, scale=model.softmax_scale
         )
-        self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.cp)
+        self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.context)
         self.softmax_offset = make_attention_sinks(model, name, tp)
         options |= {"init": residual_init(model), "bias": model.add_bias_linear}
         self.linear_proj = factory.row_linear(

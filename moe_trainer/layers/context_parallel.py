@@ -21,7 +21,7 @@ from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.ring_attention import gathered_attention, ring_attention
 from moe_trainer.parallel.collectives import all_to_all
 from moe_trainer.parallel.sequence import sequential_to_zigzag, zigzag_to_sequential
-from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.parallel.state import ContextGroups, Group, ParallelState
 
 
 def get_cp_comm_type(layer_number: int, comm_types: Sequence[str]) -> str:
@@ -43,16 +43,16 @@ def make_core_attention(
     backend: SDPBackend | None = None,
 ) -> nn.Module:
     """Build the core attention of one layer; see CoreAttention for the arguments."""
-    if ps.cp.size == 1:
+    context = ps.context
+    if context.max_size == 1:
         return CoreAttention(model, layer_number, head_dim=head_dim, scale=scale, backend=backend)
     kind = get_cp_comm_type(layer_number, comm_types)
-    single = Group.single("no heads travel")
     heads, positions = {
-        "p2p": (single, ps.cp),
-        "allgather": (single, ps.cp),
-        "all_gather": (single, ps.cp),
-        "a2a": (ps.cp, Group.single("no keys travel")),
-        "a2a+p2p": (ps.cp_a2a, ps.cp_p2p),
+        "p2p": (None, context),
+        "allgather": (None, context),
+        "all_gather": (None, context),
+        "a2a": (context, None),
+        "a2a+p2p": (ContextGroups(ps.cp_a2a), ContextGroups(ps.cp_p2p)),
     }[kind]
     return ContextParallelAttention(
         model,
@@ -70,9 +70,9 @@ class ContextParallelAttention(CoreAttention):
     """Attention of the local positions to those of all ranks.
 
     Args:
-        heads: ranks that exchange heads for positions.
-        positions: ranks that keep their positions and exchange keys, in a ring or `gathered`. The product of both
-            groups is the context-parallel group.
+        heads: groups of ranks that exchange heads for positions; None for none.
+        positions: groups of ranks that keep their positions and exchange keys, in a ring or `gathered`; None for none.
+            The product of a microbatch's groups is its context-parallel group.
     """
 
     def __init__(
@@ -83,13 +83,21 @@ class ContextParallelAttention(CoreAttention):
         head_dim: int,
         scale: float | None = None,
         backend: SDPBackend | None = None,
-        heads: Group,
-        positions: Group,
+        heads: ContextGroups | None,
+        positions: ContextGroups | None,
         gathered: bool = False,
     ):
         super().__init__(model, layer_number, head_dim=head_dim, scale=scale, backend=backend)
-        self.heads, self.positions = heads, positions
+        self._heads, self._positions = heads, positions
         self.attend = gathered_attention if gathered else ring_attention
+
+    def groups(self, visible: AttentionMask | None) -> tuple[Group, Group]:
+        """Return the ranks that exchange heads, and those that exchange keys, of a microbatch."""
+        size = None if visible is None else visible.cp_size
+        heads, positions = (
+            self._local_group if groups is None else groups.of(size) for groups in (self._heads, self._positions)
+        )
+        return heads, positions
 
     def should_pad_values(self, length: int, visible: AttentionMask | None, device: torch.device) -> bool:
         """Return False: padding before communication would send zeros."""
@@ -113,17 +121,15 @@ class ContextParallelAttention(CoreAttention):
         """
         if visible is not None and visible.mask is not None:
             raise ValueError("an explicit attention mask cannot be cut over context-parallel ranks; give document ids")
-        lengths = () if visible is None else visible.lengths
-        q, k, v = all_to_all_seq_to_heads(self.heads, q_SBND, k_SBGD, v_SBGE, lengths=lengths)
+        lengths, (heads, positions) = () if visible is None else visible.lengths, self.groups(visible)
+        q, k, v = all_to_all_seq_to_heads(heads, q_SBND, k_SBGD, v_SBGE, lengths=lengths)
         if sink_N is not None:
-            sink_N = sink_N.chunk(self.heads.size)[self.heads.rank]
-        if self.positions.size == 1:
+            sink_N = sink_N.chunk(heads.size)[heads.rank]
+        if positions.size == 1:
             out = super().forward(q, k, v, visible, sink_N)
         else:
-            out = self.attend(
-                q, k, v, self.scale, self.block_mask(visible, q.device), self.positions, self.sinks(q, sink_N)
-            )
-        return all_to_all_heads_to_seq(self.heads, out, lengths)
+            out = self.attend(q, k, v, self.scale, self.block_mask(visible, q.device), positions, self.sinks(q, sink_N))
+        return all_to_all_heads_to_seq(heads, out, lengths)
 
 
 def all_to_all_seq_to_heads(group: Group, *tensors: Tensor, lengths: Sequence[int] = ()) -> tuple[Tensor, ...]:

@@ -105,6 +105,11 @@ class AttentionMask:
         return () if self.packed is None else self.packed.padded_lengths
 
     @property
+    def cp_size(self) -> int | None:
+        """Number of ranks that share the sequences; None for that of all microbatches."""
+        return None if self.packed is None else self.packed.cp_size
+
+    @property
     def graph_inputs(self) -> tuple[Tensor, ...]:
         """Tensors that a captured part takes as inputs, because they change with the batch."""
         return (self.documents.ids_BS,) if self.documents is not None and self.documents.is_static else ()

@@ -27,7 +27,7 @@ from moe_trainer.ops.attention import compact
 from moe_trainer.ops.block_attention import Documents
 from moe_trainer.ops.gated_delta_rule import Heads
 from moe_trainer.parallel.params import ParamInfo, get_param_info
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
@@ -93,12 +93,12 @@ class GatedDeltaNet(nn.Module):
     ):
         super().__init__()
         keys, values, tp = model.linear_num_key_heads, model.linear_num_value_heads, ps.tp
-        if keys % (tp.size * ps.cp.size) or values % keys:
+        if keys % (tp.size * ps.context.max_size) or values % keys:
             raise ValueError(
                 f"{name}: {keys} key heads and {values} value heads do not divide over {tp.size} tensor-parallel and "
-                f"{ps.cp.size} context-parallel ranks"
+                f"{ps.context.max_size} context-parallel ranks"
             )
-        self.cp, self.activations, self.gated_delta = ps.cp, factory.activations, factory.kernels.gated_delta
+        self.context, self.activations, self.gated_delta = ps.context, factory.activations, factory.kernels.gated_delta
         self.heads = Heads(keys // tp.size, values // tp.size, model.linear_key_head_dim, model.linear_value_head_dim)
         key_rows, value_rows = keys * model.linear_key_head_dim, values * model.linear_value_head_dim
         sizes = (key_rows, key_rows, value_rows, value_rows, values, values)
@@ -138,27 +138,30 @@ class GatedDeltaNet(nn.Module):
         """
         if visible is not None and visible.mask is not None:
             raise ValueError("gated DeltaNet layers know no explicit attention mask; give document ids")
-        documents = None if visible is None else visible.documents
+        documents, size = (None, None) if visible is None else (visible.documents, visible.cp_size)
+        cp = self.context.of(size)
         with self.activations.offload_scope("qkv_linear"):
             x, z_SBN, beta, alpha = self.in_proj(x_SBH).split([sum(self.rows[:3]), *self.rows[3:]], -1)
         with self.activations.offload_scope("core_attn"):
-            y_SBN = self._mix(x, beta, alpha, documents)
-            z_SBN = z_SBN if self.cp.size == 1 else compact(z_SBN)
+            y_SBN = self._mix(x, beta, alpha, documents, cp)
+            z_SBN = z_SBN if cp.size == 1 else compact(z_SBN)
             gated, inside = self.activations.recompute_output("gdn_norm_out", self._gated_norm, y_SBN, z_SBN)
         with inside, self.activations.offload_scope("attn_proj"):
             return self.out_proj(gated)
 
-    def _mix(self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, documents: Documents | None) -> Tensor:
+    def _mix(
+        self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, documents: Documents | None, cp: Group
+    ) -> Tensor:
         """Apply the delta rule over the full sequence; return [S, B, N * E] of the local positions."""
         ids_BS, lengths = (None, ()) if documents is None else (documents.ids_BS, documents.lengths)
         weight, rates = self.conv1d.weight.squeeze(1), (self.A_log, self.dt_bias)
-        if self.cp.size == 1:
+        if cp.size == 1:
             return self.gated_delta(x_SBC, beta_SBN, alpha_SBN, weight, *rates, self.heads, ids_BS).flatten(2)
-        heads, (size, rank) = self.heads, (self.cp.size, self.cp.rank)
+        heads, (size, rank) = self.heads, (cp.size, cp.rank)
         q, k, v = x_SBC.split(heads.channels, -1)
         q, k = (each.unflatten(-1, (heads.keys, -1)) for each in (q, k))
         values = [v.unflatten(-1, (heads.values, -1)), beta_SBN.unsqueeze(-1), alpha_SBN.unsqueeze(-1)]
-        q, k, v, beta, alpha = all_to_all_seq_to_heads(self.cp, q, k, *values, lengths=lengths)
+        q, k, v, beta, alpha = all_to_all_seq_to_heads(cp, q, k, *values, lengths=lengths)
         mine = torch.cat([part.chunk(size)[rank] for part in weight.split(heads.channels)])
         few = replace(heads, keys=heads.keys // size, values=heads.values // size)
         y = self.gated_delta(
@@ -170,7 +173,7 @@ class GatedDeltaNet(nn.Module):
             few,
             ids_BS,
         )
-        return all_to_all_heads_to_seq(self.cp, y.flatten(2), lengths)
+        return all_to_all_heads_to_seq(cp, y.flatten(2), lengths)
 
     def _gated_norm(self, y_SBN: Tensor, z_SBN: Tensor) -> Tensor:
         return _SiluGate.apply(self.out_norm(y_SBN.unflatten(-1, (self.heads.values, -1))).flatten(2), z_SBN)

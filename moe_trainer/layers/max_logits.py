@@ -9,7 +9,7 @@ from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.ops.block_attention import BlockMask, PositionRange
 from moe_trainer.ops.max_logits import max_logits_per_head
 from moe_trainer.parallel.sequence import SequenceShard, zigzag_ranges
-from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.state import ContextGroups
 
 
 class MaxLogitTracker:
@@ -18,9 +18,9 @@ class MaxLogitTracker:
     Under context parallelism the keys are gathered once more, whatever --cp-comm-type does.
     """
 
-    def __init__(self, model: ModelArgs, layer_number: int, scale: float, cp: Group):
+    def __init__(self, model: ModelArgs, layer_number: int, scale: float, groups: ContextGroups):
         self.enabled = False
-        self._scale, self._sequence = scale, SequenceShard(cp)
+        self._scale, self._sequence = scale, SequenceShard.over(groups)
         self._left = model.window_size[0] if uses_window(model, layer_number) else -1
         self._max_N: Tensor | None = None
 
@@ -33,9 +33,9 @@ class MaxLogitTracker:
         """Include the scores of a microbatch. Collective over the context-parallel ranks."""
         if not self.enabled:
             return
-        cp, lengths = self._sequence.cp, () if visible is None else visible.lengths
-        keys = self._sequence.of(lengths).full(k_SBGD, 0)
-        mine = [PositionRange(*ends) for ends in zigzag_ranges(cp.rank, cp.size, keys.shape[0], lengths)]
+        shard = self._sequence if visible is None else self._sequence.of(visible.lengths, visible.cp_size)
+        keys, cp = shard.full(k_SBGD, 0), shard.cp
+        mine = [PositionRange(*ends) for ends in zigzag_ranges(cp.rank, cp.size, keys.shape[0], shard.lengths)]
         mask, documents = (None, None) if visible is None else (visible.mask, visible.documents)
         new_N = max_logits_per_head(
             q_SBND, keys, self._scale, BlockMask(left=self._left, documents=documents), mine, mask

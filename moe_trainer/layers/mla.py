@@ -93,7 +93,7 @@ class MultiLatentAttention(nn.Module):
             )
         else:
             self.core_attention = factory.core_attention(model, layer_number, head_dim=key_dim, scale=scale)
-        self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.cp)
+        self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.context)
         # where its inputs are not saved, attention saves them as they come, and they come as it would save them
         self.core_attention.should_save_inputs = "mla_up_proj" in factory.activations.recomputed
         self.core_attention.value_width = self.value_dim
@@ -238,7 +238,7 @@ class MultiLatentAttention(nn.Module):
                 latent_SBC = self.kv_layernorm(latent_SBC)
             sparse = isinstance(self.core_attention, SparseAttention)
             by_latents = sparse and self.core_attention.uses_gathered_form(
-                x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1)
+                x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1), visible
             )
             make = (
                 functools.partial(self._leave, rope) if by_latents else functools.partial(self._expand, rope, visible)

@@ -39,9 +39,8 @@ class Rotary:
     def tables(self, length: int, device: torch.device, packed: PackedSequences | None = None) -> Tables:
         """Return cos, sin of the local positions in a sequence of `length`, fp32 [length / cp, R/2]."""
         if packed is not None:
-            positions_S = (
-                self.sequence.of(packed.padded_lengths).local(packed.positions(), 0).to(device, non_blocking=True)
-            )
+            shard = self.sequence.of(packed.padded_lengths, packed.cp_size)
+            positions_S = shard.local(packed.positions(), 0).to(device, non_blocking=True)
             return rope_tables(self.inv_freq, positions_S, self.position_scale, self.amplitude)
         key = (length, device)
         if key not in self._tables:

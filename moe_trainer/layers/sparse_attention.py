@@ -139,8 +139,8 @@ class SparseAttention(ContextParallelAttention):
             layer_number,
             head_dim=head_dim,
             scale=scale,
-            heads=Group.single("no heads travel"),
-            positions=ps.cp,
+            heads=None,
+            positions=ps.context,
             gathered=True,
         )
         self.tp, self.gathers_rows, self.activations = ps.tp, sequence_parallel and ps.tp.size > 1, activations
@@ -152,17 +152,19 @@ class SparseAttention(ContextParallelAttention):
             model, ps.tp, name=f"{name}.indexer", layer_number=layer_number, queue=queue, apply_rope=apply_rope
         )
         self.recorder: list[Tensor] | None = None
-        # this rank's share of the loss, summed over passes, and the number of passes
+        # this rank's shares of the losses of passes, and of their number
         self.register_buffer("indexer_loss", torch.zeros(2, dtype=torch.float32), persistent=False)
 
-    def uses_gathered_form(self, length: int) -> bool:
+    def uses_gathered_form(self, length: int, visible: AttentionMask | None) -> bool:
         """Return whether keys must be CompressedKV.
 
         Args:
             length: number of local positions.
+            visible: says which ranks share the microbatch.
         """
+        _, group = self.groups(visible)
         heads = self.model.num_attention_heads // self.tp.size
-        return gather_unsupported_reason(self.model, heads, length * self.positions.size, self.quantized) is None
+        return gather_unsupported_reason(self.model, heads, length * group.size, self.quantized) is None
 
     def forward(
         self,
@@ -187,7 +189,8 @@ class SparseAttention(ContextParallelAttention):
         """
         if visible is not None and visible.mask is not None:
             raise ValueError("sparse attention is not built for explicit attention masks; give document ids")
-        size, group, listed = self.positions.size, self.positions, isinstance(keys, CompressedKV)
+        (_, group), listed = self.groups(visible), isinstance(keys, CompressedKV)
+        size = group.size
         topk = self.topk if self.topk is not None and self.topk < q_SBND.shape[0] * size else None
         learns = self.training and self.coeff > 0.0 and torch.is_grad_enabled()
         if topk is None and not learns:
@@ -253,10 +256,10 @@ class SparseAttention(ContextParallelAttention):
         num_queries: int,
     ) -> Tensor:
         """Record the loss, and attach its gradient to that of y."""
-        group, mean = self.positions, 1.0 / num_queries
+        group, mean = sequence.cp, 1.0 / num_queries
 
         def note() -> None:
-            self.indexer_loss += torch.stack([loss * (mean * self.coeff), torch.ones_like(loss)])
+            self.indexer_loss += torch.stack([loss * (mean * self.coeff), torch.full_like(loss, 1.0 / group.size)])
 
         self.activations.cached_for_recompute(note)
         if group.size > 1:  # of all queries to this rank's keys
@@ -292,7 +295,7 @@ def reduce_indexer_loss(
     """Return the input of indexer_metric on every rank.
 
     Returns:
-        fp64 [2] on the device, sum of the layers' means and number of layers; [0] without such a loss.
+        fp64 [2] on the device, sum over layers and microbatches and their number; [0] without such a loss.
 
     Communication: two fp64 values over dp_cp, then over pp.
     """
@@ -300,11 +303,8 @@ def reduce_indexer_loss(
         return torch.zeros(0, dtype=torch.float64, device=device)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for layer in iter_sparse_attentions(chunks):
-        loss, passes = layer.indexer_loss.double()
-        total += torch.stack([loss / passes.clamp(min=1.0), torch.ones_like(loss)])
+        total += layer.indexer_loss.double()
     all_reduce(total, ps.dp_cp)
-    total /= ps.dp.size  # the ranks of cp hold shares of one mean
-    total[1] /= ps.cp.size
     return all_reduce(total, ps.pp)
 
 

@@ -6,8 +6,9 @@ shifted left by one per depth, before they are sharded over cp. The losses are a
 main loss reads. Evaluation skips all of it. With --mtp-detach-heads the losses do not train the main model.
 
 As in Megatron-LM each context-parallel rank divides by its own number of valid tokens and the means are averaged, so
-the loss depends on the layout (docs and list in moe/balancing.py). The layers and the losses are separate modules,
-because they may be on different pipeline stages; the losses are with the output layer.
+the loss depends on the layout (docs and list in moe/balancing.py). With dynamic context parallelism, where a sequence
+may be in any group, the number is that of the whole group. The layers and the losses are separate modules, because they
+may be on different pipeline stages; the losses are with the output layer.
 
 Source: DeepSeek-V3 report, section 2.2; shapes, names and normalization of Megatron-Core.
 Shapes: S sequence (sharded in hidden states, full in tokens, labels and masks), B microbatch, H hidden.
@@ -44,7 +45,7 @@ def shift_left(x_BS: Tensor, packed: PackedSequences | None = None) -> Tensor:
 
 def shard_of(sequence: SequenceShard, packed: PackedSequences | None) -> SequenceShard:
     """Return the shard of a microbatch, which may be packed."""
-    return sequence if packed is None else sequence.of(packed.padded_lengths)
+    return sequence if packed is None else sequence.of(packed.padded_lengths, packed.cp_size)
 
 
 class _ZeroGrad(torch.autograd.Function):
@@ -116,7 +117,7 @@ class MultiTokenPrediction(nn.Module):
     def __init__(self, args: Arguments, ps: ParallelState, *, is_moe: bool, factory: LayerFactory):
         super().__init__()
         model = args.model
-        self.sequence = SequenceShard(ps.cp)
+        self.sequence = SequenceShard.over(ps.context)
         assert model.mtp_num_layers is not None
         self.num_depths, self.detached = model.mtp_num_layers, model.mtp_detach_heads
         num_layers = 1 if model.mtp_use_repeated_layer else self.num_depths
@@ -164,7 +165,7 @@ class MTPLosses(nn.Module):
 
     def __init__(self, args: Arguments, ps: ParallelState):
         super().__init__()
-        self.sequence = SequenceShard(ps.cp)
+        self.sequence = SequenceShard.over(ps.context)
         assert args.model.mtp_num_layers is not None
         self.num_depths = args.model.mtp_num_layers
         self.loss_weight = args.model.mtp_loss_scaling_factor / self.num_depths
@@ -182,19 +183,20 @@ class MTPLosses(nn.Module):
         packed: PackedSequences | None = None,
     ) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
-        local = shard_of(self.sequence, packed).local
+        local, cp_size = shard_of(self.sequence, packed).local, None if packed is None else packed.cp_size
+        count_of = local if cp_size is None else lambda mask_BS, _: mask_BS  # of this rank, or of its group
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
-        original_count = local(mask_BS, 1).sum()
+        original_count = count_of(mask_BS, 1).sum()
         for depth, state in enumerate(states):
             labels_BS, mask_BS = shift_left(labels_BS, packed), shift_left(mask_BS, packed)
             local_mask_BS = local(mask_BS, 1)
             masked_BS = loss_BS(state, local(labels_BS, 1), local_mask_BS) * local_mask_BS
-            count = local_mask_BS.sum().clamp(min=1)
+            count = count_of(mask_BS, 1).sum().clamp(min=1)
             self.losses[depth] += masked_BS.detach().sum() / count
             # with grad_scale losses are summed over cp, but these means of the ranks must be averaged
             norm = original_count / count if self.per_token_loss else 1.0 / (count * self.sequence.cp.size)
             x_SBH = attach_loss(x_SBH, masked_BS, norm * self.loss_weight * grad_scale)
-        self.losses[-1] += 1
+        self.losses[-1] += 1 if cp_size is None else 1 / cp_size
         return x_SBH
 
 

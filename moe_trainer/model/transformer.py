@@ -202,8 +202,9 @@ class Transformer(nn.Module):
         )
         self.spans = args.training.recompute_spans(len(layout.layers))
         self.offloaded_layers = args.training.cpu_offloading_num_layers
-        self.sequence, self.tp = SequenceShard(ps.cp), ps.tp
-        self.num_sequence_shards = ps.cp.size * (ps.tp.size if args.parallel.sequence_parallel else 1)
+        self.sequence, self.tp = SequenceShard.over(ps.context), ps.tp
+        self.num_packs = 0.0  # of this iteration; this rank's shares of those of groups (moe/balancing.py)
+        self.num_tensor_shards = ps.tp.size if args.parallel.sequence_parallel else 1
         self.hidden_size = model.hidden_size
         self.fp32_residual = model.fp32_residual_connection
         self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
@@ -234,10 +235,13 @@ class Transformer(nn.Module):
                 generators[f"{router.name}.bias_stream"] = router.bias_stream
         return generators
 
-    def input_spec(self, micro_batch_size: int, seq_length: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and dtype of the x_SBH that this chunk receives in its current mode."""
+    def input_spec(
+        self, micro_batch_size: int, seq_length: int, packed: PackedSequences | None = None
+    ) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of the x_SBH of a microbatch that this chunk receives in its current mode."""
         num_states = 1 + (self.layout.receives_depths if self.training else 0)
-        shape = (num_states * seq_length // self.num_sequence_shards, micro_batch_size, self.hidden_size)
+        num_shards = shard_of(self.sequence, packed).cp.size * self.num_tensor_shards
+        shape = (num_states * seq_length // num_shards, micro_batch_size, self.hidden_size)
         is_fp32 = self.fp32_residual and not self.layout.receives_normed
         return shape, torch.float32 if is_fp32 else self.params_dtype
 
@@ -285,6 +289,8 @@ class Transformer(nn.Module):
             document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, packed)
         valid = None if packed is None else self._valid_tokens(packed)
+        if packed is not None and packed.cp_size is not None and self.training:
+            self.num_packs += 1.0 / packed.cp_size
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
@@ -319,7 +325,7 @@ class Transformer(nn.Module):
         """Return which of the tokens are valid that this rank's routers read: sharded over cp, then over tp."""
         mask_S = shard_of(self.sequence, packed).local(packed.is_valid(), 0)
         mask_T = mask_S.chunk(self.tp.size)[self.tp.rank].to(self.device, non_blocking=True)
-        return ValidTokens(mask_T, sum(packed.lengths))
+        return ValidTokens(mask_T, sum(packed.lengths), packed.cp_size)
 
     def _layers(
         self,

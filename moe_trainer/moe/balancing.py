@@ -193,9 +193,7 @@ def balancing_losses(
     if any(coefficients.values()):
         num_rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
         scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows, valid_T)
-        weights_BE = _loss_weights(
-            probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid is not None
-        )
+        weights_BE = _loss_weights(probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid)
         weights_TE = weights_BE.repeat(num_tokens // num_rows, 1)
         if slope_TE is scores_TE:
             grad_TE = torch._softmax_backward_data(weights_TE, scores_TE, -1, scores_TE.dtype)
@@ -283,22 +281,23 @@ def _loss_weights(
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
     values: Tensor,
-    varies: bool,
+    valid: ValidTokens | None,
 ) -> Tensor:
     """Return the sum of the c's of the losses in use, [1 or B, E]; write the losses to `values`.
 
-    `total`: tokens over tp and cp. `varies`: data ranks may have other numbers.
+    `total`: tokens over tp and cp. `valid`: data ranks may have other numbers.
     """
+    group = ps.tensor_context.of(None if valid is None else valid.cp_size)
     num_sequences, num_experts = counts_BE.shape
     aux_scale, seq_scale, global_scale = _scales(coefficients, total, num_sequences, num_experts, topk, ps)
     probs_E, counts_E = (probs_BE[0], counts_BE[0]) if num_sequences == 1 else (probs_BE.sum(0), counts_BE.sum(0))
     weights = []
     if coefficients["load_balancing_loss"]:
-        weight_E = _sum_over_ranks(counts_E, ps.tp_cp) * aux_scale
+        weight_E = _sum_over_ranks(counts_E, group) * aux_scale
         torch.dot(probs_E, weight_E, out=values[0])
         weights.append(coefficients["load_balancing_loss"] * weight_E)
     if coefficients["seq_load_balancing_loss"]:
-        weight_BE = _sum_over_ranks(counts_BE, ps.tp_cp) * seq_scale
+        weight_BE = _sum_over_ranks(counts_BE, group) * seq_scale
         torch.dot(probs_BE.flatten(), weight_BE.flatten(), out=values[1])
         weights.append(coefficients["seq_load_balancing_loss"] * weight_BE)
     if coefficients["global_load_balancing_loss"]:
@@ -306,7 +305,7 @@ def _loss_weights(
         all_counts_E = _sum_over_ranks(counts_E, ps.tp_dp_cp)
         sums_E += all_counts_E
         steps += 1
-        scale = num_experts * topk / all_counts_E.sum().square() if varies else global_scale
+        scale = num_experts * topk / all_counts_E.sum().square() if valid is not None else global_scale
         weight_E = (sums_E / steps).to(probs_E.dtype) * scale
         torch.dot(probs_E, weight_E, out=values[2])
         weights.append(coefficients["global_load_balancing_loss"] * weight_E)
@@ -328,7 +327,9 @@ def _routers(chunks) -> Iterator[Any]:
 
 
 def start_iteration(chunks) -> None:
-    """Reset the running counts of global_aux_loss."""
+    """Reset the running counts of global_aux_loss, and the number of packs."""
+    for chunk in chunks:
+        chunk.num_packs = 0.0
     for router in _routers(chunks):
         if router.coefficients["global_load_balancing_loss"]:
             router.global_tokens_per_expert.zero_()
@@ -415,8 +416,10 @@ def collect_moe_metrics(
     """
     if not moe.num_experts:
         return MoeMetrics({}, {}, 0)
-    # columns: the four losses, drops, and whether the layer is an MoE layer
-    table = torch.zeros(num_layers, len(LOSS_NAMES) + 2, dtype=torch.float64, device=device)
+    # columns: the four losses, drops, and whether the layer is an MoE layer; the last row has the packs of this rank
+    table = torch.zeros(num_layers + 1, len(LOSS_NAMES) + 2, dtype=torch.float64, device=device)
+    if ps.dynamic_cp:
+        table[-1, 0].fill_(chunks[0].num_packs)
     for router in _routers(chunks):
         row = table[router.layer_number - 1]
         row[:4] = router.loss_sums
@@ -430,11 +433,14 @@ def collect_moe_metrics(
     table[:, 3] /= ps.tp_dp_cp.size
     table[:, 5] /= ps.tp_dp_cp.size
     all_reduce(table, ps.pp)
-    rows = table.tolist()
+    *rows, (num_packs, *_) = table.tolist()
+    # of a data rank; the packs of groups of several sizes are not as many as the microbatches of their ranks
+    num_packs = num_packs / (ps.tp.size * ps.pp.size) if ps.dynamic_cp else num_microbatches
     num_moe_layers = sum(row[5] > 0.5 for row in rows)
     losses, per_layer = {}, {}
     for name in logged_losses(moe):
         column = LOSS_NAMES.index(name)
-        per_layer[name] = [row[column] / num_microbatches for row in rows]
+        count = num_microbatches if name == "global_load_balancing_loss" else num_packs
+        per_layer[name] = [row[column] / count for row in rows]
         losses[name] = sum(per_layer[name]) / max(1, num_moe_layers)
     return MoeMetrics(losses, per_layer, round(sum(row[4] for row in rows)))

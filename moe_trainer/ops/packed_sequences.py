@@ -4,7 +4,7 @@ Lengths are Python numbers: attention, shapes of messages and padding need them 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -18,10 +18,12 @@ class ValidTokens:
     Attributes:
         mask_T: of this rank's tokens.
         total: number of them in the microbatch, on all ranks that share it.
+        cp_size: see PackedSequences.
     """
 
     mask_T: Tensor
     total: int
+    cp_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class PackedSequences:
     Attributes:
         lengths: tokens of every sequence.
         padded_lengths: the same with the padding at its end, which ranks need to shard it.
+        cp_size: number of ranks that shard the sequences; None for that of all microbatches.
     """
 
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
+    cp_size: int | None = None
 
     @staticmethod
     def of(lengths: Sequence[int], multiple: int = 1) -> "PackedSequences":
@@ -47,8 +51,8 @@ class PackedSequences:
         if not tail:
             return self
         if extend_last:
-            return PackedSequences(self.lengths, (*self.padded_lengths[:-1], self.padded_lengths[-1] + tail))
-        return PackedSequences((*self.lengths, 0), (*self.padded_lengths, tail))
+            return replace(self, padded_lengths=(*self.padded_lengths[:-1], self.padded_lengths[-1] + tail))
+        return replace(self, lengths=(*self.lengths, 0), padded_lengths=(*self.padded_lengths, tail))
 
     @property
     def num_tokens(self) -> int:

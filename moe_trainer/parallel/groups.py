@@ -19,6 +19,9 @@ _GROUPS = (
     ("tp_ep", ("etp", "ep"), "expert"),
 )
 
+DYNAMIC_CP, DYNAMIC_TP_CP = "dynamic_cp_", "dynamic_tp_cp_"
+"""Names of the groups of dynamic context parallelism, without their sizes."""
+
 
 def plan_groups(
     world_size: int,
@@ -34,6 +37,7 @@ def plan_groups(
     cp_levels: Sequence[int] | None = None,
     second_pipeline: bool = False,
     ranks_per_node: int | None = None,
+    dynamic_cp_sizes: Sequence[int] = (),
 ) -> dict[str, tuple[tuple[tuple[int, ...], ...], str]]:
     """Return name -> (partition of the ranks into groups, lane).
 
@@ -50,6 +54,8 @@ def plan_groups(
         cp_levels: sizes of cp_a2a and cp_p2p; default: 1 and cp.
         second_pipeline: create a separate communicator for pp_second.
         ranks_per_node: consecutive ranks with fast links between them, for ep_intra and ep_inter; default: all ranks.
+        dynamic_cp_sizes: numbers of consecutive ranks of dp_cp that may share sequences; each has a group
+            dynamic_cp_SIZE, and dynamic_tp_cp_SIZE with the tensor ranks.
 
     Raises:
         ValueError: see grid.make_layout.
@@ -68,6 +74,16 @@ def plan_groups(
     inner, outer = split_groups(ep_groups, _members_per_node(ep_groups, ranks_per_node or world_size))
     plans["ep_intra"], plans["ep_inter"] = (inner, "expert"), (outer, "expert")
     plans["pp_second"] = layout.groups("pp"), "second pipeline" if second_pipeline else "pipeline"
+    dp_cp, tp_groups = layout.groups("dp", "cp"), {ranks[0]: ranks for ranks in layout.groups("tp")}
+    for size in dynamic_cp_sizes:
+        shares, _ = split_groups(dp_cp, size)
+        plans[f"{DYNAMIC_CP}{size}"] = shares, "context"
+        together = (
+            tuple(sorted(rank for first in share for rank in tp_groups[first]))
+            for share in shares
+            if share[0] in tp_groups
+        )
+        plans[f"{DYNAMIC_TP_CP}{size}"] = tuple(sorted(together)), "statistics"
     plans["embedding"] = (_embedding_groups(layout, embedding_stages), "embedding")
     return plans
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.parallel.mappings import gather_rows
-from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.state import ContextGroups, Group
 
 
 def zigzag_chunks(rank: int, size: int) -> tuple[int, int]:
@@ -48,14 +48,22 @@ class SequenceShard:
 
     Attributes:
         lengths: of packed sequences, which are sharded one by one; () for one sequence.
+        groups: from which microbatches choose, with dynamic context parallelism.
     """
 
     cp: Group
     lengths: tuple[int, ...] = ()
+    groups: ContextGroups | None = None
 
-    def of(self, lengths: Iterable[int]) -> "SequenceShard":
-        """Return the shard of packed sequences."""
-        return replace(self, lengths=tuple(lengths))
+    @staticmethod
+    def over(groups: ContextGroups) -> "SequenceShard":
+        """Return the shard of sequences whose microbatches may choose a group."""
+        return SequenceShard(groups.fixed, groups=groups)
+
+    def of(self, lengths: Iterable[int], cp_size: int | None = None) -> "SequenceShard":
+        """Return the shard of packed sequences, over `cp_size` ranks if they have chosen."""
+        cp = self.cp if cp_size is None or self.groups is None else self.groups.of(cp_size)
+        return replace(self, cp=cp, lengths=tuple(lengths))
 
     def local(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's shard along `dim`: S -> S / cp."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from moe_trainer.parallel.groups import plan_groups
+from moe_trainer.parallel.groups import DYNAMIC_CP, DYNAMIC_TP_CP, plan_groups
 from moe_trainer.parallel.nccl_options import Options, make_options
 from moe_trainer.parallel.trace import Trace, TracedWork
 
@@ -71,6 +71,27 @@ def communicate(
 
 
 @dataclass(frozen=True)
+class ContextGroups:
+    """The groups of this rank that may share sequences.
+
+    Attributes:
+        fixed: of microbatches that do not choose (--context-parallel-size).
+        by_size: of those that do (dynamic context parallelism).
+    """
+
+    fixed: Group
+    by_size: Mapping[int, Group] = field(default_factory=dict)
+
+    def of(self, size: int | None) -> Group:
+        """Return the group of a microbatch; None for the fixed one."""
+        return self.fixed if size is None else self.by_size[size]
+
+    @property
+    def max_size(self) -> int:
+        return max((self.fixed.size, *self.by_size))
+
+
+@dataclass(frozen=True)
 class ParallelState:
     """The groups of this rank.
 
@@ -83,6 +104,8 @@ class ParallelState:
     * cp_a2a, cp_p2p: the two levels of hierarchical context parallelism; otherwise one rank and all of cp.
     * pp_second: the ranks of pp, with a second communicator if messages of interleaved stages overlap.
     * embedding: the pipeline stages with the word embeddings; each other stage is a group of one.
+    * dynamic_cp, dynamic_tp_cp: by number of ranks of dp_cp, those that may share sequences, and the same with their
+      tensor ranks; empty without dynamic context parallelism.
     """
 
     world: Group
@@ -107,6 +130,25 @@ class ParallelState:
     ep_inter: Group
     pp_second: Group
     embedding: Group
+    dynamic_cp: Mapping[int, Group] = field(default_factory=dict)
+    dynamic_tp_cp: Mapping[int, Group] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """All groups by name."""
+        named = {name: value for name, value in vars(self).items() if isinstance(value, Group)}
+        named |= {f"{DYNAMIC_CP}{size}": group for size, group in self.dynamic_cp.items()}
+        return named | {f"{DYNAMIC_TP_CP}{size}": group for size, group in self.dynamic_tp_cp.items()}
+
+    @property
+    def context(self) -> ContextGroups:
+        """Groups that share sequences."""
+        return ContextGroups(self.cp, self.dynamic_cp)
+
+    @property
+    def tensor_context(self) -> ContextGroups:
+        """The same groups with their tensor ranks, for router statistics of a microbatch."""
+        return ContextGroups(self.tp_cp, self.dynamic_tp_cp)
 
     @property
     def is_last_stage(self) -> bool:
@@ -123,14 +165,16 @@ class ParallelState:
             raise RuntimeError(
                 "this version of torch cannot change timeouts: run without --distributed-timeout-seconds-after-init"
             )
-        groups = [getattr(self, field.name) for field in fields(self)]
-        for handle in dict.fromkeys(group.handle for group in groups if group.handle is not None):
+        for handle in dict.fromkeys(group.handle for group in self.groups.values() if group.handle is not None):
             set_timeout(timeout, handle)
 
     @staticmethod
     def single() -> "ParallelState":
         """Return groups of size one, which need no torch.distributed."""
-        return ParallelState(**{field.name: Group.single(field.name) for field in fields(ParallelState)})
+        groups: dict[str, Any] = {
+            field.name: Group.single(field.name) for field in fields(ParallelState) if field.type is Group
+        }
+        return ParallelState(**groups)
 
     @staticmethod
     def create(
@@ -159,7 +203,12 @@ class ParallelState:
         factory = _GroupFactory(rank, backend, timeout, _options_of_communicators(plans, nccl or {}))
         handle = dist.group.WORLD if world_size > 1 else None
         world = Group("world", tuple(range(world_size)), rank, world_size, handle, factory.trace)
-        return ParallelState(world=world, **{name: factory.make(name, *plan) for name, plan in plans.items()})
+        groups = {name: factory.make(name, *plan) for name, plan in plans.items()}
+        dynamic_cp, dynamic_tp_cp = (
+            {int(name[len(start) :]): groups.pop(name) for name in plans if name.startswith(start)}
+            for start in (DYNAMIC_CP, DYNAMIC_TP_CP)
+        )
+        return ParallelState(world=world, **groups, dynamic_cp=dynamic_cp, dynamic_tp_cp=dynamic_tp_cp)
 
 
 def _options_of_communicators(

@@ -109,6 +109,11 @@ class TrainContext:
         """Process groups of this rank."""
         return self.runtime.ps
 
+    @property
+    def data_rank(self) -> int:
+        """This rank among those to which plans of packed batches give packs."""
+        return self.ps.dp_cp.rank if self.ps.dynamic_cp else self.ps.dp.rank
+
     def wait_params(self) -> None:
         """Wait until the parameters hold the result of the last update."""
         if self.optimizer is not None:

@@ -7,7 +7,7 @@ and ends with a table of loss and perplexity per token and per byte.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from moe_trainer.errors import as_user_error
 from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_table
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import Group
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.setup import make_loader, make_packing_planner
 from moe_trainer.training.step import agree_on_budgets, reduce_loss, run_microbatches
@@ -44,13 +45,22 @@ def byte_lengths(tokenizer: Tokenizer, vocab_size: int) -> ByteLengths:
 
 
 class _ByteCount:
-    """Count the bytes of all labels that contribute to the loss."""
+    """Count the bytes of all labels that contribute to the loss; of a group of ranks, on its first one.
 
-    def __init__(self, lengths: np.ndarray):
-        self._lengths, self.total = lengths, 0
+    Args:
+        lengths: of tokens, in bytes.
+        groups: ranks that share batches, with dynamic context parallelism.
+    """
+
+    def __init__(self, lengths: np.ndarray, groups: Mapping[int, Group]):
+        self._lengths, self._groups, self.total = lengths, groups, 0
 
     def through(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
+            size = None if batch.packed is None else batch.packed.cp_size
+            if size is not None and self._groups[size].rank:
+                yield batch
+                continue
             self.total += int((self._lengths[batch.labels_BS.numpy()] * (batch.loss_mask_BS.numpy() > 0)).sum())
             yield batch
 
@@ -107,7 +117,7 @@ def evaluate(
         batches = iter(
             make_loader(ctx, dataset, micro, consumed, packing, lambda consumed: min(batch_size, stop - consumed))
         )
-    count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths)
+    count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths, ps.dynamic_cp)
     if count is not None:
         batches = count.through(batches)
     set_training(ctx.chunks, False)
@@ -155,7 +165,7 @@ def _sum_bytes(ctx: TrainContext, num_bytes: int) -> int:
     """Sum the count of the last stage over data-parallel ranks; every stage reads the same batches."""
     total = torch.tensor(num_bytes, dtype=torch.int64, device=ctx.runtime.device)
     if ctx.ps.is_last_stage:
-        total = collectives.all_reduce(total, ctx.ps.dp)
+        total = collectives.all_reduce(total, ctx.ps.dp_cp if ctx.ps.dynamic_cp else ctx.ps.dp)
     return int(collectives.broadcast(total, ctx.ps.pp, src=ctx.ps.pp.size - 1))
 
 

@@ -77,7 +77,7 @@ def _describe_owner(ctx: TrainContext, state: TrainState, fault: Fault | None) -
     if ctx.packing is not None:
         consumed = state.consumed_train_samples
         plan = ctx.packing.plan(consumed, ctx.batch_size.global_batch_size(consumed))
-        samples = plan.packs[fault.microbatch - 1][ps.dp.rank]
+        samples = plan.pack(fault.microbatch - 1, ctx.data_rank)
         return f"{text}, samples {', '.join(map(str, samples))} of the run"
     start = state.consumed_train_samples + ((fault.microbatch - 1) * ps.dp.size + ps.dp.rank) * size
     return f"{text}, samples {start} to {start + size - 1} of the run"

@@ -150,7 +150,7 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
             compute_times=report.compute_times,
             energy=report.energy,
             rejected=state.history.skipped,
-            packing=None if packing is None else {"fill": packing.fill, "imbalance": packing.imbalance},
+            packing=None if packing is None else packing.metrics,
         )
         ctx.metrics.record(record)
         for line in report.lines:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def write_configuration(
     folder.mkdir(parents=True, exist_ok=True)
     if ps.world.rank == 0:
         _write(folder / "arguments.json", dict(settings))
-    groups = {field.name: getattr(ps, field.name).ranks for field in fields(ps)}
+    groups = {name: group.ranks for name, group in ps.groups.items()}
     _write(
         folder / f"model.rank_{ps.world.rank}.json",
         {"groups": groups, "chunks": [_describe(chunk) for chunk in chunks]},

@@ -392,7 +392,8 @@ def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_siz
         return None
     group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if len(ctx.chunks) > 1 else 1
     get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
-    return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size)
+    is_pipelined = ctx.ps.pp.size > 1
+    return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size, is_pipelined)
 
 
 def load_stream_states(datasets: Datasets, state: TrainState) -> None:
@@ -438,7 +439,7 @@ def make_loader(
             dataset,
             packing,
             get_batch_size,
-            dp.rank,
+            ctx.data_rank,
             consumed,
             workers,
             fmt=fmt,

@@ -316,10 +316,15 @@ def run_microbatches(
         )
         return masked_loss(chunk, output, batch, ctx.per_token) if chunk.layout.has_loss else (output, None)
 
+    def input_spec(index: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:
+        batch = get_batch.peek(microbatch)
+        micro_batch_size, seq_length = batch.tokens_BS.shape
+        return chunks[index].input_spec(micro_batch_size, seq_length, batch.packed)
+
     inputs: ScheduleInputs[Tensor] = ScheduleInputs(
         forward_step,
         num_microbatches,
-        spec=lambda index, microbatch: chunks[index].input_spec(*get_batch.peek(microbatch).tokens_BS.shape),
+        spec=input_spec,
         grad_scale=grad_scale,
         accumulate=nullcontext if ctx.grads is None else ctx.grads.accumulate,
         timer=ctx.timers,

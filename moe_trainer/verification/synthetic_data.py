@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from arguments import Arguments
 from moe_trainer.data.build import batch_format
 from moe_trainer.data.loader import Batch, make_batch, make_packed_batch
 from moe_trainer.data.packing import PackFormat, PackingPlanner
-from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.parallel.state import ParallelState
 
 MASKED_FRACTION = 0.2
 """Fraction of the labels that have no loss."""
@@ -99,7 +100,7 @@ def draw_batches(
     all_steps = range(first_step, first_step + steps)
     if args.packed_capacity is not None:
         layout = layout or PackLayout.of(args, dp.size)
-        return [_draw_packs(args, layout, dp, step, seed) for step in all_steps]
+        return [_draw_packs(args, layout, ps, step, seed) for step in all_steps]
     dataset = RandomTokenDataset(seed, args.data.seq_length, fmt.eod)
     return [
         [
@@ -110,15 +111,21 @@ def draw_batches(
     ]
 
 
-def _draw_packs(args: Arguments, layout: PackLayout, dp: Group, step: int, seed: int) -> list[Batch]:
+def _draw_packs(args: Arguments, layout: PackLayout, ps: ParallelState, step: int, seed: int) -> list[Batch]:
     micro, size = args.training.micro_batch_size, args.training.global_batch_size
-    fmt, own = batch_format(args.data, make_null_tokenizer(args)), PackLayout.of(args, dp.size).format
+    fmt, own = batch_format(args.data, make_null_tokenizer(args)), PackLayout.of(args, ps.dp.size).format
     dataset = VaryingTokenDataset(seed, args.data.seq_length, fmt.eod)
     planner = PackingPlanner(dataset.length, float, layout.format, micro, layout.num_data_ranks, layout.group_size)
-    packs = [pack for packs in planner.plan(step * size, size).packs for pack in packs]
+    plan = planner.plan(step * size, size)
+    if own.cp_sizes:
+        packs = [plan.pack(microbatch, ps.dp_cp.rank) for microbatch in range(plan.num_microbatches)]
+    else:  # the same packs, one after the other
+        packs = [replace(pack, cp_size=None) for packs in plan.packs for pack in packs][ps.dp.rank :: ps.dp.size]
     return [
-        _mask_packed_labels(make_packed_batch(dataset, pack, fmt, own.pack), pack, seed)
-        for pack in packs[dp.rank :: dp.size]
+        _mask_packed_labels(
+            make_packed_batch(dataset, pack.samples, fmt, partial(own.pack, cp_size=pack.cp_size)), pack.samples, seed
+        )
+        for pack in packs
     ]
 
 

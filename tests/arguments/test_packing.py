@@ -59,7 +59,6 @@ def test_padding_of_packs():
         ("--dataloader-inter-document-masking", "does not apply to --use-varlen-dataset"),
         ("--cuda-graph-impl local --cuda-graph-modules attn", "a CUDA graph repeats the shapes of its capture"),
         ("--record-step 1 --save x --save-interval 1", "a record has samples of equal length"),
-        ("--sequence-packing-scheduler default_dynamic_cp", "dynamic context parallelism is not implemented yet"),
         ("--bf16 --fp8-format e4m3", "--pad-packed-seq-alignment with a multiple of 32 tokens"),
         ("--varlen-sbhd-validation", "--varlen-sbhd-validation needs data"),
         ("--varlen-sbhd-validation --sequence-packing-scheduler dp_balanced", "leave --sequence-packing-scheduler"),

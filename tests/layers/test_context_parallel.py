@@ -354,7 +354,7 @@ def kind_per_layer(rank, n):
         for layer in (1, 2, 3, 4, 5)
     ]
     return [
-        (type(core) is ContextParallelAttention, core.heads.size, core.positions.size, core.attend.__name__)
+        (type(core) is ContextParallelAttention, *(group.size for group in core.groups(None)), core.attend.__name__)
         for core in cores
     ]
 

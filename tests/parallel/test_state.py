@@ -1,7 +1,5 @@
 """Process groups on real ranks: membership, and communication with the right ranks."""
 
-import dataclasses
-
 import pytest
 import torch
 from harness import run_ranks
@@ -13,8 +11,7 @@ from moe_trainer.parallel.state import ParallelState, close_groups
 
 def test_single_needs_no_process_group():
     ps = ParallelState.single()
-    for field in dataclasses.fields(ps):
-        group = getattr(ps, field.name)
+    for group in ps.groups.values():
         assert (group.size, group.rank, group.handle) == (1, 0, None)
     assert ps.is_last_stage
 
@@ -27,13 +24,12 @@ def test_create_on_one_rank_needs_no_process_group():
 def _sum_of_ranks(rank, n, sizes):
     """On every group: all-reduce this rank's number, expect the sum of the group's ranks."""
     ps = ParallelState.create(n, rank, **sizes)
-    for field in dataclasses.fields(ps):
-        group = getattr(ps, field.name)
+    for name, group in ps.groups.items():
         assert group.ranks[group.rank] == rank and len(group.ranks) == group.size
         assert (group.handle is None) == (group.size == 1)
         x = collectives.all_reduce(torch.tensor([float(rank)]), group)
-        assert x.item() == sum(group.ranks), (field.name, group, x)
-    return {field.name: getattr(ps, field.name).ranks for field in dataclasses.fields(ps)}
+        assert x.item() == sum(group.ranks), (name, group, x)
+    return {name: group.ranks for name, group in ps.groups.items()}
 
 
 def test_groups_of_a_folded_layout():
@@ -44,6 +40,17 @@ def test_groups_of_a_folded_layout():
         assert groups["ep"] in layout.groups("ep") and rank in groups["ep"]
         assert groups["dp_cp"] in layout.groups("dp", "cp")
         assert groups["embedding"] == groups["pp"]
+
+
+def test_groups_of_dynamic_context_parallelism():
+    """Consecutive ranks of dp x cp; with their tensor ranks for statistics."""
+    by_rank = run_ranks(_sum_of_ranks, 8, {"tp": 2, "cp": 2, "dynamic_cp_sizes": (1, 2, 4)})
+    for rank, groups in enumerate(by_rank):
+        tensor_rank, first_of_pair = rank % 2, rank // 4 * 4
+        assert groups["dynamic_cp_1"] == (rank,) and groups["dynamic_tp_cp_1"] == groups["tp"]
+        assert groups["dynamic_cp_2"] == groups["cp"] == (first_of_pair + tensor_rank, first_of_pair + tensor_rank + 2)
+        assert groups["dynamic_cp_4"] == groups["dp_cp"] and groups["dynamic_tp_cp_4"] == tuple(range(8))
+        assert groups["dynamic_tp_cp_2"] == groups["tp_cp"] == tuple(range(first_of_pair, first_of_pair + 4))
 
 
 def test_uneven_membership_does_not_hang():

@@ -1,0 +1,82 @@
+"""Dynamic context parallelism: ranks that share sequences in groups of several sizes equal one process."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from harness import run_ranks
+from training.layouts import SEQ, VOCAB, assert_equal
+from training.test_packed_sequences_agree import GQA, make_packed_argv, train_packed
+
+from arguments import parse_args
+from moe_trainer.data.packing import PackingPlanner
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.verification import training_trace
+from moe_trainer.verification.synthetic_data import PackLayout, VaryingTokenDataset
+
+DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 4 --micro-batch-size 1".split()
+SEQUENCE_BALANCING = f"{GQA} --moe-router-load-balancing-type seq_aux_loss"
+CASES = {
+    2: (
+        ("gqa", "--cp-comm-type allgather"),
+        ("sinks", "--cp-comm-type a2a"),
+        ("yarn", ""),
+        ("learned positions", ""),
+        ("sparse", "--cp-comm-type allgather"),
+        ("recompute", "--context-parallel-size 2"),
+    ),
+    4: (
+        ("gqa", "--expert-model-parallel-size 4"),
+        ("window", "--context-parallel-size 2"),
+        ("sinks", "--pad-packed-seq-alignment 4 --min-dynamic-context-parallel-size 2"),
+        ("learned positions", "--cp-comm-type a2a --tensor-model-parallel-size 2"),
+        ("mla", "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+        ("mla", "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"),
+        ("mtp", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
+        ("mtp", "--context-parallel-size 4"),
+        ("gqa", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
+        ("linear attention", "--context-parallel-size 2"),
+        ("indexer loss", "--cp-comm-type allgather"),
+        ("selective recompute", ""),
+        (SEQUENCE_BALANCING, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    ),
+}
+
+
+def make_case(kind, flags, ranks):
+    """Command lines of one process and of ranks, and what their packs depend on."""
+    more = flags.split()
+    layers = more[more.index("--num-layers") :] if "--num-layers" in more else []
+    argv = [*make_packed_argv(kind), *layers]
+    ranked = [*argv, *DYNAMIC, *("--max-seqlen-per-dp-cp-rank", "8") * (ranks == 2 or "tensor" in flags), *more]
+    args = parse_args(ranked, ranks)
+    parallel = args.parallel
+    sharded = (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+    return argv, ranked, PackLayout.of(args, ranks // sharded, 2 if layers else 1)
+
+
+def train_cases(rank, n):
+    return [train_packed(rank, n, *make_case(*case, n)[1:]) for case in CASES[n]]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Return the outcome of a case on its ranks, which run all their cases."""
+    return functools.cache(lambda ranks: dict(zip(CASES[ranks], run_ranks(train_cases, ranks)[0])))
+
+
+@pytest.mark.parametrize("ranks, case", [(ranks, case) for ranks, cases in CASES.items() for case in cases])
+def test_layouts_agree(outcomes, ranks, case):
+    argv, _, layout = make_case(*case, ranks)
+    expected = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, layout=layout)
+    # sums of outputs are those of other tokens: padding, and the packs of all groups
+    assert_equal(outcomes(ranks)[case], replace(expected, forward=[]), case)
+
+
+@pytest.mark.parametrize("ranks, sizes", [(2, {1, 2}), (4, {1, 2, 4})])
+def test_cases_use_groups_of_every_size(ranks, sizes):
+    layout = make_case("gqa", "", ranks)[2]
+    planner = PackingPlanner(VaryingTokenDataset(0, SEQ, VOCAB).length, float, layout.format, 1, ranks)
+    assert {pack.cp_size for first in (0, 8) for packs in planner.plan(first, 8).packs for pack in packs} == sizes
