@@ -178,6 +178,18 @@ def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         yield Limit(is_packed(s) and is_on, message, (dest,), kind="later")
 
 
+def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        is_packed(s)
+        and s.moe_pad_expert_input_to_capacity
+        and f.ep * f.etp > 1
+        and s.pad_packed_seq_alignment != "max",
+        "{moe_pad_expert_input_to_capacity:flag} with packed sequences ({use_varlen_dataset:flag}) needs "
+        "{pad_packed_seq_alignment:flag} max: all ranks send equally many tokens to an expert.",
+        ("moe_pad_expert_input_to_capacity",),
+    )
+
+
 def limit_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     text = s.pad_packed_seq_alignment
     size = s.max_seqlen_per_dp_cp_rank if text == "max" else int(text) if text and text.isdigit() else 1

@@ -196,7 +196,8 @@ class TopKRouter(nn.Module):
             x_SBH: tokens.
             grad_scale: factor of the auxiliary losses' gradients.
             forced_TE: output of `draw_forced_logits`; with None they are drawn here, if they are needed.
-            valid: tokens that are no padding; padding is routed but counts in no loss or bias. None for all.
+            valid: tokens that are no padding; padding is routed but counts in no loss or bias, and in no
+                expert's capacity. None for all.
 
         Returns:
             probs_TE in the dtype of the logits and routing_TE bool.
@@ -222,6 +223,9 @@ class TopKRouter(nn.Module):
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
         if self._drops_tokens:
+            if valid is not None:  # padding takes no capacity from tokens
+                valid_T1 = valid.mask_T.unsqueeze(1)
+                probs_TE, routing_TE = probs_TE * valid_T1, routing_TE & valid_T1
             probs_TE, routing_TE = self._drop_tokens(probs_TE, routing_TE)
         if not self.activations.is_recomputing:
             self._record_routing(raw_logits_TE, probs_TE, routing_TE, active, valid)

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.training.context import TrainContext, named_transformer_layers
-from moe_trainer.verification.sequence_sharding import SequenceSharding
+from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 Coordinates = tuple[int, int, int]
 """Data, context and tensor rank."""
@@ -66,16 +66,13 @@ def record_reference_sums(run: TrainContext, sharding: SequenceSharding, num_dat
 
     Microbatch i belongs to data rank i % num_data_ranks.
     """
-    recorder, num_calls = ActivationSums(), Counter()
-    positions = {
-        divmod(index, sharding.tp): sharding.positions(index, run.args.data.seq_length)
-        for index in range(sharding.num_shards)
-    }
+    recorder, num_calls, get_lengths = ActivationSums(), Counter(), track_lengths(run)
 
     def add(name: str, y_SBH: Tensor) -> None:
         data_rank = num_calls[name] % num_data_ranks
         num_calls[name] += 1
-        for (context_rank, tensor_rank), index in positions.items():
-            recorder.add((data_rank, context_rank, tensor_rank), name, y_SBH[index])
+        for index in range(sharding.num_shards):
+            positions = sharding.positions(index, get_lengths())
+            recorder.add((data_rank, *divmod(index, sharding.tp)), name, y_SBH[positions])
 
     return recorder.observe(run, add)

@@ -63,7 +63,7 @@ class GlobalBalance:
     def __init__(self, router: TopKRouter, num_data_ranks: int, microbatch: Callable[[], int | None]):
         self.router, self.num_data_ranks, self.microbatch = router, num_data_ranks, microbatch
         self._other_losses = router._losses
-        self._pending: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
+        self._pending: dict[int | None, list[tuple[Tensor, Tensor, Tensor | slice]]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -74,9 +74,10 @@ class GlobalBalance:
         self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None, valid: ValidTokens | None = None
     ) -> Tensor:
         """Return the gradient of all losses; that of the global loss is added later, in place."""
-        grad_TE = self._others(logits_TE, shape, routing_TE)
+        grad_TE = self._others(logits_TE, shape, routing_TE, valid)
+        counted_T = slice(None) if valid is None else valid.mask_T
         calls = self._pending.setdefault(self.microbatch(), [])
-        calls.append((logits_TE, grad_TE))
+        calls.append((logits_TE, grad_TE, counted_T))
         # a layer shared by several depths of multi-token prediction is called several times per microbatch
         if len(self._pending) == self.num_data_ranks and len(calls) == len(next(iter(self._pending.values()))):
             for group in zip(*self._pending.values(), strict=True):
@@ -84,30 +85,38 @@ class GlobalBalance:
             self._pending.clear()
         return grad_TE
 
-    def _others(self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None) -> Tensor:
+    def _others(
+        self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None, valid: ValidTokens | None
+    ) -> Tensor:
         router, coefficients = self.router, self.router.coefficients
         router.coefficients = others = {**coefficients, GLOBAL_LOSS: 0.0}
         try:
             if any(others.values()) or router.moe.moe_z_loss_coeff is not None:
-                return self._other_losses(logits_TE, shape, routing_TE)
+                return self._other_losses(logits_TE, shape, routing_TE, valid)
         finally:
             router.coefficients = coefficients
         return torch.zeros_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
 
-    def _add_global_loss(self, group: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add the loss of one microbatch index: value and gradient for each data rank."""
+    def _add_global_loss(self, group: Sequence[tuple[Tensor, Tensor, Tensor | slice]]) -> None:
+        """Add the loss of one microbatch index: value and gradient for each data rank.
+
+        The third element is which tokens of a data rank are no padding.
+        """
         router = self.router
+        counted = [logits_TE[counted_T].to(grad_TE.dtype) for logits_TE, grad_TE, counted_T in group]
+        tokens = sum(map(len, counted))
         with torch.no_grad():
-            self._sums_E = self._sums_E + sum(self._counts(logits_TE.to(grad_TE.dtype)) for logits_TE, grad_TE in group)
+            self._sums_E = self._sums_E + sum(map(self._counts, counted))
         self._steps += 1
-        for logits_TE, grad_TE in group:
+        for logits_TE, (_, grad_TE, counted_T) in zip(counted, group):
             with torch.enable_grad():
-                leaf_TE = logits_TE.detach().to(grad_TE.dtype).requires_grad_()
-                tokens = len(leaf_TE) * self.num_data_ranks
+                leaf_TE = logits_TE.detach().requires_grad_()
                 mean_E = (self._sums_E / self._steps).to(leaf_TE.dtype)
                 loss = router.num_experts / (router.topk * tokens**2) * (self._scores(leaf_TE).sum(0) * mean_E).sum()
                 (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
-            grad_TE += slope_TE * (router.coefficients[GLOBAL_LOSS] * (len(leaf_TE) if router.per_token_loss else 1))
+            grad_TE[counted_T] += slope_TE * (
+                router.coefficients[GLOBAL_LOSS] * (len(leaf_TE) if router.per_token_loss else 1)
+            )
             # ranks sum their shares, but the one process averages over as many microbatches
             router.loss_sums[LOSS_NAMES.index(GLOBAL_LOSS)] += loss.detach() * self.num_data_ranks
 

@@ -42,7 +42,7 @@ def emulate_fp8(run: TrainContext, mapping: ParallelMapping, sequence_parallel: 
                 # a MoE layer has sequence shards in any case
                 has_sequence_shards = sequence_parallel or "_latent_proj." in info.names[0]
                 sharding = SequenceSharding(mapping.tp if is_replicated and has_sequence_shards else 1, mapping.cp)
-                positions = [sharding.positions(index, length) for index in range(sharding.num_shards)]
+                positions = [sharding.positions(index, (length,)) for index in range(sharding.num_shards)]
                 module._forward_local = make_sharded_forward(module, positions, 1 if is_replicated else mapping.tp)
         for layer in chunk.moe_layers():
             experts = layer.experts
@@ -64,7 +64,7 @@ def emulate_output_layer(gemms: QuantizedGemms | None, vocab_size: int, mapping:
         split_outputs(gemms, list(torch.arange(vocab_size).chunk(mapping.tp)))
     sharding = SequenceSharding(1, mapping.cp)
     if sharding.num_shards > 1:
-        split_tokens(gemms, [sharding.positions(index, length) for index in range(sharding.num_shards)], length)
+        split_tokens(gemms, [sharding.positions(index, (length,)) for index in range(sharding.num_shards)], length)
 
 
 def _has_own_scales(gemms: object) -> TypeGuard[QuantizedGemms]:

@@ -8,6 +8,8 @@ the fp8 formats. Here:
   separately.
 * Sinkhorn balancing: its iteration covers the tokens of one sequence shard.
 * Multi-token prediction: each context rank takes the mean over its valid tokens, and these means are averaged.
+
+Tokens of packed sequences include their padding, so the reference of such a quantity has the padding of the ranks.
 """
 
 from __future__ import annotations
@@ -21,31 +23,38 @@ from moe_trainer.model.mtp import MTPLosses, shift_left
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.training.context import TrainContext
-from moe_trainer.verification.sequence_sharding import SequenceSharding
+from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 
 def emulate_topology(run: TrainContext, sharding: SequenceSharding) -> None:
     """Make a run on full sequences compute what a sharding defines. Call it before the first step."""
     if sharding.num_shards == 1:
         return
-    training, length = run.args.training, run.args.data.seq_length
-    tokens = [sharding.token_indices(index, length, training.micro_batch_size) for index in range(sharding.num_shards)]
+    get_lengths = track_lengths(run)
+    batch_size = 1 if run.args.packed_capacity is not None else run.args.training.micro_batch_size
+
+    def get_tokens() -> list[Tensor]:
+        lengths = get_lengths()
+        return [sharding.token_indices(index, lengths, batch_size) for index in range(sharding.num_shards)]
+
     for chunk in run.chunks:
         for layer in chunk.moe_layers():
-            layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, tokens)
+            layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, get_tokens)
             if run.args.moe.moe_router_load_balancing_type == "sinkhorn":
-                layer.router._route = route_by_shard(layer.router._route, tokens)
+                layer.router._route = route_by_shard(layer.router._route, get_tokens)
     losses = run.chunks[-1].mtp_losses
     if sharding.cp > 1 and losses is not None:
         by_context = SequenceSharding(1, sharding.cp)
-        positions = [by_context.positions(index, length) for index in range(sharding.cp)]
-        losses.forward = mean_by_context_rank(losses, positions)
+        losses.forward = mean_by_context_rank(
+            losses, lambda: [by_context.positions(index, get_lengths()) for index in range(sharding.cp)]
+        )
 
 
-def route_by_shard(decide: Callable, tokens: list[Tensor]) -> Callable:
+def route_by_shard(decide: Callable, get_tokens: Callable[[], list[Tensor]]) -> Callable:
     """Wrap a function from tensors [T, E] to probs_TE and routing_TE so that it runs separately for every shard."""
 
     def decide_by_shard(*tensors_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+        tokens = get_tokens()
         shards = [decide(*(None if tensor is None else tensor[index] for tensor in tensors_TE)) for index in tokens]
         order = torch.argsort(torch.cat(tokens))
         return torch.cat([probs for probs, _ in shards])[order], torch.cat([routing for _, routing in shards])[order]
@@ -53,7 +62,7 @@ def route_by_shard(decide: Callable, tokens: list[Tensor]) -> Callable:
     return decide_by_shard
 
 
-def mean_by_context_rank(losses: MTPLosses, positions: list[Tensor]) -> Callable:
+def mean_by_context_rank(losses: MTPLosses, get_positions: Callable[[], list[Tensor]]) -> Callable:
     """Return a forward pass of MTPLosses with the mean over the tokens of each context rank."""
 
     def forward(
@@ -65,11 +74,11 @@ def mean_by_context_rank(losses: MTPLosses, positions: list[Tensor]) -> Callable
         grad_scale: float | Tensor,
         packed: PackedSequences | None = None,
     ) -> Tensor:
-        assert packed is None, "positions are those of one sequence"
+        positions = get_positions()
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
         before = [mask_BS[:, index].sum() for index in positions]
         for depth, state in enumerate(states):
-            labels_BS, mask_BS = shift_left(labels_BS), shift_left(mask_BS)
+            labels_BS, mask_BS = shift_left(labels_BS, packed), shift_left(mask_BS, packed)
             token_loss_BS, weights_BS = loss_BS(state, labels_BS), torch.zeros_like(mask_BS)
             for index, valid in zip(positions, before):
                 count = mask_BS[:, index].sum().clamp(min=1)

@@ -57,7 +57,7 @@ _KEPT_OPTIMIZER = frozenset(
 _KEPT_DATA = frozenset(
     """
     reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking
-    create_attention_mask_in_dataloader
+    create_attention_mask_in_dataloader use_varlen_dataset
     """.split()
 )
 _KEPT = MappingProxyType(

@@ -65,6 +65,9 @@ def comparable_fp8_options(
             return {**others, **without}, [*notes, note]
         fixed = {"lr": FROZEN_LR, "decoupled_lr": None, "moe_router_dtype": "fp64"}
         return {**others, **fixed}, [*notes, _TRANSPORT_NOTE.format(flags)]
+    if values.get("use_varlen_dataset") and (values.get("fp8") or values.get("fp4")):
+        note = "--fp8-format, --fp4-format: left out; scales and blocks of packed sequences depend on their padding"
+        return {**WITHOUT_FP8, **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param_gather", *transport))}, [note]
     if values.get("fp4"):
         note = "--fp4-format: left out; gradients are rounded stochastically, differently on every rank"
         return {**WITHOUT_FP8, **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param_gather"))}, [note]

@@ -7,6 +7,9 @@ Megatron-LM defines a quantity by the layout, the reference follows the definiti
   emulate_topology.py;
 * running counts of the global auxiliary loss over the data ranks: emulate_balancing.py;
 * scales and blocks of fp8 formats: emulate_fp8.py.
+
+Packed sequences (--use-varlen-dataset) share a microbatch as on the ranks. One process does not pad them, unless a
+quantity is defined by the mapping: that counts the padding of the ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from moe_trainer.verification.low_precision import needs_fp64
 from moe_trainer.verification.rank_pool import RankPool, RankPoolError
 from moe_trainer.verification.sequence_sharding import SequenceSharding
 from moe_trainer.verification.shrink import STEPS, ParityCase
+from moe_trainer.verification.synthetic_data import PackLayout
 from moe_trainer.verification.training_trace import TrainingTrace, train
 
 # Rounding must not decide: a near tie of a router or an indexer turns a last digit into another expert, another
@@ -157,7 +161,7 @@ def train_reference(
     args = _parse(case.reference, world_size, False)
     routing: list[dict] = []
     keys: list[Tensor] = []
-    is_sequence_parallel = "--sequence-parallel" in case.argv
+    is_sequence_parallel, layout = "--sequence-parallel" in case.argv, _pack_layout(case)
 
     def prepare(run: TrainContext) -> ActivationSums:
         emulate_topology(run, SequenceSharding(case.mapping.tp, case.mapping.cp))
@@ -169,16 +173,28 @@ def train_reference(
                 layer.router.recorder = routing
             for attention in chunk.sparse_attentions():
                 attention.recorder = keys
+        if layout is not None and not layout.sets_padding:
+            return ActivationSums()  # the ranks have other tokens
         sharding = SequenceSharding(case.mapping.tp if is_sequence_parallel else 1, case.mapping.cp)
         return record_reference_sums(run, sharding, case.mapping.dp)
 
-    trace = _train(args, rank, world_size, seed, prepare)
+    trace = _train(args, rank, world_size, seed, prepare, layout=layout)
     return trace, [*(record["map"] for record in routing), *keys]
 
 
 def train_case(rank: int, world_size: int, case: ParityCase, seed: int, device: str = "cpu") -> TrainingTrace:
     """Train the case as one of its ranks. Collective."""
-    return _train(_parse(case.argv, world_size, case.force_fp32), rank, world_size, seed, record_rank_sums, device)
+    args = _parse(case.argv, world_size, case.force_fp32)
+    return _train(args, rank, world_size, seed, record_rank_sums, device, _pack_layout(case))
+
+
+def _pack_layout(case: ParityCase) -> PackLayout | None:
+    """Return which sequences are packed together by the ranks of a case; None without packing."""
+    args = parse_args(list(case.argv), case.world_size)
+    if args.packed_capacity is None:
+        return None
+    group_size = args.parallel.microbatch_group_size_per_vp_stage if case.mapping.vpp > 1 else None
+    return PackLayout.of(args, case.mapping.dp, group_size or 1, sets_padding=bool(case.defined_by_mapping))
 
 
 def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Arguments:
@@ -209,9 +225,10 @@ def _train(
     seed: int,
     prepare: Callable[[TrainContext], ActivationSums],
     device: str = "cpu",
+    layout: PackLayout | None = None,
 ) -> TrainingTrace:
     ps = make_groups(args, LaunchEnv(rank, world_size, rank, None, None, "verification"), _TIMEOUT)
-    return train(args, rank, ps, STEPS, seed, prepare, device)
+    return train(args, rank, ps, STEPS, seed, prepare, device, layout)
 
 
 def _perturb(run: TrainContext, size: float, direction: int) -> None:

@@ -20,6 +20,7 @@ from moe_trainer.verification.shrink import (
     ShrinkError,
     make_case,
 )
+from moe_trainer.verification.sizes import PACKED_SEQUENCES, packed_sizes
 
 _MAX_DRAWS = 40
 
@@ -65,6 +66,7 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     values |= _memory(rng, values)
     values |= _optimizer_state(separate_rng(), values)
     values |= _scaled_widths(separate_rng(), values)
+    values |= _packed_sequences(separate_rng(), mapping, values)
     set_values = {dest: value for dest, value in values.items() if value is not None}
     try:
         return make_case(mapping, set_values, bool(values.get("bf16")))
@@ -325,6 +327,22 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
         "reset_attention_mask": _chance(rng, 0.15),
         "dataloader_inter_document_masking": _chance(rng, 0.05),
         "eod_mask_loss": _chance(rng, 0.15),
+    }
+
+
+def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
+    """Draw samples of different lengths sometimes, which are packed into microbatches."""
+    if values.get("fp8") or values["moe_router_load_balancing_type"] == ["quantile_balancing"] or not _chance(rng, 0.3):
+        return {}
+    sizes = packed_sizes(mapping, by_tensor_ranks=True)
+    return sizes | {
+        "use_varlen_dataset": True,
+        "sequence_packing_scheduler": rng.choice(("dp_balanced", "cost_balanced")),
+        "pad_packed_seq_alignment": rng.choice((None, "max", sizes["pad_packed_seq_alignment"])),
+        "thd_tail_padding_policy": rng.choice((None, "append_dummy_seq", "extend_last")),
+        "thd_max_packed_sequences": rng.choice((None, PACKED_SEQUENCES)),
+        "global_batch_size": int(str(values["global_batch_size"])) * PACKED_SEQUENCES,
+        **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking"), False),
     }
 
 

@@ -21,6 +21,7 @@ from arguments.flag_status import NOT_IMPLEMENTED
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import as_list, derive_sizes
 from arguments.rules.layout_grammar import read_layout
+from arguments.rules.packing import is_packed
 from arguments.settings import Settings, Violation
 from arguments.spelling import to_command_line
 from arguments.tokens import parse_tokens
@@ -53,12 +54,6 @@ SMALL_TRAINING = MappingProxyType(
 _SIZES = tuple(
     """
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size expert_model_parallel_size
-    """.split()
-)
-_PACKING = tuple(
-    """
-    use_varlen_dataset sequence_packing_scheduler max_seqlen_per_dp_cp_rank pad_packed_seq_alignment
-    thd_tail_padding_policy thd_max_packed_sequences
     """.split()
 )
 _LOW_PRECISION = tuple(
@@ -164,8 +159,6 @@ def as_is(argv: list[str], world_size: int | None = None) -> ParityCase:
     problems += [violation.message for violation in violations]
     if settings.vocab_size is None:
         problems.append("--vocab-size is missing: the batches are random tokens of --tokenizer-type NullTokenizer")
-    if settings.use_varlen_dataset:
-        problems.append(f"{settings.flag('use_varlen_dataset')}: samples of different lengths are not compared")
     if problems:
         raise ShrinkError(problems)
     # full sharding requires its checkpoint format
@@ -290,6 +283,7 @@ def _case(
     values |= sizes.stages(s, old, new) | sizes.attention(s, new) | sizes.experts(s, new) | sizes.batch(s, old, new)
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers)
+    values |= sizes.packing(s, new, values)
     values |= _small_training(s)
     values |= _memory(s, layers) | low_precision.comparable_moment_dtypes(s, notes) | _matrices(s, new, notes)
     if values.get("overlap_grad_reduce"):
@@ -405,10 +399,8 @@ def _small_training(s: Settings) -> dict[str, object]:
 
 def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     """Note what the small runs change, and return the flags that no small run has."""
-    for dest in _PACKING if s.use_varlen_dataset else ():
-        if s.given(dest):
-            reason = "samples have equal lengths (tests/training/test_packed_sequences_agree.py packs others)"
-            notes.append(f"{s.flag(dest)}: left out; {reason}")
+    if is_packed(s):
+        notes.append(f"{s.flag('use_varlen_dataset')}: lengths are random; one process runs the packs of the ranks")
     given = [dest for dest in _LOW_PRECISION if s.given(dest)]
     half = [s.flag(dest) for dest in given if s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:

@@ -6,13 +6,19 @@ model with more heads than groups, with dense layers first or with a wider share
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from arguments.parallel import sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
 from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, PipelineLayout, read_layout
+from arguments.rules.packing import is_packed
 from arguments.settings import Settings
 from arguments.sparse_attention import gather_unsupported_reason
 from moe_trainer.verification.mapping import ParallelMapping
 
 HEAD_DIM = 8
+PACKED_SEQUENCES = 4
+"""Sequences of a packed microbatch, on average."""
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -215,6 +221,32 @@ def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, 
         "global_batch_size": micro * new.dp * microbatches,
         "seq_length": length,
         "max_position_embeddings": length,
+    }
+
+
+def packing(s: Settings, new: ParallelMapping, values: Mapping[str, object]) -> dict[str, object]:
+    """Return sizes of packed microbatches, which hold several sequences; about as many as without packing."""
+    if not is_packed(s):
+        return {"use_varlen_dataset": None}
+    sizes = packed_sizes(new, bool(values["sequence_parallel"] or s.num_experts))
+    alignment = s.pad_packed_seq_alignment
+    return sizes | {
+        "global_batch_size": int(str(values["global_batch_size"])) * PACKED_SEQUENCES,
+        "sequence_packing_scheduler": s.sequence_packing_scheduler,
+        "pad_packed_seq_alignment": alignment if alignment in (None, "max") else sizes["pad_packed_seq_alignment"],
+        "thd_tail_padding_policy": s.thd_tail_padding_policy,
+        "thd_max_packed_sequences": PACKED_SEQUENCES if s.thd_max_packed_sequences else None,
+    }
+
+
+def packed_sizes(new: ParallelMapping, by_tensor_ranks: bool) -> dict[str, object]:
+    """Return the capacity and alignment of small microbatches of packed sequences."""
+    multiple = sequence_padding_multiple(new.cp, new.tp, by_tensor_ranks)
+    capacity = PACKED_SEQUENCES // 2 * _length(new)  # the mean length is half of --seq-length
+    capacity += -capacity % multiple
+    return {
+        "max_seqlen_per_dp_cp_rank": capacity // new.cp,
+        "pad_packed_seq_alignment": str(4 * multiple // new.cp),
     }
 
 

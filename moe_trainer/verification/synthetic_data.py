@@ -18,6 +18,7 @@ from arguments import Arguments
 from moe_trainer.data.build import batch_format
 from moe_trainer.data.loader import Batch, make_batch, make_packed_batch
 from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
 
 MASKED_FRACTION = 0.2
@@ -67,24 +68,26 @@ def make_null_tokenizer(args: Arguments) -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class PackLayout:
-    """What the packs of a global batch depend on, besides lengths. Their padding is that of the run's own flags.
+    """What the packs of a global batch depend on, besides lengths.
 
     Attributes:
         format: of packs.
         num_data_ranks: that share the global batch. Fewer ranks run the same packs as more microbatches.
         group_size: see PackingPlanner.
+        sets_padding: batches have the padding of `format`, not that of the run's own flags.
     """
 
     format: PackFormat
     num_data_ranks: int
     group_size: int = 1
+    sets_padding: bool = False
 
     @staticmethod
-    def of(args: Arguments, num_data_ranks: int, group_size: int = 1) -> PackLayout:
+    def of(args: Arguments, num_data_ranks: int, group_size: int = 1, sets_padding: bool = False) -> PackLayout:
         """Return the layout of a run with these flags."""
         fmt = PackFormat.from_args(args)
         assert fmt is not None, "no flag asks for packing"
-        return PackLayout(fmt, num_data_ranks, group_size)
+        return PackLayout(fmt, num_data_ranks, group_size, sets_padding)
 
 
 def draw_batches(
@@ -113,17 +116,24 @@ def draw_batches(
 
 def _draw_packs(args: Arguments, layout: PackLayout, ps: ParallelState, step: int, seed: int) -> list[Batch]:
     micro, size = args.training.micro_batch_size, args.training.global_batch_size
-    fmt, own = batch_format(args.data, make_null_tokenizer(args)), PackLayout.of(args, ps.dp.size).format
+    fmt = batch_format(args.data, make_null_tokenizer(args))
+    own = PackLayout.of(args, ps.dp.size).format
+    padding = layout.format if layout.sets_padding else own
     dataset = VaryingTokenDataset(seed, args.data.seq_length, fmt.eod)
     planner = PackingPlanner(dataset.length, float, layout.format, micro, layout.num_data_ranks, layout.group_size)
     plan = planner.plan(step * size, size)
     if own.cp_sizes:
         packs = [plan.pack(microbatch, ps.dp_cp.rank) for microbatch in range(plan.num_microbatches)]
     else:  # the same packs, one after the other
-        packs = [replace(pack, cp_size=None) for packs in plan.packs for pack in packs][ps.dp.rank :: ps.dp.size]
+        packs = [pack for packs in plan.packs for pack in packs][ps.dp.rank :: ps.dp.size]
+
+    def pad(lengths: Sequence[int], cp_size: int | None) -> PackedSequences:
+        packed = padding.pack(lengths, cp_size if padding.cp_sizes else None)
+        return packed if own.cp_sizes else replace(packed, cp_size=None)
+
     return [
         _mask_packed_labels(
-            make_packed_batch(dataset, pack.samples, fmt, partial(own.pack, cp_size=pack.cp_size)), pack.samples, seed
+            make_packed_batch(dataset, pack.samples, fmt, partial(pad, cp_size=pack.cp_size)), pack.samples, seed
         )
         for pack in packs
     ]

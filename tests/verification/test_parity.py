@@ -47,6 +47,10 @@ SPARSE = (
     "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 "
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1"
 ).split()
+PACKED = (
+    "--use-varlen-dataset --global-batch-size 16 --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment 8 "
+    "--thd-max-packed-sequences 4"
+).split()
 GLOBAL = ["--moe-router-load-balancing-type", "global_aux_loss"]
 
 
@@ -62,6 +66,17 @@ def test_mappings_equal_one_process():
     cases = [
         as_is([*MODEL, *flags], 2)
         for flags in (TP, PP, CP, EP, [*TP, *CAPACITY], [*CP, *CAPACITY], [*CP, *MTP], [*EP, *GLOBAL])
+    ]
+    cases += [
+        as_is([*MODEL, *PACKED, *flags], 2)
+        for flags in (
+            [*TP, *CAPACITY],
+            [*CP, *MTP, "--sequence-packing-scheduler", "cost_balanced"],
+            [*EP, *GLOBAL],
+            [*EP, *CAPACITY, "--moe-token-drop-policy", "position"],
+            [*EP, *CAPACITY, "--moe-pad-expert-input-to-capacity", "--pad-packed-seq-alignment", "max"],
+            [*PP, "--thd-tail-padding-policy", "extend_last"],
+        )
     ]
     cases += [as_is([*MODEL, "--moe-latent-size", "6", *flags], 2) for flags in (TP, EP, TP[:2])]
     cases += [
@@ -99,6 +114,24 @@ def test_reference_follows_the_definition_of_the_global_loss():
     assert (two - one).norm() > 1e-3 * one.norm(), "the definition depends on the number of data ranks"
     found = [losses["global_load_balancing_loss"] for losses in many.losses]
     assert found == pytest.approx([losses["global_load_balancing_loss"] for losses in outcomes[0].losses], rel=2e-6)
+
+
+def test_packed_sequences_sharded_as_one_are_found(monkeypatch):
+    """Context ranks shard the microbatch instead of every sequence in it: positions and losses are of other tokens."""
+    real = sequence.zigzag_ranges
+    monkeypatch.setattr(sequence, "zigzag_ranges", lambda rank, size, length, lengths=(): real(rank, size, length))
+    result = run_parity(*PACKED, *CP)
+    assert not result.failure and not result.is_equal
+
+
+def test_padding_in_the_losses_of_packed_sequences_is_found(monkeypatch):
+    """One process has no padding, so it shows where padding of the ranks counts."""
+    real = router.balancing_losses
+    monkeypatch.setattr(
+        router, "balancing_losses", lambda *args, valid=None, **options: real(*args, **{**options, "valid": None})
+    )
+    result = run_parity(*PACKED, *CP)
+    assert result.differences[0].quantity == "load_balancing_loss (step 1)", result.failure
 
 
 @pytest.mark.parametrize("loss", ["aux_loss", "seq_aux_loss", "global_aux_loss"])

@@ -20,6 +20,7 @@ KINDS = {
     "fine experts": lambda a: a.moe.finermoe is not None and a.moe.finermoe.slices > 1,
     "latent experts": lambda a: a.moe.moe_latent_size,
     "quantile balancing": lambda a: a.moe.moe_router_load_balancing_type == "quantile_balancing",
+    "packed sequences": lambda a: a.packed_capacity,
     "muP": lambda a: a.model.width_mult != 1.0,
     "none of them": lambda a: (
         a.model.experimental_attention_variant is None and a.moe.finermoe is None and not a.moe.moe_latent_size

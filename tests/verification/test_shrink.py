@@ -193,12 +193,35 @@ def test_flags_without_a_case_are_listed():
     assert any(name.startswith("--cuda-graph-impl") for name in shrunk.not_compared)
 
 
-def test_packed_samples_are_listed_as_not_compared():
-    packing = "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 8192 --pad-packed-seq-alignment max".split()
-    (args,), shrunk = small(*packing, world=1)
-    assert args.packed_capacity is None and "--use-varlen-dataset" in shrunk.not_compared
-    with pytest.raises(ShrinkError, match="samples of different lengths are not compared"):
-        as_is([*MODEL, *packing, "--vocab-size", "100"], 1)
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--max-seqlen-per-dp-cp-rank 8192 --pad-packed-seq-alignment max", {"pad_packed_seq_alignment": "max"}),
+        (
+            "--max-seqlen-per-dp-cp-rank 65536 --sequence-packing-scheduler cost_balanced "
+            "--pad-packed-seq-alignment 128 --thd-tail-padding-policy extend_last --thd-max-packed-sequences 512",
+            {
+                "sequence_packing_scheduler": "cost_balanced",
+                "pad_packed_seq_alignment": "4",
+                "thd_tail_padding_policy": "extend_last",
+                "thd_max_packed_sequences": 4,
+            },
+        ),
+        ("", {"sequence_packing_scheduler": "dp_balanced", "pad_packed_seq_alignment": None}),
+    ],
+)
+def test_packed_samples_stay_packed(flags, expected):
+    (args,), shrunk = small("--use-varlen-dataset", *flags.split(), "--expert-model-parallel-size", "4", world=4)
+    assert args.packed_capacity == 2 * args.data.seq_length and "--use-varlen-dataset" not in shrunk.not_compared
+    assert {dest: getattr(args.parallel, dest) for dest in expected} == expected
+
+
+def test_fp8_of_packed_samples_is_not_compared():
+    (args,), shrunk = small(
+        "--use-varlen-dataset", *"--fp8-format e4m3 --max-seqlen-per-dp-cp-rank 8192".split(),
+        *"--pad-packed-seq-alignment max --expert-model-parallel-size 4".split(), world=4,
+    )  # fmt: skip
+    assert args.packed_capacity and args.precision.fp8 is None and "--fp8-format" in ", ".join(shrunk.not_compared)
 
 
 def test_dense_model_stays_dense():
