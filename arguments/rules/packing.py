@@ -152,7 +152,6 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest, what, is_on, reason in (
-        ("cuda_graph_impl", "{}", s.cuda_graph_impl != "none", "a CUDA graph repeats the shapes of its capture"),
         ("tp_comm_overlap", "{}", s.tp_comm_overlap, "TransformerEngine's buffers have the size of one microbatch"),
         (
             "dataloader_type",
@@ -176,6 +175,23 @@ def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     ):
         message = f"{what} is not implemented with packed sequences ({{use_varlen_dataset:flag}}): {reason}."
         yield Limit(is_packed(s) and is_on, message, (dest,), kind="later")
+
+
+def limit_graphs(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    is_on = is_packed(s) and s.cuda_graph_impl != "none"
+    yield Limit(
+        is_on and (s.pad_packed_seq_alignment != "max" or s.thd_max_packed_sequences is None),
+        "{cuda_graph_impl} with packed sequences ({use_varlen_dataset:flag}) needs {pad_packed_seq_alignment:flag} max "
+        "and {thd_max_packed_sequences:flag}: a CUDA graph repeats the shapes of its capture.",
+        ("cuda_graph_impl",),
+    )
+    yield Limit(
+        is_on and f.cp > 1,
+        "{cuda_graph_impl} is not implemented with packed sequences ({use_varlen_dataset:flag}) over the ranks of "
+        "{context_parallel_size}: the host shards and exchanges every sequence by its length.",
+        ("cuda_graph_impl",),
+        kind="later",
+    )
 
 
 def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:

@@ -29,7 +29,7 @@ from moe_trainer.data.dataset import NO_PAD, TokenDataset
 from moe_trainer.data.packing import Pack, PackingPlanner
 from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState
 from moe_trainer.errors import UserError
-from moe_trainer.ops.packed_sequences import PackedSequences
+from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 
 _BATCHES_AHEAD_PER_WORKER = 2
 
@@ -53,7 +53,7 @@ class Batch:
     loss_mask_BS: Tensor
     position_ids_BS: Tensor
     document_ids_BS: Tensor | None = None
-    packed: PackedSequences | None = None
+    packed: Packed | None = None
 
     def to(self, device, non_blocking: bool = True, with_documents: bool = False) -> Batch:
         """Return the batch on another device.

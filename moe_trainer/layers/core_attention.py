@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -16,11 +16,12 @@ from arguments.model import ModelArgs
 from moe_trainer.errors import UserError
 from moe_trainer.layers.init import hidden_std, make_parameter
 from moe_trainer.layers.ring_attention import ring_attention
+from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.ops import varlen_attention
 from moe_trainer.ops.attention import attention, should_pad_values, sliding_window_mask
 from moe_trainer.ops.block_attention import BlockMask, Documents
 from moe_trainer.ops.flash_attention import CUDA_WIDTH
-from moe_trainer.ops.packed_sequences import PackedSequences
+from moe_trainer.ops.packed_sequences import Packed, PackedOnDevice
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
 
@@ -68,7 +69,7 @@ class AttentionMask:
 
     mask: Tensor | None = None
     documents: Documents | None = None
-    packed: PackedSequences | None = None
+    packed: Packed | None = None
     cu_seqlens: Tensor | None = None
 
     @staticmethod
@@ -76,7 +77,7 @@ class AttentionMask:
         attention_mask: Tensor | None,
         document_ids_BS: Tensor | None,
         device: torch.device | None = None,
-        packed: PackedSequences | None = None,
+        packed: Packed | None = None,
     ) -> "AttentionMask | None":
         """Build the mask of a batch; None if only the causal rule applies.
 
@@ -91,7 +92,7 @@ class AttentionMask:
         """
         if packed is not None:
             documents = Documents.of(packed.ids(), device, packed.padded_lengths)
-            cu_seqlens = torch.tensor(packed.cu_seqlens_padded, dtype=torch.int32).to(device, non_blocking=True)
+            cu_seqlens = torch.as_tensor(packed.cu_seqlens_padded, dtype=torch.int32).to(device, non_blocking=True)
             return AttentionMask(documents=documents, packed=packed, cu_seqlens=cu_seqlens)
         if attention_mask is not None and document_ids_BS is not None:
             raise ValueError("give an attention mask or document ids, not both")
@@ -109,15 +110,15 @@ class AttentionMask:
         """Number of ranks that share the sequences; None for that of all microbatches."""
         return None if self.packed is None else self.packed.cp_size
 
-    @property
-    def graph_inputs(self) -> tuple[Tensor, ...]:
-        """Tensors that a captured part takes as inputs, because they change with the batch."""
-        return (self.documents.ids_BS,) if self.documents is not None and self.documents.is_static else ()
-
-    @staticmethod
-    def of_graph_inputs(*inputs: Tensor) -> "AttentionMask":
-        """Return the mask whose graph_inputs these are, in other memory."""
-        return AttentionMask(documents=Documents.of(*inputs))
+    def held_by(self, graphs: CudaGraphs) -> "AttentionMask":
+        """Return the mask with what changes from batch to batch where captured parts read it."""
+        if self.documents is None or not self.documents.is_static:
+            return self
+        documents, packed, cu_seqlens = Documents.of(graphs.hold(self.documents.ids_BS)), self.packed, self.cu_seqlens
+        if isinstance(packed, PackedOnDevice):
+            cu_seqlens = graphs.hold(packed.cu_seqlens_padded)
+            packed = replace(packed, lengths=graphs.hold(packed.lengths), cu_seqlens_padded=cu_seqlens)
+        return AttentionMask(documents=documents, packed=packed, cu_seqlens=cu_seqlens)
 
 
 def make_attention_sinks(model: ModelArgs, name: str, tp: Group) -> Parameter | None:
@@ -251,13 +252,13 @@ class CoreAttention(nn.Module):
         return plain and varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0])
 
     def _attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
-        assert visible.cu_seqlens is not None
+        assert visible.packed is not None and visible.cu_seqlens is not None
         out_SNE = varlen_attention.varlen_attention(
             q_SBND[:, 0],
             k_SBGD[:, 0],
             v_SBGE[:, 0],
             visible.cu_seqlens,
-            max(visible.lengths),
+            visible.packed.max_seqlen,
             self.scale,
             -1 if self.window is None else self.window,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments.model import ModelArgs
-from moe_trainer.ops.packed_sequences import PackedSequences
+from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group
@@ -36,8 +36,10 @@ class Rotary:
         self.amplitude = amplitude
         self._tables: dict[tuple, Tables] = {}
 
-    def tables(self, length: int, device: torch.device, packed: PackedSequences | None = None) -> Tables:
+    def tables(self, length: int, device: torch.device, packed: Packed | None = None) -> Tables:
         """Return cos, sin of the local positions in a sequence of `length`, fp32 [length / cp, R/2]."""
+        if self.inv_freq.device != device:
+            self.inv_freq = self.inv_freq.to(device)
         if packed is not None:
             shard = self.sequence.of(packed.padded_lengths, packed.cp_size)
             positions_S = shard.local(packed.positions(), 0).to(device, non_blocking=True)

@@ -205,9 +205,10 @@ class SparseAttention(ContextParallelAttention):
         if listed:
             latents = gather_latents(*keys, q_SBND.shape[2], self.scale, group, sequence.lengths)
         attention_target = self._teacher(q_SBND, keys, latents, sequence) if learns else None
-        counted_S, num_queries = None, q_SBND.shape[0] * size * q_SBND.shape[1]
+        counted_S: Tensor | None = None
+        num_queries: int | Tensor = q_SBND.shape[0] * size * q_SBND.shape[1]
         if learns and visible is not None and visible.packed is not None:
-            num_queries = sum(visible.packed.lengths)
+            num_queries = visible.packed.num_valid
             counted_S = sequence.local(visible.packed.is_valid(), 0).to(q_SBND.device, non_blocking=True)
         choice, indexer_loss_grads = select_topk_keys(
             index_of_all, block_mask, runs, topk, self.relu, attention_target, listed, counted_S
@@ -253,7 +254,7 @@ class SparseAttention(ContextParallelAttention):
         index: IndexerOutput,
         grad_scale: float | Tensor,
         sequence: SequenceShard,
-        num_queries: int,
+        num_queries: int | Tensor,
     ) -> Tensor:
         """Record the loss, and attach its gradient to that of y."""
         group, mean = sequence.cp, 1.0 / num_queries

@@ -120,6 +120,13 @@ class CudaGraphs:
         """Return the factor, as a tensor that captured parts may read in a pass that uses graphs."""
         return grad_scale if self._slot is None else self._scale
 
+    def hold(self, x: Tensor) -> Tensor:
+        """Return a tensor that changes with the batch in memory that is the same in every pass of the current slot.
+
+        Captured parts may read it without having it as an input. Every pass holds the same tensors in the same order.
+        """
+        return x if self._slot is None else self._slot.hold(x)
+
     def run(self, part: str, fn: Callable[..., Any], modules: Sequence[nn.Module], *tensors: Tensor) -> Any:
         """Return fn(*tensors), captured or replayed if the part is selected and not inside another captured part.
 
@@ -170,11 +177,19 @@ class _Slot:
         self.graphs, self.pool = graphs, torch.cuda.graph_pool_handle()
         self.capturing = False
         self._parts: list[_GraphedPart] = []
-        self._next = 0
+        self._held: list[Tensor] = []
+        self._next = self._next_held = 0
         self._own_references: dict[int, int] = {}  # by storage
 
     def begin(self) -> None:
-        self._next = 0
+        self._next = self._next_held = 0
+
+    def hold(self, x: Tensor) -> Tensor:
+        if self._next_held == len(self._held):
+            self._held.append(x.clone())
+        held = self._held[self._next_held]
+        self._next_held += 1
+        return held.copy_(x)
 
     def is_free(self) -> bool:
         """Whether its last pass has ended and none of its tensors is referenced elsewhere."""

@@ -3,12 +3,14 @@
 Communication that is launched during the capture is captured: messages between pipeline stages, exchanges of tokens,
 keys and values, reductions of gradients and gathers of parameters that overlap the computation. All of it is waited
 for inside. Batches and the factor of the gradients are copied to their addresses at capture; losses and gradients are
-read from theirs. There is one graph, for one number of microbatches: when the batch size grows, or buffers of experts
-grow, a new graph replaces it.
+read from theirs. A graph is for one number of microbatches. That number varies with packed sequences and when the batch
+size grows, so the graphs of the last few numbers are kept. They run one after the other and share a memory pool, which
+is as large as the largest needs. When buffers of experts grow, all graphs are dropped.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +19,21 @@ from moe_trainer.memory.graph_capture import CapturedGraph, Scope, join_tensors,
 
 logger = logging.getLogger(__name__)
 
+MAX_GRAPHS = 16
+"""Numbers of microbatches whose graphs are kept."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A captured iteration, with the inputs that it reads and the result that it writes."""
+
+    graph: CapturedGraph
+    inputs: list[torch.Tensor]
+    result: Any
+
 
 class IterationGraph:
-    """The captured iteration."""
+    """The captured iterations."""
 
     def __init__(self, warmup: int, generators: Sequence[torch.Generator] = (), scopes: Sequence[Scope] = ()):
         """Create it without a graph.
@@ -32,10 +46,8 @@ class IterationGraph:
         self._scopes = tuple(scopes)
         self._generators = tuple(generators)
         self._eager_iterations, self._iterations = max(1, warmup), 0
-        self._key: Any = None
-        self._graph: CapturedGraph | None = None
-        self._inputs: list[torch.Tensor] = []
-        self._result: Any = None
+        self._graphs: dict[Any, _Captured] = {}
+        self._pool: Any = None
 
     def begin_iteration(self, eager: bool) -> bool:
         """Count the next iteration; return whether it uses a graph. With `eager` it does not."""
@@ -43,15 +55,20 @@ class IterationGraph:
         return not eager and self._iterations > self._eager_iterations
 
     def drop(self) -> None:
-        """Drop the graph and its memory; the next iteration that uses one captures it again."""
-        self._graph = self._result = self._key = None
-        self._inputs = []
+        """Drop all graphs and their memory; the next iteration that uses one captures it again."""
+        self._graphs.clear()
+        self._pool = None
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs."""
+        return len(self._graphs)
 
     def run(self, key: Any, inputs: Any, fn: Callable[[Any], Any], after_replay: Callable[[], None]) -> Any:
         """Run fn(inputs), captured once for each key.
 
         Args:
-            key: identifies the graph, not None; a new key replaces it.
+            key: identifies the graph.
             inputs: nested value with tensors.
             fn: the iteration.
             after_replay: sets the Python state that fn leaves, which a replay does not.
@@ -60,19 +77,24 @@ class IterationGraph:
             The result of fn; its tensors are overwritten by the next run.
         """
         tensors, template = split_tensors(inputs)
-        if key != self._key:
-            self._capture(key, template, tensors, fn)
-            return self._result
-        for captured, x in zip(self._inputs, tensors):
-            captured.copy_(x)
-        self._graph.replay()
-        after_replay()
-        return self._result
+        if key not in self._graphs:
+            captured = self._capture(key, template, tensors, fn)
+        else:
+            captured = self._graphs.pop(key)
+            for own, x in zip(captured.inputs, tensors):
+                own.copy_(x)
+            captured.graph.replay()
+            after_replay()
+        self._graphs[key] = captured  # the last one
+        return captured.result
 
-    def _capture(self, key: Any, template: Any, tensors: list[torch.Tensor], fn: Callable[[Any], Any]) -> None:
-        self.drop()  # frees its memory before the next capture
-        self._inputs = [x.clone() for x in tensors]
-        self._graph = CapturedGraph(torch.cuda.graph_pool_handle(), self._generators, self._scopes)
-        self._result = self._graph.capture(lambda: fn(join_tensors(template, self._inputs)))
-        self._key = key
+    def _capture(self, key: Any, template: Any, tensors: list[torch.Tensor], fn: Callable[[Any], Any]) -> _Captured:
+        if len(self._graphs) == MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        inputs = [x.clone() for x in tensors]
+        graph = CapturedGraph(self._pool, self._generators, self._scopes)
+        result = graph.capture(lambda: fn(join_tensors(template, inputs)))
         logger.info("captured a CUDA graph of the full iteration (%s microbatches)", key)
+        return _Captured(graph, inputs, result)

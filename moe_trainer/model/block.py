@@ -99,14 +99,12 @@ class TransformerLayer(nn.Module):
         """
         scale = self.graphs.scale_tensor(grad_scale)
         forced = self.mlp.draw_forced_logits(x_SBH) if self.is_moe else ()
-        seen = () if visible is None else visible.graph_inputs
 
-        def run(x_SBH: Tensor, *inputs: Tensor) -> Tensor:
-            own = AttentionMask.of_graph_inputs(*inputs[: len(seen)]) if seen else visible
-            x_SBH = self._attention_sublayer(x_SBH, rope, own, scale)
-            return self._mlp_sublayer(x_SBH, scale, inputs[len(seen) :], valid)
+        def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
+            x_SBH = self._attention_sublayer(x_SBH, rope, visible, scale)
+            return self._mlp_sublayer(x_SBH, scale, forced, valid)
 
-        return self.graphs.run("layer", run, [self], x_SBH, *seen, *forced)
+        return self.graphs.run("layer", run, [self], x_SBH, *forced)
 
     # Each sublayer is a function of tensors that graphs.run captures as a part; recompute and offload scopes are
     # inside.
@@ -114,17 +112,14 @@ class TransformerLayer(nn.Module):
     def _attention_sublayer(
         self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
     ) -> Tensor:
-        seen = () if visible is None else visible.graph_inputs
-
-        def run(x_SBH: Tensor, *seen: Tensor) -> Tensor:
-            own = AttentionMask.of_graph_inputs(*seen) if seen else visible
+        def run(x_SBH: Tensor) -> Tensor:
             with self.activations.offload_scope("attn_norm"):
                 normed, scope = self.activations.recompute_output("layernorm", self.input_layernorm, x_SBH)
             with scope:
-                y_SBH = self.self_attention(normed, rope, own, *([grad_scale] if self.is_sparse else ()))
+                y_SBH = self.self_attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
             return self._add_residual(x_SBH, normed, y_SBH)
 
-        return self.graphs.run("attn", run, [self.input_layernorm, self.self_attention], x_SBH, *seen)
+        return self.graphs.run("attn", run, [self.input_layernorm, self.self_attention], x_SBH)
 
     def _mlp_sublayer(
         self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], valid: ValidTokens | None

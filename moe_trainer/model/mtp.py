@@ -29,12 +29,12 @@ from moe_trainer.layers.rotary import Tables
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
-from moe_trainer.ops.packed_sequences import PackedSequences, ValidTokens
+from moe_trainer.ops.packed_sequences import Packed, ValidTokens
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 
 
-def shift_left(x_BS: Tensor, packed: PackedSequences | None = None) -> Tensor:
+def shift_left(x_BS: Tensor, packed: Packed | None = None) -> Tensor:
     """Return the next position's value at every position, zero at the last (of every packed sequence)."""
     if packed is not None:
         return packed.shift_left(x_BS)
@@ -43,7 +43,7 @@ def shift_left(x_BS: Tensor, packed: PackedSequences | None = None) -> Tensor:
     return shifted
 
 
-def shard_of(sequence: SequenceShard, packed: PackedSequences | None) -> SequenceShard:
+def shard_of(sequence: SequenceShard, packed: Packed | None) -> SequenceShard:
     """Return the shard of a microbatch, which may be packed."""
     return sequence if packed is None else sequence.of(packed.padded_lengths, packed.cp_size)
 
@@ -137,7 +137,7 @@ class MultiTokenPrediction(nn.Module):
         rope: Tables | None,
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
-        packed: PackedSequences | None = None,
+        packed: Packed | None = None,
         valid: ValidTokens | None = None,
     ) -> list[Tensor]:
         """Return the normed hidden state of every depth, from the decoder's normed output."""
@@ -180,7 +180,7 @@ class MTPLosses(nn.Module):
         loss_mask_BS: Tensor | None,
         loss_BS: Callable[..., Tensor],
         grad_scale: float | Tensor,
-        packed: PackedSequences | None = None,
+        packed: Packed | None = None,
     ) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
         local, cp_size = shard_of(self.sequence, packed).local, None if packed is None else packed.cp_size

@@ -30,7 +30,7 @@ from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
 from moe_trainer.moe.layer import MoELayer
-from moe_trainer.ops.packed_sequences import PackedSequences, ValidTokens
+from moe_trainer.ops.packed_sequences import Packed, PackedSequences, ValidTokens
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.sequence import SequenceShard
@@ -205,7 +205,7 @@ class Transformer(nn.Module):
         self.sequence, self.tp = SequenceShard.over(ps.context), ps.tp
         self.num_packs = 0.0  # of this iteration; this rank's shares of those of groups (moe/balancing.py)
         self.num_tensor_shards = ps.tp.size if args.parallel.sequence_parallel else 1
-        self.hidden_size = model.hidden_size
+        self.hidden_size, self.max_packed_sequences = model.hidden_size, args.parallel.thd_max_packed_sequences or 0
         self.fp32_residual = model.fp32_residual_connection
         self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
         self.rotary = make_rotary(model, self.sequence)
@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         return generators
 
     def input_spec(
-        self, micro_batch_size: int, seq_length: int, packed: PackedSequences | None = None
+        self, micro_batch_size: int, seq_length: int, packed: Packed | None = None
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of the x_SBH of a microbatch that this chunk receives in its current mode."""
         num_states = 1 + (self.layout.receives_depths if self.training else 0)
@@ -255,7 +255,7 @@ class Transformer(nn.Module):
         grad_scale: float | Tensor = 1.0,
         x_SBH: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
-        packed: PackedSequences | None = None,
+        packed: Packed | None = None,
     ) -> Tensor:
         """Run the chunk. All per-token inputs have the full sequence; the chunk shards them over cp.
 
@@ -285,15 +285,21 @@ class Transformer(nn.Module):
             assert x_SBH is not None
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
         self.graphs.begin_pass(self.training, grad_scale)
-        if document_ids_BS is not None and self.graphs.is_replayed("attn", "layer"):
+        captures_attention = self.graphs.is_replayed("attn", "layer")
+        if document_ids_BS is not None and captures_attention:
             document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
-        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, packed)
-        valid = None if packed is None else self._valid_tokens(packed)
         if packed is not None and packed.cp_size is not None and self.training:
             self.num_packs += 1.0 / packed.cp_size
+        read = packed  # by what is captured
+        if isinstance(packed, PackedSequences) and self.graphs.is_replayed(*self.graphs.parts):
+            read = packed.on_device(self.device, self.max_packed_sequences)
+        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, read if captures_attention else packed)
+        visible = None if visible is None else visible.held_by(self.graphs)
+        valid = None if read is None else self._valid_tokens(read).map_tensors(self.graphs.hold)
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
+            rope = rope if packed is None else (self.graphs.hold(rope[0]), self.graphs.hold(rope[1]))
         self.activations.begin_pass(*(rope or ()))
         assert x_SBH is not None
         x_SBH = self._layers(x_SBH, rope, visible, grad_scale, valid)
@@ -321,11 +327,17 @@ class Transformer(nn.Module):
             )
         return self._lm_loss(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
-    def _valid_tokens(self, packed: PackedSequences) -> ValidTokens:
+    def _valid_tokens(self, packed: Packed) -> ValidTokens:
         """Return which of the tokens are valid that this rank's routers read: sharded over cp, then over tp."""
-        mask_S = shard_of(self.sequence, packed).local(packed.is_valid(), 0)
-        mask_T = mask_S.chunk(self.tp.size)[self.tp.rank].to(self.device, non_blocking=True)
-        return ValidTokens(mask_T, sum(packed.lengths), packed.cp_size)
+        sequence = shard_of(self.sequence, packed)
+
+        def local(x_S: Tensor) -> Tensor:
+            x_T = sequence.local(x_S, 0).chunk(self.tp.size)[self.tp.rank]
+            return x_T.to(self.device, non_blocking=True)
+
+        lengths_B = torch.as_tensor(packed.lengths).to(self.device, non_blocking=True)
+        valid_T, sequence_T = local(packed.is_valid()), local(packed.ids()[0])
+        return ValidTokens(valid_T, packed.num_valid, sequence_T, lengths_B, packed.cp_size)
 
     def _layers(
         self,

@@ -5,7 +5,8 @@ n, every balancing loss is linear in s:
 
     L = sum_te c_e * s_te,      c_e = coeff * E / (k * N^2) * n_e
 
-For aux_loss, n and the number of tokens N are of the microbatch (all tp x cp ranks), for seq_aux_loss of each sequence;
+For aux_loss, n and the number of tokens N are of the microbatch (all tp x cp ranks), for seq_aux_loss of each sequence
+(of packed sequences with a weight in proportion to their length);
 for global_aux_loss n is the running mean over the iteration's microbatches so far and tp x dp x cp. The sum of the
 losses has a closed gradient with respect to the logits,
 
@@ -131,20 +132,27 @@ def scores_and_counts(
     topk: int,
     score_function: str,
     num_sequences: int,
-    valid_T: Tensor | None = None,
+    valid: ValidTokens | None = None,
     *,
     chosen_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scores and slopes [T, E], and per sequence sums of scores and counts of the chosen experts [B, E].
 
-    Without chosen_TE (bool) the plain top-k is counted. Where valid_T is False, nothing is summed or counted.
+    Without chosen_TE (bool) the plain top-k is counted. Only `valid` tokens are summed and counted.
     """
     scores_TE, slope_TE = normalized_scores(logits_TE, score_function)
     if chosen_TE is None:
         chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(topk, dim=1)[1], 1.0)
     tables = (scores_TE, chosen_TE)
-    if valid_T is not None:
-        tables = tuple(table * valid_T.unsqueeze(1) for table in tables)
+    if valid is not None:
+        tables = tuple(table * valid.mask_T.unsqueeze(1) for table in tables)
+        if num_sequences > 1:
+            sums_BE = scores_TE.new_zeros(num_sequences, scores_TE.shape[1])
+            return (
+                scores_TE,
+                slope_TE,
+                *(sums_BE.index_add(0, valid.sequence_T, table.to(sums_BE.dtype)) for table in tables),
+            )
     probs_BE, counts_BE = (
         table.view(-1, num_sequences, table.shape[1]).sum(0, dtype=scores_TE.dtype) for table in tables
     )
@@ -184,17 +192,22 @@ def balancing_losses(
         return _by_kernels(
             kernels, logits_TE, num_sequences, topk, score_function, coefficients, z, factor, running, ps
         )
-    total: int = num_tokens * num_shards if valid is None else valid.total
+    total: int | Tensor = num_tokens * num_shards if valid is None else valid.total
     valid_T = None if valid is None else valid.mask_T
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     values = logits_TE.new_zeros(len(LOSS_NAMES))
     grad_TE = None
     scores_TE = None
     if any(coefficients.values()):
+        if valid is not None:
+            num_sequences = valid.num_sequences
         num_rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
-        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows, valid_T)
+        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows, valid)
         weights_BE = _loss_weights(probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid)
-        weights_TE = weights_BE.repeat(num_tokens // num_rows, 1)
+        if valid is not None and len(weights_BE) > 1:
+            weights_TE = weights_BE.index_select(0, valid.sequence_T)
+        else:
+            weights_TE = weights_BE.repeat(num_tokens // len(weights_BE), 1)
         if slope_TE is scores_TE:
             grad_TE = torch._softmax_backward_data(weights_TE, scores_TE, -1, scores_TE.dtype)
         else:
@@ -207,12 +220,8 @@ def balancing_losses(
         else:  # this rank's share of the mean over all ranks, times their number
             values[3] = (log_sum_T1.square() * valid_T.unsqueeze(1)).sum() * (num_shards / total)
         softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
-        factor = 2 * z_loss_coeff / total
-        grad_TE = (
-            softmax_TE * (log_sum_T1 * factor)
-            if grad_TE is None
-            else grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
-        )
+        slope_T1 = log_sum_T1 * (2 * z_loss_coeff / total)
+        grad_TE = softmax_TE * slope_T1 if grad_TE is None else grad_TE.addcmul_(softmax_TE, slope_T1)
     if per_token_loss:
         grad_TE *= total
     if valid_T is not None:
@@ -275,7 +284,7 @@ def _by_kernels(
 def _loss_weights(
     probs_BE: Tensor,
     counts_BE: Tensor,
-    total: int,
+    total: int | Tensor,
     topk: int,
     coefficients: Mapping[str, float],
     running: tuple[Tensor, Tensor] | None,
@@ -285,11 +294,19 @@ def _loss_weights(
 ) -> Tensor:
     """Return the sum of the c's of the losses in use, [1 or B, E]; write the losses to `values`.
 
-    `total`: tokens over tp and cp. `valid`: data ranks may have other numbers.
+    `total`: tokens over tp and cp; other data ranks may have other numbers of `valid` ones.
     """
     group = ps.tensor_context.of(None if valid is None else valid.cp_size)
     num_sequences, num_experts = counts_BE.shape
-    aux_scale, seq_scale, global_scale = _scales(coefficients, total, num_sequences, num_experts, topk, ps)
+    aux_scale: float | Tensor
+    seq_scale: float | Tensor
+    if valid is None:
+        assert isinstance(total, int)
+        aux_scale, seq_scale, global_scale = _scales(coefficients, total, num_sequences, num_experts, topk, ps)
+    else:
+        scale = num_experts / (topk * total)
+        aux_scale = scale / total
+        seq_scale = aux_scale if valid.lengths_B is None else scale / valid.lengths_B.clamp(min=1).unsqueeze(1)
     probs_E, counts_E = (probs_BE[0], counts_BE[0]) if num_sequences == 1 else (probs_BE.sum(0), counts_BE.sum(0))
     weights = []
     if coefficients["load_balancing_loss"]:
@@ -305,8 +322,9 @@ def _loss_weights(
         all_counts_E = _sum_over_ranks(counts_E, ps.tp_dp_cp)
         sums_E += all_counts_E
         steps += 1
-        scale = num_experts * topk / all_counts_E.sum().square() if valid is not None else global_scale
-        weight_E = (sums_E / steps).to(probs_E.dtype) * scale
+        if valid is not None:
+            global_scale = num_experts * topk / all_counts_E.sum().square()
+        weight_E = (sums_E / steps).to(probs_E.dtype) * global_scale
         torch.dot(probs_E, weight_E, out=values[2])
         weights.append(coefficients["global_load_balancing_loss"] * weight_E)
     return functools.reduce(torch.add, weights).view(-1, num_experts)

@@ -1,13 +1,15 @@
 """Sequences of different lengths, one after another in one microbatch [1, T]: the THD layout.
 
-Lengths are Python numbers: attention, shapes of messages and padding need them on the host.
+Lengths are Python numbers: shapes of messages, blocks of attention and padding need them on the host. A CUDA graph
+serves microbatches of other lengths, so it reads them from tensors of fixed sizes (`PackedOnDevice`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,12 +20,25 @@ class ValidTokens:
     Attributes:
         mask_T: of this rank's tokens.
         total: number of them in the microbatch, on all ranks that share it.
+        sequence_T: number of the sequence of this rank's tokens; None for one sequence.
+        lengths_B: of the sequences, on all ranks; None for one sequence.
         cp_size: see PackedSequences.
     """
 
     mask_T: Tensor
-    total: int
+    total: int | Tensor
+    sequence_T: Tensor | None = None
+    lengths_B: Tensor | None = None
     cp_size: int | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences, with those of padding."""
+        return 1 if self.lengths_B is None else len(self.lengths_B)
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> "ValidTokens":
+        """Return the same with fn(x) in the place of every tensor x."""
+        return ValidTokens(*(fn(x) if isinstance(x, Tensor) else x for x in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,28 @@ class PackedSequences:
         """Cumulative lengths with padding, from 0: where the sequences are."""
         return (0, *accumulate(self.padded_lengths))
 
+    @property
+    def num_valid(self) -> int:
+        """Number of tokens that are no padding."""
+        return sum(self.lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest sequence, with padding."""
+        return max(self.padded_lengths)
+
+    def on_device(self, device: torch.device, max_sequences: int) -> "PackedOnDevice":
+        """Return the lengths in tensors that have the same sizes for all microbatches of T tokens.
+
+        Sequences of no token follow the last one, so that there are `max_sequences`.
+        """
+        lengths = torch.zeros(2, max_sequences, dtype=torch.int32)
+        lengths[:, : len(self.lengths)] = torch.tensor([self.lengths, self.padded_lengths])
+        if device.type == "cuda":
+            lengths = lengths.pin_memory()
+        lengths = lengths.to(device, non_blocking=True)
+        return PackedOnDevice(lengths[0], F.pad(lengths[1].cumsum(0, dtype=torch.int32), (1, 0)), self.num_tokens)
+
     def positions(self) -> Tensor:
         """Return the position of every token in its sequence, int64 [T]."""
         return torch.cat([torch.arange(length) for length in self.padded_lengths])
@@ -88,3 +125,63 @@ class PackedSequences:
         shifted = torch.roll(x_BT, -1, dims=1)
         shifted[:, [end - 1 for end in self.cu_seqlens_padded[1:]]] = 0
         return shifted
+
+
+@dataclass(frozen=True)
+class PackedOnDevice:
+    """Lengths of packed sequences as tensors of fixed sizes, on one context-parallel rank. Nothing waits for them.
+
+    Attributes:
+        lengths: tokens of every sequence, int32 [N]; zero after the last one.
+        cu_seqlens_padded: where the sequences are, int32 [N + 1].
+        num_tokens: T, with padding.
+    """
+
+    lengths: Tensor
+    cu_seqlens_padded: Tensor
+    num_tokens: int
+
+    @property
+    def cp_size(self) -> None:
+        """Number of ranks that shard the sequences: that of all microbatches."""
+        return None
+
+    @property
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Lengths on the host: none, as nothing is sharded by them."""
+        return ()
+
+    @property
+    def num_valid(self) -> Tensor:
+        """Number of tokens that are no padding."""
+        return self.lengths.sum()
+
+    @property
+    def max_seqlen(self) -> int:
+        """Upper bound of the length of a sequence."""
+        return self.num_tokens
+
+    def _tokens(self) -> Tensor:
+        return torch.arange(self.num_tokens, dtype=torch.int32, device=self.lengths.device)
+
+    def positions(self) -> Tensor:
+        """Return the position of every token in its sequence, int32 [T]."""
+        return self._tokens() - self.cu_seqlens_padded[self.ids()[0]]
+
+    def ids(self) -> Tensor:
+        """Return the number of the sequence of every token, int32 [1, T]; padding belongs to its sequence."""
+        ends = self.cu_seqlens_padded[1:]
+        return torch.searchsorted(ends, self._tokens(), right=True, out_int32=True).unsqueeze(0)
+
+    def is_valid(self) -> Tensor:
+        """Return which tokens are no padding, bool [T]."""
+        return self.positions() < self.lengths[self.ids()[0]]
+
+    def shift_left(self, x_BT: Tensor) -> Tensor:
+        """Return the next token's value at every token, zero at the last one of a sequence."""
+        is_last = self._tokens() + 1 == self.cu_seqlens_padded[1:][self.ids()[0]]
+        return torch.roll(x_BT, -1, dims=1).masked_fill(is_last, 0)
+
+
+Packed = PackedSequences | PackedOnDevice
+"""Lengths on the host, or on the device."""

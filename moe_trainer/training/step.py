@@ -36,6 +36,7 @@ from moe_trainer.moe.receive_buffer import (
     get_stashes,
     receive_scope,
 )
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
@@ -270,7 +271,7 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
         grads.mark_finished()
 
     with ctx.timers("batch-generator"), as_user_error("data"):
-        batches = [next(source).to(ctx.runtime.device, with_documents=True) for _ in range(num_microbatches)]
+        batches = [_to_captured(ctx, next(source)) for _ in range(num_microbatches)]
     untimed = replace(ctx, timers=Timers(0, trace=ctx.ps.trace))  # a timer synchronizes with the device
     scale = torch.full((), grad_scale, dtype=torch.float32, device=ctx.runtime.device)
     with ctx.timers("forward-backward"):
@@ -280,6 +281,17 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
             lambda inputs: run(untimed, iter(inputs[1:]), inputs[0], captured=True),
             mark_finished,
         )
+
+
+def _to_captured(ctx: TrainContext, batch: Batch) -> Batch:
+    """Return a batch that a captured iteration reads: on the device, with the borders of documents and sequences."""
+    device, packed = ctx.runtime.device, batch.packed
+    batch = batch.to(device, with_documents=True)
+    if not isinstance(packed, PackedSequences):
+        return batch
+    max_sequences = ctx.args.parallel.thd_max_packed_sequences
+    assert max_sequences is not None, "rejected: arguments/rules/packing.py"
+    return replace(batch, packed=packed.on_device(device, max_sequences))
 
 
 def run_microbatches(

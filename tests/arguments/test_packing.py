@@ -58,6 +58,10 @@ def test_padding_of_packs():
         ("--reset-attention-mask", "--reset-attention-mask does not apply to --use-varlen-dataset"),
         ("--dataloader-inter-document-masking", "does not apply to --use-varlen-dataset"),
         ("--cuda-graph-impl local --cuda-graph-modules attn", "a CUDA graph repeats the shapes of its capture"),
+        (
+            "--cuda-graph-impl local --cuda-graph-modules attn --thd-max-packed-sequences 4",
+            "needs --pad-packed-seq-alignment max and --thd-max-packed-sequences",
+        ),
         ("--record-step 1 --save x --save-interval 1", "a record has samples of equal length"),
         (
             "--num-experts 4 --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1 "
@@ -128,3 +132,15 @@ def test_bad_mock_lengths(config, problem):
 def test_unreadable_mock_lengths(text, problem):
     with pytest.raises(ValueError, match=problem):
         read_mock_lengths(text, 32)
+
+
+GRAPHS = (
+    "--cuda-graph-impl local --cuda-graph-modules attn --max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment max "
+    "--thd-max-packed-sequences 4"
+).split()
+
+
+def test_graphs_need_one_shape_and_one_context_rank():
+    assert parse(*GRAPHS).training.cuda_graph_impl == "local"
+    found = messages(*GRAPHS, "--context-parallel-size", "2", world_size=2)
+    assert any("the host shards and exchanges every sequence by its length" in message for message in found)

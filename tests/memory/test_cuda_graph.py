@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from emulated_cuda.run import device_test
-from memory.graphed import full, line, list_differences, local, same_accumulation_flags, train
+from memory.graphed import full, line, list_differences, local, same_accumulation_flags, train, train_counted
 from torch import nn
 
 from arguments import parse_args
@@ -26,6 +26,11 @@ TO_HOST = (
     "--min-offloaded-tensor-size 1"
 )
 CHANGING_SCALE = "--fp16 --initial-loss-scale 1024 --loss-scale-window 1"
+PACKED = (
+    "--use-varlen-dataset --global-batch-size 16 --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment max "
+    "--thd-max-packed-sequences 6"
+)
+BALANCED = "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1 0.1"
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
 # name -> (kind of model, further flags, flags of graphs)
 CASES = {
@@ -98,10 +103,49 @@ def test_graphed_training_equals_eager(name):
         assert list_differences(eager[argv], graphed) == [], graph
         run = used.pop()
         assert (
-            run.iteration_graph._graph is not None
+            run.iteration_graph.num_graphs > 0
             if run.iteration_graph
             else all(chunk.graphs.num_passes == 1 for chunk in run.chunks)
         )
+
+
+PACKED_CASES = {
+    "attention": ("plain", "", local("attn moe_router")),
+    "routers": ("plain", BALANCED, local("moe_router moe_preprocess")),
+    "latent attention, MTP": ("deepseek", "", local(f"mlp {ROUTED}")),
+    "layers": ("padded capacity", f"{BALANCED} --window-size 3,0", local()),
+    "sinks": ("padded capacity", "--softmax-type learnable", local("attn moe")),
+    "full iteration": (
+        "padded capacity",
+        f"{BALANCED} --mtp-num-layers 2 --thd-tail-padding-policy extend_last",
+        full(),
+    ),
+    "full iteration, fp8": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", full()),
+}
+
+
+@pytest.mark.parametrize("name", PACKED_CASES)
+@device_test
+def test_graphs_serve_packed_sequences_of_other_lengths(name):
+    """Graphs read lengths on the device, where attention computes all blocks: equal up to the order of sums."""
+    kind, flags, graph = PACKED_CASES[name]
+    argv = [*line(kind, f"{PACKED} {flags}"), *same_accumulation_flags(graph)]
+    steps = 8 if graph == full() else 4
+    (eager, _), (graphed, counts) = (
+        train_counted(each, 0, ParallelState.single(), steps) for each in (argv, argv + graph)
+    )
+    close = {"rtol": 2e-3, "atol": 2e-3} if "--bf16" in argv else {"rtol": 2e-6, "atol": 2e-6}
+    for found, expected in zip(graphed.losses, eager.losses, strict=True):
+        torch.testing.assert_close(found, expected, **close)
+    for weight, expected in eager.weights.items():
+        torch.testing.assert_close(graphed.weights[weight], expected, **close)
+    captures = [step["captures"] for step in counts]
+    assert sum(captures) > 0 == captures[0] == captures[-1] and counts[-1]["replays"] > 0, captures
+    if graph == full():  # one for each number of microbatches
+        waits = {file: times for file, times in counts[-1].items() if file.endswith(".py")}
+        assert max(captures) == 1 < sum(captures) and waits.keys() <= {
+            "training/step.py", "optim/clip.py", "moe/balancing.py"
+        } and max(waits.values()) == 1, waits  # fmt: skip
 
 
 @device_test
