@@ -26,6 +26,7 @@ TOPICS = MappingProxyType(
         "overlap": "Overlap of communication",
         "graph_limits": "CUDA graphs",
         "data": "Data",
+        "dynamic_context": "Dynamic context parallelism",
         "packing": "Packed sequences",
         "checkpoint": "Checkpoints",
     }

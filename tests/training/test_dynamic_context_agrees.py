@@ -14,7 +14,7 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.synthetic_data import PackLayout, VaryingTokenDataset
 
-DYNAMIC = "--dynamic-context-parallel --max-seqlen-per-dp-cp-rank 4 --micro-batch-size 1".split()
+DYNAMIC = "--dynamic-context-parallel --micro-batch-size 1".split()
 SEQUENCE_BALANCING = f"{GQA} --moe-router-load-balancing-type seq_aux_loss"
 CASES = {
     2: (
@@ -48,13 +48,10 @@ def make_case(kind, flags, ranks):
     more = flags.split()
     layers = more[more.index("--num-layers") :] if "--num-layers" in more else []
     argv = [*make_packed_argv(kind), *layers]
-    ranked = [*argv, *DYNAMIC, *("--max-seqlen-per-dp-cp-rank", "8") * (ranks == 2 or "tensor" in flags), *more]
+    sharing = ranks // (2 if "--tensor" in flags or "--pipeline" in flags else 1)
+    ranked = [*argv, *DYNAMIC, "--max-seqlen-per-dp-cp-rank", str(SEQ // sharing), *more]
     args = parse_args(ranked, ranks)
-    parallel = args.parallel
-    sharded = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
-    return argv, ranked, PackLayout.of(args, ranks // sharded, 2 if layers else 1)
+    return argv, ranked, PackLayout.of(args, sharing // args.parallel.context_parallel_size, 2 if layers else 1)
 
 
 def train_cases(rank, n):

@@ -82,6 +82,11 @@ VARIANTS = {
         "--eval-interval 3 --eval-iters 2".split(),
         2,
     ),
+    "dynamic-context-parallel": (
+        "--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss --max-seqlen-per-dp-cp-rank 36 "
+        "--moe-token-dispatcher-type alltoall --global-batch-size 16 --eval-interval 3 --eval-iters 2".split(),
+        2,
+    ),
     "async": (["--async-save", "--use-persistent-ckpt-worker"], 1),
 }
 NEW_INTERPRETER = ("async",)
