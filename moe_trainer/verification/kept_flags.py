@@ -35,7 +35,7 @@ _REPLACED = frozenset(
     linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
     dsa_attention_form no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule
     sequence_packing_scheduler max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_tail_padding_policy
-    thd_max_packed_sequences
+    thd_max_packed_sequences hybrid_context_parallel dynamic_context_parallel min_dynamic_context_parallel_size
     """.split()
 )
 _KEPT_TRAINING = frozenset(

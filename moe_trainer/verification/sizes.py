@@ -230,9 +230,17 @@ def packing(s: Settings, new: ParallelMapping, values: Mapping[str, object]) -> 
         return {"use_varlen_dataset": None}
     sizes = packed_sizes(new, bool(values["sequence_parallel"] or s.num_experts))
     alignment = s.pad_packed_seq_alignment
+    is_dynamic = s.dynamic_context_parallel and new.dp * new.cp % 2 == 0
+    if is_dynamic:  # a rank holds half of the longest sequence, so that there are groups of several ranks
+        sizes |= {
+            "dynamic_context_parallel": True,
+            "min_dynamic_context_parallel_size": min(s.min_dynamic_context_parallel_size, new.dp * new.cp),
+            "max_seqlen_per_dp_cp_rank": _length(new) // 2,
+        }
+    scheduler = "dp_balanced" if s.dynamic_context_parallel and not is_dynamic else s.sequence_packing_scheduler
     return sizes | {
         "global_batch_size": int(str(values["global_batch_size"])) * PACKED_SEQUENCES,
-        "sequence_packing_scheduler": s.sequence_packing_scheduler,
+        "sequence_packing_scheduler": scheduler,
         "pad_packed_seq_alignment": alignment if alignment in (None, "max") else sizes["pad_packed_seq_alignment"],
         "thd_tail_padding_policy": s.thd_tail_padding_policy,
         "thd_max_packed_sequences": PACKED_SEQUENCES if s.thd_max_packed_sequences else None,

@@ -5,7 +5,15 @@ import sys
 import pytest
 import torch
 
-from scripts import bench_context_parallel, bench_data, bench_dispatch, bench_experts, bench_index, bench_long_context
+from scripts import (
+    bench_context_parallel,
+    bench_data,
+    bench_dispatch,
+    bench_dynamic_cp,
+    bench_experts,
+    bench_index,
+    bench_long_context,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,6 +63,26 @@ def test_bench_long_context_runs():
         assert found[name]["loss"] == other["loss"]
     assert found["recomputed"]["loss"] == pytest.approx(found["8 chunks"]["loss"], rel=1e-6)
     assert found["8 chunks"]["peak"] < 0.6 * found["recomputed"]["peak"]
+
+
+def test_bench_dynamic_cp_runs(monkeypatch):
+    """Packs of fixed groups and of dynamic ones have one loss."""
+    monkeypatch.setattr(bench_dynamic_cp, "WAYS", bench_dynamic_cp.WAYS[1:])
+    monkeypatch.setattr(bench_dynamic_cp, "REPEATS", 0)
+    lengths = [200, *range(1, bench_dynamic_cp.STEP_BATCH)]
+    found, _ = bench_dynamic_cp.run_on_ranks(bench_dynamic_cp.train_on_rank, 2, lengths)
+    losses = [loss for _, loss, _ in found]
+    assert len(losses) == 3 and losses == pytest.approx([losses[0]] * 3, rel=2e-6)
+
+
+def test_plans_of_dynamic_groups_are_the_fastest():
+    """In microbatches of as many tokens as with fixed groups; costs include the exchange of keys."""
+    lengths = bench_dynamic_cp.draw_long_tail(bench_dynamic_cp.LONGEST, bench_dynamic_cp.BATCH)
+    found = {way: (summary, time) for way, summary, time in bench_dynamic_cp.plan_ways(lengths)}
+    assert min(found, key=lambda way: found[way][1]) == "dynamic groups"
+    padded, in_order, _, dynamic = found.values()
+    assert padded[1] > 2 * in_order[1] and in_order[1] > 1.3 * dynamic[1]
+    assert padded[0].fill < 0.2 and dynamic[0].fill > 0.95
 
 
 def test_long_context_launchers_are_planned():

@@ -370,6 +370,10 @@ REQUIRED_FLAGS = {
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
     **dict.fromkeys(("moe_use_upcycling", "moe_upcycling_granularity"), UPCYCLING),
     **dict.fromkeys(("max_seqlen_per_dp_cp_rank", "sequence_packing_scheduler", "thd_max_packed_sequences"), "--use-varlen-dataset"),
+    **dict.fromkeys(
+        ("hybrid_context_parallel", "dynamic_context_parallel"), "--use-varlen-dataset --calculate-per-token-loss"
+    ),
+    "min_dynamic_context_parallel_size": "--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss",
     "pad_packed_seq_alignment": "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 8192",
     "thd_tail_padding_policy": "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 8192 --pad-packed-seq-alignment max",
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
