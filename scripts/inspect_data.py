@@ -9,11 +9,11 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import fields
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from arguments.data import DataArgs
+from arguments.blend import Blend
+from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
 
@@ -24,7 +24,7 @@ except UserError as error:
     sys.exit(ExitCode.USER_ERROR)
 from moe_trainer.data.statistics import QUANTILES, TokenStatistics, collect_statistics, preview
 from moe_trainer.data.tokenizer import build_tokenizer
-from scripts.preprocess_data import add_tokenizer_flags
+from moe_trainer.estimate.length_histogram import CORPUS, read_histogram
 
 _BAR = 40
 
@@ -35,8 +35,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print the beginnings of N documents")
     parser.add_argument("--preview-tokens", type=int, default=40, help="tokens of each of them (default 40)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers to a JSON file")
+    parser.add_argument(
+        "--length-histogram", metavar="FILE.csv", help="write length,count of all sequences, which a plan reads"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if there are problems")
-    add_tokenizer_flags(parser.add_argument_group("tokenizer, for checks of ids and special tokens"), required=False)
+    add_tokenizer_flags(parser, "tokenizer, for checks of ids and special tokens", required=False)
     return parser
 
 
@@ -64,10 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     results = []
     try:
-        tokenizer = None
-        if args.tokenizer_type is not None:
-            names = [field.name for field in fields(DataArgs) if hasattr(args, field.name)]
-            tokenizer = build_tokenizer(DataArgs(**{name: getattr(args, name) for name in names}))
+        tokenizer = None if args.tokenizer_type is None else build_tokenizer(tokenizer_args(args))
         for prefix in args.prefixes:
             results.append(collect_statistics(prefix, tokenizer))
             print(describe(results[-1]))
@@ -76,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.json:
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump([found.as_dict() for found in results], file, indent=1)
+        if args.length_histogram:
+            read_histogram(CORPUS, Blend(tuple(args.prefixes), None)).write_csv(args.length_histogram)
     except (ValueError, OSError) as error:
         print(f"inspect_data.py: error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR

@@ -10,11 +10,11 @@ import argparse
 import os
 import signal
 import sys
-from dataclasses import fields
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from arguments.data import DataArgs
+from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
 
@@ -45,8 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     text.add_argument("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     text.add_argument("--lang", help=argparse.SUPPRESS)
-    tokenizer = parser.add_argument_group("tokenizer")
-    add_tokenizer_flags(tokenizer)
+    tokenizer = add_tokenizer_flags(parser, "tokenizer", required=True)
     tokenizer.add_argument(
         "--append-eod", action="store_true", help="end every document with the end-of-document token"
     )
@@ -74,32 +73,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_tokenizer_flags(group, required: bool = True) -> None:
-    """Add the tokenizer flags; their destinations are fields of DataArgs."""
-    add = group.add_argument
-    add("--tokenizer-type", required=required, help="Llama2Tokenizer, HuggingFaceTokenizer, GPT2BPETokenizer, ...")
-    add("--tokenizer-model", help="model file, directory or hub name")
-    add("--tokenizer-metadata", dest="metadata_path", help="JSON file that names the library of the tokenizer")
-    add("--tokenizer-special-tokens", dest="special_tokens", nargs="+", help="special tokens to add")
-    add("--vocab-file", help="vocabulary of GPT2BPETokenizer")
-    add("--merge-file", help="merges of GPT2BPETokenizer")
-    add("--vocab-size", type=int, help="for NullTokenizer and TikTokenizer")
-    add("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization pattern")
-    add("--tiktoken-num-special-tokens", type=int, default=1000, help="default 1000")
-    add("--tokenizer-sentencepiece-legacy", action="store_true", help="allow added tokens")
-    add(
-        "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
-        dest="tokenizer_sentencepiece_ignore_extra_whitespaces",
-        action="store_false",
-        help="keep repeated spaces",
-    )
-    add("--tokenizer-hf-no-use-fast", action="store_true", help="use the slow implementation")
-    add("--tokenizer-hf-no-include-special-tokens", action="store_true", help="add no begin and end tokens")
-    add("--trust-remote-code", action="store_true", help="run the Python code of the tokenizer repository")
-    add("--null-tokenizer-eod-id", type=int, help="default: vocabulary size - 1")
-    add("--null-tokenizer-pad-id", type=int, default=-1, help="default: none")
-
-
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.split_sentences or args.keep_newlines or args.lang:
@@ -122,11 +95,10 @@ def main(argv: list[str] | None = None) -> int:
         drop_duplicates=args.drop_duplicates,
         log_interval=args.log_interval,
     )
-    tokenizer = {field.name: getattr(args, field.name) for field in fields(DataArgs) if hasattr(args, field.name)}
     # exit by exception, so that temporary files are removed; finished outputs are preserved
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        prefixes = run(args, options, DataArgs(**tokenizer))
+        prefixes = run(args, options, tokenizer_args(args))
     except (ValueError, OSError) as error:
         return fail(str(error))
     except KeyboardInterrupt:

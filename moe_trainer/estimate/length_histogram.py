@@ -82,6 +82,12 @@ class LengthHistogram:
             counts[min(length, longest)] += count
         return LengthHistogram.of(counts)
 
+    def write_csv(self, path: str) -> None:
+        """Write a file that `read_histogram` reads."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("length,count\n")
+            file.writelines(f"{length},{count:.0f}\n" for length, count in self.counts)
+
     def sequences_per_pack(self, capacity: int, multiple: int = 1) -> float:
         """Return how many sequences, padded to a multiple, share a pack that is filled in order.
 
@@ -182,12 +188,14 @@ def _read_corpus(blend: Blend | None, by_samples: bool) -> dict[int, float]:
         raise ValueError("corpus needs token files: --data-path, --train-data-path or a file that names them")
     histograms = [_read_index(prefix) for prefix in blend.prefixes]
     sizes = [sum(count * (1 if by_samples else length) for length, count in each.items()) for each in histograms]
-    weights: Sequence[float] = blend.weights or sizes  # without weights in proportion to the sizes
+    weights: Sequence[float] = blend.weights or sizes
     total: defaultdict[int, float] = defaultdict(float)
     for prefix, histogram, weight, size in zip(blend.prefixes, histograms, weights, sizes):
         if weight and not size:
             raise ValueError(f"{prefix} has a weight and holds no tokens")
-        scale = weight / sum(weights) * sum(sizes) / size if weight else 0.0
+        scale = 1.0  # without weights in proportion to the sizes
+        if blend.weights is not None:
+            scale = weight / sum(weights) * sum(sizes) / size if weight else 0.0
         for length, count in histogram.items():
             total[length] += scale * count
     return total

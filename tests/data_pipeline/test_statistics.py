@@ -1,5 +1,6 @@
 """Statistics and checks of token files, and the script that prints them."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import pytest
 from data_pipeline.corpora import FixedTokenizer, write_corpus
 from structure.source import ROOT
 
+from arguments.data import DataArgs
+from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.statistics import collect_statistics
+from moe_trainer.estimate.length_histogram import read_histogram
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [5, 6, 7, 0], [], [9, 0, 10], [499, 0], [8, 0], list(range(2, 300)) + [0]]
 
@@ -87,7 +91,30 @@ def test_script(prefix, tmp_path):
     assert "WARNING: 2 documents (6 tokens) repeat an earlier one; the first is document 2" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())[0]["tokens"] == 316
     sound = write_corpus(tmp_path / "b", [5, 70])
-    done = inspect(sound, "--strict")
+    done = inspect(sound, "--strict", "--length-histogram", tmp_path / "lengths.csv")
     assert done.returncode == 0 and "64 - 127" in done.stdout
+    assert read_histogram(str(tmp_path / "lengths.csv")) == read_histogram(sound)
+    inspect(sound, sound, "--length-histogram", tmp_path / "lengths.csv")
+    assert (tmp_path / "lengths.csv").read_text() == "length,count\n5,2\n70,2\n"
     done = inspect(tmp_path / "absent")
     assert done.returncode == 2 and "absent.idx: no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_scripts_take_the_tokenizer_flags_of_the_trainer():
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser, "tokenizer", required=False)
+    assert tokenizer_args(parser.parse_args([])) == DataArgs()
+    words = "--tokenizer-type TikTokenizer --tiktoken-pattern v2 --tokenizer-special-tokens a b --vocab-size 7"
+    words += " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-metadata file --trust-remote-code"
+    assert tokenizer_args(parser.parse_args(words.split())) == DataArgs(
+        tokenizer_type="TikTokenizer",
+        tiktoken_pattern="v2",
+        special_tokens=["a", "b"],
+        vocab_size=7,
+        tokenizer_sentencepiece_ignore_extra_whitespaces=False,
+        metadata_path="file",
+        trust_remote_code=True,
+    )
+    for words in ("--tokenizer-type Unknown", "--use-gigatoken", "--padded-vocab-size 8", "--vocab-size x"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words.split())
