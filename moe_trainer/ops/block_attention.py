@@ -77,19 +77,19 @@ class Documents:
         if ids_BS.is_cuda:
             length = ids_BS.shape[1]
             return Documents(ids_BS, (0,) * length, (length,) * length, (), is_static=True)
+        on_device = ids_BS if device is None else ids_BS.to(device, non_blocking=True)
+        if lengths:  # no search for what is known: there may be a million positions
+            begins = list(zip(itertools.accumulate(lengths, initial=0), lengths))
+            earliest = list(itertools.chain.from_iterable([begin] * length for begin, length in begins))
+            starts = [begin for begin, length in begins if length]
+            return Documents(on_device, earliest, earliest, starts, lengths=lengths)
         if (ids_BS[:, 1:] < ids_BS[:, :-1]).any():
             raise ValueError("document ids must not decrease along the sequence")
         begins_BS = torch.zeros_like(ids_BS)
         begins_BS[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
         begins_BS = (begins_BS * torch.arange(ids_BS.shape[1], device=ids_BS.device)).cummax(1).values
         earliest, latest = begins_BS.amin(0).tolist(), begins_BS.amax(0).tolist()
-        return Documents(
-            ids_BS if device is None else ids_BS.to(device, non_blocking=True),
-            earliest,
-            latest,
-            sorted(set(earliest)) if earliest == latest else (),
-            lengths=lengths,
-        )
+        return Documents(on_device, earliest, latest, sorted(set(earliest)) if earliest == latest else ())
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from moe_trainer.ops.block_attention import (
     attend,
     attend_backward,
 )
+from moe_trainer.ops.packed_sequences import PackedSequences
 
 
 def tensors(queries=12, keys=12, dtype=torch.float64):
@@ -130,6 +131,14 @@ def test_queries_are_split_at_aligned_document_boundaries():
     assert BlockMask(documents=Documents.of(ids)).split(PositionRange(0, size)) == [PositionRange(0, size)], (
         "borders differ"
     )
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 4), (5,), (2, 0, 3), (2, 3, 0), (1, 1, 1)])
+def test_borders_of_packed_sequences_follow_from_their_lengths(lengths):
+    packed = PackedSequences.of(lengths)
+    known, found = Documents.of(packed.ids(), None, lengths), Documents.of(packed.ids())
+    assert (known.earliest, known.latest, known.begins) == (found.earliest, found.latest, found.begins)
+    assert known.lengths == lengths and torch.equal(known.ids_BS, found.ids_BS)
 
 
 def test_document_ids_must_not_decrease():
