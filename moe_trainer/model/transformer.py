@@ -332,7 +332,7 @@ class Transformer(nn.Module):
         sequence = shard_of(self.sequence, packed)
 
         def local(x_S: Tensor) -> Tensor:
-            x_T = sequence.local(x_S, 0).chunk(self.tp.size)[self.tp.rank]
+            x_T = sequence.local(x_S, 0).tensor_split(self.tp.size)[self.tp.rank]
             return x_T.to(self.device, non_blocking=True)
 
         lengths_B = torch.as_tensor(packed.lengths).to(self.device, non_blocking=True)

@@ -1,14 +1,18 @@
 """Building: names, shapes, values, dtypes; weights in and out by name."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import arguments
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, load_named_weights
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.ops.packed_sequences import PackedSequences
+from moe_trainer.parallel.sequence import SequenceShard
+from moe_trainer.parallel.state import Group, ParallelState
 
 BASE = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
@@ -195,3 +199,18 @@ def test_mismatched_weights_are_all_listed_and_none_copied():
     weights["decoder.layers.1.mlp.router.weight"] = torch.zeros(4, 32)
     load_named_weights([model], weights, ParallelState.single(), strict=False)
     assert torch.equal(model.decoder.final_layernorm.weight, torch.full((32,), 2.0))
+
+
+def test_tensor_ranks_of_a_dense_model_may_have_no_token():
+    """Five tokens are no multiple of four ranks: packed sequences of dense models are not padded to one."""
+    ranks = [
+        SimpleNamespace(
+            sequence=SequenceShard(Group.single("cp")),
+            tp=SimpleNamespace(size=4, rank=rank),
+            device=torch.device("cpu"),
+        )
+        for rank in range(4)
+    ]
+    for length in (1, 2, 5, 8):
+        masks = [Transformer._valid_tokens(rank, PackedSequences.of([length])).mask_T for rank in ranks]
+        assert torch.cat(masks).tolist() == [True] * length
