@@ -16,12 +16,11 @@ from pathlib import Path
 from moe_trainer.checkpoint.errors import StorageError
 from moe_trainer.checkpoint.manager import check_writable, save
 from moe_trainer.checkpoint.options import CheckpointState
-from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState, merge_states
 from moe_trainer.errors import as_user_error
 from moe_trainer.optim.scheduler_state import scheduler_state_dict
-from moe_trainer.parallel import collectives
 from moe_trainer.resilience.save_failures import MAX_CONSECUTIVE_FAILURES
 from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.data_setup import merged_stream_states
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointSta
         # read by torch's own reader; the other strategy needs a package that is not used here
         "async_strategy": "mcore",
     }
-    extra = {"history": state.history.as_dict(), "fingerprint": state.fingerprint, "streams": stream_states(ctx)}
+    extra = {"history": state.history.as_dict(), "fingerprint": state.fingerprint, "streams": merged_stream_states(ctx)}
     return CheckpointState(
         iteration=state.iteration,
         args=ctx.args.as_dict() | megatron_args,
@@ -117,19 +116,6 @@ def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointSta
         scheduler=scheduler_state_dict(ctx.learning_rate, ctx.weight_decay, state.scheduled_samples),
         extra={name: value for name, value in extra.items() if value},
     )
-
-
-def stream_states(ctx: TrainContext) -> dict[str, StreamState]:
-    """Return where streamed text continues on all ranks, nothing without --dataloader-type external."""
-    if ctx.train_stream is None:
-        return {}
-    assert ctx.datasets is not None
-    local = {"train": ctx.train_stream.state}
-    for dataset in ctx.datasets.valid:
-        assert isinstance(dataset, StreamedDataset | StreamBlend)
-        local["valid"] = dataset.state()
-    ranks = collectives.all_gather_object(local, ctx.ps.world)
-    return {name: merge_states([states[name] for states in ranks]) for name in local}
 
 
 def finish_save(ctx: TrainContext) -> None:

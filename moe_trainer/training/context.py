@@ -65,7 +65,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """Everything the loop works with, built by training/setup.py.
+    """Everything the loop works with, built by training/setup.py and data_setup.py.
 
     A run that does not train the weights (`Arguments.has_frozen_weights`) has no gradients, optimizer or schedules.
     `build_context` fills the fields up to `dumps`; data, metrics and monitors are added once the checkpoint is loaded.

@@ -23,7 +23,7 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
 from moe_trainer.training.context import TrainContext, TrainState
-from moe_trainer.training.setup import make_loader, make_packing_planner
+from moe_trainer.training.data_setup import make_loader, make_packing_planner
 from moe_trainer.training.step import agree_on_budgets, reduce_loss, run_microbatches
 
 

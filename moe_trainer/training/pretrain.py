@@ -37,6 +37,7 @@ from moe_trainer.training.checkpointing import (
     save_upcycled,
 )
 from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.data_setup import build_datasets_and_loaders
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
 from moe_trainer.training.export import export_weights
 from moe_trainer.training.initialize import Runtime, initialize, make_error_dedup_counter
@@ -47,7 +48,7 @@ from moe_trainer.training.preflight import check_output_paths
 from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
 from moe_trainer.training.resume import resolve_auto_resume, resume
 from moe_trainer.training.run_manifest import write_run_manifest
-from moe_trainer.training.setup import build_context, build_datasets_and_loaders
+from moe_trainer.training.setup import build_context
 
 logger = logging.getLogger(__name__)
 

@@ -65,6 +65,7 @@ WITHOUT_TORCH = (
     "moe_trainer.errors",
     "moe_trainer.exit_codes",
     "moe_trainer.ops.block_sizes",
+    "moe_trainer.token_index",
     "moe_trainer.ops.logit_chunks",
     "moe_trainer.parallel.grid",
     "moe_trainer.parallel.groups",

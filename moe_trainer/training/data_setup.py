@@ -1,0 +1,175 @@
+"""Data of a run: datasets, and the loaders that continue where a checkpoint stopped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from arguments import Arguments
+from moe_trainer.checkpoint.directory import tokenizer_files
+from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, build_streams
+from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
+from moe_trainer.data.loader import BatchLoader, StreamLoader, build_loader, build_packed_loader
+from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.data.sources import requested_sizes, training_phases
+from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState, merge_states
+from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.errors import UserError, as_user_error
+from moe_trainer.estimate.flops import training_flops
+from moe_trainer.parallel import collectives
+from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+
+logger = logging.getLogger(__name__)
+
+
+def get_tokenizer_files(args: Arguments) -> tuple[Path, ...]:
+    """Return the files that the tokenizer consists of."""
+    return tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
+
+
+def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> TrainContext:
+    """Return the context with datasets, and with the training batches that follow the consumed samples. Collective."""
+    args, ps, rank = ctx.args, ctx.ps, ctx.runtime.launch_env.rank
+    train, valid, test = requested_sizes(args.training)
+    if args.data.phase_transitions and train:
+        train = remaining_phase_samples(args, state)
+    # a batch-size schedule reads fewer samples than iterations times the final size; Megatron-LM requests the latter
+    print_rank_0(ctx.runtime, " > datasets target sizes (minimum size):")
+    for name, size in (("train", train), ("validation", valid), ("test", test)):
+        print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
+    with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
+        is_streamed = args.training.dataloader_type == "external"
+        if rank == 0 and not args.training.skip_train and not is_streamed:  # other data may be evaluated
+            current = make_fingerprint(args.data, get_tokenizer_files(args))
+            # a new phase has other data
+            saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
+            for warning in compare_fingerprints(saved, current):
+                logger.warning("WARNING: %s", warning)
+            state.fingerprint = current
+        sizes, barrier = (train, valid, test), partial(collectives.barrier, ps.world)
+        consumed = state.consumed_train_samples
+        if is_streamed:
+            datasets = build_streams(args.data, args.training, tokenizer, sizes)
+            load_stream_states(datasets, state)
+        else:
+            datasets = build_datasets(
+                args.data, args.training, tokenizer, sizes, consumed=consumed, is_builder=rank == 0, barrier=barrier
+            )
+        ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
+        if datasets.train is not None and not args.training.skip_train:
+            micro = args.training.micro_batch_size
+            packing, get_size = make_packing_planner(ctx, datasets.train, micro), ctx.batch_size.global_batch_size
+            loader = make_loader(ctx, datasets.train, micro, consumed, packing, get_size)
+            stream = loader if isinstance(loader, StreamLoader) else None
+            ctx = replace(ctx, train_batches=iter(loader), train_stream=stream, packing=packing)
+    return ctx
+
+
+def remaining_phase_samples(args: Arguments, state: TrainState) -> int:
+    """Return the number of samples of the phases that this run reads.
+
+    Raises:
+        UserError: if the consumed samples are not those of the iterations so far.
+    """
+    consumed, batch_size = state.consumed_train_samples, args.training.global_batch_size
+    if consumed != state.iteration * batch_size:
+        raise UserError(
+            f"--phase-transition-iterations: {consumed} samples are consumed after iteration {state.iteration}; "
+            f"--global-batch-size {batch_size} must be that of the checkpoint"
+        )
+    phases = training_phases(args.data, args.training, consumed)
+    return phases[-1].end - phases[0].first
+
+
+def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int) -> PackingPlanner | None:
+    """Return the planner of a dataset with samples of different lengths; None without packing."""
+    parallel, fmt = ctx.args.parallel, PackFormat.from_args(ctx.args)
+    if fmt is None:
+        return None
+    group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if len(ctx.chunks) > 1 else 1
+    get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
+    is_pipelined = ctx.ps.pp.size > 1
+    return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size, is_pipelined)
+
+
+def load_stream_states(datasets: Datasets, state: TrainState) -> None:
+    """Let streamed datasets continue where the checkpoint was saved.
+
+    One that was saved with token files does not say where: consumed samples are then read to skip them.
+    """
+    consumed = {"train": state.consumed_train_samples, "valid": state.consumed_valid_samples}
+    for name, dataset in (("train", datasets.train), *(("valid", dataset) for dataset in datasets.valid)):
+        if not isinstance(dataset, StreamedDataset | StreamBlend):
+            continue
+        if name in state.streams:
+            dataset.load_state(state.streams[name])
+        elif consumed[name]:
+            logger.warning(
+                "WARNING: --dataloader-type external: the checkpoint was saved without it and does not say where the "
+                "text of --%s-data-path continues; the %s samples consumed so far are read and tokenized to skip them, "
+                "which can take long (--finetune starts at the first sample)",
+                name,
+                f"{consumed[name]:,}",
+            )
+
+
+def merged_stream_states(ctx: TrainContext) -> dict[str, StreamState]:
+    """Return where streamed text continues on all ranks, nothing without --dataloader-type external. Collective."""
+    if ctx.train_stream is None:
+        return {}
+    assert ctx.datasets is not None
+    local = {"train": ctx.train_stream.state}
+    for dataset in ctx.datasets.valid:
+        assert isinstance(dataset, StreamedDataset | StreamBlend)
+        local["valid"] = dataset.state()
+    ranks = collectives.all_gather_object(local, ctx.ps.world)
+    return {name: merge_states([states[name] for states in ranks]) for name in local}
+
+
+def make_loader(
+    ctx: TrainContext,
+    dataset: AnyDataset,
+    micro_batch_size: int,
+    consumed: int,
+    packing: PackingPlanner | None,
+    get_batch_size: Callable[[int], int],
+) -> BatchLoader | StreamLoader:
+    """Return the loader of this rank's batches of a dataset after `consumed` samples, counted over all ranks.
+
+    With `packing` a batch is a pack of a global batch, whose size after a number of consumed samples is given.
+    """
+    args, dp, fmt = ctx.args, ctx.ps.dp, ctx.batch_format
+    assert fmt is not None
+    kind, workers = args.training.dataloader_type or "single", args.data.num_workers
+    pin_memory = ctx.runtime.device.type == "cuda"
+    read_ahead = args.data.object_storage_read_ahead if args.data.object_storage_cache_path else 0
+    if packing is not None:
+        return build_packed_loader(
+            dataset,
+            packing,
+            get_batch_size,
+            ctx.data_rank,
+            consumed,
+            workers,
+            fmt=fmt,
+            pin_memory=pin_memory,
+            read_ahead=read_ahead,
+        )
+    loader = build_loader(
+        dataset,
+        micro_batch_size,
+        dp.rank,
+        dp.size,
+        consumed,
+        kind,
+        workers,
+        fmt=fmt,
+        pin_memory=pin_memory,
+        read_ahead=read_ahead,
+    )
+    if isinstance(dataset, StreamedDataset | StreamBlend):
+        return StreamLoader(dataset, loader, 2 * workers)
+    return loader
