@@ -20,19 +20,12 @@ from arguments.data import DEFAULT_SPLIT, DataArgs
 from arguments.mock_lengths import read_mock_lengths
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import normalize
-from moe_trainer.data.dataset import (
-    NO_PAD,
-    BlendedDataset,
-    CachedIndex,
-    DatasetConfig,
-    GPTDataset,
-    MockTokens,
-    PhasedDataset,
-    SampleSource,
-)
+from moe_trainer.data.combined import BlendedDataset, PhasedDataset
+from moe_trainer.data.dataset import NO_PAD, DatasetConfig, GPTDataset, MockTokens, SampleSource
 from moe_trainer.data.document_sources import open_source
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.index_build import parse_split, split_range
+from moe_trainer.data.index_cache import CachedIndex
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.object_storage import make_object_store

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from moe_trainer.data.dataset import NO_PAD, TokenDataset
 from moe_trainer.data.packing import Pack, PackingPlanner
-from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 
@@ -283,45 +282,6 @@ class BatchLoader:
                 yield ahead.popleft().result()
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
-
-
-class StreamLoader:
-    """Batches of streamed samples, and the state of the dataset after the last one that was handed out.
-
-    One thread reads ahead, since the documents of a stream are read in order.
-
-    Args:
-        loader: says which samples this rank reads.
-        read_ahead: number of batches; 0 reads when a batch is asked for.
-    """
-
-    def __init__(self, dataset: StreamedDataset | StreamBlend, loader: BatchLoader, read_ahead: int):
-        self._dataset, self._loader, self._read_ahead = dataset, loader, read_ahead
-        self.state = dataset.state()
-
-    def __iter__(self) -> Iterator[Batch]:
-        order = self._loader.indices()
-        if not self._read_ahead:
-            for indices in order:
-                batch, self.state = self._read(indices)
-                yield batch
-            return
-        executor = ThreadPoolExecutor(1, thread_name_prefix="data")
-        ahead: deque[Future] = deque()
-        try:
-            while True:
-                ahead.extend(executor.submit(self._read, each) for each in islice(order, self._read_ahead - len(ahead)))
-                if not ahead:
-                    return
-                batch, self.state = ahead.popleft().result()
-                yield batch
-        finally:
-            executor.shutdown(cancel_futures=True)
-            self._dataset.load_state(self.state)  # what was read ahead is read again
-
-    def _read(self, indices: Samples) -> tuple[Batch, StreamState]:
-        batch = self._loader.read(indices)
-        return batch, self._dataset.state()
 
 
 def build_loader(

@@ -20,14 +20,17 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe_trainer.data.blend import BlendOrder
-from moe_trainer.data.dataset import CombinedDataset
+from moe_trainer.data.combined import CombinedDataset
 from moe_trainer.data.document_sources import DocumentSource
 from moe_trainer.data.fim import FillInTheMiddle
+from moe_trainer.data.loader import Batch, BatchLoader
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError
 
@@ -262,6 +265,45 @@ class StreamBlend(CombinedDataset[StreamedDataset]):
         for dataset, saved in zip(self.datasets, state["blend"]):
             dataset.load_state(saved)
         self._order.load_state(state["order"])
+
+
+class StreamLoader:
+    """Batches of streamed samples, and the state of the dataset after the last one that was handed out.
+
+    One thread reads ahead, since the documents of a stream are read in order.
+
+    Args:
+        loader: says which samples this rank reads.
+        read_ahead: number of batches; 0 reads when a batch is asked for.
+    """
+
+    def __init__(self, dataset: StreamedDataset | StreamBlend, loader: BatchLoader, read_ahead: int):
+        self._dataset, self._loader, self._read_ahead = dataset, loader, read_ahead
+        self.state = dataset.state()
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = self._loader.indices()
+        if not self._read_ahead:
+            for indices in order:
+                batch, self.state = self._read(indices)
+                yield batch
+            return
+        executor = ThreadPoolExecutor(1, thread_name_prefix="data")
+        ahead: deque[Future] = deque()
+        try:
+            while True:
+                ahead.extend(executor.submit(self._read, each) for each in islice(order, self._read_ahead - len(ahead)))
+                if not ahead:
+                    return
+                batch, self.state = ahead.popleft().result()
+                yield batch
+        finally:
+            executor.shutdown(cancel_futures=True)
+            self._dataset.load_state(self.state)  # what was read ahead is read again
+
+    def _read(self, indices: Sequence[int]) -> tuple[Batch, StreamState]:
+        batch = self._loader.read(indices)
+        return batch, self._dataset.state()
 
 
 def merge_states(states: Sequence[StreamState]) -> StreamState:

@@ -14,9 +14,9 @@ from moe_trainer.checkpoint.manager import AsyncSaver
 from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import Datasets
 from moe_trainer.data.fingerprint import Fingerprint
-from moe_trainer.data.loader import Batch, BatchFormat, StreamLoader
+from moe_trainer.data.loader import Batch, BatchFormat
 from moe_trainer.data.packing import PackingPlanner
-from moe_trainer.data.stream import StreamState
+from moe_trainer.data.stream import StreamLoader, StreamState
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.logger import MetricsLogger

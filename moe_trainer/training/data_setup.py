@@ -12,10 +12,10 @@ from arguments import Arguments
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, build_streams
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
-from moe_trainer.data.loader import BatchLoader, StreamLoader, build_loader, build_packed_loader
+from moe_trainer.data.loader import BatchLoader, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.sources import requested_sizes, training_phases
-from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamState, merge_states
+from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamLoader, StreamState, merge_states
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops

@@ -12,7 +12,8 @@ from harness import run_ranks
 
 from moe_trainer.data import dataset as dataset_module
 from moe_trainer.data.build import batch_format, build_datasets, requested_sizes
-from moe_trainer.data.dataset import NO_PAD, BlendedDataset, MockTokens
+from moe_trainer.data.combined import BlendedDataset
+from moe_trainer.data.dataset import NO_PAD, MockTokens
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from moe_trainer.data import blend as blend_order
 from moe_trainer.data import document_sources, object_storage
 from moe_trainer.data.build import batch_format, build_streams
 from moe_trainer.data.document_sources import FileSource, open_source
-from moe_trainer.data.loader import StreamLoader, build_loader
-from moe_trainer.data.stream import StreamBlend, StreamedDataset, merge_states
+from moe_trainer.data.loader import build_loader
+from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamLoader, merge_states
 from moe_trainer.errors import UserError
 
 LENGTH = 16
@@ -75,7 +75,7 @@ def test_streams_share_all_parts_in_another_order_every_epoch():
 
 
 @pytest.mark.parametrize("num_empty", [1, 3])
-def test_a_stream_goes_on_past_epochs_without_text(num_empty):
+def test_a_stream_continues_past_epochs_without_text(num_empty):
     parts = [[list(range(2, 2 + LENGTH - 1))] * 3, *([[]] if number % 2 else [] for number in range(num_empty))]
     for seed in range(10):
         dataset = stream(ListSource(parts), num_streams=16, seed=seed)

@@ -21,7 +21,7 @@ from moe_trainer.checkpoint.directory import INDEX, TRACKER, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import files as hf_files
 from moe_trainer.checkpoint.index import read_index
-from moe_trainer.data.dataset import IndexCache
+from moe_trainer.data.index_cache import IndexCache
 from moe_trainer.data.preprocess import _Chunk, _Encoder, expand_inputs
 from moe_trainer.debug.step_record import HEAD, Record
 from moe_trainer.errors import UserError, as_user_error
