@@ -30,7 +30,7 @@ from moe_trainer.data.blend import BlendOrder
 from moe_trainer.data.combined import CombinedDataset
 from moe_trainer.data.document_sources import DocumentSource
 from moe_trainer.data.fim import FillInTheMiddle
-from moe_trainer.data.loader import Batch, BatchLoader
+from moe_trainer.data.loader import Batch, BatchLoader, Samples
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError
 
@@ -301,7 +301,7 @@ class StreamLoader:
             executor.shutdown(cancel_futures=True)
             self._dataset.load_state(self.state)  # what was read ahead is read again
 
-    def _read(self, indices: Sequence[int]) -> tuple[Batch, StreamState]:
+    def _read(self, indices: Samples) -> tuple[Batch, StreamState]:
         batch = self._loader.read(indices)
         return batch, self._dataset.state()
 
