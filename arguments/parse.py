@@ -7,13 +7,16 @@ reported at once. Of the machine, only environment variables that a recipe names
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from arguments import checkpoint_args, rules
 from arguments.apply_flag_status import check_flag_status, merge_architectures, note_flag_status
 from arguments.container import OPTIONS, Arguments, freeze
 from arguments.settings import ArgumentError, Settings, Violation
 from arguments.tokens import parse_tokens
+
+WITHOUT_RUN = ("validate_only", "dry_run", "fake_process_group")
+"""Switches of a command line that is read, and not run."""
 
 
 def parse_args(
@@ -65,6 +68,11 @@ def violations_without_checkpoint(argv: list[str], world_size: int | None) -> li
     ]
 
 
+def as_plan(argv: Sequence[str]) -> list[str]:
+    """Return a command line as that of a dry run, which keeps variables of a recipe file that are not set."""
+    return [*argv] if any(map(parse_tokens(argv).last, WITHOUT_RUN)) else [*argv, "--dry-run"]
+
+
 def resolve_command_line(
     argv: list[str], world_size: int | None, checkpoint: Mapping[str, object] | None = None
 ) -> tuple[Settings, list[Violation]]:
@@ -98,7 +106,7 @@ def _gather(argv: list[str]) -> tuple[Settings, list[Violation], set[str] | None
     if preset is not None:
         from arguments import recipe as recipes  # (only now: a plain command line needs no YAML)
 
-        is_run = not any(map(line.last, ("validate_only", "dry_run", "fake_process_group")))
+        is_run = not any(map(line.last, WITHOUT_RUN))
         recipe = recipes.load(preset, os.environ, is_run)
         settings.notes += recipe.notes
         recipe.parsed.apply(settings, recipe.source)

@@ -29,6 +29,7 @@ from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.parse import as_plan
 from arguments.tokens import FIELDS
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, plan_of_flags, run_dry_run
@@ -164,7 +165,7 @@ def main(words: list[str]) -> int:
         if {"--help", "-h"} & set(words):
             parser.print_help()
             return ExitCode.OK
-        return run_dry_run(words if "--dry-run" in words else [*words, "--dry-run"])
+        return run_dry_run(as_plan(words))
     if words[0] == "pieces":
         return _pieces(modes["pieces"], words[1:])
     options, flags = parser.parse_known_args(words)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.parse import as_plan
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.verification.random_layouts import draw_cases
@@ -115,6 +116,7 @@ def _cases(options: argparse.Namespace, flags: list[str]) -> tuple[list[ParityCa
             raise ShrinkError([f"--random draws its own models; it takes no flags of the trainer ({' '.join(flags)})"])
         return draw_cases(options.random, options.ranks, options.seed), None
     flags, world_size = _without_launcher(flags)
+    flags = as_plan(flags)
     if options.as_is:
         case = as_is(flags, world_size)
         if case.world_size > options.ranks:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arguments import ArgumentError
+from arguments.parse import as_plan
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, rank_of_stage, recording_key, stages_to_execute
 from moe_trainer.estimate.parallel_configs import drop_flags
@@ -137,12 +138,12 @@ def main(words: list[str]) -> int:
         if words == ["pieces", "--write"]:
             return write_pieces()
         if words[0] == "pieces" and len(words) > 1 and not {"--help", "-h"} & set(words):
-            plan, rows = pieces_of_flags(words[1:], {})
+            plan, rows = pieces_of_flags(as_plan(words[1:]), {})
             print("\n".join(pieces_lines(plan, rows)))
             return ExitCode.OK
         if words[0] == "pieces" or {"--help", "-h"} & set(words):
             parser.parse_args(["--help"])
-        plan, roofline = plan_and_roofline(words)
+        plan, roofline = plan_and_roofline(as_plan(words))
         print("\n".join(roofline_lines(plan, roofline)))
         if plan.args.output.report is not None:
             write_report(plan.args.output.report, plan, roofline)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
+from arguments.parse import as_plan
 from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.interconnect import dispatcher_name
@@ -127,7 +128,7 @@ def validated_args(argv: Sequence[str], world_size: int, checkpoint: Mapping[str
         ArgumentError: with everything that is wrong.
         PlanError: for batch sizes with which virtual stages would deadlock.
     """
-    args = parse_args(list(argv), world_size, checkpoint)
+    args = parse_args(as_plan(argv), world_size, checkpoint)
     if args.unbuildable:
         raise ArgumentError(args.unbuildable)
     waiting = deadlocking_batch_sizes(args, data_parallel_size(args, world_size))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from arguments import ArgumentError, parse_args
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.parallel import ParallelArgs
-from arguments.parse import resolve_command_line
+from arguments.parse import as_plan, resolve_command_line
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime, PassTime
@@ -154,14 +154,14 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments, frozenset
         ArgumentError: if no mapping makes the flags legal.
     """
     base = drop_flags(argv)
-    settings, _ = resolve_command_line([*base, "--micro-batch-size", "1"], None)
+    settings, _ = resolve_command_line(as_plan([*base, "--micro-batch-size", "1"]), None)
     preset = frozenset(dest for dest in REPLACED - {"micro_batch_size"} if settings.given(dest))
     plain = ["--micro-batch-size", "1"] + (["--moe-token-dispatcher-type", "alltoall"] if settings.num_experts else [])
     try:
-        return base, parse_args([*base, *plain], None), preset
+        return base, parse_args(as_plan([*base, *plain]), None), preset
     except ArgumentError as rejected:
         try:
-            mapped = parse_args(list(argv), None)  # flags that need a mapping, and the line names one
+            mapped = parse_args(as_plan(argv), None)  # flags that need a mapping, and the line names one
         except ArgumentError:
             raise rejected from None
     unmapped = {

@@ -1,5 +1,6 @@
 """pretrain_moe.py --dry-run: what it prints, writes and returns, without torch."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 
 import pretrain_moe
 from arguments.parse import resolve_command_line
-from moe_trainer.estimate.dry_run import run_dry_run
+from moe_trainer.estimate.dry_run import plan_of_flags, run_dry_run
 
 ROOT = Path(__file__).parents[2]
 LINE = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8 --world-size 64".split()
@@ -174,3 +175,28 @@ def test_a_vocabulary_of_the_flags_is_not_replaced_in_validate_only(capsys):
         assert pretrain_moe.main([*NAMED, "--padded-vocab-size", rows, "--validate-only"]) == 0
         sizes.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters")))
     assert sizes[0] != sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "mode", "options"),
+    [
+        ("plan", (), "--world-size 8"),
+        ("plan", ("pieces",), "--world-size 8"),
+        ("plan", ("search",), "--gpus 8 --best 1"),
+        ("prove_layout", (), "--world-size 8 --shrink-only"),
+        ("roofline", (), "--world-size 8"),
+    ],
+)
+def test_planning_scripts_keep_variables_that_only_a_run_needs(tmp_path, monkeypatch, script, mode, options):
+    monkeypatch.delenv("WEIGHTS", raising=False)
+    text = (ROOT / "model_zoo" / "mixtral_tiny.yaml").read_text()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text.replace("MODEL_ARGS:", "MODEL_ARGS:\n  --load: ${WEIGHTS}", 1))
+    spec = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if script == "roofline":  # nothing is executed
+        monkeypatch.setattr(module, "plan_and_roofline", lambda flags: (plan_of_flags(flags), None))
+        monkeypatch.setattr(module, "roofline_lines", lambda plan, roofline: [])
+    line = [*mode, "--preset", str(recipe), "--mock-data", "--expert-model-parallel-size", "2", *options.split()]
+    assert module.main(line) == 0
