@@ -27,7 +27,8 @@ HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
        pretrain_moe.py --help [TOPIC|--flag]    TOPIC: a section (moe, data, ...), a heading, or part of a flag's name
 
 Pretrain a Mixture-of-Experts language model. The flags are Megatron-LM's, without abbreviations; of several the last
-wins. A switch can also be written --switch=true or --switch=false, which undoes one that a preset sets.
+wins. A switch can also be written --switch=true or --switch=false, which undoes one that a preset sets; the value none
+undoes a number or a choice without a default (--recompute-granularity none).
 [no effect]: accepted, but has no effect here. [not implemented]: rejected until a later version. [renamed]: see the
 new name.
 """

@@ -114,11 +114,20 @@ class Option:
     def is_list(self) -> bool:
         return self.takes not in (0, 1)
 
+    @property
+    def can_be_unset(self) -> bool:
+        """Whether the value `none` undoes the flag of a preset: numbers and choices that are not set by default."""
+        is_choice = self.choices is not None and "none" not in self.choices
+        return self.takes == 1 and self.default is None and (is_choice or self.read in (read_int, read_float))
+
     def convert(self, text: str) -> object:
-        """Turn one token into a value. Raises ValueError that says what is wanted."""
+        """Turn one token into a value, None to unset it. Raises ValueError that says what is wanted."""
+        if self.can_be_unset and text == "none":
+            return None
         value = self.read(text)
         if self.choices is not None and value not in self.choices:
-            raise ValueError("one of " + ", ".join(str(choice) for choice in self.choices))
+            words = (*self.choices, "none") if self.can_be_unset else self.choices
+            raise ValueError("one of " + ", ".join(str(word) for word in words))
         return value
 
 

@@ -54,7 +54,7 @@ DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 
 @dataclass(frozen=True)
 class ParsedFlag:
-    """A flag with its value and spelling."""
+    """A flag with its value and spelling; None unsets it."""
 
     dest: str
     value: Any
@@ -80,7 +80,10 @@ class ParsedTokens:
     def apply(self, settings: Settings, source: str) -> None:
         """Write values and notices into settings."""
         for item in self.given:
-            settings.set_given(item.dest, item.value, source, item.spelling)
+            if item.value is None:
+                settings.forget(item.dest)
+            else:
+                settings.set_given(item.dest, item.value, source, item.spelling)
         for flag, became in self.renamed:
             settings.note_renamed(flag, became)
         for flag, reason in self.no_effect:

@@ -83,6 +83,26 @@ def test_command_line_overrides_recipe(recipe):
     assert args.source["hidden_size"] == "command line" and args.source["lr"] == "command line"
 
 
+def test_none_undoes_choices_and_numbers_of_a_recipe(recipe):
+    full = "\n  --recompute-granularity: full\n  --recompute-method: uniform\n  --recompute-num-layers: 1\n"
+    plain = parse_args(["--preset", recipe()], 1)
+    path = recipe(FILE.replace("MODEL_ARGS:", f"MODEL_ARGS:{full}", 1))
+    assert parse_args(["--preset", path], 1).training.recompute_granularity == "full"
+    typed = "--recompute-granularity none --recompute-method none --recompute-num-layers none".split()
+    args = parse_args(["--preset", path, *typed], 1)
+    assert args.training == plain.training and args.notes == plain.notes and args.typed == plain.typed
+    again = parse_args(["--preset", path, *typed, *"--recompute-granularity selective".split()], 1)
+    assert again.training.recompute_granularity == "selective"
+    notes = parse_args(["--preset", path, *typed[:2]], 1).notes
+    assert any("--recompute-method uniform has no effect without --recompute-granularity" in note for note in notes)
+
+
+@pytest.mark.parametrize("flag", ["--normalization", "--lr-decay-style", "--num-layers-at-start-in-bf16", "--seed"])
+def test_flags_with_a_default_have_no_value_none(recipe, flag):
+    with pytest.raises(ArgumentError, match=f"{flag} none: the value must be"):
+        parse_args(["--preset", "mixtral_tiny", "--mock-data", flag, "none"], 1)
+
+
 def test_command_line_overrides_conflicting_recipe_flags(recipe):
     args = parse_args(["--preset", recipe(), "--train-iters", "5"], world_size=1)
     assert args.training.train_iters == 5 and args.training.train_samples is None
