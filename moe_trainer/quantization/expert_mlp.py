@@ -142,7 +142,10 @@ class _BufferMLP(torch.autograd.Function):
         (fc1, fc2), groups = ctx.options.gemms, ctx.options.counts
         x = tables[0] if ctx.scaling is None else SavedTokens(*tables, ctx.scaling)
         # what offload and recompute return is not the parameter, of which casts are kept
-        w1, w2 = (own if isinstance(own, nn.Parameter) else w for own, w in zip(ctx.owners, (w1, w2)))
+        w1, w2 = (
+            own if gemms.kept_weights is not None and isinstance(own, nn.Parameter) else w
+            for w, own, gemms in zip((w1, w2), ctx.owners, (fc1, fc2))
+        )
         grad_CH = grad_CH.contiguous()
         both = fc2.quantize_both(grad_CH, is_grad=True) if ctx.needs_input_grad[4] else None
         grad_a = fc2.grouped_input_grad(grad_CH, w2, groups, both)

@@ -69,6 +69,7 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
     """GEMMs of an unquantized linear of experts whose other linear is quantized; same interface as QuantizedGemms."""
 
     token_multiple = 1
+    kept_weights = None
 
     def quantize_both(self, x_CK: Tensor, is_grad: bool) -> None:
         """Return None: nothing is quantized."""

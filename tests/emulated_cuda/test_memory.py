@@ -1,6 +1,6 @@
 """The plan's memory against what the emulated device's allocator counts: one rank at the real sizes, a few layers deep."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from emulated_cuda import te_package
@@ -12,7 +12,7 @@ from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.hardware import find_hardware
-from moe_trainer.estimate.static_memory import cast_bytes, matrices_only, quantized_params_on_rank
+from moe_trainer.estimate.static_memory import cast_bytes, expert_cast_bytes, matrices_only, quantized_params_on_rank
 
 RUN = "--mock-data --micro-batch-size 1 --global-batch-size 64 --bf16"
 # name: flags. One microbatch in flight: record_step.py runs them one after the other
@@ -121,6 +121,42 @@ def test_memory_plan_of_fp8_weights(stored):
     kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], matrices_only(args, 64), find_hardware("h100"))
     with_casts, without = (te_package.on_device(states_with, argv, once) for once in (True, False))
     assert with_casts - without == pytest.approx(kept, rel=0.05)  # and scales
+
+
+def casts_at_the_end(argv: list[str], kept: bool) -> int:
+    """Bytes when the last microbatch of an iteration has ended, and casts of weights are about to be dropped."""
+    import torch
+
+    from moe_trainer.parallel.state import ParallelState
+    from moe_trainer.training import step
+    from moe_trainer.verification import training_trace
+
+    found, cached = [], step.cached_weight_casts
+
+    @contextmanager
+    def measured(*args):
+        with cached(*args) if kept else nullcontext():
+            yield
+            found.append(torch.cuda.memory_allocated())
+
+    step.cached_weight_casts = measured
+    training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
+    return found[1]
+
+
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity selective --recompute-modules moe_act"])
+def test_memory_plan_of_experts_with_counts_on_the_device(recompute):
+    """They keep casts in both directions between microbatches, also if backward recomputes."""
+    argv = [
+        *make_argv("plain"),
+        *"--num-layers 2 --num-experts 4 --global-batch-size 4 --bf16 --fp8-format e4m3 --fp8-recipe blockwise".split(),
+        *"--hidden-size 128 --ffn-hidden-size 128 --moe-grouped-gemm --moe-token-dispatcher-type flex".split(),
+        *f"--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor 4 {recompute}".split(),
+    ]
+    args = parse_args(argv, 1)
+    kept = expert_cast_bytes(args, 1, chunk_layouts(args.model, args.parallel)[0], matrices_only(args, 64))
+    with_casts, without = (on_device(casts_at_the_end, argv, once) for once in (True, False))
+    assert kept > 0 and with_casts - without == pytest.approx(kept, rel=0.05)  # and scales
 
 
 @pytest.mark.parametrize(("recipe", "copies"), [("mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", 2), ("blockwise", 1)])
