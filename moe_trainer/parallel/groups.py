@@ -105,11 +105,11 @@ def _members_per_node(groups: Sequence[Sequence[int]], ranks_per_node: int) -> i
 
 def group_table(plans: Mapping[str, tuple[Sequence[Sequence[int]], str]]) -> str:
     """Return one line per group name: number of groups, their size, and their ranks ("0-12/4": every fourth)."""
-    lines = []
+    lines, width = [], max(12, *map(len, plans))
     for name, (groups, _) in plans.items():
         sizes = sorted({len(ranks) for ranks in groups})
         shown = "each rank alone" if sizes == [1] else " ".join(f"[{_format_ranks(ranks)}]" for ranks in groups)
-        lines.append(f"  {name:12s} {len(groups):4d} x {'/'.join(map(str, sizes)):<4s} {shown}")
+        lines.append(f"  {name:{width}s} {len(groups):4d} x {'/'.join(map(str, sizes)):<4s} {shown}")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from arguments.parallel import dynamic_cp_sizes
+from moe_trainer.data import packing
 from moe_trainer.data.group_packing import GroupSizes, RankGroup, pack_into_groups, slowest_load
 from moe_trainer.data.packing import Pack, PackFormat, PackingPlan, PackingPlanner
 from moe_trainer.errors import UserError
@@ -17,6 +18,11 @@ def square(length):
 def flops(length):
     """As many in attention as elsewhere at 8192 tokens."""
     return length * (8192.0 + length)
+
+
+def square_and_linear(length):
+    """As many in attention as elsewhere at 128 tokens."""
+    return length * (128.0 + length)
 
 
 def pad(length, size):
@@ -39,7 +45,7 @@ def test_sizes_are_powers_of_two_that_divide_the_ranks_and_all_ranks():
     )
 
 
-def test_a_long_sequence_gets_many_ranks_and_others_run_beside_it():
+def test_a_long_sequence_gets_many_ranks_while_others_run_alone():
     limits = make_limits((1, 2, 4), 24)
     assert shape(pack_into_groups([32, 22, 22], limits)) == [[(2, [0]), (1, [1]), (1, [2])]], (
         "two ranks have memory for the first"
@@ -177,6 +183,18 @@ def test_summary_takes_the_cost_per_rank():
     summary = make_planner([8, 4, 2], (1, 2, 4)).summarize(plan)
     assert summary.imbalance == 32 * 4 / (64 + 16 + 4) and summary.cp_sizes == {1: 2, 2: 1}
     assert [plan.pack(0, rank).samples for rank in range(4)] == [(0,), (0,), (1,), (2,)]
+
+
+def test_the_exchange_of_keys_keeps_groups_small(monkeypatch):
+    """Without it all sequences in the group of all ranks would balance best."""
+    lengths = [min(512, int(random.Random(number).lognormvariate(4, 1)) + 2) for number in range(256)]
+    mean = {}
+    for cost in (0.0, packing.KEY_EXCHANGE_COST):
+        monkeypatch.setattr(packing, "KEY_EXCHANGE_COST", cost)
+        planner = PackingPlanner(lengths.__getitem__, square_and_linear, PackFormat(256, cp_sizes=(1, 2, 4, 8)), 1, 8)
+        summary = planner.summarize(planner.plan(0, 256))
+        mean[cost] = 8 * summary.num_microbatches / sum(summary.cp_sizes.values())
+    assert mean[0.0] > 1.2 * mean[packing.KEY_EXCHANGE_COST], mean
 
 
 def test_dynamic_plans_waste_less_than_fixed_groups():

@@ -4,10 +4,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from commands import read_metrics, run
 from training.tiny import MOCK, TINY
 
 from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.data.loader import Batch
+from moe_trainer.ops.packed_sequences import PackedSequences
+from moe_trainer.parallel.state import Group
+from moe_trainer.training.evaluate import _ByteCount
 
 SETS = ("validation", "test", "validation-a", "validation-b", "test-a", "test-b")
 
@@ -42,6 +47,18 @@ def trained(tmp_path_factory):
     assert finished.returncode == 0, finished.stderr
     (folder / "log").write_text(finished.stdout)
     return folder
+
+
+def test_bytes_of_a_shared_batch_are_counted_once():
+    """Ranks of a group (dynamic context parallelism) read the same batch; the first one counts it."""
+    row = torch.tensor([[1, 2, 2]])
+    batch = Batch(row, row, torch.tensor([[1.0, 1.0, 0.0]]), row, packed=PackedSequences((3,), (3,), 2))
+    totals = []
+    for rank in range(2):
+        count = _ByteCount(np.array([0, 10, 100]), {2: Group("dynamic_cp_2", (0, 1), rank, 2)})
+        assert list(count.through(iter([batch]))) == [batch]
+        totals.append(count.total)
+    assert totals == [110, 0]
 
 
 def test_log_shows_settings_and_run_summary(trained):
