@@ -184,14 +184,18 @@ class MTPLosses(nn.Module):
     ) -> Tensor:
         """Return x_SBH (the decoder's normed output) with the losses of all depths attached."""
         local, cp_size = shard_of(self.sequence, packed).local, None if packed is None else packed.cp_size
-        count_of = local if cp_size is None else lambda mask_BS, _: mask_BS  # of this rank, or of its group
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32) if loss_mask_BS is None else loss_mask_BS.float()
-        original_count = count_of(mask_BS, 1).sum()
+
+        def count_tokens(mask_BS: Tensor) -> Tensor:
+            """Count those of this rank, or of its group if groups change."""
+            return (local(mask_BS, 1) if cp_size is None else mask_BS).sum()
+
+        original_count = count_tokens(mask_BS)
         for depth, state in enumerate(states):
             labels_BS, mask_BS = shift_left(labels_BS, packed), shift_left(mask_BS, packed)
             local_mask_BS = local(mask_BS, 1)
             masked_BS = loss_BS(state, local(labels_BS, 1), local_mask_BS) * local_mask_BS
-            count = count_of(mask_BS, 1).sum().clamp(min=1)
+            count = count_tokens(mask_BS).clamp(min=1)
             self.losses[depth] += masked_BS.detach().sum() / count
             # with grad_scale losses are summed over cp, but these means of the ranks must be averaged
             norm = original_count / count if self.per_token_loss else 1.0 / (count * self.sequence.cp.size)
