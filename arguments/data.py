@@ -83,13 +83,18 @@ class DataArgs:
     mock_data: bool = False
     """Train on synthetic tokens."""
     use_varlen_dataset: bool = False
-    """Train on samples of different lengths: a sequence of the data is a sample, of at most --seq-length tokens."""
+    """Train on samples of different lengths: a sequence of a token file, or a row of a JSONL or Parquet file, is a
+    sample of at most --seq-length tokens."""
+    sft: bool = False
+    """Train on conversations: JSONL or Parquet files of messages, each conversation a sample."""
     varlen_sbhd_validation: bool = False
     """Pad every sample of --use-varlen-dataset to --seq-length instead of packing them."""
     varlen_mock_dataset_config_json: str | None = None
     """Lengths of samples with --use-varlen-dataset --mock-data: JSON, or a file with it. mode "distribution" needs type
     "lognormal", min_seq_len, max_seq_len, mean_seq_len and lognormal_sigma; "file" needs path, a CSV file with lengths;
     "verification" needs data_path, a data prefix that tokens are taken from. Unset: lognormal up to --seq-length."""
+    sft_mock_dataset_config_json: str | None = None
+    """Lengths of samples with --sft --mock-data, as in --varlen-mock-dataset-config-json."""
     phase_transition_iterations: str | None = flag(None, parse=_checked_transitions)
     """Iterations at which a training phase ends, such as 1000,1500. The run saves and stops there, to be continued with
     another data blend; with --phase-data-args-path it continues with the next one."""
@@ -230,6 +235,17 @@ class DataArgs:
     """Pad token of the null tokenizer, as an id."""
     use_gigatoken: bool = False
     """Use the gigatoken library for tokenization."""
+    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
+    """How SFTTokenizer writes a conversation: nemotron-h-aligned, nemotron-nano-v2, identity; default: by the chat
+    template of the tokenizer, with loss on all tokens; assistant (not in Megatron-LM): the same with loss on the
+    assistant's turns only."""
+    chat_template: str | None = None
+    """Chat template in place of the tokenizer's, as Jinja text or a file with it."""
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether samples have different lengths."""
+        return self.use_varlen_dataset or self.sft
 
     @property
     def phase_transitions(self) -> tuple[int, ...]:

@@ -181,7 +181,6 @@ NOT_IMPLEMENTED = MappingProxyType(
         "recompute_modules": MissingFeature("the layers that have these modules", ("gdp_in_proj", "gdp_qkv", "mhc")),
         "offload_modules": MissingFeature("the layers that have this module", ("gdp_qkv",)),
         "mtp_hsm": MissingFeature("hidden-state matching"),
-        "varlen_sbhd_validation": MissingFeature("padding instead of packing samples of different lengths"),
         "position_embedding_type": MissingFeature("this kind of position embedding", ("mrope", "relative")),
     }
 )
@@ -244,7 +243,6 @@ UNSUPPORTED = MappingProxyType(
                 "BertWordPieceCase",
                 "MultimodalTokenizer",
                 "NullMultimodalTokenizer",
-                "SFTTokenizer",
             ),
         ),
         "optimizer": Unsupported(
@@ -304,10 +302,13 @@ REQUIRES = (
     ),
     (("fim_split_sample",), "fim_fragment_rate"),
     (
-        ("use_varlen_dataset",),
-        "varlen_mock_dataset_config_json max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_max_packed_sequences",
+        ("use_varlen_dataset", "sft"),
+        "max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_max_packed_sequences",
     ),
     (("dynamic_context_parallel",), "min_dynamic_context_parallel_size"),
+    (("use_varlen_dataset",), "varlen_mock_dataset_config_json varlen_sbhd_validation"),
+    (("sft",), "sft_mock_dataset_config_json"),
+    (("tokenizer_type=SFTTokenizer",), "sft_tokenizer_prompt_format chat_template"),
     (("pad_packed_seq_alignment",), "thd_tail_padding_policy"),
     (("phase_transition_iterations",), "phase_data_args_path"),
     (("dataloader_type=external",), "document_source document_text_key document_streams"),
@@ -632,7 +633,6 @@ _REMOVED = (
         "hybrid models are not supported; --moe-layer-freq selects the MoE layers",
     ),
     ("--mrope-interleaved", "multimodal positions are not supported"),
-    ("--sft-mock-dataset-config-json=1", "this program pretrains; use --mock-data"),
     ("--inference-dynamic-batching-cuda-graph-max-tokens=1", "this program trains, it does not serve"),
 )
 
@@ -795,11 +795,6 @@ PRODUCTS = (
     ),
     Product(
         "heterogeneous layers", "--moe-layer-freq selects the MoE layers", prefixes="--heterogeneous-layers-config-"
-    ),
-    Product(
-        "supervised fine-tuning",
-        "this program pretrains; --finetune continues from weights",
-        "--chat-template=1 --sft --sft-tokenizer-prompt-format=1",
     ),
     Product(
         "tracing services",

@@ -2,7 +2,11 @@
 
     python scripts/inspect_data.py data/my_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model path
 
-Every document is read once. The exit code is 1 with --strict if there are problems.
+Of files of text and conversations it prints the first samples, with the tokens that are trained:
+
+    python scripts/inspect_data.py chats.jsonl --sft --tokenizer-type SFTTokenizer --tokenizer-model path --preview 3
+
+Every document of a token file is read once. The exit code is 1 with --strict if there are problems.
 """
 
 import argparse
@@ -22,7 +26,8 @@ try:
 except UserError as error:
     print(f"inspect_data.py: {error}", file=sys.stderr)
     sys.exit(ExitCode.USER_ERROR)
-from moe_trainer.data.statistics import QUANTILES, TokenStatistics, collect_statistics, preview
+from moe_trainer.data.statistics import QUANTILES, TokenStatistics, collect_statistics, preview, preview_text
+from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.estimate.length_histogram import CORPUS, read_histogram
 
@@ -31,7 +36,8 @@ _BAR = 40
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="prefix of a .bin and .idx file")
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="prefix of a .bin and .idx file, or a text file")
+    parser.add_argument("--sft", action="store_true", help="read text files as a run with --sft does")
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print the beginnings of N documents")
     parser.add_argument("--preview-tokens", type=int, default=40, help="tokens of each of them (default 40)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers to a JSON file")
@@ -39,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--length-histogram", metavar="FILE.csv", help="write length,count of all sequences, which a plan reads"
     )
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if there are problems")
-    add_tokenizer_flags(parser, "tokenizer, for checks of ids and special tokens", required=False)
+    add_tokenizer_flags(parser, "tokenizer, for text, and for checks of ids and special tokens", required=False)
     return parser
 
 
@@ -69,6 +75,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tokenizer = None if args.tokenizer_type is None else build_tokenizer(tokenizer_args(args))
         for prefix in args.prefixes:
+            if args.sft or is_text_file(prefix):
+                if tokenizer is None:
+                    raise UserError(f"{prefix}: text needs --tokenizer-type")
+                sequences = TextSequences(prefix, tokenizer, args.sft)
+                print(*preview_text(sequences, tokenizer, args.preview or 1, args.preview_tokens), sep="\n")
+                continue
             results.append(collect_statistics(prefix, tokenizer))
             print(describe(results[-1]))
             for line in preview(prefix, tokenizer, range(args.preview), args.preview_tokens):

@@ -33,6 +33,7 @@ from arguments.rules import (
     precision,
     recompute,
     router,
+    sft,
     sizes,
     sparse_attention,
     training,
@@ -66,6 +67,7 @@ AREAS = (
     data,
     dynamic_context,
     packing,
+    sft,
     checkpoint,
 )
 

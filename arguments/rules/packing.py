@@ -4,6 +4,7 @@ The rules follow Megatron-LM's dev branch (commit d48bd6be0a, validate_args, Tra
 """
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import sequence_padding_multiple
@@ -11,6 +12,9 @@ from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positi
 from arguments.settings import Limit, Settings, Violation
 
 SCHEDULER, CAPACITY, ALIGNMENT = "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pad_packed_seq_alignment"
+MOCK_LENGTHS = MappingProxyType(
+    {"use_varlen_dataset": "varlen_mock_dataset_config_json", "sft": "sft_mock_dataset_config_json"}
+)
 QUANTILE_BALANCING = "quantile_balancing"
 QUANTIZED_TOKENS = 32
 """Multiple of the numbers of tokens that GEMMs in every fp8 and fp4 recipe take."""
@@ -21,6 +25,11 @@ def is_packed(s: Settings) -> bool:
     return s.sequence_packing_scheduler is not None
 
 
+def sequences_flag(s: Settings) -> str | None:
+    """Return the destination of the flag that gives samples different lengths; None without one."""
+    return "use_varlen_dataset" if s.use_varlen_dataset else "sft" if s.sft else None
+
+
 def _padding_multiple(s: Settings, f: DerivedSizes) -> int:
     return sequence_padding_multiple(f.largest_cp, f.tp, bool(s.sequence_parallel or s.num_experts))
 
@@ -29,8 +38,10 @@ def _padding_multiple(s: Settings, f: DerivedSizes) -> int:
 
 
 def resolve_scheduler(s: Settings, _f: DerivedSizes) -> None:
-    if s.use_varlen_dataset and not s.varlen_sbhd_validation and s.sequence_packing_scheduler is None:
-        s.set_derived(SCHEDULER, "dp_balanced", f"with {s.flag('use_varlen_dataset')}")
+    dest = sequences_flag(s)
+    is_padded = s.use_varlen_dataset and s.varlen_sbhd_validation
+    if dest and not is_padded and s.sequence_packing_scheduler is None:
+        s.set_derived(SCHEDULER, "dp_balanced", f"with {s.flag(dest)}")
 
 
 def resolve_capacity(s: Settings, f: DerivedSizes) -> None:
@@ -39,12 +50,13 @@ def resolve_capacity(s: Settings, f: DerivedSizes) -> None:
 
 
 def note_flags_without_use(s: Settings, _f: DerivedSizes) -> None:
-    if not s.use_varlen_dataset:
+    dest = sequences_flag(s)
+    if dest is None:
         return
-    if s.given("varlen_mock_dataset_config_json") and not s.mock_data:
-        s.note_no_effect(s.flag("varlen_mock_dataset_config_json"), f"without {s.flag('mock_data')}")
+    if s.given(MOCK_LENGTHS[dest]) and not s.mock_data:
+        s.note_no_effect(s.flag(MOCK_LENGTHS[dest]), f"without {s.flag('mock_data')}")
     if s.eod_mask_loss:
-        s.note_no_effect(s.flag("eod_mask_loss"), f"with {s.flag('use_varlen_dataset')}")
+        s.note_no_effect(s.flag("eod_mask_loss"), f"with {s.flag(dest)}")
 
 
 # Checks.
@@ -57,7 +69,7 @@ def check_scheduler_has_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Vio
         yield s.violation(
             "{varlen_sbhd_validation} pads samples instead of packing them: leave {sequence_packing_scheduler} out."
         )
-    elif not s.use_varlen_dataset:
+    elif sequences_flag(s) is None:
         yield s.violation(
             "{sequence_packing_scheduler} needs {use_varlen_dataset:flag}: other samples are all of --seq-length."
         )
@@ -69,12 +81,13 @@ def check_validation_data(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_mock_lengths(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if not s.use_varlen_dataset or not s.mock_data or not positive(s.seq_length):
+    dest = sequences_flag(s)
+    if dest is None or not s.mock_data or not positive(s.seq_length):
         return
     try:
-        lengths = read_mock_lengths(s.varlen_mock_dataset_config_json, s.seq_length)
+        lengths = read_mock_lengths(getattr(s, MOCK_LENGTHS[dest]), s.seq_length)
     except ValueError as error:
-        yield s.violation("{varlen_mock_dataset_config_json:flag}: {error}.", error=error)
+        yield s.violation("{:flag}: {error}.", MOCK_LENGTHS[dest], error=error)
         return
     if lengths.min_seq_len < 2:
         yield s.violation("{seq_length} is too short for samples of different lengths: at least 4.")
@@ -141,10 +154,9 @@ def check_linear_attention_padding(s: Settings, _f: DerivedSizes) -> Iterator[Vi
 def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Check the flags of other samples, which are cut from documents one after another."""
     for dest in ("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking", "fim_data"):
-        if s.use_varlen_dataset and getattr(s, dest):
-            yield s.violation(
-                "{} does not apply to {use_varlen_dataset:flag}: every sample is one separate sequence.", dest
-            )
+        kind = sequences_flag(s)
+        if kind and getattr(s, dest):
+            yield s.violation("{} does not apply to {:flag}: every sample is one separate sequence.", dest, kind)
 
 
 # Limits.

@@ -31,6 +31,7 @@ from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sources import domain_names, naming_flag, requested_sizes, source_flag, training_phases
 from moe_trainer.data.stream import StreamBlend, StreamedDataset
+from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
 from moe_trainer.errors import UserError
@@ -82,6 +83,7 @@ def batch_format(data: DataArgs, tokenizer: Tokenizer, vocab_size: int | None = 
         reset_attention_mask=data.reset_attention_mask and data.create_attention_mask_in_dataloader,
         eod_mask_loss=data.eod_mask_loss,
         separate_documents=data.dataloader_inter_document_masking,
+        padded_length=data.seq_length if data.use_varlen_dataset and data.varlen_sbhd_validation else None,
     )
 
 
@@ -92,8 +94,7 @@ def build_datasets(
     sizes: Sizes | None = None,
     *,
     consumed: int = 0,
-    is_builder: bool = True,
-    barrier: Callable[[], None] | None = None,
+    run_once: Callable[[Callable[[], None]], None] = lambda write: write(),
 ) -> Datasets:
     """Build the train, validation and test datasets of a run.
 
@@ -104,23 +105,29 @@ def build_datasets(
         sizes: samples per split, `requested_sizes` by default; 0 leaves a split out if the data has no part for it,
             None is one full pass.
         consumed: training samples that are consumed already; they tell the phase of --phase-transition-iterations.
-        is_builder: True on the one rank that writes missing index caches.
-        barrier: called once on every rank, between writing and reading.
+        run_once: calls a function, which writes missing index caches, on one rank; the others wait for it and
+            raise its error.
 
     Raises:
         ValueError: for missing or damaged files, contradictory flags, and samples asked of an empty split.
     """
     sizes = requested_sizes(training) if sizes is None else sizes
-    datasets = _Plan(data, training, tokenizer).datasets(sizes, consumed)
+    plan = _Plan(data, training, tokenizer)
+    if plan.texts:
+        run_once(plan.index_texts)
+        for text in plan.texts.values():
+            text.load()
+    datasets = plan.datasets(sizes, consumed)
     domains = (dataset for _, dataset in datasets.domains)
     candidates = datasets.train, *datasets.valid, datasets.test, *domains
     everything = [dataset for dataset in candidates if isinstance(dataset, CachedIndex | PhasedDataset)]
     try:
-        if is_builder:
+
+        def write_caches() -> None:
             for dataset in everything:
                 dataset.write_cache()
-        if barrier is not None:
-            barrier()
+
+        run_once(write_caches)
         for dataset in everything:
             dataset.load()
     except MemoryError as error:
@@ -222,6 +229,36 @@ class _Plan:
             memory_map=data.mmap_bin_files,
             fim=FillInTheMiddle.from_args(data, tokenizer),
         )
+        if data.has_sequences and tokenizer.eod is None:
+            flag = "--sft" if data.sft else "--use-varlen-dataset"
+            raise UserError(f"{flag}: samples end with the end-of-document token, and the tokenizer has none")
+        self.texts = self._open_texts() if data.has_sequences else {}
+
+    def _open_texts(self) -> dict[str, TextSequences]:
+        """Open the text files, by their names."""
+        data, tokenizer = self._data, self._config.tokenizer
+        phases = ((0, blend) for blend in self._phase_blends)
+        found: dict[str, TextSequences] = {}
+        for number, blend in ((0, self._blend), *enumerate(self._per_split or ()), *phases):
+            for path in () if blend is None else blend.prefixes:
+                if path not in found and (data.sft or is_text_file(path)):
+                    with naming_flag(data, number):
+                        found[path] = TextSequences(path, tokenizer, data.sft, data.data_cache_path)
+        return found
+
+    def index_texts(self) -> None:
+        """Build the missing indices of text files, and tell how many samples are cut."""
+        for text in self.texts.values():
+            text.write_cache()
+            text.load()
+            if num_cut := text.count_longer(self._data.seq_length + 1):
+                logger.warning(
+                    "%s: %d of %d samples are cut to --seq-length %d",
+                    text.name,
+                    num_cut,
+                    len(text),
+                    self._data.seq_length,
+                )
 
     def datasets(self, sizes: Sizes, consumed: int) -> Datasets:
         train = self._phases(consumed) if self._data.phase_transitions and sizes[0] else self._split(0, sizes[0])
@@ -327,7 +364,7 @@ class _Plan:
         """Return a split of one token file, or of mock data."""
         share = self._get_share(number)
         assert share is not None, "a split without a share has no dataset"
-        if self._data.use_varlen_dataset:
+        if self._data.has_sequences:
             sequences = self._sequences(prefix, number)
             begin, end = split_range(share, len(sequences))
             return VarlenDataset(sequences, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
@@ -340,17 +377,16 @@ class _Plan:
         return GPTDataset(source, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
 
     def _sequences(self, prefix: str | None, number: int) -> Sequences:
-        tokenizer = self._config.tokenizer
-        if tokenizer.eod is None:
-            raise UserError(
-                "--use-varlen-dataset: every sample ends with the end-of-document token, and the tokenizer has none"
-            )
+        data, tokenizer = self._data, self._config.tokenizer
+        assert tokenizer.eod is not None, "checked at the beginning"
+        if prefix in self.texts:
+            return self.texts[prefix]
         if prefix is not None:
             return FileSequences(self._open(prefix, number), prefix, tokenizer.eod)
         if self._mock is None:
-            length = self._data.seq_length
-            lengths = read_mock_lengths(self._data.varlen_mock_dataset_config_json, length)
-            self._mock = MockSequences(lengths, tokenizer.vocab_size, length)
+            config = data.sft_mock_dataset_config_json if data.sft else data.varlen_mock_dataset_config_json
+            lengths = read_mock_lengths(config, data.seq_length)
+            self._mock = MockSequences(lengths, tokenizer.vocab_size, data.seq_length)
         return self._mock
 
     def _open(self, prefix: str, number: int) -> IndexedDataset:

@@ -27,6 +27,11 @@ class CombinedDataset(ABC, Generic[Source]):
         dataset, inside = self._find(index)
         return dataset.tokens(inside)
 
+    def loss_mask(self, index: int) -> np.ndarray | None:
+        """Return which ids of a sample are trained as labels, bool [length + 1]; None for all."""
+        dataset, inside = self._find(index)
+        return dataset.loss_mask(inside)
+
     def prefetch(self, index: int) -> None:
         dataset, inside = self._find(index)
         dataset.prefetch(inside)

@@ -1,7 +1,8 @@
 """GPT datasets: samples of a token file, and mock data.
 
 A dataset answers one question, `tokens(i)`: the L+1 token ids of sample i. Everything else of a batch (labels, masks,
-positions) is a function of those ids and is made for a whole batch at once in `loader.py`. `locate` translates a
+positions) is a function of those ids and is made for a whole batch at once in `loader.py`; only of conversations
+`loss_mask(i)` tells which ids are trained. `locate` translates a
 token of a sample back to file, document and offset; only error messages use it. `prefetch(i)` starts reading what is in
 object storage.
 """
@@ -32,6 +33,7 @@ class TokenDataset(Protocol):
 
     def __len__(self) -> int: ...
     def tokens(self, index: int) -> np.ndarray: ...
+    def loss_mask(self, index: int) -> np.ndarray | None: ...
     def part_lengths(self, index: int) -> list[int]: ...
     def length(self, index: int) -> int: ...
     def locate(self, index: int, position: int) -> str: ...
@@ -192,6 +194,9 @@ class GPTDataset(CachedIndex):
         if self._config.fim is None:
             return out
         return self._config.fim.rearrange(out, np.random.RandomState([self._config.seed, index]))
+
+    def loss_mask(self, index: int) -> None:
+        """Return None: every id of a sample is trained as a label."""
 
     def prefetch(self, index: int) -> None:
         if isinstance(self._source, IndexedDataset):

@@ -6,14 +6,18 @@ Parquet file. `open_source` also makes a user's own source (--document-source).
 
 from __future__ import annotations
 
+import bisect
+import functools
 import glob
 import gzip
 import importlib
 import io
+import itertools
 import json
 import os
+import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from arguments.blend import get_stream_blends
@@ -183,8 +187,15 @@ def _open_parquet(file: BinaryIO, path: str, key: str) -> Any:
     return table
 
 
-def _arrow_batches(file: BinaryIO, path: str, key: str) -> Iterator[Any]:
-    """Yield the record batches of an Arrow file, in its stream or its file form."""
+def _arrow_batches(file: BinaryIO, path: str, key: str) -> Iterable[Any]:
+    """Return the record batches of an Arrow file that has a column."""
+    names, batches = _open_arrow(file, path)
+    _check_column(names, path, key)
+    return batches
+
+
+def _open_arrow(file: Any, path: str) -> tuple[list[str], Iterable[Any]]:
+    """Return the columns and record batches of an Arrow file, in its stream or its file form."""
     pyarrow = _import_pyarrow(path)
     try:
         is_file = file.read(6) == b"ARROW1"
@@ -192,8 +203,43 @@ def _arrow_batches(file: BinaryIO, path: str, key: str) -> Iterator[Any]:
         reader = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file)
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path}: not an Arrow file ({error})") from None
-    _check_column(reader.schema.names, path, key)
-    yield from (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+    batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+    return reader.schema.names, batches
+
+
+class TableRows:
+    """Rows of a local Parquet or Arrow file, by their number.
+
+    A row group of a Parquet file is read as a whole, and the last two stay in memory; Arrow files are mapped.
+
+    Raises:
+        UserError: if the file cannot be read.
+    """
+
+    def __init__(self, path: str):
+        pyarrow = _import_pyarrow(path)
+        if path.endswith(".parquet"):
+            try:
+                file = pyarrow.parquet.ParquetFile(path)
+            except pyarrow.ArrowInvalid as error:
+                raise UserError(f"{path}: not a Parquet file ({error})") from None
+            counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            read: Callable[[int], Any] = file.read_row_group
+        else:
+            batches = list(_open_arrow(pyarrow.memory_map(path), path)[1])
+            counts, read = [batch.num_rows for batch in batches], batches.__getitem__
+        self._starts = [0, *itertools.accumulate(counts)]
+        self._read, self._lock = functools.lru_cache(maxsize=2)(read), threading.Lock()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return the values of a row by column."""
+        group = bisect.bisect_right(self._starts, number) - 1
+        with self._lock:
+            rows = self._read(group)
+        return rows.slice(number - self._starts[group], 1).to_pylist()[0]
 
 
 def _check_column(names: Sequence[str], path: str, key: str) -> None:

@@ -15,6 +15,7 @@ from arguments.data import DataArgs
 from arguments.regular_file import regular_file
 from moe_trainer.data.object_storage import describe_version, is_remote
 from moe_trainer.data.sources import data_prefixes
+from moe_trainer.data.text_sequences import is_text_file
 from moe_trainer.errors import UserError
 
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 64
@@ -29,7 +30,8 @@ def make_fingerprint(data: DataArgs, tokenizer_files: Iterable[Path]) -> Fingerp
     found: Fingerprint = {"data": {}, "tokenizer": {}}
     for prefix in () if data.mock_data else data_prefixes(data):
         try:
-            found["data"][prefix] = _sampled(prefix + ".idx") + _sampled(prefix + ".bin")
+            files = (prefix,) if data.sft or is_text_file(prefix) else (prefix + ".idx", prefix + ".bin")
+            found["data"][prefix] = "".join(map(_sampled, files))
         except (OSError, UserError):
             continue  # its reader says what is wrong with it
     for path in tokenizer_files:

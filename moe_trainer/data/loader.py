@@ -45,6 +45,7 @@ class Batch:
         loss_mask_BS: float32.
         document_ids_BS: int32, counts the documents of a sequence from 0; None unless attention stops at their borders.
         packed: lengths of packed sequences, of which B = 1 row consists; None for samples of equal length.
+        lengths: tokens of every row that are no padding; None where there is none.
     """
 
     tokens_BS: Tensor
@@ -53,6 +54,7 @@ class Batch:
     position_ids_BS: Tensor
     document_ids_BS: Tensor | None = None
     packed: Packed | None = None
+    lengths: tuple[int, ...] | None = None
 
     def to(self, device, non_blocking: bool = True, with_documents: bool = False) -> Batch:
         """Return the batch on another device.
@@ -82,6 +84,7 @@ class BatchFormat:
         pad: loss is masked where the label is this id, and the id is replaced by 0 (NO_PAD: nothing is masked).
         vocab_size: ids from there on are an error (None: unchecked).
         separate_documents: positions restart and attention stops at every document of the file, not at eod.
+        padded_length: samples have different lengths and are padded to this one.
     """
 
     eod: int | None
@@ -91,6 +94,7 @@ class BatchFormat:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     separate_documents: bool = False
+    padded_length: int | None = None
 
 
 def make_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat) -> Batch:
@@ -144,13 +148,30 @@ def make_packed_batch(
     packed = pack([len(ids) - 1 for ids in samples])
     tokens, labels, positions = (np.zeros(packed.num_tokens, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(packed.num_tokens, dtype=np.float32)
-    for start, ids in zip(packed.cu_seqlens_padded, samples):
-        own = slice(start, start + len(ids) - 1)
-        tokens[own], labels[own], positions[own], loss_mask[own] = ids[:-1], ids[1:], np.arange(len(ids) - 1), 1.0
+    for index, start, ids in zip(indices, packed.cu_seqlens_padded, samples):
+        own, mask = slice(start, start + len(ids) - 1), dataset.loss_mask(index)
+        tokens[own], labels[own], positions[own] = ids[:-1], ids[1:], np.arange(len(ids) - 1)
+        loss_mask[own] = 1.0 if mask is None else mask[1:]
     tokens_BS, labels_BS, mask_BS, positions_BS = (
         torch.from_numpy(x[None]) for x in (tokens, labels, loss_mask, positions)
     )
     return Batch(tokens_BS, labels_BS, mask_BS, positions_BS, packed=packed)
+
+
+def make_padded_batch(dataset: TokenDataset, indices: Sequence[int], fmt: BatchFormat, length: int) -> Batch:
+    """Read samples of different lengths, one per row, padded to `length` tokens (--varlen-sbhd-validation).
+
+    Padding has token and label 0, and no loss; positions count up to the end of the row.
+
+    Raises:
+        UserError: as make_batch.
+    """
+    rows = [make_packed_batch(dataset, [index], fmt, partial(PackedSequences.of, multiple=length)) for index in indices]
+    tokens, labels, loss_mask = (
+        torch.cat([getattr(row, name) for row in rows]) for name in ("tokens_BS", "labels_BS", "loss_mask_BS")
+    )
+    lengths = tuple(row.packed.lengths[0] for row in rows if isinstance(row.packed, PackedSequences))
+    return Batch(tokens, labels, loss_mask, torch.arange(length).expand(tokens.shape).contiguous(), lengths=lengths)
 
 
 def _check_vocabulary(dataset, indices, ids, vocab_size) -> None:
@@ -326,6 +347,8 @@ def build_loader(
     else:
         raise ValueError(f"--dataloader-type {dataloader_type}: needed single, cyclic or external")
     make = partial(make_batch, dataset, fmt=fmt)
+    if fmt.padded_length is not None:
+        make = partial(make_padded_batch, dataset, fmt=fmt, length=fmt.padded_length)
     return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
 
 from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.text_sequences import TextSequences
 from moe_trainer.data.tokenizer import Tokenizer
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -197,3 +199,16 @@ def preview(prefix: str, tokenizer: Tokenizer | None, numbers: range, max_tokens
         ids = [token for sequence in sequences for token in dataset.get(sequence)[:max_tokens].tolist()][:max_tokens]
         to_text = getattr(tokenizer, "plain_text", None)
         yield f"document {number}: {repr(to_text(ids)) if to_text is not None else ' '.join(map(str, ids))}"
+
+
+def preview_text(sequences: TextSequences, tokenizer: Tokenizer, count: int, max_tokens: int) -> Iterator[str]:
+    """Yield the beginnings of samples of a text file, in runs of tokens that are trained and that are not."""
+    to_text = getattr(tokenizer, "decode", None) or getattr(tokenizer, "plain_text", None)
+    for (_, _, number, part), (ids, mask) in islice(sequences.samples(), count):
+        is_trained = np.ones(len(ids), dtype=bool) if mask is None else mask
+        yield f"{sequences.describe(number, part)}: {len(ids):,} tokens, {int(is_trained.sum()):,} trained"
+        shown = ids[:max_tokens].tolist()
+        for trained, run in groupby(zip(shown, is_trained.tolist()), key=lambda pair: pair[1]):
+            own = [token for token, _ in run]
+            text = repr(to_text(own)) if to_text is not None else " ".join(map(str, own))
+            yield f"  {'trained' if trained else 'masked '} {text}"

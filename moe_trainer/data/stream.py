@@ -142,6 +142,9 @@ class StreamedDataset:
             return ids
         return self._fim.rearrange(ids, np.random.RandomState([self._seed, index]))
 
+    def loss_mask(self, index: int) -> None:
+        """Return None: every id of a sample is trained as a label."""
+
     def part_lengths(self, index: int) -> list[int]:
         """Return how many tokens of a sample that was read lately come from each of its documents."""
         return [self._length + 1] if self._fim is not None else [length for length, _ in self._recent[index]]

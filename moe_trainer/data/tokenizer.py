@@ -25,7 +25,6 @@ _OTHER_PRODUCTS = MappingProxyType(
         "BertWordPieceCase": "BERT",
         "MultimodalTokenizer": "multimodal models",
         "NullMultimodalTokenizer": "multimodal models",
-        "SFTTokenizer": "supervised fine-tuning",
     }
 )
 _LIBRARY_OF_TYPE = MappingProxyType(
@@ -34,6 +33,7 @@ _LIBRARY_OF_TYPE = MappingProxyType(
         "GPTSentencePieceTokenizer": "sentencepiece",
         "Llama2Tokenizer": "sentencepiece",
         "HuggingFaceTokenizer": "huggingface",
+        "SFTTokenizer": "sft",
         "TikTokenizer": "tiktoken",
         "GPT2BPETokenizer": "megatron",
         "NullTokenizer": "null-text",
@@ -88,7 +88,7 @@ def build_tokenizer(data: DataArgs) -> Tokenizer:
 def _find_library(data: DataArgs, kind: str) -> str:
     """Return the library of a type; `--tokenizer-metadata` may name another one."""
     library = _LIBRARY_OF_TYPE[kind]
-    if data.metadata_path is None or library == "null-text":
+    if data.metadata_path is None or library in ("null-text", "sft"):
         return library
     try:
         named = json.loads(regular_file(data.metadata_path).read_text(encoding="utf-8"))["library"]
@@ -112,6 +112,10 @@ def _open(data: DataArgs, kind: str, library: str) -> Tokenizer:
         return libraries.open_gpt2(data.vocab_file, data.merge_file, data.special_tokens or [])
     if not data.tokenizer_model:
         raise ValueError(f"--tokenizer-type {kind} needs --tokenizer-model")
+    if library == "sft":
+        return libraries.open_sft(
+            data.tokenizer_model, data.special_tokens or [], data.sft_tokenizer_prompt_format, data.chat_template
+        )
     if library == "sentencepiece":
         return libraries.SentencePieceTokenizer(
             data.tokenizer_model,
@@ -139,8 +143,12 @@ def _open(data: DataArgs, kind: str, library: str) -> Tokenizer:
 def _unique_identifiers(data: DataArgs, kind: str, library: str) -> dict[str, Any]:
     """Describe the tokenizer as Megatron does: class, path, then its constructor's arguments as strings."""
     path = {"megatron": kind, "null-text": None}.get(library, data.tokenizer_model)
+    if library == "sft":
+        arguments: dict[str, Any] = {"prompt_format": data.sft_tokenizer_prompt_format}
+        arguments |= {} if data.chat_template is None else {"chat_template": data.chat_template}
+        return _describe(path, arguments)
     # a flag of chat models; it is part of the description all the same
-    arguments: dict[str, Any] = {} if library in ("megatron", "null-text") else {"chat_template": None}
+    arguments = {} if library in ("megatron", "null-text") else {"chat_template": None}
     hugging_face = {
         "use_fast": not data.tokenizer_hf_no_use_fast,
         "trust_remote_code": data.trust_remote_code,
@@ -167,6 +175,10 @@ def _unique_identifiers(data: DataArgs, kind: str, library: str) -> dict[str, An
         eod = data.null_tokenizer_eod_id
         arguments |= {"vocab_size": data.vocab_size} | ({} if eod is None else {"eod_id": eod})
         arguments["pad_id"] = data.null_tokenizer_pad_id
+    return _describe(path, arguments)
+
+
+def _describe(path: str | None, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"class": _MEGATRON_CLASS, "tokenizer_path": path} | {key: str(value) for key, value in arguments.items()}
 
 

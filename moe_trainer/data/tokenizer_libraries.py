@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from arguments.regular_file import regular_file
+from moe_trainer.data.chat_templates import TURN_FORMATS, ChatFormat, TemplateFormat, TurnFormat
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ _EXTRA_SPACE = "\u262f"  # stands for a blank that SentencePiece would drop; not
 _SPACE_PIECE = "\u2581"
 _BYTE_PIECE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
 _HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_TEMPLATE_FILE = "chat_template.jinja"
+_TEMPLATE_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def _import_library(name: str, flag: str) -> Any:
@@ -74,6 +77,29 @@ class JsonTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return self._encoder.token_to_id(token)
+
+
+class SFTTokenizer(JsonTokenizer):
+    """The tokenizer of conversations: a Hugging Face tokenizer and the format of its prompts.
+
+    Attributes:
+        format: how conversations are written.
+
+    Source: Megatron-LM, sft_tokenizer.py (commit d98e8a64).
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer, pad: int | None, chat_format: ChatFormat):
+        super().__init__(tokenizer._encoder, tokenizer.eod, pad, include_special_tokens=True, bos=tokenizer.bos)
+        self.format = chat_format
+
+    def tokenize_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids, without the encoder's begin and end tokens, and the characters that each stands for."""
+        encoding = self._encoder.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with special tokens."""
+        return self._encoder.decode(list(ids), skip_special_tokens=False)
 
 
 class TransformersTokenizer:
@@ -153,16 +179,80 @@ def open_hugging_face(
         ValueError: if it cannot be found, fetched or read.
     """
     if use_fast and not trust_remote_code:
-        path: str | None = model
-        if not os.path.isfile(model):
-            folder = model if os.path.exists(model) else _fetch(model)
-            path = None if folder is None else os.path.join(folder, "tokenizer.json")
-        if path is not None and os.path.isfile(path):
+        path = _find_json(model)
+        if path is not None:
             return _open_json(path, model, special_tokens, include_special_tokens)
     return _open_with_transformers(model, special_tokens, use_fast, trust_remote_code, include_special_tokens)
 
 
-def _fetch(name: str) -> str | None:
+def open_sft(model: str, special_tokens: Sequence[str], prompt_format: str, chat_template: str | None) -> SFTTokenizer:
+    """Open a local folder, a tokenizer.json, or a hub name, and the format of prompts.
+
+    Args:
+        model: --tokenizer-model.
+        special_tokens: tokens to add.
+        prompt_format: --sft-tokenizer-prompt-format.
+        chat_template: --chat-template: Jinja text or a file; None for the tokenizer's own.
+
+    Raises:
+        ValueError: if one of them cannot be found or read.
+    """
+    path = _find_json(model, (*_HUB_FILES, _TEMPLATE_FILE))
+    if path is None:
+        raise ValueError(f"--tokenizer-model {model}: --tokenizer-type SFTTokenizer needs a folder with tokenizer.json")
+    tokenizer = _open_json(path, model, special_tokens, include_special_tokens=True)
+    chat_format: ChatFormat
+    if prompt_format in TURN_FORMATS:
+        write_turn, pad_token = TURN_FORMATS[prompt_format]
+        chat_format, pad = TurnFormat(write_turn), tokenizer.token_id(pad_token)
+    else:
+        config = _read_config(os.path.dirname(path))
+        source = _find_template(os.path.dirname(path), config, model) if chat_template is None else chat_template
+        if chat_template is not None and "{" not in chat_template:
+            source = _read_text(chat_template, "--chat-template")
+        texts = {
+            name: token["content"] if isinstance(token := config.get(name), dict) else token for name in _TEMPLATE_NAMES
+        }
+        names = {name: text for name, text in texts.items() if isinstance(text, str)}
+        chat_format = TemplateFormat(source, names, trains_prompts=prompt_format == "default")
+        pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+    return SFTTokenizer(tokenizer, pad, chat_format)
+
+
+def _find_template(folder: str, config: dict, model: str) -> str:
+    """Return the chat template of a tokenizer: a separate file, or in tokenizer_config.json one or several by name."""
+    path = os.path.join(folder, _TEMPLATE_FILE)
+    if os.path.isfile(path):
+        return _read_text(path, "--tokenizer-model")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = [entry for entry in found if isinstance(entry, dict)]
+        found = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    if not isinstance(found, str):
+        raise ValueError(
+            f"--tokenizer-model {model}: has no chat template; give --chat-template, or another "
+            "--sft-tokenizer-prompt-format"
+        )
+    return found
+
+
+def _read_text(path: str, flag: str) -> str:
+    try:
+        return regular_file(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: cannot be read ({error})") from None
+
+
+def _find_json(model: str, files: Sequence[str] = _HUB_FILES) -> str | None:
+    """Return the path of tokenizer.json, None where there is none; `files` are fetched of a hub name."""
+    if os.path.isfile(model):
+        return model
+    folder = model if os.path.exists(model) else _fetch(model, files)
+    path = None if folder is None else os.path.join(folder, "tokenizer.json")
+    return path if path is not None and os.path.isfile(path) else None
+
+
+def _fetch(name: str, files: Sequence[str]) -> str | None:
     """Return the hub cache's folder with a repository's tokenizer files, downloaded where missing.
 
     None when the repository has no tokenizer.json.
@@ -171,7 +261,7 @@ def _fetch(name: str) -> str | None:
         raise ValueError(f"--tokenizer-model {name}: no such file or folder")
     hub = _import_library("huggingface_hub", f"--tokenizer-model {name} (a hub name)")
     found = None
-    for file in _HUB_FILES:
+    for file in files:
         try:
             path = hub.hf_hub_download(name, file)
         except hub.errors.LocalEntryNotFoundError:
@@ -233,8 +323,8 @@ def _warn_of_template(model: str, config: dict, ids: list[int], bos: int | None,
             )
 
 
-def _special_token_config(folder: str) -> dict:
-    """Merge the folder's small JSON files into: role -> token text or None, `added` tokens, begin/end switches."""
+def _read_config(folder: str) -> dict:
+    """Merge the folder's small JSON files."""
     merged: dict = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         path = os.path.join(folder, file)
@@ -244,6 +334,12 @@ def _special_token_config(folder: str) -> dict:
                     merged |= {key: value for key, value in json.load(stream).items() if value is not None}
             except (OSError, ValueError, AttributeError, RecursionError) as error:
                 raise ValueError(f"{path}: cannot be read ({error})") from None
+    return merged
+
+
+def _special_token_config(folder: str) -> dict:
+    """Return of the folder's settings: role -> token text or None, `added` tokens, begin/end switches."""
+    merged = _read_config(folder)
     result: dict = {}
     try:
         for role in ("eos_token", "sep_token", "pad_token", "bos_token"):

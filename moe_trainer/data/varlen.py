@@ -1,11 +1,13 @@
-"""Samples of different lengths (--use-varlen-dataset): one sequence of the data is one sample.
+"""Samples of different lengths (--use-varlen-dataset, --sft): one sequence of the data is one sample.
 
-A sample has at most sequence_length + 1 ids and ends with the end-of-document token, which is appended, or replaces the
-last id of a sample that is cut. It gives one token less to the model: tokens are its ids without the last, labels those
-without the first. Samples come in the order of the data, without shuffling, as often as needed.
+A sample has at most sequence_length + 1 ids. With --use-varlen-dataset it ends with the end-of-document token, which is
+appended, or replaces the last id of a sample that is cut; with --sft it ends as its prompt format does. It gives one
+token less to the model: tokens are its ids without the last, labels those without the first. Samples come in the order
+of the data, without shuffling, as often as needed.
 
-Source: Megatron-LM, varlen_dataset.py and sft_dataset.py (dev branch, commit d48bd6be0a), where the data is text. Here
-a token file's sequences are samples too.
+Source: Megatron-LM, varlen_dataset.py and sft_dataset.py (dev branch, commit d48bd6be0a). There the data is text; here
+a token file's sequences are samples too. There --sft joins the conversations of a row in one row of --seq-length, whose
+padding belongs to the last one.
 """
 
 from __future__ import annotations
@@ -26,19 +28,25 @@ NUM_MOCK_SEQUENCES = 1_000_000
 class Sequences(Protocol):
     """Sequences of token ids, whose lengths are known without reading them.
 
-    `sequence_length` counts ids, with the end-of-document token that may be missing in `ids`.
+    `sequence_length` counts ids; those of mock data and token files with the end-of-document token that may be missing
+    in `ids`. `ends_with_eod` tells whether a sample that is cut ends with it.
     """
 
     name: str
+    ends_with_eod: bool
 
     def __len__(self) -> int: ...
     def sequence_length(self, index: int) -> int: ...
     def ids(self, index: int) -> np.ndarray: ...
+    def loss_mask(self, index: int) -> np.ndarray | None: ...
     def prefetch(self, index: int, length: int) -> None: ...
+    def locate(self, index: int) -> str: ...
 
 
 class FileSequences:
     """Sequences of a token file."""
+
+    ends_with_eod = True
 
     def __init__(self, source: IndexedDataset, name: str, eod: int):
         self._source, self.name, self._eod = source, name, eod
@@ -54,19 +62,26 @@ class FileSequences:
     def ids(self, index: int) -> np.ndarray:
         return self._source.get(index).astype(np.int64)
 
+    def loss_mask(self, index: int) -> None:
+        """Return None: all ids are trained."""
+
+    def locate(self, index: int) -> str:
+        return f"{self.name}.bin, sequence {index}"
+
     def prefetch(self, index: int, length: int) -> None:
         """Start reading up to `length` ids that are in object storage."""
         self._source.prefetch(index, 0, min(length, int(self._source.sequence_lengths[index])))
 
 
 class MockSequences:
-    """Sequences of the lengths of --varlen-mock-dataset-config-json; ids count up, or come from a token file.
+    """Sequences of given lengths (--varlen-mock-dataset-config-json); ids count up, or come from a token file.
 
     Source: MockSFTLowLevelDataset (sft_dataset.py); ids modulo the vocabulary size. Megatron-LM cuts them shorter than
     other samples, to `max_length` ids.
     """
 
     name = "mock data"
+    ends_with_eod = True
 
     def __init__(self, lengths: MockLengths, vocab_size: int, max_length: int):
         self._vocab_size = vocab_size
@@ -99,6 +114,12 @@ class MockSequences:
             missing -= len(parts[-1])
             number += 1
         return np.concatenate(parts)
+
+    def loss_mask(self, index: int) -> None:
+        """Return None: all ids are trained."""
+
+    def locate(self, index: int) -> str:
+        return f"{self.name}, sequence {index}"
 
     def prefetch(self, index: int, length: int) -> None:
         """Do nothing: no sequence is in object storage."""
@@ -196,11 +217,28 @@ class VarlenDataset:
 
     def tokens(self, index: int) -> np.ndarray:
         """Return the ids of sample `index`, int64 [length + 1]."""
-        ids, eod = self._sequences.ids(self._sequence(index)), self._config.tokenizer.eod
-        out = np.full(self.length(index) + 1, eod, dtype=np.int64)
-        kept = min(len(ids), len(out) - (len(ids) >= len(out) and int(ids[len(out) - 1]) != eod))
+        ids = self._sequences.ids(self._sequence(index))
+        out = np.full(self.length(index) + 1, self._config.tokenizer.eod or 0, dtype=np.int64)
+        kept = self._count_kept(ids, len(out))
         out[:kept] = ids[:kept]
         return out
+
+    def loss_mask(self, index: int) -> np.ndarray | None:
+        """Return which ids of sample `index` are trained as labels, bool [length + 1]; None for all."""
+        sequence = self._sequence(index)
+        mask = self._sequences.loss_mask(sequence)
+        if mask is None:
+            return None
+        out = np.ones(self.length(index) + 1, dtype=bool)
+        kept = self._count_kept(self._sequences.ids(sequence), len(out))
+        out[:kept] = mask[:kept]
+        return out
+
+    def _count_kept(self, ids: np.ndarray, size: int) -> int:
+        """Return how many ids a sample of `size` begins with; the end-of-document token follows."""
+        if len(ids) < size or not self._sequences.ends_with_eod:
+            return min(len(ids), size)
+        return size - (int(ids[size - 1]) != self._config.tokenizer.eod)
 
     def prefetch(self, index: int) -> None:
         """Start reading a sample that is in object storage."""
@@ -212,5 +250,4 @@ class VarlenDataset:
 
     def locate(self, index: int, position: int) -> str:
         """Say where id `position` of sample `index` comes from."""
-        file = self.name if self._path is None else f"{self._path}.bin"
-        return f"{file}, sequence {self._sequence(index)}, token {position}"
+        return f"{self._sequences.locate(self._sequence(index))}, token {position}"

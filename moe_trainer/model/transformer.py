@@ -256,6 +256,7 @@ class Transformer(nn.Module):
         x_SBH: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
         packed: Packed | None = None,
+        row_lengths: tuple[int, ...] | None = None,
     ) -> Tensor:
         """Run the chunk. All per-token inputs have the full sequence; the chunk shards them over cp.
 
@@ -271,6 +272,7 @@ class Transformer(nn.Module):
                 (see Documents).
             packed: lengths of packed sequences [1, T], instead of document ids. Rotary positions restart too, and
                 padding does not count in the balancing losses.
+            row_lengths: tokens of every row before its padding, which does not count either; None without padding.
 
         Returns:
             The last chunk: per-token LM loss of this cp rank, fp32 [B, S/cp], or logits_BSV. Other chunks: x_SBH for
@@ -295,7 +297,11 @@ class Transformer(nn.Module):
             read = packed.on_device(self.device, self.max_packed_sequences)
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, read if captures_attention else packed)
         visible = None if visible is None else visible.held_by(self.graphs)
-        valid = None if read is None else self._valid_tokens(read).map_tensors(self.graphs.hold)
+        valid = None
+        if read is not None:
+            valid = self._valid_tokens(read).map_tensors(self.graphs.hold)
+        elif row_lengths is not None:
+            valid = self._valid_rows(row_lengths, tokens_BS.shape[1])
         rope = None
         if self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
@@ -328,7 +334,7 @@ class Transformer(nn.Module):
         return self._lm_loss(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
     def _valid_tokens(self, packed: Packed) -> ValidTokens:
-        """Return which of the tokens are valid that this rank's routers read: sharded over cp, then over tp."""
+        """Return which of the packed tokens are valid that this rank's routers read: sharded over cp, then over tp."""
         sequence = shard_of(self.sequence, packed)
 
         def local(x_S: Tensor) -> Tensor:
@@ -338,6 +344,19 @@ class Transformer(nn.Module):
         lengths_B = torch.as_tensor(packed.lengths).to(self.device, non_blocking=True)
         valid_T, sequence_T = local(packed.is_valid()), local(packed.ids()[0])
         return ValidTokens(valid_T, packed.num_valid, sequence_T, lengths_B, packed.cp_size)
+
+    def _valid_rows(self, row_lengths: tuple[int, ...], seq_length: int) -> ValidTokens:
+        """Return the same of rows with padding."""
+
+        def local(x_SB: Tensor) -> Tensor:
+            x_TB = self.sequence.local(x_SB, 0).tensor_split(self.tp.size)[self.tp.rank]
+            return x_TB.flatten().to(self.device, non_blocking=True)
+
+        lengths_B = torch.tensor(row_lengths)
+        numbers_SB = torch.arange(len(row_lengths), dtype=torch.int32).expand(seq_length, -1)
+        mask_SB = torch.arange(seq_length).unsqueeze(1) < lengths_B
+        lengths_B = lengths_B.to(self.device, non_blocking=True)
+        return ValidTokens(local(mask_SB), sum(row_lengths), local(numbers_SB), lengths_B)
 
     def _layers(
         self,

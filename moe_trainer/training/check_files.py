@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -25,13 +26,16 @@ from moe_trainer.data.index_build import parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sources import requested_sizes, source_flag, training_phases
-from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.data.text_sequences import TextSequences, is_text_file
+from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.estimate.state_bytes import MOMENTS
 
 MAX_CHECKED_TOKENS = 2**18
 """Tokens at the start of each file whose ids are compared with the vocabulary size."""
+MAX_CHECKED_ROWS = 1000
+"""Rows at the start of each text file that are tokenized."""
 
 
 def check_files(args: Arguments) -> FileCheckResult:
@@ -50,6 +54,7 @@ class _Check:
     args: Arguments
     problems: list[Violation] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    built_tokenizer: Tokenizer | None = None
 
     def _add_problem(self, flag: str, message: str) -> None:
         violation = Violation((flag,), " ".join(message.split()), "machine")
@@ -60,7 +65,8 @@ class _Check:
         """Open the tokenizer and return the padded vocabulary size, None if unknown."""
         data = self.args.data
         try:
-            size = build_tokenizer(data).vocab_size
+            self.built_tokenizer = build_tokenizer(data)
+            size = self.built_tokenizer.vocab_size
         except (ValueError, OSError) as error:
             self._add_problem("--tokenizer-type", f"tokenizer: {error}")
             return None
@@ -137,8 +143,12 @@ class _Check:
     def _open(self, wanted: dict[str, str], vocab_size: int | None) -> dict[str, np.ndarray]:
         """Return the sequence lengths of each prefix that can be opened."""
         found, store = {}, make_object_store(self.args.data)
+        data = self.args.data
         for prefix, flag in wanted.items():
             try:
+                if data.has_sequences and (data.sft or is_text_file(prefix)):
+                    self._check_text(prefix)
+                    continue
                 dataset = open_token_file(prefix, store=store)
                 self._compare_ids(dataset, prefix, flag, vocab_size)
             except (ValueError, OSError) as error:
@@ -152,6 +162,18 @@ class _Check:
                 "sequences"
             )
         return found
+
+    def _check_text(self, path: str) -> None:
+        """Tokenize the first samples of a text file."""
+        if self.built_tokenizer is None:
+            return
+        samples = TextSequences(path, self.built_tokenizer, self.args.data.sft).samples()
+        lengths = [len(sample.ids) for _, sample in islice(samples, MAX_CHECKED_ROWS)]
+        cut = sum(length > self.args.data.seq_length + 1 for length in lengths)
+        self.lines.append(
+            f"data: {path}: the first {len(lengths):,} samples have {sum(lengths):,} tokens; {cut:,} are longer than "
+            "--seq-length and will be cut"
+        )
 
     def _compare_ids(self, dataset: IndexedDataset, prefix: str, flag: str, vocab_size: int | None) -> None:
         left = MAX_CHECKED_TOKENS

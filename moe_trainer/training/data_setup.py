@@ -20,6 +20,7 @@ from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
 
 logger = logging.getLogger(__name__)
@@ -49,14 +50,19 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
             for warning in compare_fingerprints(saved, current):
                 logger.warning("WARNING: %s", warning)
             state.fingerprint = current
-        sizes, barrier = (train, valid, test), partial(collectives.barrier, ps.world)
+        sizes = (train, valid, test)
         consumed = state.consumed_train_samples
         if is_streamed:
             datasets = build_streams(args.data, args.training, tokenizer, sizes)
             load_stream_states(datasets, state)
         else:
             datasets = build_datasets(
-                args.data, args.training, tokenizer, sizes, consumed=consumed, is_builder=rank == 0, barrier=barrier
+                args.data,
+                args.training,
+                tokenizer,
+                sizes,
+                consumed=consumed,
+                run_once=partial(run_on_rank0, group=ps.world),
             )
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:

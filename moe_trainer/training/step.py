@@ -325,6 +325,7 @@ def run_microbatches(
             x_SBH=x_SBH,
             document_ids_BS=batch.document_ids_BS,
             packed=batch.packed,
+            row_lengths=batch.lengths,
         )
         return masked_loss(chunk, output, batch, ctx.per_token) if chunk.layout.has_loss else (output, None)
 

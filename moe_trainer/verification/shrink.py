@@ -400,7 +400,10 @@ def _small_training(s: Settings) -> dict[str, object]:
 def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     """Note what the small runs change, and return the flags that no small run has."""
     if is_packed(s):
-        notes.append(f"{s.flag('use_varlen_dataset')}: lengths are random; one process runs the packs of the ranks")
+        flag = s.flag("sft" if s.sft else "use_varlen_dataset")
+        notes.append(f"{flag}: lengths and trained tokens are random; one process runs the packs of the ranks")
+    if s.varlen_sbhd_validation:
+        notes.append(f"{s.flag('varlen_sbhd_validation')}: left out; samples have no padding")
     given = [dest for dest in _LOW_PRECISION if s.given(dest)]
     half = [s.flag(dest) for dest in given if s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:

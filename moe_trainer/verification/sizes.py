@@ -240,6 +240,7 @@ def packing(s: Settings, new: ParallelMapping, values: Mapping[str, object]) -> 
     scheduler = "dp_balanced" if s.dynamic_context_parallel and not is_dynamic else s.sequence_packing_scheduler
     return sizes | {
         "global_batch_size": int(str(values["global_batch_size"])) * PACKED_SEQUENCES,
+        "use_varlen_dataset": True,
         "sequence_packing_scheduler": scheduler,
         "pad_packed_seq_alignment": alignment if alignment in (None, "max") else sizes["pad_packed_seq_alignment"],
         "thd_tail_padding_policy": s.thd_tail_padding_policy,

@@ -60,6 +60,11 @@ class VaryingTokenDataset(RandomTokenDataset):
         """Return the first ids of a random sequence, [length + 1] int64."""
         return super().tokens(index)[: self.length(index) + 1]
 
+    def loss_mask(self, index: int) -> np.ndarray:
+        """Return which ids are trained as labels, bool [length + 1]."""
+        kept = np.random.default_rng((self.seed, index, 1)).random(self.length(index)) >= MASKED_FRACTION
+        return np.append(True, kept)
+
 
 def make_null_tokenizer(args: Arguments) -> SimpleNamespace:
     """Return what a run uses of the NullTokenizer of --vocab-size."""
@@ -131,22 +136,7 @@ def _draw_packs(args: Arguments, layout: PackLayout, ps: ParallelState, step: in
         packed = padding.pack(lengths, cp_size if padding.cp_sizes else None)
         return packed if own.cp_sizes else replace(packed, cp_size=None)
 
-    return [
-        _mask_packed_labels(
-            make_packed_batch(dataset, pack.samples, fmt, partial(pad, cp_size=pack.cp_size)), pack.samples, seed
-        )
-        for pack in packs
-    ]
-
-
-def _mask_packed_labels(batch: Batch, indices: Sequence[int], seed: int) -> Batch:
-    """Remove the loss of some labels."""
-    assert batch.packed is not None
-    mask = batch.loss_mask_BS.clone()
-    for index, start, length in zip(indices, batch.packed.cu_seqlens_padded, batch.packed.lengths):
-        keep = np.random.default_rng((seed, index, 1)).random(length) >= MASKED_FRACTION
-        mask[0, start : start + length] *= torch.from_numpy(keep)
-    return replace(batch, loss_mask_BS=mask)
+    return [make_packed_batch(dataset, pack.samples, fmt, partial(pad, cp_size=pack.cp_size)) for pack in packs]
 
 
 def _mask_labels(batch: Batch, indices: Sequence[int], seed: int) -> Batch:

@@ -29,6 +29,10 @@ INVALID_LINES = (
      "--thd-tail-padding-policy"),
     ("--use-varlen-dataset --bf16 --fp8-format e4m3", "", "--pad-packed-seq-alignment"),
     ("--use-varlen-dataset --reset-attention-mask", "", "--reset-attention-mask"),
+    ("--sft --use-varlen-dataset", "", "--sft"),
+    ("--sft --data-path chats.jsonl", "--mock-data", "--tokenizer-type"),
+    ("--tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format chatml", "", "--sft-tokenizer-prompt-format"),
+    ("--tokenizer-type SFTTokenizer --chat-template x", "", "--chat-template"),
     # parallel sizes
     ("--tensor-model-parallel-size 3", "", "--tensor-model-parallel-size"),
     ("--pipeline-model-parallel-size 0", "", "--pipeline-model-parallel-size"),

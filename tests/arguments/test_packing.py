@@ -6,6 +6,7 @@ import pytest
 
 from arguments import ArgumentError, parse_args
 from arguments.mock_lengths import MockLengths, read_mock_lengths
+from tests.arguments.rule_lines import without
 from tests.arguments.test_tokens import TOY
 
 VARLEN = (*TOY, "--use-varlen-dataset", "--mock-data")
@@ -30,6 +31,23 @@ def test_scheduler_and_capacity_are_derived():
     assert args.parallel.max_seqlen_per_dp_cp_rank == args.data.seq_length // 2
     assert args.sequence_padding_multiple == 4 and args.packed_capacity == args.data.seq_length
     assert parse(argv=TOY).packed_capacity is None and parse(argv=TOY).max_packed_tokens is None
+
+
+def test_conversations_are_packed_too():
+    args = parse(
+        "--sft", "--mock-data", "--sft-mock-dataset-config-json", json.dumps({**SIZES, "lognormal_sigma": 1}), argv=TOY
+    )
+    assert args.parallel.sequence_packing_scheduler == "dp_balanced"
+    assert args.packed_capacity == args.data.seq_length and args.data.has_sequences
+    chats = ["--sft", "--data-path", "chats.jsonl", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "x"]
+    assert parse(*chats, argv=without(TOY, ["--mock-data"])).data.sft_tokenizer_prompt_format == "nemotron-h-aligned"
+
+
+def test_padded_rows_are_not_packed():
+    args = parse(
+        "--use-varlen-dataset", "--varlen-sbhd-validation", "--data-path", "a.jsonl", argv=without(TOY, ["--mock-data"])
+    )
+    assert args.parallel.sequence_packing_scheduler is None and args.packed_capacity is None
 
 
 def test_padding_of_packs():
@@ -75,11 +93,39 @@ def test_padding_of_packs():
             "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0",
             "quantile_balancing is not implemented with packed sequences",
         ),
+        ("--sft", "--use-varlen-dataset and --sft both select the samples"),
+        ("--dataloader-type external", "--dataloader-type external cannot be combined with --use-varlen-dataset"),
+        ("--tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format x", "must be one of nemotron-h-aligned, "),
+        (
+            "--tokenizer-type SFTTokenizer --chat-template x",
+            "--chat-template needs --sft-tokenizer-prompt-format default or",
+        ),
         ("--varlen-mock-dataset-config-json {}", '"mode": "distribution", "file" or "verification"'),
     ],
 )
 def test_rejected(more, problem):
     found = messages(*more.split(), world_size=1 + ("expert-model-parallel" in more))
+    assert any(problem in message for message in found), found
+
+
+@pytest.mark.parametrize(
+    "more, problem",
+    [
+        (
+            "--sft --mock-data --sft-mock-dataset-config-json {}",
+            '--sft-mock-dataset-config-json: needs a JSON object with "mode"',
+        ),
+        ("--sft --data-path a.jsonl", "--sft reads conversations, which need --tokenizer-type SFTTokenizer"),
+        ("--sft --data-path s3://a/b.jsonl --tokenizer-type SFTTokenizer", "--sft reads local files"),
+        ("--sft --mock-data --reset-position-ids", "--reset-position-ids does not apply to --sft"),
+        (
+            "--use-varlen-dataset --varlen-sbhd-validation --data-path a --cuda-graph-impl local --cuda-graph-modules attn",
+            "is not implemented with --varlen-sbhd-validation",
+        ),
+    ],
+)
+def test_rejected_with_text(more, problem):
+    found = messages(*more.split(), argv=without(TOY, ["--mock-data"]))
     assert any(problem in message for message in found), found
 
 

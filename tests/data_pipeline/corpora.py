@@ -1,10 +1,12 @@
 """Small token files and argument sections for the data tests."""
 
+import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from arguments.data import DataArgs
 from arguments.training import TrainingArgs
@@ -40,6 +42,39 @@ def write_corpus(prefix: Path, lengths, dtype=np.uint16, vocab_size=500, seed=0)
         for length in lengths:
             builder.add_document(random.integers(2, vocab_size, length), [length])
     return str(prefix)
+
+
+CHAT_TOKENS = (
+    "<s> </s> <pad> <unk> <SPECIAL_10> <SPECIAL_11> <SPECIAL_12> <SPECIAL_233> <|im_start|> <|im_end|> System User "
+    "Assistant"
+).split()
+
+
+def write_chat_tokenizer(folder: Path, template: str | None) -> Path:
+    """Write a small byte-level BPE with the tokens of the prompt formats and a chat template; return the folder."""
+    tokenizers = pytest.importorskip("tokenizers")
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=CHAT_TOKENS,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    encoder.train_from_iterator(["the quick brown fox jumps over the lazy dog and the river"] * 9, trainer)
+    folder.mkdir()
+    encoder.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | ({"chat_template": template} if template else {}))
+    )
+    return folder
 
 
 def attention_mask(document_ids_BS) -> np.ndarray:

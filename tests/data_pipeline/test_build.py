@@ -220,9 +220,13 @@ def _rank_builds(rank, world_size, prefixes, cache):
     original = dataset_module.build_indices
     dataset_module.build_indices = lambda *args: built.append(1) or original(*args)
     data = data_args(data_path=["0.5", prefixes[0], "0.5", prefixes[1]], split="1", data_cache_path=cache)
-    datasets = build_datasets(
-        data, training_args(), FixedTokenizer(), (30, 0, 0), is_builder=rank == 0, barrier=dist.barrier
-    )
+
+    def run_once(write):
+        if rank == 0:
+            write()
+        dist.barrier()
+
+    datasets = build_datasets(data, training_args(), FixedTokenizer(), (30, 0, 0), run_once=run_once)
     return len(built), [datasets.train.tokens(i).tolist() for i in range(30)]
 
 

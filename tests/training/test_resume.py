@@ -1,8 +1,11 @@
 """A run that stops and resumes equals one that never stopped, to the last bit."""
 
+import json
+
 import pytest
 import torch
 from commands import golden_workspace, read_metrics, run
+from data_pipeline.corpora import write_chat_tokenizer
 from safetensors.torch import load_file
 from training.tiny import MOCK, TINY
 
@@ -111,6 +114,35 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, name):
     assert second.returncode == 0, second.stderr
     assert " iteration        6/" not in second.stdout and " iteration        7/" in second.stdout
     assert_same_end(full, parts)
+
+
+def test_resume_of_conversations(tmp_path):
+    """Packed conversations in a blend with text, over two data ranks, with validation; a line that cannot be read."""
+    folder = write_chat_tokenizer(tmp_path / "tokenizer", None)
+    chats = [
+        {
+            "messages": [{"role": "user", "content": "fox " * (n % 5)}, {"role": "assistant", "content": f"dog {n}"}]
+            * (1 + n % 2)
+        }
+        for n in range(40)
+    ]
+    for name, rows in (("chats", chats), ("text", [{"text": f"the river {n} " * (n % 4)} for n in range(25)])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = (
+        f"--use-varlen-dataset --data-path 0.7 chats.jsonl 0.3 text.jsonl --split 80,20,0 --data-cache-path cache --tokenizer-type SFTTokenizer "
+        f"--tokenizer-model {folder} --moe-token-dispatcher-type alltoall --global-batch-size 8 --max-seqlen-per-dp-cp-rank 70 --num-workers 1 "
+        "--eval-interval 3 --eval-iters 1"
+    ).split()
+    argv = [*TINY, *data, "--train-iters", "12"]
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    for options in (outputs(full), outputs(parts, "--exit-interval", "5"), outputs(parts)):
+        finished = run([*argv, *options], tmp_path, 2)
+        assert finished.returncode == 0, finished.stderr
+    assert_same_end(full, parts)
+    (tmp_path / "chats.jsonl").write_text('{"messages": [}\n')
+    failed = run(argv, tmp_path, 2)
+    assert failed.returncode == 2 and "chats.jsonl, line 1: not JSON" in failed.stderr, failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_resume_inside_a_later_epoch_of_real_data(shared, tmp_path):

@@ -1,0 +1,242 @@
+"""Text and conversations as samples of different lengths: index, ids and masks, files of every kind, errors."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from data_pipeline.corpora import data_args, training_args, write_chat_tokenizer, write_corpus
+
+from moe_trainer.data.build import batch_format, build_datasets
+from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
+from moe_trainer.data.loader import build_loader, make_packed_batch
+from moe_trainer.data.packing import PackFormat
+from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.errors import UserError
+from scripts import inspect_data
+
+QUESTION, ANSWER = {"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}
+CHAT = [QUESTION, ANSWER]
+TEXTS = ("the quick brown fox", "", "jumps over the lazy dog and the river", "dog</s>")
+
+
+@pytest.fixture
+def flags(tmp_path):
+    folder = write_chat_tokenizer(tmp_path / "tokenizer", None)
+    return {
+        "tokenizer_type": "SFTTokenizer",
+        "tokenizer_model": str(folder),
+        "data_cache_path": str(tmp_path / "cache"),
+        "split": "1,0,0",
+        "seq_length": 64,
+    }
+
+
+def write_rows(path, rows) -> str:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def build(flags, size=8, **more):
+    data = data_args(**flags, **more)
+    return build_datasets(data, training_args(), build_tokenizer(data), (size, 0, 0)).train
+
+
+def test_rows_of_text(tmp_path, flags):
+    """A sample ends with one end-of-document token; blank lines are no rows; samples repeat."""
+    rows = [{"text": TEXTS[0]}, "\n", {"text": TEXTS[1], "id": 3}, "  \n", {"text": TEXTS[2]}, {"text": TEXTS[3]}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    train, tokenizer = build(flags, use_varlen_dataset=True, data_path=[path]), build_tokenizer(data_args(**flags))
+    for index in range(8):
+        ids = tokenizer.tokenize(TEXTS[index % 4])
+        expected = ids if ids and ids[-1] == tokenizer.eod else [*ids, tokenizer.eod]
+        expected = expected if len(expected) > 1 else [tokenizer.eod] * 2
+        assert train.tokens(index).tolist() == expected
+        assert train.length(index) == len(expected) - 1 and train.loss_mask(index) is None
+    assert train.locate(2, 1) == f"{path}, line 5, token 1"
+    files = sorted(os.path.basename(name) for name in os.listdir(flags["data_cache_path"]))
+    assert [name.partition("-")[2] for name in files] == [
+        "TextSequences-all-description.txt", "TextSequences-all-length_index.npy", "TextSequences-all-place_index.npy",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_tables_equal_lines(tmp_path, flags, suffix):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    rows = [{"messages": CHAT, "n": 1}, {"messages": [*CHAT, *CHAT], "n": 2}, {"messages": CHAT[:], "n": 3}]
+    table = pyarrow.Table.from_pylist(rows)
+    path = str(tmp_path / f"a.{suffix}")
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+    lines = write_rows(tmp_path / "a.jsonl", rows)
+    for kind in ({"sft": True}, {"use_varlen_dataset": True}):
+        one, other = (build(flags, 3, data_path=[name], **kind) for name in (path, lines))
+        for index in range(3):
+            np.testing.assert_array_equal(one.tokens(index), other.tokens(index))
+            np.testing.assert_array_equal(one.loss_mask(index), other.loss_mask(index))
+    assert one.locate(2, 0) == f"{path}, row 3, token 0"
+
+
+def test_conversations_and_their_masks(tmp_path, flags):
+    """--sft: every system message begins a sample, which ends as its format does."""
+    system = {"role": "system", "content": "brief"}
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, system, *CHAT, *CHAT]}, {"messages": CHAT}])
+    train, tokenizer = build(flags, 3, sft=True, data_path=[path]), build_tokenizer(data_args(**flags))
+    assert train.locate(1, 0) == f"{path}, line 1, conversation 2, token 0"
+    expected = [CHAT, [system, *CHAT, *CHAT], CHAT]
+    for index, messages in enumerate(expected):
+        ids, offsets = tokenizer.tokenize_with_offsets(tokenizer.format.write(messages).text)
+        ranges = tokenizer.format.write(messages).trained
+        mask = [any(begin < stop and start < end for begin, end in ranges) for start, stop in offsets]
+        assert train.tokens(index).tolist() == ids and train.loss_mask(index).tolist() == mask
+        assert 0 < sum(mask) < len(mask)
+
+
+def test_long_samples_are_cut_and_counted(tmp_path, flags, caplog):
+    """--use-varlen-dataset ends with the end-of-document token, which is trained; --sft does not."""
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *CHAT, *CHAT]}, {"messages": CHAT}])
+    short = flags | {"seq_length": 17}
+    whole, cut = build(flags, 2, sft=True, data_path=[path]), build(short, 2, sft=True, data_path=[path])
+    assert f"{path}: 1 of 2 samples are cut to --seq-length 17" in caplog.text
+    assert whole.length(0) > 17 == cut.length(0) and whole.length(1) == cut.length(1)
+    assert cut.tokens(0).tolist() == whole.tokens(0)[:18].tolist()
+    assert cut.loss_mask(0).tolist() == whole.loss_mask(0)[:18].tolist()
+    varlen = build(short, 2, use_varlen_dataset=True, data_path=[path])
+    eod = build_tokenizer(data_args(**flags)).eod
+    for index in range(2):
+        assert varlen.tokens(index)[-1] == eod and varlen.loss_mask(index)[-1]
+    assert len(varlen.tokens(0)) == 18 and not varlen.loss_mask(0)[:10].any()
+
+
+def test_packed_batch_has_no_loss_on_prompts(tmp_path, flags):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}])
+    data = data_args(**flags, sft=True, data_path=[path])
+    train = build_datasets(data, training_args(), build_tokenizer(data), (2, 0, 0)).train
+    fmt = batch_format(data, build_tokenizer(data))
+    batch = make_packed_batch(train, [0, 1], fmt, PackFormat(128, sequence_multiple=8).pack)
+    for index, start in enumerate(batch.packed.cu_seqlens_padded[:2]):
+        length, mask = train.length(index), batch.loss_mask_BS[0, start:]
+        assert mask[:length].tolist() == train.loss_mask(index)[1:].astype(float).tolist()
+        assert not mask[length : batch.packed.padded_lengths[index]].any()
+
+
+def test_padded_batch(tmp_path, flags):
+    """--varlen-sbhd-validation: a row for every sample, with its tokens, labels and mask, then padding."""
+    path = write_rows(tmp_path / "a.jsonl", [{"text": TEXTS[0]}, {"messages": CHAT}, {"text": TEXTS[2] * 9}])
+    data = data_args(**flags, use_varlen_dataset=True, varlen_sbhd_validation=True, data_path=[path])
+    tokenizer = build_tokenizer(data)
+    train = build_datasets(data, training_args(), tokenizer, (3, 0, 0)).train
+    loader = build_loader(train, 3, 0, 1, fmt=batch_format(data, tokenizer))
+    (batch,) = loader
+    assert batch.tokens_BS.shape == batch.labels_BS.shape == (3, 64) and batch.packed is None
+    assert batch.lengths == tuple(map(train.length, range(3))) and batch.lengths[2] == 64
+    assert (batch.position_ids_BS == np.arange(64)).all()
+    for row, length in enumerate(batch.lengths):
+        ids, mask = train.tokens(row), train.loss_mask(row)
+        assert batch.tokens_BS[row, :length].tolist() == ids[:-1].tolist()
+        assert batch.labels_BS[row, :length].tolist() == ids[1:].tolist()
+        assert batch.loss_mask_BS[row, :length].tolist() == ([1] * length if mask is None else mask[1:].tolist())
+        assert not batch.tokens_BS[row, length:].any() and not batch.loss_mask_BS[row, length:].any()
+
+
+def test_blends_splits_and_token_files(tmp_path, flags):
+    text = write_rows(tmp_path / "a.jsonl", [{"text": f"dog {number}"} for number in range(10)])
+    tokens = write_corpus(tmp_path / "b", [5] * 4, vocab_size=300)
+    flags = flags | {"split": "80,20,0"}
+    data = data_args(**flags, use_varlen_dataset=True, data_path=["1", text, "1", tokens])
+    found = build_datasets(data, training_args(), build_tokenizer(data), (8, 2, 0))
+    names = [found.train.locate(index, 0).split(", ")[0] for index in range(8)]
+    assert sorted(map(os.path.basename, names)) == ["a.jsonl"] * 4 + ["b.bin"] * 4
+    assert {found.valid[0].locate(index, 0).split(", ")[1] for index in range(2)} == {"line 9", "sequence 3"}
+
+
+def test_index_is_built_once_and_checked(tmp_path, flags, monkeypatch):
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    data = data_args(**flags, use_varlen_dataset=True, data_path=[path])
+    tokenizer, calls = build_tokenizer(data), []
+    tokenize = type(tokenizer).tokenize
+    monkeypatch.setattr(type(tokenizer), "tokenize", lambda self, text: calls.append(text) or tokenize(self, text))
+
+    def build_rank(is_builder):
+        run_once = (lambda write: write()) if is_builder else (lambda write: None)
+        return build_datasets(data, training_args(), tokenizer, (4, 0, 0), run_once=run_once).train
+
+    build_rank(True)
+    assert calls == list(TEXTS)
+    train = build_rank(False)
+    assert len(calls) == 4, "another rank maps the index"
+    train.tokens(2), train.tokens(2), train.loss_mask(2)
+    assert calls[4:] == [TEXTS[2]], "a sample is tokenized once"
+    monkeypatch.setattr(type(tokenizer), "tokenize", lambda self, text: [5])
+    with pytest.raises(UserError, match=r"line 1: 2 tokens, \d+ when its index was built: .* delete the index in"):
+        build_rank(True).tokens(0)
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        ('{"messages": [\n', "line 2: not JSON"),
+        ("[1]\n", "line 2: needed a JSON object, found list"),
+        ({"text": "a"}, 'line 2: "messages" must be a list of turns, found nothing'),
+        ({"messages": []}, "line 2: .* found an empty list"),
+        ({"messages": [QUESTION]}, "line 2: the conversation has no turn of the assistant"),
+        ({"messages": [*CHAT, {"role": "system", "content": ""}, QUESTION]}, "line 2, conversation 2: .* no turn of"),
+        ({"messages": [{"role": "user"}, {"content": "a"}]}, 'line 2: turn 2 of "messages" has no "role"'),
+    ],
+)
+def test_bad_lines_are_named_before_training(tmp_path, flags, row, problem):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, row])
+    with pytest.raises(UserError, match=f"a.jsonl, {problem}"):
+        build(flags, sft=True, data_path=[path])
+
+
+@pytest.mark.parametrize(
+    "name, problem",
+    [
+        ("absent.jsonl", "--data-path: .*absent.jsonl: no such file"),
+        ("a.jsonl.gz", "a compressed file cannot be read from the middle"),
+        ("prefix", "needed a file .jsonl, .json, .ndjson, .parquet, .arrow"),
+        ("a.parquet", "a.parquet: not a Parquet file"),
+        ("a.arrow", "a.arrow: not an Arrow file"),
+        ("empty.jsonl", "empty.jsonl: there is nothing to read"),
+    ],
+)
+def test_bad_files(tmp_path, flags, name, problem):
+    pytest.importorskip("pyarrow")
+    for existing in ("a.jsonl.gz", "a.parquet", "a.arrow"):
+        (tmp_path / existing).write_bytes(b"nonsense")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match=problem):
+        build(flags, sft=True, data_path=[str(tmp_path / name)])
+
+
+def test_conversations_need_their_tokenizer(tmp_path, flags):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    with pytest.raises(UserError, match="a.jsonl, line 1: conversations need --tokenizer-type SFTTokenizer"):
+        build(flags | {"tokenizer_type": "HuggingFaceTokenizer"}, use_varlen_dataset=True, data_path=[path])
+
+
+def test_replaced_text_is_noticed(tmp_path, flags):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    data = data_args(**flags, sft=True, data_path=[path])
+    before = make_fingerprint(data, ())
+    assert len(before["data"]) == 1 and compare_fingerprints(before, make_fingerprint(data, ())) == []
+    write_rows(tmp_path / "a.jsonl", [{"messages": CHAT * 2}])
+    assert "other content in" in compare_fingerprints(before, make_fingerprint(data, ()))[0]
+
+
+def test_inspection_shows_what_is_trained(tmp_path, flags, capsys):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT}])
+    tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
+    assert inspect_data.main([path, "--sft", "--preview", "1", *tokenizer]) == 0
+    first, *runs = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{path}, line 1: ") and first.endswith("tokens, 4 trained"), first
+    assert runs == [
+        "  masked  '<SPECIAL_11>User\\nthe fox?\\n<SPECIAL_11>Assistant\\n'", "  trained 'the lazy dog\\n'",
+    ]  # fmt: skip
+    assert inspect_data.main([path, "--sft"]) == 2
+    assert "text needs --tokenizer-type" in capsys.readouterr().err
