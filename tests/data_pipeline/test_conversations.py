@@ -128,6 +128,10 @@ def test_tokens_across_a_border_are_trained(tmp_path):
     whole = tokenize_conversation(turns(("user", "the qu"), ("assistant", "ick brown fox")), tokenizer)
     assert row.ids.tolist() == whole.ids.tolist()
     assert row.loss_mask.sum() == 2 and whole.loss_mask.sum() == 3
+    followed = tokenize_conversation(
+        turns(("user", "the"), ("assistant", " qu"), ("user", "ick"), ("assistant", " brown fox")), tokenizer
+    )
+    assert followed.ids.tolist() == row.ids.tolist() and followed.loss_mask.tolist() == [False, True, True, True]
 
 
 def test_template_files_and_flags(tmp_path):

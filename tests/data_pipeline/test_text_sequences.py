@@ -99,17 +99,19 @@ def test_conversations_and_their_masks(tmp_path, flags):
 def test_long_samples_are_cut_and_counted(tmp_path, flags, caplog):
     """--use-varlen-dataset ends with the end-of-document token, which is trained; --sft does not."""
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *CHAT, *CHAT]}, {"messages": CHAT}])
-    short = flags | {"seq_length": 17}
+    short = flags | {"seq_length": 13}
     whole, cut = build(flags, 2, sft=True, data_path=[path]), build(short, 2, sft=True, data_path=[path])
-    assert f"{path}: 1 of 2 samples are cut to --seq-length 17" in caplog.text
-    assert whole.length(0) > 17 == cut.length(0) and whole.length(1) == cut.length(1)
-    assert cut.tokens(0).tolist() == whole.tokens(0)[:18].tolist()
-    assert cut.loss_mask(0).tolist() == whole.loss_mask(0)[:18].tolist()
-    varlen = build(short, 2, use_varlen_dataset=True, data_path=[path])
+    assert f"{path}: 1 of 2 samples are cut to --seq-length 13" in caplog.text
+    assert whole.length(0) > cut.length(0) == cut.length(1) == whole.length(1) == 13
+    assert cut.tokens(0).tolist() == whole.tokens(0)[:14].tolist()
+    assert cut.loss_mask(0).tolist() == whole.loss_mask(0)[:14].tolist()
     eod = build_tokenizer(data_args(**flags)).eod
-    for index in range(2):
-        assert varlen.tokens(index)[-1] == eod and varlen.loss_mask(index)[-1]
-    assert len(varlen.tokens(0)) == 18 and not varlen.loss_mask(0)[:10].any()
+    for limits in (short, flags):
+        varlen = build(limits, 2, use_varlen_dataset=True, data_path=[path])
+        for index in range(2):
+            assert varlen.tokens(index)[-1] == eod and varlen.loss_mask(index)[-1]
+            assert (varlen.length(index) == 13) == (limits is short)
+            assert not varlen.loss_mask(index)[:8].any()
 
 
 def test_packed_batch_has_no_loss_on_prompts(tmp_path, flags):

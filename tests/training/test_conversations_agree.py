@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from commands import read_metrics, run
 from data_pipeline.corpora import training_args, write_chat_tokenizer
 from harness import run_ranks
 from training.layouts import MODEL, create_groups
@@ -111,3 +112,18 @@ def test_padding_of_rows_is_found_on_every_rank(argv, flags, shards):
         found = sum(outcome[1][layer] for outcome in outcomes)
         torch.testing.assert_close(found[0], expected[0], rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(found[3] / 2, expected[3], rtol=2e-6, atol=2e-6)  # each rank's is a mean
+
+
+def test_run_with_padded_rows_equals_packed_run(tmp_path, argv):
+    """Losses of every iteration, with the balancing loss, where a microbatch has the same samples."""
+    records = {}
+    for name, more in (("packed", ["--max-seqlen-per-dp-cp-rank", "200"]), ("padded", ["--varlen-sbhd-validation"])):
+        metrics = tmp_path / f"{name}.jsonl"
+        sizes = "--micro-batch-size 3 --global-batch-size 3 --train-iters 3 --eval-iters 0 --num-workers 0".split()
+        finished = run([*argv, *sizes, *more, "--metrics-file", str(metrics)], tmp_path)
+        assert finished.returncode == 0, finished.stderr
+        records[name] = [record for record in read_metrics(metrics) if "lm loss" in record.get("losses", {})]
+    assert len(records["packed"]) == len(records["padded"]) == 3
+    for packed, padded in zip(records["packed"], records["padded"]):
+        assert padded["losses"] == pytest.approx(packed["losses"], rel=1e-5)
+        assert len(packed["losses"]) > 1
