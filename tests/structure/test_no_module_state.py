@@ -35,6 +35,8 @@ MAY_REMEMBER = frozenset(
             "_works",
         ),  # whether this device computes such a GEMM: a probe that is not repeated
         ("moe_trainer/quantization/scaled_grouped.py", "_works"),  # the same for GEMMs of groups
+        ("moe_trainer/quantization/scaled_grouped.py", "_weight_grads_work"),
+        ("moe_trainer/quantization/scaled_grouped.py", "_block_gemms_work"),
     }
 )
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
