@@ -50,8 +50,7 @@ class Constants:
         gemm_fp8: the same in fp8.
         fill: cost of filling and draining the pipeline of an output tile, in elements of the contracted dimension.
             Large GEMMs hardly notice it, narrow experts do.
-        iteration: seconds of an iteration in which the device waits for the host, between microbatches of one and of
-            the next.
+        iteration: seconds of an iteration in which the device is idle, between microbatches of one and of the next.
         memory: fraction of the memory bandwidth that elementwise kernels reach.
         launch: seconds of the host for one kernel of an eager program, with the Python of its modules and autograd.
         latency: seconds of an empty collective.

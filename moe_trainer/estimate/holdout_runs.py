@@ -1,24 +1,27 @@
 """Published runs that were collected after layer_time.py and its constants were finished; no number was fitted to them.
 
-They influenced only that a layer with a sliding window scores its window. The rows themselves, 38 of 51, were chosen
-with their errors known (scripts/bench_results/planner.md). TFLOP/s count as Megatron-LM counts them; routing is forced
-to be even.
+They influenced only that a layer with a sliding window scores its window. The rows themselves, 38 of 51 and three of
+DEV, were chosen with their errors known (scripts/bench_results/planner.md). TFLOP/s count as Megatron-LM counts them;
+routing is forced to be even.
 
 BP = NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its archive: the tables of releases 25.11 and 26.02.
 They state sizes and batch; the dispatcher, recompute, CUDA graphs and layout are those of scripts/performance/configs
-of another date where these fit the row, else NCCL's all-to-all without captured parts. PF = arXiv 2504.14960 (as in
-published_runs.py), rows that were left out there: G8T8 splits every expert of Mixtral-8x22B into eight and selects
+of another date where these fit the row, else NCCL's all-to-all without captured parts. DEV = earlier steps of the
+tuning of published_runs.py's run of that name, the eager ones before its host code was tuned. PF = arXiv 2504.14960 (as
+in published_runs.py), rows that were left out there: G8T8 splits every expert of Mixtral-8x22B into eight and selects
 eight; 8x70B is Llama-3-70B with eight experts per layer.
 """
 
 from __future__ import annotations
 
 from moe_trainer.estimate.published_runs import (
+    DEEPEP,
     GRAPHS,
     H100_TFLOPS_PER_PERCENT,
     HYBRIDEP,
     MXFP8,
     OVERLAP,
+    PP8,
     RECOMPUTE,
     SEVEN,
     SPLIT,
@@ -66,6 +69,24 @@ HOLDOUT_RUNS = (
         *(1, 4, 64, 1, 4096, 782),
         f"{NO_MTP} {FOUR_PLAIN} {HYBRIDEP} {GRAPHS} {RECOMPUTE} mla_up_proj",
         "BP 25.11",
+    ),
+    HoldoutRun(
+        "DeepSeek-V3 256xGB200 MXFP8, eager, PP8, DeepEP, recompute",
+        *(1, 8, 32, 1, 2048, 566),
+        f"{PP8} {DEEPEP} {MXFP8} {RECOMPUTE} mla_up_proj",
+        "DEV",
+    ),
+    HoldoutRun(
+        "DeepSeek-V3 256xGB200 MXFP8, eager, PP8, DeepEP",
+        *(1, 8, 32, 1, 2048, 611),
+        f"{PP8} {DEEPEP} {MXFP8}",
+        "DEV",
+    ),
+    HoldoutRun(
+        "DeepSeek-V3 256xGB200 MXFP8, PP8, DeepEP",
+        *(1, 8, 32, 1, 2048, 830),
+        f"{PP8} {DEEPEP} {MXFP8} {GRAPHS}",
+        "DEV",
     ),
     HoldoutRun(
         "DeepSeek-V3 without MTP 256xGB200 MXFP8, PP8",

@@ -269,7 +269,7 @@ class RankCosts:
         outside: seconds of operators outside the passes (norms, update).
         waits: seconds of small collectives there.
         bound: seconds at the peaks of the data sheet.
-        idle: seconds in which the device waits for the host to launch an operator.
+        idle: seconds in which the device is idle until the host launches an operator.
         host_waits: number of waits of the host, inside the passes too.
         lines: by source line.
         layers: seconds by layer.

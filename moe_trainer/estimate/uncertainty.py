@@ -48,7 +48,7 @@ ONE_RUN = 0.15
 def host_share(plan: Plan) -> float:
     """Return the share of an MoE layer's forward (else a layer's) in which the host launches kernels.
 
-    At 1 the device waits for the host.
+    At 1 the run is launch-bound.
     """
     args = plan.args
     times = LayerTime(args, Interconnect(plan.hardware), ChunkBytes(args, plan.vocab_rows))
@@ -68,7 +68,7 @@ FEATURES: Features = MappingProxyType(
         "NCCL's all-to-all among more than 64 experts": lambda plan: (
             _uses_alltoall(plan) and (plan.args.moe.num_experts or 0) > 64
         ),
-        "the device waits for the host (eager)": lambda plan: not plan.hardware.synchronous and host_share(plan) > 0.95,
+        "launch-bound (eager)": lambda plan: not plan.hardware.synchronous and host_share(plan) > 0.95,
         "attention with a window": lambda plan: any(
             uses_window(plan.args.model, number + 1) for number in range(plan.args.model.num_layers)
         ),
@@ -166,7 +166,7 @@ FITTED = ErrorTerms(
     MappingProxyType(
         {
             "NCCL's all-to-all among more than 64 experts": 0.562,
-            "the device waits for the host (eager)": 0.186,
+            "launch-bound (eager)": 0.186,
             "attention with a window": 0.0,
             "context parallelism": 0.001,
             "few tokens a device and iteration": 0.174,
