@@ -29,7 +29,7 @@ MORE_PERMISSIVE = (
         "te_cross_entropy_fusion",
         "refuses --cross-entropy-loss-fusion with --cross-entropy-fusion-impl te",
         "uses the native fused cross entropy",
-        "the numbers are the same and published Qwen3 recipes ask for it; refused only with --deterministic-mode",
+        "the numbers are the same and published Qwen3 recipes ask for it; rejected only with --deterministic-mode",
         ("te_ce_fusion",),
     ),
     Difference(
@@ -42,7 +42,7 @@ MORE_PERMISSIVE = (
     Difference(
         "layers_per_virtual_stage_with_uneven_ends",
         "refuses --num-layers-per-virtual-pipeline-stage together with first/last stage layer counts",
-        "derives the number of virtual stages from the middle stages; refused only where that does not divide",
+        "derives the number of virtual stages from the middle stages; rejected only where that does not divide",
         "the wish is clear, and --num-virtual-stages-per-pipeline-rank says the same",
         ("vpp_with_first_last",),
     ),
@@ -131,7 +131,7 @@ FAILS_EARLIER = (
         "rampup_batch_size",
         "reads --rampup-batch-size and ignores it",
         "ramps the batch size up, so its three numbers must fit",
-        "a flag acts or is refused",
+        "a flag acts or is rejected",
     ),
     Difference(
         "layer_frequency_length",

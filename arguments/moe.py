@@ -124,8 +124,8 @@ class MoEArgs:
     """Tokens to drop beyond the capacity: the least probable (probs) or the last ones (position)."""
     moe_expert_rank_capacity_factor: float | None = None
     """Number of tokens that the receive buffer of a rank holds, as a multiple of an even share; the buffer grows if
-    more arrive, and no token is lost. Token counts stay on the device in training, and no MoE layer waits for the host;
-    an iteration whose buffer was too small is rerun."""
+    more arrive, and no token is lost. Token counts stay on the device in training, and no MoE layer
+    synchronizes with the host; an iteration whose buffer was too small is rerun."""
     moe_clone_hot_experts: int = 0
     """Number of experts a rank hosts for overloaded ranks: clones of hot experts, planned for every microbatch (ECHO).
     Same results, balanced load. 0: none. A flag of this program."""

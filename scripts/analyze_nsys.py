@@ -6,7 +6,7 @@
     python scripts/analyze_nsys.py NAME-rank0.sqlite [--json FILE]
 
 For each iteration: time of kernels, of communication, of communication that no computation hides, time in which the
-device does nothing, kernels launched, and waits of the host. Then the kernels' time by phase (experts, dispatch,
+device does nothing, kernels launched, and host synchronizations. Then the kernels' time by phase (experts, dispatch,
 attention, ...), forward and backward, as a mean over the iterations. The ranges are those of --nvtx-ranges
 (moe_trainer/metrics/nvtx.py); a kernel belongs to the innermost range in which it was launched. Kernels of a CUDA graph
 are launched at once, so they belong to the range of the replay. Needs Python alone.

@@ -48,7 +48,7 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
         *_lengths(plan),
         "",
         f"operators of stage {roofline.stage}, all {plan.num_microbatches} microbatches: {busiest.kernels:,.0f} "
-        f"kernels, {busiest.host_waits:,.0f} host waits, {busiest.total:.3f} s",
+        f"kernels, {busiest.host_waits:,.0f} host synchronizations, {busiest.total:.3f} s",
         *(f"  {_seconds(busiest, limit):9.3f} s limited by {text}" for limit, text in LIMITS.items()),
         f"  they would take {busiest.bound:.3f} s at the peaks of the data sheet without launches",
         "",
@@ -116,7 +116,7 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
             )
         elif name == "compute":
             text += (
-                f"{costs.idle:.3f} s the device waits for launches, of {1e6 * constants.launch:.0f} us for a kernel "
+                f"{costs.idle:.3f} s idle until a launch, of {1e6 * constants.launch:.0f} us for a kernel "
                 f"(the plan counts the kernels of a fused layer), {_seconds(costs, 'memory'):.3f} s are operators "
                 "limited by "
                 "memory (the plan counts what backward reads again, once)"
@@ -126,7 +126,9 @@ def reasons(plan: Plan, roofline: Roofline) -> Iterator[str]:
         elif name == "optimizer":
             text += "every operator of norm, update and copies is counted, in the plan the states alone"
         elif name == "host":
-            text += "counted are waits and small collectives; the plan's figure is fitted to published runs"
+            text += (
+                "counted are host synchronizations and small collectives; the plan's figure is fitted to published runs"
+            )
         else:
             text += "what is executed starts and waits for it in other places than the plan takes for granted"
         yield text

@@ -451,7 +451,7 @@ def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) 
             else "no token is lost"
         )
         logger.warning(
-            f"{where}: experts received more tokens than their budgets allow; {outcome}. Budgets grew (layers: "
+            f"{where}: experts received more tokens than their receive buffers hold; {outcome}. Buffers grew (layers: "
             f"{len(layers)}, ranks: {len(ranks)}): the factor of {name} on rank {fullest} grew from {before:g} to "
             f"{after:g}. --moe-expert-rank-capacity-factor {max(largest.values()):g} would have been enough"
         )

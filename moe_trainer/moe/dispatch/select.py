@@ -191,7 +191,7 @@ def attach_dispatcher(
     dispatcher.set_budgets([layer.budget for layer in layers if layer.budget is not None])
     for problem in sorted(problems):
         logger.info(
-            "--moe-expert-rank-capacity-factor: every MoE layer still waits for token counts on the host: %s",
+            "--moe-expert-rank-capacity-factor: every MoE layer still synchronizes with the host for token counts: %s",
             problem,
         )
 
