@@ -540,7 +540,6 @@ _WITHOUT_EFFECT = (
         "--no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp",
         "gradients are always in contiguous buffers",
     ),
-    ("--min-dynamic-context-parallel-size=1", "without --dynamic-context-parallel"),
     (
         "--csa-window-size=1 --csa-compress-rotary-base=1 --csa-dense-mode --o-groups=1 --o-lora-rank=1",
         "without compressed sparse attention",
@@ -588,7 +587,6 @@ _WITHOUT_EFFECT = (
 
 _MISSING = (
     # (spelling, feature, values that request nothing)
-    ("--dynamic-context-parallel", "dynamic context parallelism", ()),
     ("--rotary-base-per-layer=+", "a rotary base per layer", ()),
     ("--head-wise-attn-gate", "gated attention", ()),
     ("--csa-compress-ratios=1", "compressed sparse attention", ()),

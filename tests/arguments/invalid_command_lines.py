@@ -9,6 +9,7 @@ HIERARCHICAL, NCCLEP = (
 )
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+DYNAMIC = "--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss"
 DELTA = "--experimental-attention-variant gdn"
 SPARSE = "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 32"
 WARMUP = f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --dsa-indexer-warmup"
@@ -28,6 +29,12 @@ INVALID_LINES = (
     (f"{DELTA} --use-varlen-dataset --pad-packed-seq-alignment max --max-seqlen-per-dp-cp-rank 1024 --thd-tail-padding-policy extend_last", "",
      "--thd-tail-padding-policy"),
     ("--use-varlen-dataset --bf16 --fp8-format e4m3", "", "--pad-packed-seq-alignment"),
+    ("--use-varlen-dataset --dynamic-context-parallel", "", "--dynamic-context-parallel"),
+    ("--use-varlen-dataset --sequence-packing-scheduler default_dynamic_cp", "", "--sequence-packing-scheduler"),
+    (f"{DYNAMIC} --sequence-packing-scheduler dp_balanced", "", "--dynamic-context-parallel"),
+    (f"{DYNAMIC} --min-dynamic-context-parallel-size 16", "", "--min-dynamic-context-parallel-size"),
+    (f"{DYNAMIC} --hybrid-context-parallel", "", "--hybrid-context-parallel"),
+    (f"{DYNAMIC.replace('dynamic', 'hybrid')} --pipeline-model-parallel-size 2", "", "--hybrid-context-parallel"),
     ("--use-varlen-dataset --reset-attention-mask", "", "--reset-attention-mask"),
     ("--sft --use-varlen-dataset", "", "--sft"),
     ("--sft --data-path chats.jsonl", "--mock-data", "--tokenizer-type"),

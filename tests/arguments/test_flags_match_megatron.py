@@ -21,6 +21,7 @@ OWN = {
     "use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim", "mup_attn_scale_power",
     "use_varlen_dataset", "varlen_sbhd_validation", "varlen_mock_dataset_config_json", "sequence_packing_scheduler", "pad_packed_seq_alignment",
     "thd_tail_padding_policy", "thd_max_packed_sequences", "sft", "sft_tokenizer_prompt_format", "sft_mock_dataset_config_json", "chat_template",
+    "dynamic_context_parallel", "min_dynamic_context_parallel_size",
     "moe_hierarchical_domain_size", "phase_data_args_path", "object_storage_cache_gb", "object_storage_read_ahead", "document_source", "document_text_key", "document_streams",
     "mlp_chunks_for_training", "length_histogram",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's

@@ -12,8 +12,9 @@ READ_BY_ARGUMENTS = {
     "use_tokenizer_model_from_checkpoint_args", "use_mp_args_from_checkpoint_args", "flight_recorder_dump_path",
     "flight_recorder_trace_buffer_size", "flight_recorder_dump_on_timeout", "flight_recorder_include_stack_trace",
     "flight_recorder_include_only_active", "flight_recorder_extra_dump_on_exec", "moe_upcycling_granularity",
+    "hybrid_context_parallel",
 }  # fmt: skip
-"""Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/sizes.py) or when the
+"""Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/) or when the
 environment is set (machine.py)."""
 USED_BY_THE_PROGRAM = ("layer_pattern", "mup", "sparse_attention", "stage_layout", "stored_weights", "vocabulary")
 """Modules of `arguments` that compute what the model is built from."""
