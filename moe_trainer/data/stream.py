@@ -267,7 +267,8 @@ class StreamBlend(CombinedDataset[StreamedDataset]):
             raise UserError("the checkpoint was saved with another number of streamed datasets")
         for dataset, saved in zip(self.datasets, state["blend"]):
             dataset.load_state(saved)
-        self._order.load_state(state["order"])
+        if "order" in state:  # else it is computed from the first sample on
+            self._order.load_state(state["order"])
 
 
 class StreamLoader:

@@ -54,7 +54,7 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
         consumed = state.consumed_train_samples
         if is_streamed:
             datasets = build_streams(args.data, args.training, tokenizer, sizes)
-            load_stream_states(datasets, state)
+            load_stream_states(datasets, state, rank)
         else:
             datasets = build_datasets(
                 args.data,
@@ -101,10 +101,11 @@ def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_siz
     return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size, is_pipelined)
 
 
-def load_stream_states(datasets: Datasets, state: TrainState) -> None:
+def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None:
     """Let streamed datasets continue where the checkpoint was saved.
 
-    One that was saved with token files does not say where: consumed samples are then read to skip them.
+    One that was saved with token files does not say where: consumed samples are then read to skip them, and rank 0
+    says so.
     """
     consumed = {"train": state.consumed_train_samples, "valid": state.consumed_valid_samples}
     for name, dataset in (("train", datasets.train), *(("valid", dataset) for dataset in datasets.valid)):
@@ -112,7 +113,7 @@ def load_stream_states(datasets: Datasets, state: TrainState) -> None:
             continue
         if name in state.streams:
             dataset.load_state(state.streams[name])
-        elif consumed[name]:
+        elif consumed[name] and rank == 0:
             logger.warning(
                 "WARNING: --dataloader-type external: the checkpoint was saved without it and does not say where the "
                 "text of --%s-data-path continues; the %s samples consumed so far are read and tokenized to skip them, "

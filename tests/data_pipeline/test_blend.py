@@ -77,6 +77,16 @@ def test_an_order_without_end_equals_greedy_rule(monkeypatch, weights):
     assert [resumed.find(index) for index in (*range(1000, 1100), 9)] == [*expected[1000:1100], expected[9]]
 
 
+def test_the_samples_of_a_microbatch_may_lie_in_two_blocks(monkeypatch):
+    monkeypatch.setattr(blend, "_ORDER_BLOCK", 10)
+    order, begins = BlendOrder([1, 3]), []
+    plain_loop = blend._plain_loop
+    monkeypatch.setattr(blend, "_plain_loop", lambda *args: begins.append(args[3]) or plain_loop(*args))
+    for index in (17, 18, 19, 20, 21, 18, 21, 22):
+        order.find(index)
+    assert begins == [10, 20]
+
+
 def test_an_order_without_end_reads_a_state_of_any_length():
     order = BlendOrder([1, 3])
     order.load_state([4_000_000_000, 1_000_000_000, 3_000_000_000])

@@ -118,6 +118,7 @@ def test_another_number_of_ranks_continues_with_the_next_sample(make, workers, m
         for dataset in datasets:
             if states:
                 dataset.load_state(merge_states(states))
+                assert dataset.state() == merge_states(states)
         ranks = [batches(dataset, rank, size, consumed, count, workers) for rank, dataset in enumerate(datasets)]
         states = [state for _, state in ranks]
         for step in range(count):
@@ -129,6 +130,16 @@ def test_another_number_of_ranks_continues_with_the_next_sample(make, workers, m
             assert sum(cursor[0] for cursor in merge_states(states)["cursors"]) == consumed
     np.testing.assert_array_equal(np.concatenate(found), expected[:consumed])
     assert consumed >= 60
+
+
+def test_a_state_of_a_blend_without_its_order_continues_too():
+    whole, resumed = blend(), blend()
+    expected = [whole.tokens(index) for index in range(60)]
+    state = blend().state()
+    del state["order"]
+    resumed.load_state(state)
+    for index in range(30, 60):
+        np.testing.assert_array_equal(resumed.tokens(index), expected[index])
 
 
 def test_a_loader_that_ends_early_gives_back_what_it_read_ahead():
@@ -202,6 +213,13 @@ def test_byte_ranges_of_lines_hold_every_line_once(tmp_path, monkeypatch, part_b
         assert list(source.read(part, 2)) == list(source.read(part, 0))[2:]
 
 
+def test_a_part_that_ends_before_the_cursor_is_not_empty():
+    dataset = stream(ListSource(make_parts(1)))
+    state = dataset.state()
+    dataset.load_state({**state, "cursors": [[0, 3, 0, 99, 0]]})
+    np.testing.assert_array_equal(dataset.tokens(0), stream(ListSource(make_parts(1))).tokens(0))
+
+
 def test_a_byte_range_in_which_no_line_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(document_sources, "PART_BYTES", 1000)
     write_lines(tmp_path / "a.jsonl", [[5] * 30] * 9 + [[7] * 200])
@@ -267,13 +285,13 @@ def test_damaged_files_are_named(tmp_path):
     damaged += [(f"{at}.jsonl.gz", lines[:at] + bytes([lines[at] ^ 0xFF]) + lines[at + 1 :]) for at in range(10, 200)]
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "whole.parquet")
     pages = (tmp_path / "whole.parquet").read_bytes()
-    damaged.append(("pages.parquet", b"PAR1" + b"\xff" * 40 + pages[44:]))
+    damaged += [(f"{at}.parquet", pages[:at] + b"\xff" + pages[at + 1 :]) for at in (4, 34)]
     with pyarrow.OSFile(str(tmp_path / "whole.arrow"), "wb") as file:
         table = pyarrow.table({"text": TEXTS})
         with pyarrow.ipc.new_stream(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=30)
     batches = (tmp_path / "whole.arrow").read_bytes()
-    damaged.append(("short.arrow", batches[: len(batches) // 2]))
+    damaged += [(f"{size}.arrow", batches[:size]) for size in range(300, len(batches), 37)]
     num_read = 0
     for name, content in damaged:
         (tmp_path / name).write_bytes(content)

@@ -140,6 +140,8 @@ def test_flops_of_a_pack_are_those_of_its_sequences():
 def test_packs_filled_in_order():
     assert LengthHistogram.of({16: 5}).sequences_per_pack(64) == 4
     assert LengthHistogram.of({33: 5}).sequences_per_pack(64) == 1
+    by_multiple = [LengthHistogram.of({5: 1}).sequences_per_pack(40, multiple) for multiple in (1, 2, 4)]
+    assert by_multiple == pytest.approx([8, 6, 5], rel=1e-3)
     args = parse_args(FLAGS.split(), 1)
     full = PackedLengths.of(LengthHistogram.of({64: 7}), args, 128)
     assert (full.fill, full.padded_fill, full.per_pack) == (1, 1, 1)
@@ -170,8 +172,10 @@ def test_an_iteration_of_packed_samples_has_as_many_sequences_as_its_batch(tmp_p
         assert each.tokens_per_second == pytest.approx(512 * 4096 / each.time.step / 8)
         assert "an iteration: 512 sequences in" in "\n".join(plan_lines(each))
     assert "packed in order into 65,536 tokens: 0.0 % padding" in "\n".join(plan_lines(wide))
-    odd = PackedLengths.of(LengthHistogram.of({4097: 1}), full.args, 128)
-    assert odd.per_pack == pytest.approx(7, rel=1e-3)
+    table.write_text("4097,9\n")
+    odd = plan(*argv)
+    assert odd.lengths.per_pack == pytest.approx(7, rel=1e-3)
+    assert (odd.num_tokens, odd.num_microbatches) == (512 * 4097, 10)
 
 
 def test_microbatches_of_packs_fill_the_groups_of_virtual_stages():
