@@ -16,6 +16,7 @@ from moe_trainer.verification.synthetic_data import PackLayout, VaryingTokenData
 
 DYNAMIC = "--dynamic-context-parallel --micro-batch-size 1".split()
 SEQUENCE_BALANCING = f"{GQA} --moe-router-load-balancing-type seq_aux_loss"
+SHARDED_PARAMS = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
 CASES = {
     2: (
         ("gqa", "--cp-comm-type allgather"),
@@ -24,6 +25,8 @@ CASES = {
         ("learned positions", ""),
         ("sparse", "--cp-comm-type allgather"),
         ("recompute", "--context-parallel-size 2"),
+        ("gqa", "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
+        (f"{GQA} --qk-clip --log-max-attention-logit", ""),
     ),
     4: (
         ("gqa", "--expert-model-parallel-size 4"),
@@ -39,6 +42,7 @@ CASES = {
         ("indexer loss", "--cp-comm-type allgather"),
         ("selective recompute", ""),
         (SEQUENCE_BALANCING, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("gqa", f"--tensor-model-parallel-size 2 --sequence-parallel {SHARDED_PARAMS}"),
     ),
 }
 
