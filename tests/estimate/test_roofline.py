@@ -14,6 +14,7 @@ from moe_trainer.estimate.roofline import (
     START,
     WAIT,
     Collective,
+    RecordingCosts,
     make_roofline,
     read_operator,
 )
@@ -191,6 +192,25 @@ def test_grouped_gemms_of_a_buffer_compute_the_tokens_that_arrive():
         events = make_recording((OPERATOR, gemm.format(rows), 1, "forward 0"))
         seconds.append(make_roofline(plan, dict.fromkeys((0, 1, 3), events)).busiest.total)
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-3)
+
+
+def test_slots_of_a_budget_take_what_their_tokens_take():
+    """HybridEP has none."""
+    exchange, slots, copy = (
+        Collective("all_to_all", "ep", 8, 1, 10**9, 1),
+        "ops/fixed_slots.py:1 f",
+        read_operator(SLOW),
+    )
+    seconds = {}
+    for factor in (1, 2):
+        words = [*FLAGS.split(), "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
+        words += ["--moe-expert-rank-capacity-factor", str(factor)]
+        plan = make_plan(parse_args(words, 64), 64, H100)
+        costs = RecordingCosts(plan.args, H100, plan.vocab_rows, plan.num_microbatches, 3)
+        times = [costs._operator_times(copy, line)["memory"] for line in (slots, "ops/permute.py:1 f")]
+        seconds[factor] = [costs.collective(exchange) - H100.constants.latency, *times]
+    for index, ratio in enumerate((2, 2, 1)):
+        assert seconds[1][index] == pytest.approx(ratio * seconds[2][index]) and seconds[1][index] > 0
 
 
 def test_casts_of_transformer_engine_take_what_the_plan_takes():

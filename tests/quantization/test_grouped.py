@@ -198,3 +198,14 @@ def test_kept_weights_are_cast_once(name):
     # two linears of three experts: both directions in two microbatches, output of the copies, in two iterations; E2M1
     # has no dtype of one byte, so such casts are not kept
     assert [calls for _, calls in found] == [60, 60 if name == "nvfp4" else 36]
+
+
+def test_weights_of_a_single_microbatch_are_not_kept():
+    """They would only take memory; nor are those of a chunk whose weights come and go."""
+    chunk, gemms = nn.Module(), make_gemms("mxfp8", stochastic=False)
+    chunk.quantized, chunk.casts = tuple(gemms), ()
+    for keeps, num_microbatches in ((True, 1), (False, 2), (True, 2)):
+        chunk.keeps_experts = keeps
+        with cached_weight_casts([chunk], num_microbatches):
+            kept = [each.kept_weights for each in gemms]
+        assert kept == ([{}, {}] if keeps and num_microbatches > 1 else [None, None])
