@@ -63,7 +63,12 @@ def test_block_with_a_number_that_is_not_finite():
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_experts_with_operands_of_one_read_have_the_same_bits(name, hybrid):
     """Tokens and both gradients, of which one read makes two operands; without weight gradients it makes none."""
-    recipe, calls, found = make_recipe(name, hybrid=hybrid), [], []
+    recipe, calls, found, of_tokens = make_recipe(name, hybrid=hybrid), [], [], []
+
+    def quantizer(x, *args):
+        if 300 in x.shape:
+            of_tokens.append(tuple(x.shape))
+        return quantize(x, *args)
 
     def counted(x, scaling):
         calls.append(tuple(x.shape))
@@ -72,12 +77,15 @@ def test_experts_with_operands_of_one_read_have_the_same_bits(name, hybrid):
     for kernels in (None, EXPERT_KERNELS._replace(quantize_both=counted)):
         for needs in (True, False):
             torch.manual_seed(0)
-            gemms = tuple(QuantizedGemms(recipe, fc, expert_kernels=kernels) for fc in ("fc1", "fc2"))
+            of_tokens.clear()
+            gemms = tuple(QuantizedGemms(recipe, fc, None, quantizer, kernels) for fc in ("fc1", "fc2"))
             x = torch.randn(300, 64, requires_grad=True)
             weights = [nn.Parameter(torch.randn(3, *shape), requires_grad=needs) for shape in ((64, 64), (64, 32))]
             counts = torch.tensor([128, 0, 128])
             y = quantized_expert_mlp(x, None, *weights, counts, Activation("silu", gated=True), gemms)[:256]
             y.backward(torch.randn_like(y))
+            # activations, in both directions, are of two reads
+            assert kernels is None or len(of_tokens) == (2 if needs else 4)
             found.append([y.detach(), x.grad[:256], *(weight.grad for weight in weights if needs)])
     assert calls == [(300, 64), (300, 64), (300, 64)]
     for one, other in zip(found[0] + found[1], found[2] + found[3], strict=True):
