@@ -59,6 +59,12 @@ def test_nodes_that_do_not_divide_the_ranks_are_noted(size, expected):
     assert not violations and len(notes) == (expected is not None) and all(expected in note for note in notes)
 
 
+@pytest.mark.parametrize(("last", "is_noted"), [(11, True), (12, False)])
+def test_a_profile_that_would_not_be_written_is_noted(last, is_noted):
+    notes = resolve_command_line(changed(f"--profile --train-iters {last}", "--train-samples"), 8)[0].notes
+    assert any("no profile is written" in note for note in notes) == is_noted
+
+
 def test_every_rule_has_an_invalid_command_line():
     """A rule that no invalid line breaks is dead, or untested."""
     silent = set(rules.CHECKS)
