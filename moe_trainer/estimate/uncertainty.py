@@ -181,7 +181,8 @@ FITTED = ErrorTerms(
 COMPARISON = 0.05
 """Base of a comparison.
 
-LEVEL of the pairs of published runs of one model, machine, format and set of features are ordered this well.
+LEVEL of the pairs of published runs of one model, machine, format and set of features are ordered this well, eager
+runs aside.
 """
 
 
