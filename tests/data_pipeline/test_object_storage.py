@@ -161,7 +161,7 @@ def test_an_object_that_was_replaced_is_an_error(bucket, local, tmp_path):
 
 
 @pytest.mark.parametrize("is_conditional", [True, False])
-def test_an_object_of_the_same_size_is_noticed_too(bucket, local, tmp_path, monkeypatch, is_conditional):
+def test_an_object_of_the_same_size_is_noticed_too(bucket, local, tmp_path, monkeypatch, caplog, is_conditional):
     prefix = bucket.upload(local, "a")
     remote = open_remote(prefix, tmp_path / "cache")
     if not is_conditional:  # as through a file system whose reads know no condition
@@ -177,6 +177,7 @@ def test_an_object_of_the_same_size_is_noticed_too(bucket, local, tmp_path, monk
     ):
         remote[len(LENGTHS) - 1]
     assert cached_bytes(tmp_path / "cache") == before
+    assert "follows in" not in caplog.text
     bucket.put("a.bin", content)
     assert_equal(remote, local, every=10)
 

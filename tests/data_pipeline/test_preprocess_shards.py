@@ -54,10 +54,10 @@ def test_the_first_of_equal_documents_stays(tmp_path, num_shards):
     rows = [{"text": str((i * i) % 50), "n": str(i % 2), "other": i} for i in range(200)]
     rows[30]["n"] = ["1", "0"]  # a document of two sequences, once
     rows[31:33] = [{"text": "7", "n": "10"}, {"text": "7", "n": ["1", "0"]}]  # not the same
-    rows[33:35] = [{"text": "71", "n": "1"}, {"text": "7", "n": "11"}]
+    rows[33:36] = [{"text": "71", "n": "1"}, {"text": "7", "n": "11"}, {"text": ["7", "1"], "n": "0"}]
     seen, first = set(), []
     for row in rows:
-        if (key := (row["text"], str(row["n"]))) not in seen:
+        if (key := (str(row["text"]), str(row["n"]))) not in seen:
             seen.add(key)
             first.append(row)
     assert 2 < len(first) < 60

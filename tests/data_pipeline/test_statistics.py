@@ -12,6 +12,7 @@ from structure.source import ROOT
 
 from arguments.data import DataArgs
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
+from moe_trainer.data import statistics
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.statistics import collect_statistics
 from moe_trainer.estimate.length_histogram import read_histogram
@@ -34,7 +35,9 @@ def tokenizer(**changes):
     return made
 
 
-def test_numbers(prefix):
+@pytest.mark.parametrize("count_tokens", [5, 1 << 19])
+def test_numbers(prefix, monkeypatch, count_tokens):
+    monkeypatch.setattr(statistics, "_COUNT_TOKENS", count_tokens)
     found = collect_statistics(prefix, tokenizer())
     assert (found.documents, found.tokens, found.empty) == (8, 316, 1)
     assert (found.shortest, found.longest, found.mean) == (0, 299, 316 / 8)
