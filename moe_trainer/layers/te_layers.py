@@ -156,11 +156,16 @@ class FusedNorm(Norm):
 
 
 class FusedAttention(nn.Module):
-    """The library's attention, with the local one for packed documents and explicit masks."""
+    """The library's attention, with the local one for packed documents and explicit masks.
 
-    def __init__(self, local: CoreAttention, fused: nn.Module):
+    Packed sequences in half precision go to the library's kernels for variable lengths (qkv_format thd), on one
+    context-parallel rank and unless --attention-backend names a kernel.
+    """
+
+    def __init__(self, local: CoreAttention, fused: nn.Module, takes_packed: bool = False):
         super().__init__()
         self.local, self.fused = local, fused
+        self.takes_packed = takes_packed and local.backend is None
 
     @property
     def should_save_inputs(self) -> bool:
@@ -192,7 +197,24 @@ class FusedAttention(nn.Module):
         sink_N: Tensor | None = None,
     ) -> Tensor:
         """Attend like CoreAttention.forward; there are no sinks (`attention_problem`)."""
-        return self.fused(q_SBND, k_SBGD, v_SBGE) if visible is None else self.local(q_SBND, k_SBGD, v_SBGE, visible)
+        if visible is None:
+            return self.fused(q_SBND, k_SBGD, v_SBGE)
+        packed, cu_seqlens = visible.packed, visible.cu_seqlens
+        if packed is None or not self.takes_packed or q_SBND.dtype not in (torch.bfloat16, torch.float16):
+            return self.local(q_SBND, k_SBGD, v_SBGE, visible)
+        out_TN = self.fused(
+            q_SBND[:, 0],
+            k_SBGD[:, 0],
+            v_SBGE[:, 0],
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=packed.max_seqlen,
+            max_seqlen_kv=packed.max_seqlen,
+            pad_between_seqs=False,  # padding belongs to its sequence; the library would compare on the host
+        )
+        return out_TN.flatten(1).unsqueeze(1)
 
 
 def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) -> str | None:
@@ -357,7 +379,7 @@ class FusedLayers:
         )
         if self.ps.cp.size > 1:
             fused.set_context_parallel_group(*self._exchange(layer_number))
-        return FusedAttention(local, fused)
+        return FusedAttention(local, fused, takes_packed=self.ps.cp.size == 1)
 
     def _exchange(self, layer_number: int) -> tuple:
         """Return the library's arguments: group or groups, ranks, stream and kind. Levels of one rank are dropped."""

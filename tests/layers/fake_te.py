@@ -348,6 +348,9 @@ def _attention(double: FakeTransformerEngine):
             bound = double.recorded.bind(f"{prefix}.forward", args, kwargs)
             q, k, v = bound["query_layer"], bound["key_layer"], bound["value_layer"]
             heads, groups = self.bound["num_attention_heads"], self.bound["num_gqa_groups"]
+            sequence_S = torch.zeros(q.shape[0])
+            if packed := bound.get("qkv_format") == "thd":
+                sequence_S, q, k, v = _packed(bound, q, k, v)
             assert q.shape[2:] == (heads, self.widths[0]) and k.shape[2:] == (groups, self.widths[0])
             assert v.shape[2:] == (groups, self.widths[1])
             rows = torch.arange(q.shape[0])
@@ -359,11 +362,24 @@ def _attention(double: FakeTransformerEngine):
             visible = columns <= rows[:, None]
             if left >= 0:
                 visible &= columns >= rows[:, None] - left
+            visible &= sequence_S[:, None] == sequence_S if packed else True
             weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
             weights = F.dropout(weights, self.bound["attention_dropout"], self.training).to(v.dtype)
-            return torch.einsum("bnst,tbne->sbne", weights, v).flatten(2)
+            out = torch.einsum("bnst,tbne->sbne", weights, v).flatten(2)
+            return out[:, 0] if packed else out
 
     return DotProductAttention
+
+
+def _packed(bound, *tensors):
+    """Sequence of every token, and [T, N, D] as [T, 1, N, D]. The library has no kernel for this in fp32."""
+    borders = bound["cu_seqlens_q"]
+    assert borders.dtype == torch.int32 and torch.equal(borders, bound["cu_seqlens_kv"])
+    assert bound["attn_mask_type"] == "padding_causal" and bound["pad_between_seqs"] is False
+    assert borders[-1] == len(tensors[0]) and all(x.dim() == 3 and x.dtype == torch.bfloat16 for x in tensors)
+    assert borders.diff().max() <= bound["max_seqlen_q"] == bound["max_seqlen_kv"]
+    sequence_S = torch.arange(len(borders) - 1).repeat_interleave(borders.diff())
+    return sequence_S, *(x.unsqueeze(1) for x in tensors)
 
 
 def _full(k, v, group):

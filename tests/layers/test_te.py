@@ -26,6 +26,7 @@ from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.te_layers import FusedNorm
 from moe_trainer.layers.tp_overlap import TpOverlap
 from moe_trainer.model import build
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.config import get_recipe
@@ -85,6 +86,31 @@ def test_te_training_equals_local_layers(fake_package, kind, model, flags):
         without_packages(fake_package.called())
         == {"Linear", "Linear.forward", "DotProductAttention"} | norm | attends | grouped
     )
+
+
+@pytest.mark.parametrize("flags", ["", f"{GROUPS} 2 --window-size 3,0"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_te_attention_of_packed_sequences_equals_local_attention(fake_package, flags, on_device):
+    """Its kernels for variable lengths are called in half precision only."""
+    options = make_options(f"--bf16 {flags}")
+    made = select_factory(CUDA, **options).core_attention(options["model"], 1, head_dim=4)
+    packed = PackedSequences.of((5, 16, 1, 9), 4)
+    if on_device:
+        packed = packed.on_device(torch.device("cpu"), 6)
+    heads, groups = options["model"].num_attention_heads, options["model"].query_groups
+    torch.manual_seed(0)
+    found = []
+    inputs = [torch.randn(40, 1, count, 4, dtype=torch.bfloat16) for count in (heads, groups, groups)]
+    for attention, dtype in ((made, torch.bfloat16), (made.local, torch.float32), (made, torch.float32)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in inputs]
+        y = attention(*leaves, AttentionMask.of(None, None, torch.device("cpu"), packed))
+        y.sin().sum().backward()
+        found.append([y.detach(), *(x.grad for x in leaves)])
+    for fused, local, in_fp32 in zip(*found):
+        torch.testing.assert_close(fused.float(), local, rtol=0, atol=0.05)
+        torch.testing.assert_close(in_fp32, local)
+    calls = [name for name, _ in fake_package.recorded.calls if name.endswith("DotProductAttention.forward")]
+    assert len(calls) == 1
 
 
 def train_and_list_calls(rank, n, argvs, steps):
