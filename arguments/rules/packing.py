@@ -3,6 +3,7 @@
 The rules follow Megatron-LM's dev branch (commit d48bd6be0a, validate_args, TransformerConfig and GPTDatasetConfig).
 """
 
+import math
 from collections.abc import Iterator
 from types import MappingProxyType
 
@@ -47,6 +48,13 @@ def resolve_scheduler(s: Settings, _f: DerivedSizes) -> None:
 def resolve_capacity(s: Settings, f: DerivedSizes) -> None:
     if is_packed(s) and s.max_seqlen_per_dp_cp_rank is None and positive(s.seq_length):
         s.set_derived(CAPACITY, -(-s.seq_length // f.largest_cp), "one sequence of --seq-length")
+
+
+def resolve_alignment(s: Settings, f: DerivedSizes) -> None:
+    if is_packed(s) and s.pad_packed_seq_alignment is None and (s.fp8 or s.fp4):
+        size = math.lcm(QUANTIZED_TOKENS, _padding_multiple(s, f) // f.cp)
+        s.set_derived(ALIGNMENT, str(size), "the numbers of tokens that fp8 and fp4 GEMMs take")
+        s.note(f"{s.flag(ALIGNMENT)}: {size}, since fp8 and fp4 GEMMs take multiples of {QUANTIZED_TOKENS} tokens.")
 
 
 def note_flags_without_use(s: Settings, _f: DerivedSizes) -> None:
@@ -164,7 +172,6 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest, what, is_on, reason in (
-        ("tp_comm_overlap", "{}", s.tp_comm_overlap, "TransformerEngine's buffers have the size of one microbatch"),
         (
             "dataloader_type",
             "{:flag} other than single",
@@ -203,6 +210,15 @@ def limit_graphs(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "{context_parallel_size}: the host shards and exchanges every sequence by its length.",
         ("cuda_graph_impl",),
         kind="later",
+    )
+
+
+def limit_overlap_buffers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        is_packed(s) and s.tp_comm_overlap and s.pad_packed_seq_alignment != "max",
+        "{tp_comm_overlap} with packed sequences ({use_varlen_dataset:flag}) needs {pad_packed_seq_alignment:flag} "
+        "max: TransformerEngine's buffers have the size of one microbatch.",
+        ("tp_comm_overlap",),
     )
 
 

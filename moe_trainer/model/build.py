@@ -161,7 +161,8 @@ def _log_model(chunks: list[Transformer], device: torch.device, factory: LayerFa
 def _initialize_userbuffers(args: Arguments, ps: ParallelState, dtype: torch.dtype, overlap: TpOverlap) -> None:
     """Make TransformerEngine's buffers for the linears of a microbatch."""
     precision = args.precision
-    tokens = (args.data.seq_length or 1) * (args.training.micro_batch_size or 1) // ps.cp.size
+    of_samples = (args.data.seq_length or 1) * (args.training.micro_batch_size or 1)
+    tokens = (args.max_packed_tokens or of_samples) // ps.cp.size
     quantized = bool(precision.fp8 or precision.fp4)
     ends = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     te.initialize_userbuffers(

@@ -86,7 +86,14 @@ def test_padding_of_packs():
             "--expert-model-parallel-size 2",
             "needs --pad-packed-seq-alignment max: all ranks send equally many tokens",
         ),
-        ("--bf16 --fp8-format e4m3", "--pad-packed-seq-alignment with a multiple of 32 tokens"),
+        (
+            "--tp-comm-overlap --tensor-model-parallel-size 2 --sequence-parallel",
+            "needs --pad-packed-seq-alignment max",
+        ),
+        (
+            "--bf16 --fp8-format e4m3 --max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment 8",
+            "--pad-packed-seq-alignment with a multiple of 32 tokens",
+        ),
         ("--varlen-sbhd-validation", "--varlen-sbhd-validation needs data"),
         ("--varlen-sbhd-validation --sequence-packing-scheduler dp_balanced", "leave --sequence-packing-scheduler"),
         (
@@ -104,7 +111,7 @@ def test_padding_of_packs():
     ],
 )
 def test_rejected(more, problem):
-    found = messages(*more.split(), world_size=1 + ("expert-model-parallel" in more))
+    found = messages(*more.split(), world_size=1 + ("model-parallel" in more))
     assert any(problem in message for message in found), found
 
 
@@ -190,3 +197,11 @@ def test_graphs_need_one_shape_and_one_context_rank():
     assert parse(*GRAPHS).training.cuda_graph_impl == "local"
     found = messages(*GRAPHS, "--context-parallel-size", "2", world_size=2)
     assert any("the host shards and exchanges every sequence by its length" in message for message in found)
+
+
+def test_quantized_packs_are_aligned():
+    size = "--bf16 --max-seqlen-per-dp-cp-rank 192".split()
+    assert parse(*size).parallel.pad_packed_seq_alignment is None
+    args = parse(*size, "--fp8-format", "e4m3")
+    assert args.parallel.pad_packed_seq_alignment == "32"
+    assert any("fp4 GEMMs take multiples of 32 tokens" in note for note in args.notes), args.notes

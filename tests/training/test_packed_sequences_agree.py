@@ -170,6 +170,10 @@ PAIRS = {
         "--pad-packed-seq-alignment max",
         2,
     ),
+    "overlapped tensor parallelism": (
+        f"{GQA} {TP2} --sequence-parallel --tp-comm-overlap --pad-packed-seq-alignment max",
+        2,
+    ),
     "overlapped optimizer": (f"{GQA} {OVERLAP} {EP2}", 4),
     "sharded parameters": (
         f"{GQA} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor",
