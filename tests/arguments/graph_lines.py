@@ -15,7 +15,11 @@ DROPLESS = f"{FULL} {BUDGET}"
 FUSED = "--use-transformer-engine-op-fuser --bf16 --fp8-format e4m3"
 SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 UNSUPPORTED = (
-    ("--use-varlen-dataset --max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment max --thd-max-packed-sequences 4 --context-parallel-size 2 --cuda-graph-impl local --cuda-graph-modules attn", "", "--cuda-graph-impl"),
+    (
+        "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment max --thd-max-packed-sequences 4 --context-parallel-size 2 --cuda-graph-impl local --cuda-graph-modules attn",
+        "",
+        "--cuda-graph-impl",
+    ),
     ("--cuda-graph-impl local", "", "--moe-pad-expert-input-to-capacity"),
     ("--enable-cuda-graph", "", "--moe-pad-expert-input-to-capacity"),
     ("--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", "", "--moe-pad-expert-input-to-capacity"),

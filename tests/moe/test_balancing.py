@@ -226,3 +226,18 @@ def test_padding_does_not_count_in_expert_bias():
     mask_T = torch.arange(num_tokens) % 3 > 0
     _, routing_TE = layer.router(x_SBH, valid=ValidTokens(mask_T, int(mask_T.sum())))
     assert torch.equal(layer.router.local_tokens_per_expert, routing_TE[mask_T].sum(0).float())
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("pads", [False, True])
+def test_padding_takes_no_capacity(policy, pads):
+    """Padding before the tokens, all with the same experts, and an expert with less capacity than there is padding."""
+    options = {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": policy}
+    layer = build_layer(sections(**options, moe_pad_expert_input_to_capacity=pads, moe_router_topk=2))
+    x_SBH = torch.randn(8, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x_SBH[:4] = x_SBH[4] * 2  # the experts of a token, with larger probabilities
+    chosen_TE = build_layer(sections(moe_router_topk=2)).router(x_SBH)[1]
+    probs_TE, routing_TE = layer.router(x_SBH, valid=ValidTokens(torch.arange(8) >= 4, 4))
+    counts_E = chosen_TE[4:].sum(0)
+    assert torch.equal((routing_TE & chosen_TE)[4:].sum(0), counts_E.clamp(max=2)) and not probs_TE[:4].any()
+    assert layer.router.dropped == (counts_E - 2).clamp(min=0).sum()
