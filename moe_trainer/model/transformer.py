@@ -292,7 +292,7 @@ class Transformer(nn.Module):
             document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
         if packed is not None and packed.cp_size is not None and self.training:
             self.num_packs += 1.0 / packed.cp_size
-        read = packed  # by what is captured
+        read = packed  # the lengths that captured parts read
         if isinstance(packed, PackedSequences) and self.graphs.is_replayed(*self.graphs.parts):
             read = packed.on_device(self.device, self.max_packed_sequences)
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, read if captures_attention else packed)
