@@ -90,7 +90,8 @@ def preprocess_shards(
         if _read_marker(prefix).get("identity") == identity:
             print(f"shard {number} of {num_shards} is complete", file=report)
         else:
-            Path(f"{prefix}.done.json").unlink(missing_ok=True)
+            for ending in ("done.json", "digests"):
+                Path(f"{prefix}.{ending}").unlink(missing_ok=True)
             digests_path = f"{prefix}.digests" if options.drop_duplicates else None
             totals = write_token_files(
                 parts, output_prefixes(prefix, options), options, tokenizer, report, True, digests_path
