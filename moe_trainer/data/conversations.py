@@ -138,14 +138,11 @@ def tokenize_conversation(messages: Sequence[ChatMessage], tokenizer: SFTTokeniz
     ids, offsets = tokenizer.tokenize_with_offsets(text)
     if trained is None:
         return TokenizedRow(np.array(ids, dtype=np.int64), None)
-    mask, first = np.zeros(len(ids), dtype=bool), 0
+    starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    starts = np.minimum(starts, stops - 1)  # a token of blanks may have no characters of its own
+    mask = np.zeros(len(ids), dtype=bool)
     for begin, end in trained:
-        for number in range(first, len(ids)):
-            start, stop = offsets[number]
-            if min(start, stop - 1) >= end:
-                break
-            mask[number] |= stop > begin
-            first = number  # a token may reach into the next range
+        mask |= (stops > begin) & (starts < end)
     if not mask[1:].any():
         raise ValueError("no token of the conversation would be trained")
     return TokenizedRow(np.array(ids, dtype=np.int64), mask)

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from data_pipeline.corpora import data_args, training_args, write_chat_tokenizer, write_corpus
 
+from arguments import parse_args
 from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.loader import build_loader, make_packed_batch
 from moe_trainer.data.packing import PackFormat
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError
+from moe_trainer.training.check_files import check_files
 from scripts import inspect_data
+from tests.arguments.test_tokens import TOY
 
 QUESTION, ANSWER = {"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}
 CHAT = [QUESTION, ANSWER]
@@ -242,3 +245,23 @@ def test_inspection_shows_what_is_trained(tmp_path, flags, capsys):
     ]  # fmt: skip
     assert inspect_data.main([path, "--sft"]) == 2
     assert "text needs --tokenizer-type" in capsys.readouterr().err
+
+
+def test_check_files_tokenizes_the_first_samples(tmp_path, flags):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT * 9}])
+    argv = [word for word in TOY if word != "--mock-data"]
+    argv += [
+        "--sft",
+        "--data-path",
+        path,
+        "--tokenizer-type",
+        "SFTTokenizer",
+        "--tokenizer-model",
+        flags["tokenizer_model"],
+    ]
+    checked = check_files(parse_args(argv, 1))
+    assert any(f"{path}: the first 2 samples have" in line and "1 are longer" in line for line in checked.lines)
+    assert checked.problems == [] and not (tmp_path / "a.jsonl.cache").exists()
+    write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [QUESTION]}])
+    (problem,) = check_files(parse_args(argv, 1)).problems
+    assert problem.flags == ("--data-path",) and "a.jsonl, line 2: the conversation has no turn" in problem.message
