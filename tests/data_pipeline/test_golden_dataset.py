@@ -11,6 +11,7 @@ import pytest
 from data_pipeline.corpora import FixedTokenizer, attention_mask, data_args, training_args
 
 from arguments.data import DataArgs
+from moe_trainer.data import combined as combined_module
 from moe_trainer.data import dataset as dataset_module
 from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.loader import build_loader, make_batch
@@ -89,7 +90,7 @@ def test_recorded_caches_are_used(golden, shared, monkeypatch, name):
         raise AssertionError("the recorded cache was not found")
 
     monkeypatch.setattr(dataset_module, "build_indices", must_not_build)
-    monkeypatch.setattr(dataset_module, "build_blend_index", must_not_build)
+    monkeypatch.setattr(combined_module, "build_blend_index", must_not_build)
     _, datasets = build_case(summary[name], folder / "cache" / name)
     expected = samples[f"{name}/train/tokens"]
     got = np.stack([datasets["train"].tokens(i)[:-1] for i in range(len(expected))])
