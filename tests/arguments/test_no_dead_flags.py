@@ -16,10 +16,18 @@ READ_BY_ARGUMENTS = {
 }  # fmt: skip
 """Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/) or when the
 environment is set (machine.py)."""
-USED_BY_THE_PROGRAM = ("layer_pattern", "mup", "sparse_attention", "stage_layout", "stored_weights", "vocabulary")
-"""Modules of `arguments` that compute what the model is built from."""
-READ_BY_PATTERN = {"valid_data_path", "test_data_path"}
-"""Read as f"{split}_data_path" in moe_trainer/data/build.py."""
+USED_BY_THE_PROGRAM = (
+    "blend",
+    "layer_pattern",
+    "mup",
+    "sparse_attention",
+    "stage_layout",
+    "stored_weights",
+    "vocabulary",
+)
+"""Modules of `arguments` that compute what the model is built from, and where its data are."""
+READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path"}
+"""Read as f"{split}_data_path" in arguments/blend.py."""
 READ_FOR_THE_RECORD = {
     "use_gigatoken",  # part of the tokenizer's identity in the names of index files, as in Megatron
 }
