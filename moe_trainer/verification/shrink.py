@@ -284,6 +284,9 @@ def _case(
     layers = values["num_layers"]
     values |= sizes.context(s, new, layers) | _ranks(s, new, notes) | _patterns(s, values, layers)
     values |= sizes.packing(s, new, values)
+    if s.dynamic_context_parallel and "dynamic_context_parallel" not in values:
+        flag = s.flag("dynamic_context_parallel")
+        notes.append(f"{flag}: left out; its groups need an even number of data- and context-parallel ranks")
     values |= _small_training(s)
     values |= _memory(s, layers) | low_precision.comparable_moment_dtypes(s, notes) | _matrices(s, new, notes)
     if values.get("overlap_grad_reduce"):

@@ -394,7 +394,10 @@ WITHOUT_EFFECT_ON_NUMBERS = set(
     "ddp_pad_buckets_for_high_nccl_busbw fake_process_group high_priority_a2a_comm_stream high_priority_stream_groups "
     "nccl_communicator_config_path".split()
 )
-NOTED_AS = {"num_layers_per_virtual_pipeline_stage": "num_virtual_stages_per_pipeline_rank"}
+NOTED_AS = {
+    "num_layers_per_virtual_pipeline_stage": "num_virtual_stages_per_pipeline_rank",
+    "hybrid_context_parallel": "dynamic_context_parallel",  # the deprecated spelling
+}
 GUESSES = ("2", "4", "0.5", "8,0", "a")
 
 
