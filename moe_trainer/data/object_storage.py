@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -262,7 +262,7 @@ class ObjectStore:
             with _lock_file(target.with_name(f"{target.name}.lock")):
                 if not (_read_text(tag) == source.version and target.exists() and target.stat().st_size == source.size):
                     tag.unlink(missing_ok=True)
-                    with atomic_path(target) as temporary:
+                    with atomic_path(target, sync=True) as temporary:  # the tag must not outlive it
                         self._copy(source, temporary)
                     with atomic_write(tag) as file:
                         file.write(source.version)
@@ -293,6 +293,8 @@ class ObjectStore:
     def _work(self) -> None:
         while True:
             future, task = self._tasks.get()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(task())
             except BaseException as error:
@@ -302,11 +304,17 @@ class ObjectStore:
         with open(path, "wb") as file:
 
             def copy(begin: int) -> None:
-                end = min(begin + _COPY_BYTES, source.size)
-                os.pwrite(file.fileno(), source.read(begin, end), begin)
+                data = source.read(begin, min(begin + _COPY_BYTES, source.size))
+                os.pwrite(file.fileno(), data, begin)
 
-            for future in [self.submit(partial(copy, begin)) for begin in range(0, source.size, _COPY_BYTES)]:
-                future.result()
+            futures = [self.submit(partial(copy, begin)) for begin in range(0, source.size, _COPY_BYTES)]
+            try:
+                for future in futures:
+                    future.result()
+            finally:  # no thread may write once the file is closed and its descriptor belongs to another one
+                for future in futures:
+                    future.cancel()
+                wait(futures)
 
     def write_block(self, path: Path, data: bytes) -> None:
         """Remove old blocks where the bound needs it, and add one. A full disk only costs speed."""

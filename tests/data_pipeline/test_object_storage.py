@@ -2,7 +2,10 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from itertools import count
+from threading import Event
+from time import sleep
 
 import numpy as np
 import pytest
@@ -127,6 +130,30 @@ def test_an_index_arrives_whole_over_cut_connections(bucket, local, tmp_path, mo
     remote = open_remote(prefix, tmp_path / "cache")
     assert bucket.proxy.cuts == 0
     assert_equal(remote, local, every=50)
+
+
+def test_a_copy_that_fails_writes_nothing_later(bucket, tmp_path, monkeypatch):
+    bucket.put("a.idx", b"#" * 32)
+    monkeypatch.setattr(object_storage, "_COPY_BYTES", 1)
+    is_failed, started = Event(), []
+
+    def read(source, begin, end):
+        started.append(begin)
+        if begin == 0:
+            is_failed.set()
+            raise UserError("the first chunk fails")
+        is_failed.wait()
+        sleep(0.3)
+        return b"#"
+
+    monkeypatch.setattr(object_storage._Object, "read", read)
+    with pytest.raises(UserError, match="the first chunk fails"):
+        ObjectStore(str(tmp_path / "cache"), 1 << 20).copy_index(f"s3://{bucket.name}/a.idx")
+    with ExitStack() as stack:  # one of these files has the descriptor that the copy had
+        others = [stack.enter_context(open(tmp_path / str(number), "w+b")) for number in range(4)]
+        sleep(0.5)
+        assert [os.fstat(file.fileno()).st_size for file in others] == [0] * 4
+    assert len(started) < 32, "chunks that nobody waits for are not read"
 
 
 def test_a_connection_that_stalls_is_given_up(bucket, local, tmp_path, monkeypatch, caplog):
