@@ -130,7 +130,7 @@ def run(args: argparse.Namespace, options: PreprocessOptions, tokenizer: DataArg
         made = preprocess_shards(options, tokenizer, num_shards, args.shard_id)
         if args.shard_id is not None:
             return made
-    return merge_shards(options, num_shards).prefixes
+    return merge_shards(options, tokenizer, num_shards).prefixes
 
 
 def fail(message: str, code: int = 2) -> int:

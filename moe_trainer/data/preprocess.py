@@ -92,11 +92,11 @@ class _EncodedChunk(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Counts and paths of the output."""
+    """Counts and paths of the output, and the time that tokenizing took; None where files were merged."""
 
     documents: int
     tokens: int
-    seconds: float
+    seconds: float | None
     prefixes: tuple[str, ...]
 
 

@@ -7,8 +7,8 @@ byte for byte.
 Duplicates are dropped when shards are merged: each has the digests of its documents, and of equal ones the first in the
 order of the input stays, whatever the number of shards.
 
-A complete shard has a `.done.json` next to its token files, which records what they were made from. A repeated command
-makes only the shards that have none, or another one.
+A complete shard has a `.done.json` next to its token files, which records what they were made from, and so have the
+merged files. A repeated command makes only what has none, or another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -73,7 +72,7 @@ def preprocess_shards(
         report: where progress is written.
 
     Returns:
-        The prefixes of the shards' token files that are complete now.
+        The prefixes of the shards' token files that are complete now, none if they are merged already.
 
     Raises:
         ValueError: naming the file and line, flag or tokenizer that is wrong. Complete shards are preserved.
@@ -82,6 +81,9 @@ def preprocess_shards(
     tokenizer = build_eod_tokenizer(options, data)
     os.makedirs(os.path.dirname(options.output_prefix) or ".", exist_ok=True)
     identity = _identify(paths, options, tokenizer.unique_identifiers, num_shards)
+    if _read_merged(options, identity) is not None:
+        print(f"{options.output_prefix} is complete", file=report)
+        return ()
     made: list[str] = []
     for number, parts in enumerate(plan_shards(paths, num_shards)):
         if only is not None and number != only:
@@ -102,24 +104,47 @@ def preprocess_shards(
     return tuple(made)
 
 
-def merge_shards(options: PreprocessOptions, num_shards: int, report: TextIO = sys.stderr) -> Totals:
+def merge_shards(options: PreprocessOptions, data: DataArgs, num_shards: int, report: TextIO = sys.stderr) -> Totals:
     """Merge complete shards into one dataset per key, without duplicates if they are to be dropped, and remove them.
+
+    Does nothing but remove shards if the merged files are complete.
 
     Raises:
         ValueError: naming the shards that are missing or were made from something else.
     """
+    identity = _identify(
+        expand_inputs(options.inputs), options, build_eod_tokenizer(options, data).unique_identifiers, num_shards
+    )
     prefixes = [_shard_prefix(options.output_prefix, number, num_shards) for number in range(num_shards)]
+    totals = _read_merged(options, identity)
+    if totals is None:
+        totals = _merge(options, prefixes, identity, report)
+        with atomic_write(f"{options.output_prefix}.done.json") as file:
+            outputs = _describe_files(totals.prefixes)
+            json.dump(
+                {"identity": identity, "documents": totals.documents, "tokens": totals.tokens, "outputs": outputs}, file
+            )
+    for path in _shard_files(prefixes, options):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            print(f"{path} cannot be removed ({error.strerror}); it is not needed any more", file=report)
+    return totals
+
+
+def _merge(options: PreprocessOptions, prefixes: Sequence[str], identity: str, report: TextIO) -> Totals:
     markers = [_read_marker(prefix) for prefix in prefixes]
     missing = [number for number, marker in enumerate(markers) if "identity" not in marker]
     if missing:
         raise UserError(
-            f"--output-prefix {options.output_prefix}: {len(missing)} of {num_shards} shards are not complete (the "
+            f"--output-prefix {options.output_prefix}: {len(missing)} of {len(prefixes)} shards are not complete (the "
             f"first is {missing[0]}); run them again with --shard-id"
         )
-    if len({marker["identity"] for marker in markers}) > 1:
+    others = [number for number, marker in enumerate(markers) if marker["identity"] != identity]
+    if others:
         raise UserError(
-            f"--output-prefix {options.output_prefix}: the shards were made with different inputs, tokenizers or "
-            "flags; run them again with one command line"
+            f"--output-prefix {options.output_prefix}: {len(others)} of {len(prefixes)} shards (the first is "
+            f"{others[0]}) were made with different inputs, tokenizers or flags; run them again with those of --merge"
         )
     if not any(marker["documents"] for marker in markers):
         raise UserError(f"--output-prefix {options.output_prefix}: no documents in any shard")
@@ -128,15 +153,29 @@ def merge_shards(options: PreprocessOptions, num_shards: int, report: TextIO = s
     outputs = output_prefixes(options.output_prefix, options)
     for number, output in enumerate(outputs):
         shards = [output_prefixes(prefix, options)[number] for prefix in prefixes]
-        documents, found = merge_token_files(shards, output, keep)
-        tokens += found
+        documents, num_tokens = merge_token_files(shards, output, keep)
+        tokens += num_tokens
     if keep is not None:
         dropped = sum(marker["documents"] for marker in markers) - documents
         print(f"Dropped {dropped} documents that repeat earlier ones; {documents} stay", file=report)
-    for path in _shard_files(prefixes, options):
-        with suppress(OSError):
-            path.unlink()
-    return Totals(documents, tokens, 0.0, outputs)
+    return Totals(documents, tokens, None, outputs)
+
+
+def _read_merged(options: PreprocessOptions, identity: str) -> Totals | None:
+    """Return the totals of complete merged files, None if they are missing or were made from something else."""
+    marker, prefixes = _read_marker(options.output_prefix), output_prefixes(options.output_prefix, options)
+    if marker.get("identity") != identity or marker.get("outputs") != _describe_files(prefixes):
+        return None
+    return Totals(marker["documents"], marker["tokens"], None, prefixes)
+
+
+def _describe_files(prefixes: Sequence[str]) -> list[list[int]] | None:
+    """Return sizes and times of token files, which show that another command wrote them; None if one is missing."""
+    try:
+        statuses = [os.stat(f"{prefix}.{ending}") for prefix in prefixes for ending in ("bin", "idx")]
+    except OSError:
+        return None
+    return [[status.st_size, status.st_mtime_ns] for status in statuses]
 
 
 def find_first_documents(prefixes: Sequence[str]) -> list[np.ndarray]:
@@ -153,7 +192,8 @@ def find_first_documents(prefixes: Sequence[str]) -> list[np.ndarray]:
             found.append(np.fromfile(f"{prefix}.digests", dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"--drop-duplicates: {prefix}.digests cannot be read ({error}); make the shards with this flag too"
+                f"--drop-duplicates: {prefix}.digests cannot be read ({error}); remove {prefix}.done.json and make the "
+                "shard again"
             ) from None
     digests = np.concatenate(found)
     order = np.lexsort(digests.T)  # stable: of equal digests the first document comes first

@@ -1,11 +1,13 @@
 """Preprocessing in shards: the bytes of one process, after any interruption."""
 
+import dataclasses
 import gzip
 import io
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from data_pipeline.corpora import data_args
@@ -42,7 +44,7 @@ def test_merged_shards_are_the_files_of_one_process(tmp_path, inputs, num_shards
     for number in reversed(range(num_shards)):
         options, made = make(tmp_path, inputs, num_shards, number, **keys)
         assert len(made) == 2
-    totals = merge_shards(options, num_shards)
+    totals = merge_shards(options, data_args(**NULL), num_shards)
     for key in ("text", "n"):
         assert files(tmp_path, key=key) == files(tmp_path, "whole", key)
     assert (totals.documents, totals.tokens) == (expected.documents, expected.tokens)
@@ -67,7 +69,7 @@ def test_the_first_of_equal_documents_stays(tmp_path, num_shards):
         tmp_path, [str(write_jsonl(tmp_path / "a.jsonl", rows))], num_shards, drop_duplicates=True, **keys
     )
     report = io.StringIO()
-    assert merge_shards(options, num_shards, report).documents == len(first)
+    assert merge_shards(options, data_args(**NULL), num_shards, report).documents == len(first)
     assert report.getvalue() == f"Dropped {200 - len(first)} documents that repeat earlier ones; {len(first)} stay\n"
     for key in ("text", "n"):
         assert files(tmp_path, key=key) == files(tmp_path, "whole", key)
@@ -85,7 +87,7 @@ def test_dropping_duplicates_as_a_command(tmp_path):
         for number in range(2):
             assert command(*common, "--num-shards", 2, "--shard-id", number, *flags).returncode == 0
     done = command(*common, "--num-shards", 2, "--merge", "--drop-duplicates")
-    assert done.returncode == 2 and "make the shards with this flag too" in done.stderr
+    assert done.returncode == 2 and "2 of 2 shards (the first is 0) were made with different" in done.stderr
 
 
 def test_shards_have_about_the_same_size(inputs):
@@ -120,10 +122,60 @@ def test_a_repeated_command_makes_only_what_is_missing(tmp_path, inputs, monkeyp
     os.utime(inputs[0], (1, 1))  # another input
     make(tmp_path, inputs, 6, 4)
     assert made == ["00004"]
-    with pytest.raises(ValueError, match="the shards were made with different inputs"):
-        merge_shards(options, 6)
+    with pytest.raises(ValueError, match=r"5 of 6 shards \(the first is 0\) were made with different inputs"):
+        merge_shards(options, data_args(**NULL), 6)
     with pytest.raises(ValueError, match=r"7 of 7 shards are not complete \(the first is 0\)"):
-        merge_shards(options, 7)
+        merge_shards(options, data_args(**NULL), 7)
+
+
+def test_a_merge_compares_the_shards_with_its_own_flags(tmp_path, inputs):
+    options, _ = make(tmp_path, inputs, 2)
+    for other in (dataclasses.replace(options, append_eod=False), dataclasses.replace(options, inputs=(inputs[0],))):
+        with pytest.raises(ValueError, match=r"2 of 2 shards \(the first is 0\) were made with different inputs"):
+            merge_shards(other, data_args(**NULL), 2)
+    with pytest.raises(ValueError, match="were made with different inputs, tokenizers"):
+        merge_shards(options, data_args(**{**NULL, "vocab_size": 600}), 2)
+    os.utime(inputs[0], (1, 1))
+    with pytest.raises(ValueError, match="were made with different inputs"):
+        merge_shards(options, data_args(**NULL), 2)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_finished_command_does_not_start_over(tmp_path, inputs, monkeypatch, is_interrupted):
+    options, _ = make(tmp_path, inputs, 3)
+    unlink = Path.unlink
+
+    def interrupt(path, **more):
+        if "00001-of" in path.name:
+            raise KeyboardInterrupt
+        unlink(path, **more)
+
+    if is_interrupted:
+        monkeypatch.setattr(Path, "unlink", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            merge_shards(options, data_args(**NULL), 3)
+        monkeypatch.undo()
+    else:
+        expected = merge_shards(options, data_args(**NULL), 3)
+    monkeypatch.setattr(shards_module, "write_token_files", lambda *_: pytest.fail("a shard was made"))
+    assert make(tmp_path, inputs, 3)[1] == ()
+    totals = merge_shards(options, data_args(**NULL), 3)
+    assert is_interrupted or totals == expected
+    assert [path.name for path in tmp_path.iterdir() if "-of-" in path.name] == []
+    monkeypatch.undo()
+    before = files(tmp_path)
+    run(tmp_path, inputs[:1], "out", append_eod=True)  # other files of the same name
+    assert files(tmp_path) != before and len(make(tmp_path, inputs, 3)[1]) == 3
+    merge_shards(options, data_args(**NULL), 3)
+    assert files(tmp_path) == before
+
+
+def test_shards_that_cannot_be_removed_are_named(tmp_path, inputs, monkeypatch):
+    options, _ = make(tmp_path, inputs, 1)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(13, "Permission denied")))
+    report = io.StringIO()
+    merge_shards(options, data_args(**NULL), 1, report)
+    assert "out-00000-of-00001_text_document.bin cannot be removed (Permission denied)" in report.getvalue()
 
 
 def test_commands_of_slurm_tasks(tmp_path, inputs):
@@ -164,7 +216,7 @@ def test_no_documents_and_bad_lines(tmp_path, inputs):
     (tmp_path / "none.jsonl").write_text("\n" * 50)
     options, _ = make(tmp_path, [str(tmp_path / "none.jsonl")], 2)
     with pytest.raises(ValueError, match="no documents in any shard"):
-        merge_shards(options, 2)
+        merge_shards(options, data_args(**NULL), 2)
     (tmp_path / "bad.jsonl").write_text('{"text": "1"}\n' * 20 + "no\n")
     with pytest.raises(ValueError, match=r"bad\.jsonl from 141 to 283, line \d+: not JSON"):
         make(tmp_path, [str(tmp_path / "bad.jsonl")], 2, name="bad")
