@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -80,7 +80,7 @@ def preprocess_shards(
     paths = expand_inputs(options.inputs)
     tokenizer = build_eod_tokenizer(options, data)
     os.makedirs(os.path.dirname(options.output_prefix) or ".", exist_ok=True)
-    identity = _identify(paths, options, tokenizer.unique_identifiers, num_shards)
+    identity = _identify(paths, options, data, tokenizer.unique_identifiers, num_shards)
     if _read_merged(options, identity) is not None:
         print(f"{options.output_prefix} is complete", file=report)
         return ()
@@ -89,7 +89,7 @@ def preprocess_shards(
         if only is not None and number != only:
             continue
         prefix = _shard_prefix(options.output_prefix, number, num_shards)
-        if _read_marker(prefix).get("identity") == identity:
+        if _read_complete(prefix, options).get("identity") == identity:
             print(f"shard {number} of {num_shards} is complete", file=report)
         else:
             for ending in ("done.json", "digests"):
@@ -98,8 +98,7 @@ def preprocess_shards(
             totals = write_token_files(
                 parts, output_prefixes(prefix, options), options, tokenizer, report, True, digests_path
             )
-            with atomic_write(f"{prefix}.done.json") as file:
-                json.dump({"identity": identity, "documents": totals.documents, "tokens": totals.tokens}, file)
+            _write_marker(prefix, identity, totals)
         made += output_prefixes(prefix, options)
     return tuple(made)
 
@@ -112,18 +111,13 @@ def merge_shards(options: PreprocessOptions, data: DataArgs, num_shards: int, re
     Raises:
         ValueError: naming the shards that are missing or were made from something else.
     """
-    identity = _identify(
-        expand_inputs(options.inputs), options, build_eod_tokenizer(options, data).unique_identifiers, num_shards
-    )
+    tokenizer = build_eod_tokenizer(options, data)
+    identity = _identify(expand_inputs(options.inputs), options, data, tokenizer.unique_identifiers, num_shards)
     prefixes = [_shard_prefix(options.output_prefix, number, num_shards) for number in range(num_shards)]
     totals = _read_merged(options, identity)
     if totals is None:
         totals = _merge(options, prefixes, identity, report)
-        with atomic_write(f"{options.output_prefix}.done.json") as file:
-            outputs = _describe_files(totals.prefixes)
-            json.dump(
-                {"identity": identity, "documents": totals.documents, "tokens": totals.tokens, "outputs": outputs}, file
-            )
+        _write_marker(options.output_prefix, identity, totals)
     for path in _shard_files(prefixes, options):
         try:
             path.unlink(missing_ok=True)
@@ -133,7 +127,7 @@ def merge_shards(options: PreprocessOptions, data: DataArgs, num_shards: int, re
 
 
 def _merge(options: PreprocessOptions, prefixes: Sequence[str], identity: str, report: TextIO) -> Totals:
-    markers = [_read_marker(prefix) for prefix in prefixes]
+    markers = [_read_complete(prefix, options) for prefix in prefixes]
     missing = [number for number, marker in enumerate(markers) if "identity" not in marker]
     if missing:
         raise UserError(
@@ -163,19 +157,23 @@ def _merge(options: PreprocessOptions, prefixes: Sequence[str], identity: str, r
 
 def _read_merged(options: PreprocessOptions, identity: str) -> Totals | None:
     """Return the totals of complete merged files, None if they are missing or were made from something else."""
-    marker, prefixes = _read_marker(options.output_prefix), output_prefixes(options.output_prefix, options)
-    if marker.get("identity") != identity or marker.get("outputs") != _describe_files(prefixes):
+    marker = _read_complete(options.output_prefix, options)
+    if marker.get("identity") != identity:
         return None
-    return Totals(marker["documents"], marker["tokens"], None, prefixes)
+    return Totals(marker["documents"], marker["tokens"], None, output_prefixes(options.output_prefix, options))
 
 
-def _describe_files(prefixes: Sequence[str]) -> list[list[int]] | None:
-    """Return sizes and times of token files, which show that another command wrote them; None if one is missing."""
+def _describe_files(paths: Iterable[str]) -> list[list[int]] | None:
+    """Return sizes and times of files, which show that another command wrote them; None if one is missing."""
     try:
-        statuses = [os.stat(f"{prefix}.{ending}") for prefix in prefixes for ending in ("bin", "idx")]
+        statuses = [os.stat(path) for path in paths]
     except OSError:
         return None
     return [[status.st_size, status.st_mtime_ns] for status in statuses]
+
+
+def _describe_outputs(prefixes: Sequence[str]) -> list[list[int]] | None:
+    return _describe_files(f"{prefix}.{ending}" for prefix in prefixes for ending in ("bin", "idx"))
 
 
 def find_first_documents(prefixes: Sequence[str]) -> list[np.ndarray]:
@@ -214,17 +212,36 @@ def _shard_prefix(prefix: str, number: int, num_shards: int) -> str:
     return f"{prefix}-{number:05d}-of-{num_shards:05d}"
 
 
-def _read_marker(prefix: str) -> dict[str, Any]:
+def _write_marker(prefix: str, identity: str, totals: Totals) -> None:
+    """Say that token files are complete."""
+    outputs = _describe_outputs(totals.prefixes)
+    with atomic_write(f"{prefix}.done.json") as file:
+        json.dump(
+            {"identity": identity, "documents": totals.documents, "tokens": totals.tokens, "outputs": outputs}, file
+        )
+
+
+def _read_complete(prefix: str, options: PreprocessOptions) -> dict[str, Any]:
+    """Return what is known of complete token files; nothing if they are missing or not those that were written."""
     try:
         content = json.loads(Path(f"{prefix}.done.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    outputs = _describe_outputs(output_prefixes(prefix, options))
+    return content if isinstance(content, dict) and outputs is not None and content.get("outputs") == outputs else {}
 
 
-def _identify(paths: Sequence[str], options: PreprocessOptions, tokenizer: dict[str, Any], num_shards: int) -> str:
+def _identify(
+    paths: Sequence[str], options: PreprocessOptions, data: DataArgs, tokenizer: dict[str, Any], num_shards: int
+) -> str:
     """Return a digest of everything that the content of a shard depends on."""
-    files = [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+    tokenizer_paths: list[str] = []
+    for path in (data.tokenizer_model, data.vocab_file, data.merge_file):
+        if path is not None and os.path.isdir(path):
+            tokenizer_paths += sorted(entry.path for entry in os.scandir(path) if entry.is_file())
+        elif path is not None and os.path.isfile(path):  # otherwise a name on the hub
+            tokenizer_paths.append(path)
+    files = [[*paths, *tokenizer_paths], _describe_files([*paths, *tokenizer_paths])]
     chosen = {name: asdict(options)[name] for name in ("json_keys", "append_eod", "text_unit", "drop_duplicates")}
     described = json.dumps([files, chosen, tokenizer, num_shards], sort_keys=True, default=str)
     return hashlib.blake2b(described.encode(), digest_size=16).hexdigest()

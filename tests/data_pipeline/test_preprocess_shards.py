@@ -130,7 +130,8 @@ def test_a_repeated_command_makes_only_what_is_missing(tmp_path, inputs, monkeyp
 
 def test_a_merge_compares_the_shards_with_its_own_flags(tmp_path, inputs):
     options, _ = make(tmp_path, inputs, 2)
-    for other in (dataclasses.replace(options, append_eod=False), dataclasses.replace(options, inputs=(inputs[0],))):
+    changes = ({"append_eod": False}, {"drop_duplicates": True}, {"inputs": (inputs[0],)})
+    for other in (dataclasses.replace(options, **change) for change in changes):
         with pytest.raises(ValueError, match=r"2 of 2 shards \(the first is 0\) were made with different inputs"):
             merge_shards(other, data_args(**NULL), 2)
     with pytest.raises(ValueError, match="were made with different inputs, tokenizers"):
@@ -138,6 +139,33 @@ def test_a_merge_compares_the_shards_with_its_own_flags(tmp_path, inputs):
     os.utime(inputs[0], (1, 1))
     with pytest.raises(ValueError, match="were made with different inputs"):
         merge_shards(options, data_args(**NULL), 2)
+
+
+def test_a_tokenizer_that_changed_in_place_makes_shards_again(tmp_path, inputs):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    data = data_args(**NULL, tokenizer_model=str(folder))
+    options = PreprocessOptions(tuple(inputs), str(tmp_path / "out"), append_eod=True)
+    preprocess_shards(options, data, 2, None, io.StringIO())
+    (folder / "tokenizer.json").write_text('{"changed": 1}')
+    with pytest.raises(ValueError, match="2 of 2 shards .* were made with different inputs, tokenizers"):
+        merge_shards(options, data, 2)
+    report = io.StringIO()
+    preprocess_shards(options, data, 2, 0, report)
+    assert "is complete" not in report.getvalue()
+
+
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_a_damaged_shard_is_made_again(tmp_path, inputs, ending):
+    run(tmp_path, inputs, "whole", append_eod=True)
+    options, _ = make(tmp_path, inputs, 2)
+    os.truncate(tmp_path / f"out-00001-of-00002_text_document.{ending}", 10)
+    with pytest.raises(ValueError, match=r"1 of 2 shards are not complete \(the first is 1\)"):
+        merge_shards(options, data_args(**NULL), 2)
+    make(tmp_path, inputs, 2)
+    merge_shards(options, data_args(**NULL), 2)
+    assert files(tmp_path) == files(tmp_path, "whole")
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
