@@ -128,7 +128,7 @@ class IndexCache:
                 "the index cache %s cannot be written (%s): every rank keeps its own copy in memory; "
                 "--data-cache-path DIR names another folder",
                 self.folder,
-                error.strerror,
+                error.strerror or error,
             )
             return False
         return True

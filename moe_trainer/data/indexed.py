@@ -295,7 +295,7 @@ def write_indexed_dataset(prefix: str, dtype: np.typing.DTypeLike) -> Iterator[I
             index = stack.enter_context(atomic_write(f"{prefix}.idx", "wb"))
             tokens = stack.enter_context(atomic_write(f"{prefix}.bin", "wb"))
         except OSError as error:
-            raise DataFileError(f"{prefix}.bin: cannot be written ({error.strerror})") from None
+            raise DataFileError(f"{prefix}.bin: cannot be written ({error.strerror or error})") from None
         builder = IndexedDatasetBuilder(tokens, np.dtype(dtype))
         yield builder
         builder.write_index(index)

@@ -184,7 +184,12 @@ def _get_version(info: Mapping[str, Any]) -> str:
 
 
 def _open_file_system(url: str) -> tuple[Any, str]:
-    protocol = url.partition("://")[0]
+    protocol, _, path = url.partition("://")
+    if protocol in ("file", "local"):
+        raise UserError(f"{url} is no object: name local files by their path alone, {path}")
+    bucket, *folders = path.split("/")
+    if not bucket or {".", ".."} & {bucket, *folders}:  # the cache has the same folders
+        raise UserError(f"{url}: needed {protocol}://BUCKET/KEY without '.' and '..' between slashes")
     options: dict[str, Any] = {"use_listings_cache": False}
     if protocol in ("s3", "s3a"):
         limits = {"connect_timeout": 10, "read_timeout": TIMEOUT_S / 2, "max_pool_connections": 2 * _NUM_THREADS}

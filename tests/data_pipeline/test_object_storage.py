@@ -175,6 +175,20 @@ def test_a_slow_connection_has_time_while_bytes_arrive(bucket, local, tmp_path, 
     assert "attempt" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "url, message",
+    [
+        ("s3:///bucket/a", "needed s3://BUCKET/KEY"),
+        ("s3://bucket/../../a", "needed s3://BUCKET/KEY"),
+        ("file:///tmp/a", "name local files by their path alone, /tmp/a"),
+    ],
+)
+def test_names_that_would_leave_the_cache_are_errors(tmp_path, url, message):
+    with pytest.raises(UserError, match=message):
+        open_remote(url, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_an_object_that_was_replaced_is_an_error(bucket, local, tmp_path):
     prefix = bucket.upload(local, "a")
     remote = open_remote(prefix, tmp_path / "cache")
