@@ -90,12 +90,18 @@ def remaining_phase_samples(args: Arguments, state: TrainState) -> int:
     return phases[-1].end - phases[0].first
 
 
-def make_packing_planner(ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int) -> PackingPlanner | None:
-    """Return the planner of a dataset with samples of different lengths; None without packing."""
+def make_packing_planner(
+    ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
+) -> PackingPlanner | None:
+    """Return the planner of a dataset with samples of different lengths; None without packing.
+
+    An evaluation (`forward_only`) runs any number of microbatches, also with virtual pipeline stages.
+    """
     parallel, fmt = ctx.args.parallel, PackFormat.from_args(ctx.args)
     if fmt is None:
         return None
-    group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if len(ctx.chunks) > 1 else 1
+    has_groups = len(ctx.chunks) > 1 and not forward_only
+    group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if has_groups else 1
     get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
     is_pipelined = ctx.ps.pp.size > 1
     return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size, is_pipelined)

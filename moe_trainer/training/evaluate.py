@@ -111,7 +111,7 @@ def evaluate(
     samples = len(dataset) // chunk * chunk if full_pass else training.eval_iters * batch_size
     microbatches, stop = samples // chunk, consumed + samples
     with as_user_error(f"the {kind} set"):
-        packing = make_packing_planner(ctx, dataset, micro)
+        packing = make_packing_planner(ctx, dataset, micro, forward_only=True)
         if packing is not None:
             microbatches = packing.count_microbatches(consumed, stop, batch_size)
         batches = iter(

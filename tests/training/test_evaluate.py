@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from commands import read_metrics, run
+from training.forked import pretrain
 from training.tiny import MOCK, TINY
 
 from moe_trainer.data.indexed import write_indexed_dataset
@@ -254,3 +255,16 @@ def test_no_load_optim_restarts_the_schedule(trained):
     assert [record["learning_rate"] for record in records][:3] == pytest.approx([0.0, 0.5e-3, 1e-3])
     refused = run([word for word in flags if word not in ("--no-load-optim", "--no-load-rng")], trained)
     assert refused.returncode == 2 and "the schedules differ from the checkpoint's" in refused.stderr
+
+
+def test_packed_evaluation_needs_no_groups_of_microbatches(tmp_path):
+    """A batch of evaluation has fewer packs than virtual stages take in training, and all of them are computed."""
+    flags = "--num-layers 4 --use-varlen-dataset --max-seqlen-per-dp-cp-rank 40 --moe-token-dispatcher-type alltoall "
+    flags += "--calculate-per-token-loss --micro-batch-size 1 --global-batch-size 32 --eval-global-batch-size 3 "
+    flags += "--train-iters 1 --eval-iters 1 --eval-interval 1 --pipeline-model-parallel-size {} {}"
+    stages = "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 4"
+    losses = []
+    for name, size, more in (("one", 1, ""), ("virtual", 2, stages)):
+        records, _ = pretrain([*TINY, *MOCK, *flags.format(size, more).split()], tmp_path / name, world_size=size)
+        losses.append([record["lm loss"] for record in records if "validation" in record])
+    assert len(losses[0]) >= 1 and losses[1] == pytest.approx(losses[0], rel=1e-5)
