@@ -6,7 +6,8 @@ run continues with it. All data ranks run equally many microbatches. Schedulers:
 * dp_balanced, as in Megatron-LM: sequences are packed in order until the next one does not fit; where the number of
   packs does not divide, the last sequences of the last packs get packs of their own;
 * cost_balanced: every sequence, the most expensive first, goes to the cheapest pack with space for it (longest
-  processing time first), and packs of similar cost go to the data ranks of a microbatch.
+  processing time first), and packs of similar cost go to the data ranks of a microbatch, the most expensive to another
+  rank every time.
 
 Lengths are with padding (PackedSequences.padded_lengths).
 """
@@ -327,7 +328,10 @@ class PackingPlanner:
         samples = sample_order(first, num_samples, self._micro, self._dp_size)
         lengths = [self._get_length(sample) for sample in samples]
         try:
-            packs = self._pack_groups(samples, lengths) if self.format.cp_sizes else self._pack(samples, lengths)
+            if self.format.cp_sizes:
+                packs = self._pack_groups(samples, lengths)
+            else:
+                packs = self._pack(samples, lengths, number=first // num_samples)
         except ValueError as error:
             num_ranks = 1 if self.format.cp_sizes else self._dp_size
             raise UserError(
@@ -338,7 +342,8 @@ class PackingPlanner:
             ) from error
         return PackingPlan(packs, dict(zip(samples, lengths)))
 
-    def _pack(self, samples: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[Pack, ...], ...]:
+    def _pack(self, samples: Sequence[int], lengths: Sequence[int], number: int) -> tuple[tuple[Pack, ...], ...]:
+        """Return the packs of global batch `number` by microbatch and data rank."""
         fmt, multiple = self.format, self._dp_size * self._group_size
         padded = PackedSequences.of(lengths, fmt.sequence_multiple).padded_lengths
         if fmt.balances_cost:
@@ -347,8 +352,12 @@ class PackingPlanner:
         else:
             found = pack_in_order(padded, fmt.capacity, multiple, fmt.max_samples)
         packs = [Pack(tuple(samples[position] for position in pack)) for pack in found]
-        steps = range(0, len(packs), self._dp_size)
-        return tuple(tuple(packs[start : start + self._dp_size]) for start in steps)
+        microbatches = [packs[start : start + self._dp_size] for start in range(0, len(packs), self._dp_size)]
+        if fmt.balances_cost:  # costs fall: no rank may have the most expensive pack of all microbatches, or batches
+            shift = number % self._dp_size
+            turned = [each[::-1] if index % 2 else each for index, each in enumerate(microbatches)]
+            microbatches = [each[-shift:] + each[:-shift] for each in turned]
+        return tuple(map(tuple, microbatches))
 
     def _pack_groups(self, samples: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[Pack, ...], ...]:
         limits = self.format.group_sizes(self._get_cost)

@@ -79,6 +79,19 @@ def test_cost_balanced_plans_waste_less_than_plans_in_order():
     assert imbalance[False] > 1.5 and 1.0 <= imbalance[True] < 1.1, imbalance
 
 
+@pytest.mark.parametrize("num_samples", [64, 512])  # a few microbatches, or many
+def test_cost_balanced_plans_give_all_ranks_the_same_work(num_samples):
+    rng = random.Random(0)
+    lengths = [min(32768, int(rng.lognormvariate(7, 1.6)) + 2) for _ in range(40 * num_samples)]
+    planner = PackingPlanner(lengths.__getitem__, square, PackFormat(32768, True), 1, 8)
+    totals = [0.0] * 8
+    for first in range(0, len(lengths), num_samples):
+        for packs in planner.plan(first, num_samples).packs:
+            for rank, pack in enumerate(packs):
+                totals[rank] += sum(square(lengths[sample]) for sample in pack)
+    assert max(totals) < 1.1 * sum(totals) / 8, totals
+
+
 def test_samples_are_ordered_by_data_rank():
     assert sample_order(8, 8, 2, 2) == [8, 9, 12, 13, 10, 11, 14, 15]
 
