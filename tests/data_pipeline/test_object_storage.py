@@ -352,8 +352,8 @@ def test_attempts_end_with_success_or_a_hopeless_error(bucket, local, tmp_path, 
 
     source._read_version = call
     assert source.read(0, 100) == b"x" * 100
-    assert "EOFError: 0 of 100 bytes arrived); attempt 2 follows" in caplog.text
-    assert "OSError: reset); attempt 3 follows" in caplog.text
+    assert "EOFError: 0 of 100 bytes arrived); attempt 2 follows in 0.01 s" in caplog.text
+    assert "OSError: reset); attempt 3 follows in 0.02 s" in caplog.text
     outcomes[:] = [PermissionError("no")]
     with pytest.raises(UserError, match="bytes 0 to 9 cannot be read .PermissionError: no.$"):
         source.read(0, 9)
