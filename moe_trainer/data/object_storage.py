@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import io
 import logging
+import math
 import os
 import threading
 import time
@@ -38,10 +39,12 @@ BLOCK_BYTES = 1 << 20
 MAX_ATTEMPTS = 8
 TIMEOUT_S = 60.0
 _FIRST_PAUSE_S = 0.5
+_UNWRITABLE_S = 60.0
+"""After an error nothing is written to the cache for this time."""
 _NUM_THREADS = 16
 _COPY_BYTES = 8 << 20
 _PACKAGES = MappingProxyType({"s3": "s3fs", "gs": "gcsfs", "msc": "multi-storage-client[fsspec]"})
-_HOPELESS = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "PartialCredentialsError")
+_NON_RETRYABLE = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "PartialCredentialsError")
 """Errors that another attempt does not cure."""
 
 
@@ -67,10 +70,8 @@ def list_objects(pattern: str) -> list[str]:
     """
     files, path = _open_file_system(pattern)
     protocol = pattern.partition("://")[0]
-    try:
-        return [f"{protocol}://{found}" for found in sorted(files.glob(path))]
-    except Exception as error:  # every file system has its own
-        raise UserError(f"{pattern}: cannot be listed ({type(error).__name__}: {error})") from None
+    names = _retry(pattern, "cannot be listed", lambda: _call(files, "glob", path))
+    return [f"{protocol}://{name}" for name in sorted(names)]
 
 
 def open_reader(url: str, versions: dict[str, str]) -> io.BufferedReader:
@@ -94,7 +95,7 @@ class _Object:
     def __init__(self, url: str):
         self.url = url
         self._files, self._path = _open_file_system(url)
-        self._info = self._retry("its size cannot be read", lambda: self._call("info", self._path))
+        self._info = _retry(url, "its size cannot be read", lambda: _call(self._files, "info", self._path))
         self.size, self.version = int(self._info["size"] or 0), _get_version(self._info)
 
     def read(self, begin: int, end: int) -> bytes:
@@ -117,13 +118,13 @@ class _Object:
                     self._check_now()
                 raise
 
-        return self._retry(f"bytes {begin} to {end} cannot be read", attempt)
+        return _retry(self.url, f"bytes {begin} to {end} cannot be read", attempt)
 
     def _read_version(self, begin: int, end: int) -> bytes:
         """Read bytes if the object is still the one that was opened."""
         if "s3" in self._files.protocol and "ETag" in self._info:
-            return self._await(self._read_s3, begin, end, timeout=None)
-        data = self._call("cat_file", self._path, start=begin, end=end)
+            return _await(self._files, self._read_s3, begin, end, timeout=None)
+        data = _call(self._files, "cat_file", self._path, start=begin, end=end)
         self._check_now()  # reads have no condition; a version that is the same afterwards was so before
         return data
 
@@ -143,38 +144,46 @@ class _Object:
         return b"".join(parts)
 
     def _check_now(self) -> None:
-        _check_same(self.url, self.version, _get_version(self._call("info", self._path)))
+        _check_same(self.url, self.version, _get_version(_call(self._files, "info", self._path)))
 
-    def _retry(self, problem: str, attempt: Callable[[], Any]) -> Any:
-        for number in range(1, MAX_ATTEMPTS + 1):
-            try:
-                return attempt()
-            except UserError:
-                raise
-            except Exception as error:  # every file system has its own
-                kind = type(error).__name__
-                if kind == "FileNotFoundError":
-                    raise UserError(f"{self.url}: no such object") from None
-                said = f"{self.url}: {problem} ({kind}: {error})"
-                if kind in _HOPELESS:
-                    raise UserError(said) from None
-                if number == MAX_ATTEMPTS:
-                    raise UserError(f"{said}; {MAX_ATTEMPTS} attempts were made") from None
-                pause = _FIRST_PAUSE_S * 2 ** (number - 1)
-                logger.warning("%s; attempt %d follows in %.3g s", said, number + 1, pause)
-                time.sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the file system, for TIMEOUT_S at most where it is asynchronous."""
-        if not self._files.async_impl:
-            return getattr(self._files, method)(*args, **kwargs)
-        return self._await(getattr(self._files, f"_{method}"), *args, timeout=TIMEOUT_S, **kwargs)
+def _retry(url: str, problem: str, attempt: Callable[[], Any]) -> Any:
+    """Return the result of the first attempt that succeeds, after pauses that double.
 
-    def _await(self, function: Callable[..., Any], *args: Any, timeout: float | None, **kwargs: Any) -> Any:
-        from fsspec.asyn import sync
+    Raises:
+        UserError: if all fail, or one with an error that remains.
+    """
+    for number in range(1, MAX_ATTEMPTS + 1):
+        try:
+            return attempt()
+        except UserError:
+            raise
+        except Exception as error:  # every file system has its own
+            kind = type(error).__name__
+            if kind == "FileNotFoundError":
+                raise UserError(f"{url}: no such object") from None
+            message = f"{url}: {problem} ({kind}: {error})"
+            if kind in _NON_RETRYABLE:
+                raise UserError(message) from None
+            if number == MAX_ATTEMPTS:
+                raise UserError(f"{message}; {MAX_ATTEMPTS} attempts were made") from None
+            pause = _FIRST_PAUSE_S * 2 ** (number - 1)
+            logger.warning("%s; attempt %d follows in %.3g s", message, number + 1, pause)
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
 
-        return sync(self._files.loop, function, *args, timeout=timeout, **kwargs)
+
+def _call(files: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a file system, for TIMEOUT_S at most where it is asynchronous."""
+    if not files.async_impl:
+        return getattr(files, method)(*args, **kwargs)
+    return _await(files, getattr(files, f"_{method}"), *args, timeout=TIMEOUT_S, **kwargs)
+
+
+def _await(files: Any, function: Callable[..., Any], *args: Any, timeout: float | None, **kwargs: Any) -> Any:
+    from fsspec.asyn import sync
+
+    return sync(files.loop, function, *args, timeout=timeout, **kwargs)
 
 
 def _get_version(info: Mapping[str, Any]) -> str:
@@ -248,9 +257,10 @@ class ObjectStore:
 
     def __init__(self, folder: str, max_bytes: int):
         self._folder, self._max_bytes = Path(folder), max_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the list of threads; the caller of submit must not wait for a disk
+        self._write_lock = threading.Lock()
         self._since_check = 0
-        self._is_writable = True
+        self._unwritable_until = -math.inf
         self._tasks: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -260,7 +270,7 @@ class ObjectStore:
         Raises:
             UserError: if the object cannot be read, or the copy not be written.
         """
-        source, target = _Object(url), self._folder / url.partition("://")[2]
+        source, target = _Object(url), self._folder / _relative_path(url)
         tag = target.with_name(f"{target.name}.version")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +293,7 @@ class ObjectStore:
         """
         source = _Object(url)
         digest = hashlib.blake2b(f"{source.version} {BLOCK_BYTES}".encode(), digest_size=8).hexdigest()
-        return ObjectFile(self, source, self._folder / "blocks" / url.partition("://")[2] / digest)
+        return ObjectFile(self, source, self._folder / "blocks" / _relative_path(url) / digest)
 
     def submit(self, task: Callable[[], Any]) -> Future:
         """Run a task on one of the store's threads."""
@@ -321,10 +331,15 @@ class ObjectStore:
                     future.cancel()
                 wait(futures)
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether blocks are stored; not for some time after an error."""
+        return time.monotonic() >= self._unwritable_until
+
     def write_block(self, path: Path, data: bytes) -> None:
         """Remove old blocks where the bound needs it, and add one. A full disk only costs speed."""
-        with self._lock:
-            if not self._is_writable:
+        with self._write_lock:
+            if not self.is_writable:
                 return
             self._since_check += len(data)
             if self._since_check >= self._max_bytes // 64:
@@ -335,11 +350,13 @@ class ObjectStore:
                 with atomic_write(path, "wb") as file:
                     file.write(data)
             except OSError as error:
-                self._is_writable = False
+                self._unwritable_until = time.monotonic() + _UNWRITABLE_S
                 logger.warning(
-                    "--object-storage-cache-path %s: cannot be written (%s); blocks are read again every time",
+                    "--object-storage-cache-path %s: cannot be written (%s); blocks are read again every time, and "
+                    "writing is tried again in %.3g s",
                     self._folder,
                     error.strerror,
+                    _UNWRITABLE_S,
                 )
 
     def _remove_oldest(self, max_bytes: int) -> None:
@@ -386,8 +403,9 @@ class ObjectFile:
         return b"".join(self._read_block(number, offset, end, futures.get(number)) for number in numbers)
 
     def prefetch(self, offset: int, length: int) -> None:
-        """Start reading blocks that are not in the cache."""
-        self._request_missing(offset, min(offset + length, self.size))
+        """Start reading blocks that are not in the cache, if it can hold them."""
+        if self._store.is_writable:
+            self._request_missing(offset, min(offset + length, self.size))
 
     def _request_missing(self, begin: int, end: int) -> dict[int, Future]:
         numbers = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
@@ -425,6 +443,11 @@ class ObjectFile:
         finally:
             with self._lock:
                 del self._pending[number]
+
+
+def _relative_path(url: str) -> str:
+    """Return the name of an object in the cache: s3://a/b and gs://a/b are two."""
+    return url.replace("://", "/", 1)
 
 
 @contextmanager

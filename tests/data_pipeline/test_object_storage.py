@@ -66,7 +66,7 @@ def test_documents_equal_those_of_local_files(bucket, local, tmp_path):
     remote = open_remote(prefix, tmp_path / "cache")
     assert_equal(remote, local)
     remote.check_sequences()
-    assert remote.idx_path == str(tmp_path / "cache" / bucket.name / "corpora/a.idx")
+    assert remote.idx_path == str(tmp_path / "cache/s3" / bucket.name / "corpora/a.idx")
     assert cached_bytes(tmp_path / "cache") == os.path.getsize(f"{local}.bin")
     long = int(np.argmax(LENGTHS))
     np.testing.assert_array_equal(remote.get(long, 7, 20), open_token_file(local).get(long, 7, 20))
@@ -113,6 +113,65 @@ def test_a_cache_that_cannot_be_written_only_costs_speed(bucket, local, tmp_path
     (tmp_path / "cache/blocks").write_text("")
     assert_equal(open_remote(bucket.upload(local, "a"), tmp_path / "cache"), local, every=20)
     assert caplog.text.count("blocks are read again every time") == 1
+
+
+def test_a_cache_is_written_again_some_time_after_an_error(bucket, local, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(object_storage, "_UNWRITABLE_S", 0.5)
+    remote = open_remote(bucket.upload(local, "a"), tmp_path / "cache")
+    (tmp_path / "cache/blocks").write_text("")
+    reads, read = [], object_storage._Object.read
+    monkeypatch.setattr(object_storage._Object, "read", lambda *args: reads.append(args) or read(*args))
+    remote[0]
+    number = len(reads)
+    assert number and not remote._object._store.is_writable
+    remote.prefetch(0, 0, 10)
+    sleep(0.1)
+    assert len(reads) == number, "what cannot be stored is not read ahead"
+    (tmp_path / "cache/blocks").unlink()
+    sleep(0.5)
+    remote[0]
+    assert cached_bytes(tmp_path / "cache") > 0
+    assert caplog.text.count("writing is tried again in 0.5 s") == 1
+
+
+def test_old_blocks_are_removed_while_others_are_read(bucket, local, tmp_path, monkeypatch):
+    remote = open_remote(bucket.upload(local, "a"), tmp_path / "cache", 10 * BLOCK)
+    is_removing, may_end = Event(), Event()
+
+    def remove(*_args):
+        is_removing.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(ObjectStore, "_remove_oldest", remove)
+    future = remote._object._request(0)
+    assert is_removing.wait(60)
+    assert remote._object._store.submit(lambda: 7).result(timeout=60) == 7
+    may_end.set()
+    future.result()
+
+
+def test_objects_of_two_stores_have_two_places(bucket, local, tmp_path):
+    prefix, store = bucket.upload(local, "a"), ObjectStore(str(tmp_path / "cache"), 1 << 20)
+    paths = [store.copy_index(f"{url}.idx") for url in (prefix, prefix.replace("s3://", "s3a://"))]
+    assert len(set(paths)) == 2
+    folders = [store.open(f"{url}.bin")._folder for url in (prefix, prefix.replace("s3://", "s3a://"))]
+    assert len(set(folders)) == 2
+
+
+def test_lists_are_repeated(bucket, local, monkeypatch, caplog):
+    bucket.upload(local, "list/a")
+    files = object_storage._open_file_system(f"s3://{bucket.name}/list/*")[0]
+    outcomes, glob = [OSError("reset")], files._glob
+
+    async def fail_once(path):
+        if outcomes:
+            raise outcomes.pop()
+        return await glob(path)
+
+    monkeypatch.setattr(files, "_glob", fail_once)
+    names = object_storage.list_objects(f"s3://{bucket.name}/list/*")
+    assert names == [f"s3://{bucket.name}/list/a.{ending}" for ending in ("bin", "idx")]
+    assert "cannot be listed (OSError: reset); attempt 2 follows" in caplog.text
 
 
 def test_cut_connections_are_repeated(bucket, local, tmp_path):
@@ -266,7 +325,7 @@ def test_datasets_and_their_indices_are_equal(bucket, local, tmp_path):
     for index in range(0, 500, 7):
         remote.prefetch(index)
         np.testing.assert_array_equal(remote.tokens(index), expected.tokens(index))
-    assert len(list((cache / bucket.name / "a/cache/GPTDataset_indices").iterdir())) == 4
+    assert len(list((cache / "s3" / bucket.name / "a/cache/GPTDataset_indices").iterdir())) == 4
 
 
 class RecordedReads:
