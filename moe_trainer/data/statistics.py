@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from moe_trainer.data.indexed import IndexedDataset
+from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.text_sequences import TextSequences
 from moe_trainer.data.tokenizer import Tokenizer
 
 QUANTILES = (0.5, 0.9, 0.99)
 _COUNT_TOKENS = 1 << 19
 """Tokens that are counted at once: one document alone costs as much as the vocabulary has ids."""
+_COUNTED_IDS = 1 << 22
+"""Without a tokenizer only ids below it are counted one by one: those of damaged files may be of any size."""
 
 
 @dataclass
@@ -30,7 +32,10 @@ class TokenStatistics:
         no_eod: documents that do not end with the end-of-document token; None without a tokenizer.
         no_bos: documents that do not begin with the begin token; None if the tokenizer has none.
         inner_eod: end-of-document tokens inside documents.
-        outside: tokens outside the vocabulary.
+        distinct_ids: number of different ids in the vocabulary, or below 2**22 without a tokenizer.
+        negative: tokens with negative ids.
+        first_negative: the first document that holds one.
+        outside: tokens above the vocabulary.
         duplicates: documents that repeat an earlier one, and the tokens in them.
         first_duplicate: its number and that of the document it repeats.
     """
@@ -53,6 +58,8 @@ class TokenStatistics:
     no_eod: int | None = None
     no_bos: int | None = None
     inner_eod: int | None = None
+    negative: int = 0
+    first_negative: int | None = None
     outside: int | None = None
     duplicates: int = 0
     duplicate_tokens: int = 0
@@ -73,11 +80,11 @@ def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> Token
     Raises:
         ValueError: if the files are missing or damaged.
     """
-    dataset = IndexedDataset(prefix, memory_map=False)  # a map is for reading in random order
+    dataset = open_token_file(prefix, memory_map=False)  # a map is for reading in random order
     dataset.check_sequences()
     lengths = _document_lengths(dataset)
     found = _describe_lengths(prefix, dataset, lengths)
-    counts = np.zeros(0, dtype=np.int64)
+    counts = _IdCounts(_COUNTED_IDS if tokenizer is None else tokenizer.vocab_size)
     hashes = np.zeros(len(lengths), dtype=np.uint64)
     eod, bos = (None, None) if tokenizer is None else (tokenizer.eod, tokenizer.bos)
     no_eod = no_bos = num_eod = num_waiting = 0
@@ -86,9 +93,8 @@ def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> Token
         if not len(ids):
             continue
         hashes[number] = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
-        if dataset.dtype.kind == "i" and ids.min() < 0:
-            found.problems.append(f"document {number} holds the negative id {int(ids.min())}")
-            continue
+        if found.first_negative is None and ids.min() < 0:
+            found.first_negative = number
         if ids[-1] == eod:
             num_eod += 1
         else:
@@ -97,26 +103,47 @@ def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> Token
         waiting.append(ids)
         num_waiting += len(ids)
         if num_waiting >= _COUNT_TOKENS:
-            counts, waiting, num_waiting = _add_counts(counts, waiting), [], 0
-    counts = _add_counts(counts, waiting)
-    used = np.flatnonzero(counts)
-    if len(used):
-        found.lowest_id, found.highest_id, found.distinct_ids = int(used[0]), int(used[-1]), len(used)
+            counts.add(np.concatenate(waiting))
+            waiting, num_waiting = [], 0
+    if waiting:
+        counts.add(np.concatenate(waiting))
+    found.lowest_id, found.highest_id, found.negative = counts.lowest, counts.highest, counts.num_negative
+    found.distinct_ids = int(np.count_nonzero(counts.by_id))
     if eod is not None:
         found.no_eod = no_eod
-        found.inner_eod = int(counts[eod : eod + 1].sum()) - num_eod
+        found.inner_eod = int(counts.by_id[eod : eod + 1].sum()) - num_eod
     found.no_bos = None if bos is None else no_bos
-    found.outside = None if tokenizer is None else int(counts[tokenizer.vocab_size :].sum())
+    found.outside = None if tokenizer is None else counts.num_above
     _find_duplicates(found, hashes, lengths)
     _list_problems(found, tokenizer)
     return found
 
 
-def _add_counts(counts: np.ndarray, documents: list[np.ndarray]) -> np.ndarray:
-    """Return how often every id occurred, with those of some documents."""
-    seen = np.bincount(np.concatenate([np.empty(0, np.int64), *documents]), minlength=len(counts))
-    seen[: len(counts)] += counts
-    return seen
+class _IdCounts:
+    """How often every id occurred, in memory that does not depend on the ids.
+
+    Args:
+        num_ids: ids from 0 to num_ids - 1 are counted one by one, all others together.
+    """
+
+    def __init__(self, num_ids: int):
+        self.by_id = np.zeros(num_ids, dtype=np.int64)
+        self.num_negative = self.num_above = 0
+        self.lowest: int | None = None
+        self.highest: int | None = None
+
+    def add(self, ids: np.ndarray) -> None:
+        """Count ids [n], n at least 1."""
+        lowest, highest = int(ids.min()), int(ids.max())
+        self.lowest = lowest if self.lowest is None else min(lowest, self.lowest)
+        self.highest = highest if self.highest is None else max(highest, self.highest)
+        if lowest < 0 or highest >= len(self.by_id):
+            is_negative, is_above = ids < 0, ids >= len(self.by_id)
+            self.num_negative += int(is_negative.sum())
+            self.num_above += int(is_above.sum())
+            ids = ids[~(is_negative | is_above)]
+        seen = np.bincount(ids)
+        self.by_id[: len(seen)] += seen
 
 
 def _document_lengths(dataset: IndexedDataset) -> np.ndarray:
@@ -166,6 +193,11 @@ def _find_duplicates(found: TokenStatistics, hashes: np.ndarray, lengths: np.nda
 
 
 def _list_problems(found: TokenStatistics, tokenizer: Tokenizer | None) -> None:
+    if found.negative:
+        found.problems.append(
+            f"{found.negative:,} tokens have negative ids (the lowest is {found.lowest_id}); the first are in document "
+            f"{found.first_negative}"
+        )
     if found.outside and tokenizer is not None:
         found.problems.append(
             f"{found.outside:,} tokens lie outside the vocabulary of {tokenizer.vocab_size:,} ids (the highest is "

@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from structure.source import ROOT
 from arguments.data import DataArgs
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.data import statistics
-from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.data.indexed import DataFileError, write_indexed_dataset
 from moe_trainer.data.statistics import collect_statistics
 from moe_trainer.estimate.length_histogram import read_histogram
 
@@ -75,10 +76,35 @@ def test_sound_files_have_no_problems(tmp_path):
     assert collect_statistics(str(tmp_path / "a")).no_eod is None
 
 
-def test_negative_ids_are_a_problem(tmp_path):
+def test_negative_ids_are_one_problem(tmp_path):
     with write_indexed_dataset(str(tmp_path / "a"), np.int32) as builder:
-        builder.add_document([3, -1], [2])
-    assert collect_statistics(str(tmp_path / "a")).problems == ["document 0 holds the negative id -1"]
+        for ids in ([3, 0], [-7, -1], [3, -1], [4]):
+            builder.add_document(ids, [len(ids)])
+    found = collect_statistics(str(tmp_path / "a"))
+    assert found.problems == ["3 tokens have negative ids (the lowest is -7); the first are in document 1"]
+    assert (found.negative, found.lowest_id, found.highest_id, found.distinct_ids) == (3, -7, 4, 3)
+
+
+@pytest.mark.parametrize(("dtype", "bad"), [(np.int32, 2_000_000_000), (np.int64, 1 << 40)])
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_ids_of_damaged_files_need_no_memory(tmp_path, dtype, bad, has_tokenizer):
+    with write_indexed_dataset(str(tmp_path / "a"), dtype) as builder:
+        builder.add_document([5, bad, 0, bad, 0], [5])
+    tracemalloc.start()
+    found = collect_statistics(str(tmp_path / "a"), tokenizer() if has_tokenizer else None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 << 20, peak
+    assert (found.highest_id, found.distinct_ids) == (bad, 2)
+    assert found.outside == (2 if has_tokenizer else None)
+    assert any("2 tokens lie outside" in problem for problem in found.problems) == has_tokenizer
+
+
+def test_values_that_are_no_ids_are_an_error(tmp_path):
+    with write_indexed_dataset(str(tmp_path / "a"), np.float32) as builder:
+        builder.add_document([5, 7], [2])
+    with pytest.raises(DataFileError, match=r"a\.idx: holds float32 values, token ids are integers"):
+        collect_statistics(str(tmp_path / "a"))
 
 
 def inspect(*arguments):
