@@ -382,7 +382,7 @@ class _Plan:
         if prefix in self.texts:
             return self.texts[prefix]
         if prefix is not None:
-            return FileSequences(self._open(prefix, number), prefix, tokenizer.eod)
+            return FileSequences(self._open(prefix, number), prefix, tokenizer.eod, data.seq_length + 1)
         if self._mock is None:
             config = data.sft_mock_dataset_config_json if data.sft else data.varlen_mock_dataset_config_json
             lengths = read_mock_lengths(config, data.seq_length)

@@ -29,7 +29,7 @@ class Sequences(Protocol):
     """Sequences of token ids, whose lengths are known without reading them.
 
     `sequence_length` counts ids; those of mock data and token files with the end-of-document token that may be missing
-    in `ids`. `ends_with_eod` tells whether a sample that is cut ends with it.
+    in `ids`, which may leave out what no sample holds. `ends_with_eod` tells whether a sample that is cut ends with it.
     """
 
     name: str
@@ -44,23 +44,35 @@ class Sequences(Protocol):
 
 
 class FileSequences:
-    """Sequences of a token file."""
+    """Sequences of a token file.
+
+    Args:
+        source: of the ids.
+        name: of the file.
+        eod: the end-of-document token.
+        max_length: ids that samples have at most. No more of a sequence is read, and nothing to find its length if it
+            has as many.
+    """
 
     ends_with_eod = True
 
-    def __init__(self, source: IndexedDataset, name: str, eod: int):
-        self._source, self.name, self._eod = source, name, eod
+    def __init__(self, source: IndexedDataset, name: str, eod: int, max_length: int):
+        self._source, self.name, self._eod, self._max_length = source, name, eod, max_length
 
     def __len__(self) -> int:
         return len(self._source)
 
     def sequence_length(self, index: int) -> int:
-        """Return the number of ids; reads the last one."""
+        """Return the number of ids; reads the last one of a sequence that is not cut."""
         length = int(self._source.sequence_lengths[index])
+        if length >= self._max_length:
+            return length
         return length + (length == 0 or int(self._source.get(index, length - 1)[0]) != self._eod)
 
     def ids(self, index: int) -> np.ndarray:
-        return self._source.get(index).astype(np.int64)
+        """Return the ids that a sample may have."""
+        length = min(int(self._source.sequence_lengths[index]), self._max_length)
+        return self._source.get(index, 0, length).astype(np.int64)
 
     def loss_mask(self, index: int) -> None:
         """Return None: all ids are trained."""

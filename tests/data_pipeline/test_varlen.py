@@ -7,7 +7,7 @@ import pytest
 from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
 
 from moe_trainer.data.build import batch_format, build_datasets
-from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.data.indexed import IndexedDataset, write_indexed_dataset
 from moe_trainer.data.loader import build_packed_loader, make_packed_batch
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.errors import UserError
@@ -45,6 +45,24 @@ def test_sample_is_a_sequence_with_an_end(tmp_path):
     for index in range(20):
         ids = train.tokens(index)
         assert ids.tolist() == expected[index % 8] and train.length(index) == len(ids) - 1 and ids.dtype == np.int64
+
+
+def test_no_more_is_read_than_samples_hold(tmp_path, monkeypatch):
+    """--seq-length 16; of a sequence that is cut nothing is read for its length."""
+    prefix = write_sequences(tmp_path / "a", [[*range(2, 400)], [*range(2, 19)], [5, 6, 7]])
+    train = build((3, 0, 0), data_path=[prefix], split="1,0,0").train
+    reads, get = [], IndexedDataset.get
+
+    def record(source, index, offset=0, length=None):
+        ids = get(source, index, offset, length)
+        reads.append((index, len(ids)))
+        return ids
+
+    monkeypatch.setattr(IndexedDataset, "get", record)
+    assert [train.length(index) for index in range(3)] == [16, 16, 3] and reads == [(2, 1)]
+    for index in range(3):
+        train.tokens(index)
+    assert {index: max(size for number, size in reads if number == index) for index in range(3)} == {0: 17, 1: 17, 2: 3}
 
 
 def test_splits_and_blends(tmp_path):
