@@ -27,6 +27,7 @@ from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import PackedSequences
 
 _PLANS_KEPT = 16
+"""Plans that are kept besides those for reading ahead, for the batches of workers and for logs."""
 
 Packs = list[list[int]]
 """Positions in the global batch of the sequences of every pack."""
@@ -255,7 +256,7 @@ def _assign(
     """Return packs, the most expensive first; None if a sequence has no space."""
     packs: Packs = [[] for _ in range(num_packs)]
     totals, shortest = [0.0] * num_packs, min(lengths)
-    space = [max(capacity, max(lengths))] * num_packs  # the longest one is alone if it exceeds the capacity
+    space = [capacity] * num_packs
     open_packs = [(0.0, number) for number in range(num_packs)]  # a heap
     for position in sorted(range(len(lengths)), key=lambda position: (-costs[position], position)):
         passed = []
@@ -301,6 +302,7 @@ class PackingPlanner:
         dp_size: number of data-parallel ranks; fmt.cp_sizes counts the ranks of dynamic context parallelism.
         group_size: the number of microbatches is a multiple of it (virtual pipeline stages).
         is_pipelined: see pack_into_groups.
+        read_ahead: number of batches of the loader that are planned before they are used.
     """
 
     def __init__(
@@ -312,12 +314,13 @@ class PackingPlanner:
         dp_size: int,
         group_size: int = 1,
         is_pipelined: bool = False,
+        read_ahead: int = 0,
     ):
         self._get_length, self.format, self._micro = get_length, fmt, micro_batch_size
         self._get_cost = functools.lru_cache(maxsize=None)(get_cost)
         self._dp_size, self._group_size, self._is_pipelined = dp_size, group_size, is_pipelined
-        # the loader plans ahead of training
-        self.plan = functools.lru_cache(maxsize=_PLANS_KEPT)(self._plan)
+        # the loader plans ahead of training; until a plan is used, as many others are used as are made
+        self.plan = functools.lru_cache(maxsize=_PLANS_KEPT + 2 * read_ahead)(self._plan)
 
     def _plan(self, first: int, num_samples: int) -> PackingPlan:
         """Plan the global batch of `num_samples` samples from `first` on.

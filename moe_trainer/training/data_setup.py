@@ -104,7 +104,15 @@ def make_packing_planner(
     group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if has_groups else 1
     get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
     is_pipelined = ctx.ps.pp.size > 1
-    return PackingPlanner(dataset.length, get_flops, fmt, micro_batch_size, ctx.ps.dp.size, group_size, is_pipelined)
+    num_data_ranks, read_ahead = ctx.ps.dp.size, _count_batches_ahead(ctx.args)
+    return PackingPlanner(
+        dataset.length, get_flops, fmt, micro_batch_size, num_data_ranks, group_size, is_pipelined, read_ahead
+    )
+
+
+def _count_batches_ahead(args: Arguments) -> int:
+    """Return how many batches the loader asks object storage for before they are used."""
+    return args.data.object_storage_read_ahead if args.data.object_storage_cache_path else 0
 
 
 def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None:
@@ -158,7 +166,7 @@ def make_loader(
     assert fmt is not None
     kind, workers = args.training.dataloader_type or "single", args.data.num_workers
     pin_memory = ctx.runtime.device.type == "cuda"
-    read_ahead = args.data.object_storage_read_ahead if args.data.object_storage_cache_path else 0
+    read_ahead = _count_batches_ahead(args)
     if packing is not None:
         return build_packed_loader(
             dataset,

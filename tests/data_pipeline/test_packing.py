@@ -1,6 +1,8 @@
 """Plans of packed global batches: every sample once, as many packs on every rank, in Megatron-LM's order."""
 
+import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -103,6 +105,28 @@ def test_order_ends_with_the_last_full_batch():
     samples = [pack.samples for pack in planner.order(6, 0, lambda consumed: min(4, 6 - consumed), 0)]
     assert samples == [(0, 1), (2, 3), (4, 5)]
     assert planner.count_microbatches(0, 6, 4) == 3
+
+
+def test_lengths_are_read_once_however_far_the_loader_is_ahead():
+    """Plans of one microbatch each, 32 of them before the first is used."""
+    reads = Counter()
+
+    def get_length(sample):
+        reads[sample] += 1
+        return 4
+
+    planner = PackingPlanner(get_length, square, PackFormat(8), 1, 1, read_ahead=32)
+    ahead, used = (planner.order(200, 0, lambda consumed: 2, 0) for _ in range(2))
+    for _ in itertools.islice(ahead, 32):
+        pass
+    for _ in zip(used, ahead):
+        pass
+    assert set(reads.values()) == {1}
+
+
+def test_sequences_beyond_the_capacity_have_no_plan():
+    with pytest.raises(ValueError, match="2 sequences do not fill"):
+        pack_by_cost([9, 2], [81.0, 4.0], 8, 1)
 
 
 def test_too_few_samples_are_an_error_that_names_the_flag():
