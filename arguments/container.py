@@ -12,7 +12,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.optimizer import OptimizerArgs
 from arguments.output import OutputArgs
-from arguments.parallel import ParallelArgs, dynamic_cp_sizes, sequence_padding_multiple
+from arguments.parallel import ParallelArgs, dynamic_cp_sizes, packed_alignment, sequence_padding_multiple
 from arguments.precision import PrecisionArgs
 from arguments.settings import Settings, Violation, is_eval_only
 from arguments.stored_weights import StoredWeightFormat, stored_weight_format
@@ -119,10 +119,8 @@ class Arguments:
         With dynamic context parallelism on one rank.
         """
         parallel = self.parallel
-        alignment, capacity = parallel.pad_packed_seq_alignment, parallel.max_seqlen_per_dp_cp_rank
-        if alignment is None or capacity is None:
-            return 1
-        return (capacity if alignment == "max" else int(alignment)) * self._pack_ranks
+        alignment = packed_alignment(parallel.pad_packed_seq_alignment, parallel.max_seqlen_per_dp_cp_rank)
+        return 1 if alignment is None else alignment * self._pack_ranks
 
     @property
     def max_packed_tokens(self) -> int | None:

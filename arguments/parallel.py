@@ -18,6 +18,18 @@ def sequence_padding_multiple(cp: int, tp: int, by_tensor_ranks: bool) -> int:
     return (2 * cp if cp > 1 else 1) * (tp if by_tensor_ranks else 1)
 
 
+def packed_alignment(text: str | None, capacity: int | None) -> int | None:
+    """Return the multiple to which the microbatches of a rank are padded; None without one.
+
+    Args:
+        text: --pad-packed-seq-alignment, a number or max.
+        capacity: --max-seqlen-per-dp-cp-rank.
+    """
+    if text == "max":
+        return capacity
+    return int(text) if text is not None and text.isdecimal() else None
+
+
 def dynamic_cp_sizes(num_ranks: int, smallest: int) -> tuple[int, ...]:
     """Return the sizes of the groups of --dynamic-context-parallel: powers of two, and all ranks.
 

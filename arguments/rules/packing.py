@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.mock_lengths import read_mock_lengths
-from arguments.parallel import sequence_padding_multiple
+from arguments.parallel import packed_alignment, sequence_padding_multiple
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -115,17 +115,16 @@ def check_capacity(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_alignment(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    text = s.pad_packed_seq_alignment
+    text, capacity = s.pad_packed_seq_alignment, s.max_seqlen_per_dp_cp_rank
+    size = packed_alignment(text, capacity)
     if text is None:
         return
-    if text != "max" and not (text.isdigit() and int(text) > 0):
+    if text != "max" and not size:
         yield s.violation("{pad_packed_seq_alignment} must be max or a positive number of tokens.")
         return
-    capacity = s.max_seqlen_per_dp_cp_rank
-    if capacity is None:
+    if capacity is None or size is None:
         yield s.violation("{pad_packed_seq_alignment} needs {max_seqlen_per_dp_cp_rank:flag}.")
         return
-    size = capacity if text == "max" else int(text)
     if size > capacity:
         yield s.violation("{pad_packed_seq_alignment} must not exceed {max_seqlen_per_dp_cp_rank}.")
     elif is_packed(s) and not divides(_padding_multiple(s, f) // f.largest_cp, size):
@@ -235,8 +234,7 @@ def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 
 def limit_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    text = s.pad_packed_seq_alignment
-    size = s.max_seqlen_per_dp_cp_rank if text == "max" else int(text) if text and text.isdigit() else 1
+    size = packed_alignment(s.pad_packed_seq_alignment, s.max_seqlen_per_dp_cp_rank)
     for dest in ("fp8", "fp4"):
         yield Limit(
             is_packed(s) and getattr(s, dest) and positive(size) and size % QUANTIZED_TOKENS,
