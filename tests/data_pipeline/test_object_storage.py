@@ -212,7 +212,7 @@ def test_a_copy_that_fails_writes_nothing_later(bucket, tmp_path, monkeypatch):
         others = [stack.enter_context(open(tmp_path / str(number), "w+b")) for number in range(4)]
         sleep(0.5)
         assert [os.fstat(file.fileno()).st_size for file in others] == [0] * 4
-    assert len(started) < 32, "chunks that nobody waits for are not read"
+    assert len(started) < 32, "chunks without a reader are not fetched"
 
 
 def test_a_connection_that_stalls_is_given_up(bucket, local, tmp_path, monkeypatch, caplog):
