@@ -31,8 +31,9 @@ def sequences_flag(s: Settings) -> str | None:
     return "use_varlen_dataset" if s.use_varlen_dataset else "sft" if s.sft else None
 
 
-def _padding_multiple(s: Settings, f: DerivedSizes) -> int:
-    return sequence_padding_multiple(f.largest_cp, f.tp, bool(s.sequence_parallel or s.num_experts))
+def _rank_multiple(s: Settings, f: DerivedSizes) -> int:
+    """Return the number of which a context-parallel rank's tokens must be a multiple."""
+    return sequence_padding_multiple(f.largest_cp, f.tp, bool(s.sequence_parallel or s.num_experts)) // f.largest_cp
 
 
 # Derived values.
@@ -52,7 +53,7 @@ def resolve_capacity(s: Settings, f: DerivedSizes) -> None:
 
 def resolve_alignment(s: Settings, f: DerivedSizes) -> None:
     if is_packed(s) and s.pad_packed_seq_alignment is None and (s.fp8 or s.fp4):
-        size = math.lcm(QUANTIZED_TOKENS, _padding_multiple(s, f) // f.cp)
+        size = math.lcm(QUANTIZED_TOKENS, _rank_multiple(s, f))
         s.set_derived(ALIGNMENT, str(size), "the numbers of tokens that fp8 and fp4 GEMMs take")
         s.note(f"{s.flag(ALIGNMENT)}: {size}, since fp8 and fp4 GEMMs take multiples of {QUANTIZED_TOKENS} tokens.")
 
@@ -127,13 +128,13 @@ def check_alignment(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         return
     if size > capacity:
         yield s.violation("{pad_packed_seq_alignment} must not exceed {max_seqlen_per_dp_cp_rank}.")
-    elif is_packed(s) and not divides(_padding_multiple(s, f) // f.largest_cp, size):
+    elif is_packed(s) and not divides(_rank_multiple(s, f), size):
         yield s.violation(
             "{pad_packed_seq_alignment}: {size} tokens of a context-parallel rank cannot be sharded over tensor- and "
             "context-parallel ranks; it must be a multiple of {needed}.",
             CAPACITY,
             size=size,
-            needed=_padding_multiple(s, f) // f.largest_cp,
+            needed=_rank_multiple(s, f),
         )
 
 

@@ -200,7 +200,8 @@ class FusedAttention(nn.Module):
         if visible is None:
             return self.fused(q_SBND, k_SBGD, v_SBGE)
         packed, cu_seqlens = visible.packed, visible.cu_seqlens
-        if packed is None or not self.takes_packed or q_SBND.dtype not in (torch.bfloat16, torch.float16):
+        takes = self.takes_packed and packed is not None and packed.cp_size in (None, 1)
+        if packed is None or not takes or q_SBND.dtype not in (torch.bfloat16, torch.float16):
             return self.local(q_SBND, k_SBGD, v_SBGE, visible)
         out_TN = self.fused(
             q_SBND[:, 0],

@@ -11,7 +11,7 @@ is as large as the largest needs. When buffers of experts grow, all graphs are d
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,17 +19,20 @@ from moe_trainer.memory.graph_capture import CapturedGraph, Scope, join_tensors,
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_GRAPHS = 16
 """Numbers of microbatches whose graphs are kept."""
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured iteration, with the inputs that it reads and the result that it writes."""
+    """A captured iteration, with the inputs that it reads, the result that it writes and the state that it leaves."""
 
     graph: CapturedGraph
     inputs: list[torch.Tensor]
     result: Any
+    state: Any
 
 
 class IterationGraph:
@@ -64,31 +67,46 @@ class IterationGraph:
         """Number of graphs."""
         return len(self._graphs)
 
-    def run(self, key: Any, inputs: Any, fn: Callable[[Any], Any], after_replay: Callable[[], None]) -> Any:
+    def run(
+        self,
+        key: Any,
+        inputs: Any,
+        fn: Callable[[Any], Any],
+        after_capture: Callable[[], T],
+        after_replay: Callable[[T], None],
+    ) -> Any:
         """Run fn(inputs), captured once for each key.
 
         Args:
             key: identifies the graph.
             inputs: nested value with tensors.
             fn: the iteration.
-            after_replay: sets the Python state that fn leaves, which a replay does not.
+            after_capture: returns the Python state that fn leaves.
+            after_replay: restores it, since a replay does not.
 
         Returns:
             The result of fn; its tensors are overwritten by the next run.
         """
         tensors, template = split_tensors(inputs)
         if key not in self._graphs:
-            captured = self._capture(key, template, tensors, fn)
+            captured = self._capture(key, template, tensors, fn, after_capture)
         else:
             captured = self._graphs.pop(key)
             for own, x in zip(captured.inputs, tensors):
                 own.copy_(x)
             captured.graph.replay()
-            after_replay()
+            after_replay(captured.state)
         self._graphs[key] = captured  # the last one
         return captured.result
 
-    def _capture(self, key: Any, template: Any, tensors: list[torch.Tensor], fn: Callable[[Any], Any]) -> _Captured:
+    def _capture(
+        self,
+        key: Any,
+        template: Any,
+        tensors: list[torch.Tensor],
+        fn: Callable[[Any], Any],
+        after_capture: Callable[[], Any],
+    ) -> _Captured:
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         if self._pool is None:
@@ -97,4 +115,4 @@ class IterationGraph:
         graph = CapturedGraph(self._pool, self._generators, self._scopes)
         result = graph.capture(lambda: fn(join_tensors(template, inputs)))
         logger.info("captured a CUDA graph of the full iteration (%s microbatches)", key)
-        return _Captured(graph, inputs, result)
+        return _Captured(graph, inputs, result, after_capture())

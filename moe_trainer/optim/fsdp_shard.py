@@ -40,6 +40,10 @@ MAX_OUTER_NUMEL = 1 << 26
 """Elements of one collective over the instances."""
 
 
+FinishedGradients = tuple[list[Tensor | None], dict[Parameter, Tensor]]
+"""Gradients of the parameters, and sums that are wider than these."""
+
+
 class OuterSharding:
     """Ranges of this rank's shards, divided over the instances of the distributed optimizer.
 
@@ -141,7 +145,6 @@ class FsdpGrads:
         )
         self.outer = OuterSharding(self.slots, ps, shards_outer)
         self._sums: dict[Parameter, Tensor] = {}
-        self._captured: tuple[list[Tensor | None], dict[Parameter, Tensor]] = ([], {})
         self._has_sums = not sums_in_bf16 and any(param.dtype != torch.float32 for param in self.params)
 
     def close(self) -> None:
@@ -202,13 +205,13 @@ class FsdpGrads:
         self.num_finished += 1
         self.scale(self._factor)
 
-    def keep_for_replay(self) -> None:
-        """Keep the tensors that a CUDA graph being captured leaves the gradients in."""
-        self._captured = [param.grad for param in self.params], dict(self._sums)
+    def get_finished(self) -> FinishedGradients:
+        """Return the tensors that the last finish(), in a captured CUDA graph, left the gradients in."""
+        return [param.grad for param in self.params], dict(self._sums)
 
-    def mark_finished(self) -> None:
-        """Note that a replayed graph has computed the gradients, as the captured finish() did."""
-        grads, sums = self._captured
+    def mark_finished(self, finished: FinishedGradients) -> None:
+        """Note that a replayed graph has computed the gradients in these tensors, as the captured finish() did."""
+        grads, sums = finished
         for param, grad in zip(self.params, grads):
             param.grad = grad
         self._sums = dict(sums)

@@ -250,10 +250,10 @@ class DataParallelGrads:
                 pending.work.wait()
                 pending.work = None
 
-    def keep_for_replay(self) -> None:
-        """Do nothing: a CUDA graph leaves the gradients in the buffers."""
+    def get_finished(self) -> None:
+        """Return None: a CUDA graph leaves the gradients in the buffers."""
 
-    def mark_finished(self) -> None:
+    def mark_finished(self, finished: None = None) -> None:
         """Set the state after finish(): a replayed CUDA graph has accumulated and reduced without hooks."""
         for pending in self._order:
             pending.stale.clear()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -259,16 +259,15 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
             grads.finish()
         finalize_grads(grads, ctx.ps, ctx.timers)
         if captured:
-            grads.keep_for_replay()
             optimizer.wait_params()  # of modules that did not run: a graph ends with all communication finished
         return sums
 
     if ctx.iteration_graph is None or not ctx.iteration_graph.begin_iteration(eager=eager):
         return run(ctx, source, grad_scale, captured=False)
 
-    def mark_finished() -> None:
+    def mark_finished(finished: Any) -> None:
         optimizer.mark_params_gathered()
-        grads.mark_finished()
+        grads.mark_finished(finished)
 
     with ctx.timers("batch-generator"), as_user_error("data"):
         batches = [_to_captured(ctx, next(source)) for _ in range(num_microbatches)]
@@ -279,6 +278,7 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
             num_microbatches,
             (scale, *batches),
             lambda inputs: run(untimed, iter(inputs[1:]), inputs[0], captured=True),
+            grads.get_finished,
             mark_finished,
         )
 

@@ -81,3 +81,10 @@ def test_samples_of_equal_length_are_rejected():
 def test_exchange_of_keys_acts_without_a_context_parallel_size():
     notes = parse(*DYNAMIC, "--cp-comm-type", "allgather", world_size=4).notes
     assert not any("--cp-comm-type" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("world_size", [4, 64, 1024])
+def test_alignment_of_fp8_does_not_grow_with_the_ranks(world_size):
+    size = ("--max-seqlen-per-dp-cp-rank", "1024")
+    args = parse(*DYNAMIC, *size, "--bf16", "--fp8-format", "e4m3", world_size=world_size)
+    assert args.parallel.pad_packed_seq_alignment == "32"

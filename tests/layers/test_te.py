@@ -113,6 +113,20 @@ def test_te_attention_of_packed_sequences_equals_local_attention(fake_package, f
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_packed_sequences_of_a_group_are_not_the_librarys(fake_package, cp_size):
+    """A group of several ranks exchanges keys, which the library was given no group for."""
+    options = make_options("--bf16")
+    made = select_factory(CUDA, **options).core_attention(options["model"], 1, head_dim=4)
+    asked = []
+    made.local.forward = lambda q, k, v, visible: asked.append(visible.cp_size) or q.flatten(2)
+    packed = replace(PackedSequences.of((8, 16), 4), cp_size=cp_size)
+    heads, groups = options["model"].num_attention_heads, options["model"].query_groups
+    inputs = [torch.randn(24 // cp_size, 1, count, 4, dtype=torch.bfloat16) for count in (heads, groups, groups)]
+    made(*inputs, AttentionMask.of(None, None, torch.device("cpu"), packed))
+    assert asked == ([] if cp_size == 1 else [2])
+
+
 def train_and_list_calls(rank, n, argvs, steps):
     """Train on the ranks; return the outcomes and the calls on this rank."""
     outcomes = train_ranks(rank, n, argvs, steps)

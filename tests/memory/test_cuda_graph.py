@@ -1,6 +1,7 @@
 """Graphed training equals eager training bit for bit, in one process with an emulated device."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from memory.graphed import full, line, list_differences, local, same_accumulatio
 from torch import nn
 
 from arguments import parse_args
-from moe_trainer.memory import cuda_graph
+from moe_trainer.memory import cuda_graph, iteration_graph
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.memory.offload import GraphCopies
 from moe_trainer.parallel.state import ParallelState
@@ -121,6 +122,7 @@ PACKED_CASES = {
         full(),
     ),
     "full iteration, fp8": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", full()),
+    "full iteration, sharded parameters": ("padded capacity", f"{BALANCED} --use-torch-fsdp2", full()),
 }
 
 
@@ -146,6 +148,16 @@ def test_graphs_serve_packed_sequences_of_other_lengths(name):
         assert max(captures) == 1 < sum(captures) and waits.keys() <= {
             "training/step.py", "optim/clip.py", "moe/balancing.py"
         } and max(waits.values()) == 1, waits  # fmt: skip
+
+
+def test_a_replay_restores_the_state_of_its_own_graph(monkeypatch):
+    graph = SimpleNamespace(capture=lambda fn: fn(), replay=lambda: None)
+    monkeypatch.setattr(iteration_graph, "CapturedGraph", lambda *_: graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    graphs, restored = iteration_graph.IterationGraph(1), []
+    for num_microbatches, state in ((3, "of three"), (4, "of four"), (3, None)):
+        graphs.run(num_microbatches, torch.ones(1), lambda x: x, lambda state=state: state, restored.append)
+    assert restored == ["of three"]
 
 
 @device_test
