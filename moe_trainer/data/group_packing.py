@@ -34,6 +34,11 @@ With p2p every rank receives those of all others of its group. 0.02 to 0.15: Qwe
 """
 
 
+def padding_multiple(multiple: int, size: int) -> int:
+    """Return the multiple to which a group pads sequences, from that of a rank alone: a rank has two chunks of each."""
+    return multiple * (2 * size if size > 1 else 1)
+
+
 @dataclass
 class RankGroup:
     """Consecutive ranks that share a pack.
@@ -71,6 +76,33 @@ class GroupSizes:
     pad: Callable[[int, int], int]
     cost: Callable[[int, int], float]
     max_sequences: int | None = None
+
+    @staticmethod
+    def of(
+        sizes: tuple[int, ...],
+        capacity: int,
+        multiple: int,
+        get_cost: Callable[[int], float],
+        max_sequences: int | None = None,
+    ) -> GroupSizes:
+        """Return the limits of a run: its padding, and its cost with the exchange of keys.
+
+        Args:
+            sizes: as the attribute, with capacity and max_sequences.
+            capacity: tokens of a rank.
+            multiple: to which a rank alone pads sequences.
+            get_cost: of a sequence by its length, in FLOPs.
+            max_sequences: of a pack.
+        """
+        of_token = get_cost(1)
+
+        def pad(length: int, size: int) -> int:
+            return -(-length // padding_multiple(multiple, size)) * padding_multiple(multiple, size)
+
+        def cost(length: int, size: int) -> float:
+            return get_cost(length) + (size - 1) * KEY_EXCHANGE_COST * length * of_token
+
+        return GroupSizes(sizes, capacity, pad, cost, max_sequences)
 
     @property
     def num_ranks(self) -> int:

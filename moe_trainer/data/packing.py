@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from arguments import Arguments
-from moe_trainer.data.group_packing import KEY_EXCHANGE_COST, GroupSizes, pack_into_groups
+from moe_trainer.data.group_packing import GroupSizes, pack_into_groups, padding_multiple
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import PackedSequences
 
@@ -161,8 +161,8 @@ class PackFormat:
         return replace(packed.pad_tail(self.tail_multiple * (cp_size or 1), self.extend_last), cp_size=cp_size)
 
     def _multiple(self, cp_size: int | None) -> int:
-        """Return the multiple to which sequences are padded: a rank of a group has two chunks of each."""
-        return self.sequence_multiple * (2 * cp_size if cp_size is not None and cp_size > 1 else 1)
+        """Return the multiple to which sequences are padded."""
+        return padding_multiple(self.sequence_multiple, cp_size or 1)
 
     def group_sizes(self, get_cost: Callable[[int], float]) -> GroupSizes:
         """Return what limits the packs of groups, with dynamic context parallelism.
@@ -170,15 +170,7 @@ class PackFormat:
         Args:
             get_cost: of a sequence by its length, in FLOPs.
         """
-        of_token = get_cost(1)
-
-        def pad(length: int, cp_size: int) -> int:
-            return -(-length // self._multiple(cp_size)) * self._multiple(cp_size)
-
-        def cost(length: int, cp_size: int) -> float:
-            return get_cost(length) + (cp_size - 1) * KEY_EXCHANGE_COST * length * of_token
-
-        return GroupSizes(self.cp_sizes, self.capacity, pad, cost, self.max_samples)
+        return GroupSizes.of(self.cp_sizes, self.capacity, self.sequence_multiple, get_cost, self.max_samples)
 
     @property
     def max_samples(self) -> int | None:

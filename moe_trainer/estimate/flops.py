@@ -91,7 +91,7 @@ def _routed_macs(args: Arguments) -> int:
     return width * (reads * (2 if model.swiglu else 1) + makes)
 
 
-def training_flops(args: Arguments, batch_size: int, seq_length: int, padded_vocab_size: int) -> float:
+def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_vocab_size: int) -> float:
     """Return the floating-point operations of forward and backward over `batch_size` sequences.
 
     The head of this module states the formula.

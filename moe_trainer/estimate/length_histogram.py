@@ -9,15 +9,17 @@ same, and a pack needs the memory of one sequence of its length.
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.blend import Blend
 from arguments.regular_file import regular_file
+from moe_trainer.data.group_packing import GroupSizes, pack_into_groups
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.token_index import read_sequence_lengths
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 CORPUS = "corpus"
 _SAMPLE = 20_000
 """Sequences that are drawn to fill packs."""
+_GROUPED_SAMPLE, _GROUPED_BATCHES = 4096, 64
+"""Sequences that are drawn to plan groups, at least one global batch, and maximum of global batches."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,71 @@ class LengthHistogram:
 
 
 @dataclass(frozen=True)
+class PackedGroups:
+    """Packs of dynamic context parallelism, as the run plans them.
+
+    Attributes:
+        num_microbatches: of a global batch, the mean.
+        per_pack: sequences of a pack.
+        fill: share of all ranks' capacity that is no padding.
+        token_shares: of the tokens, by the number of ranks of their group.
+    """
+
+    num_microbatches: float
+    per_pack: float
+    fill: float
+    token_shares: Mapping[int, float]
+
+    @staticmethod
+    def of(
+        histogram: LengthHistogram, args: Arguments, get_cost: Callable[[int], float], group_size: int
+    ) -> PackedGroups:
+        """Plan global batches of sequences that are drawn from a histogram, always the same ones.
+
+        Args:
+            histogram: of the tokens that the model reads of every sequence.
+            args: with --dynamic-context-parallel.
+            get_cost: of a sequence by its length, in FLOPs.
+            group_size: the number of microbatches is a multiple of it.
+
+        Raises:
+            ValueError: if a global batch has fewer sequences than microbatches.
+        """
+        capacity, batch = args.packed_capacity, args.training.global_batch_size
+        assert capacity is not None, "dynamic groups are packed"
+        limits = GroupSizes.of(
+            args.dynamic_cp_sizes, capacity, args.sequence_padding_multiple, functools.lru_cache(None)(get_cost)
+        )
+        draws, (lengths, weights) = random.Random(0), zip(*histogram.counts)
+        is_pipelined = args.parallel.pipeline_model_parallel_size > 1
+        num_batches = min(_GROUPED_BATCHES, -(-_GROUPED_SAMPLE // batch))
+        tokens: Counter[int] = Counter()
+        num_packs = num_microbatches = 0
+        for _ in range(num_batches):
+            drawn = draws.choices(lengths, weights, k=batch)
+            try:
+                microbatches = pack_into_groups(drawn, limits, group_size, is_pipelined)
+            except ValueError as error:
+                raise ValueError(f"--length-histogram: {error}; raise --global-batch-size") from None
+            num_microbatches += len(microbatches)
+            for group in (group for groups in microbatches for group in groups):
+                num_packs += 1
+                tokens[group.size] += sum(drawn[position] for position in group.positions)
+        return PackedGroups(
+            num_microbatches / num_batches,
+            num_batches * batch / num_packs,
+            tokens.total() / (num_microbatches * limits.num_ranks * capacity),
+            {size: tokens[size] / tokens.total() for size in sorted(tokens)},
+        )
+
+    @property
+    def mean_size(self) -> int:
+        """The size of groups nearest to that of the mean token."""
+        mean = sum(size * share for size, share in self.token_shares.items())
+        return min(self.token_shares, key=lambda size: abs(size - mean))
+
+
+@dataclass(frozen=True)
 class PackedLengths:
     """Sequences of a histogram in packs, and padded one by one to --seq-length.
 
@@ -115,6 +184,7 @@ class PackedLengths:
         per_pack: sequences of a pack.
         flops_per_token: of training, packed.
         padded_flops_per_token: the same for one padded sequence at a time, by tokens without padding.
+        groups: packs of dynamic context parallelism, of `capacity` tokens per rank; None for packs of fixed ranks.
     """
 
     histogram: LengthHistogram
@@ -124,28 +194,41 @@ class PackedLengths:
     per_pack: float
     flops_per_token: float
     padded_flops_per_token: float
+    groups: PackedGroups | None = None
 
     @staticmethod
-    def of(histogram: LengthHistogram, args: Arguments, vocab_rows: int) -> PackedLengths:
+    def of(histogram: LengthHistogram, args: Arguments, vocab_rows: int, group_size: int = 1) -> PackedLengths:
+        """Pack sequences as the flags ask for.
+
+        `group_size`: the number of microbatches is a multiple of it.
+
+        Raises:
+            ValueError: if dynamic groups need more sequences than --global-batch-size.
+        """
         seq_length, capacity = args.data.seq_length, args.packed_capacity
         multiple = args.sequence_padding_multiple if capacity else 1
         capacity = capacity or seq_length
+        get_flops = functools.partial(training_flops, args, 1, padded_vocab_size=vocab_rows)
         cut = histogram.cut(seq_length)
-        packed = sum(count * training_flops(args, 1, length, vocab_rows) for length, count in cut.counts)
-        padded = cut.num_sequences * training_flops(args, 1, seq_length, vocab_rows)
+        packed = sum(count * get_flops(length) for length, count in cut.counts)
+        padded = cut.num_sequences * get_flops(seq_length)
+        groups = PackedGroups.of(cut, args, get_flops, group_size) if args.dynamic_cp_sizes else None
         return PackedLengths(
             cut,
             seq_length,
             capacity,
             sum(count for length, count in histogram.counts if length > seq_length),
-            cut.sequences_per_pack(capacity, multiple),
+            cut.sequences_per_pack(capacity, multiple) if groups is None else groups.per_pack,
             packed / cut.num_tokens,
             padded / cut.num_tokens,
+            groups,
         )
 
     @property
     def fill(self) -> float:
         """Share of a pack's tokens that are no padding."""
+        if self.groups is not None:
+            return self.groups.fill
         return min(1.0, self.per_pack * self.histogram.mean / self.capacity)
 
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from arguments import ArgumentError, parse_args
 from arguments.parse import as_plan
 from arguments.stage_layout import chunk_layouts
+from moe_trainer.data.group_packing import GroupSizes
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths
@@ -49,10 +50,11 @@ class Plan:
     """Resources and speed of a run.
 
     Attributes:
+        args: of the run; with packed samples those of full packs (`full_packs`).
         memory: by pipeline stage.
         flops: of an iteration, as Megatron-LM counts them.
         num_tokens: of an iteration, without padding.
-        batch_size: sequences of --seq-length tokens that the microbatches of an iteration have space for.
+        batch_size: sequences of args.data.seq_length tokens that the microbatches of an iteration have space for.
         vocab_rows: padded vocabulary size.
         note: assumptions.
         histogram: lengths of sequences (--length-histogram).
@@ -150,28 +152,31 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
     for dest, value in (("--seq-length", args.data.seq_length), ("--micro-batch-size", args.training.micro_batch_size)):
         if not value:
             raise PlanError(f"a plan needs {dest}")
-    if args.max_packed_tokens is not None:
-        sequences = -(-args.max_packed_tokens // args.data.seq_length)
-        args = replace(args, training=replace(args.training, micro_batch_size=sequences))
-        packed = f"packed sequences: planned as full microbatches of {sequences} x --seq-length tokens"
-        note = "; ".join(filter(None, (note, packed)))
-    lengths = None if histogram is None else PackedLengths.of(histogram, args, rows)
+    length, multiple, is_packed = args.data.seq_length, microbatch_multiple(args), args.max_packed_tokens is not None
+    lengths = None if histogram is None else PackedLengths.of(histogram, args, rows, multiple)
+    timed = args
+    if is_packed:
+        groups = None if lengths is None else lengths.groups
+        args, timed = full_packs(args), full_packs(args, None if groups is None else groups.mean_size)
+        note = "; ".join(filter(None, (note, _packed_note(args, length))))
     count = microbatches_per_iteration(args, world_size)
-    if lengths is not None and args.max_packed_tokens is not None:
-        count = packed_microbatches(args, world_size, lengths.per_pack)
+    num_ranks = data_parallel_size(args, world_size)
+    if is_packed:
+        count = packed_microbatches(args, num_ranks, length, lengths)
     memory = plan_memory(args, world_size, rows, count, hardware)
-    time = plan_step(args, world_size, rows, count, memory, hardware)
+    time = plan_step(args, world_size, rows, count, memory, hardware, length)
     padded_step = None
-    batch = count * data_parallel_size(args, world_size) * args.training.micro_batch_size
-    flops, num_tokens = training_flops(args, batch, args.data.seq_length, rows), float(batch * args.data.seq_length)
+    batch = count * num_ranks * args.training.micro_batch_size
+    num_tokens = float(batch * args.data.seq_length)
+    flops = training_flops(args, num_tokens / length, length, rows)
     if lengths is not None:
-        if args.max_packed_tokens is None:
-            num_tokens *= lengths.fill
-        else:  # --global-batch-size counts sequences, not packs
+        if is_packed:  # --global-batch-size counts sequences, not packs
             num_tokens = args.training.global_batch_size * lengths.histogram.mean
+        else:
+            num_tokens *= lengths.fill
         padded_step, flops = time.step, num_tokens * lengths.flops_per_token
         seen = lengths.histogram.attention_length
-        time = plan_step(args, world_size, rows, count, memory, hardware, seen)
+        time = plan_step(timed, world_size, rows, count, memory, hardware, seen)
     precision = args.precision
     if (precision.fp4 or precision.fp8) and hardware.gemm_width(precision) == "bf16":
         recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
@@ -206,12 +211,67 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
     )
 
 
-def packed_microbatches(args: Arguments, world_size: int, per_pack: float) -> int:
-    """Return the microbatches of an iteration on every data-parallel rank, of packs of so many sequences."""
+def full_packs(args: Arguments, cp_size: int | None = None) -> Arguments:
+    """Return arguments that compute full packs in every microbatch: as several sequences, else as one.
+
+    Args:
+        args: with packing.
+        cp_size: of all groups of dynamic context parallelism; None for the smallest that holds --seq-length.
+    """
+    length, tokens, parallel = args.data.seq_length, args.max_packed_tokens, args.parallel
+    assert tokens is not None and args.packed_capacity is not None, "they are packed"
+    if sizes := args.dynamic_cp_sizes:
+        limits = GroupSizes.of(sizes, args.packed_capacity, args.sequence_padding_multiple, float)
+        cp_size = cp_size or limits.smallest(length)
+        tokens = tokens // parallel.context_parallel_size * cp_size
+        parallel = replace(parallel, context_parallel_size=cp_size)
+    sequences = tokens // length if tokens % length == 0 else 1
+    return replace(
+        args,
+        parallel=parallel,
+        data=replace(args.data, seq_length=tokens // sequences),
+        training=replace(args.training, micro_batch_size=sequences),
+    )
+
+
+def _packed_note(args: Arguments, length: int) -> str:
+    """Say how packs of sequences of up to `length` tokens are planned."""
+    sequences, cp_size = args.training.micro_batch_size, args.parallel.context_parallel_size
+    if args.dynamic_cp_sizes:
+        tokens = args.data.seq_length * sequences // cp_size
+        return (
+            f"dynamic groups: memory is planned as full microbatches of {tokens:,} tokens per rank, in groups of "
+            f"{cp_size}, which --seq-length needs"
+        )
+    if args.data.seq_length == length:
+        return f"packed sequences: planned as full microbatches of {sequences} x --seq-length tokens"
+    return f"packed sequences: planned as full microbatches of {args.data.seq_length:,} tokens"
+
+
+def microbatch_multiple(args: Arguments) -> int:
+    """Return the multiple that the number of packed microbatches must be."""
     has_virtual_stages = len(chunk_layouts(args.model, args.parallel)[0]) > 1
-    group = (args.parallel.microbatch_group_size_per_vp_stage or 1) if has_virtual_stages else 1
-    packs = args.training.global_batch_size / per_pack / data_parallel_size(args, world_size)
-    return math.ceil(packs / group) * group
+    return (args.parallel.microbatch_group_size_per_vp_stage or 1) if has_virtual_stages else 1
+
+
+def packed_microbatches(args: Arguments, num_ranks: int, length: int, lengths: PackedLengths | None) -> int:
+    """Return the microbatches of an iteration on every data-parallel rank.
+
+    Args:
+        args: of full packs.
+        num_ranks: data-parallel ranks.
+        length: tokens of every sequence without lengths.
+        lengths: of the sequences.
+    """
+    if lengths is None:
+        per_pack = args.training.micro_batch_size * args.data.seq_length / length
+    else:
+        per_pack = lengths.per_pack
+    count = args.training.global_batch_size / per_pack / num_ranks
+    if lengths is not None and lengths.groups is not None:
+        count = lengths.groups.num_microbatches
+    multiple = microbatch_multiple(args)
+    return math.ceil(count / multiple) * multiple
 
 
 def try_plan(

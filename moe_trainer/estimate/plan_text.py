@@ -81,11 +81,17 @@ def length_lines(plan: Plan) -> list[str]:
     found, size = lengths.histogram, lengths.seq_length
     cut = f", {lengths.num_cut:,.0f} of them cut to --seq-length" if lengths.num_cut else ""
     full = training_flops(plan.args, 1, size, plan.vocab_rows) / size
-    padded = lengths.padded_fill * plan.batch_size * size / plan.padded_step / plan.world_size
+    space = plan.batch_size * plan.args.data.seq_length
+    padded = lengths.padded_fill * space / plan.padded_step / plan.world_size
+    packed = f"packed in order into {lengths.capacity:,} tokens"
+    if lengths.groups is not None:
+        shares = lengths.groups.token_shares.items()
+        sizes = ", ".join(f"{100 * share:.0f} % in groups of {number}" for number, share in shares)
+        packed = f"packed into groups of ranks with {lengths.capacity:,} tokens each (tokens: {sizes})"
     return [
         f"lengths: {found.num_sequences:,.0f} sequences of {found.mean:,.0f} tokens, half of them up to "
         f"{found.quantile(0.5):,}, the longest {found.counts[-1][0]:,}{cut}",
-        f"  packed in order into {lengths.capacity:,} tokens: {100 * (1 - lengths.fill):.1f} % padding, "
+        f"  {packed}: {100 * (1 - lengths.fill):.1f} % padding, "
         f"{lengths.per_pack:.1f} sequences a pack; the mean token is in a sequence of {found.attention_length:,.0f}, "
         f"and takes {lengths.flops_per_token / 1e9:.2f} GFLOPs ({full / 1e9:.2f} in a full sequence)",
         f"  one by one, padded to {size:,}: {100 * (1 - lengths.padded_fill):.1f} % padding, "

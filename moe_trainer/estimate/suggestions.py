@@ -247,7 +247,8 @@ def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]
             is_folded = moe.num_experts and parallel.expert_tensor_parallel_size in (None, 1)
             etp = ("--expert-tensor-parallel-size", "1") if is_folded else ()
             yield resize("TP", "tensor_model_parallel_size", times * tp, "--sequence-parallel", *etp)
-        if length >= MIN_CONTEXT_TOKENS and length // (times * cp) >= MIN_SHARD_TOKENS:
+        is_fixed = not parallel.dynamic_context_parallel
+        if is_fixed and length >= MIN_CONTEXT_TOKENS and length // (times * cp) >= MIN_SHARD_TOKENS:
             yield resize("CP", "context_parallel_size", times * cp)
     vpp = len(chunk_layouts(args.model, parallel)[0])
     for stages in (pp, 2 * pp, 4 * pp):

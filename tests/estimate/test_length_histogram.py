@@ -1,6 +1,9 @@
 """--length-histogram: reading lengths, and what packing saves."""
 
+import functools
 import json
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +11,13 @@ import pytest
 from arguments import parse_args
 from arguments.blend import Blend
 from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.estimate.dry_run import plan_of_flags, run_dry_run
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths, read_histogram
 from moe_trainer.estimate.plan import packed_microbatches
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
+from moe_trainer.estimate.suggestions import changes
 from scripts import plan as plan_script
 
 COUNTS = {4: 10, 16: 5, 64: 1}
@@ -178,10 +183,67 @@ def test_an_iteration_of_packed_samples_has_as_many_sequences_as_its_batch(tmp_p
     assert (odd.num_tokens, odd.num_microbatches) == (512 * 4097, 10)
 
 
+DYNAMIC = "--use-varlen-dataset --calculate-per-token-loss --dynamic-context-parallel --max-seqlen-per-dp-cp-rank"
+FIXED = "--sequence-packing-scheduler cost_balanced --context-parallel-size 8 --max-seqlen-per-dp-cp-rank 4096"
+
+
+def test_dynamic_groups_need_the_memory_of_a_ranks_tokens():
+    """--seq-length 32768 on groups of 8 ranks is 4096 tokens per rank, whatever --context-parallel-size is."""
+    dynamic = plan(*DYNAMIC.split(), "4096")
+    fixed = plan("--use-varlen-dataset", "--calculate-per-token-loss", *FIXED.split())
+    assert dynamic.memory == fixed.memory and dynamic.time == fixed.time and dynamic.num_tokens == fixed.num_tokens
+    assert "4,096 tokens per rank, in groups of 8" in dynamic.note
+    twice = plan(*DYNAMIC.split(), "4096", "--context-parallel-size", "2", "--global-batch-size", "8")
+    assert twice.memory == dynamic.memory
+    odd = plan(*DYNAMIC.split(), "12288")
+    assert odd.args.data.seq_length == 4 * 12288 and odd.args.parallel.context_parallel_size == 4
+    assert odd.peak.kept == pytest.approx(3 * dynamic.peak.kept, rel=0.2)
+    kinds = {change.kind for change in changes(dynamic.args, dynamic.hardware, 8)}
+    assert "recompute" in kinds and "CP" not in kinds, "the size of groups is not a flag"
+
+
+def test_packs_that_are_no_multiple_of_seq_length_are_planned_as_they_are():
+    odd, whole = (plan(*PACKED, "--max-seqlen-per-dp-cp-rank", size) for size in ("49152", "65536"))
+    assert (odd.args.training.micro_batch_size, odd.args.data.seq_length) == (1, 49152)
+    assert odd.peak.kept < 0.8 * whole.peak.kept and "full microbatches of 49,152 tokens" in odd.note
+    assert odd.flops / odd.num_tokens == pytest.approx(whole.flops / whole.num_tokens)
+
+
+@pytest.mark.parametrize("lengths", [{500: 1}, {100: 1}, {20: 40, 60: 8, 200: 3, 500: 1}])
+def test_microbatches_of_dynamic_groups_are_those_of_the_run(lengths, tmp_path):
+    table = tmp_path / "lengths.json"
+    table.write_text(json.dumps(lengths))
+    size = "--seq-length 512 --max-position-embeddings 512 --world-size 4 --hardware cpu --global-batch-size 64".split()
+    made = plan_of_flags([*FLAGS.split(), *size, *DYNAMIC.split(), "128", "--length-histogram", str(table)])
+    drawn = random.Random(7).choices(list(lengths), list(lengths.values()), k=64 * 32)
+    args = parse_args([*FLAGS.split(), *size, *DYNAMIC.split(), "128"], 4)
+    flops = functools.partial(training_flops, args, 1, padded_vocab_size=made.vocab_rows)
+    planner = PackingPlanner(drawn.__getitem__, flops, PackFormat.from_args(args), 1, 4)
+    plans = [planner.plan(first, 64) for first in range(0, len(drawn), 64)]
+    run = [planner.summarize(each) for each in plans]
+    microbatches = sum(each.num_microbatches for each in run) / len(run)
+    fill = sum(each.fill * each.num_microbatches for each in run) / microbatches / len(run)
+    assert made.lengths.groups.num_microbatches == pytest.approx(microbatches, rel=0.1)
+    assert made.num_microbatches == pytest.approx(made.lengths.groups.num_microbatches, abs=1)
+    assert made.lengths.fill == pytest.approx(fill, rel=0.1)
+    assert set(made.lengths.groups.token_shares) >= {size for each in run for size in each.cp_sizes}
+    text = "\n".join(plan_lines(made))
+    assert "packed into groups of ranks with 128 tokens each" in text and "in order" not in text
+    assert f"{100 * (1 - made.lengths.fill):.1f} % padding" in text
+
+
+def test_dynamic_groups_that_lack_sequences_have_no_plan():
+    args = parse_args([*FLAGS.split(), *SIZES[:6], *DYNAMIC.split(), "4096"], 8)
+    with pytest.raises(ValueError, match="8 sequences do not fill 9 microbatches; raise --global-batch-size"):
+        PackedLengths.of(LengthHistogram.of({64: 1}), args, 128, 9)
+
+
 def test_microbatches_of_packs_fill_the_groups_of_virtual_stages():
     stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4".split()
     args = plan(*PACKED, *stages, "--global-batch-size", "512").args
-    assert [packed_microbatches(args, 8, per_pack) for per_pack in (1, 100, 32, 128)] == [128, 2, 4, 2]
+    lengths = PackedLengths.of(LengthHistogram.of({4: 1}), args, 128)
+    packs = [replace(lengths, per_pack=per_pack) for per_pack in (1, 100, 32, 128)]
+    assert [packed_microbatches(args, 4, 64, each) for each in packs] == [128, 2, 4, 2]
 
 
 def test_plan_of_packed_lengths(tmp_path):

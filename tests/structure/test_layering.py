@@ -55,12 +55,14 @@ SAME_LEVEL = frozenset(
         ("launch_env", "errors"),
         ("backends", "errors"),
         ("pipeline", "memory"),
+        ("estimate", "data"),
     }
 )
 WITHOUT_TORCH = (
     "arguments",
     "model_zoo",
     "moe_trainer.estimate",
+    "moe_trainer.data.group_packing",
     "moe_trainer.launch_env",
     "moe_trainer.errors",
     "moe_trainer.exit_codes",
