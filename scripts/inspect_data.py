@@ -13,10 +13,10 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from arguments.blend import Blend
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -29,7 +29,7 @@ except UserError as error:
 from moe_trainer.data.statistics import QUANTILES, TokenStatistics, collect_statistics, preview, preview_text
 from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import build_tokenizer
-from moe_trainer.estimate.length_histogram import CORPUS, read_histogram
+from moe_trainer.estimate.length_histogram import LengthHistogram, read_histogram
 
 _BAR = 40
 
@@ -72,6 +72,7 @@ def describe(found: TokenStatistics) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     results = []
+    lengths: Counter[int] = Counter()
     try:
         tokenizer = None if args.tokenizer_type is None else build_tokenizer(tokenizer_args(args))
         for prefix in args.prefixes:
@@ -80,16 +81,20 @@ def main(argv: list[str] | None = None) -> int:
                     raise UserError(f"{prefix}: text needs --tokenizer-type")
                 sequences = TextSequences(prefix, tokenizer, args.sft)
                 print(*preview_text(sequences, tokenizer, args.preview or 1, args.preview_tokens), sep="\n")
+                if args.length_histogram:
+                    lengths.update(len(sample.ids) for _, sample in sequences.samples())
                 continue
             results.append(collect_statistics(prefix, tokenizer))
             print(describe(results[-1]))
             for line in preview(prefix, tokenizer, range(args.preview), args.preview_tokens):
                 print(f"  {line}")
+            if args.length_histogram:
+                lengths.update(dict(read_histogram(prefix).counts))
         if args.json:
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump([found.as_dict() for found in results], file, indent=1)
         if args.length_histogram:
-            read_histogram(CORPUS, Blend(tuple(args.prefixes), None)).write_csv(args.length_histogram)
+            LengthHistogram.of(lengths).write_csv(args.length_histogram)
     except (ValueError, OSError) as error:
         print(f"inspect_data.py: error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR

@@ -36,7 +36,7 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
     source, histogram = args.output.length_histogram, None
     if source is not None:
         blend = get_training_blend(args.data) if args.training.dataloader_type != "external" else None
-        histogram = read_histogram(source, blend, by_samples=args.data.use_varlen_dataset)
+        histogram = read_histogram(source, blend, by_samples=args.data.has_sequences)
     return make_plan(args, world_size, hardware, histogram)
 
 

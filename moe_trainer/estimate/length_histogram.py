@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -269,6 +270,11 @@ def read_histogram(source: str, blend: Blend | None = None, by_samples: bool = F
 def _read_corpus(blend: Blend | None, by_samples: bool) -> dict[int, float]:
     if blend is None:
         raise ValueError("corpus needs token files: --data-path, --train-data-path or a file that names them")
+    for path in filter(os.path.isfile, blend.prefixes):
+        raise ValueError(
+            f"{path} is text, and only a tokenizer gives its lengths: write them with scripts/inspect_data.py {path} "
+            "--length-histogram FILE.csv, the tokenizer of the run, and --sft if the run has it, and name FILE.csv"
+        )
     histograms = [_read_index(prefix) for prefix in blend.prefixes]
     sizes = [sum(count * (1 if by_samples else length) for length, count in each.items()) for each in histograms]
     weights: Sequence[float] = blend.weights or sizes

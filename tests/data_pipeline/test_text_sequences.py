@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from moe_trainer.data.loader import build_loader, make_packed_batch
 from moe_trainer.data.packing import PackFormat
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError
+from moe_trainer.estimate.dry_run import plan_of_flags
+from moe_trainer.estimate.length_histogram import read_histogram
 from moe_trainer.training.check_files import check_files
 from scripts import inspect_data
 from tests.arguments.test_tokens import TOY
@@ -245,6 +248,27 @@ def test_inspection_shows_what_is_trained(tmp_path, flags, capsys):
     ]  # fmt: skip
     assert inspect_data.main([path, "--sft"]) == 2
     assert "text needs --tokenizer-type" in capsys.readouterr().err
+
+
+def test_lengths_of_text_are_written_for_plans(tmp_path, flags, capsys):
+    """As the index of the run has them; corpus names the way, since a plan has no tokenizer."""
+    chats = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT}, {"messages": CHAT * 3}])
+    texts = write_rows(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS])
+    tokens, table = write_corpus(tmp_path / "c", [5, 70]), str(tmp_path / "lengths.csv")
+    tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
+    run = {
+        "sft": build(flags, sft=True, data_path=[chats]),
+        "text": build(flags, use_varlen_dataset=True, data_path=[texts]),
+    }
+    for name, words, more in (("sft", [chats, "--sft"], ()), ("text", [texts, tokens], (5, 70))):
+        assert inspect_data.main([*words, *tokenizer, "--length-histogram", table]) == 0, capsys.readouterr().err
+        expected = Counter([*run[name]._sequences.index[1].tolist(), *more])
+        assert dict(read_histogram(table).counts) == expected and len(expected) > 1, name
+    argv = [word for word in TOY if word != "--mock-data"]
+    argv += [*tokenizer, "--length-histogram", "corpus", "--world-size", "1"]
+    for words in (["--sft", "--data-path", chats], ["--use-varlen-dataset", "--data-path", texts]):
+        with pytest.raises(ValueError, match="is text, and only a tokenizer gives its lengths.*inspect_data.py"):
+            plan_of_flags([*argv, *words])
 
 
 def test_check_files_tokenizes_the_first_samples(tmp_path, flags):
