@@ -87,6 +87,16 @@ class LengthHistogram:
             counts[min(length, longest)] += count
         return LengthHistogram.of(counts)
 
+    def read_by_model(self, longest: int) -> LengthHistogram:
+        """Return the tokens that the model reads of samples with so many ids: all but the last one, up to `longest`.
+
+        As VarlenDataset.length counts them.
+        """
+        counts: defaultdict[int, float] = defaultdict(float)
+        for length, count in self.counts:
+            counts[max(1, min(length - 1, longest))] += count
+        return LengthHistogram.of(counts)
+
     def write_csv(self, path: str) -> None:
         """Write a file that `read_histogram` reads."""
         with open(path, "w", encoding="utf-8") as file:
@@ -178,7 +188,7 @@ class PackedLengths:
     """Sequences of a histogram in packs, and padded one by one to --seq-length.
 
     Attributes:
-        histogram: sequences cut to --seq-length.
+        histogram: sequences cut to --seq-length; of packed samples the tokens that the model reads.
         seq_length: that length.
         capacity: tokens of a pack: those of packed samples (Arguments.packed_capacity), else --seq-length.
         num_cut: sequences that were longer.
@@ -207,10 +217,11 @@ class PackedLengths:
             ValueError: if dynamic groups need more sequences than --global-batch-size.
         """
         seq_length, capacity = args.data.seq_length, args.packed_capacity
-        multiple = args.sequence_padding_multiple if capacity else 1
+        is_packed = capacity is not None
+        multiple = args.sequence_padding_multiple if is_packed else 1
         capacity = capacity or seq_length
         get_flops = functools.partial(training_flops, args, 1, padded_vocab_size=vocab_rows)
-        cut = histogram.cut(seq_length)
+        cut = histogram.read_by_model(seq_length) if is_packed else histogram.cut(seq_length)
         packed = sum(count * get_flops(length) for length, count in cut.counts)
         padded = cut.num_sequences * get_flops(seq_length)
         groups = PackedGroups.of(cut, args, get_flops, group_size) if args.dynamic_cp_sizes else None
@@ -218,7 +229,7 @@ class PackedLengths:
             cut,
             seq_length,
             capacity,
-            sum(count for length, count in histogram.counts if length > seq_length),
+            sum(count for length, count in histogram.counts if length > seq_length + is_packed),
             cut.sequences_per_pack(capacity, multiple) if groups is None else groups.per_pack,
             packed / cut.num_tokens,
             padded / cut.num_tokens,

@@ -3,15 +3,19 @@
 import functools
 import json
 import random
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from arguments import parse_args
 from arguments.blend import Blend
-from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.data.dataset import DatasetConfig
+from moe_trainer.data.indexed import open_token_file, write_indexed_dataset
 from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.data.varlen import FileSequences, VarlenDataset
 from moe_trainer.estimate.dry_run import plan_of_flags, run_dry_run
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths, read_histogram
@@ -166,7 +170,7 @@ def plan(*more):
 def test_an_iteration_of_packed_samples_has_as_many_sequences_as_its_batch(tmp_path):
     """--global-batch-size counts sequences, of which a pack holds many."""
     table = tmp_path / "lengths.csv"
-    table.write_text("4096,9\n")
+    table.write_text("4097,9\n")
     argv = [*PACKED, "--length-histogram", str(table), "--global-batch-size", "512"]
     full, wide = plan(*argv), plan(*argv, "--max-seqlen-per-dp-cp-rank", "65536")
     assert (full.lengths.per_pack, full.num_microbatches) == (8, 512 / 8 / 8)
@@ -177,7 +181,7 @@ def test_an_iteration_of_packed_samples_has_as_many_sequences_as_its_batch(tmp_p
         assert each.tokens_per_second == pytest.approx(512 * 4096 / each.time.step / 8)
         assert "an iteration: 512 sequences in" in "\n".join(plan_lines(each))
     assert "packed in order into 65,536 tokens: 0.0 % padding" in "\n".join(plan_lines(wide))
-    table.write_text("4097,9\n")
+    table.write_text("4098,9\n")
     odd = plan(*argv)
     assert odd.lengths.per_pack == pytest.approx(7, rel=1e-3)
     assert (odd.num_tokens, odd.num_microbatches) == (512 * 4097, 10)
@@ -209,13 +213,30 @@ def test_packs_that_are_no_multiple_of_seq_length_are_planned_as_they_are():
     assert odd.flops / odd.num_tokens == pytest.approx(whole.flops / whole.num_tokens)
 
 
+def test_samples_are_cut_as_in_the_run(tmp_path):
+    """A sample has a label more than tokens: --seq-length + 1 ids are not cut."""
+    lengths, prefix = [1, 2, 63, 64, 65, 66, 200], str(tmp_path / "data")
+    with write_indexed_dataset(prefix, np.int32) as builder:
+        for length in lengths:
+            builder.add_document([5] * (length - 1) + [0], [length])
+    histogram = read_histogram(prefix)
+    assert PackedLengths.of(histogram, parse_args(FLAGS.split(), 1), 128).num_cut == 3, "joined in --seq-length tokens"
+    made = PackedLengths.of(histogram, parse_args([*FLAGS.split(), *PACKED], 1), 128)
+    config = DatasetConfig(64, 0, SimpleNamespace(eod=0))
+    run = VarlenDataset(FileSequences(open_token_file(prefix), prefix, 0), prefix, 0, 7, 7, "train", config)
+    assert made.histogram.counts == expected(Counter(run.length(index) for index in range(7)))
+    assert (
+        made.num_cut == sum(length - 1 > run.length(index) for index, length in enumerate(lengths) if length > 1) == 2
+    )
+
+
 @pytest.mark.parametrize("lengths", [{500: 1}, {100: 1}, {20: 40, 60: 8, 200: 3, 500: 1}])
 def test_microbatches_of_dynamic_groups_are_those_of_the_run(lengths, tmp_path):
     table = tmp_path / "lengths.json"
     table.write_text(json.dumps(lengths))
     size = "--seq-length 512 --max-position-embeddings 512 --world-size 4 --hardware cpu --global-batch-size 64".split()
     made = plan_of_flags([*FLAGS.split(), *size, *DYNAMIC.split(), "128", "--length-histogram", str(table)])
-    drawn = random.Random(7).choices(list(lengths), list(lengths.values()), k=64 * 32)
+    drawn = random.Random(7).choices([ids - 1 for ids in lengths], list(lengths.values()), k=64 * 32)
     args = parse_args([*FLAGS.split(), *size, *DYNAMIC.split(), "128"], 4)
     flops = functools.partial(training_flops, args, 1, padded_vocab_size=made.vocab_rows)
     planner = PackingPlanner(drawn.__getitem__, flops, PackFormat.from_args(args), 1, 4)
