@@ -52,6 +52,8 @@ _BY_NAME = (
 )
 """(part of a tokenizer's name, vocabulary size of the configurations published with it)."""
 _BY_TYPE: Mapping[str | None, int] = MappingProxyType({"Llama2Tokenizer": 32000, "GPT2BPETokenizer": 50257})
+_WITHOUT_VOCABULARY = ("NullTokenizer", "NullMultimodalTokenizer")
+"""Tokenizers that take --vocab-size."""
 
 
 @dataclass(frozen=True)
@@ -292,15 +294,26 @@ def params_report(args: Arguments, padded_vocab_size: int | None = None) -> dict
 
 
 def planned_vocab_size(args: Arguments) -> tuple[int | None, str]:
-    """Return the padded vocabulary size or None, and a note if it was derived from a tokenizer's name."""
-    rows = padded_vocab_size_from_flags(args)
-    if rows is not None:
+    """Return the padded vocabulary size or None, and a note if the run may have another one.
+
+    A run takes that of its tokenizer, which a plan does not open; the flags say it exactly, the tokenizer's name may
+    tell it, and a preset says that of its model.
+    """
+    rows, data = padded_vocab_size_from_flags(args), args.data
+    is_of_preset = args.source.get("vocab_size") == "preset" and not data.padded_vocab_size
+    has_tokenizer = not args.typed.isdisjoint(("tokenizer_type", "tokenizer_model", "vocab_file"))
+    if rows is not None and not (is_of_preset and has_tokenizer and data.tokenizer_type not in _WITHOUT_VOCABULARY):
         return rows, ""
-    name = (args.data.tokenizer_model or "").lower()
-    by_type = _BY_TYPE.get(args.data.tokenizer_type)
+    name, source = (data.tokenizer_model or "").lower(), data.tokenizer_model or data.vocab_file or data.tokenizer_type
+    by_type = _BY_TYPE.get(data.tokenizer_type)
     size = next((size for part, size in _BY_NAME if part in name), by_type)
-    if size is None:
+    if size is not None:
+        named = get_padded_vocab_size(args, size)
+        note = f"vocabulary: {named:,} rows, taken from the tokenizer's name ({source}); --vocab-size says it exactly"
+        return named, "" if named == rows else note
+    if rows is None:
         return None, ""
-    rows = get_padded_vocab_size(args, size)
-    source = args.data.tokenizer_model or args.data.tokenizer_type
-    return rows, f"vocabulary: {rows:,} rows, taken from the tokenizer's name ({source}); --vocab-size says it exactly"
+    return rows, (
+        f"vocabulary: {rows:,} rows, those of the preset; a run takes the tokenizer's ({source}), which --check-files "
+        "reads; --vocab-size says it exactly"
+    )

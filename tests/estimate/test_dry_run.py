@@ -153,6 +153,9 @@ NAMED = (
 ).split()
 
 
+TINY_PRESET = "--preset mixtral_tiny --mock-data --world-size 2 --micro-batch-size 1".split()
+
+
 def test_validate_only_takes_the_vocabulary_from_the_tokenizers_name_as_dry_run_does(capsys):
     assert pretrain_moe.main([*NAMED, "--validate-only"]) == 0
     validated = capsys.readouterr().out
@@ -167,6 +170,26 @@ def test_validate_only_takes_the_vocabulary_from_the_tokenizers_name_as_dry_run_
         next(line for line in out.splitlines() if line.startswith("parameters")) for out in (validated, counted)
     ]
     assert parameters[0] == parameters[1] and "taken from" not in counted
+
+
+def test_the_vocabulary_of_a_preset_is_not_that_of_a_named_tokenizer(capsys):
+    """A run has the tokenizer's rows; where only the tokenizer tells them, plan and --validate-only say so."""
+
+    def vocabulary(*flags):
+        for mode in ("--validate-only", "--dry-run"):
+            pretrain_moe.main([*TINY_PRESET, *flags, mode])
+        return [line for line in capsys.readouterr().out.splitlines() if "vocabulary: " in line]
+
+    unknown = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "own.model"]
+    lines = vocabulary(*unknown)
+    assert len(lines) == 2 and all(
+        "those of the preset; a run takes the tokenizer's (own.model)" in line for line in lines
+    )
+    named = vocabulary("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "deepseek-ai/DeepSeek-V3")
+    assert len(named) == 2 and all("129,280 rows, taken from the tokenizer's name" in line for line in named)
+    for flags in ((), (*unknown, "--vocab-size", "800"), (*unknown, "--padded-vocab-size", "896")):
+        assert vocabulary(*flags) == [], flags
+    assert vocabulary("--tokenizer-type", "NullTokenizer") == []
 
 
 def test_a_vocabulary_of_the_flags_is_not_replaced_in_validate_only(capsys):
