@@ -222,7 +222,8 @@ def forward_backward_reduce(
     if num_overflowed:
         return StepEvaluation(sums, math.nan, tokens, math.nan, overflowed=True)
     if ctx.per_token:
-        ctx.grads.scale(1.0 / max(tokens, 1.0))
+        # gradients of balancing losses, times the tokens of their microbatches, have no scale without a trained token
+        ctx.grads.scale(1.0 / tokens if tokens else 0.0)
     loss = loss_sum / max(tokens, 1.0)
     with ctx.timers("optimizer"):
         norm = ctx.optimizer.grad_norm(

@@ -127,3 +127,19 @@ def test_run_with_padded_rows_equals_packed_run(tmp_path, argv):
     for packed, padded in zip(records["packed"], records["padded"]):
         for key in ("lm loss", "load_balancing_loss", "z_loss", "grad_norm"):
             assert padded[key] == pytest.approx(packed[key], rel=1e-5), key
+
+
+def test_batch_without_trained_tokens_has_no_gradient(tmp_path, argv):
+    """Balancing losses, whose gradients are multiplied by the tokens of a batch, must not take over the step."""
+    turns = [{"role": "user", "content": "the fox " * 40}, {"role": "assistant", "content": "a dog"}]
+    short = [{"role": "user", "content": "fox"}, {"role": "assistant", "content": "a dog"}]
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(json.dumps({"messages": m}) + "\n" for m in (turns, turns, short, short))
+    )
+    sizes = "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 0 --num-workers 0 --log-interval 1"
+    metrics = tmp_path / "metrics.jsonl"
+    finished = run([*argv, *sizes.split(), "--lr", "1e-3", "--metrics-file", str(metrics)], tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    first, second = read_metrics(metrics)
+    assert first["lm loss"] == 0 and first["grad_norm"] == 0 and first["z_loss"] > 0
+    assert second["lm loss"] > 0 and second["grad_norm"] > 0
