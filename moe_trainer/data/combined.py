@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from moe_trainer.data.blend import build_blend_index, build_exhaustive_index, normalize
-from moe_trainer.data.dataset import BlendSource, DatasetConfig, SampleSource, TokenDataset
+from moe_trainer.data.dataset import BlendSource, DatasetConfig, Sample, SampleSource, TokenDataset
 from moe_trainer.data.index_cache import CachedIndex
 
 Source = TypeVar("Source", bound=TokenDataset)
@@ -27,10 +27,10 @@ class CombinedDataset(ABC, Generic[Source]):
         dataset, inside = self._find(index)
         return dataset.tokens(inside)
 
-    def loss_mask(self, index: int) -> np.ndarray | None:
-        """Return which ids of a sample are trained as labels, bool [length + 1]; None for all."""
+    def sample(self, index: int) -> Sample:
+        """Return the ids of a sample, and which are trained as labels."""
         dataset, inside = self._find(index)
-        return dataset.loss_mask(inside)
+        return dataset.sample(inside)
 
     def prefetch(self, index: int) -> None:
         dataset, inside = self._find(index)

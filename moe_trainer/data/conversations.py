@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from moe_trainer.data.chat_templates import ASSISTANT, ROLES, ChatMessage
+from moe_trainer.data.dataset import Sample
 from moe_trainer.data.tokenizer_libraries import SFTTokenizer
 
 _QUESTION_KEYS = ("instruction", "prompt", "query", "question")
@@ -36,13 +37,6 @@ _SHAREGPT_ROLES = MappingProxyType(
         "system": "system",
     }
 )
-
-
-class TokenizedRow(NamedTuple):
-    """Ids of a sample, and which of them are trained as labels (None: all)."""
-
-    ids: np.ndarray
-    loss_mask: np.ndarray | None
 
 
 def read_row(row: Mapping[str, Any]) -> str | list[ChatMessage]:
@@ -124,7 +118,7 @@ def _first_text(row: Mapping[str, Any], keys: Sequence[str]) -> str:
     return ""
 
 
-def tokenize_conversation(messages: Sequence[ChatMessage], tokenizer: SFTTokenizer) -> TokenizedRow:
+def tokenize_conversation(messages: Sequence[ChatMessage], tokenizer: SFTTokenizer) -> Sample:
     """Write a conversation and tokenize it.
 
     A token is trained if one of its characters is.
@@ -137,7 +131,7 @@ def tokenize_conversation(messages: Sequence[ChatMessage], tokenizer: SFTTokeniz
     text, trained = tokenizer.format.write(messages)
     ids, offsets = tokenizer.tokenize_with_offsets(text)
     if trained is None:
-        return TokenizedRow(np.array(ids, dtype=np.int64), None)
+        return Sample(np.array(ids, dtype=np.int64), None)
     starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     starts = np.minimum(starts, stops - 1)  # a token of blanks may have no characters of its own
     mask = np.zeros(len(ids), dtype=bool)
@@ -145,7 +139,7 @@ def tokenize_conversation(messages: Sequence[ChatMessage], tokenizer: SFTTokeniz
         mask |= (stops > begin) & (starts < end)
     if not mask[1:].any():
         raise ValueError("no token of the conversation would be trained")
-    return TokenizedRow(np.array(ids, dtype=np.int64), mask)
+    return Sample(np.array(ids, dtype=np.int64), mask)
 
 
 def _check_turns(messages: Sequence[ChatMessage]) -> None:

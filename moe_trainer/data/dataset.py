@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,12 +28,19 @@ logger = logging.getLogger(__name__)
 NO_PAD = -1
 
 
+class Sample(NamedTuple):
+    """Ids of a sample [n], and which of them are trained as labels, bool [n] (None: all)."""
+
+    ids: np.ndarray
+    loss_mask: np.ndarray | None
+
+
 class TokenDataset(Protocol):
     """What the loader needs of a dataset."""
 
     def __len__(self) -> int: ...
     def tokens(self, index: int) -> np.ndarray: ...
-    def loss_mask(self, index: int) -> np.ndarray | None: ...
+    def sample(self, index: int) -> Sample: ...
     def part_lengths(self, index: int) -> list[int]: ...
     def length(self, index: int) -> int: ...
     def locate(self, index: int, position: int) -> str: ...
@@ -195,8 +202,9 @@ class GPTDataset(CachedIndex):
             return out
         return self._config.fim.rearrange(out, np.random.RandomState([self._config.seed, index]))
 
-    def loss_mask(self, index: int) -> None:
-        """Return None: every id of a sample is trained as a label."""
+    def sample(self, index: int) -> Sample:
+        """Return the ids of sample `index`, all of which are trained as labels."""
+        return Sample(self.tokens(index), None)
 
     def prefetch(self, index: int) -> None:
         if isinstance(self._source, IndexedDataset):

@@ -142,14 +142,14 @@ def make_packed_batch(
     Raises:
         UserError: as make_batch.
     """
-    samples = [dataset.tokens(index) for index in indices]
-    for index, ids in zip(indices, samples):
+    samples = [dataset.sample(index) for index in indices]
+    for index, (ids, _) in zip(indices, samples):
         _check_vocabulary(dataset, [index], ids[None], fmt.vocab_size)
-    packed = pack([len(ids) - 1 for ids in samples])
+    packed = pack([len(ids) - 1 for ids, _ in samples])
     tokens, labels, positions = (np.zeros(packed.num_tokens, dtype=np.int64) for _ in range(3))
     loss_mask = np.zeros(packed.num_tokens, dtype=np.float32)
-    for index, start, ids in zip(indices, packed.cu_seqlens_padded, samples):
-        own, mask = slice(start, start + len(ids) - 1), dataset.loss_mask(index)
+    for start, (ids, mask) in zip(packed.cu_seqlens_padded, samples):
+        own = slice(start, start + len(ids) - 1)
         tokens[own], labels[own], positions[own] = ids[:-1], ids[1:], np.arange(len(ids) - 1)
         loss_mask[own] = 1.0 if mask is None else mask[1:]
     tokens_BS, labels_BS, mask_BS, positions_BS = (

@@ -28,6 +28,7 @@ import numpy as np
 
 from moe_trainer.data.blend import BlendOrder
 from moe_trainer.data.combined import CombinedDataset
+from moe_trainer.data.dataset import Sample
 from moe_trainer.data.document_sources import DocumentSource
 from moe_trainer.data.fim import FillInTheMiddle
 from moe_trainer.data.loader import Batch, BatchLoader, Samples
@@ -142,8 +143,9 @@ class StreamedDataset:
             return ids
         return self._fim.rearrange(ids, np.random.RandomState([self._seed, index]))
 
-    def loss_mask(self, index: int) -> None:
-        """Return None: every id of a sample is trained as a label."""
+    def sample(self, index: int) -> Sample:
+        """Return the ids of sample `index`, all of which are trained as labels."""
+        return Sample(self.tokens(index), None)
 
     def part_lengths(self, index: int) -> list[int]:
         """Return how many tokens of a sample that was read lately come from each of its documents."""

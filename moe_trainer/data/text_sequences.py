@@ -7,7 +7,6 @@ tokenizes again what it reads.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -15,13 +14,8 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from moe_trainer.data.conversations import (
-    TokenizedRow,
-    read_conversations,
-    read_row,
-    tokenize_conversation,
-)
-from moe_trainer.data.dataset import CachedIndex
+from moe_trainer.data.conversations import read_conversations, read_row, tokenize_conversation
+from moe_trainer.data.dataset import CachedIndex, Sample
 from moe_trainer.data.document_sources import COMPRESSED, TableRows, parse_json_object
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.tokenizer_libraries import SFTTokenizer
@@ -31,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 _JSON = (".jsonl", ".json", ".ndjson")
 _TABLES = (".parquet", ".arrow")
-_TOKENIZED_KEPT = 64
 
 
 def is_text_file(path: str) -> bool:
@@ -121,7 +114,6 @@ class TextSequences(CachedIndex):
         self._rows = _open_rows(path)
         folder = cache_path or f"{path}.cache"
         super().__init__("TextSequences", "all", {"place": None, "length": None}, folder, path)
-        self.read = functools.lru_cache(maxsize=_TOKENIZED_KEPT)(self._read)
 
     @property
     def identifiers(self) -> dict[str, Any]:
@@ -143,12 +135,6 @@ class TextSequences(CachedIndex):
         """Return how many samples have more ids than `length`."""
         return int((self.index[1] > length).sum())
 
-    def ids(self, index: int) -> np.ndarray:
-        return self.read(index).ids
-
-    def loss_mask(self, index: int) -> np.ndarray | None:
-        return self.read(index).loss_mask
-
     def prefetch(self, index: int, length: int) -> None:
         """Do nothing: the file is local."""
 
@@ -162,8 +148,8 @@ class TextSequences(CachedIndex):
         kind = "line" if self.name.endswith(_JSON) else "row"
         return f"{self.name}, {kind} {number}" + (f", conversation {part + 1}" if part else "")
 
-    def _read(self, index: int) -> TokenizedRow:
-        """Return the ids and the loss mask of a sample.
+    def sample(self, index: int) -> Sample:
+        """Return a sample, uncut.
 
         Raises:
             UserError: if it is not as long as when the index was built.
@@ -178,17 +164,17 @@ class TextSequences(CachedIndex):
             )
         return tokenized
 
-    def _tokenize(self, row: dict[str, Any], number: int) -> list[TokenizedRow]:
+    def _tokenize(self, row: dict[str, Any], number: int) -> list[Sample]:
         """Tokenize the samples of a row.
 
         Raises:
             UserError: naming the row and what is wrong with it.
         """
-        samples: list[TokenizedRow] = []
+        samples: list[Sample] = []
         try:
             for sample in read_conversations(row) if self._only_conversations else [read_row(row)]:
                 if isinstance(sample, str):
-                    tokenized = TokenizedRow(np.array(self._tokenizer.tokenize(sample), dtype=np.int64), None)
+                    tokenized = Sample(np.array(self._tokenizer.tokenize(sample), dtype=np.int64), None)
                 elif isinstance(self._tokenizer, SFTTokenizer):
                     tokenized = tokenize_conversation(sample, self._tokenizer)
                 else:
@@ -200,15 +186,15 @@ class TextSequences(CachedIndex):
             raise UserError(f"{self.describe(number, len(samples))}: {error}") from None
         return samples
 
-    def _end(self, row: TokenizedRow) -> TokenizedRow:
+    def _end(self, row: Sample) -> Sample:
         """Append the end-of-document token, which is trained, where it is missing."""
         ids, mask, eod = *row, self._tokenizer.eod
         assert eod is not None, "samples that end with it need it"
         if len(ids) and int(ids[-1]) == eod:
             return row
-        return TokenizedRow(np.append(ids, eod), None if mask is None else np.append(mask, True))
+        return Sample(np.append(ids, eod), None if mask is None else np.append(mask, True))
 
-    def samples(self) -> Iterator[tuple[tuple[int, int, int, int], TokenizedRow]]:
+    def samples(self) -> Iterator[tuple[tuple[int, int, int, int], Sample]]:
         """Yield (place, sample) in the order of the file, without the index."""
         for place, size, number in self._rows.places():
             row = self._rows.read(place, size, self.describe(number))

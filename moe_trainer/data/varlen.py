@@ -18,7 +18,7 @@ import numpy as np
 
 from arguments.mock_lengths import MockLengths
 from arguments.regular_file import regular_file
-from moe_trainer.data.dataset import DatasetConfig
+from moe_trainer.data.dataset import DatasetConfig, Sample
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.errors import UserError
 
@@ -29,7 +29,8 @@ class Sequences(Protocol):
     """Sequences of token ids, whose lengths are known without reading them.
 
     `sequence_length` counts ids; those of mock data and token files with the end-of-document token that may be missing
-    in `ids`, which may leave out what no sample holds. `ends_with_eod` tells whether a sample that is cut ends with it.
+    in the ids. `sample` may leave out ids that no sample holds. `ends_with_eod` tells whether a sample that is cut ends
+    with that token.
     """
 
     name: str
@@ -37,8 +38,7 @@ class Sequences(Protocol):
 
     def __len__(self) -> int: ...
     def sequence_length(self, index: int) -> int: ...
-    def ids(self, index: int) -> np.ndarray: ...
-    def loss_mask(self, index: int) -> np.ndarray | None: ...
+    def sample(self, index: int) -> Sample: ...
     def prefetch(self, index: int, length: int) -> None: ...
     def locate(self, index: int) -> str: ...
 
@@ -69,13 +69,10 @@ class FileSequences:
             return length
         return length + (length == 0 or int(self._source.get(index, length - 1)[0]) != self._eod)
 
-    def ids(self, index: int) -> np.ndarray:
-        """Return the ids that a sample may have."""
+    def sample(self, index: int) -> Sample:
+        """Return the ids that a sample may have; all are trained."""
         length = min(int(self._source.sequence_lengths[index]), self._max_length)
-        return self._source.get(index, 0, length).astype(np.int64)
-
-    def loss_mask(self, index: int) -> None:
-        """Return None: all ids are trained."""
+        return Sample(self._source.get(index, 0, length).astype(np.int64), None)
 
     def locate(self, index: int) -> str:
         return f"{self.name}.bin, sequence {index}"
@@ -114,8 +111,11 @@ class MockSequences:
     def sequence_length(self, index: int) -> int:
         return int(self.lengths[index])
 
-    def ids(self, index: int) -> np.ndarray:
-        """Return the ids without the end-of-document token."""
+    def sample(self, index: int) -> Sample:
+        """Return the ids without the end-of-document token; all are trained."""
+        return Sample(self._ids(index), None)
+
+    def _ids(self, index: int) -> np.ndarray:
         length = int(self.lengths[index]) - 1
         if self._source is None:
             return np.arange(1, length + 1, dtype=np.int64) % self._vocab_size
@@ -126,9 +126,6 @@ class MockSequences:
             missing -= len(parts[-1])
             number += 1
         return np.concatenate(parts)
-
-    def loss_mask(self, index: int) -> None:
-        """Return None: all ids are trained."""
 
     def locate(self, index: int) -> str:
         return f"{self.name}, sequence {index}"
@@ -229,28 +226,20 @@ class VarlenDataset:
 
     def tokens(self, index: int) -> np.ndarray:
         """Return the ids of sample `index`, int64 [length + 1]."""
-        ids = self._sequences.ids(self._sequence(index))
-        out = np.full(self.length(index) + 1, self._config.tokenizer.eod or 0, dtype=np.int64)
-        kept = self._count_kept(ids, len(out))
-        out[:kept] = ids[:kept]
-        return out
+        return self.sample(index).ids
 
-    def loss_mask(self, index: int) -> np.ndarray | None:
-        """Return which ids of sample `index` are trained as labels, bool [length + 1]; None for all."""
-        sequence = self._sequence(index)
-        mask = self._sequences.loss_mask(sequence)
-        if mask is None:
-            return None
-        out = np.ones(self.length(index) + 1, dtype=bool)
-        kept = self._count_kept(self._sequences.ids(sequence), len(out))
-        out[:kept] = mask[:kept]
-        return out
+    def sample(self, index: int) -> Sample:
+        """Return the ids of sample `index`, and which are trained as labels, each [length + 1].
 
-    def _count_kept(self, ids: np.ndarray, size: int) -> int:
-        """Return how many ids a sample of `size` begins with; the end-of-document token follows."""
-        if len(ids) < size or not self._sequences.ends_with_eod:
-            return min(len(ids), size)
-        return size - (int(ids[size - 1]) != self._config.tokenizer.eod)
+        An end-of-document token in place of the id at which the sample is cut is trained if that id is.
+        """
+        ids, mask = self._sequences.sample(self._sequence(index))
+        size, eod = self.length(index) + 1, self._config.tokenizer.eod or 0
+        missing = max(0, size - len(ids))
+        sample = np.pad(ids[:size], (0, missing), constant_values=eod)
+        if self._sequences.ends_with_eod:
+            sample[-1] = eod
+        return Sample(sample, None if mask is None else np.pad(mask[:size], (0, missing), constant_values=True))
 
     def prefetch(self, index: int) -> None:
         """Start reading a sample that is in object storage."""

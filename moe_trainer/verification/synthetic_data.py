@@ -16,6 +16,7 @@ import torch
 
 from arguments import Arguments
 from moe_trainer.data.build import batch_format
+from moe_trainer.data.dataset import Sample
 from moe_trainer.data.loader import Batch, make_batch, make_packed_batch
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.ops.packed_sequences import PackedSequences
@@ -60,10 +61,10 @@ class VaryingTokenDataset(RandomTokenDataset):
         """Return the first ids of a random sequence, [length + 1] int64."""
         return super().tokens(index)[: self.length(index) + 1]
 
-    def loss_mask(self, index: int) -> np.ndarray:
-        """Return which ids are trained as labels, bool [length + 1]."""
-        kept = np.random.default_rng((self.seed, index, 1)).random(self.length(index)) >= MASKED_FRACTION
-        return np.append(True, kept)
+    def sample(self, index: int) -> Sample:
+        """Return the ids of a sample, and which are trained as labels."""
+        trained = np.random.default_rng((self.seed, index, 1)).random(self.length(index)) >= MASKED_FRACTION
+        return Sample(self.tokens(index), np.append(True, trained))
 
 
 def make_null_tokenizer(args: Arguments) -> SimpleNamespace:

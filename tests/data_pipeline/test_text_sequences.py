@@ -58,7 +58,7 @@ def test_rows_of_text(tmp_path, flags):
         expected = ids if ids and ids[-1] == tokenizer.eod else [*ids, tokenizer.eod]
         expected = expected if len(expected) > 1 else [tokenizer.eod] * 2
         assert train.tokens(index).tolist() == expected
-        assert train.length(index) == len(expected) - 1 and train.loss_mask(index) is None
+        assert train.length(index) == len(expected) - 1 and train.sample(index).loss_mask is None
     assert train.locate(2, 1) == f"{path}, line 5, token 1"
     files = sorted(os.path.basename(name) for name in os.listdir(flags["data_cache_path"]))
     assert [name.partition("-")[2] for name in files] == [
@@ -83,7 +83,7 @@ def test_tables_equal_lines(tmp_path, flags, suffix):
         one, other = (build(flags, 3, data_path=[name], **kind) for name in (path, lines))
         for index in range(3):
             np.testing.assert_array_equal(one.tokens(index), other.tokens(index))
-            np.testing.assert_array_equal(one.loss_mask(index), other.loss_mask(index))
+            np.testing.assert_array_equal(one.sample(index).loss_mask, other.sample(index).loss_mask)
     assert one.locate(2, 0) == f"{path}, row 3, token 0"
 
 
@@ -98,26 +98,26 @@ def test_conversations_and_their_masks(tmp_path, flags):
         ids, offsets = tokenizer.tokenize_with_offsets(tokenizer.format.write(messages).text)
         ranges = tokenizer.format.write(messages).trained
         mask = [any(begin < stop and start < end for begin, end in ranges) for start, stop in offsets]
-        assert train.tokens(index).tolist() == ids and train.loss_mask(index).tolist() == mask
+        assert train.tokens(index).tolist() == ids and train.sample(index).loss_mask.tolist() == mask
         assert 0 < sum(mask) < len(mask)
 
 
 def test_long_samples_are_cut_and_counted(tmp_path, flags, caplog):
-    """--use-varlen-dataset ends with the end-of-document token, which is trained; --sft does not."""
+    """--use-varlen-dataset ends with the end-of-document token; --sft does not."""
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *CHAT, *CHAT]}, {"messages": CHAT}])
     short = flags | {"seq_length": 13}
     whole, cut = build(flags, 2, sft=True, data_path=[path]), build(short, 2, sft=True, data_path=[path])
     assert f"{path}: 1 of 2 samples are cut to --seq-length 13" in caplog.text
     assert whole.length(0) > cut.length(0) == cut.length(1) == whole.length(1) == 13
     assert cut.tokens(0).tolist() == whole.tokens(0)[:14].tolist()
-    assert cut.loss_mask(0).tolist() == whole.loss_mask(0)[:14].tolist()
+    assert cut.sample(0).loss_mask.tolist() == whole.sample(0).loss_mask[:14].tolist()
     eod = build_tokenizer(data_args(**flags)).eod
     for limits in (short, flags):
         varlen = build(limits, 2, use_varlen_dataset=True, data_path=[path])
         for index in range(2):
-            assert varlen.tokens(index)[-1] == eod and varlen.loss_mask(index)[-1]
+            assert varlen.tokens(index)[-1] == eod
             assert (varlen.length(index) == 13) == (limits is short)
-            assert not varlen.loss_mask(index)[:8].any()
+            assert not varlen.sample(index).loss_mask[:8].any()
 
 
 def test_packed_batch_has_no_loss_on_prompts(tmp_path, flags):
@@ -128,8 +128,33 @@ def test_packed_batch_has_no_loss_on_prompts(tmp_path, flags):
     batch = make_packed_batch(train, [0, 1], fmt, PackFormat(128, sequence_multiple=8).pack)
     for index, start in enumerate(batch.packed.cu_seqlens_padded[:2]):
         length, mask = train.length(index), batch.loss_mask_BS[0, start:]
-        assert mask[:length].tolist() == train.loss_mask(index)[1:].astype(float).tolist()
+        assert mask[:length].tolist() == train.sample(index).loss_mask[1:].astype(float).tolist()
         assert not mask[length : batch.packed.padded_lengths[index]].any()
+
+
+def test_samples_of_a_pack_are_tokenized_once(tmp_path, flags, monkeypatch):
+    count = 200
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}] * count)
+    data = data_args(**flags, sft=True, data_path=[path])
+    tokenizer, calls = build_tokenizer(data), []
+    tokenize = type(tokenizer).tokenize_with_offsets
+    train = build_datasets(data, training_args(), tokenizer, (count, 0, 0)).train
+    monkeypatch.setattr(
+        type(tokenizer), "tokenize_with_offsets", lambda self, text: calls.append(text) or tokenize(self, text)
+    )
+    make_packed_batch(train, range(count), batch_format(data, tokenizer), PackFormat(4096, sequence_multiple=1).pack)
+    assert len(calls) == count
+
+
+@pytest.mark.parametrize("seq_length", range(4, 30))
+def test_end_token_in_place_of_a_prompt_has_no_loss(tmp_path, flags, seq_length):
+    """The end-of-document token of a cut sample has the loss of the token that it replaces."""
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *CHAT, *CHAT]}])
+    whole = build(flags, 1, use_varlen_dataset=True, data_path=[path]).sample(0)
+    assert len(whole.ids) > seq_length + 1
+    ids, mask = build(flags | {"seq_length": seq_length}, 1, use_varlen_dataset=True, data_path=[path]).sample(0)
+    assert ids[:-1].tolist() == whole.ids[:seq_length].tolist() and ids[-1] == whole.ids[-1]
+    assert mask.tolist() == whole.loss_mask[: seq_length + 1].tolist()
 
 
 def test_padded_batch(tmp_path, flags):
@@ -144,7 +169,7 @@ def test_padded_batch(tmp_path, flags):
     assert batch.lengths == tuple(map(train.length, range(3))) and batch.lengths[2] == 64
     assert (batch.position_ids_BS == np.arange(64)).all()
     for row, length in enumerate(batch.lengths):
-        ids, mask = train.tokens(row), train.loss_mask(row)
+        ids, mask = train.tokens(row), train.sample(row).loss_mask
         assert batch.tokens_BS[row, :length].tolist() == ids[:-1].tolist()
         assert batch.labels_BS[row, :length].tolist() == ids[1:].tolist()
         assert batch.loss_mask_BS[row, :length].tolist() == ([1] * length if mask is None else mask[1:].tolist())
@@ -177,8 +202,8 @@ def test_index_is_built_once_and_checked(tmp_path, flags, monkeypatch):
     assert calls == list(TEXTS)
     train = build_rank(False)
     assert len(calls) == 4, "another rank maps the index"
-    train.tokens(2), train.tokens(2), train.loss_mask(2)
-    assert calls[4:] == [TEXTS[2]], "a sample is tokenized once"
+    train.sample(2)
+    assert calls[4:] == [TEXTS[2]]
     monkeypatch.setattr(type(tokenizer), "tokenize", lambda self, text: [5])
     with pytest.raises(UserError, match=r"line 1: 2 tokens, \d+ when its index was built: .* delete the index in"):
         build_rank(True).tokens(0)
