@@ -247,18 +247,30 @@ class _Plan:
         return found
 
     def index_texts(self) -> None:
-        """Build the missing indices of text files, and tell how many samples are cut."""
+        """Build the missing indices of text files, and tell how many samples are cut.
+
+        Raises:
+            UserError: for a file of which no token is trained.
+        """
+        longest = self._data.seq_length + 1
         for text in self.texts.values():
             text.write_cache()
             text.load()
-            if num_cut := text.count_longer(self._data.seq_length + 1):
-                logger.warning(
-                    "%s: %d of %d samples are cut to --seq-length %d",
-                    text.name,
-                    num_cut,
-                    len(text),
-                    self._data.seq_length,
-                )
+            self._warn_of_cut(text.name, text.count_longer(longest), len(text))
+            if not (num_untrained := text.count_untrained(longest)):
+                continue
+            problem = (
+                f"{text.name}: {num_untrained} of {len(text)} samples have no trained token: their answers begin after "
+                f"--seq-length {longest - 1}"
+            )
+            if num_untrained == len(text):
+                raise UserError(problem)
+            logger.warning("%s", problem)
+
+    def _warn_of_cut(self, name: str, num_cut: int, num_sequences: int) -> None:
+        if num_cut:
+            length = self._data.seq_length
+            logger.warning("%s: %d of %d samples are cut to --seq-length %d", name, num_cut, num_sequences, length)
 
     def datasets(self, sizes: Sizes, consumed: int) -> Datasets:
         train = self._phases(consumed) if self._data.phase_transitions and sizes[0] else self._split(0, sizes[0])

@@ -95,7 +95,7 @@ class TextSequences(CachedIndex):
     """Samples of a file: conversations, or with `only_conversations` False also texts.
 
     Its index holds, for every sample, its place: (first byte or row, number of bytes, number of the line or row,
-    number of the conversation within it), and its number of ids.
+    number of the conversation within it), its number of ids, and the first of them that is trained as a label.
 
     Args:
         path: of the file.
@@ -113,7 +113,7 @@ class TextSequences(CachedIndex):
         self.ends_with_eod = not only_conversations
         self._rows = _open_rows(path)
         folder = cache_path or f"{path}.cache"
-        super().__init__("TextSequences", "all", {"place": None, "length": None}, folder, path)
+        super().__init__("TextSequences", "all", {"place": None, "length": None, "label": None}, folder, path)
 
     @property
     def identifiers(self) -> dict[str, Any]:
@@ -134,6 +134,10 @@ class TextSequences(CachedIndex):
     def count_longer(self, length: int) -> int:
         """Return how many samples have more ids than `length`."""
         return int((self.index[1] > length).sum())
+
+    def count_untrained(self, length: int) -> int:
+        """Return how many samples have no trained label within their first `length` ids."""
+        return int((self.index[2] >= length).sum())
 
     def prefetch(self, index: int, length: int) -> None:
         """Do nothing: the file is local."""
@@ -201,13 +205,19 @@ class TextSequences(CachedIndex):
             for part, sample in enumerate(self._tokenize(row, number)):
                 yield (place, size, number, part), sample
 
-    def _build(self) -> tuple[np.ndarray, np.ndarray]:
+    def _build(self) -> tuple[np.ndarray, ...]:
         logger.info("tokenizing %s once, for the lengths of its samples", self.name)
-        places, lengths = [], []
+        places, lengths, labels = [], [], []
         for place, sample in self.samples():
             places.append(place)
             lengths.append(len(sample.ids))
+            labels.append(first_label(sample))
         if not lengths:
             raise UserError(f"{self.name}: there is nothing to read")
         logger.info("%s: %d samples, %d tokens", self.name, len(lengths), sum(lengths))
-        return np.array(places, dtype=np.int64), np.array(lengths, dtype=np.int32)
+        return np.array(places, dtype=np.int64), np.array(lengths, dtype=np.int32), np.array(labels, dtype=np.int32)
+
+
+def first_label(sample: Sample) -> int:
+    """Return the number of the first id that is trained as a label, at least 1: a sample's first id is none."""
+    return 1 if sample.loss_mask is None else 1 + int(sample.loss_mask[1:].argmax())

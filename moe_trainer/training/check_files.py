@@ -26,7 +26,7 @@ from moe_trainer.data.index_build import parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sources import requested_sizes, source_flag, training_phases
-from moe_trainer.data.text_sequences import TextSequences, is_text_file
+from moe_trainer.data.text_sequences import TextSequences, first_label, is_text_file
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters
@@ -167,13 +167,21 @@ class _Check:
         """Tokenize the first samples of a text file."""
         if self.built_tokenizer is None:
             return
+        longest = self.args.data.seq_length + 1
         samples = TextSequences(path, self.built_tokenizer, self.args.data.sft).samples()
-        lengths = [len(sample.ids) for _, sample in islice(samples, MAX_CHECKED_ROWS)]
-        cut = sum(length > self.args.data.seq_length + 1 for length in lengths)
+        found = [(len(sample.ids), first_label(sample)) for _, sample in islice(samples, MAX_CHECKED_ROWS)]
+        cut = sum(length > longest for length, _ in found)
+        tokens = sum(length for length, _ in found)
         self.lines.append(
-            f"data: {path}: the first {len(lengths):,} samples have {sum(lengths):,} tokens; {cut:,} are longer than "
+            f"data: {path}: the first {len(found):,} samples have {tokens:,} tokens; {cut:,} are longer than "
             "--seq-length and will be cut"
         )
+        untrained = sum(label >= longest for _, label in found)
+        if untrained:
+            problem = f"{path}: {untrained:,} of them have no trained token: their answers begin after --seq-length"
+            if untrained == len(found) < MAX_CHECKED_ROWS:
+                raise UserError(problem)
+            self.lines.append(f"  WARNING: {problem}")
 
     def _compare_ids(self, dataset: IndexedDataset, prefix: str, flag: str, vocab_size: int | None) -> None:
         left = MAX_CHECKED_TOKENS

@@ -62,7 +62,7 @@ def test_rows_of_text(tmp_path, flags):
     assert train.locate(2, 1) == f"{path}, line 5, token 1"
     files = sorted(os.path.basename(name) for name in os.listdir(flags["data_cache_path"]))
     assert [name.partition("-")[2] for name in files] == [
-        "TextSequences-all-description.txt", "TextSequences-all-length_index.npy", "TextSequences-all-place_index.npy",
+        "TextSequences-all-description.txt", "TextSequences-all-label_index.npy", "TextSequences-all-length_index.npy", "TextSequences-all-place_index.npy",
     ]  # fmt: skip
 
 
@@ -112,11 +112,12 @@ def test_long_samples_are_cut_and_counted(tmp_path, flags, caplog):
     assert cut.tokens(0).tolist() == whole.tokens(0)[:14].tolist()
     assert cut.sample(0).loss_mask.tolist() == whole.sample(0).loss_mask[:14].tolist()
     eod = build_tokenizer(data_args(**flags)).eod
+    short = flags | {"seq_length": 17}
     for limits in (short, flags):
         varlen = build(limits, 2, use_varlen_dataset=True, data_path=[path])
         for index in range(2):
             assert varlen.tokens(index)[-1] == eod
-            assert (varlen.length(index) == 13) == (limits is short)
+            assert (varlen.length(index) == 17) == (limits is short)
             assert not varlen.sample(index).loss_mask[:8].any()
 
 
@@ -146,10 +147,40 @@ def test_samples_of_a_pack_are_tokenized_once(tmp_path, flags, monkeypatch):
     assert len(calls) == count
 
 
+LONG_QUESTION = [{"role": "user", "content": "the fox? " * 40}, ANSWER]
+
+
+@pytest.mark.parametrize("kind", [{"sft": True}, {"use_varlen_dataset": True}])
+def test_answers_that_are_cut_off_are_counted(tmp_path, flags, caplog, kind):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": LONG_QUESTION}, {"messages": CHAT}])
+    train = build(flags, 2, **kind, data_path=[path])
+    assert f"{path}: 1 of 2 samples have no trained token: their answers begin after --seq-length 64" in caplog.text
+    assert [train.sample(index).loss_mask[1:].any() for index in range(2)] == [False, True]
+    write_rows(tmp_path / "b.jsonl", [{"messages": LONG_QUESTION}] * 3)
+    with pytest.raises(UserError, match="b.jsonl: 3 of 3 samples have no trained token"):
+        build(flags, 2, **kind, data_path=[str(tmp_path / "b.jsonl")])
+
+
+@pytest.mark.parametrize("kind", [{"sft": True}, {"use_varlen_dataset": True}])
+def test_untrained_samples_are_those_without_a_label(tmp_path, flags, caplog, kind):
+    """At every length at which a conversation can be cut."""
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"text": "dog"}][: 1 + ("sft" not in kind)])
+    whole = build(flags, 1, **kind, data_path=[path])
+    first = int(whole.sample(0).loss_mask[1:].argmax()) + 1
+    for seq_length, is_trained in ((first - 1, False), (first, True)):
+        caplog.clear()
+        try:
+            sample = build(flags | {"seq_length": seq_length}, 1, **kind, data_path=[path]).sample(0)
+            assert sample.loss_mask[1:].any() == is_trained
+        except UserError:
+            assert "sft" in kind and not is_trained
+        assert ("no trained token" in caplog.text) == (not is_trained and "sft" not in kind)
+
+
 @pytest.mark.parametrize("seq_length", range(4, 30))
 def test_end_token_in_place_of_a_prompt_has_no_loss(tmp_path, flags, seq_length):
     """The end-of-document token of a cut sample has the loss of the token that it replaces."""
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *CHAT, *CHAT]}])
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *CHAT, *CHAT]}, {"text": "dog"}])
     whole = build(flags, 1, use_varlen_dataset=True, data_path=[path]).sample(0)
     assert len(whole.ids) > seq_length + 1
     ids, mask = build(flags | {"seq_length": seq_length}, 1, use_varlen_dataset=True, data_path=[path]).sample(0)
@@ -314,3 +345,14 @@ def test_check_files_tokenizes_the_first_samples(tmp_path, flags):
     write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [QUESTION]}])
     (problem,) = check_files(parse_args(argv, 1)).problems
     assert problem.flags == ("--data-path",) and "a.jsonl, line 2: the conversation has no turn" in problem.message
+
+
+def test_check_files_counts_samples_without_trained_tokens(tmp_path, flags):
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": LONG_QUESTION}, {"messages": CHAT}])
+    argv = [*(word for word in TOY if word != "--mock-data"), "--sft", "--data-path", path]
+    argv += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
+    checked = check_files(parse_args(argv, 1))
+    assert checked.problems == [] and any("WARNING" in line and "1 of them have no" in line for line in checked.lines)
+    write_rows(tmp_path / "a.jsonl", [{"messages": LONG_QUESTION}])
+    (problem,) = check_files(parse_args(argv, 1)).problems
+    assert problem.flags == ("--data-path",) and "no trained token" in problem.message
