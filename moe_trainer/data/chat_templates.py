@@ -17,6 +17,7 @@ Source of the formats: Megatron-LM, sft_tokenizer.py (commit d98e8a64).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypedDict
@@ -80,6 +81,12 @@ class TurnFormat:
             if message["role"] == ASSISTANT:
                 trained.append((len(text) - len(body), len(text)))
         return ChatText(text, tuple(trained))
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """Names of the special tokens that the format writes."""
+        text = self.write([{"role": role, "content": ""} for role in ROLES]).text
+        return sorted(set(re.findall(r"<SPECIAL_\d+>", text)))
 
 
 def _nemotron_h_aligned(role: str, content: str) -> _Turn:

@@ -204,7 +204,17 @@ def open_sft(model: str, special_tokens: Sequence[str], prompt_format: str, chat
     chat_format: ChatFormat
     if prompt_format in TURN_FORMATS:
         write_turn, pad_token = TURN_FORMATS[prompt_format]
-        chat_format, pad = TurnFormat(write_turn), tokenizer.token_id(pad_token)
+        chat_format = TurnFormat(write_turn)
+        pad = tokenizer.token_id(pad_token)
+        missing = [token for token in chat_format.special_tokens if tokenizer.token_id(token) is None]
+        if missing:
+            logger.warning(
+                "--sft-tokenizer-prompt-format %s writes %s, for which %s has no token: they become pieces of text; the "
+                "format assistant writes the tokenizer's chat template",
+                prompt_format,
+                ", ".join(missing),
+                model,
+            )
     else:
         config = _read_config(os.path.dirname(path))
         source = _find_template(os.path.dirname(path), config, model) if chat_template is None else chat_template

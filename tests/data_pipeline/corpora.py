@@ -50,7 +50,7 @@ CHAT_TOKENS = (
 ).split()
 
 
-def write_chat_tokenizer(folder: Path, template: str | None) -> Path:
+def write_chat_tokenizer(folder: Path, template: str | None, special_tokens=CHAT_TOKENS) -> Path:
     """Write a small byte-level BPE with the tokens of the prompt formats and a chat template; return the folder."""
     tokenizers = pytest.importorskip("tokenizers")
     encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -58,7 +58,7 @@ def write_chat_tokenizer(folder: Path, template: str | None) -> Path:
     encoder.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=CHAT_TOKENS,
+        special_tokens=special_tokens,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from data_pipeline.corpora import data_args, write_chat_tokenizer
+from data_pipeline.corpora import CHAT_TOKENS, data_args, write_chat_tokenizer
 
 from moe_trainer.data.conversations import read_conversations, read_row, tokenize_conversation
 from moe_trainer.data.tokenizer import build_tokenizer
@@ -68,6 +68,26 @@ def test_turn_formats(tmp_path):
     identity = build(tmp_path / "c", **{flag: "identity"})
     assert identity.format.write(first).text == "where is the fox?over the lazy dog"
     assert _trained(identity, first) == ["over the lazy dog"] and identity.pad == nano.pad
+
+
+@pytest.mark.parametrize(
+    "prompt_format, missing",
+    [
+        ("nemotron-h-aligned", "writes <SPECIAL_11>, for which"),
+        ("nemotron-nano-v2", "writes <SPECIAL_11>, <SPECIAL_12>, for which"),
+        ("identity", None),
+        ("assistant", None),
+    ],
+)
+def test_special_tokens_that_the_tokenizer_lacks_are_named(tmp_path, caplog, prompt_format, missing):
+    tokens = [token for token in CHAT_TOKENS if token not in ("<SPECIAL_11>", "<SPECIAL_12>")]
+    folder = write_chat_tokenizer(tmp_path / "a", CHATML, tokens)
+    flags = {"tokenizer_type": "SFTTokenizer", "sft_tokenizer_prompt_format": prompt_format}
+    build_tokenizer(data_args(**flags, tokenizer_model=str(folder)))
+    warnings = [record.getMessage() for record in caplog.records if "<SPECIAL" in record.getMessage()]
+    assert len(warnings) == bool(missing) and all(missing in text for text in warnings)
+    build_tokenizer(data_args(**flags, tokenizer_model=str(write_chat_tokenizer(tmp_path / "b", CHATML))))
+    assert len(warnings) == sum("<SPECIAL" in record.getMessage() for record in caplog.records)
 
 
 def _trained(tokenizer, messages):
