@@ -186,6 +186,7 @@ class _Plan:
     def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer):
         self._data, self._training = data, training
         self._opened: dict[str, IndexedDataset] = {}
+        self._files: dict[str, FileSequences] = {}
         self._mock: MockSequences | None = None
         self._store = make_object_store(data)
         self._per_split = get_blends_per_split(data)
@@ -394,7 +395,11 @@ class _Plan:
         if prefix in self.texts:
             return self.texts[prefix]
         if prefix is not None:
-            return FileSequences(self._open(prefix, number), prefix, tokenizer.eod, data.seq_length + 1)
+            if prefix not in self._files:
+                file = FileSequences(self._open(prefix, number), prefix, tokenizer.eod, data.seq_length + 1)
+                self._warn_of_cut(prefix, file.count_longer(data.seq_length + 1), len(file))
+                self._files[prefix] = file
+            return self._files[prefix]
         if self._mock is None:
             config = data.sft_mock_dataset_config_json if data.sft else data.varlen_mock_dataset_config_json
             lengths = read_mock_lengths(config, data.seq_length)

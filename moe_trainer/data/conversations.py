@@ -45,12 +45,12 @@ def read_row(row: Mapping[str, Any]) -> str | list[ChatMessage]:
     Raises:
         ValueError: saying what is wrong with the row.
     """
-    given = {key for key, value in row.items() if value is not None}
+    given = _given_keys(row)
     if "messages" in given:
         return _with_system(_read_turns(row["messages"], "messages", "role", "content"))
     if "conversations" in given:
         return _with_system(_read_turns(row["conversations"], "conversations", "from", "value"))
-    if given.intersection(_QUESTION_KEYS) and given.intersection(_ANSWER_KEYS):
+    if _has_other_turns(row):
         context = _first_text(row, _CONTEXT_KEYS)
         question = "\n\n".join([_first_text(row, _QUESTION_KEYS), *([context] if context else [])])
         answer = _first_text(row, _ANSWER_KEYS)
@@ -71,12 +71,27 @@ def read_conversations(row: Mapping[str, Any]) -> list[list[ChatMessage]]:
     Raises:
         ValueError: saying what is wrong with the row.
     """
+    if row.get("messages") is None and _has_other_turns(row):
+        raise ValueError(
+            '"messages" must be a list of turns, found nothing; --use-varlen-dataset in place of --sft reads such rows '
+            "(ShareGPT, Alpaca)"
+        )
     conversations: list[list[ChatMessage]] = []
     for message in _read_turns(row.get("messages"), "messages", "role", "content"):
         if message["role"] == "system" or not conversations:
             conversations.append([])
         conversations[-1].append(message)
     return conversations
+
+
+def _given_keys(row: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in row.items() if value is not None}
+
+
+def _has_other_turns(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has turns under other keys than messages."""
+    given = _given_keys(row)
+    return "conversations" in given or bool(given.intersection(_QUESTION_KEYS) and given.intersection(_ANSWER_KEYS))
 
 
 def _read_turns(value: Any, key: str, role_key: str, content_key: str) -> list[ChatMessage]:

@@ -268,12 +268,17 @@ def _file_size(path: str) -> int:
 
 
 def _similar_prefixes(path: str) -> str:
-    """Return a hint for the most common mistakes: a prefix without `_text_document`, or with the file's extension."""
+    """Return a hint for common mistakes: no `_text_document`, the file's extension, a text file."""
     folder, name = os.path.split(path)
     stem = name.rsplit(".", 1)[0]
     for ending in (".bin", ".idx"):
         if stem.endswith(ending) and os.path.exists(path[: -len(".idx")]):
             return f"; give the prefix without {ending}"
+    if path.endswith(".idx") and os.path.isfile(path[: -len(".idx")]):
+        return (
+            f"; {path[: -len('.idx')]} is no prefix of token files: make them with scripts/preprocess_data.py "
+            "(--use-varlen-dataset also reads text: .jsonl, .parquet, .arrow)"
+        )
     try:
         names = sorted(n[:-4] for n in os.listdir(folder or ".") if n.endswith(".idx") and n.startswith(stem))
     except OSError:

@@ -62,6 +62,10 @@ class FileSequences:
     def __len__(self) -> int:
         return len(self._source)
 
+    def count_longer(self, length: int) -> int:
+        """Return how many sequences of the file have more ids than `length`."""
+        return int((self._source.sequence_lengths > length).sum())
+
     def sequence_length(self, index: int) -> int:
         """Return the number of ids; reads the last one of a sequence that is not cut."""
         length = int(self._source.sequence_lengths[index])

@@ -155,6 +155,11 @@ class _Check:
                 self._add_problem(flag.split()[0], f"{flag}: {error}")
                 continue
             found[prefix] = np.asarray(dataset.sequence_lengths, dtype=np.int64)
+            if data.has_sequences and (cut := int((found[prefix] > data.seq_length + 1).sum())):
+                self.lines.append(
+                    f"data: {prefix}: {cut:,} of {len(dataset):,} sequences are longer than --seq-length and will be "
+                    "cut"
+                )
         if found:
             tokens, sequences = sum(int(lengths.sum()) for lengths in found.values()), sum(map(len, found.values()))
             self.lines.append(

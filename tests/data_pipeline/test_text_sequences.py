@@ -246,7 +246,9 @@ def test_index_is_built_once_and_checked(tmp_path, flags, monkeypatch):
         ('{"messages": [\n', "line 2: not JSON"),
         ("[1]\n", "line 2: needed a JSON object, found list"),
         ({"text": "a"}, 'line 2: "messages" must be a list of turns, found nothing'),
-        ({"messages": []}, "line 2: .* found an empty list"),
+        ({"conversations": []}, "line 2: .* found nothing; --use-varlen-dataset in place of --sft reads such rows"),
+        ({"prompt": "a", "answer": "b"}, "line 2: .* found nothing; --use-varlen-dataset in place of --sft"),
+        ({"messages": []}, "line 2: .* found an empty list$"),
         ({"messages": [QUESTION]}, "line 2: the conversation has no turn of the assistant"),
         ({"messages": [*CHAT, {"role": "system", "content": ""}, QUESTION]}, "line 2, conversation 2: .* no turn of"),
         ({"messages": [{"role": "user"}, {"content": "a"}]}, 'line 2: turn 2 of "messages" has no "role"'),
@@ -356,3 +358,11 @@ def test_check_files_counts_samples_without_trained_tokens(tmp_path, flags):
     write_rows(tmp_path / "a.jsonl", [{"messages": LONG_QUESTION}])
     (problem,) = check_files(parse_args(argv, 1)).problems
     assert problem.flags == ("--data-path",) and "no trained token" in problem.message
+
+
+def test_check_files_counts_cut_sequences(tmp_path):
+    prefix = write_corpus(tmp_path / "a", [5, 200, 5], vocab_size=100)
+    argv = [*(word for word in TOY if word != "--mock-data"), "--use-varlen-dataset", "--data-path", prefix]
+    argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "1,0,0", "--eval-iters", "0"]
+    cut = [line for line in check_files(parse_args(argv, 1)).lines if "cut" in line]
+    assert cut == [f"data: {prefix}: 1 of 3 sequences are longer than --seq-length and will be cut"]

@@ -65,6 +65,20 @@ def test_no_more_is_read_than_samples_hold(tmp_path, monkeypatch):
     assert {index: max(size for number, size in reads if number == index) for index in range(3)} == {0: 17, 1: 17, 2: 3}
 
 
+def test_cut_sequences_are_counted_once(tmp_path, caplog):
+    prefix = write_sequences(tmp_path / "a", [[*range(2, 2 + size)] for size in (3, 16, 17, 18, 40)])
+    build((2, 2, 2), data_path=[prefix], split="40,40,20")
+    assert [record.getMessage() for record in caplog.records if "are cut" in record.getMessage()] == [
+        f"{prefix}: 2 of 5 samples are cut to --seq-length 16"
+    ]
+
+
+def test_text_in_place_of_a_prefix_is_explained(tmp_path):
+    (tmp_path / "a.txt").write_text("the fox\n")
+    with pytest.raises(ValueError, match=r"a.txt is no prefix of token files: .*preprocess_data.py .*\.jsonl"):
+        build(data_path=[str(tmp_path / "a.txt")], split="1,0,0")
+
+
 def test_splits_and_blends(tmp_path):
     prefixes = [write_corpus(tmp_path / name, [4 + size] * size, seed=size) for name, size in (("a", 4), ("b", 6))]
     data = build((6, 2, 0), data_path=prefixes[:1], split="50,50,0")
