@@ -122,7 +122,8 @@ class _Check:
         has_sizes = training.global_batch_size and training.eval_global_batch_size
         needed = requested_sizes(training) if has_sizes else (0, 0, 0)
         for phase in training_phases(data, training, 0) if phases and needed[0] else ():
-            if all(prefix in opened for prefix in phases[phase.number].prefixes):
+            # a wrong number of files is reported with the flags
+            if phase.number < len(phases) and all(prefix in opened for prefix in phases[phase.number].prefixes):
                 name, size = f"phase {phase.number + 1} of training", phase.end - phase.first
                 self._split(0, phases[phase.number], (0.0, 1.0), opened, size, name)
         for number, (blend, share) in enumerate(zip(blends, shares)):

@@ -74,6 +74,9 @@ def test_phases_are_counted_one_by_one(folder, capsys):
     assert "b: 1,000 tokens, weight 0.5: 1.92 epochs" in out
     code, out, err = check(capsys, *phases, "third")
     assert code == 2 and "--phase-data-args-path third: cannot be read" in out + err
+    code, out, err = check(capsys, *phases)
+    assert code == 2 and "names 1 files; --phase-transition-iterations 20 divides the run into 2 phases" in out + err
+    assert "phase 1 of training: 5,000 tokens" in out
     (folder / "third").write_text("absent")
     code, out, err = check(capsys, *phases, "third")
     assert code == 2 and "absent.idx: no such file" in out + err
