@@ -38,19 +38,19 @@ def split_weights(text: str) -> tuple[float, float, float]:
 
 
 def parse_transitions(text: str) -> tuple[int, ...]:
-    """Parse --phase-transition-iterations such as 1000,1500; the order does not matter.
+    """Parse --phase-transition-iterations such as 1000,1500; return the iterations as they are written.
 
     Raises:
         ValueError: with what is needed.
     """
-    need = "needs different iterations above 0, separated by commas, for example 1000,1500"
+    need = "different iterations above 0, separated by commas, for example 1000,1500"
     try:
-        iterations = sorted(int(word) for word in text.strip().strip("'\"").split(","))
+        iterations = tuple(int(word) for word in text.strip().strip("'\"").split(","))
     except ValueError:
         raise ValueError(need) from None
-    if iterations[0] < 1 or len(set(iterations)) < len(iterations):
+    if min(iterations) < 1 or len(set(iterations)) < len(iterations):
         raise ValueError(need)
-    return tuple(iterations)
+    return iterations
 
 
 def _checked_transitions(text: str) -> str:
@@ -250,4 +250,5 @@ class DataArgs:
     @property
     def phase_transitions(self) -> tuple[int, ...]:
         """Iterations after which another training phase begins, ascending."""
-        return () if self.phase_transition_iterations is None else parse_transitions(self.phase_transition_iterations)
+        text = self.phase_transition_iterations
+        return () if text is None else tuple(sorted(parse_transitions(text)))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from arguments.data import DEFAULT_SPLIT, parse_transitions, split_weights
-from arguments.rules.derived_sizes import DerivedSizes, as_list
+from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
 SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -93,7 +93,13 @@ def check_phases(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     transitions, files = "phase_transition_iterations", "phase_data_args_path"
     if getattr(s, transitions) is None or not getattr(s, files):
         return
-    needed = len(parse_transitions(getattr(s, transitions))) + 1
+    iterations = parse_transitions(getattr(s, transitions))
+    needed = len(iterations) + 1
+    if iterations != tuple(sorted(iterations)):
+        yield s.violation(
+            "{phase_transition_iterations} must be in increasing order: {phase_data_args_path:flag} names one file for "
+            "each phase."
+        )
     if len(getattr(s, files)) != needed:
         yield s.violation(
             "{phase_data_args_path} names {given} files; {phase_transition_iterations} divides the run into {needed} "
@@ -104,6 +110,20 @@ def check_phases(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in (*SOURCES, "train_data_path"):
         if getattr(s, dest):
             yield s.violation("{phase_data_args_path} cannot be combined with {:flag}: both name training data.", dest)
+
+
+def note_phases_after_the_end(s: Settings, _f: DerivedSizes) -> None:
+    """Say which files of phases are not read; a short run with the flags of a long one is valid."""
+    files, last = s.phase_data_args_path, s.train_iters
+    if s.phase_transition_iterations is None or not files or not positive(last):
+        return
+    iterations = sorted(parse_transitions(s.phase_transition_iterations))
+    unread = [file for begin, file in zip(iterations, files[1:]) if begin >= last]
+    if unread:
+        s.note(
+            f"{s.flag('phase_data_args_path')}: {', '.join(unread)} will not be read: the run ends with iteration "
+            f"{last}, before {s.shown('phase_transition_iterations')} begins that phase."
+        )
 
 
 def check_streamed_text(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

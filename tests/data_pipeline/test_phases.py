@@ -34,7 +34,8 @@ def build(consumed, **data):
 def test_phases_of_a_run():
     training = training_args(global_batch_size=BATCH, train_iters=10, eval_interval=100, eval_iters=0)
     stops, continues = (
-        data_args(phase_transition_iterations="7,3", phase_data_args_path=files) for files in (None, ["a", "b", "c"])
+        data_args(phase_transition_iterations=text, phase_data_args_path=files)
+        for text, files in (("7,3", None), ("3,7", ["a", "b", "c"]))
     )
     assert [training_phases(stops, training, n) for n in (0, 11, 12, 28, 40)] == [
         ((0, 0, 12),), ((0, 0, 12),), ((1, 12, 28),), ((2, 28, 40),), ((2, 28, 40),)
