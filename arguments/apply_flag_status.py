@@ -1,6 +1,6 @@
 """Apply flag_status.py to a command line: reject what is not implemented, and note what is renamed or has no effect."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from arguments.flag_status import (
     ARCHITECTURE_FLAGS,
@@ -62,8 +62,12 @@ def merge_architectures(s: Settings, violations: list[Violation]) -> list[Violat
     return violations
 
 
-def note_flag_status(s: Settings) -> None:
-    """Record every given flag that is renamed or has no effect."""
+def note_flag_status(s: Settings, unread: Collection[str]) -> None:
+    """Record every given flag that is renamed or has no effect.
+
+    Args:
+        unread: destinations that are given, with a value that is rejected.
+    """
     rejected = {dest for dest in NOT_IMPLEMENTED if _is_feature_requested(s, dest)}
     for dest in s.given_dests():
         if dest in RENAMED:
@@ -72,7 +76,7 @@ def note_flag_status(s: Settings) -> None:
             given = s.flag(dest) if s.source[dest] == "derived" else s.shown(dest)  # not a value that a rule chose
             s.note_no_effect(given, NO_EFFECT[dest])
     for required, dests in REQUIRES:
-        if not any(_is_on(s, name) for name in required):
+        if not any(_is_on(s, name) or name.partition("=")[0] in unread for name in required):
             requirement = " or ".join(_requirement(s, name) for name in required)
             for dest in dests.split():
                 if s.given(dest) and s.values[dest] != s.default(dest):

@@ -87,7 +87,7 @@ def resolve_command_line(
     names = {spelling for dest in unread for spelling in OPTIONS[dest].spellings}
     violations += [v for v in rules.check(settings, world_size) if not names.intersection(v.flags)]
     violations = merge_architectures(settings, violations + check_flag_status(settings))
-    note_flag_status(settings)
+    note_flag_status(settings, unread)
     return settings, violations
 
 

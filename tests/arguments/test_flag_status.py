@@ -258,6 +258,23 @@ def test_option_without_its_feature_has_no_effect():
     assert any("--mtp-loss-scaling-factor 0.3 has no effect without --mtp-num-layers" in line for line in args.notes)
 
 
+def test_feature_with_a_rejected_value_is_not_called_missing():
+    phases = ("--phase-data-args-path", "a", "b")
+    with pytest.raises(ArgumentError) as raised:
+        parse(*phases, "--phase-transition-iterations", "0,3")
+    assert "the value must be different iterations above 0" in str(raised.value)
+    assert not any("has no effect" in note for note in raised.value.notes), raised.value.notes
+    assert any("has no effect without --phase-transition-iterations" in note for note in parse(*phases).notes)
+
+
+def test_files_of_phases_after_the_end_are_named():
+    phases = "--phase-transition-iterations 4,20 --phase-data-args-path a b c --train-iters".split()
+    argv = [flag for flag in TOY if flag != "--mock-data"] + phases
+    notes = parse_args([*argv, "6"], 1).notes
+    assert any("--phase-data-args-path: c will not be read: the run ends with iteration 6" in line for line in notes)
+    assert not any("will not be read" in line for line in parse_args([*argv, "21"], 1).notes)
+
+
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer --data-parallel-sharding-strategy"
 
 
