@@ -7,6 +7,7 @@ d98e8a64, validate_args).
 
 from collections.abc import Iterator
 
+from arguments.parallel import dynamic_cp_sizes
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -88,6 +89,13 @@ def check_dynamic_sizes(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             "data-parallel, {context_parallel_size}).",
             ranks=ranks,
             dp=f.dp,
+        )
+    elif positive(smallest) and smallest not in (sizes := dynamic_cp_sizes(ranks, 1)):
+        yield s.violation(
+            "{min_dynamic_context_parallel_size} is no size of a group: {ranks} data- and context-parallel ranks have "
+            "groups of {sizes}.",
+            ranks=ranks,
+            sizes=", ".join(map(str, sizes)),
         )
 
 

@@ -32,6 +32,7 @@ INVALID_LINES = (
     ("--use-varlen-dataset --sequence-packing-scheduler default_dynamic_cp", "", "--sequence-packing-scheduler"),
     (f"{DYNAMIC} --sequence-packing-scheduler dp_balanced", "", "--dynamic-context-parallel"),
     (f"{DYNAMIC} --min-dynamic-context-parallel-size 16", "", "--min-dynamic-context-parallel-size"),
+    (f"{DYNAMIC} --min-dynamic-context-parallel-size 3", "", "--min-dynamic-context-parallel-size"),
     (f"{DYNAMIC} --hybrid-context-parallel", "", "--hybrid-context-parallel"),
     (f"{DYNAMIC.replace('dynamic', 'hybrid')} --pipeline-model-parallel-size 2", "", "--hybrid-context-parallel"),
     ("--use-varlen-dataset --bf16 --fp8-format e4m3 --max-seqlen-per-dp-cp-rank 1024 --pad-packed-seq-alignment 8", "", "--pad-packed-seq-alignment"),

@@ -41,6 +41,11 @@ def test_hybrid_is_the_deprecated_spelling():
         ("--sequence-packing-scheduler dp_balanced", "needs --sequence-packing-scheduler default_dynamic_cp, not dp_b"),
         ("--varlen-sbhd-validation", "--dynamic-context-parallel does not support --varlen-sbhd-validation"),
         ("--min-dynamic-context-parallel-size 8", "--min-dynamic-context-parallel-size 8 exceeds the 4 data- and"),
+        (
+            "--min-dynamic-context-parallel-size 3",
+            "--min-dynamic-context-parallel-size 3 is no size of a group: 4 data- and context-parallel ranks have "
+            "groups of 1, 2, 4",
+        ),
         ("--min-dynamic-context-parallel-size 0", "--min-dynamic-context-parallel-size 0 must be above 0"),
         ("--pipeline-model-parallel-size 4", "needs an even number of data- and context-parallel ranks, not 1"),
         ("--hybrid-context-parallel", "--hybrid-context-parallel and --dynamic-context-parallel: give the second one"),
