@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from arguments.parallel import sequence_padding_multiple
+from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
 from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, PipelineLayout, read_layout
 from arguments.rules.packing import is_packed
@@ -234,7 +234,9 @@ def packing(s: Settings, new: ParallelMapping, values: Mapping[str, object]) -> 
     if is_dynamic:  # a rank holds half of the longest sequence, so that there are groups of several ranks
         sizes |= {
             "dynamic_context_parallel": True,
-            "min_dynamic_context_parallel_size": min(s.min_dynamic_context_parallel_size, new.dp * new.cp),
+            "min_dynamic_context_parallel_size": max(
+                size for size in dynamic_cp_sizes(new.dp * new.cp, 1) if size <= s.min_dynamic_context_parallel_size
+            ),
             "max_seqlen_per_dp_cp_rank": _length(new) // 2,
         }
     scheduler = "dp_balanced" if s.dynamic_context_parallel and not is_dynamic else s.sequence_packing_scheduler
