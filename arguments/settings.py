@@ -222,7 +222,7 @@ class Settings:
             self.renamed.append((flag, became))
 
     def note_no_effect(self, flag: str, reason: str) -> None:
-        """Record once that a given flag has no effect; the reason may begin with "without"."""
+        """Record once that a given flag has no effect; the reason may begin with "with" or "without"."""
         if (flag, reason) not in self.no_effect:
             self.no_effect.append((flag, reason))
 
@@ -256,4 +256,4 @@ class _Mention(NamedTuple):
 
 
 def _join_reason(reason: str) -> str:
-    return f" {reason}" if reason.startswith("without ") else f": {reason}"
+    return f" {reason}" if reason.startswith(("with ", "without ")) else f": {reason}"

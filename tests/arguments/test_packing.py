@@ -152,8 +152,11 @@ def test_flags_without_use_are_noted():
     notes = parse("--max-seqlen-per-dp-cp-rank", "64", argv=TOY).notes
     assert any("--max-seqlen-per-dp-cp-rank 64 has no effect without --use-varlen-dataset" in note for note in notes)
     assert any(
-        "--eod-mask-loss has no effect: with --use-varlen-dataset" in note for note in parse("--eod-mask-loss").notes
+        "--eod-mask-loss has no effect with --use-varlen-dataset" in note for note in parse("--eod-mask-loss").notes
     )
+    text = "--micro-batch-size 2 with --use-varlen-dataset: the lengths of samples determine the microbatches"
+    assert any(text in note for note in parse("--micro-batch-size", "2").notes)
+    assert not any(text in note for note in parse("--micro-batch-size", "1").notes)
 
 
 def test_mock_lengths(tmp_path):
