@@ -133,6 +133,15 @@ def check_streamed_text(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{dataloader_type} external needs text: {train_data_path:flag} FILES.")
 
 
+def note_streamed_text_without_validation(s: Settings, _f: DerivedSizes) -> None:
+    has_validation = s.valid_data_path or s.per_split_data_args_path
+    if s.dataloader_type == "external" and positive(s.eval_iters) and not has_validation:
+        s.note(
+            f"{s.flag('eval_iters')} {s.eval_iters} with {s.shown('dataloader_type')}: nothing is validated; give "
+            f"{s.flag('valid_data_path')} FILES."
+        )
+
+
 STREAM_CONFLICTS = (
     ("full_validation", "the end of streamed text is not known"),
     ("multiple_validation_sets", "streamed text has one validation set"),

@@ -275,6 +275,15 @@ def test_files_of_phases_after_the_end_are_named():
     assert not any("will not be read" in line for line in parse_args([*argv, "21"], 1).notes)
 
 
+def test_streamed_text_without_validation_is_noted():
+    argv = [flag for flag in TOY if flag != "--mock-data"]
+    argv += "--dataloader-type external --train-data-path a.jsonl --eval-interval 5 --eval-iters".split()
+    text = "--eval-iters 2 with --dataloader-type external: nothing is validated; give --valid-data-path FILES"
+    assert any(text in note for note in parse_args([*argv, "2"], 1).notes)
+    for more in (["0"], ["2", "--valid-data-path", "b.jsonl"]):
+        assert not any("nothing is validated" in note for note in parse_args([*argv, *more], 1).notes)
+
+
 FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer --data-parallel-sharding-strategy"
 
 
