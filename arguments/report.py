@@ -112,7 +112,8 @@ def run_validate_only(
             return 2
     if violations:
         sys.stdout.flush()
-        print(f"pretrain_moe.py: {ArgumentError(violations)}", file=sys.stderr)
+        subject = "the arguments" if files is None else "the arguments or their files"
+        print(f"pretrain_moe.py: {ArgumentError(violations, subject=subject)}", file=sys.stderr)
     return 2 if violations else 0
 
 
@@ -213,7 +214,7 @@ def summary(
     lines = [
         f"not valid: {count} (see standard error)"
         if violations
-        else "valid" + (f" for {world_size} ranks" if world_size else "")
+        else "valid" + (f" for {world_size} rank{'s' if world_size > 1 else ''}" if world_size else "")
     ]
     if params["total"] is not None:
         lines.append(f"parameters: {params['total']:,} (+ {params['mtp'] or 0:,} multi-token prediction)")

@@ -56,15 +56,20 @@ class Limit(NamedTuple):
 class ArgumentError(ValueError):
     """A command line that cannot run.
 
-    `violations` lists every reason; `settings` holds what was resolved so far.
+    `violations` lists every reason; `settings` holds what was resolved so far; `subject` is what was checked.
     """
 
-    def __init__(self, violations: Iterable[Violation], settings: "Settings | None" = None):
+    def __init__(
+        self,
+        violations: Iterable[Violation],
+        settings: "Settings | None" = None,
+        subject: str = "the arguments",
+    ):
         self.violations = list(violations)
         self.settings = settings
         self.notes = settings.lines() if settings is not None else []
         count = len(self.violations)
-        head = "1 problem with the arguments:" if count == 1 else f"{count} problems with the arguments:"
+        head = f"{count} problem{'s' if count > 1 else ''} with {subject}:"
         super().__init__("\n".join([head, *(f"  - {violation.message}" for violation in self.violations)]))
 
 

@@ -113,9 +113,8 @@ def check_capacity(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     size = s.max_seqlen_per_dp_cp_rank * f.largest_cp
     if size < s.seq_length:
         yield s.violation(
-            "{max_seqlen_per_dp_cp_rank} on {cp} context-parallel ranks holds {size} tokens; the longest sample has "
-            "{seq_length}.",
-            cp=f.largest_cp,
+            "{max_seqlen_per_dp_cp_rank} on {cp} holds {size} tokens; the longest sample has {seq_length}.",
+            cp="1 rank" if f.largest_cp == 1 else f"{f.largest_cp} context-parallel ranks",
             size=size,
         )
 

@@ -295,11 +295,11 @@ def parse_json_object(line: bytes, where: str, hint: str = "") -> dict[str, Any]
         UserError: naming the line and what is wrong with it.
     """
     try:
-        fields = json.loads(line.decode("utf-8"))
+        fields = json.loads(line.decode("utf-8").rstrip("\r\n"))  # so that the end of the line has a column
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON ({error.msg} at column {error.colno}){hint}") from None
+        raise UserError(f"{where}: not JSON ({error.msg.removesuffix(' at')} at column {error.colno}){hint}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: cannot be read ({error})") from None
     if not isinstance(fields, dict):

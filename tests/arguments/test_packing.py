@@ -61,7 +61,7 @@ def test_padding_of_packs():
 @pytest.mark.parametrize(
     "more, problem",
     [
-        ("--max-seqlen-per-dp-cp-rank 3", "--max-seqlen-per-dp-cp-rank 3 on 1 context-parallel ranks holds 3 tokens"),
+        ("--max-seqlen-per-dp-cp-rank 3", "--max-seqlen-per-dp-cp-rank 3 on 1 rank holds 3 tokens"),
         ("--pad-packed-seq-alignment many", "must be max or a positive number"),
         (
             "--max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment 65",

@@ -36,6 +36,8 @@ def test_report_of_a_valid_line(tmp_path, capsys):
     assert [item["flag"] for item in report["idle"]] == ["--use-flash-attn"]
     shown = capsys.readouterr().out
     assert shown.startswith("valid for 4 ranks\nparameters: 10 ")
+    run(tmp_path, "--world-size", "1")
+    assert capsys.readouterr().out.startswith("valid for 1 rank\n")
     assert "num_layers" in shown and "(command line)" in shown and "(derived" in shown
     assert "adam_beta1" not in shown and "settings are at their defaults (--log-all-arguments prints them too)" in shown
     run(tmp_path, "--world-size", "4", "--log-all-arguments")

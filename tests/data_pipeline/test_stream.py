@@ -15,7 +15,7 @@ from training.tiny import TINY
 from moe_trainer.data import blend as blend_order
 from moe_trainer.data import document_sources, object_storage
 from moe_trainer.data.build import batch_format, build_streams
-from moe_trainer.data.document_sources import FileSource, open_source
+from moe_trainer.data.document_sources import FileSource, open_source, parse_json_object
 from moe_trainer.data.loader import build_loader
 from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamLoader, merge_states
 from moe_trainer.errors import UserError
@@ -275,6 +275,18 @@ def test_missing_libraries_files_and_keys_are_named(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\nno\n')
     with pytest.raises(UserError, match=r"b\.jsonl from 0 to \d+, line 2: not JSON \(.* at column 1\)$"):
         read_all(FileSource([str(tmp_path / "b.jsonl")], "text"))
+
+
+@pytest.mark.parametrize(
+    "line, problem",
+    [
+        (b'{"text": "a"\r\n', r"a, line 1: not JSON \(Expecting ',' delimiter at column 13\)$"),
+        (b'{"text": "a\tb"}\n', r"a, line 1: not JSON \(Invalid control character at column 12\)$"),
+    ],
+)
+def test_a_line_that_is_not_json_is_named_with_its_column(line, problem):
+    with pytest.raises(UserError, match=problem):
+        parse_json_object(line, "a, line 1")
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -77,6 +77,7 @@ def test_phases_are_counted_one_by_one(folder, capsys):
     code, out, err = check(capsys, *phases)
     assert code == 2 and "names 1 files; --phase-transition-iterations 20 divides the run into 2 phases" in out + err
     assert "phase 1 of training: 5,000 tokens" in out
+    assert err.startswith("pretrain_moe.py: 1 problem with the arguments or their files:")
     (folder / "third").write_text("absent")
     code, out, err = check(capsys, *phases, "third")
     assert code == 2 and "absent.idx: no such file" in out + err
