@@ -16,14 +16,13 @@ from torch import Tensor
 
 from moe_trainer.ops.grouped_gemm import GroupedGemms
 
-GROUP = tl.constexpr(
-    8
-)  # tiles of rows that go through all columns together, so that their weights are found in the L2 cache
+GROUP = tl.constexpr(8)
+"""Tiles of rows that go through all columns together, so that their weights are found in the L2 cache."""
 
 
 @triton.jit
-def _my_rows(offsets, tile, num_experts, TILE_ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The expert that a tile of rows belongs to, the tile's first row and the row after the expert's last."""
+def find_tile_rows(offsets, tile, num_experts, TILE_ROWS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Return the expert that a tile of rows belongs to, the tile's first row and the row after the expert's last."""
     index = tl.arange(0, EXPERTS)
     end = tl.load(offsets + index, mask=index < num_experts, other=0)
     start = tl.load(offsets + index - 1, mask=(index > 0) & (index < num_experts), other=0)
@@ -62,7 +61,7 @@ def rows_kernel(
     in_group = tl.program_id(0) % (GROUP * num_column_tiles)
     height = tl.minimum(num_row_tiles - group * GROUP, GROUP)
     tile = group * GROUP + in_group % height
-    expert, first, end = _my_rows(offsets, tile, num_experts, ROWS, EXPERTS)
+    expert, first, end = find_tile_rows(offsets, tile, num_experts, ROWS, EXPERTS)
     if expert < num_experts:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         column = in_group // height * COLUMNS + tl.arange(0, COLUMNS)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_trainer.ops.triton_grouped_gemm import GROUP, _my_rows
+from moe_trainer.ops.triton_grouped_gemm import GROUP, find_tile_rows
 from moe_trainer.quantization.scaled_grouped import ExpertKernels
 from moe_trainer.quantization.triton_quantize import quantize_both
 
@@ -43,7 +43,7 @@ def block_rows_kernel(
     group = tl.program_id(0) // (GROUP * num_column_tiles)
     in_group = tl.program_id(0) % (GROUP * num_column_tiles)
     height = tl.minimum(num_row_tiles - group * GROUP, GROUP)
-    expert, first, end = _my_rows(offsets, group * GROUP + in_group % height, num_experts, ROWS, EXPERTS)
+    expert, first, end = find_tile_rows(offsets, group * GROUP + in_group % height, num_experts, ROWS, EXPERTS)
     if expert < num_experts:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         tile = in_group // height
