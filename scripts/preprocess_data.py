@@ -95,6 +95,9 @@ def main(argv: list[str] | None = None) -> int:
         drop_duplicates=args.drop_duplicates,
         log_interval=args.log_interval,
     )
+    if not args.append_eod:
+        text = "WARNING: without --append-eod no token marks the ends of documents, which samples join"
+        print(f"preprocess_data.py: {text}", file=sys.stderr)
     # exit by exception, so that temporary files are removed; finished outputs are preserved
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -215,9 +215,12 @@ def test_command_line_of_preprocess_data(tmp_path):
     done = command("--input", RECORDED / "corpusN.jsonl", "--output-prefix", "deep/er/N", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["deep/er/N_text_document"]
-    assert "Processed 40 documents" in done.stderr
+    assert "Processed 40 documents" in done.stderr and "WARNING" not in done.stderr
     recorded = json.loads((RECORDED / "recorded.json").read_text())["preprocessed_md5"]
     assert hashlib.md5(files(tmp_path / "deep" / "er", "N")[0]).hexdigest() == recorded["bin"]
+    flags.remove("--append-eod")
+    done = command("--input", RECORDED / "corpusN.jsonl", "--output-prefix", "without", *flags, cwd=tmp_path)
+    assert done.returncode == 0 and "WARNING: without --append-eod no token marks the ends" in done.stderr
 
 
 @pytest.mark.parametrize(
