@@ -136,6 +136,10 @@ class TemplateFormat:
         self._has_marks = "generation" in source and "endgeneration" in source
 
     def write(self, messages: Sequence[ChatMessage]) -> ChatText:
+        if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
+            raise ValueError(
+                "a message has U+FDD0 or U+FDD1, which are no characters; trained text is marked with them"
+            )
         marked = self._render(messages)
         text, trained = _cut_marks(marked)
         if self.trains_prompts:
@@ -167,7 +171,7 @@ class TemplateFormat:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template rejects it ({error})") from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except Exception as error:  # a template can do what a program can
             raise ValueError(f"the chat template fails ({type(error).__name__}: {error})") from None
 
 

@@ -304,6 +304,13 @@ def parse_json_object(line: bytes, where: str, hint: str = "") -> dict[str, Any]
         raise UserError(f"{where}: cannot be read ({error})") from None
     if not isinstance(fields, dict):
         raise UserError(f"{where}: needed a JSON object, found {type(fields).__name__}")
+    if b"\\ud" in line or b"\\uD" in line:
+        try:
+            json.dumps(fields, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(
+                f"{where}: has half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+            ) from None
     return fields
 
 

@@ -117,9 +117,12 @@ class TextSequences(CachedIndex):
 
     @property
     def identifiers(self) -> dict[str, Any]:
+        status = os.stat(self.name)  # a file may be replaced by an older one
         return {
             "class": self.class_name,
             "dataset_path": self.name,
+            "size": status.st_size,
+            "mtime_ns": status.st_mtime_ns,
             "only_conversations": self._only_conversations,
             "tokenizer": self._tokenizer.unique_identifiers,
         }

@@ -209,8 +209,8 @@ def open_sft(model: str, special_tokens: Sequence[str], prompt_format: str, chat
         missing = [token for token in chat_format.special_tokens if tokenizer.token_id(token) is None]
         if missing:
             logger.warning(
-                "--sft-tokenizer-prompt-format %s writes %s, for which %s has no token: they become pieces of text; the "
-                "format assistant writes the tokenizer's chat template",
+                "--sft-tokenizer-prompt-format %s writes %s, for which %s has no token: they become pieces of text; "
+                "the format assistant writes the tokenizer's chat template",
                 prompt_format,
                 ", ".join(missing),
                 model,

@@ -189,6 +189,7 @@ def test_template_files_and_flags(tmp_path):
         ("{{ raise_exception('roles must alternate') }}", r"rejects it \(roles must alternate\)"),
         ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
         ("{{ messages[0]['content'] + 1 }}", r"fails \(TypeError"),
+        ("{{ 1 / 0 }}", r"fails \(ZeroDivisionError"),
         (LAST_ONLY, "does not write turn 2 alike .* mark them with"),
         (
             "{{ messages[0]['content'] }}{% generation %}{% endgeneration %}",
@@ -201,6 +202,13 @@ def test_templates_that_fail(tmp_path, template, problem):
     messages = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     with pytest.raises(ValueError, match=problem):
         tokenize_conversation(messages, tokenizer)
+
+
+@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1"])
+def test_messages_cannot_mark_what_is_trained(tmp_path, mark):
+    tokenizer = build(tmp_path / "a", CHATML, sft_tokenizer_prompt_format="assistant")
+    with pytest.raises(ValueError, match="a message has U.FDD0 or U.FDD1"):
+        tokenize_conversation(turns(("user", f"a{mark}b"), ("assistant", "c")), tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,7 @@ def test_index_is_built_once_and_checked(tmp_path, flags, monkeypatch):
     [
         ('{"messages": [\n', "line 2: not JSON"),
         ("[1]\n", "line 2: needed a JSON object, found list"),
+        ('{"text": "a \\ud800 b"}\n', "line 2: has half of a surrogate pair"),
         ({"text": "a"}, 'line 2: "messages" must be a list of turns, found nothing'),
         ({"conversations": []}, "line 2: .* found nothing; --use-varlen-dataset in place of --sft reads such rows"),
         ({"prompt": "a", "answer": "b"}, "line 2: .* found nothing; --use-varlen-dataset in place of --sft"),
@@ -286,13 +287,27 @@ def test_conversations_need_their_tokenizer(tmp_path, flags):
         build(flags | {"tokenizer_type": "HuggingFaceTokenizer"}, use_varlen_dataset=True, data_path=[path])
 
 
-def test_replaced_text_is_noticed(tmp_path, flags):
+@pytest.mark.parametrize("kind", [{"sft": True}, {"use_varlen_dataset": True}])
+def test_replaced_text_is_noticed(tmp_path, flags, kind):
     path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    data = data_args(**flags, sft=True, data_path=[path])
+    data = data_args(**flags, **kind, data_path=[path])
     before = make_fingerprint(data, ())
     assert len(before["data"]) == 1 and compare_fingerprints(before, make_fingerprint(data, ())) == []
     write_rows(tmp_path / "a.jsonl", [{"messages": CHAT * 2}])
     assert "other content in" in compare_fingerprints(before, make_fingerprint(data, ()))[0]
+
+
+def test_another_file_or_tokenizer_makes_another_index(tmp_path, flags):
+    """Also a file that is older than the index."""
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    assert len(build(flags, None, use_varlen_dataset=True, data_path=[path])) == 4
+    older = write_rows(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS * 2])
+    os.utime(older, (1, 1))
+    os.replace(older, path)
+    assert len(build(flags, None, use_varlen_dataset=True, data_path=[path])) == 8
+    before = len(os.listdir(flags["data_cache_path"]))
+    build(flags, None, use_varlen_dataset=True, data_path=[path], sft_tokenizer_prompt_format="identity")
+    assert len(os.listdir(flags["data_cache_path"])) > before
 
 
 def test_inspection_shows_what_is_trained(tmp_path, flags, capsys):
