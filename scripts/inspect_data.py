@@ -2,11 +2,11 @@
 
     python scripts/inspect_data.py data/my_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model path
 
-Of files of text and conversations it prints the first samples, with the tokens that are trained:
+Files of text and conversations are tokenized. Their first samples are printed too, with the tokens that are trained:
 
     python scripts/inspect_data.py chats.jsonl --sft --tokenizer-type SFTTokenizer --tokenizer-model path --preview 3
 
-Every document of a token file is read once. The exit code is 1 with --strict if there are problems.
+Every document is read once. The exit code is 1 with --strict if there are problems.
 """
 
 import argparse
@@ -26,7 +26,14 @@ try:
 except UserError as error:
     print(f"inspect_data.py: {error}", file=sys.stderr)
     sys.exit(ExitCode.USER_ERROR)
-from moe_trainer.data.statistics import QUANTILES, TokenStatistics, collect_statistics, preview, preview_text
+from moe_trainer.data.statistics import (
+    QUANTILES,
+    TokenStatistics,
+    collect_statistics,
+    collect_text_statistics,
+    preview,
+    preview_text,
+)
 from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.estimate.length_histogram import LengthHistogram, read_histogram
@@ -53,7 +60,8 @@ def describe(found: TokenStatistics) -> str:
     """Return the report of one pair of files."""
     quantiles = ", ".join(f"{share:.0%} {length:,}" for share, length in zip(QUANTILES, found.length_quantiles))
     lines = [
-        f"{found.prefix}: {found.documents:,} documents, {found.tokens:,} tokens ({found.dtype})",
+        f"{found.prefix}: {found.documents:,} documents, {found.tokens:,} tokens ({found.dtype})"
+        + ("" if found.trained is None else f", {found.trained:,} trained"),
         f"  lengths: {found.shortest:,} to {found.longest:,}, mean {found.mean:,.1f}; {quantiles}",
     ]
     if found.lowest_id is not None:
@@ -80,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
                 if tokenizer is None:
                     raise UserError(f"{prefix}: text needs --tokenizer-type")
                 sequences = TextSequences(prefix, tokenizer, args.sft)
+                results.append(collect_text_statistics(sequences))
+                print(describe(results[-1]))
                 print(*preview_text(sequences, tokenizer, args.preview or 1, args.preview_tokens), sep="\n")
                 if args.length_histogram:
                     lengths.update(len(sample.ids) for _, sample in sequences.samples())

@@ -1,9 +1,10 @@
-"""Statistics and checks of token files: lengths, ids, ends of documents, duplicates."""
+"""Statistics and checks of token files and of text: lengths, ids, ends of documents, duplicates."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, islice
 from typing import Any
@@ -23,7 +24,7 @@ _COUNTED_IDS = 1 << 22
 
 @dataclass
 class TokenStatistics:
-    """What a pair of token files holds.
+    """What a pair of token files, or a file of text, holds.
 
     Attributes:
         length_bounds: documents of [bounds[i], bounds[i + 1]) tokens are in bin i of the histogram.
@@ -38,6 +39,7 @@ class TokenStatistics:
         outside: tokens above the vocabulary.
         duplicates: documents that repeat an earlier one, and the tokens in them.
         first_duplicate: its number and that of the document it repeats.
+        trained: tokens of text that are trained; None for token files.
     """
 
     prefix: str
@@ -64,6 +66,7 @@ class TokenStatistics:
     duplicates: int = 0
     duplicate_tokens: int = 0
     first_duplicate: tuple[int, int] | None = None
+    trained: int | None = None
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,19 +85,42 @@ def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> Token
     """
     dataset = open_token_file(prefix, memory_map=False)  # a map is for reading in random order
     dataset.check_sequences()
-    lengths = _document_lengths(dataset)
-    found = _describe_lengths(prefix, dataset, lengths)
+    return _collect(prefix, dataset.dtype.name, _documents(dataset), tokenizer)
+
+
+def collect_text_statistics(sequences: TextSequences) -> TokenStatistics:
+    """Tokenize a file of text once, sample by sample.
+
+    Raises:
+        UserError: naming the first row that cannot be used.
+    """
+    trained = 0
+
+    def documents() -> Iterator[np.ndarray]:
+        nonlocal trained
+        for _, (ids, mask) in sequences.samples():
+            trained += len(ids) if mask is None else int(mask.sum())
+            yield ids
+
+    found = _collect(sequences.name, "text", documents(), None)
+    found.trained = trained
+    return found
+
+
+def _collect(prefix: str, dtype: str, documents: Iterator[np.ndarray], tokenizer: Tokenizer | None) -> TokenStatistics:
     counts = _IdCounts(_COUNTED_IDS if tokenizer is None else tokenizer.vocab_size)
-    hashes = np.zeros(len(lengths), dtype=np.uint64)
+    digests, lengths = array("Q"), array("q")
+    first_negative = None
     eod, bos = (None, None) if tokenizer is None else (tokenizer.eod, tokenizer.bos)
     no_eod = no_bos = num_eod = num_waiting = 0
     waiting: list[np.ndarray] = []
-    for number, ids in _documents(dataset):
+    for number, ids in enumerate(documents):
+        lengths.append(len(ids))
+        digests.append(int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little"))
         if not len(ids):
             continue
-        hashes[number] = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
-        if found.first_negative is None and ids.min() < 0:
-            found.first_negative = number
+        if first_negative is None and ids.min() < 0:
+            first_negative = number
         if ids[-1] == eod:
             num_eod += 1
         else:
@@ -107,6 +133,8 @@ def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> Token
             waiting, num_waiting = [], 0
     if waiting:
         counts.add(np.concatenate(waiting))
+    found = _describe_lengths(prefix, dtype, np.array(lengths))
+    found.first_negative = first_negative
     found.lowest_id, found.highest_id, found.negative = counts.lowest, counts.highest, counts.num_negative
     found.distinct_ids = int(np.count_nonzero(counts.by_id))
     if eod is not None:
@@ -114,7 +142,7 @@ def collect_statistics(prefix: str, tokenizer: Tokenizer | None = None) -> Token
         found.inner_eod = int(counts.by_id[eod : eod + 1].sum()) - num_eod
     found.no_bos = None if bos is None else no_bos
     found.outside = None if tokenizer is None else counts.num_above
-    _find_duplicates(found, hashes, lengths)
+    _find_duplicates(found, np.array(digests), np.array(lengths))
     _list_problems(found, tokenizer)
     return found
 
@@ -146,26 +174,21 @@ class _IdCounts:
         self.by_id[: len(seen)] += seen
 
 
-def _document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
-    return np.diff(ends[dataset.document_indices])
-
-
-def _documents(dataset: IndexedDataset) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number and the ids of every document."""
+def _documents(dataset: IndexedDataset) -> Iterator[np.ndarray]:
+    """Yield the ids of every document."""
     bounds = dataset.document_indices.tolist()
-    for number, (first, last) in enumerate(zip(bounds, bounds[1:])):
+    for first, last in zip(bounds, bounds[1:]):
         parts = [dataset.get(sequence) for sequence in range(first, last)]
-        yield number, parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dataset.dtype), *parts])
+        yield parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dataset.dtype), *parts])
 
 
-def _describe_lengths(prefix: str, dataset: IndexedDataset, lengths: np.ndarray) -> TokenStatistics:
+def _describe_lengths(prefix: str, dtype: str, lengths: np.ndarray) -> TokenStatistics:
     longest = int(lengths.max(initial=0))
     bounds = [0, *(1 << power for power in range(longest.bit_length() + 1))]
     bins = np.searchsorted(bounds, lengths, side="right") - 1
     return TokenStatistics(
         prefix=prefix,
-        dtype=dataset.dtype.name,
+        dtype=dtype,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         empty=int((lengths == 0).sum()),
@@ -229,13 +252,17 @@ def preview(prefix: str, tokenizer: Tokenizer | None, numbers: range, max_tokens
     for number in numbers[: max(len(bounds) - 1, 0)]:
         sequences = range(int(bounds[number]), int(bounds[number + 1]))
         ids = [token for sequence in sequences for token in dataset.get(sequence)[:max_tokens].tolist()][:max_tokens]
-        to_text = getattr(tokenizer, "plain_text", None)
+        to_text = _to_text(tokenizer)
         yield f"document {number}: {repr(to_text(ids)) if to_text is not None else ' '.join(map(str, ids))}"
+
+
+def _to_text(tokenizer: Tokenizer | None) -> Callable[[list[int]], str] | None:
+    return getattr(tokenizer, "decode", None) or getattr(tokenizer, "plain_text", None)
 
 
 def preview_text(sequences: TextSequences, tokenizer: Tokenizer, count: int, max_tokens: int) -> Iterator[str]:
     """Yield the beginnings of samples of a text file, in runs of tokens that are trained and that are not."""
-    to_text = getattr(tokenizer, "decode", None) or getattr(tokenizer, "plain_text", None)
+    to_text = _to_text(tokenizer)
     for (_, _, number, part), (ids, mask) in islice(sequences.samples(), count):
         is_trained = np.ones(len(ids), dtype=bool) if mask is None else mask
         yield f"{sequences.describe(number, part)}: {len(ids):,} tokens, {int(is_trained.sum()):,} trained"

@@ -17,6 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -209,8 +210,8 @@ def open_sft(model: str, special_tokens: Sequence[str], prompt_format: str, chat
         missing = [token for token in chat_format.special_tokens if tokenizer.token_id(token) is None]
         if missing:
             logger.warning(
-                "--sft-tokenizer-prompt-format %s writes %s, for which %s has no token: they become pieces of text; "
-                "the format assistant writes the tokenizer's chat template",
+                "--sft-tokenizer-prompt-format %s writes %s, for which %s has no token: they become pieces of "
+                "text; the format assistant writes the tokenizer's chat template",
                 prompt_format,
                 ", ".join(missing),
                 model,
@@ -475,6 +476,12 @@ class SentencePieceTokenizer:
                 # The mark, encoded as the last piece, keeps the part's own trailing blank; then it is dropped.
                 ids.extend(self._model.encode(part + _EXTRA_SPACE)[:-1])
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with the tokens of --tokenizer-special-tokens, without ids outside the vocabulary."""
+        names = {number: token for token, number in self._special.items()}
+        runs = groupby((number for number in ids if 0 <= number < self.vocab_size), key=names.get)
+        return "".join(self._model.decode(list(run)) if name is None else name * len(list(run)) for name, run in runs)
 
     def byte_lengths(self) -> list[int]:
         model, lengths = self._model, [0] * self.vocab_size

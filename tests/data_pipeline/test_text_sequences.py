@@ -314,11 +314,20 @@ def test_inspection_shows_what_is_trained(tmp_path, flags, capsys):
     path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT}])
     tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
     assert inspect_data.main([path, "--sft", "--preview", "1", *tokenizer]) == 0
-    first, *runs = capsys.readouterr().out.splitlines()
+    *numbers, first, masked, trained = capsys.readouterr().out.splitlines()
+    runs = [masked, trained]
+    assert "2 documents, 28 tokens (text), 8 trained" in numbers[0] and "repeat an earlier one" in numbers[-1]
     assert first.startswith(f"{path}, line 1: ") and first.endswith("tokens, 4 trained"), first
     assert runs == [
         "  masked  '<SPECIAL_11>User\\nthe fox?\\n<SPECIAL_11>Assistant\\n'", "  trained 'the lazy dog\\n'",
     ]  # fmt: skip
+    out = tmp_path / "out.json"
+    assert inspect_data.main([path, "--sft", *tokenizer, "--json", str(out), "--strict"]) == 1
+    (found,) = json.loads(out.read_text())
+    assert (found["documents"], found["longest"], found["trained"], found["duplicates"]) == (2, 14, 8, 1)
+    bad = write_rows(tmp_path / "b.jsonl", [{"messages": CHAT}, {"messages": [QUESTION]}])
+    assert inspect_data.main([bad, "--sft", *tokenizer]) == 2
+    assert "b.jsonl, line 2: the conversation has no turn" in capsys.readouterr().err
     assert inspect_data.main([path, "--sft"]) == 2
     assert "text needs --tokenizer-type" in capsys.readouterr().err
 

@@ -188,6 +188,13 @@ def test_sentencepiece_equals_the_library(sentencepiece_model, kind):
     assert (ours.vocab_size, ours.eod, ours.pad) == (120, theirs.eos_id(), 3)
 
 
+def test_sentencepiece_ids_become_text_again(sentencepiece_model):
+    flags = {"special_tokens": ["<x>"], "tokenizer_sentencepiece_legacy": True}
+    tokenizer = build("Llama2Tokenizer", sentencepiece_model, **flags)
+    assert tokenizer.decode(tokenizer.tokenize("the dog<x><x>the dog")) == "the dog<x><x>the dog"
+    assert tokenizer.decode([*tokenizer.tokenize("the dog"), 999, -1, tokenizer.eod]) == "the dog"
+
+
 def test_sentencepiece_special_tokens_need_legacy(sentencepiece_model):
     with pytest.raises(ValueError, match="--tokenizer-sentencepiece-legacy"):
         build("Llama2Tokenizer", sentencepiece_model, special_tokens=["<x>"])
