@@ -155,7 +155,7 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
     length, multiple, is_packed = args.data.seq_length, microbatch_multiple(args), args.max_packed_tokens is not None
     lengths = None if histogram is None else PackedLengths.of(histogram, args, rows, multiple)
     timed = args
-    if is_packed:
+    if is_packed:  # dynamic groups need the memory of the largest one, and take the time of the mean token's
         groups = None if lengths is None else lengths.groups
         args, timed = full_packs(args), full_packs(args, None if groups is None else groups.mean_size)
         note = "; ".join(filter(None, (note, _packed_note(args, length))))

@@ -206,6 +206,19 @@ def test_dynamic_groups_need_the_memory_of_a_ranks_tokens():
     assert "recompute" in kinds and "CP" not in kinds, "the size of groups is not a flag"
 
 
+def test_short_sequences_take_the_time_of_ranks_alone(tmp_path):
+    """Although --seq-length needs groups of 8 ranks."""
+    table = tmp_path / "lengths.csv"
+    table.write_text("4097,1\n")
+    dynamic = plan(*DYNAMIC.split(), "4096", "--length-histogram", str(table), "--cp-comm-type", "all_gather")
+    alone = plan(
+        *PACKED, "--max-seqlen-per-dp-cp-rank", "4096", "--seq-length", "4096", "--length-histogram", str(table)
+    )
+    assert dynamic.lengths.groups.token_shares == {1: 1} and dynamic.num_microbatches == alone.num_microbatches == 1
+    assert dynamic.time == alone.time and dynamic.tokens_per_second == alone.tokens_per_second
+    assert dynamic.padded_step > dynamic.time.step, "a padded sequence is on 8 ranks"
+
+
 def test_packs_that_are_no_multiple_of_seq_length_are_planned_as_they_are():
     odd, whole = (plan(*PACKED, "--max-seqlen-per-dp-cp-rank", size) for size in ("49152", "65536"))
     assert (odd.args.training.micro_batch_size, odd.args.data.seq_length) == (1, 49152)
