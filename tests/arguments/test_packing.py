@@ -56,6 +56,13 @@ def test_padding_of_packs():
     assert args.packed_tail_multiple == args.max_packed_tokens == int(size)
     args = parse("--max-seqlen-per-dp-cp-rank", str(int(size) + 1), "--pad-packed-seq-alignment", "8")
     assert args.packed_tail_multiple == 8 and args.max_packed_tokens % 8 == 0 and args.max_packed_tokens > int(size)
+    for alignment in ("8", "max"):  # of a context-parallel rank
+        args = parse(
+            *("--max-seqlen-per-dp-cp-rank", size, "--pad-packed-seq-alignment", alignment),
+            *("--context-parallel-size", "2"),
+            world_size=2,
+        )
+        assert args.packed_tail_multiple == 2 * int(size if alignment == "max" else alignment)
 
 
 @pytest.mark.parametrize(

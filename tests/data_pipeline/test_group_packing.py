@@ -98,6 +98,13 @@ def test_random_plans(seed):
     )
 
 
+def test_padding_at_the_end_is_that_of_all_ranks_of_a_group():
+    fmt = PackFormat(64, tail_multiple=8, cp_sizes=(1, 2, 4))
+    for cp_size in (1, 2, 4):
+        packed = fmt.pack([5, 16], cp_size)
+        assert packed.num_tokens % (8 * cp_size) == 0 and packed.cp_size == cp_size
+
+
 def one_f_one_b(costs, num_stages):
     """Time of a 1F1B pipeline whose backward passes take twice the time of forward ones."""
     orders = []
