@@ -184,7 +184,10 @@ class _Check:
         )
         untrained = sum(label >= longest for _, label in found)
         if untrained:
-            problem = f"{path}: {untrained:,} of them have no trained token: their answers begin after --seq-length"
+            problem = (
+                f"{path}: {untrained:,} of the first {len(found):,} samples have no trained token: their answers begin "
+                "after --seq-length"
+            )
             if untrained == len(found) < MAX_CHECKED_ROWS:
                 raise UserError(problem)
             self.lines.append(f"  WARNING: {problem}")

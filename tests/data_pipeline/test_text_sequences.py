@@ -378,9 +378,13 @@ def test_check_files_counts_samples_without_trained_tokens(tmp_path, flags):
     argv = [*(word for word in TOY if word != "--mock-data"), "--sft", "--data-path", path]
     argv += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
     checked = check_files(parse_args(argv, 1))
-    assert checked.problems == [] and any("WARNING" in line and "1 of them have no" in line for line in checked.lines)
-    write_rows(tmp_path / "a.jsonl", [{"messages": LONG_QUESTION}])
-    (problem,) = check_files(parse_args(argv, 1)).problems
+    assert checked.problems == [] and any(
+        "WARNING" in line and "1 of the first 2 samples have no" in line for line in checked.lines
+    )
+    first = int(build(flags, 1, sft=True, data_path=[path]).sample(1).loss_mask[1:].argmax()) + 1
+    write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    assert check_files(parse_args([*argv, "--seq-length", str(first)], 1)).problems == []
+    (problem,) = check_files(parse_args([*argv, "--seq-length", str(first - 1)], 1)).problems
     assert problem.flags == ("--data-path",) and "no trained token" in problem.message
 
 
