@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, uses_window
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.parallel.grid import make_layout
@@ -60,6 +61,7 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
     rows, _ = planned_vocab_size(args)
     if rows is None:
         raise ValueError("the executed step needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
+    is_of_flags = rows == padded_vocab_size_from_flags(args)
     sizes = parallel_sizes(args)
     replicas = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
     dispatcher: dict[str, Any] = (
@@ -91,7 +93,7 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
             chunked_optimizer_state_offload=False,
             lr=args.optimizer.lr or 1e-4,
         ),
-        data=replace(args.data, vocab_size=args.data.vocab_size or rows - 1),
+        data=replace(args.data, vocab_size=args.data.vocab_size if is_of_flags else rows - 1),
         output=replace(args.output, init_from=None, load=None, save=None),
     )
 

@@ -275,5 +275,8 @@ def test_the_executed_step_has_the_vocabulary_of_the_plan():
     args = parse_args([*flags, "deepseek-ai/DeepSeek-V3"], 2)
     # the NullTokenizer of the executed step adds a token
     assert executed_args(args, 2, 3).data.vocab_size + 1 == make_plan(args, 2, H100).vocab_rows == 129280
+    words = "--preset mixtral_tiny --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model deepseek-ai/DeepSeek-V3"
+    args = parse_args(words.split(), 2)
+    assert executed_args(args, 2, 3).data.vocab_size + 1 == make_plan(args, 2, H100).vocab_rows == 129280
     with pytest.raises(ValueError, match="--vocab-size"):
         executed_args(parse_args([*flags, "mine"], 2), 2, 3)
