@@ -44,6 +44,10 @@ class RandomTokenDataset:
         ids[0] = (index * 37 + self.seed) % self.end
         return ids
 
+    def sample(self, index: int) -> Sample:
+        """Return the ids of a sample, all of which are trained as labels."""
+        return Sample(self.tokens(index), None)
+
     def part_lengths(self, index: int) -> np.ndarray:
         """Return the lengths of the documents of a sample, including their ends."""
         ends = np.flatnonzero(self.tokens(index) == self.end) + 1
