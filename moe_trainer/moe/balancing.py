@@ -220,8 +220,12 @@ def balancing_losses(
         else:  # this rank's share of the mean over all ranks, times their number
             values[3] = (log_sum_T1.square() * valid_T.unsqueeze(1)).sum() * (num_shards / total)
         softmax_TE = scores_TE if score_function == "softmax" and scores_TE is not None else log_softmax_TE.exp_()
-        slope_T1 = log_sum_T1 * (2 * z_loss_coeff / total)
-        grad_TE = softmax_TE * slope_T1 if grad_TE is None else grad_TE.addcmul_(softmax_TE, slope_T1)
+        factor = 2 * z_loss_coeff / total
+        if grad_TE is None or isinstance(factor, Tensor):
+            slope_TE = softmax_TE * (log_sum_T1 * factor)
+            grad_TE = slope_TE if grad_TE is None else grad_TE.add_(slope_TE)
+        else:
+            grad_TE = grad_TE.addcmul_(softmax_TE, log_sum_T1, value=factor)
     if per_token_loss:
         grad_TE *= total
     if valid_T is not None:
