@@ -168,7 +168,7 @@ class Arguments:
         return linears and not self.parallel.has_deferred_wgrad, experts
 
     @property
-    def keeps_expert_casts(self) -> bool:
+    def caches_expert_casts(self) -> bool:
         """Whether this program's experts with counts on the device keep casts of their weights in an iteration.
 
         FSDP gathers weights per layer; a graph of a part with the experts would hold the first microbatch's cast or

@@ -48,8 +48,8 @@ MODEL = (
 ).split()
 
 
-class Way(NamedTuple):
-    """A way to make microbatches.
+class Method(NamedTuple):
+    """How to make microbatches.
 
     Attributes:
         name: in tables.
@@ -71,10 +71,10 @@ class Way(NamedTuple):
 
 
 WAYS = (
-    Way("padded, fixed groups", is_padded=True),
-    Way("dp_balanced, fixed groups"),
-    Way("cost_balanced, fixed groups", balances_cost=True),
-    Way("dynamic groups", is_dynamic=True),
+    Method("padded, fixed groups", is_padded=True),
+    Method("dp_balanced, fixed groups"),
+    Method("cost_balanced, fixed groups", balances_cost=True),
+    Method("dynamic groups", is_dynamic=True),
 )
 
 

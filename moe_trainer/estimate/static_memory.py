@@ -67,13 +67,13 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
 def expert_cast_bytes(args: Arguments, world_size: int, chunks: Sequence[ChunkLayout], plain: LayerParams) -> float:
     """Return what experts of ours keep of their weights between microbatches, by rows and by columns.
 
-    Those whose counts are on the device (quantization/gemms.py: QuantizedGemms.kept_weights), if their own weights are
-    in high precision. Weights with clones of other ranks' are cast in every microbatch.
+    Those whose counts are on the device (quantization/gemms.py: QuantizedGemms.cached_weights), if their own weights
+    are in high precision. Weights with clones of other ranks' are cast in every microbatch.
     """
     parallel, training = args.parallel, args.training
     casts = args.precision.fp8 and args.stored_weight_format is None and args.moe.moe_expert_rank_capacity_factor
     clones = args.moe.moe_clone_hot_experts and parallel.expert_model_parallel_size > 1
-    if not casts or clones or args.te_quantizes[1] or not args.keeps_expert_casts:
+    if not casts or clones or args.te_quantizes[1] or not args.caches_expert_casts:
         return 0.0
     sizes = parallel_sizes(args)
     data_ranks = world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])

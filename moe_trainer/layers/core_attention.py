@@ -110,8 +110,8 @@ class AttentionMask:
         """Number of ranks that share the sequences; None for that of all microbatches."""
         return None if self.packed is None else self.packed.cp_size
 
-    def held_by(self, graphs: CudaGraphs) -> "AttentionMask":
-        """Return the mask with what changes from batch to batch where captured parts read it."""
+    def static_copy(self, graphs: CudaGraphs) -> "AttentionMask":
+        """Return the mask with what changes from batch to batch in the static inputs that captured parts read."""
         if self.documents is None or not self.documents.is_static:
             return self
         documents, packed, cu_seqlens = Documents.of(graphs.hold(self.documents.ids_BS)), self.packed, self.cu_seqlens

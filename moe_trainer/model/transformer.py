@@ -225,7 +225,7 @@ class Transformer(nn.Module):
         # FSDP gathers weights per layer; a graph of a part would hold the first microbatch's cast or none
         varies = args.parallel.has_sharded_params or not self.graphs.parts <= {"iteration"}
         self.casts = () if varies else find_weight_casts(self)
-        self.keeps_experts = args.keeps_expert_casts
+        self.caches_experts = args.caches_expert_casts
 
     def generators(self) -> dict[str, torch.Generator]:
         """Return the RNGs to checkpoint; those that are equal on all ranks (forced expert biases) by global name."""
@@ -296,7 +296,7 @@ class Transformer(nn.Module):
         if isinstance(packed, PackedSequences) and self.graphs.is_replayed(*self.graphs.parts):
             read = packed.on_device(self.device, self.max_packed_sequences)
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, read if captures_attention else packed)
-        visible = None if visible is None else visible.held_by(self.graphs)
+        visible = None if visible is None else visible.static_copy(self.graphs)
         valid = None
         if read is not None:
             valid = self._valid_tokens(read).map_tensors(self.graphs.hold)

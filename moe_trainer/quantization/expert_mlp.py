@@ -141,9 +141,9 @@ class _BufferMLP(torch.autograd.Function):
         *tables, probs_C, h_CG, w1, w2, b2 = ctx.saved_tensors
         (fc1, fc2), groups = ctx.options.gemms, ctx.options.counts
         x = tables[0] if ctx.scaling is None else SavedTokens(*tables, ctx.scaling)
-        # what offload and recompute return is not the parameter, of which casts are kept
+        # what offload and recompute return is not the parameter, of which casts are cached
         w1, w2 = (
-            own if gemms.kept_weights is not None and isinstance(own, nn.Parameter) else w
+            own if gemms.cached_weights is not None and isinstance(own, nn.Parameter) else w
             for w, own, gemms in zip((w1, w2), ctx.owners, (fc1, fc2))
         )
         grad_CH = grad_CH.contiguous()

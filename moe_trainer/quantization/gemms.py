@@ -69,7 +69,7 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
     """GEMMs of an unquantized linear of experts whose other linear is quantized; same interface as QuantizedGemms."""
 
     token_multiple = 1
-    kept_weights = None
+    cached_weights = None
 
     def quantize_both(self, x_CK: Tensor, is_grad: bool) -> None:
         """Return None: nothing is quantized."""
@@ -116,12 +116,12 @@ class QuantizedGemms(nn.Module):
         amax: fp32 buffer [3], maxima of the current iteration.
         stored_weight: the weight, if it is stored in 8 or 4 bits.
         evaluation: recipe of evaluation if it differs (then neither is delayed); None for high precision.
-        kept_weights: quantized experts by whether they are transposed, and the maximum of each, while weights do not
-            change and counts are on the device (iteration.py: cached_weight_casts); None if none are kept.
+        cached_weights: quantized experts by whether they are transposed, and the maximum of each, while weights do not
+            change and counts are on the device (iteration.py: cached_weight_casts); None if none are cached.
     """
 
     stored_weight: StoredWeight | None = None
-    kept_weights: dict[bool, tuple[StackedWeights, Tensor | None]] | None = None
+    cached_weights: dict[bool, tuple[StackedWeights, Tensor | None]] | None = None
     is_quantized = True
 
     def __init__(
@@ -275,15 +275,15 @@ class QuantizedGemms(nn.Module):
     ) -> StackedWeights:
         """Return all weights; those of experts without tokens do not count for delayed scaling."""
         # a stack with clones of hot experts is no parameter, and another one in every microbatch
-        kept = self.kept_weights if isinstance(weight_eNK, nn.Parameter) and self.stored_weight is None else None
-        found = None if kept is None else kept.get(transposed)
-        if found is None:
+        cache = self.cached_weights if isinstance(weight_eNK, nn.Parameter) and self.stored_weight is None else None
+        cached = None if cache is None else cache.get(transposed)
+        if cached is None:
             matrices = [self.expert_weight(weight_eNK, expert) for expert in range(len(weight_eNK))]
             weights = StackedWeights.of([self._cast_weight(matrix, transposed, dtype) for matrix in matrices])
-            found = weights, torch.stack([_weight_amax(matrix) for matrix in matrices]) if self._notes_amax else None
-            if kept is not None and weights.values_eNK.itemsize == 1:
-                kept[transposed] = found
-        weights, amax_e = found
+            cached = weights, torch.stack([_weight_amax(matrix) for matrix in matrices]) if self._notes_amax else None
+            if cache is not None and weights.values_eNK.itemsize == 1:
+                cache[transposed] = cached
+        weights, amax_e = cached
         if amax_e is not None:
             has_tokens_e = groups.offsets_e.diff(prepend=groups.offsets_e.new_zeros(1)) > 0
             self._note_amax(WEIGHT, torch.where(has_tokens_e, amax_e, 0.0).amax())

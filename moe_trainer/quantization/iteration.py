@@ -100,19 +100,19 @@ def cached_weight_casts(chunks: Iterable[nn.Module], num_microbatches: int = 1) 
     So do layers of the library, and experts of ours whose counts are on the device if there are several microbatches.
     """
     chunks = list(chunks)
-    found = [casts for chunk in chunks for casts in chunk.casts]
-    keeping = [chunk for chunk in chunks if chunk.keeps_experts and num_microbatches > 1]
+    library_casts = [casts for chunk in chunks for casts in chunk.casts]
+    caching = [chunk for chunk in chunks if chunk.caches_experts and num_microbatches > 1]
     try:
-        for casts in found:
+        for casts in library_casts:
             casts.first = True
-        for gemms in iter_quantized_gemms(keeping):
-            gemms.kept_weights = {}
+        for gemms in iter_quantized_gemms(caching):
+            gemms.cached_weights = {}
         yield
     finally:
-        for casts in found:
+        for casts in library_casts:
             casts.first = None
-        for gemms in iter_quantized_gemms(keeping):
-            gemms.kept_weights = None
+        for gemms in iter_quantized_gemms(caching):
+            gemms.cached_weights = None
 
 
 def reset_amax(chunks: Iterable[nn.Module]) -> None:

@@ -214,13 +214,13 @@ def _block_gemms_work(device: torch.device, a: Scaling, b: Scaling, kernels: Exp
     def bytes_of(x: QuantizedTensor) -> tuple[Tensor, Tensor]:
         return x.values.to(E4M3.dtype), x.inverse
 
-    complaint = f"the kernel {{}} {a} with {b}: experts are multiplied in bf16"
+    warning = f"the kernel {{}} {a} with {b}: experts are multiplied in bf16"
     if b.rows == 1:
         grad, x = random(_PROBE, a, _PROBE_TOKENS), random(_PROBE, b, _PROBE_TOKENS)
         return matches_reference(
             lambda: kernels.over_tokens(*bytes_of(grad), *bytes_of(x), offsets_e, torch.bfloat16),
             _defined_weight_grad(grad, x),
-            complaint,
+            warning,
         )
     tokens, weights = random(_PROBE_TOKENS, a), [random(_PROBE, b) for _ in _PROBE_GROUPS]
     rows = tokens.dequantized()[: sum(_PROBE_GROUPS)].split(_PROBE_GROUPS)
@@ -232,7 +232,7 @@ def _block_gemms_work(device: torch.device, a: Scaling, b: Scaling, kernels: Exp
             *bytes_of(tokens), stack.values_eNK.to(E4M3.dtype), stack.inverse, offsets_e, torch.bfloat16
         )[: len(expected)]
 
-    return matches_reference(compute, expected, complaint)
+    return matches_reference(compute, expected, warning)
 
 
 def _probes(device: torch.device) -> Callable[..., QuantizedTensor]:

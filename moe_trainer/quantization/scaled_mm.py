@@ -163,18 +163,18 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     )
 
 
-def matches_reference(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
+def matches_reference(compute: Callable[[], Tensor], expected: Tensor, warning: str) -> bool:
     """Return whether a device computes what the definition gives; log a warning if it does not.
 
     Args:
-        complaint: the warning, with a placeholder for what the device does.
+        warning: its text, with a placeholder for what the device does.
     """
     try:
         found = compute().float()
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        logger.warning("%s (%s)", complaint.format("refuses"), error)
+        logger.warning("%s (%s)", warning.format("refuses"), error)
         return False
     close = bool((found - expected).norm() <= _CLOSE * expected.norm())
     if not close:
-        logger.warning("%s", complaint.format("gives other numbers for"))
+        logger.warning("%s", warning.format("gives other numbers for"))
     return close

@@ -243,7 +243,7 @@ def make_sequential_orders(pp: int, num_chunks: int, apart: bool) -> Callable[[i
     return orders
 
 
-def accepts_operands(compute: Callable[[], Tensor], expected: Tensor, complaint: str) -> bool:
+def accepts_operands(compute: Callable[[], Tensor], expected: Tensor, warning: str) -> bool:
     """Replacement of scaled_mm.matches_reference, which compares values: return whether the operator accepts the operands."""
     try:
         compute()

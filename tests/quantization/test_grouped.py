@@ -161,7 +161,7 @@ class CountedQuantizer:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_kept_weights_are_cast_once(name):
+def test_cached_weights_are_cast_once(name):
     """Numbers and maxima are those without; what is no parameter, or has changed since, is cast again."""
     found = []
     for keeps in (False, True):
@@ -169,7 +169,7 @@ def test_kept_weights_are_cast_once(name):
         gemms = make_gemms(name, stochastic=False)
         counted = CountedQuantizer((2 * FFN, HIDDEN), (HIDDEN, 2 * FFN), (HIDDEN, FFN), (FFN, HIDDEN))
         chunk = nn.Module()
-        chunk.quantized, chunk.casts, chunk.keeps_experts = tuple(gemms), (), keeps
+        chunk.quantized, chunk.casts, chunk.caches_experts = tuple(gemms), (), keeps
         weights = [nn.Parameter(torch.randn(3, *shape)) for shape in ((2 * FFN, HIDDEN), (HIDDEN, FFN))]
         results = []
         for each in gemms:
@@ -191,7 +191,7 @@ def test_kept_weights_are_cast_once(name):
                 for weight in weights:
                     weight += 1
             results += [each.amax.clone() for each in gemms if hasattr(each, "amax")]
-        assert all(each.kept_weights is None for each in gemms)
+        assert all(each.cached_weights is None for each in gemms)
         found.append((results, counted.calls))
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)
@@ -205,7 +205,7 @@ def test_weights_of_a_single_microbatch_are_not_kept():
     chunk, gemms = nn.Module(), make_gemms("mxfp8", stochastic=False)
     chunk.quantized, chunk.casts = tuple(gemms), ()
     for keeps, num_microbatches in ((True, 1), (False, 2), (True, 2)):
-        chunk.keeps_experts = keeps
+        chunk.caches_experts = keeps
         with cached_weight_casts([chunk], num_microbatches):
-            kept = [each.kept_weights for each in gemms]
+            kept = [each.cached_weights for each in gemms]
         assert kept == ([{}, {}] if keeps and num_microbatches > 1 else [None, None])
