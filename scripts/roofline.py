@@ -254,7 +254,10 @@ def plan_and_roofline(flags: Sequence[str], recordings: dict[tuple, dict] | None
             "--freeze-all-layers, --train-iters 0)"
         )
     recordings = {} if recordings is None else recordings
-    key = recording_key(plan)
+    try:
+        key = recording_key(plan)
+    except ValueError as error:
+        raise ExecutionError(str(error)) from None
     if key not in recordings:
         recordings[key] = execute(plan, flags)
     return plan, make_roofline(plan, recordings[key])

@@ -56,8 +56,14 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
     """Return the flags that are executed in place of these; `notes` says how they differ.
 
     Raises:
-        ValueError: if the size of the vocabulary is unknown.
+        ValueError: if the size of the vocabulary is unknown, or samples have different lengths.
     """
+    if args.packed_capacity is not None:
+        flag = "--sft" if args.data.sft else "--use-varlen-dataset"
+        raise ValueError(
+            f"the executed step has samples of one length: leave {flag} out; plan.py with --length-histogram plans "
+            "packed sequences"
+        )
     rows, _ = planned_vocab_size(args)
     if rows is None:
         raise ValueError("the executed step needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")

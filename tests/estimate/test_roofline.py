@@ -280,3 +280,5 @@ def test_the_executed_step_has_the_vocabulary_of_the_plan():
     assert executed_args(args, 2, 3).data.vocab_size + 1 == make_plan(args, 2, H100).vocab_rows == 129280
     with pytest.raises(ValueError, match="--vocab-size"):
         executed_args(parse_args([*flags, "mine"], 2), 2, 3)
+    with pytest.raises(ValueError, match="leave --use-varlen-dataset out; plan.py with --length-histogram"):
+        executed_args(parse_args([*flags, "deepseek-ai/DeepSeek-V3", "--use-varlen-dataset"], 2), 2, 3)
