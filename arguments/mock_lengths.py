@@ -1,7 +1,6 @@
 """--varlen-mock-dataset-config-json: where the lengths of mock samples come from."""
 
 import json
-import math
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
@@ -59,12 +58,12 @@ def read_mock_lengths(text: str | None, seq_length: int) -> MockLengths:
         raise ValueError(f'type "{lengths.type}": needs "lognormal"')
     if not all(type(value) is int for value in (lengths.min_seq_len, lengths.max_seq_len)):
         raise ValueError("min_seq_len and max_seq_len must be integers")
-    if not 2 <= lengths.min_seq_len <= lengths.max_seq_len:
-        raise ValueError("needs 2 <= min_seq_len <= max_seq_len: a sample has a token and a label")
-    for name in ("mean_seq_len", "lognormal_sigma"):
+    if not 2 <= lengths.min_seq_len <= lengths.max_seq_len < 2**31:
+        raise ValueError("needs 2 <= min_seq_len <= max_seq_len < 2^31: a sample has a token and a label")
+    for name, largest in (("mean_seq_len", 2**31), ("lognormal_sigma", 10)):
         value = getattr(lengths, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+            raise ValueError(f"{name} must be a positive number up to {largest}")
     return lengths
 
 

@@ -301,32 +301,50 @@ def _read_corpus(blend: Blend | None, by_samples: bool) -> dict[int, float]:
     return total
 
 
-def _read_csv(path: str) -> Counter[int]:
-    counts: Counter[int] = Counter()
-    with regular_file(path).open(newline="", encoding="utf-8") as file:
+def _read_csv(path: str) -> dict[int, float]:
+    counts: defaultdict[int, float] = defaultdict(float)
+    with regular_file(path).open(newline="", encoding="utf-8-sig") as file:  # Excel writes a byte order mark
         for number, row in enumerate(csv.reader(file), start=1):
+            is_title = number == 1 and not any(character.isdigit() for field in row for character in field)
+            if is_title or not any(row):
+                continue
             try:
-                length, count = map(int, row)
+                length, count = row
+                counts[_read_length(length)] += _read_count(count)
             except ValueError:
-                if number == 1 or not any(row):
-                    continue
-                raise ValueError(f"line {number}: needs a length and a count, not {','.join(row)!r}") from None
-            counts[length] += count
+                raise ValueError(f"line {number}: needs a length and a count, not {','.join(row)[:80]!r}") from None
     return counts
 
 
-def _read_json(path: str) -> Counter[int]:
+def _read_json(path: str) -> dict[int, float]:
     try:
-        found = json.loads(regular_file(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(regular_file(path).read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not readable as JSON ({error})") from None
-    counts: Counter[int] = Counter()
+    counts: defaultdict[int, float] = defaultdict(float)
     try:
-        for length, count in found.items() if isinstance(found, dict) else found:
-            counts[int(length)] += int(count)
+        for length, count in content.items() if isinstance(content, dict) else content:
+            counts[_read_length(length)] += _read_count(count)
     except (TypeError, ValueError):
-        raise ValueError("needs an object {length: count}, or a list of [length, count]") from None
+        raise ValueError(
+            "needs an object {length: count}, or a list of [length, count]: lengths are integers, counts numbers"
+        ) from None
     return counts
+
+
+def _read_length(value: object) -> int:
+    length = int(value) if isinstance(value, str) else value
+    if type(length) is not int or abs(length) >= 2**31:
+        raise ValueError
+    return length
+
+
+def _read_count(value: object) -> float:
+    """Return a count, or a share."""
+    count = float(value) if isinstance(value, str) else value
+    if isinstance(count, bool) or not isinstance(count, int | float) or not abs(count) < 2**63:
+        raise ValueError
+    return count
 
 
 def _read_index(prefix: str) -> Counter[int]:

@@ -180,6 +180,8 @@ def test_mock_lengths(tmp_path):
         (SIZES, 'has no "lognormal_sigma"'),
         ({"mode": "file"}, 'has no "path"'),
         ({**SIZES, "lognormal_sigma": 0}, "lognormal_sigma must be a positive number"),
+        ({**SIZES, "lognormal_sigma": 1e300}, "lognormal_sigma must be a positive number up to 10"),
+        ({**SIZES, "lognormal_sigma": 1, "max_seq_len": 2**63}, "max_seq_len < 2.31"),
         ({**SIZES, "lognormal_sigma": 1, "min_seq_len": 1}, "2 <= min_seq_len <= max_seq_len"),
         ({**SIZES, "lognormal_sigma": 1, "min_seq_len": 9}, "2 <= min_seq_len <= max_seq_len"),
         ({**SIZES, "lognormal_sigma": 1, "max_seq_len": 8.5}, "must be integers"),

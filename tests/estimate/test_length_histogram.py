@@ -57,6 +57,14 @@ def test_every_source_gives_the_same_histogram(tmp_path):
     assert twice.counts == expected({key: 2 * n for key, n in COUNTS.items()})
 
 
+def test_shares_and_files_of_excel(tmp_path):
+    shares, table = tmp_path / "a.json", tmp_path / "a.csv"
+    shares.write_text('{"128": 0.6, "4000": 35.7}')
+    assert read_histogram(str(shares)).counts == ((128, 0.6), (4000, 35.7))
+    table.write_text("\ufeff100,5\n200,6\n", encoding="utf-8")
+    assert read_histogram(str(table)).counts == ((100, 5), (200, 6))
+
+
 def test_weights_of_a_blend_are_shares_of_its_tokens(tmp_path):
     short, long = write_prefix(tmp_path / "short", [4] * 100), write_prefix(tmp_path / "long", [64] * 3)
     empty = write_prefix(tmp_path / "empty", [0, 0])
@@ -100,6 +108,12 @@ def test_the_corpus_is_that_of_the_run(tmp_path):
     [
         ("a.csv", "4,1\n5,x\n", "line 2: needs a length and a count, not '5,x'"),
         ("a.csv", "length,count\n", "it holds no sequences"),
+        ("a.csv", "100;5\n200,6\n", "line 1: needs a length and a count, not '100;5'"),
+        ("a.csv", f"4,{'9' * 400}\n", "line 1: needs a length and a count"),
+        ("a.json", '{"100": 1e400}', "lengths are integers, counts numbers"),
+        ("a.json", "[[100.7, 2]]", "lengths are integers, counts numbers"),
+        ("a.json", '{"100": true}', "lengths are integers, counts numbers"),
+        ("a.json", "[" * 100000, "not readable as JSON"),
         ("a.csv", "0,3\n", "lengths must be at least 1"),
         ("a.csv", "3,-1\n", "counts at least 0"),
         ("a.json", "{", "not readable as JSON"),
@@ -236,7 +250,8 @@ def test_samples_are_cut_as_in_the_run(tmp_path):
     assert PackedLengths.of(histogram, parse_args(FLAGS.split(), 1), 128).num_cut == 3, "joined in --seq-length tokens"
     made = PackedLengths.of(histogram, parse_args([*FLAGS.split(), *PACKED], 1), 128)
     config = DatasetConfig(64, 0, SimpleNamespace(eod=0))
-    run = VarlenDataset(FileSequences(open_token_file(prefix), prefix, 0), prefix, 0, 7, 7, "train", config)
+    sequences = FileSequences(open_token_file(prefix), prefix, 0, config.sequence_length + 1)
+    run = VarlenDataset(sequences, prefix, 0, 7, 7, "train", config)
     assert made.histogram.counts == expected(Counter(run.length(index) for index in range(7)))
     assert (
         made.num_cut == sum(length - 1 > run.length(index) for index, length in enumerate(lengths) if length > 1) == 2
