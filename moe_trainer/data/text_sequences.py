@@ -70,7 +70,10 @@ class _TableRows:
             yield number, 0, number + 1
 
     def read(self, place: int, size: int, where: str) -> dict[str, Any]:
-        return self._table.row(place)
+        try:
+            return self._table.row(place)
+        except (OSError, ValueError) as error:  # a damaged page, text that is not UTF-8
+            raise UserError(f"{where}: cannot be read ({error})") from None
 
 
 def _open_rows(path: str) -> _Rows:
@@ -126,6 +129,17 @@ class TextSequences(CachedIndex):
             "only_conversations": self._only_conversations,
             "tokenizer": self._tokenizer.unique_identifiers,
         }
+
+    def load(self) -> None:
+        """Map the cached index, or build it.
+
+        Raises:
+            UserError: if its files do not belong together.
+        """
+        super().load()
+        places, lengths, labels = self.index
+        if not (places.shape == (len(lengths), 4) and len(labels) == len(lengths) and (lengths > 0).all()):
+            raise UserError(f"{self.name}: the files of its index do not fit; delete those in {self._cache_folder}")
 
     def __len__(self) -> int:
         return len(self.index[1])

@@ -297,6 +297,16 @@ def test_replaced_text_is_noticed(tmp_path, flags, kind):
     assert "other content in" in compare_fingerprints(before, make_fingerprint(data, ()))[0]
 
 
+@pytest.mark.parametrize("name", ["place", "length", "label"])
+def test_index_files_that_do_not_fit_are_an_error(tmp_path, flags, name):
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    build(flags, None, use_varlen_dataset=True, data_path=[path])
+    (file,) = (tmp_path / "cache").glob(f"*-{name}_index.npy")
+    np.save(file, np.load(file)[:2])
+    with pytest.raises(UserError, match="the files of its index do not fit; delete those in"):
+        build(flags, None, use_varlen_dataset=True, data_path=[path])
+
+
 def test_another_file_or_tokenizer_makes_another_index(tmp_path, flags):
     """Also a file that is older than the index."""
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
