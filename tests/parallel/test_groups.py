@@ -1,21 +1,33 @@
 """--print-groups: every group of a layout, from arithmetic alone."""
 
+from dataclasses import fields
+
 import pytest
 from commands import run
 from training.tiny import MOCK, TINY
 
 from moe_trainer.parallel.groups import group_table, plan_groups
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 
 def test_table_lists_every_group_of_a_parallel_state():
     table = group_table(plan_groups(8, tp=2, pp=2, ep=4)).splitlines()
     rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
-    assert set(rows) == {name for name in ParallelState.single().__dataclass_fields__ if name != "world"}
+    assert set(rows) == {field.name for field in fields(ParallelState) if field.type is Group} - {"world"}
     assert rows["tp"] == "[0 1] [2 3] [4 5] [6 7]"
     assert rows["pp"] == "[0 4] [1 5] [2 6] [3 7]"
     assert rows["ep"] == "[0-3] [4-7]"
     assert rows["edp"] == "each rank alone"
+
+
+def test_table_lists_dynamic_groups_of_every_size():
+    table = group_table(plan_groups(8, tp=2, dynamic_cp_sizes=(1, 2, 4))).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
+    assert {name: row for name, row in rows.items() if name.startswith("dynamic_cp")} == {
+        "dynamic_cp_1": "each rank alone",
+        "dynamic_cp_2": "[0 2] [1 3] [4 6] [5 7]",
+        "dynamic_cp_4": "[0-6/2] [1-7/2]",
+    }
 
 
 @pytest.mark.parametrize(
