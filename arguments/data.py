@@ -248,6 +248,11 @@ class DataArgs:
         return self.use_varlen_dataset or self.sft
 
     @property
+    def sequences_flag(self) -> str:
+        """The flag that gives samples different lengths."""
+        return "--sft" if self.sft else "--use-varlen-dataset"
+
+    @property
     def phase_transitions(self) -> tuple[int, ...]:
         """Iterations after which another training phase begins, ascending."""
         text = self.phase_transition_iterations

@@ -58,7 +58,7 @@ class Datasets:
             results.
     """
 
-    train: AnyDataset | PhasedDataset | None
+    train: AnyDataset | None
     valid: tuple[AnyDataset, ...]
     valid_names: tuple[str, ...]
     test: AnyDataset | None
@@ -231,8 +231,9 @@ class _Plan:
             fim=FillInTheMiddle.from_args(data, tokenizer),
         )
         if data.has_sequences and tokenizer.eod is None:
-            flag = "--sft" if data.sft else "--use-varlen-dataset"
-            raise UserError(f"{flag}: samples end with the end-of-document token, and the tokenizer has none")
+            raise UserError(
+                f"{data.sequences_flag}: samples end with the end-of-document token, and the tokenizer has none"
+            )
         self.texts = self._open_texts() if data.has_sequences else {}
 
     def _open_texts(self) -> dict[str, TextSequences]:
@@ -248,7 +249,7 @@ class _Plan:
         return found
 
     def index_texts(self) -> None:
-        """Build the missing indices of text files, and tell how many samples are cut.
+        """Build the missing indices of text files, and log how many samples are cut.
 
         Raises:
             UserError: for a file of which no token is trained.

@@ -148,7 +148,7 @@ def tokenize_conversation(messages: Sequence[ChatMessage], tokenizer: SFTTokeniz
     if trained is None:
         return Sample(np.array(ids, dtype=np.int64), None)
     starts, stops = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    starts = np.minimum(starts, stops - 1)  # a token of blanks may have no characters of its own
+    starts = np.minimum(starts, stops - 1)  # a token of blanks may have an empty range
     mask = np.zeros(len(ids), dtype=bool)
     for begin, end in trained:
         mask |= (stops > begin) & (starts < end)

@@ -1,10 +1,10 @@
 """GPT datasets: samples of a token file, and mock data.
 
 A dataset answers one question, `tokens(i)`: the L+1 token ids of sample i. Everything else of a batch (labels, masks,
-positions) is a function of those ids and is made for a whole batch at once in `loader.py`; only of conversations
-`loss_mask(i)` tells which ids are trained. `locate` translates a
-token of a sample back to file, document and offset; only error messages use it. `prefetch(i)` starts reading what is in
-object storage.
+positions) is a function of those ids and is made for a whole batch at once in `loader.py`. Packed samples are read by
+`sample(i)`, which also returns the ids that are trained: of conversations not all are. `locate` translates a token of a
+sample back to file, document and offset; only error messages use it. `prefetch(i)` starts reading what is in object
+storage.
 """
 
 from __future__ import annotations

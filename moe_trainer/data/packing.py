@@ -157,12 +157,9 @@ class PackFormat:
             lengths: without padding.
             cp_size: see Pack.
         """
-        packed = PackedSequences.of(lengths, self._multiple(cp_size))
-        return replace(packed.pad_tail(self.tail_multiple * (cp_size or 1), self.extend_last), cp_size=cp_size)
-
-    def _multiple(self, cp_size: int | None) -> int:
-        """Return the multiple to which sequences are padded."""
-        return padding_multiple(self.sequence_multiple, cp_size or 1)
+        size = cp_size or 1
+        packed = PackedSequences.of(lengths, padding_multiple(self.sequence_multiple, size))
+        return replace(packed.pad_tail(self.tail_multiple * size, self.extend_last), cp_size=cp_size)
 
     def group_sizes(self, get_cost: Callable[[int], float]) -> GroupSizes:
         """Return what limits the packs of groups, with dynamic context parallelism.

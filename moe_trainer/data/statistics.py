@@ -247,12 +247,11 @@ def _list_problems(found: TokenStatistics, tokenizer: Tokenizer | None) -> None:
 
 def preview(prefix: str, tokenizer: Tokenizer | None, numbers: range, max_tokens: int) -> Iterator[str]:
     """Yield the beginnings of documents, as text where the tokenizer can tell it, else as ids."""
-    dataset = IndexedDataset(prefix)
+    dataset, to_text = IndexedDataset(prefix), _to_text(tokenizer)
     bounds = dataset.document_indices
     for number in numbers[: max(len(bounds) - 1, 0)]:
         sequences = range(int(bounds[number]), int(bounds[number + 1]))
         ids = [token for sequence in sequences for token in dataset.get(sequence)[:max_tokens].tolist()][:max_tokens]
-        to_text = _to_text(tokenizer)
         yield f"document {number}: {repr(to_text(ids)) if to_text is not None else ' '.join(map(str, ids))}"
 
 

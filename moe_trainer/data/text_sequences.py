@@ -15,8 +15,9 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from moe_trainer.data.conversations import read_conversations, read_row, tokenize_conversation
-from moe_trainer.data.dataset import CachedIndex, Sample
+from moe_trainer.data.dataset import Sample
 from moe_trainer.data.document_sources import COMPRESSED, TableRows, parse_json_object
+from moe_trainer.data.index_cache import CachedIndex
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.tokenizer_libraries import SFTTokenizer
 from moe_trainer.errors import UserError

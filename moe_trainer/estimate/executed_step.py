@@ -59,10 +59,9 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
         ValueError: if the size of the vocabulary is unknown, or samples have different lengths.
     """
     if args.packed_capacity is not None:
-        flag = "--sft" if args.data.sft else "--use-varlen-dataset"
         raise ValueError(
-            f"the executed step has samples of one length: leave {flag} out; plan.py with --length-histogram plans "
-            "packed sequences"
+            f"the executed step has samples of one length: leave {args.data.sequences_flag} out; plan.py with "
+            "--length-histogram plans packed sequences"
         )
     rows, _ = planned_vocab_size(args)
     if rows is None:

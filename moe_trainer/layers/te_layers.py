@@ -199,9 +199,12 @@ class FusedAttention(nn.Module):
         """Attend like CoreAttention.forward; there are no sinks (`attention_problem`)."""
         if visible is None:
             return self.fused(q_SBND, k_SBGD, v_SBGE)
-        packed, cu_seqlens = visible.packed, visible.cu_seqlens
-        takes = self.takes_packed and packed is not None and packed.cp_size in (None, 1)
-        if packed is None or not takes or q_SBND.dtype not in (torch.bfloat16, torch.float16):
+        packed, cu_seqlens, is_half = (
+            visible.packed,
+            visible.cu_seqlens,
+            q_SBND.dtype in (torch.bfloat16, torch.float16),
+        )
+        if packed is None or not self.takes_packed or packed.cp_size not in (None, 1) or not is_half:
             return self.local(q_SBND, k_SBGD, v_SBGE, visible)
         out_TN = self.fused(
             q_SBND[:, 0],

@@ -335,28 +335,25 @@ class Transformer(nn.Module):
 
     def _valid_tokens(self, packed: Packed) -> ValidTokens:
         """Return which of the packed tokens are valid that this rank's routers read: sharded over cp, then over tp."""
-        sequence = shard_of(self.sequence, packed)
-
-        def local(x_S: Tensor) -> Tensor:
-            x_T = sequence.local(x_S, 0).tensor_split(self.tp.size)[self.tp.rank]
-            return x_T.to(self.device, non_blocking=True)
-
+        valid_T, sequence_T = self._shard_for_router(
+            shard_of(self.sequence, packed), packed.is_valid(), packed.ids()[0]
+        )
         lengths_B = torch.as_tensor(packed.lengths).to(self.device, non_blocking=True)
-        valid_T, sequence_T = local(packed.is_valid()), local(packed.ids()[0])
         return ValidTokens(valid_T, packed.num_valid, sequence_T, lengths_B, packed.cp_size)
 
     def _valid_rows(self, row_lengths: tuple[int, ...], seq_length: int) -> ValidTokens:
         """Return the same of rows with padding."""
-
-        def local(x_SB: Tensor) -> Tensor:
-            x_TB = self.sequence.local(x_SB, 0).tensor_split(self.tp.size)[self.tp.rank]
-            return x_TB.flatten().to(self.device, non_blocking=True)
-
         lengths_B = torch.tensor(row_lengths)
-        numbers_SB = torch.arange(len(row_lengths), dtype=torch.int32).expand(seq_length, -1)
         mask_SB = torch.arange(seq_length).unsqueeze(1) < lengths_B
-        lengths_B = lengths_B.to(self.device, non_blocking=True)
-        return ValidTokens(local(mask_SB), sum(row_lengths), local(numbers_SB), lengths_B)
+        numbers_SB = torch.arange(len(row_lengths), dtype=torch.int32).expand(seq_length, -1)
+        valid_T, sequence_T = self._shard_for_router(self.sequence, mask_SB, numbers_SB)
+        return ValidTokens(valid_T, sum(row_lengths), sequence_T, lengths_B.to(self.device, non_blocking=True))
+
+    def _shard_for_router(self, sequence: SequenceShard, *tables: Tensor) -> Iterator[Tensor]:
+        """Yield the part of each table [S] or [S, B] that this rank's routers read, flat, on the device."""
+        for table in tables:
+            shard = sequence.local(table, 0).tensor_split(self.tp.size)[self.tp.rank]
+            yield shard.flatten().to(self.device, non_blocking=True)
 
     def _layers(
         self,

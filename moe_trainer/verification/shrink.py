@@ -21,7 +21,7 @@ from arguments.flag_status import NOT_IMPLEMENTED
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import as_list, derive_sizes
 from arguments.rules.layout_grammar import read_layout
-from arguments.rules.packing import is_packed
+from arguments.rules.packing import is_packed, sequences_flag
 from arguments.settings import Settings, Violation
 from arguments.spelling import to_command_line
 from arguments.tokens import parse_tokens
@@ -403,7 +403,7 @@ def _small_training(s: Settings) -> dict[str, object]:
 def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     """Note what the small runs change, and return the flags that no small run has."""
     if is_packed(s):
-        flag = s.flag("sft" if s.sft else "use_varlen_dataset")
+        flag = s.flag(sequences_flag(s) or "use_varlen_dataset")
         notes.append(f"{flag}: lengths and trained tokens are random; one process runs the packs of the ranks")
     if s.varlen_sbhd_validation:
         notes.append(f"{s.flag('varlen_sbhd_validation')}: left out; samples have no padding")

@@ -50,8 +50,8 @@ CHAT_TOKENS = (
 ).split()
 
 
-def write_chat_tokenizer(folder: Path, template: str | None, special_tokens=CHAT_TOKENS) -> Path:
-    """Write a small byte-level BPE with the tokens of the prompt formats and a chat template; return the folder."""
+def train_byte_level_bpe(texts, special_tokens):
+    """Train a byte-level BPE of 400 ids, which decodes to its text."""
     tokenizers = pytest.importorskip("tokenizers")
     encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +62,13 @@ def write_chat_tokenizer(folder: Path, template: str | None, special_tokens=CHAT
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    encoder.train_from_iterator(["the quick brown fox jumps over the lazy dog and the river"] * 9, trainer)
+    encoder.train_from_iterator(texts, trainer)
+    return encoder
+
+
+def write_chat_tokenizer(folder: Path, template: str | None, special_tokens=CHAT_TOKENS) -> Path:
+    """Write a small byte-level BPE with the tokens of the prompt formats and a chat template; return the folder."""
+    encoder = train_byte_level_bpe(["the quick brown fox jumps over the lazy dog and the river"] * 9, special_tokens)
     folder.mkdir()
     encoder.save(str(folder / "tokenizer.json"))
     config = {

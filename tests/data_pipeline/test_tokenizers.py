@@ -4,7 +4,7 @@ import base64
 import json
 
 import pytest
-from data_pipeline.corpora import data_args
+from data_pipeline.corpora import data_args, train_byte_level_bpe
 
 from moe_trainer.data.tokenizer import build_tokenizer
 
@@ -27,16 +27,7 @@ def build(kind, model=None, **flags):
 def write_json_tokenizer(folder, config, template=None):
     """A small byte-level BPE folder, as Hugging Face models have it."""
     tokenizers = pytest.importorskip("tokenizers")
-    encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "</s>", "<pad>", "<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    encoder.train_from_iterator(CORPUS, trainer)
+    encoder = train_byte_level_bpe(CORPUS, ["<s>", "</s>", "<pad>", "<|endoftext|>"])
     if template:
         encoder.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0)])
     folder.mkdir()
