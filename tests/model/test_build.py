@@ -8,7 +8,6 @@ import torch
 
 import arguments
 from moe_trainer.model.build import build_chunks
-from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights, load_named_weights
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.sequence import SequenceShard
@@ -203,14 +202,13 @@ def test_mismatched_weights_are_all_listed_and_none_copied():
 
 def test_tensor_ranks_of_a_dense_model_may_have_no_token():
     """Five tokens are no multiple of four ranks: packed sequences of dense models are not padded to one."""
-    ranks = [
-        SimpleNamespace(
-            sequence=SequenceShard(Group.single("cp")),
-            tp=SimpleNamespace(size=4, rank=rank),
-            device=torch.device("cpu"),
-        )
-        for rank in range(4)
-    ]
+    model = build()
+    model.sequence = SequenceShard(Group.single("cp"))
+
+    def mask_of(rank, length):
+        model.tp = SimpleNamespace(size=4, rank=rank)
+        return model._valid_tokens(PackedSequences.of([length])).mask_T
+
     for length in (1, 2, 5, 8):
-        masks = [Transformer._valid_tokens(rank, PackedSequences.of([length])).mask_T for rank in ranks]
+        masks = [mask_of(rank, length) for rank in range(4)]
         assert torch.cat(masks).tolist() == [True] * length
