@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Padding, packing and dynamic context parallelism on two distributions of lengths: plans, and steps on four CPU ranks.
+"""Padding, packing and dynamic context parallelism on two distributions of lengths.
 
     python scripts/bench_dynamic_cp.py [--write]
 
 Plans are arithmetic: microbatches of Qwen3-30B-A3B on 64 ranks wait for their slowest rank, whose time is its FLOPs,
 and with context parallelism the exchange of keys as the planner counts it (data/group_packing.py: KEY_EXCHANGE_COST).
+The roofline executes steps of the same batches with six of the model's layers on the emulated CUDA device.
 Steps are real ones of a small model on four gloo ranks: every way computes the same samples, so losses are equal.
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -29,12 +32,22 @@ from moe_trainer.data.group_packing import KEY_EXCHANGE_COST
 from moe_trainer.data.loader import make_packed_batch
 from moe_trainer.data.packing import Pack, PackFormat, PackingPlan, PackingPlanner, PackingSummary
 from moe_trainer.estimate.flops import training_flops
+from moe_trainer.estimate.length_histogram import LengthHistogram
 from scripts.bench_common import Report, load_line, make_parser, provenance_line, run_on_ranks
+from scripts.roofline import plan_and_roofline
 
 NUM_RANKS, CAPACITY, LONGEST, BATCH, VOCAB_ROWS = 64, 8192, 131072, 1024, 151936
 FIXED_CP = LONGEST // CAPACITY
 DOCUMENTS = (".rst", ".md", ".txt", ".html")
 BYTES_PER_TOKEN = 4
+
+ROOFLINE = (
+    f"--preset qwen3_30b_a3b --num-layers 6 --mock-data --train-iters 1 --seq-length {LONGEST} "
+    f"--max-position-embeddings {LONGEST} --micro-batch-size 1 --global-batch-size {BATCH} --world-size {NUM_RANKS} "
+    "--hardware h100 --bf16 --use-distributed-optimizer --expert-model-parallel-size 8 "
+    "--moe-token-dispatcher-type alltoall --calculate-per-token-loss"
+).split()
+PACKED = f"--use-varlen-dataset --max-seqlen-per-dp-cp-rank {CAPACITY}".split()
 
 STEP_LONGEST, STEP_BATCH, STEP_RANKS, REPEATS = 1024, 24, 4, 3
 MODEL = (
@@ -68,6 +81,15 @@ class Method(NamedTuple):
         if self.is_dynamic:
             return PackFormat(capacity, cp_sizes=dynamic_cp_sizes(num_ranks, 1))
         return PackFormat(capacity * cp, self.balances_cost, capacity * cp if self.is_padded else 2 * cp)
+
+    @property
+    def flags(self) -> list[str]:
+        """The trainer's flags, with fixed groups of FIXED_CP ranks."""
+        if self.is_dynamic:
+            return [*PACKED, "--dynamic-context-parallel"]
+        fixed = ["--context-parallel-size", str(FIXED_CP)]
+        scheduler = "cost_balanced" if self.balances_cost else "dp_balanced"
+        return fixed if self.is_padded else [*fixed, *PACKED, "--sequence-packing-scheduler", scheduler]
 
 
 WAYS = (
@@ -135,6 +157,40 @@ def report_plans(report: Report, title: str, lengths: list[int]) -> None:
         sizes = ", ".join(f"{count} of {size}" for size, count in summary.cp_sizes.items()) or f"of {FIXED_CP}"
         fill, imbalance = f"{100 * summary.fill:.1f} %", f"{summary.imbalance:.2f}"
         report.add_row(name, summary.num_microbatches, fill, imbalance, sizes, f"{slowest / dynamic:.2f}")
+    report.add("")
+
+
+def report_rooflines(report: Report, title: str, lengths: list[int]) -> None:
+    """Write the time of steps that are executed on the emulated device."""
+    counts = Counter(min(length, LONGEST) + 1 for length in lengths)  # ids of a sample, one more than the model reads
+    rooflines = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "lengths.csv")
+        LengthHistogram.of(counts).write_csv(str(path))
+        for way in WAYS:
+            print(f"roofline of {way.name}: {title}", file=sys.stderr)
+            histogram = [] if way.is_padded else ["--length-histogram", str(path)]
+            rooflines.append(plan_and_roofline([*ROOFLINE, *way.flags, *histogram])[1])
+    report.add(
+        f"## Steps by the roofline: {title}",
+        "",
+        f"The same batches on {NUM_RANKS} H100, six layers of Qwen3-30B-A3B, experts over 8 ranks, eager.",
+        "",
+    )
+    report.start_table(
+        "way", "s", "of it waiting for launches", "kernels", "of dynamic", "of dynamic, without launches"
+    )
+    last = rooflines[-1]
+    for way, roofline in zip(WAYS, rooflines):
+        step, idle = roofline.time.step, roofline.busiest.idle
+        report.add_row(
+            way.name,
+            f"{step:.2f}",
+            f"{100 * idle / step:.0f} %",
+            f"{roofline.busiest.kernels:,.0f}",
+            f"{step / last.time.step:.2f}",
+            f"{(step - idle) / (last.time.step - last.busiest.idle):.2f}",
+        )
     report.add("")
 
 
@@ -225,7 +281,9 @@ def main() -> None:
         f"keys: {KEY_EXCHANGE_COST} of a token's FLOPs outside attention for each other rank. Ratios, not seconds.",
     )
     for title, draw in (("a long tail", draw_long_tail), ("documents", read_documents)):
-        report_plans(report, title, draw(LONGEST, BATCH))
+        lengths = draw(LONGEST, BATCH)
+        report_plans(report, title, lengths)
+        report_rooflines(report, title, lengths)
     report_steps(report, "a long tail", draw_long_tail(STEP_LONGEST, STEP_BATCH))
     report_steps(report, "documents", [length // 8 for length in read_documents(LONGEST, STEP_BATCH)])
     if options.write:

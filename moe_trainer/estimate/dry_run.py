@@ -10,7 +10,7 @@ from arguments import ArgumentError, Arguments, parse_args
 from arguments.blend import get_training_blend
 from arguments.report import get_world_size
 from moe_trainer.estimate.hardware import Hardware, find_hardware
-from moe_trainer.estimate.length_histogram import read_histogram
+from moe_trainer.estimate.length_histogram import LengthHistogram, read_histogram
 from moe_trainer.estimate.plan import Plan, PlanError, make_plan, validated_args
 from moe_trainer.estimate.plan_text import memory_json, plan_json, plan_lines
 from moe_trainer.estimate.suggestions import cheapest_fixes
@@ -33,11 +33,20 @@ def plan_of_flags(argv: list[str], checkpoint: Mapping[str, object] | None = Non
         raise PlanError("a plan needs the number of ranks: give --world-size N")
     args = validated_args(argv, world_size, checkpoint)
     hardware: Hardware = find_hardware(args.output.hardware or DEFAULT_HARDWARE)
-    source, histogram = args.output.length_histogram, None
-    if source is not None:
-        blend = get_training_blend(args.data) if args.training.dataloader_type != "external" else None
-        histogram = read_histogram(source, blend, by_samples=args.data.has_sequences)
-    return make_plan(args, world_size, hardware, histogram)
+    return make_plan(args, world_size, hardware, histogram_of_flags(args))
+
+
+def histogram_of_flags(args: Arguments) -> LengthHistogram | None:
+    """Read the lengths of --length-histogram; None without it.
+
+    Raises:
+        ValueError: if they cannot be read.
+    """
+    source = args.output.length_histogram
+    if source is None:
+        return None
+    blend = get_training_blend(args.data) if args.training.dataloader_type != "external" else None
+    return read_histogram(source, blend, by_samples=args.data.has_sequences)
 
 
 def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None:

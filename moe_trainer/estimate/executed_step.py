@@ -56,13 +56,10 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
     """Return the flags that are executed in place of these; `notes` says how they differ.
 
     Raises:
-        ValueError: if the size of the vocabulary is unknown, or samples have different lengths.
+        ValueError: if the size of the vocabulary is unknown, or the lengths of packed sequences.
     """
-    if args.packed_capacity is not None:
-        raise ValueError(
-            f"the executed step has samples of one length: leave {args.data.sequences_flag} out; plan.py with "
-            "--length-histogram plans packed sequences"
-        )
+    if args.packed_capacity is not None and args.output.length_histogram is None:
+        raise ValueError(f"the executed step of {args.data.sequences_flag} needs lengths: give --length-histogram")
     rows, _ = planned_vocab_size(args)
     if rows is None:
         raise ValueError("the executed step needs the size of the vocabulary: give --vocab-size or --padded-vocab-size")
@@ -110,7 +107,8 @@ def recording_key(plan: Plan) -> tuple:
     flags = tuple((name, str(value)) for name, value in args.as_dict().items() if name not in unread)
     parts = tuple(sorted(plan.args.training.captured_modules - {"iteration"}))
     blackwell = plan.width != "bf16" and plan.hardware.is_blackwell
-    return plan.world_size, blackwell, "triton_kernels" in args.typed, parts, flags
+    lengths = None if plan.lengths is None else (plan.histogram, plan.lengths.seq_length)
+    return plan.world_size, blackwell, "triton_kernels" in args.typed, parts, flags, lengths
 
 
 def notes(args: Arguments) -> Iterator[str]:
@@ -120,6 +118,10 @@ def notes(args: Arguments) -> Iterator[str]:
         yield "tokens: an even routing, as in the plan"
     if moe.num_experts and moe.moe_token_dispatcher_type != "alltoall" and parallel.expert_model_parallel_size > 1:
         yield f"dispatcher: executed with all-to-all, timed as {dispatcher_name(moe)}"
+    if args.packed_capacity is not None:
+        yield "packed sequences: some packs, each of the slowest rank of its microbatch, stand for all"
+        if parallel.pipeline_model_parallel_size > 1:
+            yield "pipeline: microbatches take the mean of their times"
     has_capacity = moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0
     if has_capacity and not moe.moe_pad_expert_input_to_capacity:
         yield "capacity: executed with experts that are filled up to it"

@@ -21,11 +21,12 @@ executed_step.py.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, notes, stage_kinds
 from moe_trainer.estimate.interconnect import Interconnect, dispatcher_name, exchange_seconds
@@ -126,7 +127,9 @@ class Tensor(NamedTuple):
 class Operator:
     """One operator: bytes read and written, FLOPs, and its GEMM (m, n, k, count) or None.
 
-    `rows`: of the tokens of all experts that a grouped GEMM multiplies, else 0.
+    `rows`: of the tokens of all experts that a grouped GEMM multiplies, else 0. `window`: of attention within packed
+    sequences, how many earlier keys a query sees (-1: all); None for other operators. Its `flops` are of one pair of
+    query and key.
     """
 
     name: str
@@ -138,6 +141,15 @@ class Operator:
     queries: int = 0
     backward: bool = False
     rows: int = 0
+    window: int | None = None
+
+    def of_sequences(self, lengths: Sequence[int]) -> Operator:
+        """Return attention within packed sequences of these lengths, with its FLOPs; other operators as they are."""
+        if self.window is None:
+            return self
+        pairs = sum(num_pairs(length, self.window) for length in lengths)
+        mean = round(sum(length * length for length in lengths) / sum(lengths))  # the length of the mean token's
+        return replace(self, flops=round(pairs * self.flops), queries=mean, window=None)
 
     def compute(self, hardware: Hardware) -> float:
         """Return the seconds of its GEMMs, at the rates of the plan."""
@@ -152,6 +164,13 @@ class Operator:
         return max(self.flops / peak, self.bytes / (hardware.hbm_tb_s * 1e12))
 
 
+def num_pairs(length: int, window: int) -> float:
+    """Return the pairs of query and key that causal attention with a window computes, the diagonal half."""
+    if 0 <= window < length:
+        return length * window - window * window / 2
+    return length * length / 2
+
+
 def read_operator(text: str) -> Operator:
     """Parse an operator as the emulated device describes it."""
     word, *described = text.split("|")
@@ -159,7 +178,9 @@ def read_operator(text: str) -> Operator:
     for each in described:
         role, dtype, shape, size = each.split(",")
         tensors.append(Tensor(role, dtype, tuple(map(int, shape.split("x"))) if shape else (), int(size)))
-    name = word.removeprefix("aten::").removesuffix(" causal")
+    found = re.fullmatch(r"(?:aten::)?(.*?)(?: (causal)| window=(-?\d+))?", word)
+    assert found is not None, "every word matches"
+    name, is_causal, left = found.groups()
     base, _, overload = name.partition(".")
     triton = base.startswith("triton::")
     if base in PAGE_COPIES:  # the pages of all layers are one tensor, of which it reads or writes the buffer's
@@ -192,8 +213,12 @@ def read_operator(text: str) -> Operator:
     if "flash_attention" in base or "efficient_attention" in base or "cudnn_attention" in base:
         backward = "backward" in base
         query, key, value = matrices[1:4] if backward else matrices[:3]
+        if len(query.shape) == 3:  # [T, N, D]: the lengths of its sequences are not in its shapes
+            flops = 2 * query.shape[1] * (query.shape[2] + value.shape[2])
+            flops = round(flops * (ATTENTION_BACKWARD_RATIO if backward else 1))
+            return Operator(name, moved, flops, backward=backward, window=int(left or -1))
         flops = 2 * math.prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3])
-        flops //= 2 if word.endswith(" causal") else 1
+        flops //= 2 if is_causal else 1
         flops = round(flops * (ATTENTION_BACKWARD_RATIO if backward else 1))
         return Operator(name, moved, flops, queries=query.shape[2], backward=backward)
     if "convolution" in base and "backward" not in base:
@@ -314,10 +339,20 @@ class RecordingCosts:
     Args:
         count: microbatches of an iteration.
         executed: microbatches of the recording.
+        packs: of packed sequences, what they are (verification/executed_packs.py): weight, ranks, and lengths.
     """
 
-    def __init__(self, args: Arguments, hardware: Hardware, vocab_rows: int, count: int, executed: int):
+    def __init__(
+        self,
+        args: Arguments,
+        hardware: Hardware,
+        vocab_rows: int,
+        count: int,
+        executed: int,
+        packs: Sequence[tuple[float, int, Sequence[int]]] = (),
+    ):
         self.args, self.hardware, self.count, self.executed = args, hardware, count, executed
+        self.packs = packs
         self.links, self.sizes = Interconnect(hardware), ChunkBytes(args, vocab_rows)
         self.constants = hardware.constants
         self.graphs = args.training.captured_modules
@@ -335,6 +370,8 @@ class RecordingCosts:
 
     def weight(self, microbatch: int) -> float:
         """Return how many microbatches of an iteration an executed one represents."""
+        if self.packs and microbatch:
+            return self.packs[microbatch - 1][0]
         if microbatch in (0, 1, self.executed):
             return 1.0
         return (self.count - 2) / (self.executed - 2)
@@ -350,7 +387,8 @@ class RecordingCosts:
             seconds, cause = 0.0, "compute"
             key = self._pass_of(place)
             if kind == OPERATOR:
-                operator = self._read(texts[text])
+                lengths = self.packs[microbatch - 1][2] if self.packs and microbatch else ()
+                operator = self._read(texts[text]).of_sequences(lengths)
                 times = self._operator_times(operator, texts[line])
                 if times is None:
                     continue
@@ -460,8 +498,12 @@ class Roofline:
 
 def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> Roofline:
     """Return the step of a plan from the recordings of its stages (see `stages_to_execute`)."""
-    args, hardware, executed = plan.args, plan.hardware, min(EXECUTED_MICROBATCHES, plan.num_microbatches)
-    recorded = RecordingCosts(args, hardware, plan.vocab_rows, plan.num_microbatches, executed)
+    args, hardware = plan.args, plan.hardware
+    executed_packs: Mapping[str, Any] = next(iter(recordings.values()))
+    packs = executed_packs.get("packs", ())
+    count = int(executed_packs.get("num_microbatches", plan.num_microbatches))
+    executed = len(packs) or min(EXECUTED_MICROBATCHES, count)
+    recorded = RecordingCosts(args, hardware, plan.vocab_rows, count, executed, packs)
     costs = {stage: recorded.costs(recording) for stage, recording in recordings.items()}
     kinds = stage_kinds(args)
     of_stage = [costs[kinds.index(kind)] for kind in kinds]
@@ -476,7 +518,7 @@ def make_roofline(plan: Plan, recordings: Mapping[int, Mapping[str, list]]) -> R
         optimizer = max(optimizer_seconds(args, plan.world_size, stage, hardware) for stage in plan.memory)
     else:
         optimizer = max(cost.outside for cost in of_stage)
-    waits, count = max(cost.waits for cost in of_stage), plan.num_microbatches
+    waits = max(cost.waits for cost in of_stage)
     time = step_from_passes(
         args, plan.world_size, recorded.sizes, count, plan.memory, hardware, passes, optimizer, waits
     )

@@ -64,9 +64,11 @@ def roofline_lines(plan: Plan, roofline: Roofline) -> list[str]:
 
 
 def _lengths(plan: Plan) -> list[str]:
-    """Return the plan's lines on --length-histogram; the operators are those of full sequences."""
+    """Return the plan's lines on --length-histogram."""
     lines = length_lines(plan)
-    return [*lines, "  the operators below and the step here are those of full sequences"] if lines else []
+    if lines and plan.args.packed_capacity is None:
+        lines.append("  the operators below and the step here are those of full sequences")
+    return lines
 
 
 def most_expensive(costs: RankCosts, count: int = LINES) -> list[tuple[str, LineCost]]:

@@ -22,6 +22,7 @@ from moe_trainer.ops.attention import attention, should_pad_values, sliding_wind
 from moe_trainer.ops.block_attention import BlockMask, Documents
 from moe_trainer.ops.flash_attention import CUDA_WIDTH
 from moe_trainer.ops.packed_sequences import Packed, PackedOnDevice
+from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group
 
@@ -92,7 +93,7 @@ class AttentionMask:
         """
         if packed is not None:
             documents = Documents.of(packed.ids(), device, packed.padded_lengths)
-            cu_seqlens = torch.as_tensor(packed.cu_seqlens_padded, dtype=torch.int32).to(device, non_blocking=True)
+            cu_seqlens = to_device(torch.as_tensor(packed.cu_seqlens_padded, dtype=torch.int32), device)
             return AttentionMask(documents=documents, packed=packed, cu_seqlens=cu_seqlens)
         if attention_mask is not None and document_ids_BS is not None:
             raise ValueError("give an attention mask or document ids, not both")

@@ -12,6 +12,7 @@ from torch import Tensor
 from arguments.model import ModelArgs
 from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
+from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group
 
@@ -42,7 +43,7 @@ class Rotary:
             self.inv_freq = self.inv_freq.to(device)
         if packed is not None:
             shard = self.sequence.of(packed.padded_lengths, packed.cp_size)
-            positions_S = shard.local(packed.positions(), 0).to(device, non_blocking=True)
+            positions_S = to_device(shard.local(packed.positions(), 0), device)
             return rope_tables(self.inv_freq, positions_S, self.position_scale, self.amplitude)
         key = (length, device)
         if key not in self._tables:

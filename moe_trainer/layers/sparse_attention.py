@@ -38,6 +38,7 @@ from moe_trainer.ops.sparse_attention import (
     LatentAttentionTarget,
     select_topk_keys,
 )
+from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
 from moe_trainer.parallel.params import get_param_info
@@ -209,7 +210,7 @@ class SparseAttention(ContextParallelAttention):
         num_queries: int | Tensor = q_SBND.shape[0] * size * q_SBND.shape[1]
         if learns and visible is not None and visible.packed is not None:
             num_queries = visible.packed.num_valid
-            counted_S = sequence.local(visible.packed.is_valid(), 0).to(q_SBND.device, non_blocking=True)
+            counted_S = to_device(sequence.local(visible.packed.is_valid(), 0), q_SBND.device)
         choice, indexer_loss_grads = select_topk_keys(
             index_of_all, block_mask, runs, topk, self.relu, attention_target, listed, counted_S
         )

@@ -31,6 +31,7 @@ from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences, ValidTokens
+from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.sequence import SequenceShard
@@ -289,7 +290,7 @@ class Transformer(nn.Module):
         self.graphs.begin_pass(self.training, grad_scale)
         captures_attention = self.graphs.is_replayed("attn", "layer")
         if document_ids_BS is not None and captures_attention:
-            document_ids_BS = document_ids_BS.to(self.device, non_blocking=True)
+            document_ids_BS = to_device(document_ids_BS, self.device)
         if packed is not None and packed.cp_size is not None and self.training:
             self.num_packs += 1.0 / packed.cp_size
         read = packed  # the lengths that captured parts read
@@ -338,7 +339,7 @@ class Transformer(nn.Module):
         valid_T, sequence_T = self._shard_for_router(
             shard_of(self.sequence, packed), packed.is_valid(), packed.ids()[0]
         )
-        lengths_B = torch.as_tensor(packed.lengths).to(self.device, non_blocking=True)
+        lengths_B = to_device(torch.as_tensor(packed.lengths), self.device)
         return ValidTokens(valid_T, packed.num_valid, sequence_T, lengths_B, packed.cp_size)
 
     def _valid_rows(self, row_lengths: tuple[int, ...], seq_length: int) -> ValidTokens:
@@ -347,13 +348,13 @@ class Transformer(nn.Module):
         mask_SB = torch.arange(seq_length).unsqueeze(1) < lengths_B
         numbers_SB = torch.arange(len(row_lengths), dtype=torch.int32).expand(seq_length, -1)
         valid_T, sequence_T = self._shard_for_router(self.sequence, mask_SB, numbers_SB)
-        return ValidTokens(valid_T, sum(row_lengths), sequence_T, lengths_B.to(self.device, non_blocking=True))
+        return ValidTokens(valid_T, sum(row_lengths), sequence_T, to_device(lengths_B, self.device))
 
     def _shard_for_router(self, sequence: SequenceShard, *tables: Tensor) -> Iterator[Tensor]:
         """Yield the part of each table [S] or [S, B] that this rank's routers read, flat, on the device."""
         for table in tables:
             shard = sequence.local(table, 0).tensor_split(self.tp.size)[self.tp.rank]
-            yield shard.flatten().to(self.device, non_blocking=True)
+            yield to_device(shard.flatten(), self.device)
 
     def _layers(
         self,

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.ops import flash_attention
+from moe_trainer.ops.transfer import to_device
 
 QUERY_TILE = 64
 QUERY_TILE_CUDA = 512
@@ -77,7 +78,7 @@ class Documents:
         if ids_BS.is_cuda:
             length = ids_BS.shape[1]
             return Documents(ids_BS, (0,) * length, (length,) * length, (), is_static=True)
-        on_device = ids_BS if device is None else ids_BS.to(device, non_blocking=True)
+        on_device = ids_BS if device is None else to_device(ids_BS, device)
         if lengths:  # no search for what is known: there may be a million positions
             begins = list(zip(itertools.accumulate(lengths, initial=0), lengths))
             earliest = list(itertools.chain.from_iterable([begin] * length for begin, length in begins))

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trainer.ops.transfer import to_device
+
 
 @dataclass(frozen=True)
 class ValidTokens:
@@ -101,9 +103,7 @@ class PackedSequences:
         """
         lengths = torch.zeros(2, max_sequences, dtype=torch.int32)
         lengths[:, : len(self.lengths)] = torch.tensor([self.lengths, self.padded_lengths])
-        if device.type == "cuda":
-            lengths = lengths.pin_memory()
-        lengths = lengths.to(device, non_blocking=True)
+        lengths = to_device(lengths, device)
         return PackedOnDevice(lengths[0], F.pad(lengths[1].cumsum(0, dtype=torch.int32), (1, 0)), self.num_tokens)
 
     def positions(self) -> Tensor:

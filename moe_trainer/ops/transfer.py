@@ -5,5 +5,5 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x, of the host's memory, on a device."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    """Return x on a device; a tensor that is on the device stays as it is."""
+    return (x.pin_memory() if device.type == "cuda" and not x.is_cuda else x).to(device, non_blocking=True)

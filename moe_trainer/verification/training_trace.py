@@ -88,16 +88,19 @@ def make_run(
     seed: int = 0,
     device: str = "cpu",
     layout: PackLayout | None = None,
+    batches: Iterable[Batch] | None = None,
 ) -> TrainContext:
     """Build the context of a run on synthetic batches, without those of the first `skip` steps. Collective.
 
-    `layout`: see draw_batches.
+    `layout`: see draw_batches. `batches`: of all steps, in their place.
     """
     launch_env = LaunchEnv(rank, ps.world.size, rank, None, None, "verification")
     # with an index, as training/initialize.py sets it
     torch_device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     run = build_context(args, Runtime(launch_env, torch_device, ps), make_null_tokenizer(args))
-    return with_rewindable_batches(replace(run, train_batches=chain(*_batches(run, skip, steps, seed, layout))))
+    if batches is None:
+        batches = chain(*_batches(run, skip, steps, seed, layout))
+    return with_rewindable_batches(replace(run, train_batches=iter(batches)))
 
 
 def _batches(

@@ -97,6 +97,101 @@ def cudnn_attention_backward(
     return flash_attention_backward(*inputs, *sizes_dropout_causal, seed, offset, scale=scale)
 
 
+def _by_sequence(compute, cum_q, *tensors):
+    """Return the results of every sequence of [T, N, D], each computed on its own as [1, N, S, D], one after another."""
+    ends = cum_q.tolist()
+    results = [
+        compute(*(x[start:stop].transpose(0, 1).unsqueeze(0) for x in tensors), (start, stop))
+        for start, stop in zip(ends, ends[1:])
+        if stop > start
+    ]
+    return [torch.cat([x.squeeze(0).transpose(0, 1) for x in each]) for each in zip(*results)]
+
+
+def _scores(query, key, scale, left):
+    """Return the scores of a sequence and which of them a causal window of `left` earlier keys (-1: all) hides."""
+    scores = query.float() @ _repeat_heads(key, query.shape[1]).float().mT * scale
+    positions = torch.arange(query.shape[2], device=query.device)
+    distance = positions[:, None] - positions
+    hidden = (distance < 0) | (distance > left) if left >= 0 else distance < 0
+    return scores.masked_fill(hidden, -math.inf)
+
+
+def varlen_flash_attention(
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    **unused,
+):
+    _refuse(query.dtype not in (torch.bfloat16, torch.float16), f"FlashAttention takes no {query.dtype}")
+    _refuse(query.shape[-1] % 8 or not query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256, "head dimensions")
+    _refuse(not is_causal and window_size_right != 0, "of variable lengths, causal attention is here")
+    nothing = torch.empty(0, dtype=torch.int64, device=query.device)
+    if shapes_only():
+        sums = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        return torch.empty_like(query), sums, nothing, nothing, nothing
+
+    def attend(q, k, v, _place):
+        scores = _scores(q, k, scale, -1 if is_causal else window_size_left)
+        sums = scores.logsumexp(-1, keepdim=True)
+        out = (scores - sums).exp() @ _repeat_heads(v, q.shape[1]).float()
+        return out.to(q.dtype), sums
+
+    out, sums = _by_sequence(attend, cum_seq_q, query, key, value)
+    return out, sums.squeeze(-1).t().contiguous(), nothing, nothing, nothing
+
+
+def varlen_flash_attention_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
+    if shapes_only():
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+    def backward(g, q, k, v, o, place):
+        heads, groups = q.shape[1], k.shape[1]
+        weights = (
+            _scores(q, k, scale, -1 if is_causal else window_size_left)
+            - logsumexp[:, place[0] : place[1]].unsqueeze(0).unsqueeze(-1)
+        ).exp()
+        g32 = g.float()
+        grad_v = weights.mT @ g32
+        grad_weights = g32 @ _repeat_heads(v, heads).float().mT - (g32 * o.float()).sum(-1, keepdim=True)
+        grad_scores = weights * grad_weights * scale
+        grad_q, grad_k = grad_scores @ _repeat_heads(k, heads).float(), grad_scores.mT @ q.float()
+        grad_k, grad_v = (x.unflatten(1, (groups, -1)).sum(2) for x in (grad_k, grad_v))
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+    return tuple(_by_sequence(backward, cum_seq_q, grad_out, query, key, value, out))
+
+
 def mm_dtype(a, b, out_dtype):
     _refuse(
         a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32), f"mm: {a.dtype} and {b.dtype} into {out_dtype}"
@@ -354,6 +449,8 @@ KERNELS = {
     "_scaled_dot_product_flash_attention_backward": flash_attention_backward,
     "_scaled_dot_product_cudnn_attention": cudnn_attention,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_attention_backward,
+    "_flash_attention_forward": varlen_flash_attention,
+    "_flash_attention_backward": varlen_flash_attention_backward,
     "mm.dtype": mm_dtype,
     "addmm.dtype": addmm_dtype,
     "addmm.dtype_out": addmm_into,
@@ -417,9 +514,9 @@ def one_kernel(name: str, compute: Callable, device: Device) -> Callable:
             device.lib.ec_kernel_end()
         if device.recorder is not None:
             masked = causal is not None and (kwargs.get("is_causal") or args[causal : causal + 1] == (True,))
-            device.recorder(
-                described(name.partition(".")[0] + (" causal" if masked else ""), (*args, *kwargs.values()), result)
-            )
+            left = kwargs.get("window_size_left")
+            mask = " causal" if masked else "" if left is None else f" window={left}"
+            device.recorder(described(name.partition(".")[0] + mask, (*args, *kwargs.values()), result))
         return result
 
     return run

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import moe_trainer.training.setup
 from arguments import Arguments, parse_args
 from arguments.stage_layout import parallel_sizes
+from moe_trainer.estimate.dry_run import histogram_of_flags
 from moe_trainer.estimate.executed_step import executed_args
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.roofline import CALLERS, CASTS, FINISH, OPERATOR, START, WAIT, Collective
 from moe_trainer.memory import host_read
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model import build
+from moe_trainer.moe.balancing import MoeMetrics
 from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.pipeline import schedule
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, Order
 from moe_trainer.quantization import scaled_grouped, scaled_mm
+from moe_trainer.training import step
 from moe_trainer.training.context import TrainState, named_transformer_layers
-from moe_trainer.training.step import train_step
 from moe_trainer.verification import training_trace
+from moe_trainer.verification.executed_packs import ExecutedPack, ExecutedPacks
 
 
 def quantizing_caller(line: str) -> str:
@@ -194,6 +198,14 @@ def even_columns(args: Arguments, ep: int, sent: int) -> list[int]:
     return [count for rank in range(ep) for count in (*rows[rank * local : (rank + 1) * local], *[0] * slots)]
 
 
+def args_of_pack(args: Arguments, pack: ExecutedPack) -> Arguments:
+    """Return arguments of microbatches of one sequence, with as many tokens on a rank as a pack has."""
+    tokens = pack.packed.num_tokens // pack.num_ranks * args.parallel.context_parallel_size
+    return replace(
+        args, data=replace(args.data, seq_length=tokens), training=replace(args.training, micro_batch_size=1)
+    )
+
+
 def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_experts: int) -> list[int]:
     """Return what the host would read for even routing.
 
@@ -213,6 +225,15 @@ def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_expert
     leaving = [sum(rows[rank * local : (rank + 1) * local]) for rank in range(ps.ep.size)]
     arriving = rows[ps.ep.rank * local : (ps.ep.rank + 1) * local]
     return leaving + arriving * ((num_numbers - ps.ep.size) // local)
+
+
+def packs_of_flags(args: Arguments, world_size: int) -> ExecutedPacks | None:
+    """Return the packs to execute; None without packed sequences."""
+    if args.packed_capacity is None:
+        return None
+    histogram = histogram_of_flags(args)
+    assert histogram is not None, "executed_args asks for it"
+    return ExecutedPacks.of(args, world_size, histogram)
 
 
 def groups(args: Arguments, rank: int, world_size: int) -> ParallelState:
@@ -252,8 +273,17 @@ def accepts_operands(compute: Callable[[], Tensor], expected: Tensor, warning: s
     return True
 
 
+def collect_no_metrics(collect: Callable[..., MoeMetrics], *args: Any) -> MoeMetrics:
+    """Run collect_moe_metrics; numbers that it reads from the device are zero, also those it divides by."""
+    try:
+        return collect(*args)
+    except ZeroDivisionError:
+        return MoeMetrics({}, {}, 0)
+
+
 def disable_computation() -> None:
     """Disable computation in this process, and all checks of values."""
+    step.collect_moe_metrics = functools.partial(collect_no_metrics, step.collect_moe_metrics)
     emulation.DEVICE().shapes_only(True)
     build.init_parameter, build._check_initialized = (lambda param, seed: None), (lambda chunk: None)
     scaled_mm.matches_reference = scaled_grouped.matches_reference = accepts_operands
@@ -286,6 +316,9 @@ def record(
     """
     device, recording = emulation.DEVICE(), Recording()
     flags = parse_args(list(argv), world_size)
+    packs = packs_of_flags(flags, world_size)
+    if packs is not None:
+        microbatches = len(packs.packs)
     args = executed_args(flags, world_size, microbatches)
     ps = ps or groups(args, rank, world_size)
     recording.trace = ps.trace
@@ -298,8 +331,15 @@ def record(
 
     def answer(ask: Callable[[], list[int]], num_experts: int) -> list[int]:
         counts = ask()
+        of_microbatch = args
+        if packs is not None:
+            of_microbatch = args_of_pack(args, packs.packs[max(0, recording.microbatch - 1)])
         found.append(
-            counts if compute else next(counts_to_use) if routed else even_counts(args, ps, len(counts), num_experts)
+            counts
+            if compute
+            else next(counts_to_use)
+            if routed
+            else even_counts(of_microbatch, ps, len(counts), num_experts)
         )
         return found[-1]
 
@@ -310,7 +350,11 @@ def record(
         setattr(schedule._Execution, name, recording_action(recording, kind, getattr(schedule._Execution, name)))
     report_captured_parts(recording, flags.training.captured_modules)
     torch.fx.traceback.format_stack = recording.made_at  # what anomaly mode keeps with every node of autograd
-    run, state = training_trace.make_run(args, rank, ps, 2, device="cuda"), TrainState()
+    batches = None
+    if packs is not None:
+        drawn = [batch.pin_memory() for batch in packs.batches(args)]
+        batches = [drawn[0], *drawn]  # the first iteration has one microbatch
+    run, state = training_trace.make_run(args, rank, ps, 2, device="cuda", batches=batches), TrainState()
     for _, layer in named_transformer_layers(run.chunks):  # what follows the last one is no layer's
         layer.register_forward_hook(lambda *unused: setattr(ps.trace, "layer", ""))
     run.schedule.orders = make_sequential_orders(ps.pp.size, len(run.chunks), run.schedule.has_wgrad_actions)
@@ -324,12 +368,13 @@ def record(
                 lambda kind, what, size: recording.enter(WAIT, what.decode()) or 0 if kind == emulation.WAIT else 0
             )
             device.lib.ec_callbacks(callbacks, device._callbacks[1])
-            train_step(run, state, count)
+            step.train_step(run, state, count)
             state.iteration += 1
     recording.bytes["peak"] = torch.cuda.max_memory_allocated()
     device.record(None)
     device.watch(False)
-    return {**recording.as_json(), "routed": found, "bytes": recording.bytes}
+    executed = {} if packs is None else packs.as_json()
+    return {**recording.as_json(), "routed": found, "bytes": recording.bytes, **executed}
 
 
 if __name__ == "__main__":

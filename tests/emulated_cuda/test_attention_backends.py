@@ -84,6 +84,38 @@ def test_packed_sequences_are_by_the_flash_kernel_unless_unfused(backend, flash)
     assert on_device(chooses_packed_kernel, backend) == flash
 
 
+def attends_within_sequences(window: int) -> None:
+    """The flash kernel for variable lengths computes, forward and backward, what every sequence gives alone."""
+    lengths, starts = [3, 8, 5], [0, 3, 11, 16]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(16, heads, 8, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
+    outputs = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.detach().clone().to(device).requires_grad_() for x in (q, k, v)]
+        if device == "cuda":
+            borders = torch.tensor(starts, dtype=torch.int32, device=device)
+            out = varlen_attention.varlen_attention(*inputs, borders, max(lengths), 0.3, window)
+        else:
+            parts = []
+            for start, stop in zip(starts, starts[1:]):
+                x = [each[start:stop].transpose(0, 1).float() for each in inputs]
+                places = torch.arange(stop - start)
+                distance = places[:, None] - places
+                mask = (distance >= 0) & ((distance <= window) | (window < 0))
+                parts.append(
+                    torch.nn.functional.scaled_dot_product_attention(*x, attn_mask=mask, scale=0.3, enable_gqa=True)
+                )
+            out = torch.cat([part.transpose(0, 1) for part in parts])
+        out.backward(grad.to(device, out.dtype))
+        outputs.append([out.float().cpu(), *(x.grad.float().cpu() for x in inputs)])
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [-1, 2])
+def test_flash_kernel_for_variable_lengths_is_emulated(window):
+    on_device(attends_within_sequences, window)
+
+
 def forced_flash_with_a_window() -> None:
     x = torch.ones(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda")
     model = parse_args([*make_argv("plain"), "--window-size", "1,0"], 1).model

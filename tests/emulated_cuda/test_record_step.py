@@ -90,6 +90,39 @@ def test_rank_without_peers_launches_the_same_kernels(name):
     assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
 
 
+PACKED = (
+    "--bf16 --kv-channels 8 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 12 "
+    "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 64 --calculate-per-token-loss"
+)
+
+
+@pytest.fixture
+def histogram(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("length,count\n65,1\n33,2\n9,7\n")
+    return ["--length-histogram", str(path)]
+
+
+def test_packed_step_launches_the_same_kernels(histogram):
+    argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", "--clip-grad", "1e9", *PACKED.split()]
+    computed, routed = on_device(count_recorded, [*argv, *histogram], None)
+    shaped, _ = on_device(count_recorded, [*argv, *histogram], routed)
+    assert any("_flash_attention_backward causal" in text for _, text, *_ in shaped)
+    assert [sorted((shaped - computed).items(), key=str), sorted((computed - shaped).items(), key=str)] == [[], []]
+
+
+@pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--dynamic-context-parallel"])
+def test_packed_step_of_context_parallel_ranks_can_be_executed(histogram, flags):
+    argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *PACKED.split(), *flags.split()]
+    argv[argv.index("--max-seqlen-per-dp-cp-rank") + 1] = "32"
+    found = on_device(record_even_routing, [*argv, *histogram])
+    sizes = {num_ranks for _, num_ranks, _ in found["packs"]}
+    assert sizes == ({2} if "dynamic" not in flags else {1, 2} & sizes) and 2 in sizes
+    exchanged = {microbatch for kind, text, _, _, microbatch, *_ in found["events"] if "send" in found["texts"][text]}
+    shared = {number for number, (_, num_ranks, _) in enumerate(found["packs"], start=1) if num_ranks == 2}
+    assert exchanged == shared
+
+
 def record_even_routing(argv: list[str]) -> dict[str, list]:
     from emulated_cuda.record_step import record
 

@@ -280,5 +280,31 @@ def test_the_executed_step_has_the_vocabulary_of_the_plan():
     assert executed_args(args, 2, 3).data.vocab_size + 1 == make_plan(args, 2, H100).vocab_rows == 129280
     with pytest.raises(ValueError, match="--vocab-size"):
         executed_args(parse_args([*flags, "mine"], 2), 2, 3)
-    with pytest.raises(ValueError, match="leave --use-varlen-dataset out; plan.py with --length-histogram"):
+    with pytest.raises(ValueError, match="--use-varlen-dataset needs lengths: give --length-histogram"):
         executed_args(parse_args([*flags, "deepseek-ai/DeepSeek-V3", "--use-varlen-dataset"], 2), 2, 3)
+
+
+def test_attention_within_packed_sequences_has_the_flops_of_its_sequences():
+    def flash(name, mask, shape):
+        inputs = "|".join(f"r,bfloat16,{shape},512" for _ in range(4 if "backward" in name else 3))
+        return read_operator(f"aten::_{name}{mask}|{inputs}|r,int32,3,12|o,bfloat16,{shape},512")
+
+    for direction in ("forward", "backward"):
+        whole = f"scaled_dot_product_flash_attention{'_backward' * (direction == 'backward')}"
+        one = flash(whole, " causal", "1x2x16x8")
+        packed = flash(f"flash_attention_{direction}", " causal", "32x2x8")
+        two = packed.of_sequences([16, 16])
+        assert (two.flops, two.queries, two.backward) == (2 * one.flops, 16, one.backward)
+        assert two.compute(H100) == pytest.approx(2 * one.compute(H100))
+        assert packed.of_sequences([31, 1]).flops == pytest.approx(one.flops * (31**2 + 1) / 16**2, rel=1e-6)
+        windowed = flash(f"flash_attention_{direction}", " window=4", "32x2x8").of_sequences([32])
+        assert windowed.flops == pytest.approx(one.flops * (32 * 4 - 8) / (16**2 / 2), rel=1e-6)
+        assert windowed.of_sequences([1]) == windowed  # it has its lengths
+
+
+def test_packed_microbatches_are_weighted_by_what_they_represent():
+    args = parse_args(FLAGS.split(), 64)
+    plan = make_plan(args, 64, H100)
+    packs = [[1.0, 1, [16]], [2.5, 1, [8, 8]], [1.0, 1, [4]]]
+    costs = RecordingCosts(args, H100, plan.vocab_rows, 5, 3, packs)
+    assert [costs.weight(microbatch) for microbatch in range(4)] == [1.0, 1.0, 2.5, 1.0]
