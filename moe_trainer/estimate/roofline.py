@@ -129,7 +129,7 @@ class Operator:
 
     `rows`: of the tokens of all experts that a grouped GEMM multiplies, else 0. `window`: of attention within packed
     sequences, how many earlier keys a query sees (-1: all); None for other operators. Its `flops` are of one pair of
-    query and key.
+    query and key, and `queries` are all tokens.
     """
 
     name: str
@@ -144,11 +144,15 @@ class Operator:
     window: int | None = None
 
     def of_sequences(self, lengths: Sequence[int]) -> Operator:
-        """Return attention within packed sequences of these lengths, with its FLOPs; other operators as they are."""
+        """Return attention within packed sequences of these lengths, with its FLOPs; other operators as they are.
+
+        Of sequences that ranks share, a kernel computes local queries with the keys of a rank: half of all pairs.
+        """
         if self.window is None:
             return self
-        pairs = sum(num_pairs(length, self.window) for length in lengths)
-        mean = round(sum(length * length for length in lengths) / sum(lengths))  # the length of the mean token's
+        local = [length * self.queries / sum(lengths) for length in lengths]
+        pairs = sum(num_pairs(length, self.window) for length in local)
+        mean = round(sum(length * length for length in local) / sum(local))  # the length of the mean token's
         return replace(self, flops=round(pairs * self.flops), queries=mean, window=None)
 
     def compute(self, hardware: Hardware) -> float:
@@ -164,7 +168,7 @@ class Operator:
         return max(self.flops / peak, self.bytes / (hardware.hbm_tb_s * 1e12))
 
 
-def num_pairs(length: int, window: int) -> float:
+def num_pairs(length: float, window: int) -> float:
     """Return the pairs of query and key that causal attention with a window computes, the diagonal half."""
     if 0 <= window < length:
         return length * window - window * window / 2
@@ -216,7 +220,8 @@ def read_operator(text: str) -> Operator:
         if len(query.shape) == 3:  # [T, N, D]: the lengths of its sequences are not in its shapes
             flops = 2 * query.shape[1] * (query.shape[2] + value.shape[2])
             flops = round(flops * (ATTENTION_BACKWARD_RATIO if backward else 1))
-            return Operator(name, moved, flops, backward=backward, window=int(left or -1))
+            tokens = max(query.shape[0], key.shape[0])
+            return Operator(name, moved, flops, queries=tokens, backward=backward, window=int(left or -1))
         flops = 2 * math.prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3])
         flops //= 2 if is_causal else 1
         flops = round(flops * (ATTENTION_BACKWARD_RATIO if backward else 1))

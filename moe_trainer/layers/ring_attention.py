@@ -3,8 +3,9 @@
 Ring: keys and values are sent from rank to rank while the rank computes with those it has. In backward they circulate
 again, followed by their gradient, which every rank adds to. Gathered: every rank all-gathers keys and values and
 reduce-scatters their gradient. Both save inputs, output and log-sum-exp, and recompute the rest block by block
-(ops/block_attention.py), skipping blocks above the diagonal or outside the window. Sums over blocks and the circulating
-gradient are fp32 or wider.
+(ops/block_attention.py), skipping blocks above the diagonal or outside the window; the ring over packed sequences on
+CUDA has one kernel for each rank's keys (packed_ring.py). Sums over blocks and the circulating gradient are fp32 or
+wider.
 
 A group of one rank serves packed documents and attention sinks (--softmax-type): a sink is the initial log-sum-exp.
 Shapes: S local positions, B sequences, N query heads, G key-value heads, D key width, E value width.
@@ -16,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moe_trainer.layers.packed_ring import PackedRing
 from moe_trainer.ops.block_attention import BlockBackwardInputs, BlockMask, PositionRange, attend, attend_backward
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
@@ -67,8 +69,12 @@ class _RingAttention(torch.autograd.Function):
         q, out, lse = _begin(q_SBND, v_SBGE, sink_N)
         mine = position_ranges(group.rank, group.size, q.shape[2], block_mask.lengths)
         pair = _KeysValues.of(k_SBGD, v_SBGE)
+        packed = PackedRing.of(q_SBND, v_SBGE, block_mask, scale, group.rank, group.size)
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
+            if packed is not None:
+                packed.attend(source, q, k, v, out, lse)
+                continue
             _attend(
                 _blocks(mine, position_ranges(source, group.size, q.shape[2], block_mask.lengths), block_mask),
                 q,
@@ -87,12 +93,18 @@ class _RingAttention(torch.autograd.Function):
         q, final, grad_q = _begin_backward(q_SBND, grad_SBH, out_SBH, lse)
         mine = position_ranges(group.rank, group.size, q.shape[2], block_mask.lengths)
         pair = _KeysValues.of(k_SBGD, v_SBGE)
+        packed = PackedRing.of(q_SBND, v_SBGE, block_mask, scale, group.rank, group.size)
         arriving, work = None, None
         for source, flat in _pass_round(pair.flat, group):
             k, v = pair.unpack(flat)
             sums = torch.zeros_like(flat, dtype=grad_q.dtype)
-            blocks = _blocks(mine, position_ranges(source, group.size, q.shape[2], block_mask.lengths), block_mask)
-            _attend_backward(blocks, q, k, v, scale, block_mask, final, (grad_q, *pair.unpack(sums)))
+            grads = grad_q, *pair.unpack(sums)
+            if packed is not None:
+                packed.attend_backward(source, q, k, v, final, grads)
+            else:
+                theirs = position_ranges(source, group.size, q.shape[2], block_mask.lengths)
+                blocks = _blocks(mine, theirs, block_mask)
+                _attend_backward(blocks, q, k, v, scale, block_mask, final, grads)
             if work is not None:
                 work.wait()
                 sums += arriving

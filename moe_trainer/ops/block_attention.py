@@ -239,7 +239,7 @@ def attend(
     causal = block_mask.flash_causal(queries, keys)
     if causal is not None and flash_attention.can_run(q_BNSD, k_BGKD, v_BGKE):
         part, part_lse = flash_attention.flash_block(q_BNSD, k_BGKD, v_BGKE, scale, causal)
-        _merge(out_BNSE, lse_BNS, part, part_lse.unsqueeze(-1), torch.ones_like(part_lse).unsqueeze(-1))
+        merge_block(out_BNSE, lse_BNS, part, part_lse.unsqueeze(-1), torch.ones_like(part_lse).unsqueeze(-1))
         return
     for tile, seen in _tiles(queries, keys, block_mask, q_BNSD.device):
         rows, columns = tile.within(queries), seen.within(keys)
@@ -251,11 +251,11 @@ def attend(
         if keep is not None:
             weights = weights * keep
         part = _grouped(weights.to(v_BGKE.dtype), v_BGKE[:, :, columns])
-        _merge(out_BNSE[:, :, rows], lse_BNS[:, :, rows], part, top, total)
+        merge_block(out_BNSE[:, :, rows], lse_BNS[:, :, rows], part, top, total)
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, total: Tensor) -> None:
-    """Merge a block's result into the running one.
+def merge_block(out: Tensor, lse: Tensor, part: Tensor, top: Tensor, total: Tensor) -> None:
+    """Merge a block's result into the running one, in place.
 
     Args:
         part: sum of e^(score - top) v over the new keys.

@@ -1,10 +1,13 @@
-"""Causal attention within packed sequences by torch's flash kernels for variable lengths (torch.nn.attention.varlen).
+"""Attention within packed sequences by torch's flash kernels for variable lengths (torch.nn.attention.varlen).
 
 No score between sequences is computed. For CUDA in half precision and key widths up to 256; narrower values are padded
-with zeros.
+with zeros. Blocks of context-parallel ranks call the kernels' operators, whose backward takes the output and the
+log-sum-exp of all keys.
 
-Shapes: T tokens of all sequences, N query heads, G key-value heads, D key width, E value width.
+Shapes: T tokens of all sequences, U those of their keys, N query heads, G key-value heads, D key width, E value width.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +49,7 @@ def varlen_attention(
         left: query i sees keys i - left .. i of its sequence; negative for all up to i.
     """
     width = v_TGE.shape[2]
-    v_TGD = v_TGE if width == q_TND.shape[2] else F.pad(v_TGE, (0, q_TND.shape[2] - width))
+    v_TGD = _pad(v_TGE, q_TND.shape[2])
     out_TND = varlen.varlen_attn(
         q_TND,
         k_TGD,
@@ -60,3 +63,96 @@ def varlen_attention(
         enable_gqa=k_TGD.shape[1] != q_TND.shape[1],
     )
     return out_TND[..., :width]
+
+
+class Borders(NamedTuple):
+    """Where sequences begin and end in a tensor of tokens.
+
+    Attributes:
+        cu_seqlens: cumulative lengths from 0, int32 on the device.
+        max_seqlen: the largest length.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+def varlen_block(
+    q_TND: Tensor, k_UGD: Tensor, v_UGE: Tensor, queries: Borders, keys: Borders, scale: float, causal: bool, left: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to a part of the keys of every sequence.
+
+    Args:
+        q_TND: queries.
+        k_UGD: keys.
+        v_UGE: values.
+        queries: of the sequences.
+        keys: of the same sequences.
+        scale: of the scores.
+        causal: query i sees keys up to i, which are as many as the queries; otherwise all.
+        left: with `causal`, how many earlier keys it sees; negative for all.
+
+    Returns:
+        out [T, N, E] in the dtype of v, and its log-sum-exp [N, T], fp32.
+    """
+    out_TND, lse_NT, *_ = torch.ops.aten._flash_attention_forward(
+        q_TND,
+        k_UGD,
+        _pad(v_UGE, q_TND.shape[2]),
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.max_seqlen,
+        keys.max_seqlen,
+        0.0,
+        causal and left < 0,
+        False,
+        scale=scale,
+        **_window(causal, left),
+    )
+    return out_TND[..., : v_UGE.shape[2]], lse_NT
+
+
+def varlen_block_backward(
+    grad_TNE: Tensor,
+    q_TND: Tensor,
+    k_UGD: Tensor,
+    v_UGE: Tensor,
+    out_TNE: Tensor,
+    lse_NT: Tensor,
+    queries: Borders,
+    keys: Borders,
+    scale: float,
+    causal: bool,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `varlen_block`; `out` and `lse` are those of all keys."""
+    width = v_UGE.shape[2]
+    grad, v, out = (_pad(x, q_TND.shape[2]) for x in (grad_TNE, v_UGE, out_TNE))
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_TND.device)
+    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+        grad,
+        q_TND,
+        k_UGD,
+        v,
+        out,
+        lse_NT.contiguous(),
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.max_seqlen,
+        keys.max_seqlen,
+        0.0,
+        causal and left < 0,
+        no_dropout,
+        no_dropout,
+        scale=scale,
+        **_window(causal, left),
+    )
+    return grad_q, grad_k, grad_v[..., :width]
+
+
+def _window(causal: bool, left: int) -> dict[str, int]:
+    return {"window_size_left": left, "window_size_right": 0} if causal and left >= 0 else {}
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -97,24 +97,30 @@ def cudnn_attention_backward(
     return flash_attention_backward(*inputs, *sizes_dropout_causal, seed, offset, scale=scale)
 
 
-def _by_sequence(compute, cum_q, *tensors):
-    """Return the results of every sequence of [T, N, D], each computed on its own as [1, N, S, D], one after another."""
-    ends = cum_q.tolist()
-    results = [
-        compute(*(x[start:stop].transpose(0, 1).unsqueeze(0) for x in tensors), (start, stop))
-        for start, stop in zip(ends, ends[1:])
-        if stop > start
-    ]
+def _by_sequence(compute, queries, keys, cum_q, cum_k):
+    """Return the results of every sequence, each computed on its own as [1, N, S, D], one after another.
+
+    queries, keys: tensors [T, N, D] of the queries' and the keys' tokens.
+    """
+    ends, stops = cum_q.tolist(), cum_k.tolist()
+    results = []
+    for number in range(len(ends) - 1):
+        places = slice(*ends[number : number + 2]), slice(*stops[number : number + 2])
+        if ends[number + 1] > ends[number]:
+            parts = [x[places[0]] for x in queries] + [x[places[1]] for x in keys]
+            results.append(compute(*(x.transpose(0, 1).unsqueeze(0) for x in parts), places[0]))
     return [torch.cat([x.squeeze(0).transpose(0, 1) for x in each]) for each in zip(*results)]
 
 
-def _scores(query, key, scale, left):
-    """Return the scores of a sequence and which of them a causal window of `left` earlier keys (-1: all) hides."""
+def _scores(query, key, scale, is_causal, left):
+    """Return the scores of a sequence: of all keys, or of earlier ones, of which a window leaves `left`."""
     scores = query.float() @ _repeat_heads(key, query.shape[1]).float().mT * scale
+    if not is_causal and left is None:
+        return scores
+    _refuse(query.shape[2] != key.shape[2], "of variable lengths, the causal rule is for as many keys as queries")
     positions = torch.arange(query.shape[2], device=query.device)
     distance = positions[:, None] - positions
-    hidden = (distance < 0) | (distance > left) if left >= 0 else distance < 0
-    return scores.masked_fill(hidden, -math.inf)
+    return scores.masked_fill((distance < 0) | (not is_causal and distance > left), -math.inf)
 
 
 def varlen_flash_attention(
@@ -136,19 +142,19 @@ def varlen_flash_attention(
 ):
     _refuse(query.dtype not in (torch.bfloat16, torch.float16), f"FlashAttention takes no {query.dtype}")
     _refuse(query.shape[-1] % 8 or not query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256, "head dimensions")
-    _refuse(not is_causal and window_size_right != 0, "of variable lengths, causal attention is here")
+    _refuse(window_size_left is not None and window_size_right != 0, "of windows, causal ones are here")
     nothing = torch.empty(0, dtype=torch.int64, device=query.device)
     if shapes_only():
         sums = torch.empty(query.shape[1], query.shape[0], device=query.device)
         return torch.empty_like(query), sums, nothing, nothing, nothing
 
-    def attend(q, k, v, _place):
-        scores = _scores(q, k, scale, -1 if is_causal else window_size_left)
+    def attend(q, k, v, _rows):
+        scores = _scores(q, k, scale, is_causal, window_size_left)
         sums = scores.logsumexp(-1, keepdim=True)
         out = (scores - sums).exp() @ _repeat_heads(v, q.shape[1]).float()
         return out.to(q.dtype), sums
 
-    out, sums = _by_sequence(attend, cum_seq_q, query, key, value)
+    out, sums = _by_sequence(attend, (query,), (key, value), cum_seq_q, cum_seq_k)
     return out, sums.squeeze(-1).t().contiguous(), nothing, nothing, nothing
 
 
@@ -175,12 +181,9 @@ def varlen_flash_attention_backward(
     if shapes_only():
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
-    def backward(g, q, k, v, o, place):
+    def backward(g, q, o, k, v, rows):
         heads, groups = q.shape[1], k.shape[1]
-        weights = (
-            _scores(q, k, scale, -1 if is_causal else window_size_left)
-            - logsumexp[:, place[0] : place[1]].unsqueeze(0).unsqueeze(-1)
-        ).exp()
+        weights = (_scores(q, k, scale, is_causal, window_size_left) - logsumexp[None, :, rows, None]).exp()
         g32 = g.float()
         grad_v = weights.mT @ g32
         grad_weights = g32 @ _repeat_heads(v, heads).float().mT - (g32 * o.float()).sum(-1, keepdim=True)
@@ -189,7 +192,7 @@ def varlen_flash_attention_backward(
         grad_k, grad_v = (x.unflatten(1, (groups, -1)).sum(2) for x in (grad_k, grad_v))
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
-    return tuple(_by_sequence(backward, cum_seq_q, grad_out, query, key, value, out))
+    return tuple(_by_sequence(backward, (grad_out, query, out), (key, value), cum_seq_q, cum_seq_k))
 
 
 def mm_dtype(a, b, out_dtype):

@@ -1,6 +1,7 @@
 """--attention-backend chooses the kernel of the local layers' attention."""
 
 import contextlib
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -8,13 +9,16 @@ import torch
 from emulated_cuda.run import on_device
 from emulated_cuda.test_kernels import HEADS, LATENT
 from torch.nn.attention import SDPBackend
-from training.layouts import make_argv
+from training.layouts import create_groups, make_argv
 
 from arguments import parse_args
 from moe_trainer.errors import UserError
 from moe_trainer.layers.core_attention import BACKENDS, AttentionMask, CoreAttention
+from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops import varlen_attention
+from moe_trainer.ops.block_attention import BlockMask, Documents
 from moe_trainer.ops.packed_sequences import PackedSequences
+from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification.compare_runs import FP32, compare
 from moe_trainer.verification.training_trace import TrainingTrace, train
@@ -114,6 +118,62 @@ def attends_within_sequences(window: int) -> None:
 @pytest.mark.parametrize("window", [-1, 2])
 def test_flash_kernel_for_variable_lengths_is_emulated(window):
     on_device(attends_within_sequences, window)
+
+
+def ring_within_sequences(rank: int, world_size: int, sinks: bool, window: int, width: int) -> dict[str, int]:
+    """A ring over packed sequences computes what every sequence gives alone; count the kernels of attention."""
+    import emulation
+
+    argv = [*make_argv("plain"), "--context-parallel-size", str(world_size)]
+    group = create_groups(argv, rank, world_size).cp
+    packed = PackedSequences.of([5, 16, 8, 3], 8)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, 8), (2, 8), (2, width), (4, width)
+    inputs = [torch.randn(packed.num_tokens, 1, *shape, generator=generator).bfloat16() for shape in shapes]
+    sink_N = torch.tensor([0.5, -1.0, 0.0, 2.0]) if sinks else None
+    q, k, v = (x.float().requires_grad_() for x in inputs[:3])
+    borders = packed.cu_seqlens_padded
+    parts = []
+    for start, stop in zip(borders, borders[1:]):
+        keys, values = (x[start:stop, 0].repeat_interleave(2, 1) for x in (k, v))
+        scores = torch.einsum("snd,tnd->nst", q[start:stop, 0], keys) * 0.3
+        places = torch.arange(stop - start)
+        distance = places[:, None] - places
+        scores = scores.masked_fill((distance < 0) | ((distance > window) & (window >= 0)), -torch.inf)
+        if sink_N is not None:
+            scores = torch.cat([scores, sink_N[:, None, None].expand(-1, stop - start, 1)], -1)
+        weights = scores.softmax(-1)[..., : stop - start]
+        parts.append(torch.einsum("nst,tnd->snd", weights, values))
+    expected = torch.cat(parts).unsqueeze(1)
+    expected.backward(inputs[3].float())
+
+    shard = SequenceShard(group, packed.padded_lengths)
+    local = [shard.local(x, 0).cuda().requires_grad_() for x in inputs]
+    mask = BlockMask(window, Documents.of(packed.ids(), torch.device("cuda"), packed.padded_lengths))
+    with emulation.Ledger(emulation.DEVICE()) as ledger:
+        out = ring_attention(*local[:3], 0.3, mask, group, None if sink_N is None else sink_N.cuda())
+        out.backward(local[3].detach().flatten(2))
+    for ours, whole in zip(
+        (out.unflatten(2, (4, -1)), *(x.grad for x in local[:3])), (expected, q.grad, k.grad, v.grad)
+    ):
+        torch.testing.assert_close(ours.float().cpu(), shard.local(whole.detach(), 0), rtol=3e-2, atol=3e-2)
+    found = Counter()
+    for (operator, _), count in ledger.launches.items():
+        found[operator.removeprefix("aten::")] += count if "flash_attention" in operator else 0
+    return dict(+found)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sinks", "window", "width"), [(2, False, -1, 8), (2, True, -1, 4), (1, True, -1, 8), (1, True, 3, 8)]
+)
+def test_ring_has_one_kernel_for_the_keys_of_a_rank(ranks, sinks, window, width):
+    inputs = sinks, window, width
+    if ranks == 1:
+        found = [on_device(ring_within_sequences, 0, 1, *inputs)]
+    else:
+        found = on_device(ring_within_sequences, *inputs, ranks=ranks, devices=ranks)
+    expected = {"_flash_attention_forward": ranks, "_flash_attention_backward": ranks}
+    assert found == [expected] * ranks
 
 
 def forced_flash_with_a_window() -> None:
