@@ -160,6 +160,24 @@ def report_plans(report: Report, title: str, lengths: list[int]) -> None:
     report.add("")
 
 
+def report_planning_time(report: Report) -> None:
+    """Write how long it takes to plan a global batch with dynamic groups."""
+    args = parse_args(["--preset", "qwen3_30b_a3b", "--mock-data", "--train-iters", "1"], NUM_RANKS)
+    get_flops = partial(training_flops, args, 1, padded_vocab_size=VOCAB_ROWS)
+    report.add(
+        "## Time to plan a global batch", "", f"{provenance_line()}, {load_line()}, one thread, dynamic groups.", ""
+    )
+    report.start_table("ranks", "sequences", "s")
+    for num_ranks, count in ((64, 1024), (256, 4096), (1024, 8192)):
+        lengths = draw_long_tail(LONGEST, count)
+        fmt = WAYS[-1].make_format(CAPACITY, num_ranks, 1)
+        planner = PackingPlanner(lengths.__getitem__, get_flops, fmt, 1, 1)
+        begin = time.perf_counter()
+        planner.plan(0, count)
+        report.add_row(num_ranks, count, f"{time.perf_counter() - begin:.2f}")
+    report.add("")
+
+
 def report_rooflines(report: Report, title: str, lengths: list[int]) -> None:
     """Write the time of steps that are executed on the emulated device."""
     counts = Counter(min(length, LONGEST) + 1 for length in lengths)  # ids of a sample, one more than the model reads
@@ -276,6 +294,7 @@ def main() -> None:
         lengths = draw(LONGEST, BATCH)
         report_plans(report, title, lengths)
         report_rooflines(report, title, lengths)
+    report_planning_time(report)
     report_steps(report, "a long tail", draw_long_tail(STEP_LONGEST, STEP_BATCH))
     report_steps(report, "documents", [length // 8 for length in read_documents(LONGEST, STEP_BATCH)])
     if options.write:

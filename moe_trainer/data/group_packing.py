@@ -16,11 +16,12 @@ next_hdp_group_packing_aware) fills one microbatch after the other instead.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from moe_trainer.data.space_queue import SpaceQueue
 
 _QUOTAS = (math.inf, 2.0, 1.5, 1.25, 1.0)
 """Largest cost per rank of a sequence, relative to the mean of all ranks."""
@@ -171,7 +172,7 @@ def _form_groups(
     """Return groups that together are all ranks of all microbatches; None if a sequence has no space."""
     needed = [limits.smallest(length, quota) for length in lengths]
     groups: list[RankGroup] = []
-    heaps: dict[int, list[tuple[float, int]]] = {size: [] for size in limits.sizes}
+    open_groups = {size: SpaceQueue() for size in limits.sizes}
     tokens: list[int] = []
     num_free, shortest = num_microbatches * limits.num_ranks, min(lengths)
     for position in sorted(range(len(lengths)), key=lambda position: (-needed[position], -lengths[position], position)):
@@ -182,7 +183,7 @@ def _form_groups(
             tokens.append(0)
             num_free -= size
         else:
-            choice = _least_loaded(lengths[position], size, heaps, tokens, limits)
+            choice = _take_least_loaded(lengths[position], size, open_groups, limits)
             if choice is None:
                 return None
             number = choice
@@ -190,35 +191,24 @@ def _form_groups(
         group.positions.append(position)
         group.cost += limits.cost(lengths[position], group.size)
         tokens[number] += limits.pad(lengths[position], group.size)
-        is_full = tokens[number] + limits.pad(shortest, group.size) > group.size * limits.capacity
-        if not is_full and len(group.positions) != limits.max_sequences:
-            heapq.heappush(heaps[group.size], (group.load, number))
+        space = group.size * limits.capacity - tokens[number]
+        if space >= limits.pad(shortest, group.size) and len(group.positions) != limits.max_sequences:
+            open_groups[group.size].push(group.load, number, space)
     return groups if _enlarge(groups, lengths, limits, num_free) else None
 
 
-def _least_loaded(
-    length: int,
-    size: int,
-    heaps: dict[int, list[tuple[float, int]]],
-    tokens: Sequence[int],
-    limits: GroupSizes,
-) -> int | None:
-    """Take the group with the least load after it received a sequence from its heap; None if none has space."""
-    best, passed = (math.inf, 0, 0), []
+def _take_least_loaded(length: int, size: int, open_groups: Mapping[int, SpaceQueue], limits: GroupSizes) -> int | None:
+    """Take the group with the least load after it received a sequence from its queue; None if none has space."""
+    best = (math.inf, 0, 0)
     for of_size in limits.sizes[limits.sizes.index(size) :]:
-        heap = heaps[of_size]
-        padded, space = limits.pad(length, of_size), of_size * limits.capacity
-        while heap and tokens[heap[0][1]] + padded > space:
-            passed.append((of_size, heapq.heappop(heap)))
-        if heap:
-            load, number = heap[0]
+        if (found := open_groups[of_size].find(limits.pad(length, of_size))) is not None:
+            load, number = found
             best = min(best, (load + limits.cost(length, of_size) / of_size, of_size, number))
     _, of_size, number = best
-    if of_size:
-        heapq.heappop(heaps[of_size])
-    for other_size, entry in passed:
-        heapq.heappush(heaps[other_size], entry)
-    return number if of_size else None
+    if not of_size:
+        return None
+    open_groups[of_size].pop()
+    return number
 
 
 def _enlarge(groups: list[RankGroup], lengths: Sequence[int], limits: GroupSizes, num_free: int) -> bool:

@@ -15,7 +15,6 @@ Lengths are with padding (PackedSequences.padded_lengths).
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from arguments import Arguments
 from moe_trainer.data.group_packing import GroupSizes, pack_into_groups, padding_multiple
+from moe_trainer.data.space_queue import SpaceQueue
 from moe_trainer.errors import UserError
 from moe_trainer.ops.packed_sequences import PackedSequences
 
@@ -246,23 +246,20 @@ def _assign(
     packs: Packs = [[] for _ in range(num_packs)]
     totals, shortest = [0.0] * num_packs, min(lengths)
     space = [capacity] * num_packs
-    open_packs = [(0.0, number) for number in range(num_packs)]  # a heap
+    open_packs = SpaceQueue()
+    for number in range(num_packs):
+        open_packs.push(0.0, number, capacity)
     for position in sorted(range(len(lengths)), key=lambda position: (-costs[position], position)):
-        passed = []
-        while open_packs:
-            total, number = heapq.heappop(open_packs)
-            if space[number] >= lengths[position]:
-                break
-            passed.append((total, number))
-        else:
+        found = open_packs.find(lengths[position])
+        if found is None:
             return None
+        open_packs.pop()
+        _, number = found
         packs[number].append(position)
         space[number] -= lengths[position]
         totals[number] += costs[position]
         if space[number] >= shortest and len(packs[number]) != max_sequences:
-            passed.append((totals[number], number))
-        for entry in passed:
-            heapq.heappush(open_packs, entry)
+            open_packs.push(totals[number], number, space[number])
     return [sorted(packs[number]) for number in sorted(range(num_packs), key=lambda number: (-totals[number], number))]
 
 
