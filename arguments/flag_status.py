@@ -292,6 +292,7 @@ REQUIRES = (
     (("qk_clip",), "qk_clip_alpha qk_clip_threshold"),
     (("validate_only", "dry_run", "fake_process_group"), "report world_size"),
     (("validate_only", "dry_run", "fake_process_group"), "hardware length_histogram"),
+    (("dry_run", "fake_process_group"), "report_html"),
     (("mtp_num_layers",), "mtp_loss_scaling_factor mtp_detach_heads"),
     (("moe_router_enable_expert_bias",), "moe_router_bias_update_rate"),
     (("group_query_attention",), "num_query_groups"),

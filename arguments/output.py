@@ -30,6 +30,8 @@ class OutputArgs:
     prefix whose index has them, or the word corpus for the training data. Unset: all are --seq-length long."""
     report: str | None = None
     """Write the result of --validate-only or --dry-run to this JSON file."""
+    report_html: str | None = None
+    """Write the plan of --dry-run, as text and as pictures, to this HTML file."""
     check_files: bool = False
     """With --validate-only: open data, tokenizer, the checkpoint to load and the output directories; report what is
     missing, the number of tokens and the number of epochs."""

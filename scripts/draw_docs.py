@@ -11,23 +11,35 @@ run.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable
-from html import escape
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from moe_trainer.drawing.pipeline_timeline import idle_share, pipeline_timeline
+from moe_trainer.drawing.svg import (
+    BLUE,
+    CATEGORIES,
+    FAINT,
+    GRAY,
+    GREEN,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SLATE,
+    TEAL,
+    WHITE,
+    Picture,
+    nearest_shades,
+)
 from moe_trainer.estimate.dry_run import plan_of_flags
-from moe_trainer.estimate.plan_text import memory_json
+from moe_trainer.estimate.plan_pictures import memory_picture, schedule_spans
 from moe_trainer.parallel.grid import make_layout
 from moe_trainer.pipeline.orders import make_orders
-from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, UniformCosts, simulate_schedule
+from moe_trainer.pipeline.simulate import UniformCosts
 
 IMAGES = ROOT / "docs" / "img"
-BLUE, ORANGE, GREEN, GRAY, RED = "#4c78a8", "#f58518", "#54a24b", "#bab0ac", "#e45756"
-PURPLE, TEAL, SLATE = "#b279a2", "#72b7b2", "#5b6770"
-INK, PALE, WHITE = "#333333", "#f4f4f6", "#ffffff"
 PLAN = (
     "--preset deepseek_v3 --mock-data --pipeline-model-parallel-size 8 --tensor-model-parallel-size 2 "
     "--sequence-parallel --expert-model-parallel-size 64 --expert-tensor-parallel-size 1 --use-distributed-optimizer "
@@ -36,99 +48,17 @@ PLAN = (
 )
 
 
-class Picture:
-    """An SVG picture on a white background, readable in light and dark pages."""
-
-    def __init__(self, width: float, height: float, title: str, heading: str | None = None) -> None:
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
-            f'font-family="Helvetica, Arial, sans-serif" font-size="12">',
-            f"<title>{escape(title)}</title>",
-            f'<rect width="{width:g}" height="{height:g}" rx="6" fill="#ffffff"/>',
-        ]
-        if heading is not None:
-            self.text(14, 24, heading, size=14, font_weight="bold")
-
-    def box(self, x: float, y: float, width: float, height: float, fill: str, **attributes: object) -> None:
-        """Add a rectangle."""
-        size = f'x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"'
-        self.parts.append(f'<rect {size} fill="{fill}"{_format_attributes(attributes)}/>')
-
-    def text(self, x: float, y: float, text: object, anchor="start", size=12.0, fill=INK, **attributes: str) -> None:
-        """Add one line of text."""
-        place = f'x="{x:.6g}" y="{y:.6g}" text-anchor="{anchor}" font-size="{size:g}" fill="{fill}"'
-        self.parts.append(f"<text {place}{_format_attributes(attributes)}>{escape(str(text))}</text>")
-
-    def block(self, x: float, y: float, width: float, height: float, fill: str, title: str, *lines: str) -> None:
-        """Add a rounded rectangle with a title and lines below it."""
-        self.box(x, y, width, height, fill, rx=6)
-        self.text(x + 12, y + 22, title, size=14, fill=WHITE, font_weight="bold")
-        for number, line in enumerate(lines):
-            self.text(x + 12, y + 42 + 17 * number, line, fill=WHITE)
-
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, color: str = INK) -> None:
-        """Add a line with a head at its end."""
-        length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5 or 1.0
-        dx, dy = (x2 - x1) / length * 7, (y2 - y1) / length * 7
-        corners = ((x2, y2), (x2 - dx - dy / 2, y2 - dy + dx / 2), (x2 - dx + dy / 2, y2 - dy - dx / 2))
-        head = " ".join(f"{x:.6g},{y:.6g}" for x, y in corners)
-        line = f'x1="{x1:.6g}" y1="{y1:.6g}" x2="{x2 - dx:.6g}" y2="{y2 - dy:.6g}"'
-        self.parts.append(
-            f'<line {line} stroke="{color}" stroke-width="1.5"/><polygon points="{head}" fill="{color}"/>'
-        )
-
-    def legend(self, x: float, y: float, entries: Iterable[tuple[str, str]], step: float) -> None:
-        """Add colored squares with their names, in one line."""
-        for index, (color, name) in enumerate(entries):
-            self.box(x + index * step, y - 10, 12, 12, color, rx=2)
-            self.text(x + index * step + 17, y, name)
-
-    def svg(self) -> str:
-        """Return the picture as text."""
-        return "\n".join([*self.parts, "</svg>"]) + "\n"
-
-
-def _format_attributes(attributes: dict[str, object]) -> str:
-    return "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
-
-
 def pipeline(kind: str, num_chunks: int, caption: str) -> str:
     """Draw when each of four ranks computes what, eight microbatches, from the program's own orders."""
-    ranks, microbatches = 4, 8
-    orders = make_orders(kind, ranks, num_chunks, microbatches)
-    split = kind == "zero-bubble"
     share = 1.0 / num_chunks
-    costs = UniformCosts(forward=share, backward=share if split else 2 * share, weight=share)
-    durations = {FORWARD: costs.forward, BACKWARD: costs.backward, WEIGHT: costs.weight}
-    ends = simulate_schedule(orders, num_chunks, costs)
-    last = max(max(rank.values()) for rank in ends)
-    left, top, unit, height = 62, 44, 860 / last, 30
-    colors = {FORWARD: (BLUE, "#8fb3d6"), BACKWARD: (ORANGE, "#f9b878"), WEIGHT: (GREEN, GREEN)}
-    busy = microbatches * 3.0
-    heading = f"{caption}: {1 - busy / last:.0%} of the time is bubble"
-    picture = Picture(left + 860 + 14, top + ranks * (height + 6) + 44, caption, heading)
-    for rank, action_ends in enumerate(ends):
-        y = top + rank * (height + 6)
-        picture.text(14, y + 20, f"rank {rank}")
-        picture.box(left, y, 860, height, PALE)
-        for action, end in action_ends.items():
-            duration = durations[action.kind]
-            x = left + (end - duration) * unit
-            fill = colors[action.kind][action.chunk % 2]
-            picture.box(x, y, duration * unit, height, fill, stroke=WHITE, stroke_width=0.8)
-            if duration * unit > 11:
-                picture.text(x + duration * unit / 2, y + 20, action.microbatch + 1, "middle", 11, WHITE)
-    entries = [(BLUE, "forward"), (ORANGE, "backward of the input" if split else "backward")]
-    entries += [(GREEN, "weight gradients")] if split else []
-    entries += [("#8fb3d6", "second chunk, forward"), ("#f9b878", "second chunk, backward")] if num_chunks > 1 else []
-    picture.legend(left, top + ranks * (height + 6) + 24, entries, 170)
-    return picture.svg()
+    costs = UniformCosts(forward=share, backward=share if kind == "zero-bubble" else 2 * share, weight=share)
+    stages = schedule_spans(make_orders(kind, 4, num_chunks, 8), num_chunks, costs)
+    return pipeline_timeline(caption, f"{caption}: {idle_share(stages):.0%} of the time is bubble", stages)
 
 
 def folding() -> str:
     """Draw the dense and the expert grid over the same sixteen ranks: one color per group."""
     layout = make_layout(16, tp=2, cp=2, pp=2, ep=4, etp=1)
-    palette = (BLUE, ORANGE, GREEN, RED, PURPLE, TEAL, "#eeca3b", "#9d755d")
     rows = (
         ("attention: tensor-parallel groups (tp 2)", "tp"),
         ("attention: context-parallel groups (cp 2)", "cp"),
@@ -146,41 +76,16 @@ def folding() -> str:
         picture.text(14, y + 20, name)
         for number, group in enumerate(layout.groups(axis)):
             for rank in group:
-                picture.box(330 + rank * 37, y, 33, 30, palette[number % len(palette)], rx=3)
-                picture.text(330 + rank * 37 + 16, y + 20, number, "middle", 11, WHITE)
+                picture.box(330 + rank * 37, y, 33, 30, CATEGORIES[number % len(CATEGORIES)], rx=3)
+                picture.label(330 + rank * 37, y + 20, 33, number, CATEGORIES[number % len(CATEGORIES)])
     return picture.svg()
 
 
 def memory() -> str:
     """Draw what every pipeline stage of a DeepSeek-V3 plan holds at its peak."""
-    plan = memory_json(plan_of_flags([*PLAN.split(), "--dry-run", "--world-size", "1024", "--hardware", "h100"]))
-    kinds = (
-        ("weights_gb", "weights", BLUE),
-        ("grads_gb", "gradients", TEAL),
-        ("optimizer_gb", "optimizer", GREEN),
-        ("activations_gb", "activations", ORANGE),
-        ("dispatch_gb", "dispatch buffers", PURPLE),
-        ("working_gb", "working memory", GRAY),
-    )
-    device = plan["device_gb"]
-    scale, left = 740 / device, 70
+    plan = plan_of_flags([*PLAN.split(), "--dry-run", "--world-size", "1024", "--hardware", "h100"])
     heading = "DeepSeek-V3 on 1,024 H100 (TP 2, PP 8, EP 64): planned GiB at the peak of each stage"
-    bottom = 44 + len(plan["stages"]) * 30
-    picture = Picture(940, bottom + 76, "Memory of a plan by pipeline stage", heading)
-    for index, stage in enumerate(plan["stages"]):
-        y, x = 44 + index * 30, float(left)
-        picture.text(14, y + 16, f"stage {stage['stage']}")
-        picture.box(left, y, device * scale, 22, PALE)
-        for key, _, color in kinds:
-            picture.box(x, y, stage[key] * scale, 22, color)
-            x += stage[key] * scale
-        picture.text(x + 6, y + 16, f"{stage['total_gb']:.1f}", size=11)
-    x = left + (device - plan["reserve_gb"]) * scale
-    line = f'x1="{x:.6g}" x2="{x:.6g}" y1="38" y2="{bottom}" stroke="{RED}" stroke-width="1.5" stroke-dasharray="4 3"'
-    picture.parts.append(f"<line {line}/>")
-    picture.text(x + 4, bottom + 14, f"{device - plan['reserve_gb']:.1f} usable", size=11, fill=RED)
-    picture.legend(left, bottom + 40, [(color, name) for _, name, color in kinds], 138)
-    return picture.svg()
+    return memory_picture(plan, heading)
 
 
 def heat_map() -> str:
@@ -198,10 +103,8 @@ def heat_map() -> str:
             if number == 0:
                 picture.text(14, 62 + layer * cell + 13, f"layer {record['layers'][layer]}", size=11)
             for expert, load in enumerate(loads):
-                name = f"<title>layer {record['layers'][layer]}, expert {expert}: {load:g}</title>"
-                picture.parts.append("<g>" + name)
-                picture.box(left + expert * cell, 62 + layer * cell, cell - 1, cell - 1, _heat(load), stroke="#e8e8ea")
-                picture.parts.append("</g>")
+                tip = f"layer {record['layers'][layer]}, expert {expert}: {load:g}"
+                picture.box(left + expert * cell, 62 + layer * cell, cell - 1, cell - 1, _heat(load), tip, stroke=FAINT)
     y = 62 + layers * cell + 26
     for index, load in enumerate((0.0, 0.5, 1.0, 1.5, 2.0, 3.0)):
         picture.box(70 + index * 70, y - 11, 14, 14, _heat(load), stroke=GRAY)
@@ -211,11 +114,7 @@ def heat_map() -> str:
 
 def _heat(load: float) -> str:
     """White at no load, blue at an even share, red from three times that share."""
-    points = ((0.0, (255, 255, 255)), (1.0, (118, 169, 207)), (3.0, (178, 24, 43)))
-    load = min(load, 3.0)
-    (low, start), (high, end) = points[:2] if load <= 1.0 else points[1:]
-    share = (load - low) / (high - low)
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(start, end))
+    return nearest_shades(load, ((0.0, (255, 255, 255)), (1.0, (118, 169, 207)), (3.0, (178, 24, 43))))
 
 
 def architecture() -> str:
@@ -225,7 +124,7 @@ def architecture() -> str:
     block(20, 16, 290, 62, SLATE, "command line, preset, recipe", "flags, rules, recipes; all errors at once")
     block(325, 16, 290, 62, SLATE, "estimate", "memory, FLOPs, time, search: no torch")
     block(630, 16, 290, 62, SLATE, "verification and debug", "layout parity, replay, tensor dumps")
-    block(20, 100, 900, 58, INK, "training", "the one loop: set up, step, evaluate, save, resume, stop")
+    block(20, 100, 900, 58, "#46505a", "training", "the one loop: set up, step, evaluate, save, resume, stop")
     model = (
         "model: blocks, pipeline chunks, multi-token prediction",
         "moe: router, experts, dispatch (all-to-all, DeepEP, HybridEP)",
@@ -273,7 +172,7 @@ def training_step() -> str:
         picture.box(x, 186, width, 32, color, rx=5)
         picture.text(x + width / 2, 206, name, "middle", 11, WHITE)
         x += width + 4
-    picture.legend(26, 252, [(PURPLE, "communication between expert-parallel ranks"), (TEAL, "local computation")], 320)
+    picture.legend(26, 252, [(PURPLE, "communication between expert-parallel ranks"), (TEAL, "local computation")])
     end_of_step = (
         ("validate", "NaN, spikes: rerun in place"),
         ("clip", "one global gradient norm"),

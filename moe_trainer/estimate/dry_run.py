@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 
 from arguments import ArgumentError, Arguments, parse_args
 from arguments.blend import get_training_blend
 from arguments.report import get_world_size
+from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.hardware import Hardware, find_hardware
 from moe_trainer.estimate.length_histogram import LengthHistogram, read_histogram
 from moe_trainer.estimate.plan import Plan, PlanError, make_plan, validated_args
+from moe_trainer.estimate.plan_pictures import plan_figures
 from moe_trainer.estimate.plan_text import memory_json, plan_json, plan_lines
 from moe_trainer.estimate.suggestions import cheapest_fixes
 from moe_trainer.exit_codes import ExitCode
@@ -58,7 +61,7 @@ def planned_memory(args: Arguments, world_size: int) -> dict[str, object] | None
 
 
 def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None) -> int:
-    """Print the plan and, with --report FILE, write it.
+    """Print the plan and, with --report FILE or --report-html FILE, write it.
 
     Returns:
         The exit code: OK, DOES_NOT_FIT if the device is too small, USER_ERROR if the flags cannot be planned.
@@ -81,7 +84,16 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
         *([plan.note] if plan.note else []),
         *(() if plan.args.output.hardware else (f"--hardware is not given: {DEFAULT_HARDWARE}",)),
     ]
-    print("\n".join([*notes, *plan_lines(plan, fixes)]))
+    lines = [*notes, *plan_lines(plan, fixes)]
+    print("\n".join(lines))
+    if plan.args.output.report_html is not None:
+        title = f"Plan of {plan.world_size:,} x {plan.hardware.name}"
+        command = shlex.join(["pretrain_moe.py", *argv])
+        try:
+            write_report(plan.args.output.report_html, title, command, list(plan_figures(plan)), lines)
+        except ValueError as error:
+            print(f"pretrain_moe.py: {error}", file=sys.stderr)
+            return ExitCode.USER_ERROR
     path = plan.args.output.report
     if path is not None:
         try:

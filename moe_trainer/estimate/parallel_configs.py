@@ -45,7 +45,9 @@ REPLACED = (
     )
 )
 """Flags whose values a search chooses."""
-SEARCHED = REPLACED | frozenset(("world_size", "hardware", "dry_run", "validate_only", "fake_process_group", "report"))
+SEARCHED = REPLACED | frozenset(
+    "world_size hardware dry_run validate_only fake_process_group report report_html".split()
+)
 """Flags that a mapping sets, or that make no sense with a search; they are removed from the command line."""
 FORMATS = MappingProxyType(
     {

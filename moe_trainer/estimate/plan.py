@@ -56,6 +56,8 @@ class Plan:
         num_tokens: of an iteration, without padding.
         batch_size: sequences of args.data.seq_length tokens that the microbatches of an iteration have space for.
         vocab_rows: padded vocabulary size.
+        timed: arguments and tokens of the attended sequence that `time` is of; others than those of `args` in dynamic
+            groups and packs.
         note: assumptions.
         histogram: lengths of sequences (--length-histogram).
         lengths: these sequences in packs; None if all are --seq-length long.
@@ -73,6 +75,7 @@ class Plan:
     num_microbatches: int
     batch_size: int
     vocab_rows: int
+    timed: tuple[Arguments, float]
     note: str = ""
     histogram: LengthHistogram | None = None
     lengths: PackedLengths | None = None
@@ -167,7 +170,7 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
     time = plan_step(args, world_size, rows, count, memory, hardware, length)
     padded_step = None
     batch = count * num_ranks * args.training.micro_batch_size
-    num_tokens = float(batch * args.data.seq_length)
+    num_tokens, seen = float(batch * args.data.seq_length), float(length)
     flops = training_flops(args, num_tokens / length, length, rows)
     if lengths is not None:
         if is_packed:  # --global-batch-size counts sequences, not packs
@@ -204,6 +207,7 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
         count,
         batch,
         rows,
+        (args if lengths is None else timed, seen),
         note,
         histogram=histogram,
         lengths=lengths,

@@ -172,12 +172,38 @@ def plan_step(
         attention_length: see LayerTime.
     """
     times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
-    layouts = chunk_layouts(args.model, args.parallel)
-    kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}
     optimizer = max(optimizer_seconds(args, world_size, stage, hardware) for stage in memory)
     host = 0.0 if args.training.cuda_graph_impl == "full_iteration" else times.constants.iteration
-    passes = [[kinds[chunk] for chunk in chunks] for chunks in layouts]
+    passes = _all_passes(times)
     return step_from_passes(args, world_size, times.sizes, num_microbatches, memory, hardware, passes, optimizer, host)
+
+
+def plan_actions(
+    args: Arguments, world_size: int, vocab_rows: int, hardware: Hardware, attention_length: float | None = None
+) -> ActionTimes:
+    """Return the costs of all actions of the schedule, from which `plan_step` gets the time of an iteration."""
+    times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
+    return _action_times(args, world_size, times.sizes, hardware, _all_passes(times))
+
+
+def _all_passes(times: LayerTime) -> list[list[tuple[PassTime, PassTime]]]:
+    """Return [pipeline rank][chunk] -> forward, backward."""
+    layouts = chunk_layouts(times.args.model, times.args.parallel)
+    kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}
+    return [[kinds[chunk] for chunk in chunks] for chunks in layouts]
+
+
+def _action_times(
+    args: Arguments,
+    world_size: int,
+    sizes: ChunkBytes,
+    hardware: Hardware,
+    passes: Sequence[Sequence[tuple[PassTime, PassTime]]],
+) -> ActionTimes:
+    parallel, pp, message = args.parallel, args.parallel.pipeline_model_parallel_size, 0.0
+    if pp > 1 and not parallel.overlap_p2p_comm:
+        message = Interconnect(hardware).message(sizes.rows * args.model.hidden_size * sizes.size, world_size // pp)
+    return ActionTimes(passes, message, exchange_slowdown(args, hardware), parallel.pipeline_schedule == "zero-bubble")
 
 
 def step_from_passes(
@@ -195,16 +221,13 @@ def step_from_passes(
 
     `optimizer` and `host` are seconds.
     """
-    parallel, links, pp = args.parallel, Interconnect(hardware), args.parallel.pipeline_model_parallel_size
-    message = 0.0
-    if pp > 1 and not parallel.overlap_p2p_comm:
-        message = links.message(sizes.rows * args.model.hidden_size * sizes.size, world_size // pp)
-    times = ActionTimes(passes, message, exchange_slowdown(args, hardware), parallel.pipeline_schedule == "zero-bubble")
+    times = _action_times(args, world_size, sizes, hardware, passes)
     makespan, busy, spent = _simulate_all(args, times, num_microbatches, len(passes[0]))
-    rank = max(range(pp), key=lambda number: busy[number])
+    rank = max(range(len(passes)), key=lambda number: busy[number])
     window = [sum(passes, PassTime()) for passes in zip(*times.passes[rank])]
-    messages = 2 * len(passes[0]) * num_microbatches * message
+    messages = 2 * len(passes[0]) * num_microbatches * times.message
     bubble = max(0.0, makespan - busy[rank])
+    links = Interconnect(hardware)
     data = _data_parallel(args, world_size, memory[rank], links, window, num_microbatches, sizes.size)
     return StepTime(**vars(spent[rank]), pipeline=messages, data=data, bubble=bubble, optimizer=optimizer, host=host)
 

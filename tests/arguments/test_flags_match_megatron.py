@@ -23,7 +23,7 @@ OWN = {
     "thd_tail_padding_policy", "thd_max_packed_sequences", "sft", "sft_tokenizer_prompt_format", "sft_mock_dataset_config_json", "chat_template",
     "dynamic_context_parallel", "min_dynamic_context_parallel_size",
     "moe_hierarchical_domain_size", "phase_data_args_path", "object_storage_cache_gb", "object_storage_read_ahead", "document_source", "document_text_key", "document_streams",
-    "mlp_chunks_for_training", "length_histogram",
+    "mlp_chunks_for_training", "length_histogram", "report_html",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip
 OWN_CHOICES = {"moe_flex_dispatcher_backend": ["hierarchical"]}

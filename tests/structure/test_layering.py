@@ -17,6 +17,7 @@ LEVELS = {
     "launch_env": 0,
     "backends": 0,
     "model_zoo": 0,
+    "drawing": 1,
     "ops": 1,
     "parallel": 1,
     "arguments": 1,
@@ -61,6 +62,7 @@ SAME_LEVEL = frozenset(
 WITHOUT_TORCH = (
     "arguments",
     "model_zoo",
+    "moe_trainer.drawing",
     "moe_trainer.estimate",
     "moe_trainer.data.group_packing",
     "moe_trainer.launch_env",

@@ -1,0 +1,68 @@
+"""A self-contained HTML page: what a command printed, and pictures of the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_trainer.drawing.svg import clean
+
+_STYLE = """
+:root{color-scheme:light dark;--paper:#f2f2f4;--ink:#24262a;--card:#fff;--edge:#d9d9de}
+@media (prefers-color-scheme:dark){:root{--paper:#121316;--ink:#e3e4e8;--card:#1b1d21;--edge:#363940}}
+body{margin:0 auto;max-width:1240px;padding:24px;background:var(--paper);color:var(--ink);
+font:15px/1.5 Helvetica,Arial,sans-serif}
+h1{font-size:22px;margin:0 0 4px}h2{font-size:16px;margin:28px 0 8px}
+figure{margin:0;overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-radius:6px}
+figure svg{display:block;width:100%;min-width:640px}
+figcaption{padding:0 14px 10px;font-size:13px}
+pre{overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-radius:6px;padding:12px;
+font:12px/1.45 Menlo,Consolas,monospace}
+pre.command{white-space:pre-wrap;overflow-wrap:anywhere}
+"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture of a report: its heading, its SVG text, and a sentence on how to read it."""
+
+    heading: str
+    svg: str
+    caption: str = ""
+
+
+def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+        title: heading of the page.
+        command: the command line that made it.
+        figures: from top to bottom.
+        lines: what the command printed.
+    """
+    parts = [
+        "<!DOCTYPE html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{clean(title)}</title><style>{_STYLE}</style></head><body><main>",
+        f"<h1>{clean(title)}</h1>",
+        f'<pre class="command">{clean(command)}</pre>',
+    ]
+    for figure in figures:
+        caption = f"<figcaption>{clean(figure.caption)}</figcaption>" if figure.caption else ""
+        parts += [f"<h2>{clean(figure.heading)}</h2>", f"<figure>{figure.svg}{caption}</figure>"]
+    parts += ["<h2>Text output</h2>", f"<pre>{clean(chr(10).join(lines))}</pre>", "</main></body></html>", ""]
+    return "\n".join(parts)
+
+
+def write_report(path: str | Path, title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> None:
+    """Write the page (--report-html).
+
+    Raises:
+        ValueError: if the file cannot be written.
+    """
+    try:
+        Path(path).write_text(report_page(title, command, figures, lines), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"--report-html {path}: the file cannot be written ({error.strerror})") from None
