@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_trainer.drawing.pipeline_timeline import idle_share, pipeline_timeline
+from moe_trainer.drawing.rank_grid import Axis, rank_grid
 from moe_trainer.drawing.svg import (
     BLUE,
-    CATEGORIES,
     FAINT,
     GRAY,
     GREEN,
@@ -59,26 +59,16 @@ def pipeline(kind: str, num_chunks: int, caption: str) -> str:
 def folding() -> str:
     """Draw the dense and the expert grid over the same sixteen ranks: one color per group."""
     layout = make_layout(16, tp=2, cp=2, pp=2, ep=4, etp=1)
-    rows = (
-        ("attention: tensor-parallel groups (tp 2)", "tp"),
-        ("attention: context-parallel groups (cp 2)", "cp"),
-        ("attention: data-parallel groups (dp 2)", "dp"),
-        ("experts: expert-parallel groups (ep 4)", "ep"),
-        ("experts: expert data-parallel groups (edp 2)", "edp"),
-        ("both: pipeline groups (pp 2)", "pp"),
-    )
+    axes = [
+        Axis("attention: tensor-parallel groups (tp 2)", layout.groups("tp"), "ring"),
+        Axis("attention: context-parallel groups (cp 2)", layout.groups("cp"), "ring"),
+        Axis("attention: data-parallel groups (dp 2)", layout.groups("dp"), "ring"),
+        Axis("experts: expert-parallel groups (ep 4)", layout.groups("ep"), "all"),
+        Axis("experts: expert data-parallel groups (edp 2)", layout.groups("edp"), "ring"),
+        Axis("both: pipeline groups (pp 2)", layout.groups("pp"), "chain"),
+    ]
     heading = "16 ranks, two grids: ranks of one color form a group"
-    picture = Picture(940, 60 + len(rows) * 44 + 16, "Two grids over sixteen ranks", heading)
-    for rank in range(16):
-        picture.text(330 + rank * 37 + 16, 48, rank, "middle", 11)
-    for index, (name, axis) in enumerate(rows):
-        y = 58 + index * 44
-        picture.text(14, y + 20, name)
-        for number, group in enumerate(layout.groups(axis)):
-            for rank in group:
-                picture.box(330 + rank * 37, y, 33, 30, CATEGORIES[number % len(CATEGORIES)], rx=3)
-                picture.label(330 + rank * 37, y + 20, 33, number, CATEGORIES[number % len(CATEGORIES)])
-    return picture.svg()
+    return rank_grid("Two grids over sixteen ranks", heading, 16, 8, axes, 940)
 
 
 def memory() -> str:

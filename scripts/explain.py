@@ -12,10 +12,12 @@ All errors in the flags are reported at once.
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,19 +27,33 @@ from arguments.layer_pattern import moe_layer_pattern
 from arguments.parse import resolve_command_line
 from arguments.report import get_world_size, table
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from moe_trainer.drawing.rank_grid import Axis, rank_grid
+from moe_trainer.drawing.report_page import Figure, write_report
+from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE
+from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.parameters import LayerParams, planned_vocab_size
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel.grid import Layout, make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
 
 MAX_EP_LINES = 16
+AXES: tuple[tuple[str, str, Literal["ring", "chain", "all"]], ...] = (
+    ("tp", "tensor parallel", "ring"),
+    ("cp", "context parallel", "ring"),
+    ("dp", "data parallel", "ring"),
+    ("pp", "pipeline", "chain"),
+    ("ep", "expert parallel", "all"),
+    ("etp", "expert tensor parallel", "ring"),
+    ("edp", "expert data parallel", "ring"),
+)
+"""Parallel axes of the picture, and which ranks of a group send to each other."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this script's own options; all other words are flags of the trainer."""
     parser = argparse.ArgumentParser(
         prog="explain.py",
-        usage="explain.py FLAGS [--world-size N] [--all] [--rank R]",
+        usage="explain.py FLAGS [--world-size N] [--all] [--rank R] [--report-html FILE]",
         description=__doc__,
         epilog="FLAGS are the trainer's. A pasted `torchrun ... pretrain_moe.py` before them is skipped.\n"
         "Exit code: 0, or 2 if the flags cannot run.",
@@ -46,6 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--all", action="store_true", help="print every value, not only those that are set")
     parser.add_argument("--rank", type=int, metavar="R", help="describe this rank instead of all groups")
+    text = "write a page with this text and a picture of the groups over the nodes of --hardware"
+    parser.add_argument("--report-html", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -62,28 +80,61 @@ def main(words: list[str]) -> int:
     world_size, violations = get_world_size(flags)
     settings, flag_violations = resolve_command_line(flags, world_size)
     violations = [*violations, *flag_violations]
-    lines = table(settings, world_size)
-    print("\n".join(lines if options.all else [line for line in lines if not line.endswith("  (default)")]))
+    lines = [line for line in table(settings, world_size) if options.all or not line.endswith("  (default)")]
     # the trainer reports --world-size as a flag without effect; this script uses it
-    print("\n".join(line for line in settings.lines() if not line.startswith("--world-size")))
+    lines += [line for line in settings.lines() if not line.startswith("--world-size")]
     if violations:
-        print(f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:")
-        print("\n".join(f"  - {violation.message}" for violation in violations))
+        lines.append(f"{len(violations)} problem{'s' if len(violations) > 1 else ''}:")
+        lines += [f"  - {violation.message}" for violation in violations]
+        print("\n".join(lines))
         return ExitCode.USER_ERROR
     if world_size is None:
-        print("stages, experts and groups: the number of ranks is not known (give --world-size)")
+        print("\n".join([*lines, "stages, experts and groups: the number of ranks is not known (give --world-size)"]))
+        if options.report_html is not None:
+            parser.error("--report-html draws ranks: give --world-size N")
         return 0
     if options.rank is not None and not 0 <= options.rank < world_size:
         parser.error(f"--rank {options.rank}: the ranks are 0 to {world_size - 1}")
     args = freeze(settings, world_size)
     sizes = parallel_sizes(args)
     layout = make_layout(world_size, **{name: sizes[name] for name in ("tp", "cp", "pp", "ep", "etp", "order")})
-    print("\n".join([*grid_lines(layout), *stage_lines(args), *expert_lines(args, layout)]))
+    lines += [*grid_lines(layout), *stage_lines(args), *expert_lines(args, layout)]
     if options.rank is not None:
-        print("\n".join(rank_lines(args, layout, options.rank)))
+        lines += rank_lines(args, layout, options.rank)
     else:
-        print(f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **sizes))}")
+        lines.append(f"groups of {world_size} ranks:\n{group_table(plan_groups(world_size, **sizes))}")
+    print("\n".join(lines))
+    if options.report_html is not None:
+        try:
+            figures = groups_figures(layout, args.output.hardware or DEFAULT_HARDWARE)
+            command = shlex.join(["explain.py", *words])
+            write_report(options.report_html, f"Groups of {world_size:,} ranks", command, figures, lines)
+        except ValueError as error:
+            print(f"explain.py: {error}", file=sys.stderr)
+            return ExitCode.USER_ERROR
     return 0
+
+
+def groups_figures(layout: Layout, hardware: str) -> list[Figure]:
+    """Draw the groups of every axis above 1 over the NVLink domains of this hardware; one rank has none.
+
+    Raises:
+        ValueError: if the hardware is unknown.
+    """
+    machine, world_size = find_hardware(hardware), layout.dense.size
+    axes = [
+        Axis(f"{text} ({axis} {layout.size(axis)})", layout.groups(axis), links)
+        for axis, text, links in AXES
+        if layout.size(axis) > 1
+    ]
+    if not axes:
+        return []
+    heading = f"{world_size:,} ranks of {machine.name}: ranks of one color form a group"
+    svg = rank_grid("Groups of ranks over nodes", heading, world_size, machine.domain, axes)
+    caption = (
+        f"A node is what NVLink connects: {machine.domain} GPUs of {machine.name}. Point at a group for its ranks."
+    )
+    return [Figure("Groups over nodes", svg, caption)]
 
 
 def grid_lines(layout: Layout) -> list[str]:

@@ -58,3 +58,25 @@ def test_help_exits_with_0_and_no_arguments_with_2(explain, capsys):
     text = capsys.readouterr().out
     assert exit_info.value.code == 0 and "--rank R" in text and "Exit code: 0, or 2" in text
     assert explain.main([]) == 2
+
+
+def test_report_draws_groups_over_nodes(explain, tmp_path, capsys):
+    path = tmp_path / "ranks.html"
+    assert explain.main([*V3.split(), "--report-html", str(path)]) == 0
+    page, out = path.read_text(encoding="utf-8"), capsys.readouterr().out
+    assert "expert parallel (ep 8): 8 groups" in page and "pipeline (pp 4): 16 groups" in page
+    assert "context parallel (cp" not in page and "8 GPUs of h100" in page
+    assert out.splitlines()[-1] in page
+    assert explain.main([*V3.split(), "--hardware", "gb200", "--report-html", str(path)]) == 0
+    assert "GPUs of gb200" in path.read_text(encoding="utf-8")
+    one = "--preset mixtral_tiny --mock-data --world-size 1 --expert-model-parallel-size 1".split()
+    assert explain.main([*one, "--report-html", str(path)]) == 0 and "<svg" not in path.read_text(encoding="utf-8")
+
+
+def test_report_that_cannot_be_written(explain, tmp_path, capsys):
+    assert explain.main([*V3.split(), "--report-html", "/no/such/folder/x.html"]) == 2
+    assert "--report-html /no/such/folder/x.html: the file cannot be written" in capsys.readouterr().err
+    assert explain.main([*V3.split(), "--hardware", "no_such", "--report-html", str(tmp_path / "x.html")]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        explain.main(["--preset", "mixtral_tiny", "--mock-data", "--report-html", "x.html"])
+    assert stopped.value.code == 2 and "give --world-size N" in capsys.readouterr().err
