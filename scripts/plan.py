@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import shlex
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
 from arguments.tokens import FIELDS
+from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, plan_of_flags, run_dry_run
 from moe_trainer.estimate.hardware import GIB, Constants, find_hardware
@@ -47,11 +49,12 @@ from moe_trainer.estimate.pieces_text import pieces_lines
 from moe_trainer.estimate.plan import make_plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.search import DEFAULT_HEADROOM, search, search_formats
+from moe_trainer.estimate.search_pictures import search_figures
 from moe_trainer.estimate.search_text import search_lines
 from moe_trainer.estimate.uncertainty import UNTESTED, cross_validate, fit, published_residuals, total_error
 from moe_trainer.exit_codes import ExitCode
 
-SEARCH_OPTIONS = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size")
+SEARCH_OPTIONS = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size", "--report-html")
 RECORD = Path(__file__).resolve().parent / "bench_results" / "planner.md"
 LARGE_ERRORS = """\
 The form of the model, the assumptions where a source is silent, and the choice of fitted runs were made with all runs
@@ -126,6 +129,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         help="GEMM formats to compare, separated by commas: bf16, tensorwise, blockwise, mxfp8, nvfp4 (default: that "
         "of FLAGS)",
     )
+    add("--report-html", type=Path, metavar="FILE", help="write a page with this text and pictures of the mappings")
     search_parser.set_defaults(mode="search")
     pieces_parser = modes.add_parser(
         "pieces",
@@ -170,13 +174,13 @@ def main(words: list[str]) -> int:
         return _pieces(modes["pieces"], words[1:])
     options, flags = parser.parse_known_args(words)
     if options.mode == "search":
-        return _search(modes["search"], options, flags)
+        return _search(modes["search"], options, flags, words)
     if flags:
         modes["calibrate"].error(f"unrecognized arguments: {' '.join(flags)}")
     return _calibrate(modes["calibrate"], options)
 
 
-def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags: list[str]) -> int:
+def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags: list[str], words: list[str]) -> int:
     for word, option in misspelled(flags):
         parser.error(f"{word}: this flag is unknown; did you mean {option}?")
     if any(flag.partition("=")[0] == "--length-histogram" for flag in flags):
@@ -193,7 +197,16 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    print("\n".join(search_lines(outcome, options.gpus, options.hardware)))
+    lines = search_lines(outcome, options.gpus, options.hardware)
+    print("\n".join(lines))
+    if options.report_html is not None:
+        title = f"Mappings of {options.gpus:,} x {hardware.name}"
+        command = shlex.join(["plan.py", *words])
+        try:
+            write_report(options.report_html, title, command, list(search_figures(outcome)), lines)
+        except ValueError as error:
+            print(f"plan.py: {error}", file=sys.stderr)
+            return ExitCode.USER_ERROR
     return ExitCode.OK if outcome.found else ExitCode.USER_ERROR
 
 
@@ -201,6 +214,8 @@ def _pieces(parser: argparse.ArgumentParser, flags: list[str]) -> int:
     if not flags or {"--help", "-h"} & set(flags):
         parser.print_help()
         return ExitCode.OK if flags else ExitCode.USER_ERROR
+    if any(flag.partition("=")[0] == "--report-html" for flag in flags):
+        parser.error("--report-html draws the plan of a command line, or a search: leave pieces out")
     try:
         plan, rows = plan_of_flags(flags), list(make_rows(flags))
     except ValueError as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_trainer.drawing.svg import FAINT, INK, Picture, text_width
+from moe_trainer.drawing.svg import FAINT, INK, PAPER, RED, Picture, text_width
 
 
 def round_ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -102,8 +102,21 @@ def place_labels(
     return places
 
 
-def draw_guide(picture: Picture, x: float, top: float, bottom: float, name: str, color: str = INK) -> None:
-    """Add a dashed vertical line with its name below it, left of it where the picture ends."""
-    picture.line(x, top, x, bottom, color, stroke_width=1.5, stroke_dasharray="4 3")
+def draw_labels(picture: Picture, points: Sequence[tuple[float, float, str]], area: Box, radius: float = 6.0) -> None:
+    """Add the labels that `place_labels` finds space for, with a line to points that are not next to them."""
+    for (x, y, label), place in zip(points, place_labels(points, area, radius=radius)):
+        if place is None or not label:
+            continue
+        left, base = place
+        if abs(base - 4 - y) > radius:
+            above = base < y
+            end = min(max(x, left), left + text_width(label, 11))
+            picture.line(x, y, end, base + 3 if above else base - 10, INK, stroke_opacity=0.5)
+        picture.text(left, base, label, size=11, stroke=PAPER, stroke_width=3, paint_order="stroke")
+
+
+def draw_guide(picture: Picture, x: float, top: float, bottom: float, name: str, name_y: float) -> None:
+    """Add a dashed vertical line, and its name at `name_y`, left of it where the picture ends."""
+    picture.line(x, top, x, bottom, RED, stroke_width=1.5, stroke_dasharray="4 3")
     fits = x + 4 + text_width(name, 11) < picture.width
-    picture.text(x + 4 if fits else x - 4, bottom + 13, name, "start" if fits else "end", 11, color)
+    picture.text(x + 4 if fits else x - 4, name_y, name, "start" if fits else "end", 11, RED)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_trainer.drawing.axes import Scale, draw_guide
-from moe_trainer.drawing.svg import INK, PALE, RED, Picture, text_width
+from moe_trainer.drawing.svg import INK, PALE, Picture, text_width
 
 WIDTH = 940
 
@@ -69,7 +69,7 @@ def stacked_bars(
                 done += size
         picture.text(scale.at(done) + 6, y + pitch / 2 + 1, bar.total, size=11)
     for length, name in guides:
-        draw_guide(picture, scale.at(length), 38, bottom, name, RED)
+        draw_guide(picture, scale.at(length), 38, bottom, name, bottom + 13)
     shown = [each for index, each in enumerate(series) if any(bar.sizes[index] > 0 for bar in bars)]
     picture.legend(left, bottom + (40 if guides else 22), [(each.color, each.name) for each in shown])
     return picture.svg()

@@ -121,6 +121,7 @@ class SearchResult:
         closest: plan that needs least memory and its flags, if nothing fits.
         fixes: changes of flags that are not searched with which something fits, if nothing does.
         devices: smallest number of devices (doubled) on which weights and optimizer state fit.
+        fitting: all that were planned in full and fit, the fastest estimate first.
     """
 
     base: tuple[str, ...]
@@ -137,6 +138,7 @@ class SearchResult:
     closest: tuple[Plan, tuple[str, ...]] | None = None
     fixes: tuple[Fix, ...] = ()
     devices: int | None = None
+    fitting: tuple[RankedConfig, ...] = ()
 
 
 Progress = Callable[[str], None]
@@ -236,6 +238,7 @@ def search(
         published=_plan_published(found[0].plan, base) if found else None,
         rejections=tuple(reasons.most_common(3)),
         replaced=tuple(select_flags(argv, REPLACED)),
+        fitting=tuple(found),
     )
     if found:
         return outcome
@@ -358,12 +361,15 @@ def search_formats(
         )
     base = drop_flags(argv, FORMAT_FLAGS)
 
-    outcomes, found = [], []
+    outcomes: list[SearchResult] = []
+    found: list[RankedConfig] = []
+    fitting: list[RankedConfig] = []
     rejections: Counter[str] = Counter()
     for name in formats:
         report = partial(_report_format, name, progress)
         outcomes.append(search([*base, *FORMATS[name]], gpus, hardware, best, headroom, report))
         found += [replace(each, argv=(*FORMATS[name], *each.argv)) for each in outcomes[-1].found]
+        fitting += [replace(each, argv=(*FORMATS[name], *each.argv)) for each in outcomes[-1].fitting]
         rejections.update(dict(outcomes[-1].rejections))
     published = (outcome.published for outcome in outcomes if outcome.published)
     totals = ("seen", "small", "planned", "rejected", "seconds")
@@ -372,6 +378,7 @@ def search_formats(
         **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in totals},
         base=tuple(drop_flags(base)),
         found=tuple(ranked(found, best)),
+        fitting=tuple(fitting),
         own=None if list(argv) == drop_flags(base) else try_plan(argv, gpus, hardware),
         published=max(published, key=lambda pair: pair[0].tflops, default=None),
         rejections=tuple(rejections.most_common(3)),

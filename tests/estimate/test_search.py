@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from drawing.reading import SVG, root
 
 from arguments import parse_args
 from arguments.report import run_validate_only
 from arguments.rules.layout_grammar import DECODER, read_layout
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
-from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.hardware import GIB, find_hardware
 from moe_trainer.estimate.parallel_configs import (
     ParallelConfig,
     dispatcher_choices,
@@ -42,8 +43,10 @@ from moe_trainer.estimate.search import (
     search_formats,
     ties,
 )
+from moe_trainer.estimate.search_pictures import search_figures, search_picture
 from moe_trainer.estimate.search_text import launch_line, search_lines
 from moe_trainer.estimate.uncertainty import ErrorBar, error_bar
+from scripts import plan as plan_script
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--preset qwen3_30b_a3b --mock-data --global-batch-size 64".split()
@@ -432,3 +435,31 @@ def test_search_reports_progress():
     assert any("mappings estimated" in text and " of " in text for text in lines) and any(
         "planned in full" in text for text in lines
     )
+
+
+def test_picture_of_a_search_has_its_mappings(outcome, tmp_path, capsys):
+    svg = search_picture(outcome)
+    points = root(svg).findall(f"{SVG}circle")
+    tips = [point.findtext(f"{SVG}title") for point in points]
+    num_named = 1 + (outcome.published is not None)
+    assert len(points) == len(outcome.fitting) + num_named and len(outcome.fitting) > len(outcome.found)
+    for number, each in enumerate(outcome.found, start=1):
+        assert (
+            sum(tip.startswith(f"{number}: ") and f"{each.plan.peak.total / GIB:.1f} GiB" in tip for tip in tips) == 1
+        )
+    assert any(tip.startswith("your own mapping") for tip in tips)
+    headings = [figure.heading for figure in search_figures(outcome)]
+    assert headings[:2] == ["Speed against memory", "Memory of the first mapping"]
+    assert not list(search_figures(replace(outcome, found=())))
+
+
+def test_search_report_and_where_it_is_not_taken(tmp_path, capsys):
+    words = ["search", "--preset", "mixtral_tiny", "--mock-data", "--global-batch-size", "16", "--gpus", "2"]
+    path = tmp_path / "search.html"
+    assert plan_script.main([*words, "--report-html", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].strip().split(" pretrain")[0] in path.read_text(encoding="utf-8")
+    assert plan_script.main([*words, "--report-html", str(tmp_path)]) == 2
+    assert f"--report-html {tmp_path}: the file cannot be written" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        plan_script.main(["pieces", *words[1:5], "--world-size", "2", "--report-html", str(path)])
+    assert stopped.value.code == 2 and "leave pieces out" in capsys.readouterr().err
