@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
+from moe_trainer.drawing.report_page import cannot_write, write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.verification.pictures import proof_figures
 from moe_trainer.verification.random_layouts import draw_cases
 from moe_trainer.verification.report import command, markdown, result_lines, shrunk_lines, summary_lines
 from moe_trainer.verification.shrink import ParityCase, ShrinkError, ShrinkResult, as_is, shrink
@@ -55,6 +56,7 @@ def make_parser(is_random: bool) -> argparse.ArgumentParser:
         parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --random (default: %(default)s)")
     parser.add_argument("--as-is", action="store_true", help="do not shrink the flags")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a Markdown report")
+    parser.add_argument("--report-html", type=Path, metavar="FILE", help="write a page with this text and pictures")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="maximum seconds per run (default: %(default)g)"
     )
@@ -92,9 +94,9 @@ def main(words: list[str]) -> int:
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
     """Yield the errors in the values of this script's own options."""
-    report = options.report
-    if report is not None and (report.is_dir() or not os.access(report.absolute().parent, os.W_OK)):
-        yield f"--report {report}: the file cannot be written"
+    for flag, path in (("--report", options.report), ("--report-html", options.report_html)):
+        if path is not None and cannot_write(path):
+            yield f"{flag} {path}: the file cannot be written"
     if options.ranks < 1:
         yield f"--ranks {options.ranks} must be above 0"
     if options.random is not None and options.random < 1:
@@ -165,21 +167,36 @@ def _one_rank_reason(shrunk: ShrinkResult | None, ranks: int) -> str:
 
 
 def _prove(cases: list[ParityCase], shrunk: ShrinkResult | None, options: argparse.Namespace, command_line: str) -> int:
-    """Check all cases in one pool of ranks, print each result, write the report. Returns the exit code."""
+    """Check all cases in one pool of ranks, print each result, write the reports. Returns the exit code."""
     import torch
 
     torch.set_num_threads(1)
     from moe_trainer.verification.parity import check_parity
     from moe_trainer.verification.rank_pool import RankPool
 
+    lines: list[str] = []
+
+    def show(more: Iterable[str]) -> None:
+        text = list(more)
+        lines.extend(text)
+        print("\n".join(text), flush=True)
+
     if shrunk is not None:
-        print("\n".join(shrunk_lines(shrunk)), flush=True)
+        show(shrunk_lines(shrunk))
     results = []
     with RankPool(max(case.pool_size for case in cases), options.timeout) as pool:
         for number, case in enumerate(cases, start=1):
             results.append(check_parity(pool, case))
-            print("\n".join(result_lines(results[-1], f"case {number} of {len(cases)}")), flush=True)
-    print("\n".join(summary_lines(results, shrunk)))
+            show(result_lines(results[-1], f"case {number} of {len(cases)}"))
+    show(summary_lines(results, shrunk))
+    if options.report_html is not None:
+        num_equal = sum(result.is_equal for result in results)
+        title = f"{num_equal} of {len(results)} mappings equal one process"
+        try:
+            write_report(options.report_html, title, command_line, list(proof_figures(results, shrunk)), lines)
+        except ValueError as error:
+            print(f"prove_layout.py: {error}", file=sys.stderr)
+            return ExitCode.USER_ERROR
     if options.report is not None:
         try:
             options.report.write_text(markdown(results, shrunk, command_line), encoding="utf-8")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_trainer.drawing.report_page import cannot_write, write_report
 from moe_trainer.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--against", type=Path, metavar="DIR", help="run nothing; compare with another record of the same iteration")
     add("--keep", type=Path, metavar="DIR", help="store the record of the replay in DIR")
     add("--all", action="store_true", help="print every quantity, not only those that differ")
+    add("--report-html", type=Path, metavar="FILE", help="write a page with this text and a picture of the model")
     add("--timeout", type=float, default=600.0, metavar="S", help="maximum seconds of the ranks (default: %(default)g)")
     return parser
 
@@ -108,8 +111,11 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append(f"--keep {options.keep}: already exists")
     if options.against is not None and (flags or options.keep):
         problems.append("--against runs nothing, so it takes no flags of the trainer and no --keep")
+    if options.report_html is not None and cannot_write(options.report_html):
+        problems.append(f"--report-html {options.report_html}: the file cannot be written")
     if problems:
         parser.error("; ".join(problems))
+    options.command_line = shlex.join(["replay.py", *words])
     return options, flags
 
 
@@ -192,18 +198,25 @@ def _compare(
     options: argparse.Namespace,
     repeat: Callable[[], dict[tuple[str, str], float] | None] | None,
 ) -> int:
-    """Compare two records and print the result. Returns the exit code.
+    """Compare two records, print the result and write the report. Returns the exit code.
 
     `repeat` is called after a mismatch; it measures the differences of the recorded flags on this machine.
     """
     from moe_trainer.verification.compare_records import compare_records
     from moe_trainer.verification.format_comparison import first_lines, head_lines, table_lines
+    from moe_trainer.verification.pictures import comparison_figure
 
-    print("\n".join(head_lines(record, other, notes)), flush=True)
+    head = list(head_lines(record, other, notes))
+    print("\n".join(head), flush=True)
     rows = compare_records(record, other)
     is_different = any(row.exceeds_tolerance for row in rows)
-    print("\n".join(first_lines(rows, repeat() if is_different and repeat is not None else None)))
-    print("\n".join(table_lines(rows, options.all)))
+    lines = [*first_lines(rows, repeat() if is_different and repeat is not None else None)]
+    lines += table_lines(rows, options.all)
+    print("\n".join(lines))
+    if options.report_html is not None:
+        title = f"Iteration {record.head['iteration']}, recorded and replayed"
+        figures = [comparison_figure(rows)]
+        write_report(options.report_html, title, options.command_line, figures, [*head, *lines])
     return int(is_different)
 
 

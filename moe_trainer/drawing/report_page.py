@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,11 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
         parts += [f"<h2>{clean(figure.heading)}</h2>", f"<figure>{figure.svg}{caption}</figure>"]
     parts += ["<h2>Text output</h2>", f"<pre>{clean(chr(10).join(lines))}</pre>", "</main></body></html>", ""]
     return "\n".join(parts)
+
+
+def cannot_write(path: Path) -> bool:
+    """Return whether a page surely cannot be written there, which a long command checks before it starts."""
+    return path.is_dir() or not os.access(path.absolute().parent, os.W_OK)
 
 
 def write_report(path: str | Path, title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> None:

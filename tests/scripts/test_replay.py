@@ -51,7 +51,7 @@ def replay(program, capsys, monkeypatch):
     def call(folder, *words):
         capsys.readouterr()
         try:
-            code = program.main([str(folder), *words])
+            code = program.main([str(folder), *map(str, words)])
         except SystemExit as asked:
             code = asked.code
         return code, *capsys.readouterr()
@@ -95,6 +95,16 @@ def test_replay_under_another_mapping_is_equal_within_fp32(one_rank, replay, fla
     code, out, err = replay(one_rank, *flags.split())
     assert code == 0, out + err
     assert "(fp32): outputs" in out and "\n*" not in out
+
+
+def test_report_of_equal_records(one_rank, replay, tmp_path):
+    path = tmp_path / "replay.html"
+    code, out, err = replay(one_rank, "--against", one_rank, "--report-html", path)
+    page = path.read_text()
+    assert code == 0 and out.splitlines()[-1] in page and "Equal: " in page and "first difference: " not in page, err
+    assert page.count("<svg ") == 1 and f"replay.py {one_rank} --against" in page
+    code, _, err = replay(one_rank, "--report-html", tmp_path / "none" / "x.html")
+    assert code == 2 and "x.html: the file cannot be written" in err
 
 
 def test_four_rank_record_replays_on_four_ranks_and_on_one(four_ranks, replay):
@@ -260,16 +270,17 @@ def test_launched_ranks_replay_together(one_rank):
     )
 
 
-def test_replay_names_the_layer_of_a_wrong_output(one_rank, replay, monkeypatch):
+def test_replay_names_the_layer_of_a_wrong_output(one_rank, replay, monkeypatch, tmp_path):
     right = MoELayer.forward
 
     def wrong(self, x_SBH, *args, **named):
         return right(self, x_SBH, *args, **named) * (1.001 if self.layer_number == 2 else 1.0)
 
     monkeypatch.setattr(MoELayer, "forward", wrong)
-    code, out, err = replay(one_rank, "--expert-model-parallel-size", "2")
+    code, out, err = replay(one_rank, "--expert-model-parallel-size", "2", "--report-html", tmp_path / "replay.html")
     assert code == 1, out + err
     assert "first difference: output of decoder.layers.1.mlp\n" in out
+    assert "first difference: output of decoder.layers.1.mlp, by " in (tmp_path / "replay.html").read_text()
     assert "first in microbatch 1, sample 8, token 0; 256 of 256 tokens" in out
     assert (
         "quantities differ; those before this one are equal" in out and "\n*   decoder.layers.2.self_attention" in out

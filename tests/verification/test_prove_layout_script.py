@@ -32,6 +32,8 @@ def test_command_line_is_checked_and_reported(tmp_path):
         "4",
         "--report",
         "r.md",
+        "--report-html",
+        "r.html",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,6 +43,11 @@ def test_command_line_is_checked_and_reported(tmp_path):
         page.startswith("# 1 of 1 mappings equal one process")
         and "gradients within" in page
         and "torchrun --nproc-per-node 4" in page
+    )
+    html = (tmp_path / "r.html").read_text()
+    assert all(line.replace("'", "&#x27;").replace(">", "&gt;") in html for line in done.stdout.splitlines())
+    assert (
+        "dp with ep" not in html and "ep with dp: 1 equal" in html and "<h1>1 of 1 mappings equal one process" in html
     )
 
 
@@ -113,6 +120,7 @@ def test_pasted_torchrun_command_is_parsed():
         ),
         (["--random", "1", "--ranks", "1"], "--random needs at least 2 ranks"),
         (["--random", "1", "--report", "/"], "--report /: the file cannot be written"),
+        (["--random", "1", "--report-html", "/no/such/r.html"], "--report-html /no/such/r.html: the file cannot be"),
         ([*SMALL, "--world-size", "0", "--no-such-flag", "--shrink-only"], "--world-size 0 must be above 0"),
         ([*SMALL, "--world-size", "-4", "--as-is", "--shrink-only"], "--world-size -4 must be above 0"),
         (
