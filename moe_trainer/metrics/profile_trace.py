@@ -142,7 +142,7 @@ class _Event:
 def _kernels(events: Sequence[_Event]) -> Iterator[tuple[str, _Event]]:
     for event in events:
         if event.category in _KERNELS:
-            yield COMMUNICATION if "nccl" in event.name.lower() else _KERNELS[event.category], event
+            yield COMMUNICATION if "nccl" in event.name else _KERNELS[event.category], event
 
 
 def _operators(events: Sequence[_Event]) -> Iterator[tuple[str, _Event]]:

@@ -105,6 +105,14 @@ def test_timeline_of_a_plan_takes_its_step(flags):
     tail = plan.time.data + plan.time.optimizer + plan.time.host
     last_action = max(box.x + box.width for box in boxes(svg) if ", chunk" in box.tip or "communication" in box.tip)
     assert (last_action - starts) / (max(ends) - starts) == pytest.approx(1 - tail / plan.time.step, rel=1e-3)
+    unit = (max(ends) - starts) / plan.time.step
+    rows = {}
+    for box in boxes(svg):
+        if box.tip.startswith("communication"):
+            rows.setdefault(box.y, []).append(box.width / unit)
+    time = plan.time
+    exposed = time.exchange + time.tensor + time.context + time.pipeline
+    assert any(sum(widths) == pytest.approx(exposed, rel=1e-3) for widths in rows.values()), "that of the busiest stage"
     assert any(text.text.endswith(" s") for text in texts(svg)), "the axis has a unit"
 
 
