@@ -65,6 +65,13 @@ def test_padding_of_packs():
         assert args.packed_tail_multiple == 2 * int(size if alignment == "max" else alignment)
 
 
+def test_capacity_holds_the_longest_sample_with_its_padding():
+    more = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --seq-length 12".split()
+    args = parse(*more, world_size=4)
+    assert args.parallel.max_seqlen_per_dp_cp_rank == 6 and args.sequence_padding_multiple == 8
+    assert args.packed_capacity == 16
+
+
 @pytest.mark.parametrize(
     "more, problem",
     [

@@ -225,6 +225,20 @@ def test_conversations_that_teach_nothing(tmp_path, messages, problem):
         tokenize_conversation(messages, build(tmp_path / "a"))
 
 
+def test_a_first_token_alone_teaches_nothing(tmp_path):
+    """No label comes before it, so it is the label of none."""
+    answer = "{% for m in messages if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    messages = turns(("user", "a"), ("assistant", "b"))
+    for end, is_taught in ((" the fox", False), ("{% generation %} the fox{% endgeneration %}", True)):
+        template = answer + end + "{% endfor %}"
+        tokenizer = build(tmp_path / str(is_taught), template, sft_tokenizer_prompt_format="assistant")
+        if is_taught:
+            assert tokenize_conversation(messages, tokenizer).loss_mask.all()
+            continue
+        with pytest.raises(ValueError, match="no token of the conversation would be trained"):
+            tokenize_conversation(messages, tokenizer)
+
+
 def test_rows_of_every_kind():
     """The four kinds of Megatron-LM's varlen_dataset.py; a conversation begins with a system message."""
     system = {"role": "system", "content": ""}

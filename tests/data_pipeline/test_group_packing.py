@@ -72,6 +72,13 @@ def test_groups_merge_where_free_ranks_are_too_few():
     assert shape(pack_into_groups([8, 8], limits)) == [[(12, [0, 1])]]
 
 
+@pytest.mark.parametrize("capacity, max_sequences", [(16, 1), (2, None)])
+def test_groups_that_would_be_too_full_do_not_merge(capacity, max_sequences):
+    """Too many sequences, or too many tokens with the padding of twelve ranks, 24 for each of 8."""
+    limits = make_limits((4, 12), capacity, max_sequences)
+    assert sorted(shape(pack_into_groups([8, 8], limits))) == [[(12, [0])], [(12, [1])]]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_plans(seed):
     rng = random.Random(seed)

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
+from queue import SimpleQueue
 from threading import Event
 from time import sleep
 
@@ -189,6 +191,23 @@ def test_an_index_arrives_whole_over_cut_connections(bucket, local, tmp_path, mo
     remote = open_remote(prefix, tmp_path / "cache")
     assert bucket.proxy.cuts == 0
     assert_equal(remote, local, every=50)
+
+
+def test_two_processes_copy_an_index_once(bucket, local, tmp_path, monkeypatch):
+    """A lock belongs to an open file, so two stores of one process exclude each other as those of two processes do."""
+    prefix, copy, copies = bucket.upload(local, "a"), ObjectStore._copy, SimpleQueue()
+
+    def slow_copy(*args):
+        copies.put(None)
+        sleep(0.5)  # another copy would begin meanwhile
+        copy(*args)
+
+    monkeypatch.setattr(ObjectStore, "_copy", slow_copy)
+    with ThreadPoolExecutor(2) as executor:
+        found = list(executor.map(lambda _: open_remote(prefix, tmp_path / "cache"), range(2)))
+    assert copies.qsize() == 1
+    for remote in found:
+        assert len(remote) == len(LENGTHS)
 
 
 def test_a_copy_that_fails_writes_nothing_later(bucket, tmp_path, monkeypatch):

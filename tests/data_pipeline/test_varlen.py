@@ -107,13 +107,15 @@ def test_mock_lengths_are_lognormal_and_clipped():
     assert train.tokens(0).tolist() == [*range(1, lengths[0]), EOD]
 
 
-def test_long_mock_samples_are_cut_as_in_megatron():
+@pytest.mark.parametrize("length, kept", [(32, 32), (33, 33), (34, 32), (40, 32)])
+def test_long_mock_samples_are_cut_as_in_megatron(length, kept):
+    """--seq-length 32: a sample of 33 ids is whole, longer ones are cut to 32."""
     config = {
-        "mode": "distribution", "type": "lognormal", "min_seq_len": 40, "max_seq_len": 40, "mean_seq_len": 40,
-        "lognormal_sigma": 1.0,
+        "mode": "distribution", "type": "lognormal", "min_seq_len": length, "max_seq_len": length,
+        "mean_seq_len": length, "lognormal_sigma": 1.0,
     }  # fmt: skip
     train = build((1, 0, 0), seq_length=32, varlen_mock_dataset_config_json=json.dumps(config)).train
-    assert train.tokens(0).tolist() == [*range(1, 32), EOD]
+    assert train.tokens(0).tolist() == [*range(1, kept), EOD]
 
 
 def test_mock_lengths_of_a_file_and_tokens_of_a_file(tmp_path):

@@ -71,6 +71,9 @@ def test_weights_of_a_blend_are_shares_of_its_tokens(tmp_path):
     found = read_histogram("corpus", Blend((short, long, empty), (3.0, 1.0, 0.0)))
     tokens = {length: length * count for length, count in found.counts}
     assert tokens[4] == pytest.approx(3 * tokens[64]) and sum(tokens.values()) == pytest.approx(400 + 192)
+    assert [length for length, count in read_histogram("corpus", Blend((short, long), (0.0, 1.0))).counts if count] == [
+        64
+    ]
     with pytest.raises(ValueError, match=f"{empty} has a weight and holds no tokens"):
         read_histogram("corpus", Blend((short, empty), (3.0, 1.0)))
 
