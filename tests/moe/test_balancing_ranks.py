@@ -10,10 +10,18 @@ import torch
 from harness import run_ranks
 from moe.layers import HIDDEN, Chunk, RankGrads, build_layer, build_shard, collect_metrics, sections, total_grads
 from moe.test_dispatch_ranks import Layout
+from training.layouts import MODEL, create_groups
 
 from moe_trainer.layers.layer_factory import LOCAL
-from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_expert_bias
+from moe_trainer.moe.balancing import (
+    LOSS_NAMES,
+    balancing_losses,
+    collect_moe_metrics,
+    start_iteration,
+    update_expert_bias,
+)
 from moe_trainer.moe.router import TopKRouter
+from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
@@ -230,3 +238,54 @@ def test_tensor_ranks_draw_different_router_noise(changes):
     """And the global stream, which replicated tensors share, stays in step."""
     (first, after), (second, other) = run_ranks(_noise, 2, changes)
     assert not torch.equal(first, second) and torch.equal(after, other)
+
+
+# by microbatch, the number of ranks that share the sequences of every rank
+GROUPS = ((2, 2, 1, 1), (1, 1, 2, 2), (4, 4, 4, 4))
+DYNAMIC = [*MODEL, *"--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss".split()]
+
+
+def _tokens(microbatch: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * microbatch + rank)
+    return torch.randn(3 + 2 * rank, 8, dtype=torch.float64, generator=generator)
+
+
+def _global_loss(logits_TE, running, ps, valid=None):
+    coefficients = {name: 0.3 if name.startswith("global") else 0.0 for name in LOSS_NAMES}
+    found = balancing_losses(
+        logits_TE,
+        num_sequences=1,
+        topk=2,
+        score_function="softmax",
+        coefficients=coefficients,
+        z_loss_coeff=None,
+        per_token_loss=valid is not None,
+        running=running,
+        ps=ps,
+        valid=valid,
+    )
+    return float(found.values[2]), found.grad_TE
+
+
+def _dynamic_global_losses(rank, n):
+    ps, running = create_groups(DYNAMIC, rank, n), (torch.zeros(8), torch.zeros(()))
+    results = []
+    for microbatch, sizes in enumerate(GROUPS):
+        logits_TE, size = _tokens(microbatch, rank), sizes[rank]
+        sharing = range(rank // size * size, rank // size * size + size)
+        total = sum(len(_tokens(microbatch, other)) for other in sharing)
+        valid = ValidTokens(torch.ones(len(logits_TE), dtype=torch.bool), total, cp_size=size)
+        loss, grad_TE = _global_loss(logits_TE, running, ps, valid)
+        results.append((loss, grad_TE / total))
+    return results
+
+
+def test_global_loss_counts_the_tokens_of_all_dynamic_groups():
+    """Its counts are those of all ranks, whatever groups they form; the ranks' shares add up to the loss of one process."""
+    ranks, running = run_ranks(_dynamic_global_losses, 4), (torch.zeros(8), torch.zeros(()))
+    for microbatch in range(len(GROUPS)):
+        logits_TE = torch.cat([_tokens(microbatch, rank) for rank in range(4)])
+        expected, expected_TE = _global_loss(logits_TE, running, ParallelState.single())
+        found = [results[microbatch] for results in ranks]
+        assert sum(loss for loss, _ in found) == pytest.approx(expected, rel=1e-6) and expected > 0
+        torch.testing.assert_close(torch.cat([grad_TE for _, grad_TE in found]), expected_TE, rtol=1e-6, atol=1e-9)

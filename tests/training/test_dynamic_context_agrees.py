@@ -14,8 +14,10 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.synthetic_data import PackLayout, VaryingTokenDataset
 
-DYNAMIC = "--dynamic-context-parallel --micro-batch-size 1".split()
+DYNAMIC = ["--dynamic-context-parallel"]
 SEQUENCE_BALANCING = f"{GQA} --moe-router-load-balancing-type seq_aux_loss"
+# sums of counts over the ranks of a microbatch, so all of them share its sequences, as one process has them
+GLOBAL_BALANCING = f"{GQA} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"
 SHARDED_PARAMS = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
 CASES = {
     2: (
@@ -27,6 +29,7 @@ CASES = {
         ("recompute", "--context-parallel-size 2"),
         ("gqa", "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
         (f"{GQA} --qk-clip --log-max-attention-logit", ""),
+        (GLOBAL_BALANCING, "--min-dynamic-context-parallel-size 2"),
     ),
     4: (
         ("gqa", "--expert-model-parallel-size 4"),
@@ -42,6 +45,7 @@ CASES = {
         ("indexer loss", "--cp-comm-type allgather"),
         ("selective recompute", ""),
         (SEQUENCE_BALANCING, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (GLOBAL_BALANCING, "--min-dynamic-context-parallel-size 4 --expert-model-parallel-size 2"),
         ("gqa", f"--tensor-model-parallel-size 2 --sequence-parallel {SHARDED_PARAMS}"),
     ),
 }
@@ -51,7 +55,7 @@ def make_case(kind, flags, ranks):
     """Command lines of one process and of ranks, and what their packs depend on."""
     more = flags.split()
     layers = more[more.index("--num-layers") :] if "--num-layers" in more else []
-    argv = [*make_packed_argv(kind), *layers]
+    argv = [*make_packed_argv(kind), *layers, "--micro-batch-size", "1"]
     sharing = ranks // (2 if "--tensor" in flags or "--pipeline" in flags else 1)
     ranked = [*argv, *DYNAMIC, "--max-seqlen-per-dp-cp-rank", str(SEQ // sharing), *more]
     args = parse_args(ranked, ranks)
