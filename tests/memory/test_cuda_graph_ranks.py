@@ -1,6 +1,7 @@
 """Graphed training on two ranks, with an emulated device each, equals eager training bit for bit."""
 
 import pytest
+import torch
 from emulated_cuda.run import on_device
 from memory.graphed import full, line, list_differences, local, same_accumulation_flags, train_ranks
 from training.layouts import make_argv
@@ -145,6 +146,36 @@ def test_graphed_training_on_two_ranks_equals_eager(names):
             if waits != ONCE:
                 found[name].append(f"waits {waits}")
     assert {name: differences for name, differences in found.items() if differences} == {}
+
+
+PACKED = (
+    "--use-varlen-dataset --global-batch-size 16 --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment max "
+    "--thd-max-packed-sequences 6"
+)
+PACKED_CASES = {
+    "pipeline": ("plain", PP2, ROUTED),
+    "pipeline, virtual stages, full iteration": (
+        "padded capacity",
+        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --mtp-num-layers 1",
+        full(),
+    ),
+}
+
+
+def test_graphs_of_a_pipeline_serve_packed_sequences_of_other_lengths():
+    """Equal up to the order of sums, as without a pipeline (test_cuda_graph.py)."""
+    argvs = []
+    for kind, flags, graphs in PACKED_CASES.values():
+        plain = [*line(kind, f"{PACKED} {flags}"), *same_accumulation_flags(graphs)]
+        argvs += [plain, [*plain, *graphs]]
+    for results in on_device(train_ranks, argvs, 6, ranks=2, devices=2):
+        for name, (eager, _), (graphed, counts) in zip(PACKED_CASES, results[::2], results[1::2], strict=True):
+            for found, expected in zip(graphed.losses, eager.losses, strict=True):
+                torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6, msg=name)
+            for weight, expected in eager.weights.items():
+                torch.testing.assert_close(graphed.weights[weight], expected, rtol=2e-6, atol=2e-6, msg=name)
+            captures = [step["captures"] for step in counts]
+            assert sum(captures) > 0 == captures[0] == captures[-1] and counts[-1]["replays"] > 0, (name, captures)
 
 
 @pytest.mark.parametrize("graphs", [local("attn moe"), full()], ids=["experts", "full iteration"])
