@@ -1,5 +1,7 @@
 """Fingerprints of the files that a run trains on, so that a resumed run can tell when they were replaced.
 
+The flags that select the samples belong to them: the same files give other samples with others.
+
 A token file is read in samples (its size, both ends and blocks in between), not as a whole: a corpus has terabytes,
 and a file that was rebuilt differs almost everywhere. An object in object storage is known by its size and version.
 """
@@ -22,13 +24,17 @@ _BLOCK_BYTES, _NUM_BLOCKS = 4096, 64
 _MAX_SHOWN = 3
 
 Fingerprint = dict[str, dict[str, str]]
-"""{"data": {prefix: digest}, "tokenizer": {file: digest}}."""
+"""{"data": {prefix: digest}, "tokenizer": {file: digest}, "samples": {"flags": those that select them}}."""
 
 
-def make_fingerprint(data: DataArgs, tokenizer_files: Iterable[Path]) -> Fingerprint:
-    """Read samples of all data files and the whole of all tokenizer files. Files that cannot be read are left out."""
-    found: Fingerprint = {"data": {}, "tokenizer": {}}
-    for prefix in () if data.mock_data else data_prefixes(data):
+def make_fingerprint(data: DataArgs, tokenizer_files: Iterable[Path], is_streamed: bool = False) -> Fingerprint:
+    """Read samples of all data files and the whole of all tokenizer files. Files that cannot be read are left out.
+
+    `is_streamed`: --dataloader-type external. Its own state tells whether its files are the same (stream.py).
+    """
+    flags = ["--dataloader-type external"] * is_streamed + [data.sequences_flag] * data.has_sequences
+    found: Fingerprint = {"data": {}, "tokenizer": {}, "samples": {"flags": " ".join(flags)}}
+    for prefix in () if data.mock_data or is_streamed else data_prefixes(data):
         try:
             files = (prefix,) if data.sft or is_text_file(prefix) else (prefix + ".idx", prefix + ".bin")
             found["data"][prefix] = "".join(map(_sampled, files))
@@ -57,13 +63,22 @@ def _sampled(path: str) -> str:
 def compare_fingerprints(saved: Mapping[str, Mapping[str, str]], current: Fingerprint) -> list[str]:
     """Return one warning for the data and one for the tokenizer, where the contents are not those of the checkpoint.
 
-    Contents count, not names: a file that was moved is the same.
+    Contents count, not names: a file that was moved is the same. Files are not compared where other flags select the
+    samples.
     """
     warnings = []
+    other_samples = "the run does not continue where it stopped: samples are repeated, left out or new"
+    before, now = saved.get("samples") or current["samples"], current["samples"]
+    selects_others = before != now
+    if selects_others:
+        was, is_now = (_describe_samples(flags["flags"]) for flags in (before, now))
+        warnings.append(f"the checkpoint was saved with {was}, and this run has {is_now}; {other_samples}")
     for kind, flag, effect in (
-        ("data", "--data-path", "the run does not continue where it stopped: samples are repeated, left out or new"),
+        ("data", "--data-path", other_samples),
         ("tokenizer", "--tokenizer-model", "ids may have another meaning than those that the model has learned"),
     ):
+        if kind == "data" and selects_others:
+            continue
         before, now = saved.get(kind) or {}, current[kind]
         if not before or sorted(before.values()) == sorted(now.values()):
             continue
@@ -77,6 +92,10 @@ def compare_fingerprints(saved: Mapping[str, Mapping[str, str]], current: Finger
         ] or ["a file is used more or less often"]
         warnings.append(f"{flag}: the {kind} is not that of the checkpoint ({'; '.join(changes)}); {effect}")
     return warnings
+
+
+def _describe_samples(flags: str) -> str:
+    return flags or "samples of --seq-length from token files"
 
 
 def _join(names: list[str]) -> str:

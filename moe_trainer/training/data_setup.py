@@ -43,8 +43,8 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
         print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
     with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
         is_streamed = args.training.dataloader_type == "external"
-        if rank == 0 and not args.training.skip_train and not is_streamed:  # other data may be evaluated
-            current = make_fingerprint(args.data, get_tokenizer_files(args))
+        if rank == 0 and not args.training.skip_train:  # other data may be evaluated
+            current = make_fingerprint(args.data, get_tokenizer_files(args), is_streamed)
             # a new phase has other data
             saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
             for warning in compare_fingerprints(saved, current):

@@ -370,8 +370,13 @@ def test_a_checkpoint_of_token_files_says_that_samples_are_skipped(tmp_path, cap
     consumed = 3 * int(TINY[TINY.index("--global-batch-size") + 1])
     expected = f"text of --train-data-path continues; the {consumed} samples consumed so far are read"
     assert capfd.readouterr().err.count(expected) == 1
-    pretrain(argv, tmp_path)
-    assert "samples consumed so far" not in capfd.readouterr().err
+    pretrain([*argv, "--exit-interval", "5"], tmp_path)
+    err = capfd.readouterr().err
+    assert "samples consumed so far" not in err and "the checkpoint was saved with" not in err
+    packed = [*argv[:-4], "--use-varlen-dataset", "--mock-data", "--moe-token-dispatcher-type", "alltoall"]
+    pretrain([*packed, "--train-iters", "6", "--override-opt_param-scheduler"], tmp_path)
+    other = "saved with --dataloader-type external, and this run has --use-varlen-dataset"
+    assert capfd.readouterr().err.count(other) == 1
 
 
 def test_changed_files_end_a_resumed_run(tmp_path, monkeypatch):

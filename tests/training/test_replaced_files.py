@@ -91,6 +91,25 @@ def test_fingerprints_depend_on_contents_and_not_on_names(tmp_path):
     assert compare_fingerprints(both, fingerprint("one", "two"))
 
 
+def test_other_flags_that_select_the_samples_are_named(tmp_path):
+    """The files are the same, and the samples are not; a checkpoint that does not say how it read them passes."""
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    path = (str(tmp_path / "a.jsonl"),)
+    chats = make_fingerprint(DataArgs(data_path=path, sft=True), ())
+    rows = make_fingerprint(DataArgs(data_path=path, use_varlen_dataset=True), ())
+    streamed = make_fingerprint(DataArgs(data_path=path), (), is_streamed=True)
+    plain = make_fingerprint(DataArgs(data_path=path), ())
+    for before, now, text in (
+        (chats, rows, "saved with --sft, and this run has --use-varlen-dataset; the run does not continue where"),
+        (streamed, rows, "saved with --dataloader-type external, and this run has --use-varlen-dataset;"),
+        (rows, plain, "saved with --use-varlen-dataset, and this run has samples of --seq-length from token files;"),
+    ):
+        (warning,) = compare_fingerprints(before, now)
+        assert text in warning
+        assert compare_fingerprints(before, before) == []
+    assert compare_fingerprints({"data": chats["data"]}, rows) == []
+
+
 def test_fingerprint_does_not_block_on_a_named_pipe(tmp_path):
     (tmp_path / "text.bin").write_bytes(b"")
     os.mkfifo(tmp_path / "text.idx")
@@ -107,4 +126,4 @@ def test_fingerprint_does_not_block_on_a_named_pipe(tmp_path):
         text=True,
         timeout=120,
     )
-    assert found.stdout == "{'data': {}, 'tokenizer': {}}\n", found.stderr
+    assert found.stdout == "{'data': {}, 'tokenizer': {}, 'samples': {'flags': ''}}\n", found.stderr
