@@ -151,6 +151,14 @@ class TrainingArgs:
     """Evaluate on each validation set separately."""
     validation_set_names: list[str] | None = None
     """Names of the validation sets in logs, in their order."""
+    eval_tasks: list[str] | None = None
+    """Benchmark tasks of lm-eval to run every --eval-tasks-interval iterations, separated by commas or blanks."""
+    eval_tasks_interval: int | None = None
+    """Number of iterations between runs of --eval-tasks; they also run after the last iteration."""
+    eval_tasks_path: str | None = None
+    """Folder with task files (YAML) of your own for --eval-tasks."""
+    eval_tasks_limit: int | None = None
+    """Number of questions of each task of --eval-tasks. Unset: all."""
 
     # ---- recompute
     recompute_granularity: Literal["full", "selective"] | None = None

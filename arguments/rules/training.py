@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 from arguments.training import parse_batch_schedule
 
 GBS, MBS = "global_batch_size", "micro_batch_size"
@@ -238,6 +238,35 @@ def check_eval_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "{eval_interval:flag} is missing: give the number of iterations between validations (or --eval-iters 0 for "
             "none)."
         )
+
+
+def check_eval_tasks(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if bool(s.eval_tasks) != (s.eval_tasks_interval is not None):
+        yield s.violation(
+            "{eval_tasks:flag} and {eval_tasks_interval:flag} belong together: which tasks, and every how many "
+            "iterations."
+        )
+    for dest in ("eval_tasks_path", "eval_tasks_limit"):
+        if getattr(s, dest) is not None and not s.eval_tasks:
+            yield s.violation("{} needs {eval_tasks:flag}.", dest)
+
+
+def limit_eval_tasks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """List what texts of many lengths cannot be combined with."""
+    yield Limit(
+        s.eval_tasks and s.context_parallel_size > 1,
+        "{eval_tasks:flag} cannot be combined with {context_parallel_size}: tasks are evaluated without context "
+        "parallelism; run scripts/evaluate.py on the checkpoints instead.",
+    )
+    yield Limit(
+        s.eval_tasks and s.cuda_graph_impl != "none",
+        "{eval_tasks:flag} cannot be combined with {cuda_graph_impl}: texts of tasks have many lengths, and a graph is "
+        "captured for one; run scripts/evaluate.py on the checkpoints instead.",
+    )
+    yield Limit(
+        s.eval_tasks and s.tokenizer_type == "NullTokenizer",
+        "{eval_tasks:flag} cannot be combined with {tokenizer_type}: tasks consist of text.",
+    )
 
 
 def check_log_memory_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from moe_trainer.metrics.iteration import IterationRecord
 
@@ -87,6 +87,12 @@ def validation_line(where: str, losses: Mapping[str, float]) -> str:
         text += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
     frame = "-" * (len(text) + 1)
     return f"{frame}\n{text}\n{frame}"
+
+
+def task_line(iteration: int, figures: Sequence[tuple[str, str, float]]) -> str:
+    """Return the line of benchmark tasks; a figure is task, metric and value."""
+    text = " | ".join(f"{task} {metric}: {value:.4f}" for task, metric, value in figures)
+    return f" tasks at iteration {iteration} | {text} | "
 
 
 def memory_line(rank: int, iteration: int, *amounts: int | None) -> str:

@@ -167,7 +167,7 @@ def _checked(record: Any) -> dict[str, Any] | None:
     """
     if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
         return None
-    if not _is_number(record["iteration"]):
+    if not _is_number(record["iteration"]) or "task" in record:  # the page has no figures of tasks yet
         return None
     nested = ("routing", "rejected", "own_time_ms")
     checked = {name: value for name, value in record.items() if _is_number(value) and name not in nested}

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from arguments.output import OutputArgs
 from moe_trainer.metrics import event_files
-from moe_trainer.metrics.console import iteration_line, perplexity, validation_line
+from moe_trainer.metrics.console import iteration_line, perplexity, task_line, validation_line
 from moe_trainer.metrics.dashboard import open_dashboard
 from moe_trainer.metrics.evaluation_summary import EvaluationResult
 from moe_trainer.metrics.iteration import IterationRecord
@@ -63,6 +63,16 @@ class LogOptions:
     layer_share: float = 0.0
     peak_tflops: float | None = None
     run: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """One figure of a benchmark task: accuracy, perplexity, ...; `stderr` is None if it is unknown."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
 
 
 class MetricsLogger:
@@ -315,6 +325,16 @@ class MetricsLogger:
             self._scalar(f"{name} {suffix}", value, iteration, samples)
             if self._options.output.log_validation_ppl_to_tensorboard:
                 self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
+        self.flush()
+
+    def tasks(self, iteration: int, samples: int, figures: Sequence[TaskMetric]) -> None:
+        """Print the figures of benchmark tasks (--eval-tasks) and write their records and scalars."""
+        self.print(task_line(iteration, [(each.task, each.metric, each.value) for each in figures]))
+        for each in figures:
+            if self._file is not None:
+                record = {"task": each.task, "iteration": iteration, "metric": each.metric, "value": each.value}
+                self._file.append(json.dumps(record | {"stderr": each.stderr}))
+            self._scalar(f"tasks/{each.task}/{each.metric}", each.value, iteration, samples)
         self.flush()
 
     @property

@@ -17,8 +17,8 @@ from pathlib import Path
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
 
-# "iteration" comes first, or after the kind of a validation
-_ITERATION = re.compile(rb'\s*\{\s*(?:"validation":\s*"[^"]*",\s*)?"iteration":\s*(\d+)[,}]')
+# "iteration" comes first, or after the kind of a validation or the name of a task
+_ITERATION = re.compile(rb'\s*\{\s*(?:"(?:validation|task)":\s*"[^"]*",\s*)?"iteration":\s*(\d+)[,}]')
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +97,13 @@ def open_metrics_file(path: str, start_iteration: int | None) -> MetricsFile:
 
 
 def _last_validations(target: Path) -> frozenset[str]:
-    """Return the validations after the last iteration's record; a finished run that is started again repeats them."""
+    """Return validations and tasks after the last iteration's record; a finished run that starts again repeats them."""
     if not target.is_file():
         return frozenset()
     with target.open("rb") as stream:
         stream.seek(max(0, target.stat().st_size - _TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
-    return frozenset(takewhile(lambda line: line.startswith('{"validation"'), reversed(lines)))
+    return frozenset(takewhile(lambda line: line.startswith(('{"validation"', '{"task"')), reversed(lines)))
 
 
 def _free_name(target: Path) -> Path:

@@ -18,6 +18,7 @@ from moe_trainer.data.loader import Batch, BatchFormat
 from moe_trainer.data.packing import PackingPlanner
 from moe_trainer.data.stream import StreamLoader, StreamState
 from moe_trainer.debug.tensor_dump import Dumps
+from moe_trainer.evaluation.options import TaskEvaluation
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.logger import MetricsLogger
 from moe_trainer.metrics.profiler import Profiler
@@ -74,6 +75,7 @@ class TrainContext:
         may_lose_tokens: expert buffers may be too small for an iteration, which is then repeated with larger ones.
         iteration_graph: CUDA graph of the full iteration.
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
+        tasks: of --eval-tasks.
         train_stream: what yields `train_batches` with --dataloader-type external.
     """
 
@@ -103,6 +105,7 @@ class TrainContext:
     may_lose_tokens: bool = False
     metrics: MetricsLogger | None = None
     monitors: RankMonitors | None = None
+    tasks: TaskEvaluation | None = None
 
     @property
     def ps(self) -> ParallelState:

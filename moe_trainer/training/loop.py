@@ -23,6 +23,7 @@ from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.training.checkpointing import finish_save, save_checkpoint, save_is_due
 from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, set_training, validate
+from moe_trainer.training.evaluate_tasks import evaluate_tasks
 from moe_trainer.training.record_step import record_step, recording_is_due
 from moe_trainer.training.rerun import snapshot_iteration_start
 from moe_trainer.training.step import train_step
@@ -73,6 +74,9 @@ def train(
         if evaluation_is_due(ctx, state):
             with timeouts.extended():
                 validate(ctx, state, f"iteration {state.iteration}")
+        if tasks_are_due(ctx, state):
+            with timeouts.extended():
+                evaluate_tasks(ctx, state)
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()
         decision = sync_exit_decision(ctx, state, started, exit_signal)
@@ -179,6 +183,14 @@ def evaluation_is_due(ctx: TrainContext, state: TrainState) -> bool:
     if training.eval_interval is None or iteration % training.eval_interval != 0:
         return False
     return iteration >= (training.start_eval_at_iter or 0) and can_validate(ctx)
+
+
+def tasks_are_due(ctx: TrainContext, state: TrainState) -> bool:
+    """Return whether the tasks of --eval-tasks follow this iteration: at the interval, and after the last one."""
+    interval, iteration = ctx.args.training.eval_tasks_interval, state.iteration
+    if ctx.tasks is None or interval is None:
+        return False
+    return iteration % interval == 0 or iteration == ctx.train_iters
 
 
 def report_timers(ctx: TrainContext, iteration: int) -> None:

@@ -35,11 +35,12 @@ LEVELS = {
     "estimate": 3,
     "moe": 4,
     "model": 5,
-    "training": 6,
-    "verification": 7,
-    "pretrain_moe": 8,
-    "scripts": 9,
-    "setup": 9,
+    "evaluation": 6,
+    "training": 7,
+    "verification": 8,
+    "pretrain_moe": 9,
+    "scripts": 10,
+    "setup": 10,
 }
 MODEL = ("layers", "moe", "model")
 MACHINERY = ("pipeline", "optim", "data", "checkpoint", "metrics", "resilience", "debug", "estimate")

@@ -1,0 +1,98 @@
+"""Benchmark tasks on the model of a run: for scripts/evaluate.py, and between iterations (--eval-tasks)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.errors import UserError
+from moe_trainer.evaluation.finermoe import expand_tasks
+from moe_trainer.evaluation.options import TaskEvaluation, TaskOptions, TaskRunner, open_harness, split_names
+from moe_trainer.evaluation.routing import RoutingCounter
+from moe_trainer.evaluation.scoring import Model, Scorer
+from moe_trainer.evaluation.text import TextCodec
+from moe_trainer.metrics.logger import TaskMetric
+from moe_trainer.parallel.coordination import raise_on_all_ranks
+from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.step import agree_on_budgets
+
+_KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
+
+
+def prepare_eval_tasks(ctx: TrainContext, tokenizer: Tokenizer) -> TaskEvaluation | None:
+    """Load the tasks of --eval-tasks; None without the flag. Collective with it.
+
+    Raises:
+        UserError: on every rank, if lm-eval is not installed or a task cannot be loaded.
+    """
+    training = ctx.args.training
+    if not training.eval_tasks or training.skip_train:
+        return None
+    with raise_on_all_ranks(ctx.ps.world, "--eval-tasks"):
+        tasks, num_fewshot = expand_tasks(split_names(training.eval_tasks), None)
+        options = TaskOptions(tasks, training.eval_tasks_path, num_fewshot, training.eval_tasks_limit)
+        runner = open_harness().find_tasks(options)
+        batch_size = training.eval_micro_batch_size or training.micro_batch_size
+        return bind_tasks(ctx, tokenizer, runner, batch_size)
+
+
+def bind_tasks(
+    ctx: TrainContext, tokenizer: Tokenizer, runner: TaskRunner, batch_size: int, counts_routing: bool = False
+) -> TaskEvaluation:
+    """Return the tasks with the model of this run, which computes `batch_size` texts at a time on each rank.
+
+    Raises:
+        UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.
+    """
+    counter = RoutingCounter(ctx.chunks, ctx.ps) if counts_routing else None
+    model = open_harness().TrainedModel(Scorer(as_model(ctx), batch_size), TextCodec(tokenizer), counter)
+    return TaskEvaluation(runner, model, counter)
+
+
+def as_model(ctx: TrainContext) -> Model:
+    """Return the model of a run, for scoring.
+
+    Raises:
+        UserError: with context parallelism.
+    """
+    ps, args = ctx.ps, ctx.args
+    if ps.cp.size > 1:
+        raise UserError(
+            f"--context-parallel-size {ps.cp.size}: tasks are evaluated without context parallelism, because their "
+            "texts are short; use these ranks for --tensor-model-parallel-size or data parallelism"
+        )
+    max_length = args.model.max_position_embeddings or args.data.seq_length
+    # tensor-parallel ranks share the tokens of a sequence
+    return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, length_multiple=ps.tp.size)
+
+
+def run_tasks(ctx: TrainContext, evaluation: TaskEvaluation) -> dict[str, Any]:
+    """Run the tasks and return the harness's results. Collective."""
+    ctx.wait_params()
+    with ctx.timers("evaluate"):
+        results = evaluation.runner.run(evaluation.model)
+    agree_on_budgets(ctx, "evaluation of tasks")
+    return {name: results[name] for name in _KEPT if name in results}
+
+
+def evaluate_tasks(ctx: TrainContext, state: TrainState) -> None:
+    """Run the tasks of --eval-tasks and log their figures. Collective."""
+    assert ctx.tasks is not None
+    results = run_tasks(ctx, ctx.tasks)
+    if ctx.metrics is not None:
+        ctx.metrics.tasks(state.iteration, state.consumed_train_samples, list(task_metrics(results)))
+
+
+def task_metrics(results: Mapping[str, Any]) -> Iterator[TaskMetric]:
+    """Yield the figures of the harness's results, of single tasks and of groups."""
+    for task, entry in results["results"].items():
+        for name, value in entry.items():
+            metric, _, filtered = name.partition(",")
+            if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            stderr = entry.get(f"{metric}_stderr,{filtered}")
+            is_known = isinstance(stderr, int | float) and math.isfinite(stderr)
+            label = metric if filtered == "none" else f"{metric},{filtered}"
+            yield TaskMetric(task, label, float(value), float(stderr) if is_known else None)

@@ -1,0 +1,55 @@
+"""Open a checkpoint, or a Hugging Face folder, for forward passes only: without data, optimizer and training state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import arguments
+from moe_trainer.checkpoint.manager import read_saved_args
+from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
+from moe_trainer.errors import as_user_error
+from moe_trainer.launch_env import read_launch_env
+from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.initialize import initialize
+from moe_trainer.training.resume import resume
+from moe_trainer.training.setup import build_context
+
+# evaluation batches of a data set are not read, so none is needed
+_FLAGS = ("--use-checkpoint-args", "--skip-train", "--eval-iters", "0")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights, and its tokenizer."""
+
+    ctx: TrainContext
+    state: TrainState
+    tokenizer: Tokenizer
+
+
+def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, str] | None = None) -> LoadedModel:
+    """Load a model into the ranks that were launched. Collective.
+
+    Args:
+        source: checkpoint directory or Hugging Face folder.
+        flags: of the trainer: mapping, precision, tokenizer, --ckpt-step.
+        environ: the launch environment; None for this process's.
+
+    Raises:
+        ValueError: if the flags, the checkpoint or the tokenizer are wrong (ArgumentError, UserError).
+    """
+    argv = [*_FLAGS, "--load", source, *flags]
+    found = arguments.find_checkpoint_args_source(argv)
+    assert found is not None and found.folder is not None  # the flags above ask for it
+    recorded = read_saved_args(found.folder, found.step)
+    launch_env = read_launch_env(os.environ if environ is None else environ)
+    args = arguments.parse_args(argv, launch_env.world_size, recorded)
+    runtime = initialize(args, launch_env)
+    with as_user_error("tokenizer"):
+        tokenizer = build_tokenizer(args.data)
+    ctx, state = resume(build_context(args, runtime, tokenizer), tokenizer)
+    for chunk in ctx.chunks:
+        chunk.eval()
+    return LoadedModel(ctx, state, tokenizer)
