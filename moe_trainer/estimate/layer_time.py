@@ -511,10 +511,15 @@ class LayerTime:
 
     def head(self) -> tuple[float, float]:
         """Return forward and backward of the output layer and its losses, including those of multi-token prediction."""
-        columns, depths = self.sizes.vocab_rows // self.tp, 1 + (self.model.mtp_num_layers or 0)
-        gemm = self.gemm(self.tokens, columns, self.model.hidden_size, plain=not self.args.precision.fp8_output_proj)
-        logits = self.tokens * columns * self.size / self.memory_bandwidth
-        return depths * (gemm + 2 * logits), depths * (2 * gemm + 2 * logits)
+        depths, gemm = 1 + (self.model.mtp_num_layers or 0), self.head_weight_gradient()
+        logits = depths * self.tokens * (self.sizes.vocab_rows // self.tp) * self.size / self.memory_bandwidth
+        return gemm + 2 * logits, 2 * gemm + 2 * logits
+
+    def head_weight_gradient(self) -> float:
+        """Return the part of the output layer's backward that computes its weight gradient; forward takes as long."""
+        columns, plain = self.sizes.vocab_rows // self.tp, not self.args.precision.fp8_output_proj
+        depths = 1 + (self.model.mtp_num_layers or 0)
+        return depths * self.gemm(self.tokens, columns, self.model.hidden_size, plain=plain)
 
     def mtp_projection(self) -> float:
         """Return the forward seconds of the GEMM that combines hidden state and embedding of one MTP depth."""

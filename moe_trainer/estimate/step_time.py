@@ -25,7 +25,7 @@ from moe_trainer.estimate.memory import ChunkBytes, StageMemory, stage_orders, s
 from moe_trainer.estimate.parameters import ParamsPerRank
 from moe_trainer.estimate.state_bytes import state_bytes
 from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank
-from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, simulate_schedule, step_actions
+from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, simulate_schedule, step_actions
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -87,13 +87,15 @@ class ActionTimes:
         passes: [rank][chunk] -> forward, backward.
         message: exposed seconds of a pass's pipeline message.
         slowdown: of computation while tokens are exchanged.
-        has_wgrad_actions: weight gradients are separate actions.
+        has_wgrad_actions: all weight gradients are separate actions.
+        head_wgrad: seconds of the output layer's weight gradient, if only that is a separate action.
     """
 
     passes: Sequence[Sequence[tuple[PassTime, PassTime]]]
     message: float
     slowdown: float
     has_wgrad_actions: bool = False
+    head_wgrad: float = 0.0
     _spent: dict[tuple, PassTime] = field(default_factory=dict)
 
     def spent(self, rank: int, actions: tuple[Action, ...]) -> PassTime:
@@ -103,10 +105,12 @@ class ActionTimes:
             total = PassTime()
             for action in actions:
                 forward, backward = self.passes[rank][action.chunk]
-                if self.has_wgrad_actions:  # each has half of a backward's GEMMs
-                    half = backward.compute / 2
-                    backward = replace(backward, compute=half) if action.kind == BACKWARD else PassTime(half)
-                total += forward if action.kind == FORWARD else backward
+                weight = backward.compute / 2  # half of a backward's GEMMs
+                if not self.has_wgrad_actions:
+                    is_last = rank == len(self.passes) - 1 and action.chunk == len(self.passes[rank]) - 1
+                    weight = self.head_wgrad if is_last else 0.0
+                backward = replace(backward, compute=backward.compute - weight)
+                total += {FORWARD: forward, BACKWARD: backward, WEIGHT: PassTime(weight)}[action.kind]
             if len(actions) > 1:
                 hidden = min(OVERLAPPED_EXCHANGE_SHARE * total.exchange, total.compute)
                 compute = total.compute + hidden * self.slowdown
@@ -115,8 +119,8 @@ class ActionTimes:
         return self._spent[key]
 
     def of(self, rank: int, actions: tuple[Action, ...]) -> float:
-        """Return the seconds of these actions."""
-        return self.spent(rank, actions).total + self.message * len(actions)
+        """Return the seconds of these actions; weight gradients send no message."""
+        return self.spent(rank, actions).total + self.message * sum(action.kind != WEIGHT for action in actions)
 
 
 def chunk_passes(times: LayerTime, layout: ChunkLayout) -> tuple[PassTime, PassTime]:
@@ -174,8 +178,18 @@ def plan_step(
     times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
     optimizer = max(optimizer_seconds(args, world_size, stage, hardware) for stage in memory)
     host = 0.0 if args.training.cuda_graph_impl == "full_iteration" else times.constants.iteration
-    passes = _all_passes(times)
-    return step_from_passes(args, world_size, times.sizes, num_microbatches, memory, hardware, passes, optimizer, host)
+    return step_from_passes(
+        args,
+        world_size,
+        times.sizes,
+        num_microbatches,
+        memory,
+        hardware,
+        _all_passes(times),
+        optimizer,
+        host,
+        _deferred_head(times),
+    )
 
 
 def plan_actions(
@@ -183,7 +197,11 @@ def plan_actions(
 ) -> ActionTimes:
     """Return the costs of all actions of the schedule, from which `plan_step` gets the time of an iteration."""
     times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
-    return _action_times(args, world_size, times.sizes, hardware, _all_passes(times))
+    return _action_times(args, world_size, times.sizes, hardware, _all_passes(times), _deferred_head(times))
+
+
+def _deferred_head(times: LayerTime) -> float:
+    return times.head_weight_gradient() if times.args.parallel.has_deferred_head_wgrad else 0.0
 
 
 def _all_passes(times: LayerTime) -> list[list[tuple[PassTime, PassTime]]]:
@@ -199,11 +217,13 @@ def _action_times(
     sizes: ChunkBytes,
     hardware: Hardware,
     passes: Sequence[Sequence[tuple[PassTime, PassTime]]],
+    head_wgrad: float,
 ) -> ActionTimes:
     parallel, pp, message = args.parallel, args.parallel.pipeline_model_parallel_size, 0.0
     if pp > 1 and not parallel.overlap_p2p_comm:
         message = Interconnect(hardware).message(sizes.rows * args.model.hidden_size * sizes.size, world_size // pp)
-    return ActionTimes(passes, message, exchange_slowdown(args, hardware), parallel.pipeline_schedule == "zero-bubble")
+    has_wgrad_actions = parallel.pipeline_schedule == "zero-bubble"
+    return ActionTimes(passes, message, exchange_slowdown(args, hardware), has_wgrad_actions, head_wgrad)
 
 
 def step_from_passes(
@@ -216,12 +236,13 @@ def step_from_passes(
     passes: Sequence[Sequence[tuple[PassTime, PassTime]]],
     optimizer: float,
     host: float,
+    head_wgrad: float = 0.0,
 ) -> StepTime:
     """Return the time of an iteration from its passes: [pipeline rank][chunk] -> forward, backward.
 
-    `optimizer` and `host` are seconds.
+    `optimizer` and `host` are seconds; so is `head_wgrad`, the part of the last backward that is deferred, if any.
     """
-    times = _action_times(args, world_size, sizes, hardware, passes)
+    times = _action_times(args, world_size, sizes, hardware, passes, head_wgrad)
     makespan, busy, spent = _simulate_all(args, times, num_microbatches, len(passes[0]))
     rank = max(range(len(passes)), key=lambda number: busy[number])
     window = [sum(passes, PassTime()) for passes in zip(*times.passes[rank])]

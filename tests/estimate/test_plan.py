@@ -212,6 +212,15 @@ def test_pipeline_bubbles_of_schedules():
     assert plain.time.bubble == pytest.approx(7 / 64 * (plain.time.compute + plain.time.exchange), rel=0.15)
 
 
+@pytest.mark.parametrize("schedule", ["--pipeline-schedule zero-bubble", "--defer-embedding-wgrad-compute"])
+def test_separate_weight_gradients_are_no_additional_work(schedule):
+    line = f"{MIXTRAL} --pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights --global-batch-size 512"
+    plain, apart = plan(line).time, plan(f"{line} {schedule}").time
+    for name in ("compute", "exchange", "pipeline"):
+        assert getattr(apart, name) == pytest.approx(getattr(plain, name), rel=0.02), name
+    assert apart.step < 1.001 * plain.step
+
+
 def test_many_microbatches_are_extrapolated_exactly():
     few, more, most = (
         plan(
