@@ -4,8 +4,8 @@
     python scripts/draw_docs.py            write docs/img/*.svg
     python scripts/draw_docs.py --check    exit code 1 where a picture is not current
 
-Needs neither torch nor a network. The expert heat map draws docs/img/expert_load.json, the expert loads of one recorded
-run.
+Needs neither torch nor a network. What only a run shows is recorded: docs/img/expert_load.json has the expert loads of
+a run, docs/img/recorded_checks.json the rows of a replay, the cases of a proof, and the intervals of a profile.
 """
 
 import argparse
@@ -13,10 +13,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from moe_trainer.drawing.pair_matrix import pair_matrix
 from moe_trainer.drawing.pipeline_timeline import idle_share, pipeline_timeline
 from moe_trainer.drawing.rank_grid import Axis, rank_grid
 from moe_trainer.drawing.svg import (
@@ -34,10 +36,19 @@ from moe_trainer.drawing.svg import (
     nearest_shades,
 )
 from moe_trainer.estimate.dry_run import plan_of_flags
-from moe_trainer.estimate.plan_pictures import memory_picture, schedule_spans
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.plan import Plan
+from moe_trainer.estimate.plan_pictures import memory_picture, schedule_spans, step_picture, timeline_picture
+from moe_trainer.estimate.search import search
+from moe_trainer.estimate.search_pictures import search_picture
+from moe_trainer.metrics.profile_trace import RankTrace, trace_figure
 from moe_trainer.parallel.grid import make_layout
 from moe_trainer.pipeline.orders import make_orders
 from moe_trainer.pipeline.simulate import UniformCosts
+from moe_trainer.verification.comparison import ComparisonRow
+from moe_trainer.verification.mapping import NAMES
+from moe_trainer.verification.pictures import comparison_picture
+from scripts.explain import groups_figures
 
 IMAGES = ROOT / "docs" / "img"
 PLAN = (
@@ -71,11 +82,51 @@ def folding() -> str:
     return rank_grid("Two grids over sixteen ranks", heading, 16, 8, axes, 940)
 
 
+def deepseek_plan(*flags: str) -> Plan:
+    return plan_of_flags([*PLAN.split(), *flags, "--dry-run", "--world-size", "1024", "--hardware", "h100"])
+
+
 def memory() -> str:
     """Draw what every pipeline stage of a DeepSeek-V3 plan holds at its peak."""
-    plan = plan_of_flags([*PLAN.split(), "--dry-run", "--world-size", "1024", "--hardware", "h100"])
     heading = "DeepSeek-V3 on 1,024 H100 (TP 2, PP 8, EP 64): planned GiB at the peak of each stage"
-    return memory_picture(plan, heading)
+    return memory_picture(deepseek_plan(), heading)
+
+
+def mappings() -> str:
+    """Draw the search of the manual's example."""
+    flags = "--preset qwen3_30b_a3b --mock-data".split()
+    return search_picture(search(flags, 16, find_hardware("h100")))
+
+
+def groups() -> str:
+    """Draw the groups of 1,024 ranks."""
+    return groups_figures(make_layout(1024, tp=2, pp=8, ep=64), "h100")[0].svg
+
+
+def recorded(name: str) -> dict[str, Any]:
+    return json.loads((IMAGES / "recorded_checks.json").read_text(encoding="ascii"))[name]
+
+
+def first_difference() -> str:
+    """Draw the comparison of a replay in which the outputs of the experts are wrong on purpose."""
+    rows = [
+        ComparisonRow(quantity, name, difference, allowed, "", num_near_ties)
+        for quantity, name, difference, allowed, num_near_ties in recorded("comparison")["rows"]
+    ]
+    return comparison_picture(rows)
+
+
+def proof_pairs() -> str:
+    """Draw what a proof of DeepSeek-V3's mapping covered on four ranks."""
+    record = recorded("proof")
+    title = "Pairs of dimensions that a proof covered"
+    return pair_matrix(title, record["run"], NAMES, record["needed"], record["cases"])
+
+
+def profile() -> str:
+    """Draw a profiled iteration of four ranks."""
+    ranks = recorded("profile")["ranks"]
+    return trace_figure([RankTrace(int(rank), Path(), work) for rank, work in ranks.items()]).svg
 
 
 def heat_map() -> str:
@@ -186,6 +237,13 @@ PICTURES: dict[str, Callable[[], str]] = {
     "training_step": training_step,
     "folding": folding,
     "memory_plan": memory,
+    "plan_step": lambda: step_picture(deepseek_plan()),
+    "plan_timeline": lambda: timeline_picture(deepseek_plan("--global-batch-size", "1024")),
+    "plan_search": mappings,
+    "rank_groups": groups,
+    "first_difference": first_difference,
+    "proof_pairs": proof_pairs,
+    "profile": profile,
     "expert_heatmap": heat_map,
     "pipeline_1f1b": lambda: pipeline("1f1b", 1, "1F1B"),
     "pipeline_interleaved": lambda: pipeline("interleaved", 2, "Interleaved, two chunks per rank"),

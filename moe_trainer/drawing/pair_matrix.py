@@ -40,7 +40,7 @@ def pair_matrix(
         needed: dimensions that should be covered; the others are left empty.
         cases: the dimensions of each case, and whether it was equal.
     """
-    left, top = 70, 50
+    left, top, used = 70, 50, {PALE}
     picture = Picture(left + len(names) * _WIDTH + 14, top + len(names) * _HEIGHT, title, heading)
     for row, name in enumerate(names):
         y = top + row * _HEIGHT
@@ -51,11 +51,12 @@ def pair_matrix(
                 picture.box(x, y, _WIDTH - 3, _HEIGHT - 3, PALE, f"{name}, {other}: not in this mapping", stroke=FAINT)
                 continue
             text, color = pair_text({name, other}, cases)
+            used.add(color)
             what = name if name == other else f"{name} with {other}"
             picture.box(x, y, _WIDTH - 3, _HEIGHT - 3, color, f"{what}: {text}", rx=3)
             picture.text(x + (_WIDTH - 3) / 2, y + 23, text, "middle", 11, text_on(color))
     for column, name in enumerate(names):
         picture.text(left + column * _WIDTH + _WIDTH / 2, top + len(names) * _HEIGHT + 14, name, "middle", 12, INK)
     entries = [(GREEN, "equal"), (RED, "a case differs"), (GRAY, "in no case"), (PALE, "not in this mapping")]
-    picture.legend(left, top + len(names) * _HEIGHT + 40, entries)
+    picture.legend(left, top + len(names) * _HEIGHT + 40, [entry for entry in entries if entry[0] in used])
     return picture.svg()

@@ -94,10 +94,10 @@ def rank_grid(
             (left + node % per_row * (node_width + gap), top + node // per_row * pitch + label)
             for node in range(num_nodes)
         ]
-        for node, (x, node_top) in enumerate(corners):
-            picture.box(x, node_top, node_width, node_height, PALE, rx=2)
-            if label:
-                picture.text(x + 2, node_top - 3, node * ranks_per_node, size=9)
+        boxes = (f"M{x:g} {node_top:g}h{node_width}v{node_height}h-{node_width}z" for x, node_top in corners)
+        picture.path("".join(boxes), PALE)
+        for node, (x, node_top) in enumerate(corners if label else ()):
+            picture.text(x + 2, node_top - 3, node * ranks_per_node, size=9)
         for number, group in enumerate(axis.groups):
             _draw_group(picture, number, group, corners, ranks_per_node, columns, cell)
         y = top + (num_nodes - 1) // per_row * pitch + max(pitch, 36 if is_small else 0) + 10

@@ -103,6 +103,7 @@ def test_timeline_of_a_plan_takes_its_step(flags):
     kinds = 3 if "zero" in flags else 2
     late_heads = plan.num_microbatches if "defer" in flags else 0
     assert len(actions) == plan.num_microbatches * 4 * len(costs.passes[0]) * kinds + late_heads
+    assert all(box.width > 0 for box in actions), "every action takes time"
     starts = min(box.x for box in actions)
     tail = plan.time.data + plan.time.optimizer + plan.time.host
     last_action = max(box.x + box.width for box in boxes(svg) if ", chunk" in box.tip or "communication" in box.tip)
