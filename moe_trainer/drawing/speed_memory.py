@@ -18,7 +18,7 @@ class Candidate:
     Attributes:
         memory: that it needs.
         speed: that it reaches.
-        label: beside the point, if there is space.
+        label: next to the point, if there is space.
         tip: everything else about it.
         kind: "best", "other", "own" or "published", which gives the color.
     """
