@@ -244,6 +244,8 @@ def plan_and_roofline(flags: Sequence[str], recordings: dict[tuple, dict] | None
     if report is not None and (Path(report).is_dir() or not Path(report).absolute().parent.is_dir()):
         reason = "its directory is missing, or it is a directory"
         raise ExecutionError(f"--report {report}: the file cannot be written ({reason})")
+    if plan.args.output.report_html is not None:
+        raise ExecutionError("--report-html draws plans: use it with scripts/plan.py")
     if plan.hardware.synchronous:
         raise ExecutionError(
             f"--hardware {plan.hardware.name}: a CUDA device is needed, since CUDA operators are executed"

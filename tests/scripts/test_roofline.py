@@ -52,6 +52,7 @@ def test_estimates_a_step_of_two_stages(roofline, capsys, tmp_path):
         ("--hardware cpu", "--hardware cpu: "),
         ("--micro-batch-size 3", "--global-batch-size"),
         ("--skip-train", "--skip-train"),
+        ("--report-html plan.html", "--report-html draws plans"),
         ("--moe-router-topk 9 --moe-rooter", "--moe-rooter"),
     ],
 )
