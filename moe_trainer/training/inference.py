@@ -43,7 +43,9 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     argv = [*_FLAGS, "--load", source, *flags]
     found = arguments.find_checkpoint_args_source(argv)
     assert found is not None and found.folder is not None  # the flags above ask for it
-    recorded = read_saved_args(found.folder, found.step)
+    recorded = dict(read_saved_args(found.folder, found.step))
+    if recorded.get("seq_length") is None:  # a Hugging Face model has none
+        recorded["seq_length"] = recorded.get("max_position_embeddings")
     launch_env = read_launch_env(os.environ if environ is None else environ)
     args = arguments.parse_args(argv, launch_env.world_size, recorded)
     runtime = initialize(args, launch_env)

@@ -34,7 +34,7 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
 
 
 def write_tasks(folder: Path) -> Path:
-    """Write three tasks: multiple choice, perplexity, and answers that are generated."""
+    """Write three tasks: multiple choice, with an example before each question; perplexity of texts longer than the model's 64 positions; answers that are generated."""
     folder.mkdir()
     draw = random.Random(2)
     rows = []
@@ -46,9 +46,9 @@ def write_tasks(folder: Path) -> Path:
             first = draw.choice(sorted(SOUNDS))
             question = f"The {first} says {SOUNDS[first]}. The {animal} says"
             rows.append({"question": question, "choices": choices, "answer": choices.index(sound), "sound": sound})
-    texts = [{"text": "".join(f"The {row['sound']} cat says meow.\n" for row in rows[at : at + 6])} for at in range(6)]
+    texts = [{"text": "".join(f"The {row['sound']} cat says meow.\n" for row in rows[at : at + 12])} for at in range(6)]
     _write_task(folder, "sound_choice", rows, output_type="multiple_choice", doc_to_text="{{question}}",
-                doc_to_choice="choices", doc_to_target="answer",
+                doc_to_choice="choices", doc_to_target="answer", fewshot_split="test", num_fewshot=1,
                 metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}])  # fmt: skip
     _write_task(folder, "sound_text", texts, output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text",
                 metric_list=[{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")])  # fmt: skip

@@ -1,0 +1,229 @@
+"""Benchmark tasks of lm-eval on a trained model: equal to its export in transformers, under any mapping, from the command line and between iterations."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from commands import REPOSITORY, environment, read_metrics, run
+from evaluation.local_tasks import TASKS, write_tasks, write_text, write_tokenizer
+from harness import run_ranks
+
+from scripts import convert, evaluate
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (MOE_TRAINER_TEST_WITH=lm-eval)")
+transformers = pytest.importorskip("transformers")
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 64 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 4 "
+    "--moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 "
+    "--global-batch-size 8 --lr 1e-2 --lr-decay-style cosine --min-lr 1e-3 --log-interval 1 --eval-iters 0 --split 100,0,0 "
+    "--data-path text_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok"
+).split()
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a checkpoint, its export, and three tasks."""
+    base = tmp_path_factory.mktemp("evaluation")
+    write_tokenizer(base / "tok", write_text(base / "text.jsonl"))
+    write_tasks(base / "tasks")
+    tokens = "--input text.jsonl --output-prefix text --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok --append-eod --workers 1"
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts/preprocess_data.py"), *tokens.split()],
+        cwd=base,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    trained = run([*MODEL, *NO_DROPOUT, "--train-iters", "60", "--save", "ck", "--save-interval", "60"], base)
+    assert trained.returncode == 0, trained.stderr
+    assert convert.main([str(base / "ck"), str(base / "hf"), "--to", "hf"]) == 0
+    return base
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Results of one process."""
+    return evaluate_on(folder, 1, "ck")
+
+
+def evaluate_on(folder, world_size, source, *flags):
+    words = [source, "--tasks", TASKS, "--include-path", "tasks", "--output", "results.json", *flags]
+    assert run_ranks(_evaluate, world_size, words, folder) == [0] * world_size
+    return json.loads((folder / "results.json").read_text())
+
+
+def _evaluate(rank, n, words, folder):
+    from moe_trainer.parallel import state
+    from moe_trainer.training import initialize
+
+    # the harness has joined the ranks and parts them
+    initialize._init_process_group = state.close_groups = lambda *_: None
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    os.chdir(folder)
+    return evaluate.main(words)
+
+
+def figures(results):
+    """Return (task, metric) -> value."""
+    return {
+        (task, name): value
+        for task, entry in results["results"].items()
+        for name, value in entry.items()
+        if isinstance(value, float) and "stderr" not in name
+    }
+
+
+def harness_model(folder, monkeypatch):
+    """Return lm-eval's own `hf` model; it imports accelerate, which one process on a CPU does not use."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    absent = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
+    for name in ("Accelerator", "InitProcessGroupKwargs", "get_max_memory"):
+        for module in absent:
+            setattr(module, name, None)
+    absent[0].find_executable_batch_size = lambda *args, **kwargs: lambda function: function
+    with monkeypatch.context() as patch:
+        for module in absent:
+            patch.setitem(sys.modules, module.__name__, module)
+        from lm_eval.models.huggingface import HFLM
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
+
+
+def test_figures_equal_those_of_the_exported_model_in_transformers(folder, alone, monkeypatch):
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    theirs = simple_evaluate(
+        harness_model(folder, monkeypatch),
+        tasks=TASKS.split(","),
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    expected, found = figures(theirs), figures(alone)
+    assert len(expected) == 6 and {f"{value:.4f}" for value in expected.values()} - {"0.0000", "1.0000"}
+    assert {key: f"{value:.4f}" for key, value in found.items()} == {
+        key: f"{value:.4f}" for key, value in expected.items()
+    }
+    assert alone["iteration"] == 60 and alone["n-samples"]["sound_choice"]["effective"] == 20
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --batch-size 3",
+    ],
+)
+def test_mapping_does_not_change_figures_or_routing(folder, alone, flags):
+    found = evaluate_on(folder, 4 if "pipeline" in flags else 2, "ck", *flags.split())
+    assert figures(found) == pytest.approx(figures(alone), rel=1e-6)
+    assert found["routing"] == alone["routing"]
+
+
+def test_hugging_face_folder_is_evaluated_directly(folder, alone):
+    assert figures(evaluate_on(folder, 1, "hf")) == pytest.approx(figures(alone), rel=1e-6)
+
+
+def test_routing_of_a_task_counts_its_tokens(folder, alone):
+    """Every token goes to two experts, and no padding is counted."""
+    from moe_trainer.data.tokenizer_libraries import open_hugging_face
+
+    tokenizer = open_hugging_face(str(folder / "tok"), [], True, False, True)
+    texts = [json.loads(line)["text"] for line in (folder / "tasks/sound_text.jsonl").read_text().splitlines()]
+    assert all(64 < len(tokenizer.tokenize(text)) <= 128 for text in texts)  # two windows of 64 tokens each
+    assert set(alone["routing"]) == set(TASKS.split(","))
+    for task, table in alone["routing"].items():
+        sums = [sum(counts) for counts in table["tokens_per_expert"]]
+        assert (
+            table["layers"] == [1, 2]
+            and sums[0] == sums[1]
+            and (sums[0] == 2 * 128 * len(texts) or task != "sound_text")
+        )
+
+
+def test_limit_and_examples_before_questions(folder):
+    few = evaluate_on(folder, 1, "ck", "--limit", "4")
+    assert few["n-samples"]["sound_choice"] == {"original": 20, "effective": 4}
+    assert few["n-shot"] == {"sound_choice": 1, "sound_text": 0, "sound_answer": 0}
+    without = evaluate_on(folder, 1, "ck", "--limit", "4", "--num-fewshot", "0")
+    assert without["n-shot"]["sound_choice"] == 0
+    totals = [sum(map(sum, each["routing"]["sound_choice"]["tokens_per_expert"])) for each in (without, few)]
+    assert totals[0] < 0.7 * totals[1]
+
+
+def test_tasks_between_iterations_change_no_loss(folder, alone):
+    """With dropout and an expert bias, so that random numbers and router statistics would show."""
+    sensitive = "--attention-dropout 0.1 --hidden-dropout 0.1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    job = [*MODEL, *sensitive.split(), "--train-iters", "5"]
+    every = "--eval-tasks sound_choice,sound_text sound_answer --eval-tasks-interval 2 --eval-tasks-path tasks --tensorboard-dir tb"
+    for name, more in (("without", []), ("with", [*every.split(), "--save", "looped", "--save-interval", "5"])):
+        done = run([*job, *more, "--metrics-file", f"{name}.jsonl"], folder)
+        assert done.returncode == 0, done.stderr
+    plain, records = read_metrics(folder / "without.jsonl"), read_metrics(folder / "with.jsonl")
+    tasks = [record for record in records if "task" in record]
+    assert [r["lm loss"] for r in records if "task" not in r] == [r["lm loss"] for r in plain]
+    assert [r["iteration"] for r in tasks] == [2] * 6 + [4] * 6 + [5] * 6
+    assert " tasks at iteration 5 | sound_choice acc: " in done.stdout
+    # the last ones are those of the saved model
+    last = {(r["task"], f"{r['metric']},none"): r["value"] for r in tasks if r["iteration"] == 5}
+    assert last == pytest.approx(figures(evaluate_on(folder, 1, "looped")), rel=1e-6)
+    assert last != pytest.approx(figures(alone), rel=1e-3)
+    stderr = {r["metric"]: r["stderr"] for r in tasks}
+    assert stderr["acc"] > 0 and stderr["bits_per_byte"] is None
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    name = "tasks/sound_text/bits_per_byte"
+    assert [event.step for event in events.Scalars(name)] == [2, 4, 5]
+    assert events.Scalars(name)[-1].value == pytest.approx(last["sound_text", "bits_per_byte,none"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ck --tasks sound_choic --include-path tasks", "none of this name, nor has your folder of tasks; names like it: sound_choice"),
+        ("ck --tasks sound_choice --include-path nowhere", "nowhere: no such folder"),
+        ("nowhere --tasks sound_choice --include-path tasks", "nowhere: no such checkpoint directory"),
+        ("tasks --tasks sound_choice --include-path tasks", "latest_checkpointed_iteration.txt is missing"),
+        ("ck --tasks lost --include-path broken", "task lost: FileNotFoundError: Unable to find"),
+        ("ck --tasks long --include-path broken", "answers of 64 tokens (max_gen_toks), the model has 64 positions"),
+        ("ck --tasks sampled --include-path broken", "only greedy decoding"),
+        ("ck --tasks torn --include-path broken", "task torn: "),
+        ("ck --tasks sound_choice --include-path tasks --frobnicate", "--frobnicate: this flag is unknown"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_named(folder, words, message, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    broken = Path("broken")
+    if not broken.exists():
+        write_tasks(broken)
+        (broken / "torn.yaml").write_text("task: torn\noutput_type: nonsense\n")
+        answer = (broken / "sound_answer.yaml").read_text()
+        (broken / "lost.yaml").write_text(answer.replace("sound_answer", "lost"))
+        answer = answer.replace("task: sound_answer", "task: NAME")
+        (broken / "long.yaml").write_text(answer.replace("NAME", "long").replace("max_gen_toks: 8", "max_gen_toks: 64"))
+        (broken / "sampled.yaml").write_text(
+            answer.replace("NAME", "sampled").replace("max_gen_toks: 8", "do_sample: true\n  temperature: 1.0")
+        )
+    assert evaluate.main(words.split()) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and "Traceback" not in printed, printed
+
+
+def test_missing_tasks_of_a_run_are_an_error_before_it_trains(folder):
+    flags = "--train-iters 2 --eval-tasks sound_choice --eval-tasks-interval 1 --eval-tasks-path nowhere"
+    done = run([*MODEL, *NO_DROPOUT, *flags.split()], folder)
+    assert done.returncode == 2 and "--eval-tasks: nowhere: no such folder" in done.stderr
+    assert "iteration        1" not in done.stdout and "Traceback" not in done.stderr

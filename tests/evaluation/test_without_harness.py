@@ -1,0 +1,115 @@
+"""What evaluation does without lm-eval: the paper's table, names of tasks, ids of texts, and the error when it is missing."""
+
+import json
+import sys
+
+import pytest
+
+from moe_trainer.data.tokenizer import NullTokenizer
+from moe_trainer.errors import UserError
+from moe_trainer.evaluation.finermoe import FINERMOE_TASKS, expand_tasks
+from moe_trainer.evaluation.options import TaskOptions, open_harness, split_names
+from moe_trainer.evaluation.routing import routing_table
+from moe_trainer.evaluation.text import TextCodec
+from scripts import evaluate
+
+PAPER_7B = (73.08, 71.22, 79.51, 75.69, 63.40, 86.95, 56.70, 69.4, 85.37, 39.06)
+
+
+def test_missing_harness_is_named_with_its_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"lm_eval is not installed \(pip install lm-eval\)"):
+        open_harness()
+
+
+def write_results(path, values):
+    results = {
+        each.task: {f"{each.metrics[0].partition(',')[0]},{each.metrics[0].partition(',')[2] or 'none'}": value / 100}
+        for each, value in zip(FINERMOE_TASKS, values, strict=False)
+    }
+    for entry in results.values():
+        entry["acc_stderr,none"], entry["other,none"] = 0.5, 0.1
+    path.write_text(json.dumps({"results": results}))
+    return str(path)
+
+
+def test_table_of_the_paper(tmp_path, capsys):
+    """The ten figures of the paper's 7B model have its mean, 70.04; a model with fewer tasks has no mean."""
+    files = [write_results(tmp_path / "7B.json", PAPER_7B), write_results(tmp_path / "part.json", PAPER_7B[:2])]
+    assert evaluate.main(["--table", *files]) == 0
+    head, _, full, part = capsys.readouterr().out.splitlines()
+    assert head.startswith("| model | MMLU | BBH |") and head.endswith("| GPQA | AVG |")
+    assert full == "| 7B | 73.08 | 71.22 | 79.51 | 75.69 | 63.40 | 86.95 | 56.70 | 69.40 | 85.37 | 39.06 | 70.04 |"
+    assert part == "| part | 73.08 | 71.22 |" + " - |" * 9
+
+
+def test_table_of_other_tasks(tmp_path, capsys):
+    own = {"alias": "mine", "bits_per_byte,none": 1.25, "bits_per_byte_stderr,none": "N/A"}
+    (tmp_path / "a.json").write_text(json.dumps({"results": {"mine": own}}))
+    assert evaluate.main(["--table", str(tmp_path / "a.json")]) == 0
+    assert capsys.readouterr().out.splitlines() == ["| model | mine |", "|---|---|", "| a | 1.2500 |"]
+
+
+@pytest.mark.parametrize("text", [None, "[1]", '{"results": 3}', "{"])
+def test_table_names_a_file_that_holds_no_results(tmp_path, capsys, text):
+    if text is not None:
+        (tmp_path / "bad.json").write_text(text)
+    assert evaluate.main(["--table", str(tmp_path / "bad.json")]) == 2
+    assert "bad.json: not a file that evaluate.py --output wrote" in capsys.readouterr().err
+
+
+def test_group_of_ten_tasks_brings_its_examples():
+    names, shots = expand_tasks(split_names(["finermoe, mine", "gsm8k"]), None)
+    assert len(names) == 11 and names[-1] == "mine" and names[0] == "mmlu"
+    options = TaskOptions(names, num_fewshot=shots)
+    assert options.get_num_fewshot("mmlu") == 5 and options.get_num_fewshot("mine") is None
+    assert expand_tasks(("finermoe",), 1)[1] == 1 and expand_tasks(("a",), None) == (("a",), None)
+
+
+class Letters:
+    """One id for each character; texts begin with id 1."""
+
+    vocab_size, eod, pad, bos, unique_identifiers = 300, 0, None, 1, {}
+
+    def tokenize(self, text):
+        return [1, *(1 if letter == "^" else ord(letter) for letter in text)]
+
+    def plain_text(self, ids):
+        return "".join(map(chr, ids))
+
+
+def test_begin_token_is_added_once_and_left_out_on_demand():
+    codec = TextCodec(Letters())
+    assert (codec.prefix, codec.eos) == (1, 0)
+    assert codec.encode("ab") == [1, 97, 98] == codec.encode("^ab")
+    assert codec.encode("ab", False) == [97, 98] and codec.encode("ab", True) == [1, 97, 98]
+
+
+def test_tokenizer_without_text_is_named():
+    with pytest.raises(UserError, match="NullTokenizer has no text"):
+        TextCodec(NullTokenizer(8))
+
+
+def test_routing_table_shows_loads_and_the_busiest_experts():
+    routing = {"code": {"layers": [2], "tokens_per_expert": [[0, 10, 10, 100]]}, "prose": {"layers": [10], "tokens_per_expert": [[5, 5, 5, 5]]}}  # fmt: skip
+    _, code, prose = routing_table(routing).splitlines()
+    assert code == "  code   layer  2  | ..@|  3 (83.3%), 1 (8.3%), 2 (8.3%)"
+    assert "layer 10  |++++|  0 (25.0%)" in prose and routing_table({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ck", "--tasks NAMES is missing"),
+        ("--tasks a", "comes first"),
+        ("ck --tasks a --limit 0", "--limit 0 must be above 0"),
+        ("ck --tasks a --batch-size -1", "--batch-size -1 must be above 0"),
+        ("ck --tasks a --num-fewshot -1", "--num-fewshot -1"),
+        ("ck --tasks a --output nowhere/x.json", "--output nowhere/x.json: no such folder"),
+        ("ck --table a.json", "takes no model, tasks or flags"),
+    ],
+)
+def test_wrong_options_are_named(words, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        evaluate.main(words.split())
+    assert error.value.code == 2 and message in capsys.readouterr().err
