@@ -36,6 +36,7 @@ setup(
         "gs": ["gcsfs"],
         "msc": ["multi-storage-client[fsspec]"],
         "parquet": ["pyarrow"],
+        "evaluation": ["lm-eval", "transformers"],
         "docs": ["mkdocs", "mkdocs-material"],
         "dev": [
             "ruff",

@@ -10,6 +10,7 @@
 #                                        is downloaded and not installed, since it requires CUDA's libraries
 #   MOE_TRAINER_TEST_WITH="moto[server] s3fs pyarrow"    the tests of data in object storage, against a real S3 server, and in Parquet files
 #   MOE_TRAINER_TEST_WITH="gcsfs gcp-storage-emulator multi-storage-client"    those of gs:// and msc://
+#   MOE_TRAINER_TEST_WITH=lm-eval      those of benchmark tasks, with EleutherAI's harness
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
