@@ -28,6 +28,7 @@ TOPICS = MappingProxyType(
         "data": "Data",
         "dynamic_context": "Dynamic context parallelism",
         "packing": "Packed sequences",
+        "training": "Evaluation",
         "sft": "Text samples and conversations",
         "checkpoint": "Checkpoints",
     }

@@ -98,7 +98,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     from moe_trainer.errors import require_packages
     from moe_trainer.evaluation.finermoe import expand_tasks
-    from moe_trainer.evaluation.options import TaskOptions, open_harness, split_names
+    from moe_trainer.evaluation.harness import open_harness
+    from moe_trainer.evaluation.options import TaskOptions, split_names
     from moe_trainer.io import atomic_write
 
     require_packages("torch", "numpy", "safetensors")

@@ -125,8 +125,8 @@ class TrainedModel(TemplateLM):
             raise UserError(f"the task samples its answers ({dict(settings)}); only greedy decoding is implemented")
         stops = handle_stop_sequences(options["until"], eos=None)
         max_tokens, eos, decode = options["max_gen_toks"], self._codec.eos, self._codec.decode
-        room = self.max_length - max_tokens
-        if room <= 0:
+        max_context = self.max_length - max_tokens
+        if max_context <= 0:
             raise UserError(
                 f"the task asks for answers of {max_tokens} tokens (max_gen_toks), the model has {self.max_length} "
                 "positions"
@@ -135,7 +135,7 @@ class TrainedModel(TemplateLM):
         def is_finished(tokens: Sequence[int]) -> bool:
             return tokens[-1] == eos or any(stop in decode(tokens) for stop in stops if stop)
 
-        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        prompts = [self.tok_encode(context)[-max_context:] for context in contexts]
         written = self._scorer.continue_greedily(prompts, max_tokens, is_finished)
         return [postprocess_generated_text(decode(_until(tokens, eos)), stops, None) for tokens in written]
 

@@ -1,24 +1,9 @@
-"""Which tasks are run, and access to the harness that runs them, an optional library."""
+"""Which benchmark tasks are run, and how."""
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from moe_trainer.backends import import_problem
-from moe_trainer.errors import UserError
-from moe_trainer.evaluation.routing import RoutingCounter
-
-# The libraries read all but the last when they are imported. The last: a process that trains must not fork.
-_ENVIRONMENT = (
-    ("HF_HUB_OFFLINE", "1"),
-    ("HF_DATASETS_OFFLINE", "1"),
-    ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
-    ("DISABLE_MULTIPROC", "1"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,36 +35,3 @@ def split_names(words: Iterable[str]) -> tuple[str, ...]:
     """Return the names of a list such as ["a,b", "c"], each once."""
     names = (name.strip() for word in words for name in word.split(","))
     return tuple(dict.fromkeys(name for name in names if name))
-
-
-class TaskRunner(Protocol):
-    """Tasks that were loaded; see lm_eval_model.py."""
-
-    def run(self, model: Any) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class TaskEvaluation:
-    """Tasks, and the model that they are run on.
-
-    Attributes:
-        model: TrainedModel of lm_eval_model.py.
-        counter: of tokens per expert; None where they are not counted.
-    """
-
-    runner: TaskRunner
-    model: Any
-    counter: RoutingCounter | None = None
-
-
-def open_harness() -> Any:
-    """Import lm_eval_model.py. Tasks are read from this machine unless the environment sets HF_HUB_OFFLINE=0.
-
-    Raises:
-        UserError: if lm-eval is not installed.
-    """
-    for name, value in _ENVIRONMENT:
-        os.environ.setdefault(name, value)
-    if (problem := import_problem("lm_eval")) is not None:
-        raise UserError(f"tasks need EleutherAI's harness, but {problem} (pip install lm-eval)")
-    return importlib.import_module("moe_trainer.evaluation.lm_eval_model")

@@ -18,7 +18,7 @@ from moe_trainer.data.loader import Batch, BatchFormat
 from moe_trainer.data.packing import PackingPlanner
 from moe_trainer.data.stream import StreamLoader, StreamState
 from moe_trainer.debug.tensor_dump import Dumps
-from moe_trainer.evaluation.options import TaskEvaluation
+from moe_trainer.evaluation.harness import TaskEvaluation
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.logger import MetricsLogger
 from moe_trainer.metrics.profiler import Profiler

@@ -9,7 +9,8 @@ from typing import Any
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.evaluation.finermoe import expand_tasks
-from moe_trainer.evaluation.options import TaskEvaluation, TaskOptions, TaskRunner, open_harness, split_names
+from moe_trainer.evaluation.harness import TaskEvaluation, open_harness
+from moe_trainer.evaluation.options import TaskOptions, split_names
 from moe_trainer.evaluation.routing import RoutingCounter
 from moe_trainer.evaluation.scoring import Model, Scorer
 from moe_trainer.evaluation.text import TextCodec
@@ -39,9 +40,11 @@ def prepare_eval_tasks(ctx: TrainContext, tokenizer: Tokenizer) -> TaskEvaluatio
 
 
 def bind_tasks(
-    ctx: TrainContext, tokenizer: Tokenizer, runner: TaskRunner, batch_size: int, counts_routing: bool = False
+    ctx: TrainContext, tokenizer: Tokenizer, runner: Any, batch_size: int, counts_routing: bool = False
 ) -> TaskEvaluation:
     """Return the tasks with the model of this run, which computes `batch_size` texts at a time on each rank.
+
+    `runner`: from `find_tasks` of lm_eval_model.py.
 
     Raises:
         UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.

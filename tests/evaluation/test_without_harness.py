@@ -8,7 +8,8 @@ import pytest
 from moe_trainer.data.tokenizer import NullTokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.evaluation.finermoe import FINERMOE_TASKS, expand_tasks
-from moe_trainer.evaluation.options import TaskOptions, open_harness, split_names
+from moe_trainer.evaluation.harness import open_harness
+from moe_trainer.evaluation.options import TaskOptions, split_names
 from moe_trainer.evaluation.routing import routing_table
 from moe_trainer.evaluation.text import TextCodec
 from scripts import evaluate
