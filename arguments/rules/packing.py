@@ -178,8 +178,8 @@ def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest, what, is_on, reason in (
         (
             "dataloader_type",
-            "{:flag} other than single",
-            s.dataloader_type not in (None, "single"),
+            "{:flag} cyclic",
+            s.dataloader_type == "cyclic",
             "plans follow the order of the data",
         ),
         (

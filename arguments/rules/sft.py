@@ -50,12 +50,15 @@ def limit_text_samples(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         "{sft:flag} reads local files: copy conversations from object storage first.",
         ("sft",),
     )
-    yield Limit(
-        bool(sequences_flag(s) and s.dataloader_type == "external"),
-        "{dataloader_type:flag} external cannot be combined with {use_varlen_dataset:flag} and {sft:flag}, which read "
-        "text themselves.",
-        ("dataloader_type",),
-    )
+    for dest, why in (
+        ("sft", "streamed rows are text, not conversations"),
+        ("varlen_sbhd_validation", "streamed samples are packed"),
+    ):
+        yield Limit(
+            bool(sequences_flag(s) and s.dataloader_type == "external" and getattr(s, dest)),
+            f"{{dataloader_type:flag}} external cannot be combined with {{}}: {why}.",
+            (dest,),
+        )
 
 
 def limit_padded_rows(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

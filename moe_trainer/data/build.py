@@ -31,6 +31,7 @@ from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sources import domain_names, naming_flag, requested_sizes, source_flag, training_phases
 from moe_trainer.data.stream import StreamBlend, StreamedDataset
+from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
 from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
@@ -42,7 +43,7 @@ _MOCK_SPLIT = "1,1,1"
 _WHOLE = (0.0, 1.0)
 
 TokenFileDataset = GPTDataset | VarlenDataset | BlendedDataset
-AnyDataset = TokenFileDataset | PhasedDataset | StreamedDataset | StreamBlend
+AnyDataset = TokenFileDataset | PhasedDataset | Streamed
 Sizes = tuple[int | None, int | None, int | None]
 """Samples of the train, valid and test splits."""
 
@@ -163,16 +164,20 @@ def build_streams(data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, 
                 tokenizer=tokenizer,
                 num_streams=data.document_streams,
                 fim=FillInTheMiddle.from_args(data, tokenizer),
+                by_document=data.use_varlen_dataset,
             )
 
-    def split(number: int, blend: Blend | None) -> StreamedDataset | StreamBlend | None:
+    def split(number: int, blend: Blend | None) -> Streamed | None:
         size = sizes[number]
         if blend is None or not size:
             return None
+        dataset: StreamedDataset | StreamBlend
         if blend.weights is None:
-            return stream(number, blend.prefixes, size)
-        datasets = [stream(number, [prefix], size) for prefix in blend.prefixes]
-        return StreamBlend(datasets, blend.weights, size)
+            dataset = stream(number, blend.prefixes, size)
+        else:
+            datasets = [stream(number, [prefix], size) for prefix in blend.prefixes]
+            dataset = StreamBlend(datasets, blend.weights, size)
+        return StreamedSequences(dataset) if data.use_varlen_dataset else dataset
 
     train, valid, test = (split(number, blend) for number, blend in enumerate(get_stream_blends(data)))
     if train is None and sizes[0]:

@@ -363,6 +363,7 @@ def build_packed_loader(
     fmt: BatchFormat,
     pin_memory: bool = False,
     read_ahead: int = 0,
+    forget: Callable[[int], None] = lambda first: None,
 ) -> BatchLoader:
     """Make the loader of one rank over samples of different lengths; a batch is one pack.
 
@@ -375,16 +376,15 @@ def build_packed_loader(
         num_workers: as in BatchLoader.
         fmt: from `build.batch_format`.
         pin_memory, read_ahead: as in BatchLoader.
+        forget: called with the first sample of a global batch when all packs of those before it were read.
     """
+
+    def order() -> Iterator[Pack]:
+        for first, packs in planner.batches(len(dataset), consumed_samples, batch_size, rank):
+            forget(first)
+            yield from packs
 
     def make(pack: Pack) -> Batch:
         return make_packed_batch(dataset, pack.samples, fmt, partial(planner.format.pack, cp_size=pack.cp_size))
 
-    return BatchLoader(
-        make,
-        partial(planner.order, len(dataset), consumed_samples, batch_size, rank),
-        num_workers,
-        pin_memory,
-        dataset.prefetch,
-        read_ahead,
-    )
+    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead)

@@ -19,6 +19,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 from arguments import Arguments
 from moe_trainer.data.group_packing import GroupSizes, pack_into_groups, padding_multiple
@@ -306,14 +307,29 @@ class PackingPlanner:
         self._get_cost = functools.lru_cache(maxsize=None)(get_cost)
         self._dp_size, self._group_size, self._is_pipelined = dp_size, group_size, is_pipelined
         # the loader plans ahead of training; until a plan is used, as many others are used as are made
-        self.plan = functools.lru_cache(maxsize=_PLANS_KEPT + 2 * read_ahead)(self._plan)
+        self._num_kept, self._plans = _PLANS_KEPT + 2 * read_ahead, dict[tuple[int, int], PackingPlan]()
+        self._lock = Lock()
 
-    def _plan(self, first: int, num_samples: int) -> PackingPlan:
-        """Plan the global batch of `num_samples` samples from `first` on.
+    def plan(self, first: int, num_samples: int) -> PackingPlan:
+        """Return the plan of the global batch of `num_samples` samples from `first` on.
+
+        It is made once, though a thread that reads ahead and training ask for it, and kept for a while. Who finds it
+        does not wait for the next one, for which text may have to be read.
 
         Raises:
-            UserError: if it has fewer samples than packs are needed.
+            UserError: if the batch has fewer samples than packs are needed.
         """
+        key = first, num_samples
+        if (plan := self._plans.get(key)) is not None:
+            return plan
+        with self._lock:
+            if (plan := self._plans.get(key)) is None:
+                plan = self._plans[key] = self._plan(first, num_samples)
+                if len(self._plans) > self._num_kept:
+                    del self._plans[next(iter(self._plans))]
+            return plan
+
+    def _plan(self, first: int, num_samples: int) -> PackingPlan:
         samples = sample_order(first, num_samples, self._micro, self._dp_size)
         lengths = [self._get_length(sample) for sample in samples]
         try:
@@ -379,8 +395,10 @@ class PackingPlanner:
             self.plan(first, min(batch_size, stop - first)).num_microbatches for first in range(start, stop, batch_size)
         )
 
-    def order(self, total: int, consumed: int, batch_size: Callable[[int], int], rank: int) -> Iterator[Pack]:
-        """Yield this rank's packs; an incomplete last global batch is dropped.
+    def batches(
+        self, total: int, consumed: int, batch_size: Callable[[int], int], rank: int
+    ) -> Iterator[tuple[int, list[Pack]]]:
+        """Yield the first sample of every global batch and this rank's packs; an incomplete last one is dropped.
 
         Args:
             total: samples of the dataset.
@@ -390,5 +408,10 @@ class PackingPlanner:
         """
         while 0 < (samples := batch_size(consumed)) <= total - consumed:
             plan = self.plan(consumed, samples)
-            yield from (plan.pack(microbatch, rank) for microbatch in range(plan.num_microbatches))
+            yield consumed, [plan.pack(microbatch, rank) for microbatch in range(plan.num_microbatches)]
             consumed += samples
+
+    def order(self, total: int, consumed: int, batch_size: Callable[[int], int], rank: int) -> Iterator[Pack]:
+        """Yield the packs of `batches`."""
+        for _, packs in self.batches(total, consumed, batch_size, rank):
+            yield from packs

@@ -5,6 +5,8 @@ Parquet file, or whatever a user's own source has. Parts are shuffled in every e
 streams (--document-streams). A stream is the endless row of the tokens of its documents, each ended by the
 end-of-document token; sample n of a stream is the L+1 tokens from n * L on, as in a token file.
 
+With --use-varlen-dataset sample n of a stream is its document n, cut to L+1 tokens (streamed_sequences.py).
+
 Sample k of the dataset is sample k // streams of stream k % streams. So what is read in which order depends on the
 flags and not on the layout, and a rank reads only the streams of its samples. Ranks whose samples share a stream read
 it each: the number of streams is best a multiple of micro-batch size times data-parallel size.
@@ -21,8 +23,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,12 +65,12 @@ _Parts = list[tuple[int, str]]
 """(tokens, name) of the documents of a sample."""
 _NUM_RECENT = 1024
 StreamState = dict[str, Any]
-"""{"parts": digest of the parts, "cursors": the cursor of every stream, as a list}; {"blend": the states of several
-datasets, "order": the state of their order (BlendOrder)}."""
+"""{"parts": digest of the parts, "cursors": the cursor of every stream, as a list, "by_document": whether samples are
+documents (absent: no)}; {"blend": the states of several datasets, "order": the state of their order (BlendOrder)}."""
 
 
 class StreamedDataset:
-    """Samples of L+1 tokens of a document source, read in ascending order within a stream.
+    """Samples of a document source, read in ascending order within a stream.
 
     Args:
         source: the documents.
@@ -77,6 +78,7 @@ class StreamedDataset:
         size: number of samples that the run reads.
         num_streams: see the head of this file; no more than there are parts.
         fim: how samples are rearranged, not at all with None.
+        by_document: a sample is a document of at most L+1 tokens, instead of L+1 tokens of the stream.
 
     Raises:
         ValueError: if the source has no parts, or the tokenizer no end-of-document token.
@@ -93,11 +95,13 @@ class StreamedDataset:
         tokenizer: Tokenizer,
         num_streams: int,
         fim: FillInTheMiddle | None = None,
+        by_document: bool = False,
     ):
         self._source, self._parts, self.name = source, source.parts(), name
         names = (os.path.basename(str(part)) for part in self._parts)  # a corpus may move to another folder
         self._digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
         self._size, self._length, self._seed, self._fim = size, sequence_length, seed, fim
+        self._by_document = by_document
         if not len(self._parts):
             raise UserError(f"{name}: there is nothing to read")
         if tokenizer.eod is None:
@@ -113,14 +117,20 @@ class StreamedDataset:
 
     def state(self) -> StreamState:
         """Return where this rank's next samples begin."""
-        return {"parts": self._digest, "cursors": [list(stream.cursor) for stream in self._streams]}
+        state: StreamState = {"parts": self._digest, "cursors": [list(stream.cursor) for stream in self._streams]}
+        return state | ({"by_document": True} if self._by_document else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a state.
 
         Raises:
-            UserError: if the source or the number of streams is not that of the state.
+            UserError: if the source, the number of streams or the kind of samples is not that of the state.
         """
+        if (was := state.get("by_document", False)) != self._by_document:
+            raise UserError(
+                f"{self.name}: the checkpoint was saved {'with' if was else 'without'} --use-varlen-dataset, whose "
+                "samples are others; run as then, or start the data afresh (--finetune)"
+            )
         if len(state["cursors"]) != len(self._streams):
             raise UserError(
                 f"{self.name}: the checkpoint was saved with {len(state['cursors'])} streams, now there are "
@@ -172,9 +182,10 @@ class StreamedDataset:
         if sample < stream.cursor.sample:  # as after --override-ckpt-iteration
             logger.info("%s: stream %d is read again from its beginning to sample %d", self.name, number, sample)
             stream = self._streams[number] = _Stream(self, number, Cursor())
+        read = stream.next_document if self._by_document else stream.next_sample
         while stream.cursor.sample < sample:
-            stream.next_sample(self._length)
-        return stream.next_sample(self._length)
+            read(self._length)
+        return read(self._length)
 
     def documents(self, stream: int, cursor: Cursor) -> Iterator[_Document]:
         """Yield the documents of a stream from that of a cursor on, without end.
@@ -203,12 +214,16 @@ class StreamedDataset:
         raise UserError(f"{self.name}: no part holds text")
 
     def _encode(self, document: str | Sequence[int], name: str) -> np.ndarray:
-        """Return the ids of a document and the token that ends it; none of an empty one."""
+        """Return the ids of a document and the token that ends it; none of an empty one.
+
+        As a sample by itself it needs no second one, unless it has no other id: a sample has a token and a label.
+        """
         try:
             ids = self._tokenizer.tokenize(document) if isinstance(document, str) else list(document)
         except ValueError as error:
             raise UserError(f"{name}: {error}") from None
-        return np.array([*ids, self._tokenizer.eod] if ids else [], dtype=np.int64)
+        has_end = self._by_document and len(ids) > 1 and ids[-1] == self._tokenizer.eod
+        return np.array([*ids, self._tokenizer.eod] if ids and not has_end else ids, dtype=np.int64)
 
 
 class _Stream:
@@ -239,6 +254,14 @@ class _Stream:
         for _ in range(number - 1):
             self._waiting.popleft()
         return out, parts
+
+    def next_document(self, length: int) -> tuple[np.ndarray, _Parts]:
+        """Return the ids of the next document, the last of at most `length` + 1 the one that ends it, and its name."""
+        document = next(each for each in self._documents if len(each.ids))
+        self.cursor = document.cursor._replace(sample=self.cursor.sample + 1, document=document.cursor.document + 1)
+        ids = document.ids[: length + 1].copy()  # the rest of a long document is not kept
+        ids[-1] = document.ids[-1]
+        return ids, [(len(ids), document.name)]
 
 
 class StreamBlend(CombinedDataset[StreamedDataset]):
@@ -273,6 +296,13 @@ class StreamBlend(CombinedDataset[StreamedDataset]):
             self._order.load_state(state["order"])
 
 
+class ResumableDataset(Protocol):
+    """What a StreamLoader needs of a dataset."""
+
+    def state(self) -> StreamState: ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
 class StreamLoader:
     """Batches of streamed samples, and the state of the dataset after the last one that was handed out.
 
@@ -283,31 +313,36 @@ class StreamLoader:
         read_ahead: number of batches; 0 reads when a batch is asked for.
     """
 
-    def __init__(self, dataset: StreamedDataset | StreamBlend, loader: BatchLoader, read_ahead: int):
+    def __init__(self, dataset: ResumableDataset, loader: BatchLoader, read_ahead: int):
         self._dataset, self._loader, self._read_ahead = dataset, loader, read_ahead
         self.state = dataset.state()
 
     def __iter__(self) -> Iterator[Batch]:
         order = self._loader.indices()
         if not self._read_ahead:
-            for indices in order:
-                batch, self.state = self._read(indices)
+            while (read := self._read_next(order)) is not None:
+                batch, self.state = read
                 yield batch
             return
         executor = ThreadPoolExecutor(1, thread_name_prefix="data")
         ahead: deque[Future] = deque()
         try:
             while True:
-                ahead.extend(executor.submit(self._read, each) for each in islice(order, self._read_ahead - len(ahead)))
-                if not ahead:
+                while len(ahead) < self._read_ahead:
+                    ahead.append(executor.submit(self._read_next, order))
+                if (read := ahead.popleft().result()) is None:
                     return
-                batch, self.state = ahead.popleft().result()
+                batch, self.state = read
                 yield batch
         finally:
             executor.shutdown(cancel_futures=True)
             self._dataset.load_state(self.state)  # what was read ahead is read again
 
-    def _read(self, indices: Samples) -> tuple[Batch, StreamState]:
+    def _read_next(self, order: Iterator[Samples]) -> tuple[Batch, StreamState] | None:
+        """Return the next batch and the state after it, None at the end; the order of packs depends on what is read."""
+        indices = next(order, None)
+        if indices is None:
+            return None
         batch = self._loader.read(indices)
         return batch, self._dataset.state()
 
@@ -325,7 +360,6 @@ def merge_states(states: Sequence[StreamState]) -> StreamState:
         }
     if len({(state["parts"], len(state["cursors"])) for state in states}) > 1:
         raise UserError("the ranks see different files of the streamed data")
-    return {
-        "parts": states[0]["parts"],
+    return states[0] | {
         "cursors": [max(cursors) for cursors in zip(*(state["cursors"] for state in states))],
     }

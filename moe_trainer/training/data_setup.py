@@ -15,7 +15,8 @@ from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.loader import BatchLoader, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.sources import requested_sizes, training_phases
-from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamLoader, StreamState, merge_states
+from moe_trainer.data.stream import StreamLoader, StreamState, merge_states
+from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops
@@ -111,7 +112,9 @@ def make_packing_planner(
 
 
 def _count_batches_ahead(args: Arguments) -> int:
-    """Return how many batches the loader asks object storage for before they are used."""
+    """Return how many batches the loader asks object storage for, or reads from a stream, before they are used."""
+    if args.training.dataloader_type == "external":
+        return 2 * args.data.num_workers
     return args.data.object_storage_read_ahead if args.data.object_storage_cache_path else 0
 
 
@@ -123,7 +126,7 @@ def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None
     """
     consumed = {"train": state.consumed_train_samples, "valid": state.consumed_valid_samples}
     for name, dataset in (("train", datasets.train), *(("valid", dataset) for dataset in datasets.valid)):
-        if not isinstance(dataset, StreamedDataset | StreamBlend):
+        if not isinstance(dataset, Streamed):
             continue
         if name in state.streams:
             dataset.load_state(state.streams[name])
@@ -144,7 +147,7 @@ def merged_stream_states(ctx: TrainContext) -> dict[str, StreamState]:
     assert ctx.datasets is not None
     local = {"train": ctx.train_stream.state}
     for dataset in ctx.datasets.valid:
-        assert isinstance(dataset, StreamedDataset | StreamBlend)
+        assert isinstance(dataset, Streamed)
         local["valid"] = dataset.state()
     ranks = collectives.all_gather_object(local, ctx.ps.world)
     return {name: merge_states([states[name] for states in ranks]) for name in local}
@@ -168,7 +171,7 @@ def make_loader(
     pin_memory = ctx.runtime.device.type == "cuda"
     read_ahead = _count_batches_ahead(args)
     if packing is not None:
-        return build_packed_loader(
+        loader = build_packed_loader(
             dataset,
             packing,
             get_batch_size,
@@ -178,19 +181,21 @@ def make_loader(
             fmt=fmt,
             pin_memory=pin_memory,
             read_ahead=read_ahead,
+            **({"forget": dataset.forget} if isinstance(dataset, StreamedSequences) else {}),
         )
-    loader = build_loader(
-        dataset,
-        micro_batch_size,
-        dp.rank,
-        dp.size,
-        consumed,
-        kind,
-        workers,
-        fmt=fmt,
-        pin_memory=pin_memory,
-        read_ahead=read_ahead,
-    )
-    if isinstance(dataset, StreamedDataset | StreamBlend):
-        return StreamLoader(dataset, loader, 2 * workers)
+    else:
+        loader = build_loader(
+            dataset,
+            micro_batch_size,
+            dp.rank,
+            dp.size,
+            consumed,
+            kind,
+            workers,
+            fmt=fmt,
+            pin_memory=pin_memory,
+            read_ahead=read_ahead,
+        )
+    if isinstance(dataset, Streamed):
+        return StreamLoader(dataset, loader, read_ahead)
     return loader

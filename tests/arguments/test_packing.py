@@ -85,7 +85,7 @@ def test_capacity_holds_the_longest_sample_with_its_padding():
             "--max-seqlen-per-dp-cp-rank 64 --pad-packed-seq-alignment max --thd-max-packed-sequences 1",
             "--thd-max-packed-sequences 1 must be at least 2",
         ),
-        ("--dataloader-type cyclic", "--dataloader-type other than single is not implemented with packed sequences"),
+        ("--dataloader-type cyclic", "--dataloader-type cyclic is not implemented with packed sequences"),
         ("--reset-position-ids", "--reset-position-ids does not apply to --use-varlen-dataset"),
         ("--reset-attention-mask", "--reset-attention-mask does not apply to --use-varlen-dataset"),
         ("--dataloader-inter-document-masking", "does not apply to --use-varlen-dataset"),
@@ -115,7 +115,14 @@ def test_capacity_holds_the_longest_sample_with_its_padding():
             "quantile_balancing is not implemented with packed sequences",
         ),
         ("--sft", "--use-varlen-dataset and --sft both select the samples"),
-        ("--dataloader-type external", "--dataloader-type external cannot be combined with --use-varlen-dataset"),
+        (
+            "--dataloader-type external --varlen-sbhd-validation",
+            "--dataloader-type external cannot be combined with --varlen-sbhd-validation: streamed samples are packed",
+        ),
+        (
+            "--dataloader-type external --dynamic-context-parallel --calculate-per-token-loss",
+            "--dynamic-context-parallel needs --dataloader-type single",
+        ),
         ("--tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format x", "must be one of nemotron-h-aligned, "),
         (
             "--tokenizer-type SFTTokenizer --chat-template x",
@@ -138,6 +145,10 @@ def test_rejected(more, problem):
         ),
         ("--sft --data-path a.jsonl", "--sft reads conversations, which need --tokenizer-type SFTTokenizer"),
         ("--sft --data-path s3://a/b.jsonl --tokenizer-type SFTTokenizer", "--sft reads local files"),
+        (
+            "--sft --train-data-path a.jsonl --dataloader-type external --tokenizer-type SFTTokenizer --split 1,0,0",
+            "--dataloader-type external cannot be combined with --sft: streamed rows are text, not conversations",
+        ),
         ("--sft --mock-data --reset-position-ids", "--reset-position-ids does not apply to --sft"),
         (
             "--use-varlen-dataset --varlen-sbhd-validation --data-path a --cuda-graph-impl local --cuda-graph-modules attn",
