@@ -47,7 +47,7 @@ def model_column(title: str, heading: str, halves: Sequence[str], layers: Sequen
         heading: above the drawing.
         halves: names of the halves.
         layers: from top to bottom.
-        first: description of the first difference, next to its part.
+        first: description of the first difference, below the layers.
     """
     pitch = 26 if len(layers) <= _MAX_TALL else 15
     left, gap, top = 24 + max(text_width(layer.name) for layer in layers), 24, 66

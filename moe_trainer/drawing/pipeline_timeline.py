@@ -84,6 +84,7 @@ def pipeline_timeline(
     total = last + sum(duration for _, duration in tail)
     left = 24 + text_width(f"stage {len(stages) - 1}")
     scale = Scale(0.0, total, left, width - 14)
+    widest = text_width(1 + max(work.microbatch for spans in stages for span in spans for work in span.works), 11)
     rows = len(stages) * (_HEIGHT + 6)
     picture = Picture(width, 44 + rows, title, heading)
     for number, spans in enumerate(stages):
@@ -91,7 +92,7 @@ def pipeline_timeline(
         picture.text(14, y + 20, f"stage {number}")
         picture.box(left, y, scale.at(last) - left, _HEIGHT, PALE)
         for span in spans:
-            _draw_span(picture, scale, y, span, unit)
+            _draw_span(picture, scale, y, span, unit, widest)
         done = last
         for name, duration in tail:
             size = scale.at(done + duration) - scale.at(done)
@@ -108,7 +109,8 @@ def pipeline_timeline(
     return picture.svg()
 
 
-def _draw_span(picture: Picture, scale: Scale, y: float, span: Span, unit: str) -> None:
+def _draw_span(picture: Picture, scale: Scale, y: float, span: Span, unit: str, widest: float) -> None:
+    """Add one step; with the numbers of its microbatches where that of any microbatch would fit."""
     height = _HEIGHT / len(span.works)
     start, busy, end = scale.at(span.start), scale.at(span.end - span.exposed), scale.at(span.end)
     for number, work in enumerate(span.works):
@@ -116,7 +118,8 @@ def _draw_span(picture: Picture, scale: Scale, y: float, span: Span, unit: str) 
         tip = f"{work.kind}{work.microbatch + 1}, chunk {work.chunk}: {span.end - span.start:.4g} {unit}".strip()
         top = y + number * height
         picture.box(start, top, busy - start, height, color, tip, **_edge(busy - start))
-        picture.label(start, top + height / 2 + 4, busy - start, work.microbatch + 1, color)
+        if widest + 2 <= busy - start:
+            picture.label(start, top + height / 2 + 4, busy - start, work.microbatch + 1, color)
     if span.exposed > 0:
         tip = f"communication: {span.exposed:.4g} {unit}"
         picture.box(busy, y, end - busy, _HEIGHT, EXPOSED, tip.strip(), **_edge(end - busy))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from moe_trainer.drawing.pipeline_timeline import Span, Work, idle_share, pipeline_timeline
 from moe_trainer.drawing.report_page import Figure
@@ -14,6 +15,9 @@ from moe_trainer.estimate.memory import stage_orders, steady_state_microbatches
 from moe_trainer.estimate.plan import Plan
 from moe_trainer.estimate.step_time import PARTS, plan_actions
 from moe_trainer.pipeline.simulate import Action, ActionCosts, Order, simulate_schedule, step_actions
+
+if TYPE_CHECKING:
+    from arguments import Arguments
 
 MEMORY = (
     Series("weights", BLUE),
@@ -36,8 +40,8 @@ STEP_COLORS = MappingProxyType(
         "host": SLATE,
     }
 )
-MAX_MICROBATCHES = 48
-"""Microbatches of which a timeline shows all; of more it shows some, because the steady state repeats."""
+MAX_MICROBATCHES, MAX_STEPS = 48, 3000
+"""Microbatches, and forwards of all stages, that a timeline shows; the steady state repeats."""
 
 
 def plan_figures(plan: Plan) -> Iterator[Figure]:
@@ -83,20 +87,29 @@ def timeline_picture(plan: Plan) -> str:
     """Draw the pipeline schedule with the plan's times, and what follows it."""
     args, length = plan.timed
     costs = plan_actions(args, plan.world_size, plan.vocab_rows, plan.hardware, length)
-    count = plan.num_microbatches
-    shown = count if count <= MAX_MICROBATCHES else steady_state_microbatches(args, count)
+    count, num_chunks = plan.num_microbatches, len(costs.passes[0])
+    shown = _shown_microbatches(args, count, len(costs.passes) * num_chunks)
 
     def exposed(rank: int, actions: tuple[Action, ...]) -> float:
         return costs.of(rank, actions) - costs.spent(rank, actions).compute
 
     def spans(num_microbatches: int) -> list[list[Span]]:
-        return schedule_spans(stage_orders(args, num_microbatches), len(costs.passes[0]), costs, exposed)
+        return schedule_spans(stage_orders(args, num_microbatches), num_chunks, costs, exposed)
 
     some = "" if shown == count else f" (drawn: {shown} of {count} microbatches)"
     heading = f"Pipeline schedule: stages are idle {idle_share(spans(count)):.1%} of its time{some}"
     after = (("data", "gradients, parameters"), ("optimizer", "optimizer"), ("host", "between iterations"))
     tail = [(text, getattr(plan.time, name)) for name, text in after if getattr(plan.time, name) > 0]
     return pipeline_timeline("Timeline of the pipeline schedule", heading, spans(shown), tail, "s", 1180)
+
+
+def _shown_microbatches(args: Arguments, count: int, num_stages: int) -> int:
+    """Return how many microbatches to draw: all, else some that reach the steady state, else a group."""
+    group = args.parallel.microbatch_group_size_per_vp_stage or args.parallel.pipeline_model_parallel_size
+    choices = [count, steady_state_microbatches(args, count), 2 * group]
+    return next(
+        (each for each in choices if each <= MAX_MICROBATCHES and each * num_stages <= MAX_STEPS), min(count, group)
+    )
 
 
 def schedule_spans(

@@ -119,6 +119,24 @@ def test_timeline_of_a_plan_takes_its_step(flags):
     assert any(text.text.endswith(" s") for text in texts(svg)), "the axis has a unit"
 
 
+@pytest.mark.parametrize(
+    "flags, most, shown",
+    [
+        ("--global-batch-size 512", 3000, 32),  # all
+        ("--global-batch-size 16384", 3000, 20),  # the steady state, of 1,024
+        ("--global-batch-size 1024", 40, 8),  # two groups
+        ("--global-batch-size 1024 --num-virtual-stages-per-pipeline-rank 8", 40, 4),  # a group at least
+    ],
+)
+def test_long_schedules_are_drawn_in_part(flags, most, shown, monkeypatch):
+    monkeypatch.setattr("moe_trainer.estimate.plan_pictures.MAX_STEPS", most)
+    plan = plan_of_flags([*LINE, *flags.split(), "--dry-run"])
+    svg = timeline_picture(plan)
+    numbers = {box.tip.partition(",")[0][1:] for box in boxes(svg) if ", chunk" in box.tip}
+    assert len(numbers) == shown
+    assert (f"(drawn: {shown} of {plan.num_microbatches} microbatches)" in svg) == (shown < plan.num_microbatches)
+
+
 def test_report_has_text_and_pictures(plan, tmp_path, capsys):
     path = tmp_path / "plan.html"
     assert pretrain_moe.main([*LINE, "--dry-run", "--report-html", str(path)]) in (0, 3)
