@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moe_trainer.verification.shrink import ShrinkResult
 
 _HALVES = ("outputs, in the order of computation", "gradients and weights, computed from the bottom up")
-_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.")
+_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:mtp_model_layer\.|transformer_layer\.)?")
 _LOSSES = (9, 0)
 """Position of losses and norms, below the model."""
 
@@ -34,7 +34,11 @@ def proof_figures(results: Sequence[ParityResult], shrunk: ShrinkResult | None) 
         if result.differences:
             title = f"First difference of {result.case.mapping}"
             num_layers = _num_layers(result)
-            yield Figure(title, comparison_picture(result.differences, num_layers), "Only differences are known here.")
+            yield Figure(
+                title,
+                comparison_picture(result.differences, num_layers),
+                "Parts without color are equal, or not compared.",
+            )
 
 
 def _num_layers(result: ParityResult) -> int:

@@ -72,6 +72,7 @@ def test_equal_records_are_green():
     parts = [box for box in boxes(svg) if "largest: " in box.tip]
     assert {box.fill for box in parts} == {GREEN} and sum(int(box.tip.split()[0]) for box in parts) == len(ROWS)
     assert "Equal: 16 quantities within their tolerances" in [text.text for text in texts(svg)]
+    assert sum(text.text == "experts or MLP" for text in texts(svg)) == 4, "three outputs, one of them of the MTP layer"
     assert "layer 0" in svg and "MTP layer 0" in svg and "losses, norms" in svg
     assert_texts_are_apart(svg)
 
