@@ -50,6 +50,7 @@ FORBIDDEN = frozenset(
     {(a, b) for a in MODEL for b in MACHINERY}
     | {("arguments", leaf) for leaf in LEAVES}
     | {("ops", leaf) for leaf in LEAVES}
+    | {("drawing", leaf) for leaf in LEAVES}
 )
 # Imports inside one level.
 SAME_LEVEL = frozenset(
