@@ -117,6 +117,7 @@ def draw_labels(picture: Picture, points: Sequence[tuple[float, float, str]], ar
 
 def draw_guide(picture: Picture, x: float, top: float, bottom: float, name: str, name_y: float) -> None:
     """Add a dashed vertical line, and its name at `name_y`, left of it where the picture ends."""
+    picture.line(x, top, x, bottom, PAPER, stroke_width=4)  # so that it shows on bars of any color
     picture.line(x, top, x, bottom, RED, stroke_width=1.5, stroke_dasharray="4 3")
     fits = x + 4 + text_width(name, 11) < picture.width
     picture.text(x + 4 if fits else x - 4, name_y, name, "start" if fits else "end", 11, RED)
