@@ -127,21 +127,26 @@ class Dashboard:
             "layers": self._layers.items() if self._layers else [],
             "loads": self._loads.items() if self._loads else [],
         }
-        # "</script>" or "<!--" inside a string would end or break the element that contains it
-        text = json.dumps(_finite(data), separators=(",", ":"), default=str).replace("<", "\\u003c")
-        directory = resources.files("moe_trainer.metrics").joinpath("page")
-        page = directory.joinpath("dashboard.html").read_text(encoding="utf-8")
-        files = {
-            "LICENSE": "uPlot.LICENSE.txt",
-            "PLOT_STYLE": "uPlot.min.css",
-            "STYLE": "dashboard.css",
-            "PLOT": "uPlot.iife.min.js",
-            "SCRIPT": "dashboard.js",
-        }
-        parts = {name: directory.joinpath(file).read_text(encoding="utf-8") for name, file in files.items()}
-        parts |= {"TITLE": html.escape(self._head["title"]), "DATA": text}
-        pieces = page.split("@@")  # the template is text, name, text, name, ..., text
-        return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+        return render_page(self._head["title"], data)
+
+
+def render_page(title: str, data: Mapping[str, Any]) -> str:
+    """Return the page with its data, as one HTML file."""
+    # "</script>" or "<!--" inside a string would end or break the element that contains it
+    text = json.dumps(_finite(data), separators=(",", ":"), default=str).replace("<", "\\u003c")
+    directory = resources.files("moe_trainer.metrics").joinpath("page")
+    page = directory.joinpath("dashboard.html").read_text(encoding="utf-8")
+    files = {
+        "LICENSE": "uPlot.LICENSE.txt",
+        "PLOT_STYLE": "uPlot.min.css",
+        "STYLE": "dashboard.css",
+        "PLOT": "uPlot.iife.min.js",
+        "SCRIPT": "dashboard.js",
+    }
+    parts = {name: directory.joinpath(file).read_text(encoding="utf-8") for name, file in files.items()}
+    parts |= {"TITLE": html.escape(title), "DATA": text}
+    pieces = page.split("@@")  # the template is text, name, text, name, ..., text
+    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
 def _finite(value: Any) -> Any:

@@ -169,7 +169,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     const [first, end] = [plot.scales.x.min, plot.scales.x.max], x = plot.data[0];
     for (let at = 1; at < plot.data.length; at++) {
       if (!plot.series[at].show) continue;
-      plot.data[at].forEach((value, index) => { if (isNumber(value) && x[index] >= first && x[index] <= end && (!view.logY || value > 0)) values.push(value); });
+      plot.data[at].forEach((value, index) => { if (isNumber(value) && (first == null || (x[index] >= first && x[index] <= end)) && (!view.logY || value > 0)) values.push(value); });
     }
     if (!values.length) return scale === "log" ? [0.1, 1] : [0, 1];
     values.sort((a, b) => a - b);
@@ -214,7 +214,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       scales: { x: { time: false, distr: view.logX ? 3 : 1 }, y: { distr: view.logY && !options.stacked ? 3 : 1, range } },
       axes: [{ ...axis, label: AXES.find(([id]) => id === view.axis)[1], labelSize: 16, labelFont: "11px system-ui", size: 32, values: axisValues, space: view.axis === "wall_s" ? 90 : 50 }, { ...axis, size: 60, values: (plot, marks) => marks.map((mark) => mark == null ? "" : number(mark)) }],
       series: [{ label: view.axis === "wall_s" ? "wall time" : view.axis, value: (plot, value) => value == null ? "-" : view.axis === "wall_s" ? duration(value) : whole(Math.round(value)) },
-        ...drawn.map((line) => ({ label: line.label, stroke: line.color, width: line.width || 1.6, dash: line.dash, alpha: line.alpha || 1, spanGaps: true, fill: line.fill, points: line.points ? { show: true, size: 8, fill: line.color, stroke: css("--card") } : { show: line.x.length < 30, size: 4 }, paths: line.points ? () => null : undefined, value: (plot, value) => number(value, 5) }))],
+        ...drawn.map((line) => ({ label: line.label, stroke: line.color, width: line.width || 1.6, dash: line.dash, alpha: line.alpha || 1, spanGaps: true, fill: line.fill, points: line.points ? { show: true, size: 8, fill: line.color, stroke: css("--card") } : { show: line.x.length < 30, size: 4 }, paths: line.points ? () => null : undefined, value: (plot, value, _, at) => number(line.own && at != null ? line.own[at] : value, 5) }))],
       bands: options.bands,
       hooks: {
         draw: [drawEvents],
@@ -234,8 +234,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     charts.push(plot);
     dashboard.charts[name] = plot;
     if (view.zoom) plot.setScale("x", { min: view.zoom[0], max: view.zoom[1] });
-    else plot.redraw();
-    if (options.table !== false) asTable(box, () => [[view.axis, ...lines.map((line) => line.label)], joined[0].map((x, at) => [x, ...joined.slice(1).map((values) => values[at])])]);
+    if (options.table !== false) asTable(box, () => [[view.axis, ...lines.map((line) => line.label)], joined[0].map((x, at) => [x, ...(options.stacked ? lines.map((line) => line.own[at]) : joined.slice(1).map((values) => values[at]))])]);
     return plot;
   }
   // one chart with a metric of all runs, or several metrics of them
@@ -253,12 +252,13 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     return "rgb(" + stops[low].map((value, i) => Math.round(value + (stops[low + 1][i] - value) * (at - low))).join(",") + ")";
   }
   const sequential = (low, high) => ({ color: (value) => blend(VIRIDIS, high > low ? (value - low) / (high - low) : 0), ticks: [0, 0.25, 0.5, 0.75, 1].map((share) => [share, number(low + share * (high - low), 3)]), at: (share) => blend(VIRIDIS, share) });
-  // blue below the mean, pale at the mean, red above, saturated at a factor of four
+  // blue below 1, neutral at 1, red above, saturated at a factor of `most`
   function heat(share) {
-    const far = Math.max(-1, Math.min(1, 2 * share - 1)), end = far < 0 ? [33, 102, 172] : [178, 24, 43], middle = theme() === "dark" ? 200 : 247;
-    return "rgb(" + end.map((value) => Math.round(middle + (value - middle) * Math.abs(far))).join(",") + ")";
+    const far = Math.max(-1, Math.min(1, 2 * share - 1)), isDark = theme() === "dark";
+    const end = far < 0 ? (isDark ? [77, 155, 240] : [33, 102, 172]) : isDark ? [255, 99, 88] : [178, 24, 43], middle = isDark ? [44, 50, 58] : [247, 247, 247];
+    return "rgb(" + end.map((value, i) => Math.round(middle[i] + (value - middle[i]) * Math.abs(far))).join(",") + ")";
   }
-  const ratios = { color: (value) => value === 0 ? css("--zero") : heat(0.5 + Math.log2(value) / 4), ticks: [[0, "1/4"], [0.25, "1/2"], [0.5, "1"], [0.75, "2 x"], [1, "4 x"]], at: heat };
+  const ratios = (most) => ({ color: (value) => value === 0 ? css("--zero") : heat(0.5 + Math.log2(value) / Math.log2(most) / 2), ticks: [[0, "1/" + most], [0.25, number(most ** -0.5, 2)], [0.5, "1"], [0.75, number(most ** 0.5, 2)], [1, most + " x"]], at: heat });
 
   // rows: names; columns: names; value(row, column); words(row, column): the hint
   function heatMap(name, box, { rows, columns, value, words, scale, rowTitle, columnTitle, zero }) {
@@ -272,7 +272,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       paint.font = "11px system-ui";
       left = 26 + Math.max(...rows.map((row) => paint.measureText(row).width));
       wide = Math.max(2, Math.min(70, (box.clientWidth - 32 - left) / columns.length));
-      high = Math.max(5, Math.min(24, 460 / rows.length));
+      high = Math.max(2, Math.min(24, 460 / rows.length));
       const size = [left + wide * columns.length + 2, head + high * rows.length + foot];
       canvas.style.width = size[0] + "px";
       canvas.style.height = size[1] + "px";
@@ -463,15 +463,14 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       if (chart(name, card(grid, title, note), metricLines([name], factor))) count += 1;
       else grid.lastChild.remove();
     };
-    const run = data.runs[0], parts = Object.entries(records(run).step_time_ms || {}).filter(([, values]) => values.some((value) => value > 0));
     for (const each of KNOWN.speed) add(speed, ...each);
-    if (parts.length) {
-      const order = parts.map(([, values]) => values), sums = order.map((_, at) => order[0].map((_, index) => order.slice(0, at + 1).reduce((sum, values) => sum + (values[index] || 0), 0)));
-      const lines = parts.map(([name], at) => ({ label: name, x: xOf(run), values: sums[at], color: PART_COLORS[at % 8], fill: PART_COLORS[at % 8] + "b0", width: 1 })).reverse();
+    data.runs.slice(0, 4).forEach((run, index) => {
+      const parts = Object.entries(records(run).step_time_ms || {}).filter(([, values]) => values.some((value) => value > 0));
+      if (!parts.length) return;
+      const sums = parts[0][1].map(() => 0), lines = parts.map(([name, own], at) => ({ label: name, x: xOf(run), own, values: own.map((value, moment) => (sums[moment] += value || 0)), color: PART_COLORS[at % 8], fill: PART_COLORS[at % 8] + "b0", width: 1 })).reverse();
       const bands = lines.slice(1).map((_, at) => ({ series: [at + 1, at + 2] }));
-      const plot = chart("step_time", card(speed, "Iteration by part", "ms, stacked" + (data.runs.length > 1 ? ", of " + run.name : "")), lines, { stacked: true, bands });
-      if (plot) count += 1;
-    }
+      if (chart("step_time" + (index || ""), card(speed, label(run, "Iteration by part"), "ms, stacked"), lines, { stacked: true, bands, events: eventMarks([run]) })) count += 1;
+    });
     if (!count) drop("speed");
     count = 0;
     const optimizer = section("optimizer", "Optimizer");
@@ -499,7 +498,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       const ranks = run.ranks, rows = ranks.ranks.map(String), columns = ranks.iteration.map(String), key = data.runs.indexOf(run) ? "_" + data.runs.indexOf(run) : "";
       if (ranks.time_ms?.length) {
         const middles = ranks.time_ms.map(median), box = card(grid, label(run, "Compute time of the ranks"), "relative to the median rank of the iteration, without waits for others", true);
-        heatMap("rank_time" + key, box, { rows, columns, rowTitle: "rank", columnTitle: "iteration", scale: ratios, value: (row, column) => middles[column] ? ranks.time_ms[column][row] / middles[column] : null, words: (row, column) => `rank ${rows[row]}, iteration ${columns[column]}: ${number(ranks.time_ms[column][row])} ms, ${number(ranks.time_ms[column][row] / middles[column], 3)} x the median` });
+        heatMap("rank_time" + key, box, { rows, columns, rowTitle: "rank", columnTitle: "iteration", scale: ratios(2), value: (row, column) => middles[column] ? ranks.time_ms[column][row] / middles[column] : null, words: (row, column) => `rank ${rows[row]}, iteration ${columns[column]}: ${number(ranks.time_ms[column][row])} ms, ${number(ranks.time_ms[column][row] / middles[column], 3)} x the median` });
         asTable(box, () => [["iteration", ...rows.map((row) => "rank " + row)], columns.map((column, at) => [column, ...ranks.time_ms[at]])]);
       }
       if (ranks.memory_mb?.some((row) => row.some(isNumber))) {
@@ -563,7 +562,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       if (loads?.iteration?.length) {
         const means = loads.tokens_per_expert.map((layers) => layers.map((row) => row.reduce((sum, load) => sum + load, 0) / row.length || 1));
         const rows = run.routing.layers.map(String), columns = loads.tokens_per_expert[0][0].map((_, at) => String(at));
-        slidingMap("experts" + key, card(grid, label(run, "Load of each expert"), "relative to the mean of the layer", true), loads.iteration, (at) => ({ rows, columns, rowTitle: "layer", columnTitle: "expert", scale: ratios, zero: "no token", value: (row, column) => loads.tokens_per_expert[at()][row][column] / means[at()][row], words: (row, column) => `layer ${rows[row]}, expert ${column}: ${whole(loads.tokens_per_expert[at()][row][column])} tokens, ${number(loads.tokens_per_expert[at()][row][column] / means[at()][row], 3)} x the mean` }));
+        slidingMap("experts" + key, card(grid, label(run, "Load of each expert"), "relative to the mean of the layer", true), loads.iteration, (at) => ({ rows, columns, rowTitle: "layer", columnTitle: "expert", scale: ratios(4), zero: "no token", value: (row, column) => loads.tokens_per_expert[at()][row][column] / means[at()][row], words: (row, column) => `layer ${rows[row]}, expert ${column}: ${whole(loads.tokens_per_expert[at()][row][column])} tokens, ${number(loads.tokens_per_expert[at()][row][column] / means[at()][row], 3)} x the mean` }));
       }
       const between = run.routing.between_ranks;
       if (between?.iteration?.length) {
@@ -574,7 +573,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
           const size = between.tokens[0].length, ranks = between.tokens[0].map((_, at) => String(at)), inner = make("div");
           details.append(inner);
           const totals = between.tokens.map((rows) => rows.flat().reduce((sum, value) => sum + value, 0) / (size * size) || 1);
-          slidingMap("between_ranks" + key, inner, between.iteration, (at) => ({ rows: ranks, columns: ranks, rowTitle: "from rank", columnTitle: "to rank", scale: ratios, zero: "none", value: (row, column) => between.tokens[at()][row][column] / totals[at()], words: (row, column) => `from rank ${row} to rank ${column}: ${whole(between.tokens[at()][row][column])} tokens, ${number(between.tokens[at()][row][column] / totals[at()], 3)} x the mean` }));
+          slidingMap("between_ranks" + key, inner, between.iteration, (at) => ({ rows: ranks, columns: ranks, rowTitle: "from rank", columnTitle: "to rank", scale: ratios(4), zero: "none", value: (row, column) => between.tokens[at()][row][column] / totals[at()], words: (row, column) => `from rank ${row} to rank ${column}: ${whole(between.tokens[at()][row][column])} tokens, ${number(between.tokens[at()][row][column] / totals[at()], 3)} x the mean` }));
         };
       }
     }

@@ -1,0 +1,167 @@
+"""The dashboard's page in a headless Chromium, drawn from made-up runs (sample_runs.py)."""
+
+import json
+
+import pytest
+from docs.browser import MISSING, chromium, is_available
+from metrics import sample_runs
+from metrics.sample_runs import NASTY, make_page, make_run
+
+from moe_trainer.metrics.dashboard import render_page
+
+pytestmark = pytest.mark.skipif(not is_available(), reason=MISSING)
+PAGES = {
+    "three": sample_runs.three_runs,
+    "dense": sample_runs.dense_run,
+    "large": sample_runs.large_run,
+    "hostile": sample_runs.hostile_run,
+    "list": sample_runs.list_of_runs,
+    "collapsed": lambda: make_page(make_run("collapsed-router", collapsed=3)),
+}
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def show(driver, tmp_path_factory):
+    """Open a page; returns what runs JavaScript in it."""
+    folder = tmp_path_factory.mktemp("pages")
+
+    def opened(name: str):
+        path = folder / f"{name}.html"
+        if not path.exists():
+            path.write_text(render_page(name, PAGES[name]()), encoding="utf-8")
+        driver.get_log("browser")
+        driver.get(path.as_uri())
+        return driver.execute_script
+
+    return opened
+
+
+def errors(driver) -> list[dict]:
+    return [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_has_no_errors_and_fits_its_window_in_both_themes(driver, show, name):
+    run = show(name)
+    for width in (420, 1000, 1600):
+        driver.set_window_size(width, 1000)
+        for theme in ("light", "dark"):
+            run("dashboard.view.theme = arguments[0]; dashboard.draw()", theme)
+            assert run("return document.documentElement.dataset.theme") == theme
+            assert run("return document.documentElement.scrollWidth <= innerWidth + 1"), (name, width)
+    assert errors(driver) == []
+
+
+def test_findings_come_first_and_name_the_runs(driver, show):
+    run = show("three")
+    found = run("return [...document.querySelectorAll('.finding')].map(each => [each.className, each.textContent])")
+    assert [kind for kind, _ in found] == ["finding bad", "finding bad", "finding ok"]
+    assert "collapsed-router" in found[0][1] and "layer 3: 14 experts received no token" in found[0][1]
+    assert "slow-rank" in found[1][1] and "rank 5" in found[1][1] and "healthy" in found[2][1]
+    assert run("return document.querySelector('.finding a').getAttribute('href')") == "#routing"
+    assert run("return document.title") == "healthy, collapsed-router, slow-rank"
+
+
+def test_zoom_of_one_chart_is_that_of_all(driver, show):
+    run = show("three")
+    scales = "return Object.values(dashboard.charts).map(each => [each.scales.x.min, each.scales.x.max])"
+    before = run(scales)
+    run("dashboard.setZoom(100, 200)")
+    assert {tuple(each) for each in run(scales)} == {(100, 200)} and len(before) > 8
+    run("dashboard.draw()")  # as when a live page has new data
+    assert {tuple(each) for each in run(scales)} == {(100, 200)}
+    run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))")
+    assert run(scales) == before
+
+
+def test_controls_change_what_is_drawn(driver, show):
+    run = show("collapsed")
+    loss = "return dashboard.charts.loss.data[{}][{}]"
+    plain, iterations = run(loss.format(1, 399)), run("return dashboard.charts.loss.data[0].length")
+    run("const each = document.getElementById('smoothing'); each.value = 0.9; each.oninput({target: each})")
+    drawn = [run(f"return dashboard.charts.loss.data[{at}].filter(each => each != null)") for at in (1, 2)]
+    assert drawn[0][399] == plain  # the unsmoothed line stays
+    expected, weight, smoothed = 0.0, 0.0, []
+    for value in drawn[0]:
+        expected, weight = 0.9 * expected + 0.1 * value, 0.9 * weight + 0.1
+        smoothed.append(expected / weight)
+    assert drawn[1] == pytest.approx(smoothed)
+    run(
+        "dashboard.view.smoothing = 0; const each = document.getElementById('axis'); each.value = 'tokens'; each.onchange({target: each})"
+    )
+    assert run("return dashboard.charts.loss.scales.x.max") == 400 * 1_048_576
+    run("const each = document.getElementById('perplexity'); each.checked = true; each.onchange({target: each})")
+    assert run(loss.format(1, 399)) == pytest.approx(2.718281828**plain)
+    run("dashboard.view.perplexity = false; dashboard.view.axis = 'iteration'; dashboard.draw()")
+    top = "return dashboard.charts.grad_norm ? 0 : [...Object.entries(dashboard.charts)].map(each => each[0])"
+    assert iterations == 400 and run(top) is not None
+
+
+def test_outliers_are_clipped_unless_asked_for(driver, show):
+    run = show("collapsed")
+    name = run("return Object.keys(dashboard.charts).find(each => each === 'grad_norm')")
+    assert name == "grad_norm"
+    assert run("return dashboard.charts.grad_norm.scales.y.max") < 5
+    run("const each = document.getElementById('clip'); each.checked = false; each.onchange({target: each})")
+    assert run("return dashboard.charts.grad_norm.scales.y.max") > 8
+
+
+def test_constants_are_no_charts(driver, show):
+    run = show("collapsed")
+    assert {"dropped_tokens", "global_batch_size"}.isdisjoint(run("return Object.keys(dashboard.charts)"))
+    assert "global batch size 256" in run("return document.querySelector('.constants').textContent")
+
+
+def test_settings_are_searched_and_compared(driver, show):
+    rows = "return [...document.querySelectorAll('#settings + .grid tbody tr')].map(each => each.cells[0].textContent)"
+    run = show("three")
+    assert run(rows) == ["lr", "seed"]  # what differs
+    run("const each = document.getElementById('only-changed'); each.checked = false; each.onchange()")
+    assert run(rows) == ["bf16", "lr", "num_layers", "seed", "swiglu"]
+    run("const each = document.getElementById('search-settings'); each.value = 'LAYER'; each.oninput()")
+    assert run(rows) == ["num_layers"]
+
+
+def test_maps_are_read_by_keyboard_and_as_tables(driver, show):
+    run = show("collapsed")
+    run("const map = dashboard.maps.experts.canvas; map.focus(); for (const key of ['ArrowUp', 'ArrowDown', 'ArrowDown', 'ArrowDown'])"
+        " map.dispatchEvent(new KeyboardEvent('keydown', {key, cancelable: true}))")  # fmt: skip
+    assert run("return document.getElementById('hint').textContent").startswith("layer 3, expert 15: 0 tokens")
+    run("document.querySelector('#loss + .grid details').open = true")
+    driver.execute_async_script("setTimeout(arguments[0], 100)")
+    cells = run(
+        "return [...document.querySelectorAll('#loss + .grid details tbody tr')].map(each => each.cells.length)"
+    )
+    assert len(cells) > 100 and set(cells) == {4}
+
+
+def test_hostile_names_are_text(driver, show):
+    run = show("hostile")
+    assert run("return document.querySelectorAll('main img, header img').length") == 0
+    assert NASTY in run("return document.body.textContent") and errors(driver) == []
+
+
+def test_list_of_runs_compares_the_chosen_ones(driver, show):
+    run = show("list")
+    assert run("return document.querySelectorAll('#list tbody tr').length") == 3
+    button = "return document.querySelector('#list button').disabled"
+    assert run(button)
+    run("document.querySelectorAll('#list input').forEach((each, at) => { if (at < 2) each.click(); })")
+    assert not run(button)
+
+
+def test_large_page_stays_below_five_megabytes():
+    assert len(render_page("large", sample_runs.large_run()).encode()) < 5e6
+
+
+def test_older_metrics_show_what_they_have(driver, show):
+    run = show("dense")
+    sections = run("return [...document.querySelectorAll('#sections a')].map(each => each.textContent)")
+    assert sections[:2] == ["Loss", "Speed"] and "Routing" not in sections and "Settings" not in sections
+    assert json.loads(run("return JSON.stringify(dashboard.maps)")) == {}
