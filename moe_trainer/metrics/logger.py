@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +89,8 @@ class MetricsLogger:
         self._options, self._world_size = options, world_size
         begin = None if options.is_eval_only else start_iteration
         self._file = open_metrics_file(options.metrics_file, begin) if options.metrics_file else None
-        head = {"train_iters": options.train_iters, "world_size": world_size, "settings": settings}
         self._dashboard = (
-            open_dashboard(options.metrics_file, head) if options.metrics_file and not options.is_eval_only else None
+            open_dashboard(options.metrics_file) if options.metrics_file and not options.is_eval_only else None
         )
         self._tensorboard = _open_tensorboard(options, start_iteration, settings)
         resumes = options.resumes_own_run and start_iteration > 0
@@ -111,6 +111,7 @@ class MetricsLogger:
 
     def _reset_record_counters(self) -> None:
         self._record_skipped = self._record_nan = self._record_repeated = self._record_dropped = 0
+        self._record_seconds = 0.0
 
     def record(self, record: IterationRecord) -> None:
         """Add an iteration; print and write what is due."""
@@ -151,6 +152,7 @@ class MetricsLogger:
         self._record_repeated += record.step.num_repeats > 0
         self._record_dropped += record.step.dropped_tokens
         self._line_seconds += record.elapsed_s
+        self._record_seconds += record.elapsed_s
 
     def _tflops(self, flops: float, seconds: float) -> float:
         return flops / (seconds * 1e12 * self._world_size)
@@ -199,6 +201,8 @@ class MetricsLogger:
             "tokens_per_s": record.tokens / record.elapsed_s,
             "tflops_per_gpu": self._tflops(record.flops, record.elapsed_s),
             "max_memory_mb": record.max_memory_mb,
+            "interval_s": self._record_seconds,
+            "time": time.time(),
         }
         if self._options.peak_tflops:
             values["mfu"] = values["tflops_per_gpu"] / self._options.peak_tflops
@@ -319,6 +323,7 @@ class MetricsLogger:
         self._summary.add_validation(kind, iteration, losses["lm loss"])
         if self._file is not None:
             record = {"validation": kind, "iteration": iteration, **losses, "ppl": perplexity(losses["lm loss"])}
+            record["time"] = time.time()
             self._append(record | ({} if evaluated is None else evaluated.as_record()))
         suffix = "validation" if kind == "test" else kind
         for name, value in losses.items():
@@ -333,9 +338,14 @@ class MetricsLogger:
         for each in figures:
             if self._file is not None:
                 record = {"task": each.task, "iteration": iteration, "metric": each.metric, "value": each.value}
-                self._file.append(json.dumps(record | {"stderr": each.stderr}))
+                self._append(record | {"stderr": each.stderr})
             self._scalar(f"tasks/{each.task}/{each.metric}", each.value, iteration, samples)
         self.flush()
+
+    def event(self, kind: str, iteration: int, text: str) -> None:
+        """Write the record of an event, such as a save, for the dashboard's time axis."""
+        if self._file is not None:
+            self._append({"event": kind, "iteration": iteration, "text": text, "time": time.time()})
 
     @property
     def dashboard_path(self) -> str | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # exclude the rank, which is half of a group of two.
 MIN_RATIO, MIN_DEVIATIONS, MIN_SHARE = 1.2, 3.0, 0.05
 _MAX_CANDIDATES = 32  # only this many of the slowest ranks are tested
+MAX_LISTED_RANKS = 256
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class ComputeTimeSummary:
         stragglers: the outliers of both this interval and the previous one.
         slowest: (rank, seconds), the slowest first.
         fastest: (rank, seconds), the fastest first.
+        parts_s: time of every part of an iteration, with waiting, the mean over ranks.
+        ranks_s: compute time of every rank; of more than MAX_LISTED_RANKS, of each block of as many, its slowest.
+        memory_mb: peak memory of the same ranks, the largest of a block.
     """
 
     low_s: float
@@ -69,6 +73,9 @@ class ComputeTimeSummary:
     stragglers: tuple[Straggler, ...] = ()
     slowest: tuple[tuple[int, float], ...] = ()
     fastest: tuple[tuple[int, float], ...] = ()
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    ranks_s: tuple[float, ...] = ()
+    memory_mb: tuple[float, ...] = ()
 
 
 def is_outlier(seconds: float, others: Sequence[float], ratio: float) -> bool:
@@ -112,13 +119,19 @@ class StragglerDetector:
     """Measures this rank and, on the last rank, finds the slow ones. Collective over ps.world: build it on every rank.
 
     A report lists the `num_extremes` slowest and fastest ranks. The `switch`, only on rank 0, changes `on` for all
-    ranks at the next report.
+    ranks at the next report. `get_memory_mb` returns this rank's peak memory.
     """
 
     def __init__(
-        self, ps: ParallelState, device: torch.device, num_extremes: int, on: bool, switch: HttpToggle | None = None
+        self,
+        ps: ParallelState,
+        device: torch.device,
+        num_extremes: int,
+        on: bool,
+        switch: HttpToggle | None = None,
+        get_memory_mb: Callable[[], float] = lambda: 0.0,
     ):
-        self._ps, self._device, self._num_extremes = ps, device, num_extremes
+        self._ps, self._device, self._num_extremes, self._get_memory_mb = ps, device, num_extremes, get_memory_mb
         self._switch, self.on = switch, on
         self._timer = attach_phase_timer(ps.trace, device)
         self._iterations = 0
@@ -143,7 +156,7 @@ class StragglerDetector:
         """
         seconds, count, self._iterations = self._timer.pop_totals(), self._iterations, 0
         requested = self.on if self._switch is None else self._switch.on
-        values = [seconds[part] / max(count, 1) for part in PARTS] + [float(requested)]
+        values = [seconds[part] / max(count, 1) for part in PARTS] + [self._get_memory_mb(), float(requested)]
         local = torch.tensor(values, dtype=torch.float64, device=self._device)
         gathered = local.new_empty(local.numel() * self._ps.world.size)
         collectives.all_gather_flat(gathered, local, self._ps.world)
@@ -154,21 +167,33 @@ class StragglerDetector:
             logger.info("straggler detection %s from iteration %d", "enabled" if self.on else "disabled", iteration + 1)
         if not was_on or count == 0 or self._ps.world.rank != self._ps.world.size - 1:
             return None
-        return self._summarize([row[:-1] for row in rows])
+        return self._summarize([row[: len(PARTS)] for row in rows], [row[len(PARTS)] for row in rows])
 
     def close(self) -> None:
         self._ps.trace.observer = None
         if self._switch is not None:
             self._switch.close()
 
-    def _summarize(self, parts: list[list[float]]) -> ComputeTimeSummary:
+    def _summarize(self, parts: list[list[float]], memory_mb: list[float]) -> ComputeTimeSummary:
         outliers = find_stragglers(parts, self._stages)
         stragglers = tuple(outlier for outlier in outliers if outlier.rank in self._suspects)
         self._suspects = frozenset(outlier.rank for outlier in outliers)
         compute = [sum(row) - row[PARTS.index(WAITING)] for row in parts]
         ascending = sorted(enumerate(compute), key=lambda each: each[1])
         slowest, fastest = (tuple(order[: self._num_extremes]) for order in (ascending[::-1], ascending))
-        return ComputeTimeSummary(min(compute), median(compute), max(compute), stragglers, slowest, fastest)
+        block = -(-len(compute) // MAX_LISTED_RANKS)
+        starts = range(0, len(compute), block)
+        return ComputeTimeSummary(
+            min(compute),
+            median(compute),
+            max(compute),
+            stragglers,
+            slowest,
+            fastest,
+            {part: sum(row[index] for row in parts) / len(parts) for index, part in enumerate(PARTS)},
+            tuple(max(compute[start : start + block]) for start in starts),
+            tuple(max(memory_mb[start : start + block]) for start in starts),
+        )
 
     def lines(self, summary: ComputeTimeSummary) -> list[str]:
         """Return the log lines: one per straggler and one of the extremes; none if there is no straggler."""

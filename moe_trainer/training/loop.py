@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import resource
 import time
 from contextlib import nullcontext
 from signal import Signals
@@ -24,6 +23,7 @@ from moe_trainer.training.checkpointing import finish_save, save_checkpoint, sav
 from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.evaluate_tasks import evaluate_tasks
+from moe_trainer.training.monitors import peak_memory_mb
 from moe_trainer.training.record_step import record_step, recording_is_due
 from moe_trainer.training.rerun import snapshot_iteration_start
 from moe_trainer.training.step import train_step
@@ -86,6 +86,8 @@ def train(
         if ctx.should_save and (save_is_due(ctx, state) or decision.reason is not None):
             with timeouts.extended():
                 save_checkpoint(ctx, state)
+            if ctx.metrics is not None:
+                ctx.metrics.event("save", state.iteration, f"saved a checkpoint to {ctx.args.output.save}")
         if decision.reason is not None:
             return decision
     if state.spread.repeats:
@@ -218,13 +220,6 @@ def report_memory(ctx: TrainContext, iteration: int) -> None:
             used = total - free
         rank = ctx.runtime.launch_env.rank
         print(memory_line(rank, iteration, *(counter(device) for counter in counters), used), flush=True)
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak memory of this process in MiB: of the device on CUDA, else of the resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def sync_exit_decision(

@@ -2,14 +2,22 @@
 
 import json
 import os
+import platform
+import shlex
+import socket
+import sys
+import time
 from dataclasses import replace
 
 import torch
 
 from arguments import Arguments
 from arguments.container import OPTIONS
+from arguments.stage_layout import chunk_layouts, parallel_sizes
 from moe_trainer.estimate.flops import routed_layer_share
 from moe_trainer.estimate.hardware import bf16_peak_tflops
+from moe_trainer.estimate.memory import data_parallel_size
+from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.training.context import TrainContext, TrainState
@@ -64,18 +72,56 @@ def _open_metrics(ctx: TrainContext, state: TrainState) -> MetricsLogger:
 def describe_environment(
     args: Arguments, world_size: int, padded_vocab_size: int, device: torch.device
 ) -> dict[str, object]:
-    """Describe the run for the first record of metrics.jsonl, which `plan.py calibrate --from` reads.
+    """Describe the run for the first record of metrics.jsonl, which the dashboard and `plan.py calibrate --from` read.
 
     Returns:
-        World size, device, threads of a rank on CPU, padded vocabulary, and every flag that is not at its default.
+        World size, device, threads of a rank on CPU, padded vocabulary, model, mapping, versions, and every flag that
+        is not at its default (`settings`), or every flag (`all_settings`).
     """
-    settings = {name: value for name, value in args.as_dict().items() if value != OPTIONS[name].default}
+    everything = json.loads(json.dumps(args.as_dict(), default=str))
+    changed = {name for name, value in args.as_dict().items() if value != OPTIONS[name].default}
     on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    training, parallel, tokens = args.training, args.parallel, args.data.seq_length
     return {
+        "started": time.time(),
         "world_size": world_size,
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": name,
         "threads": None if on_gpu else torch.get_num_threads(),
         "cores": None if on_gpu else os.cpu_count(),
         "padded_vocab_size": padded_vocab_size,
-        "settings": json.loads(json.dumps(settings, default=str)),
+        "model": _describe_model(args, padded_vocab_size),
+        "mapping": {
+            **{key: value for key, value in parallel_sizes(args).items() if key in ("tp", "cp", "pp", "ep", "etp")},
+            "vpp": len(chunk_layouts(args.model, parallel)[0]),
+            "dp": data_parallel_size(args, world_size),
+            "world_size": world_size,
+        },
+        "hardware": {"device": name, "hostnames": [socket.gethostname()]},
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "precision": args.precision.params_dtype_name
+        + (f", fp8 {args.precision.fp8_recipe}" if args.precision.fp8 else "")
+        + (f", fp4 {args.precision.fp4_recipe}" if args.precision.fp4 else ""),
+        "train_iters": training.train_iters,
+        "global_batch_size": training.global_batch_size,
+        "tokens_per_iteration": None if args.packed_capacity else training.global_batch_size * tokens,
+        "command": shlex.join(sys.argv),
+        "settings": {each: value for each, value in everything.items() if each in changed},
+        "all_settings": everything,
     }
+
+
+def _describe_model(args: Arguments, padded_vocab_size: int) -> dict[str, object]:
+    model, moe = args.model, args.moe
+    counts = count_parameters(args, padded_vocab_size)
+    found: dict[str, object] = {
+        "name": args.output.preset,
+        "total_parameters": counts.total + counts.mtp,
+        "active_parameters": counts.active,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "seq_length": args.data.seq_length,
+    }
+    if moe.num_experts:
+        found |= {"num_experts": moe.num_experts, "topk": moe.moe_router_topk, "num_moe_layers": counts.num_moe_layers}
+    return found

@@ -6,10 +6,13 @@ Every rank enters the collectives in the same iterations, which depend on flags 
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from arguments import Arguments
@@ -115,7 +118,14 @@ def _make_straggler_detector(args: Arguments, runtime: Runtime) -> StragglerDete
     # Open a port only if a flag sets one, or if detection is off at the start and needs it.
     if runtime.launch_env.rank == 0 and (not on or args.source.get("straggler_ctrlr_port", "default") != "default"):
         switch = HttpToggle("straggler detection", output.straggler_ctrlr_port, on)
-    return StragglerDetector(runtime.ps, runtime.device, output.straggler_minmax_count, on, switch)
+    return StragglerDetector(
+        runtime.ps,
+        runtime.device,
+        output.straggler_minmax_count,
+        on,
+        switch,
+        get_memory_mb=partial(peak_memory_mb, runtime.device),
+    )
 
 
 def _make_energy_meter(args: Arguments, runtime: Runtime) -> EnergyMeter | None:
@@ -138,6 +148,13 @@ def _make_snapshot_recorder(args: Arguments, runtime: Runtime) -> MemorySnapshot
     return MemorySnapshotRecorder(args.output.memory_snapshot_path, launch_env.rank, writer=launch_env.world_size - 1)
 
 
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak memory of this process in MiB: of the device on CUDA, else of the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
 def _as_record(times: ComputeTimeSummary) -> dict[str, Any]:
     """Return the values for metrics.jsonl, in milliseconds."""
     return {
@@ -145,4 +162,7 @@ def _as_record(times: ComputeTimeSummary) -> dict[str, Any]:
         "median": times.median_s * 1e3,
         "max": times.high_s * 1e3,
         "stragglers": [slow.rank for slow in times.stragglers],
+        "parts": {part: seconds * 1e3 for part, seconds in times.parts_s.items()},
+        "ranks": [seconds * 1e3 for seconds in times.ranks_s],
+        "memory_mb": list(times.memory_mb),
     }

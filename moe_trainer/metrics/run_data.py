@@ -1,0 +1,438 @@
+"""The records of a run as the dashboard's page reads them: bounded, by column.
+
+`RunData` collects records of metrics.jsonl; of a long run it keeps evenly spaced ones, the newest, and all events. Any
+program may have written the file, so values of other types are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from moe_trainer.metrics.run_findings import find_problems, worst_layers
+
+MAX_RECORDS = 2000
+MAX_EVENTS = 500
+MAX_PARSED_BYTES = 200_000_000  # of a metrics file
+MAX_LAYER_VALUES = 200_000
+MAX_LOADS = 300_000
+MAX_RANK_VALUES = 100_000
+_MAX_DRAWN = 1e300  # largest number that the page can draw
+_STALLED_AFTER_S = 600.0  # without a record
+
+_NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "event", "sample")
+_NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "consumed_samples"))
+
+
+class DownsampledList:
+    """A list that keeps at most `limit` items, evenly spaced over all that were added, and the last one."""
+
+    def __init__(self, limit: int):
+        self._limit, self._stride, self._count = max(2, limit), 1, 0
+        self._sampled: list[Any] = []
+        self._last: Any = None
+
+    def add(self, item: Any) -> None:
+        if self._count % self._stride == 0:
+            self._sampled.append(item)
+            if len(self._sampled) > self._limit:
+                self._sampled, self._stride = self._sampled[::2], self._stride * 2
+        self._count, self._last = self._count + 1, item
+
+    def items(self) -> list[Any]:
+        """Return the items that were kept, in order."""
+        return self._sampled if not self._sampled or self._sampled[-1] is self._last else [*self._sampled, self._last]
+
+
+class RunData:
+    """Records of a run.
+
+    Args:
+        name: of the run.
+        path: of its metrics file.
+        num_runs: that share a page, and its size.
+    """
+
+    def __init__(self, name: str, path: str, num_runs: int = 1):
+        self.name, self.path = name, path
+        self._num_runs = num_runs
+        self._records, self._validations, self._events, self._samples, self._tasks = (
+            DownsampledList(limit // num_runs) for limit in (MAX_RECORDS, MAX_RECORDS, MAX_EVENTS, 100, MAX_RECORDS)
+        )
+        self._routing: DownsampledList | None = None
+        self._loads: DownsampledList | None = None
+        self._ranks: DownsampledList | None = None
+        self._starts: list[dict[str, Any]] = []
+        self._head: dict[str, Any] = {}
+        self._newest: dict[str, Any] = {}
+        self._productive_s = 0.0
+        self._slow: list[int] = []
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Add a record; what cannot be drawn is left out."""
+        checked = _checked(record)
+        if checked is None:
+            return
+        for name, target in (("validation", self._validations), ("task", self._tasks), ("sample", self._samples)):
+            if name in checked:
+                target.add(checked)
+                return
+        if "event" in checked:
+            self._events.add(checked)
+            return
+        self._take_start(checked)
+        self._productive_s += checked.get("interval_s") or 0.0
+        self._take_routing(checked)
+        self._take_ranks(checked)
+        self._take_events(checked)
+        self._newest = checked
+        nested = {"routing", "run", "rejected"}
+        self._records.add({name: value for name, value in checked.items() if name not in nested})
+
+    def _take_start(self, record: Mapping[str, Any]) -> None:
+        run = record.get("run")
+        if isinstance(run, Mapping):
+            self._head = {**self._head, **run}
+            if isinstance(run.get("started"), int | float):
+                self._starts.append({"iteration": record["iteration"], "time": run["started"]})
+
+    def _take_routing(self, record: Mapping[str, Any]) -> None:
+        routing = record.get("routing")
+        if not routing:
+            return
+        loads = routing["tokens_per_expert"]
+        if self._routing is None or self._loads is None:
+            self._routing = DownsampledList(MAX_LAYER_VALUES // (8 * len(loads) * self._num_runs))
+            self._loads = DownsampledList(MAX_LOADS // (len(loads) * len(loads[0]) * self._num_runs))
+        self._routing.add({"iteration": record["iteration"], **routing})
+        self._loads.add((record["iteration"], loads))
+
+    def _take_ranks(self, record: Mapping[str, Any]) -> None:
+        times = record.get("own_time_ms")
+        if not times or "ranks" not in times:
+            return
+        if self._ranks is None:
+            self._ranks = DownsampledList(MAX_RANK_VALUES // (2 * len(times["ranks"]) * self._num_runs))
+        self._ranks.add({"iteration": record["iteration"], **times})
+
+    def _take_events(self, record: Mapping[str, Any]) -> None:
+        """Keep what is rare: records are downsampled, and events must not be lost."""
+        iteration, moment = record["iteration"], record.get("time")
+
+        def add(kind: str, at: int, text: str) -> None:
+            self._events.add({"event": kind, "iteration": at, "time": moment, "text": text})
+
+        if record.get("resumed_from") is not None:
+            add("resume", int(record["resumed_from"]), f"resumed after iteration {record['resumed_from']:g}")
+        for entry in record.get("rejected", ()):
+            add("skip", entry["iteration"], f"iteration {entry['iteration']} skipped: {entry['because']}")
+        if record.get("nan_iterations"):
+            add("nan", iteration, f"{record['nan_iterations']:g} iterations with NaN or infinite losses")
+        if record.get("repeated_iterations"):
+            add("rerun", iteration, f"{record['repeated_iterations']:g} iterations ran again: a buffer was too small")
+        slow = record.get("own_time_ms", {}).get("stragglers", self._slow)
+        for rank in slow:
+            if rank not in self._slow:
+                add("slow_rank", iteration, f"rank {rank} is slower than its peers")
+        self._slow = slow
+
+    def as_page(self, status: str | None = None, updated: float | None = None) -> dict[str, Any]:
+        """Return the run as the page reads it.
+
+        Args:
+            status: running, finished, stopped or stalled; None if it is to be derived from the records.
+            updated: when the file was written, in seconds since the epoch.
+        """
+        records = self._records.items()
+        begin = self._starts[0]["time"] if self._starts else None
+        if begin is None and records and records[0].get("time") is not None:
+            begin = records[0]["time"] - (records[0].get("elapsed_ms") or 0.0) / 1e3
+
+        def wall(record: Mapping[str, Any]) -> float | None:
+            moment = record.get("time")
+            return None if begin is None or moment is None else round(moment - begin, 3)
+
+        seq_length = self._seq_length
+        events = [
+            {"kind": each["event"], "iteration": each["iteration"], "wall_s": wall(each), "text": each["text"]}
+            for each in self._events.items()
+        ]
+        page: dict[str, Any] = {
+            "name": self.name,
+            "path": self.path,
+            "status": status or self._status(updated),
+            "updated": None if updated is None else _clock(updated),
+            "head": self._page_head(),
+            "progress": self._progress(records, wall, seq_length),
+            "records": self._columns(records, wall, seq_length),
+            "validations": [
+                {"set": each["validation"], "wall_s": wall(each), **_without(each, ("validation", "time"))}
+                for each in self._validations.items()
+            ],
+            "events": events,
+            "samples": [
+                {"iteration": each["iteration"], "prompt": each["sample"], "text": each.get("text", "")}
+                for each in self._samples.items()
+            ],
+            "tasks": [_without(each, ("time",)) for each in self._tasks.items()],
+        }
+        routing = [] if self._routing is None else self._routing.items()
+        if routing and self._loads is not None:
+            page["routing"] = _routing_columns(routing, self._loads.items())
+        ranks = [] if self._ranks is None else self._ranks.items()
+        if ranks:
+            page["ranks"] = _rank_columns(ranks)
+        page["findings"] = find_problems(records, routing, ranks)
+        return page
+
+    @property
+    def _seq_length(self) -> int | None:
+        """Tokens of a sample; None if they differ, or are unknown."""
+        settings = self._head.get("settings")
+        settings = settings if isinstance(settings, Mapping) else {}
+        if settings.get("use_varlen_dataset") or settings.get("sft"):
+            return None
+        value = (
+            (self._head.get("model") or {}).get("seq_length") if isinstance(self._head.get("model"), Mapping) else None
+        )
+        return value if isinstance(value, int) else None
+
+    def _status(self, updated: float | None) -> str:
+        train_iters = self._head.get("train_iters")
+        if isinstance(train_iters, int) and self._newest.get("iteration", 0) >= train_iters:
+            return "finished"
+        if updated is None or time.time() - updated > _STALLED_AFTER_S:
+            return "stopped"
+        expected = 20 * (self._newest.get("interval_s") or 0.0)
+        return "running" if time.time() - updated < max(120.0, expected) else "stalled"
+
+    def _page_head(self) -> dict[str, Any]:
+        head = {
+            name: value for name, value in self._head.items() if name not in ("started", "settings", "all_settings")
+        }
+        changed = self._head.get("settings")
+        everything = self._head.get("all_settings", changed)
+        if isinstance(everything, Mapping):
+            head["settings"] = dict(everything)
+        if isinstance(changed, Mapping):
+            head["changed"] = list(changed)
+        head["starts"] = [{**start, "time": _clock(start["time"])} for start in self._starts]
+        return head
+
+    def _progress(self, records: Sequence[Mapping[str, Any]], wall: Any, seq_length: int | None) -> dict[str, Any]:
+        if not self._newest:
+            return {"train_iters": self._head.get("train_iters")}
+        iteration, train_iters = self._newest["iteration"], self._head.get("train_iters")
+        progress: dict[str, Any] = {"iteration": iteration, "train_iters": train_iters, "wall_s": wall(self._newest)}
+        if seq_length and self._newest.get("consumed_samples") is not None:
+            progress["tokens"] = self._newest["consumed_samples"] * seq_length
+        recent = [each["elapsed_ms"] for each in records[-50:] if each.get("elapsed_ms")]
+        if recent and isinstance(train_iters, int):
+            progress["eta_s"] = max(0, train_iters - iteration) * median(recent) / 1e3
+        if self._productive_s and progress["wall_s"]:
+            progress["goodput"] = min(1.0, self._productive_s / progress["wall_s"])
+        return progress
+
+    def _columns(self, records: Sequence[Mapping[str, Any]], wall: Any, seq_length: int | None) -> dict[str, Any]:
+        names = dict.fromkeys(name for record in records for name, value in record.items() if _is_series(name, value))
+        columns = {name: [record.get(name) for record in records] for name in names}
+        packing = dict.fromkeys(name for record in records for name in record.get("packing", ()))
+        columns |= {f"packing {name}": [record.get("packing", {}).get(name) for record in records] for name in packing}
+        constants = {
+            name: values[0]
+            for name, values in columns.items()
+            if len(values) > 1 and name != "lm loss" and all(value == values[0] for value in values)
+        }
+        found: dict[str, Any] = {
+            "iteration": [record["iteration"] for record in records],
+            "series": {
+                name: [_short(value, 8 if name.endswith("loss") else 5) for value in values]
+                for name, values in columns.items()
+                if name not in constants
+            },
+            "constants": constants,
+        }
+        walls = [wall(record) for record in records]
+        if walls and None not in walls:
+            found["wall_s"] = walls
+        if seq_length and all(record.get("consumed_samples") is not None for record in records):
+            found["tokens"] = [record["consumed_samples"] * seq_length for record in records]
+        parts = dict.fromkeys(name for record in records for name in record.get("own_time_ms", {}).get("parts", ()))
+        if parts:
+            of_records = [record.get("own_time_ms", {}).get("parts", {}) for record in records]
+            found["step_time_ms"] = {name: [_short(each.get(name)) for each in of_records] for name in parts}
+        return found
+
+
+def read_run(path: str | Path, num_runs: int = 1) -> RunData | None:
+    """Read a run from its metrics file, or a folder with metrics.jsonl; None if there is no such file.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    file = Path(path)
+    file = file / "metrics.jsonl" if file.is_dir() else file
+    if not file.is_file():
+        return None
+    run = RunData(name_of_run(file), str(file), num_runs)
+    for line in _lines(file):
+        take_line(run, line)
+    return run
+
+
+def take_line(run: RunData, line: bytes) -> None:
+    """Add a line of a metrics file, unless it was torn by a kill or is of another program."""
+    try:
+        run.take(json.loads(line))
+    except (ValueError, TypeError, LookupError, RecursionError, AttributeError):
+        return
+
+
+def name_of_run(file: Path) -> str:
+    """Return a name from the path of a metrics file; "checkpoints" alone tells nothing."""
+    folder = file.resolve().parent
+    name = (
+        f"{folder.parent.name}/{folder.name}" if folder.name in ("checkpoints", "checkpoint", "ckpt") else folder.name
+    )
+    return name if file.stem == "metrics" else f"{name}/{file.stem}"
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a metrics file; of a very large one, evenly spaced lines, all events and the last line."""
+    stride, line, is_selected = path.stat().st_size // MAX_PARSED_BYTES + 1, b"", True
+    rare = (b'{"validation"', b'"resumed_from"', b'"rejected"', b'{"event"', b'{"task"', b'{"sample"', b'"run": {')
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            is_selected = number % stride == 0 or any(each in line for each in rare)
+            if is_selected:
+                yield line
+    if not is_selected:
+        yield line
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _without(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in names}
+
+
+def _short(value: Any, digits: int = 5) -> Any:
+    """Round a float to significant digits, so that a page stays small."""
+    return float(f"{value:.{digits}g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether the page can draw a value; None stands for a number that JSON cannot represent."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_DRAWN)
+
+
+def _is_series(name: str, value: Any) -> bool:
+    return name not in _NOT_SERIES and isinstance(value, int | float)
+
+
+def _checked(record: Any) -> dict[str, Any] | None:
+    """Return the fields of a record that the page can draw; None if it is not a record."""
+    if not isinstance(record, Mapping) or not isinstance(record.get("iteration"), int):
+        return None
+    if not _is_number(record["iteration"]):
+        return None
+    checked = {name: value for name, value in record.items() if _is_number(value) and name not in _NESTED}
+    for kind, texts in (("validation", ()), ("task", ("metric",)), ("sample", ("text",)), ("event", ("text",))):
+        if kind in record:
+            found = {name: record.get(name) for name in (kind, *texts)}
+            return checked | found if all(isinstance(value, str) for value in found.values()) else None
+    times = record.get("own_time_ms")
+    if isinstance(times, Mapping) and (found := _checked_times(times)):
+        checked["own_time_ms"] = found
+    rejected = record.get("rejected")
+    if isinstance(rejected, list):
+        types = {"iteration": int, "because": str}
+        checked["rejected"] = [
+            entry
+            for entry in rejected
+            if isinstance(entry, Mapping) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
+        ]
+    packing = record.get("packing")
+    if isinstance(packing, Mapping):
+        checked["packing"] = {str(name): value for name, value in packing.items() if _is_number(value)}
+    if isinstance(record.get("run"), Mapping):
+        checked["run"] = record["run"]
+    if _is_routing(record.get("routing")):
+        checked["routing"] = record["routing"]
+    return checked
+
+
+def _checked_times(times: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of `own_time_ms` that have the expected types."""
+    found: dict[str, Any] = {}
+    if isinstance(times.get("stragglers"), list):
+        found["stragglers"] = [rank for rank in times["stragglers"] if isinstance(rank, int)]
+    if isinstance(times.get("parts"), Mapping):
+        found["parts"] = {str(name): value for name, value in times["parts"].items() if _is_number(value)}
+    ranks, memory = times.get("ranks"), times.get("memory_mb")
+    if isinstance(ranks, list) and ranks and _are_numbers(ranks, len(ranks)):
+        found["ranks"] = ranks
+        if _are_numbers(memory, len(ranks)):
+            found["memory_mb"] = memory
+    return found
+
+
+def _is_routing(routing: Any) -> bool:
+    """Return whether it has numbers for every layer, and equally many experts in each."""
+    if not isinstance(routing, Mapping) or not isinstance(layers := routing.get("layers"), list) or not layers:
+        return False
+    loads = routing.get("tokens_per_expert")
+    lists = [value for name, value in routing.items() if name not in ("tokens_per_expert", "straggler_cost")]
+    required = ("load_max_over_mean", "load_entropy", "dead_experts", "rank_max_over_mean")
+    return (
+        _is_number(routing.get("straggler_cost"))
+        and all(name in routing for name in required)
+        and all(_are_numbers(values, len(layers)) for values in lists)
+        and isinstance(loads, list)
+        and len(loads) == len(layers)
+        and all(isinstance(row, list) and row and _are_numbers(row, len(loads[0])) for row in loads)
+    )
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
+
+
+def _routing_columns(routing: Sequence[Mapping[str, Any]], loads: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+    layers = routing[-1]["layers"]
+    routing = [each for each in routing if len(each["layers"]) == len(layers)]
+    shape = len(loads[-1][1]), len(loads[-1][1][0])
+    loads = [each for each in loads if (len(each[1]), len(each[1][0])) == shape]
+    names = [name for name in routing[-1] if name not in ("iteration", "layers", "straggler_cost", "tokens_per_expert")]
+    metrics = {
+        name: [[_short(value, 4) for value in each.get(name, [None] * len(layers))] for each in routing]
+        for name in names
+    }
+    return {
+        "iteration": [each["iteration"] for each in routing],
+        "layers": layers,
+        "metrics": metrics,
+        "straggler_cost": [_short(each["straggler_cost"]) for each in routing],
+        "loads": {"iteration": [each for each, _ in loads], "tokens_per_expert": [table for _, table in loads]},
+        "findings": worst_layers(routing),
+    }
+
+
+def _rank_columns(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    count = len(ranks[-1]["ranks"])
+    ranks = [each for each in ranks if len(each["ranks"]) == count]
+    found: dict[str, Any] = {
+        "iteration": [each["iteration"] for each in ranks],
+        "ranks": list(range(count)),
+        "time_ms": [[_short(value, 4) for value in each["ranks"]] for each in ranks],
+    }
+    if all("memory_mb" in each for each in ranks):
+        found["memory_mb"] = [[_short(value, 4) for value in each["memory_mb"]] for each in ranks]
+    return found
