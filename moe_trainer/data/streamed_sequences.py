@@ -34,6 +34,7 @@ class StreamedSequences:
     def __init__(self, source: StreamedDataset | StreamBlend):
         self._source = source
         self._lock, self._kept, self._next = Lock(), dict[int, _Kept](), 0
+        self._error: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._source)
@@ -52,6 +53,7 @@ class StreamedSequences:
         with self._lock:
             self._source.load_state(state)
             self._kept.clear()
+            self._error = None
 
     def forget(self, first: int) -> None:
         """Drop the samples before `first`."""
@@ -60,15 +62,30 @@ class StreamedSequences:
                 del self._kept[index]
 
     def _read(self, index: int) -> _Kept:
+        """Return a sample.
+
+        Raises:
+            UserError: if a document before it cannot be read, on every later call too: whoever asks first may not be
+                the one whose error ends the run.
+        """
         with self._lock:
-            if index not in self._kept and (not self._kept or index < self._next):
-                self._kept.clear()  # the first of a run; or one that was dropped, which the source reads again
-                self._next = index
-            while self._next <= index:
-                ids = self._source.tokens(self._next)
-                self._kept[self._next] = _Kept(ids, self._source.locate(self._next, 0))
-                self._next += 1
-            return self._kept[index]
+            if index not in self._kept and self._error is not None:
+                raise self._error
+            try:
+                return self._read_up_to(index)
+            except Exception as error:
+                self._error = error
+                raise
+
+    def _read_up_to(self, index: int) -> _Kept:
+        if index not in self._kept and (not self._kept or index < self._next):
+            self._kept.clear()  # the first of a run; or one that was dropped, which the source reads again
+            self._next = index
+        while self._next <= index:
+            ids = self._source.tokens(self._next)
+            self._kept[self._next] = _Kept(ids, self._source.locate(self._next, 0))
+            self._next += 1
+        return self._kept[index]
 
     def tokens(self, index: int) -> np.ndarray:
         """Return the ids of sample `index`, int64 [length + 1]."""

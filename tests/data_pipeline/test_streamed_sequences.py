@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import numpy as np
 import pytest
@@ -94,6 +95,13 @@ def test_another_number_of_ranks_continues_with_the_next_document(make, workers,
     assert consumed == len(expected)
 
 
+def test_a_dataset_continues_after_a_loader_that_read_ahead():
+    """As validation does."""
+    used, fresh = sequences(), sequences()
+    fresh.load_state(packs(used, 0, 1, 0, 2, workers=9)[1])
+    assert packs(used, 0, 1, 2 * BATCH, 2) == packs(fresh, 0, 1, 2 * BATCH, 2)
+
+
 def test_samples_that_were_used_are_dropped():
     dataset, most = sequences(), 0
     forget = dataset.forget
@@ -113,13 +121,13 @@ def test_threads_that_ask_at_once_get_the_same_lengths():
     dataset, whole = sequences(), sequences()
     planner = PackingPlanner(dataset.length, float, PackFormat(2 * LENGTH), 1, 2)
     plans = []
-    planner._plan = lambda first, size, plan=planner._plan: plans.append(first) or plan(first, size)
+    planner._plan = lambda first, size, plan=planner._plan: plans.append(first) or sleep(0.01) or plan(first, size)
     with ThreadPoolExecutor(4) as executor:
         for first in range(0, 20 * BATCH, BATCH):
             found = list(executor.map(lambda _, first=first: planner.plan(first, BATCH), range(4)))
             assert all(plan is found[0] for plan in found)
             assert dict(found[0].lengths) == {index: whole.length(index) for index in range(first, first + BATCH)}
-    assert plans == list(range(0, 20 * BATCH, BATCH))
+    assert plans == list(range(0, 20 * BATCH, BATCH)) and len(planner._plans) < len(plans)
 
 
 def test_a_state_of_other_samples_is_an_error():
@@ -128,6 +136,24 @@ def test_a_state_of_other_samples_is_an_error():
         windows.load_state(merge_states([sequences().state()] * 2))
     with pytest.raises(UserError, match="text: the checkpoint was saved without --use-varlen-dataset"):
         sequences().load_state(windows.state())
+
+
+def test_an_unreadable_document_is_named_whoever_reads_first(tmp_path):
+    """Training asks for lengths that the thread which reads ahead has failed to read."""
+    parts = [[[5, 6]] * 3, [[5], 7]]
+    dataset = StreamedSequences(stream(parts, by_document=True))
+    dataset._source._encode = lambda document, name: fail(name) if document == 7 else np.array([5, 0])
+    for _ in range(3):
+        with pytest.raises(UserError, match="text, part 1, document 1: cannot be read"):
+            for index in range(8):
+                dataset.length(index)
+    assert dataset.length(0) == 1, "what was read before is kept"
+    dataset.load_state(stream(parts).state())
+    assert dataset.length(0) == 1
+
+
+def fail(name):
+    raise UserError(f"{name}: cannot be read")
 
 
 # ---- runs
@@ -150,8 +176,16 @@ def losses(records):
     return [record["lm loss"] for record in records if "lm loss" in record and "validation" not in record]
 
 
-def test_a_run_equals_that_of_the_index(tmp_path):
+def test_a_run_equals_that_of_the_index(tmp_path, monkeypatch):
     """One part in one stream has the order of the file."""
+    forget = StreamedSequences.forget
+
+    def note(dataset, first):
+        with open("dropped", "a", encoding="utf-8") as file:
+            file.write(f"{first}\n")
+        forget(dataset, first)
+
+    monkeypatch.setattr(StreamedSequences, "forget", note)
     path = write_ids(tmp_path / "a.jsonl", 1)
     expected, weights = pretrain([*RUN, "--data-path", path, "--split", "1,0,0"], tmp_path / "index")
     found, final = pretrain([*RUN, *STREAMED, path, "--document-streams", "1"], tmp_path / "stream")
@@ -159,6 +193,7 @@ def test_a_run_equals_that_of_the_index(tmp_path):
     assert all((weights[name] == final[name]).all() for name in weights)
     for record, other in zip(found, expected, strict=True):
         assert record.get("packing") == other.get("packing")
+    assert (tmp_path / "stream/dropped").read_text().split() == [str(16 * number) for number in range(8)]
 
 
 def test_runs_are_equal_after_a_stop_and_on_more_ranks(tmp_path, monkeypatch):
