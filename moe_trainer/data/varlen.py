@@ -67,7 +67,11 @@ class FileSequences:
         return int((self._source.sequence_lengths > length).sum())
 
     def sequence_length(self, index: int) -> int:
-        """Return the number of ids; reads the last one of a sequence that is not cut."""
+        """Return the number of ids; reads the last one of a sequence that is not cut.
+
+        A token file's index does not say whether sequences end with the end-of-document token: it may hold documents
+        of several sequences, of which only the last one does, and be made without --append-eod.
+        """
         length = int(self._source.sequence_lengths[index])
         if length >= self._max_length:
             return length
