@@ -363,7 +363,7 @@ def build_packed_loader(
     fmt: BatchFormat,
     pin_memory: bool = False,
     read_ahead: int = 0,
-    forget: Callable[[int], None] = lambda first: None,
+    forget: Callable[[int], None] | None = None,
 ) -> BatchLoader:
     """Make the loader of one rank over samples of different lengths; a batch is one pack.
 
@@ -381,7 +381,8 @@ def build_packed_loader(
 
     def order() -> Iterator[Pack]:
         for first, packs in planner.batches(len(dataset), consumed_samples, batch_size, rank):
-            forget(first)
+            if forget is not None:
+                forget(first)
             yield from packs
 
     def make(pack: Pack) -> Batch:

@@ -181,7 +181,7 @@ def make_loader(
             fmt=fmt,
             pin_memory=pin_memory,
             read_ahead=read_ahead,
-            **({"forget": dataset.forget} if isinstance(dataset, StreamedSequences) else {}),
+            forget=dataset.forget if isinstance(dataset, StreamedSequences) else None,
         )
     else:
         loader = build_loader(
