@@ -65,8 +65,8 @@ class StreamedSequences:
         """Return a sample.
 
         Raises:
-            UserError: if a document before it cannot be read, on every later call too: whoever asks first may not be
-                the one whose error ends the run.
+            UserError: if a document before it cannot be read, on every later call too: training may ask after the
+                thread that reads ahead, whose error it has not seen.
         """
         with self._lock:
             if index not in self._kept and self._error is not None:

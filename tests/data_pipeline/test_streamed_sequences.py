@@ -141,7 +141,7 @@ def test_a_state_of_other_samples_is_an_error():
         sequences().load_state(windows.state())
 
 
-def test_an_unreadable_document_is_named_whoever_reads_first(tmp_path):
+def test_an_unreadable_document_is_named_in_every_thread(tmp_path):
     """Training asks for lengths that the thread which reads ahead has failed to read."""
     parts = [[[5, 6]] * 3, [[5], 7]]
     dataset = StreamedSequences(stream(parts, by_document=True))
