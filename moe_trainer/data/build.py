@@ -165,6 +165,7 @@ def build_streams(data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, 
                 num_streams=data.document_streams,
                 fim=FillInTheMiddle.from_args(data, tokenizer),
                 by_document=data.use_varlen_dataset,
+                num_threads=data.num_workers,
             )
 
     def split(number: int, blend: Blend | None) -> Streamed | None:

@@ -64,6 +64,8 @@ class _Document(NamedTuple):
 _Parts = list[tuple[int, str]]
 """(tokens, name) of the documents of a sample."""
 _NUM_RECENT = 1024
+_DOCUMENTS_AHEAD = 4
+"""Documents of a stream that a thread has in hand or waiting, so that a long one does not stop the others."""
 StreamState = dict[str, Any]
 """{"parts": digest of the parts, "cursors": the cursor of every stream, as a list, "by_document": whether samples are
 documents (absent: no)}; {"blend": the states of several datasets, "order": the state of their order (BlendOrder)}."""
@@ -79,6 +81,7 @@ class StreamedDataset:
         num_streams: see the head of this file; no more than there are parts.
         fim: how samples are rearranged, not at all with None.
         by_document: a sample is a document of at most L+1 tokens, instead of L+1 tokens of the stream.
+        num_threads: that tokenize documents before their turn; 0 tokenizes a document when it is asked for.
 
     Raises:
         ValueError: if the source has no parts, or the tokenizer no end-of-document token.
@@ -96,12 +99,14 @@ class StreamedDataset:
         num_streams: int,
         fim: FillInTheMiddle | None = None,
         by_document: bool = False,
+        num_threads: int = 0,
     ):
         self._source, self._parts, self.name = source, source.parts(), name
         names = (os.path.basename(str(part)) for part in self._parts)  # a corpus may move to another folder
         self._digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
         self._size, self._length, self._seed, self._fim = size, sequence_length, seed, fim
-        self._by_document = by_document
+        self._by_document, self._num_threads = by_document, num_threads
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
         if not len(self._parts):
             raise UserError(f"{name}: there is nothing to read")
         if tokenizer.eod is None:
@@ -202,9 +207,7 @@ class StreamedDataset:
             own = order[stream :: len(self._streams)].tolist()
             for turn in range(begin, len(own)):
                 part, num_tokens = self._parts[own[turn]], 0
-                for number, document in enumerate(self._source.read(part, first), first):
-                    name = f"{self.name}, part {part}, document {number}"
-                    ids = self._encode(document, name)
+                for number, (ids, name) in enumerate(self._encode_ahead(part, first), first):
                     num_tokens += len(ids)
                     yield _Document(ids, Cursor(0, epoch, turn, number, 0), name)
                 if not first and not num_tokens:
@@ -212,6 +215,21 @@ class StreamedDataset:
                 first = 0
             epoch, begin = epoch + 1, 0
         raise UserError(f"{self.name}: no part holds text")
+
+    def _encode_ahead(self, part: Any, first: int) -> Iterator[tuple[np.ndarray, str]]:
+        """Yield ids and name of the documents of a part from number `first` on; threads tokenize the next ones."""
+        waiting: deque[tuple[Future[np.ndarray], str]] = deque()
+        for number, document in enumerate(self._source.read(part, first), first):
+            name = f"{self.name}, part {part}, document {number}"
+            if self._executor is None:
+                yield self._encode(document, name), name
+                continue
+            waiting.append((self._executor.submit(self._encode, document, name), name))
+            if len(waiting) > _DOCUMENTS_AHEAD * self._num_threads:
+                future, name = waiting.popleft()
+                yield future.result(), name
+        for future, name in waiting:
+            yield future.result(), name
 
     def _encode(self, document: str | Sequence[int], name: str) -> np.ndarray:
         """Return the ids of a document and the token that ends it; none of an empty one.

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import threading
 import time
 
 import numpy as np
@@ -62,6 +63,28 @@ def test_samples_are_consecutive_windows_of_all_documents():
     for index in range(5 * len(ids) // LENGTH):
         np.testing.assert_array_equal(dataset.tokens(index), endless[index * LENGTH : (index + 1) * LENGTH + 1])
         assert sum(dataset.part_lengths(index)) == LENGTH + 1
+
+
+def test_threads_tokenize_ahead_in_the_same_order():
+    """An id that cannot be read is an error in its turn."""
+    alone, ahead = stream(ListSource(make_parts(9))), stream(ListSource(make_parts(9)), num_threads=3)
+    encode, threads = ahead._encode, set()
+
+    def slow(document, name):
+        threads.add(threading.current_thread().name)
+        time.sleep(0.001 * (len(document) % 3))
+        return encode(document, name)
+
+    ahead._encode = slow
+    for index in range(60):
+        np.testing.assert_array_equal(ahead.tokens(index), alone.tokens(index))
+        assert ahead.state() == alone.state() and ahead.locate(index, 3) == alone.locate(index, 3)
+    assert len(threads) == 3 and all(name.startswith("tokenize") for name in threads)
+    broken = stream(ListSource([[[5] * 40, [6] * 40, "a"]]), num_threads=2)
+    broken._tokenizer.tokenize = lambda text: int(text)
+    assert [broken.tokens(index)[0] for index in (0, 1, 3)] == [5, 5, 6]
+    with pytest.raises(UserError, match="text, part 0, document 2: "):
+        broken.tokens(6)
 
 
 def test_streams_share_all_parts_in_another_order_every_epoch():
