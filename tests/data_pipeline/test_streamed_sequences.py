@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread
 from time import sleep
 
 import numpy as np
@@ -218,7 +219,13 @@ def test_runs_are_equal_after_a_stop_and_on_more_ranks(tmp_path, monkeypatch):
 def test_datasets_of_an_index_and_a_stream_have_equal_samples(tmp_path):
     path = write_ids(tmp_path / "a.jsonl", 3, count=50)
     tokenizer = FixedTokenizer()
-    tokenizer.tokenize = lambda text: [int(word) for word in text.split()]
+    threads = set()
+
+    def tokenize(text):
+        threads.add(current_thread().name.split("_")[0])
+        return [int(word) for word in text.split()]
+
+    tokenizer.tokenize = tokenize
     data = {"use_varlen_dataset": True, "seq_length": 32}
     by_index = build_datasets(
         data_args(**data, data_path=[path], split="1,0,0"), training_args(), tokenizer, (50, 0, 0)
@@ -226,5 +233,7 @@ def test_datasets_of_an_index_and_a_stream_have_equal_samples(tmp_path):
     streams = build_streams(
         data_args(**data, train_data_path=[path], document_streams=1), training_args(), tokenizer, (50, 0, 0)
     )
+    threads.clear()
     for index in range(50):
         np.testing.assert_array_equal(streams.train.tokens(index), by_index.train.tokens(index))
+    assert threads == {"tokenize", "MainThread"}, "--num-workers 2 of the stream; the index reads in this thread"

@@ -108,6 +108,9 @@ def test_other_flags_that_select_the_samples_are_named(tmp_path):
         assert text in warning
         assert compare_fingerprints(before, before) == []
     assert compare_fingerprints({"data": chats["data"]}, rows) == []
+    (tmp_path / "a.jsonl").write_text("{ }\n")
+    changed = make_fingerprint(DataArgs(data_path=path, use_varlen_dataset=True), ())
+    assert len(compare_fingerprints(rows, changed)) == len(compare_fingerprints(chats, changed)) == 1
 
 
 def test_fingerprint_does_not_block_on_a_named_pipe(tmp_path):
