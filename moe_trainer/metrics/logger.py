@@ -323,7 +323,6 @@ class MetricsLogger:
         self._summary.add_validation(kind, iteration, losses["lm loss"])
         if self._file is not None:
             record = {"validation": kind, "iteration": iteration, **losses, "ppl": perplexity(losses["lm loss"])}
-            record["time"] = time.time()
             self._append(record | ({} if evaluated is None else evaluated.as_record()))
         suffix = "validation" if kind == "test" else kind
         for name, value in losses.items():

@@ -171,7 +171,7 @@ class RunData:
             "progress": self._progress(records, wall, seq_length),
             "records": self._columns(records, wall, seq_length),
             "validations": [
-                {"set": each["validation"], "wall_s": wall(each), **_without(each, ("validation", "time"))}
+                {"set": each["validation"], **_without(each, ("validation",))}
                 for each in self._validations.items()
             ],
             "events": events,

@@ -12,14 +12,29 @@ from metrics.test_logger import record
 from arguments.output import OutputArgs
 from moe_trainer.estimate.hardware import bf16_peak_tflops
 from moe_trainer.metrics import dashboard as module
-from moe_trainer.metrics.dashboard import Dashboard, DownsampledList, dashboard_path_for, main, open_dashboard
+from moe_trainer.metrics import run_data
+from moe_trainer.metrics.dashboard import Dashboard, dashboard_path_for, main, open_dashboard, read_runs
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger
+from moe_trainer.metrics.run_data import DownsampledList, RunData
 
 
 def read_embedded_data(path):
     """The data in a page."""
-    text = path.read_text(encoding="utf-8")
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL).group(1))
+    return read_embedded_data_of(path.read_text(encoding="utf-8"))
+
+
+def read_run(path):
+    """The only run of a page."""
+    (run,) = read_embedded_data(path)["runs"]
+    return run
+
+
+def read_embedded_data_of(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL).group(1))
+
+
+def make_dashboard(path, name="run"):
+    return Dashboard(path, RunData(name, str(path)))
 
 
 def routing(iteration, layers=2, experts=4):
@@ -34,19 +49,28 @@ def routing(iteration, layers=2, experts=4):
 
 
 def test_dashboard_is_written_next_to_the_metrics_file(tmp_path):
-    log = MetricsLogger(
-        LogOptions(OutputArgs(log_interval=1), 10, str(tmp_path / "metrics.jsonl"), peak_tflops=30.0), 2, 0, {"lr": 0.1}
-    )
+    head = {"train_iters": 2, "settings": {"lr": 0.1}, "all_settings": {"lr": 0.1, "bf16": True}, "started": 1.0}
+    options = LogOptions(OutputArgs(log_interval=1), 10, str(tmp_path / "metrics.jsonl"), peak_tflops=30.0, run=head)
+    log = MetricsLogger(options, 2, 0, {"lr": 0.1})
     log.record(record(1, 4.0))
-    first = read_embedded_data(tmp_path / "dashboard.html")
-    assert [each["lm loss"] for each in first["records"]] == [4.0] and not first["done"]
+    first = read_run(tmp_path / "dashboard.html")
+    assert first["records"]["series"]["lm loss"] == [4.0] and first["status"] == "running"
     log.record(record(2, 3.0))
     log.validation("iteration 2", "validation", {"lm loss": 3.5}, 2, 8)
+    log.event("save", 2, "saved")
     log.close()
-    data, lines = read_embedded_data(tmp_path / "dashboard.html"), (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert data["records"] + data["validations"] == [json.loads(line) for line in lines]
-    assert data["done"] and data["train_iters"] == 10 and data["world_size"] == 2 and data["settings"] == {"lr": 0.1}
-    assert data["records"][0]["mfu"] == pytest.approx(3.0 / 30.0)
+    run, lines = read_run(tmp_path / "dashboard.html"), (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first, second, validation, event = map(json.loads, lines)
+    assert run["records"]["iteration"] == [1, 2]
+    for name, values in run["records"]["series"].items():
+        assert values == pytest.approx([first[name], second[name]], rel=1e-4), name
+    assert run["records"]["constants"]["mfu"] == pytest.approx(3.0 / 30.0)
+    assert [(each["set"], each["lm loss"]) for each in run["validations"]] == [("validation", 3.5)]
+    assert [(each["kind"], each["text"]) for each in run["events"]] == [("save", "saved")]
+    assert run["status"] == "finished" and run["head"]["train_iters"] == 2
+    assert run["head"]["settings"] == head["all_settings"] and run["head"]["changed"] == ["lr"]
+    assert run["progress"]["wall_s"] == pytest.approx(second["time"] - 1.0, abs=1.0)
+    assert first["interval_s"] == second["interval_s"] == 0.5
 
 
 def test_dashboard_of_a_resumed_run_shows_earlier_iterations(tmp_path):
@@ -58,40 +82,33 @@ def test_dashboard_of_a_resumed_run_shows_earlier_iterations(tmp_path):
     log.record(record(3, 2.0))
     log.record(record(4, 2.0))
     log.close()
-    data = read_embedded_data(tmp_path / "dashboard.html")
-    assert [(each["iteration"], each["lm loss"]) for each in data["records"]] == [
-        (1, 5.0),
-        (2, 4.0),
-        (3, 2.0),
-        (4, 2.0),
-    ]
-    assert data["events"] == [{"resumed_from": 2}] and [each.get("resumed_from") for each in data["records"]] == [
-        None,
-        None,
-        2,
-        None,
-    ]
+    run = read_run(tmp_path / "dashboard.html")
+    assert run["records"]["iteration"] == [1, 2, 3, 4] and run["records"]["series"]["lm loss"] == [5.0, 4.0, 2.0, 2.0]
+    assert [(each["kind"], each["iteration"]) for each in run["events"]] == [("resume", 2)]
 
 
 def test_dashboard_loads_no_external_resources(tmp_path):
-    page = Dashboard(tmp_path / "dashboard.html", {}).page()
-    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:)|@import|url\(|fetch\(|XMLHttpRequest""", page)
+    page = make_dashboard(tmp_path / "dashboard.html").page()
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!data:|#)|@import|url\(|XMLHttpRequest""", page)
+    # only a page of scripts/dashboard.py asks its server
+    assert page.count("fetch(") == 1 and page.index("if (data.live) {") < page.index("fetch(")
+    assert "live" not in read_embedded_data_of(page)
     assert "uPlot (v1.6.32)" in page and "The MIT License (MIT)" in page and "@@" not in page.replace("@@iterator", "")
 
 
 def test_dashboard_escapes_text_and_writes_nonfinite_values_as_null(tmp_path):
     nasty = "</script><script>alert(1)</script><!--"
-    board = Dashboard(tmp_path / "dashboard.html", {"title": nasty, "settings": {nasty: nasty}})
-    board.add({"iteration": 1, "lm loss": math.nan, "grad_norm": math.inf})
+    board = make_dashboard(tmp_path / "dashboard.html", nasty)
+    board.add({"iteration": 1, "lm loss": math.nan, "grad_norm": math.inf, "run": {"settings": {nasty: nasty}}})
     assert nasty not in (tmp_path / "dashboard.html").read_text()
-    data = read_embedded_data(tmp_path / "dashboard.html")
-    assert data["settings"] == {nasty: nasty} and data["records"] == [
-        {"iteration": 1, "lm loss": None, "grad_norm": None}
-    ]
+    run = read_run(tmp_path / "dashboard.html")
+    assert run["head"]["settings"] == {nasty: nasty} and run["name"] == nasty
+    assert run["records"]["series"] == {} and run["records"]["iteration"] == [1]  # neither can be drawn
+    assert "NaN" not in (tmp_path / "dashboard.html").read_text().partition('id="data">')[2].partition("</script>")[0]
 
 
 def test_dashboard_write_errors_are_reported_once(tmp_path, caplog):
-    board = Dashboard(tmp_path / "gone" / "dashboard.html", {})
+    board = make_dashboard(tmp_path / "gone" / "dashboard.html")
     for iteration in (1, 2):
         board.take({"iteration": iteration})
         board.write()
@@ -100,11 +117,11 @@ def test_dashboard_write_errors_are_reported_once(tmp_path, caplog):
     ]
     (tmp_path / "gone").mkdir()
     board.write()
-    assert len(read_embedded_data(tmp_path / "gone" / "dashboard.html")["records"]) == 2
+    assert read_run(tmp_path / "gone" / "dashboard.html")["records"]["iteration"] == [1, 2]
 
 
 def test_full_disk_keeps_the_old_dashboard(tmp_path, monkeypatch, caplog):
-    board = Dashboard(tmp_path / "dashboard.html", {})
+    board = make_dashboard(tmp_path / "dashboard.html")
     board.add({"iteration": 1})
     old = (tmp_path / "dashboard.html").read_text()
 
@@ -122,7 +139,7 @@ def test_dashboard_writes_take_at_most_one_percent_of_the_time(tmp_path, monkeyp
     """A page that takes 0.1 s to write is written again after 10 s; a fast one after a second."""
     for taken, wait in ((0.1, 10.0), (0.0001, 1.0)):
         now, written = [0.0], []
-        board = Dashboard(tmp_path / "dashboard.html", {})
+        board = make_dashboard(tmp_path / "dashboard.html")
         monkeypatch.setattr(module.time, "monotonic", lambda now=now: now[0])
 
         def page(done, now=now, written=written, taken=taken):
@@ -150,7 +167,7 @@ def test_downsampled_list_is_even_bounded_and_ends_with_the_newest():
 
 
 def test_dashboard_of_a_long_run_of_a_large_model_stays_small(tmp_path):
-    board, large = Dashboard(tmp_path / "dashboard.html", {}), routing(1000, 58, 256)
+    board, large = make_dashboard(tmp_path / "dashboard.html"), routing(1000, 58, 256)
     for iteration in count(1):
         board.take({"iteration": iteration, "lm loss": 1.23456789, "routing": large})
         if iteration == 3000:
@@ -159,28 +176,42 @@ def test_dashboard_of_a_long_run_of_a_large_model_stays_small(tmp_path):
     board.write()
     assert time.process_time() - begin < 20.0
     assert (tmp_path / "dashboard.html").stat().st_size < 6e6
-    data = read_embedded_data(tmp_path / "dashboard.html")
-    assert data["loads"][-1]["iteration"] == data["layers"][-1]["iteration"] == data["records"][-1]["iteration"] == 3000
+    run = read_run(tmp_path / "dashboard.html")
+    routing_of_page = run["routing"]
+    assert routing_of_page["loads"]["iteration"][-1] == routing_of_page["iteration"][-1] == 3000
+    assert run["records"]["iteration"][-1] == 3000
 
 
 def test_dashboard_command_reads_any_metrics_file(tmp_path, capsys):
     (tmp_path / "old.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n[1]\n')
     assert main([str(tmp_path / "old.jsonl")]) == 0
-    assert read_embedded_data(tmp_path / "old-dashboard.html")["records"] == [{"iteration": 1, "lm loss": 5.0}]
+    assert read_run(tmp_path / "old-dashboard.html")["records"]["series"] == {"lm loss": [5.0]}
     (tmp_path / "foreign.jsonl").write_text(
         '{"iteration": 1, "routing": 5}\n{"iteration": 2, "routing": {}}\n{"iteration": 3, "lm loss": 4.0}\n'
     )
     assert main([str(tmp_path / "foreign.jsonl")]) == 0
-    assert read_embedded_data(tmp_path / "foreign-dashboard.html")["records"][-1] == {"iteration": 3, "lm loss": 4.0}
+    assert read_run(tmp_path / "foreign-dashboard.html")["records"]["series"] == {"lm loss": [None, None, 4.0]}
     (tmp_path / "foreign-dashboard.html").unlink()
     (tmp_path / "foreign-dashboard.html").mkdir()
-    assert main([str(tmp_path / "foreign.jsonl")]) == 1  # logged as a warning
-    assert main([str(tmp_path / "none.jsonl")]) == 2 and main([]) == 2
+    assert main([str(tmp_path / "foreign.jsonl")]) == 2
+    assert main([str(tmp_path / "none.jsonl")]) == 2
     assert "no such file" in capsys.readouterr().err
 
 
+def test_dashboard_command_shows_several_runs_in_one_page(tmp_path):
+    for name in ("a/run", "b/run", "c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n')
+    folders = [str(tmp_path / name) for name in ("a/run", "b/run", "c")]
+    assert main([*folders, "-o", str(tmp_path / "all.html")]) == 0
+    names = [run["name"] for run in read_embedded_data(tmp_path / "all.html")["runs"]]
+    assert names == [folders[0], folders[1], "c"]  # names that are alike are paths
+    with pytest.raises(ValueError, match="at most 16"):
+        read_runs(folders * 6)
+
+
 def test_device_files_get_no_dashboard():
-    assert open_dashboard("/dev/full", {}) is None and dashboard_path_for("a/metrics.jsonl").name == "dashboard.html"
+    assert open_dashboard("/dev/full") is None and dashboard_path_for("a/metrics.jsonl").name == "dashboard.html"
 
 
 def test_peak_flops_by_device_name():
@@ -210,10 +241,11 @@ def test_dashboard_keeps_events_when_records_are_downsampled(tmp_path, monkeypat
             for line in [*lines[:500], {"validation": "validation", "iteration": 500, "lm loss": 1.0}, *lines[500:]]
         )
     )
-    events = [{"resumed_from": 3002}, {"rejected": [skipped]}]
-    for most, fewest in ((module.MAX_PARSED_BYTES, 1000), (10_000, 400)):
-        monkeypatch.setattr(module, "MAX_PARSED_BYTES", most)
-        open_dashboard(path, {}).write()
-        data = read_embedded_data(tmp_path / "dashboard.html")
-        assert data["events"] == events and [each["iteration"] for each in data["validations"]] == [500]
-        assert fewest <= len(data["records"]) <= module.MAX_RECORDS + 1 and data["records"][-1] == {"iteration": 6000}
+    for most, fewest in ((run_data.MAX_PARSED_BYTES, 1000), (10_000, 400)):
+        monkeypatch.setattr(run_data, "MAX_PARSED_BYTES", most)
+        open_dashboard(path).write()
+        run = read_run(tmp_path / "dashboard.html")
+        assert [(each["kind"], each["iteration"]) for each in run["events"]] == [("resume", 3002), ("skip", 4001)]
+        assert [each["iteration"] for each in run["validations"]] == [500]
+        assert fewest <= len(run["records"]["iteration"]) <= run_data.MAX_RECORDS + 1
+        assert run["records"]["iteration"][-1] == 6000

@@ -95,34 +95,30 @@ def test_dashboard_loads_without_console_messages_and_network(records, browser):
 
 
 def test_dashboard_curves_equal_the_metrics_file(records, browser):
-    steps = [record for record in records[0] if "validation" not in record]
+    steps = [record for record in records[0] if "lm loss" in record and "validation" not in record]
     checks = [record for record in records[0] if record.get("validation") == "validation"]
     charts = browser.execute_script(
         "return Object.fromEntries(Object.entries(dashboard.charts).map(([name, chart]) => [name, chart.data]))"
     )
     x = [step["iteration"] for step in steps]
     assert x == list(range(1, 9)) and len(checks) >= 2
-    for name, key, factor in (
-        ("throughput", "tokens_per_s", 1),
-        ("tflops", "tflops_per_gpu", 1),
-        ("learning_rate", "learning_rate", 1),
-        ("grad_norm", "grad_norm", 1),
-        ("memory", "max_memory_mb", 1 / 1024),
-        ("batch", "global_batch_size", 1),
-    ):
-        assert charts[name] == [x, pytest.approx([step[key] * factor for step in steps])], name
+    for name in ("tokens_per_s", "tflops_per_gpu", "learning_rate", "grad_norm"):
+        assert charts[name] == [x, pytest.approx([step[name] for step in steps], rel=1e-4)], name
     validation = {record["iteration"]: record["lm loss"] for record in checks}
     test = {record["iteration"]: record["lm loss"] for record in records[0] if record.get("validation") == "test"}
     assert charts["loss"] == [
         x,
-        [step["lm loss"] for step in steps],
+        pytest.approx([step["lm loss"] for step in steps], rel=1e-7),
         [validation.get(at) for at in x],
         [test.get(at) for at in x],
     ]
+    layers = browser.execute_script("return dashboard.data.runs[0].routing.metrics")
     for name in ("load_max_over_mean", "load_entropy", "dead_experts", "bias_drift", "rank_max_over_mean"):
-        assert charts[name] == [x, *([step["routing"][name][layer] for step in steps] for layer in range(2))], name
-    assert charts["straggler_cost"] == [x, pytest.approx([step["routing"]["straggler_cost"] * 100 for step in steps])]
-    assert "drop_rate" not in charts and "mfu" not in charts  # nothing is dropped; a CPU has no peak
+        expected = [value for step in steps for value in step["routing"][name]]
+        assert [value for row in layers[name] for value in row] == pytest.approx(expected, rel=1e-3), name
+    costs = [step["routing"]["straggler_cost"] * 100 for step in steps]
+    assert charts["straggler_cost"] == [x, pytest.approx(costs, rel=1e-4)]
+    assert "global_batch_size" not in charts and "mfu" not in charts  # one is constant, a CPU has no peak
 
 
 def test_every_dashboard_plot_is_drawn(browser):
@@ -134,37 +130,41 @@ def test_every_dashboard_plot_is_drawn(browser):
                 colours += pixels[at + 3] > 0 && Math.max(...pixels.slice(at, at + 3)) - Math.min(...pixels.slice(at, at + 3)) > 40;
             return [name, colours];
         }))""")
-    assert len(inks) >= 10 and all(count > 50 for count in inks.values()), inks
+    assert len(inks) >= 8 and all(count > 50 for count in inks.values()), inks
 
 
 def test_heat_map_shows_expert_loads_of_any_iteration(records, browser):
-    steps = [record for record in records[0] if "validation" not in record]
+    steps = {record["iteration"]: record for record in records[0] if "routing" in record}
     colour = """
-        const {left, wide, high} = dashboard.map, [layer, expert] = arguments, dense = window.devicePixelRatio || 1;
-        const x = (left + (expert + 0.5) * wide) * dense, y = (layer + 0.4) * high * dense;
-        return [dashboard.map.iteration, ...document.getElementById("map").getContext("2d").getImageData(x, y, 1, 1).data];"""
-    for step in (steps[-1], steps[0]):
-        for layer, loads in enumerate(step["routing"]["tokens_per_expert"]):
+        const map = dashboard.maps.experts, [x, y] = map.cell(...arguments), dense = window.devicePixelRatio || 1;
+        return [...map.canvas.getContext("2d").getImageData(x * dense, y * dense, 1, 1).data];"""
+    shown = browser.execute_script("return dashboard.data.runs[0].routing.loads.iteration")
+    for at in (len(shown) - 1, 0):
+        browser.execute_script(
+            "const each = dashboard.maps.experts.slider; each.value = arguments[0]; each.oninput()", at
+        )
+        for layer, loads in enumerate(steps[shown[at]]["routing"]["tokens_per_expert"]):
             for expert, load in enumerate(loads):
-                iteration, red, green, blue, _ = browser.execute_script(colour, layer, expert)
+                red, green, blue, _ = browser.execute_script(colour, layer, expert)
                 mean = sum(loads) / len(loads)
-                assert iteration == step["iteration"]
                 if load == 0:
-                    assert (red, green, blue) == (0, 0, 0)
+                    assert max(red, green, blue) < 40
                 elif load == mean:
                     assert (red, green, blue) == (247, 247, 247)
                 else:
                     assert (red > blue) == (load > mean), (layer, expert, load, mean)
-        browser.execute_script('const moment = document.getElementById("moment"); moment.value = 0; moment.oninput();')
 
 
 def test_dashboard_header_shows_the_state_of_the_run(records, browser):
     from selenium.webdriver.common.by import By
 
-    assert browser.find_element(By.ID, "state").text.startswith("iteration 8 of 8, 2 ranks, ended; written ")
-    last = [record for record in records[0] if "validation" not in record][-1]
+    head = browser.find_element(By.ID, "runs").text
+    for words in ("finished", "8 of 8 (100 %)", "2 ranks", "EP 2", "layers", "experts", "goodput"):
+        assert words in head, words
+    last = [record for record in records[0] if "routing" in record][-1]
     assert f"{last['lm loss']:.5g}" in browser.find_element(By.ID, "figures").text
-    assert "num_experts" in browser.find_element(By.ID, "settings").get_attribute("textContent")
+    settings = browser.find_element(By.CSS_SELECTOR, "#settings + .grid")
+    assert "num_experts" in settings.get_attribute("textContent")
 
 
 def test_dashboard_fits_a_phone_and_shows_events(records, browser, tmp_path):
@@ -172,9 +172,8 @@ def test_dashboard_fits_a_phone_and_shows_events(records, browser, tmp_path):
     lines = [dict(record) for record in records[0]]
     lines[3]["resumed_from"] = 3
     lines[7]["rejected"] = [{"iteration": 6, "samples": [20, 24], "because": "the loss is nan"}]
-    lines[7]["own_time_ms"] = {"min": 1.0, "median": 2.0, "max": 4.0, "stragglers": []}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    open_dashboard(tmp_path / "metrics.jsonl", {}).write()
+    open_dashboard(tmp_path / "metrics.jsonl").write()
     browser.get_log("browser")  # what reading pixels back has said
     browser.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
@@ -183,21 +182,14 @@ def test_dashboard_fits_a_phone_and_shows_events(records, browser, tmp_path):
         browser.get((tmp_path / "dashboard.html").as_uri())
         assert browser.get_log("browser") == []
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
-        assert browser.execute_script(
-            'return [...document.querySelectorAll(".card")].every((card) => card.scrollWidth <= card.clientWidth + 1)'
-        )
-        assert browser.execute_script('return document.getElementById("events").textContent') == (
-            "resumed after iteration 3; iteration 6 skipped: the loss is nan"
-        )
+        events = browser.execute_script("return document.querySelector('#events + .grid').textContent")
+        assert "resumed after iteration 3" in events and "iteration 6 skipped: the loss is nan" in events
         # a dashed line is at iteration 3 of the loss: ink where the chart without events has none
         ink = """
-            const plot = dashboard.charts.memory, x = Math.round(plot.valToPos(3, "x", true)), {top, height} = plot.bbox;
+            const plot = dashboard.charts.tokens_per_s, x = Math.round(plot.valToPos(3, "x", true)), {top, height} = plot.bbox;
             const pixels = plot.ctx.getImageData(x - 1, top, 3, height).data, dark = [];
-            for (let at = 0; at < pixels.length; at += 4) if (pixels[at + 3] > 120 && pixels[at] < 110) dark.push(at);
+            for (let at = 0; at < pixels.length; at += 4) if (pixels[at + 3] > 120 && pixels[at] < 140) dark.push(at);
             return dark.length;"""
         assert browser.execute_script(ink) > 60
-        assert browser.execute_script("return dashboard.charts.own_time.data[1].filter((value) => value != null)") == [
-            4.0
-        ]
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

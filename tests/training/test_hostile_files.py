@@ -28,6 +28,7 @@ from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.hardware import HardwareError, find_hardware
 from moe_trainer.io import resume_offset
 from moe_trainer.metrics.dashboard import open_dashboard
+from moe_trainer.metrics.run_data import read_run
 from moe_trainer.metrics.wandb_run import _read
 from moe_trainer.optim.loss_scale import DynamicLossScale
 from moe_trainer.quantization.precision_file import PrecisionFile
@@ -322,25 +323,22 @@ def test_invalid_metrics_values_do_not_break_the_dashboard(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "\n".join(json.dumps(each) for each in (good, {"iteration": 2} | line, good | {"iteration": 3}))
     )
-    dashboard = open_dashboard(tmp_path / "metrics.jsonl", {})
+    dashboard = open_dashboard(tmp_path / "metrics.jsonl")
     assert dashboard.write(done=True)
     data = json.loads((tmp_path / "dashboard.html").read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert [each["iteration"] for each in data["records"] if each["iteration"] != 2] == [1, 3]
-    for each in (*data["records"], *data["validations"]):
-        for name, value in each.items():
-            assert (
-                value is None
-                or (isinstance(value, int | float) and not isinstance(value, bool))
-                or name in ("validation", "rejected", "own_time_ms")
-            )
-    assert data["layers"] == data["loads"] == []
+    (run,) = data["runs"]
+    records = run["records"]
+    assert [each for each in records["iteration"] if each != 2] == [1, 3]
+    values = [value for column in records["series"].values() for value in column]
+    values += [value for each in run["validations"] for name, value in each.items() if name != "set"]
+    assert all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
+    assert "routing" not in run and "ranks" not in run
 
 
 @pytest.mark.parametrize("content", TEXTS)
 def test_dashboard_reads_metrics_with_malformed_lines(content, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(TEXTS[content] + b'\n{"iteration": 1, "lm loss": 3.0}\n')
-    dashboard = open_dashboard(tmp_path / "metrics.jsonl", {})
-    assert [each["iteration"] for each in dashboard._records.items()] == [1]
+    assert read_run(tmp_path)._newest["iteration"] == 1
 
 
 def test_invalid_loss_history_and_loss_scale_state_are_refused():

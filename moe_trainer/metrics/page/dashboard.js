@@ -320,7 +320,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     const legend = make("canvas", { "aria-hidden": true, width: 10, height: 10 });
     box.append(legend);
     function drawLegend() {
-      const paint = legend.getContext("2d"), dense = devicePixelRatio || 1, length = Math.min(300, Math.max(120, box.clientWidth - 120));
+      const paint = legend.getContext("2d"), dense = devicePixelRatio || 1, length = Math.min(300, Math.max(100, box.clientWidth - 160));
       legend.style.width = length + 120 + "px";
       legend.width = (length + 120) * dense;
       legend.height = 34 * dense;

@@ -1,0 +1,55 @@
+"""Findings of a run: which layers, ranks and losses are unusual, in words."""
+
+from moe_trainer.metrics.run_findings import find_problems, worst_layers
+
+
+def make_routing(iteration, dead, loads=(1.2, 1.1), entropy=(0.99, 0.98)):
+    return {
+        "iteration": iteration,
+        "layers": [2, 43],
+        "tokens_per_expert": [[1] * 16, [1] * 16],
+        "dead_experts": [0, dead],
+        "load_max_over_mean": list(loads),
+        "load_entropy": list(entropy),
+        "drop_rate": [0.0, 0.0],
+    }
+
+
+def test_collapsed_layer_is_named_with_the_iteration_since_when():
+    routing = [make_routing(at, dead=8 if at in (100, 390, 400) else 0) for at in range(10, 401, 10)]
+    (finding,) = worst_layers(routing)
+    assert finding == {
+        "severity": "bad",
+        "layer": 43,
+        "text": "layer 43: 8 of 16 experts have received no token since iteration 390",
+    }
+    assert worst_layers([make_routing(10, 0)]) == worst_layers([]) == []
+
+
+def test_worst_layer_comes_first():
+    routing = [make_routing(10, 0, loads=(12.0, 4.0), entropy=(0.5, 0.9))]
+    first, second = worst_layers(routing)
+    assert (first["layer"], first["severity"]) == (2, "bad") and (second["layer"], second["severity"]) == (43, "warn")
+    assert "12.0 times the mean load" in first["text"] and "entropy is 0.50" in first["text"]
+
+
+def test_rank_is_slow_if_it_is_in_several_records():
+    slow = [{"iteration": at, "ranks": [100.0, 101.0, 99.0, 180.0]} for at in (1, 2, 3)]
+    (finding,) = find_problems([], [], slow)
+    assert finding["card"] == "ranks" and finding["text"].startswith("rank 3 computes 1.8 times as long")
+    once = [*slow[:2], {"iteration": 3, "ranks": [100.0] * 4}]
+    assert [each["severity"] for each in find_problems([{"iteration": 1}], [], once)] == ["ok"]
+
+
+def test_rising_and_nan_losses_are_found():
+    falling = [{"iteration": at, "lm loss": 5 - at / 50} for at in range(1, 101)]
+    assert [each["severity"] for each in find_problems(falling, [], [])] == ["ok"]
+    rising = [*falling, *({"iteration": at, "lm loss": 3 + (at - 100) / 50} for at in range(101, 161))]
+    (finding,) = find_problems(rising, [], [])
+    assert finding["severity"] == "warn" and "above its lowest level, near iteration 9" in finding["text"]
+    broken = [*falling[:-1], {"iteration": 100, "lm loss": None, "nan_iterations": 2}]
+    assert find_problems(broken, [], [])[0] == {
+        "severity": "bad",
+        "card": "loss",
+        "text": "2 of the newest iterations had a NaN loss",
+    }

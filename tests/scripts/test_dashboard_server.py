@@ -1,0 +1,96 @@
+"""scripts/dashboard.py: who is answered, what is served, and that it follows a run."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+import pytest
+
+from scripts.dashboard import Runs, main, make_server
+
+
+def write(folder, *records):
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """The address of a server of two runs, and their folder."""
+    folder = tmp_path / "runs"
+    for name in ("first", "deep/second"):
+        write(folder / name, {"iteration": 1, "lm loss": 5.0, "run": {"train_iters": 3}})
+    write(tmp_path / "outside", {"iteration": 1, "lm loss": 7.0})
+    (folder / "link").symlink_to(tmp_path / "outside", target_is_directory=True)
+    server, address = make_server(folder, 0)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield address, folder
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def get(address, **headers):
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_lists_runs_and_serves_their_pages(served):
+    address, _ = served
+    data = json.loads(get(address + "data")[1])
+    assert {entry["name"] for entry in data["list"]} == {"first", "deep/second"} and data["runs"] == []
+    assert all(entry["lm_loss"] == 5.0 and entry["train_iters"] == 3 for entry in data["list"])
+    for entry in data["list"]:
+        origin = "http://" + urlsplit(address).netloc
+        status, page = get(origin + entry["url"])
+        assert status == 200 and page.startswith("<!doctype html>") and f'"name":"{entry["name"]}"' in page
+    both = json.loads(get(address + "data?run=first&run=deep/second")[1])
+    assert [run["name"] for run in both["runs"]] == ["first", "deep/second"]
+
+
+def test_follows_a_run_and_its_torn_last_line(served):
+    address, folder = served
+    url = address + "data?run=first"
+
+    def losses():
+        return json.loads(get(url)[1])["runs"][0]["records"]["series"]["lm loss"]
+
+    assert losses() == [5.0]
+    with (folder / "first/metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 2, "lm l')
+        file.flush()
+        assert losses() == [5.0]
+        file.write('oss": 4.0}\n')
+    assert losses() == [5.0, 4.0] and losses() == [5.0, 4.0]
+    (folder / "first/metrics.jsonl").write_text('{"iteration": 1, "lm loss": 6.0}\n')  # begun again
+    assert losses() == [6.0]
+
+
+def test_answers_only_who_knows_the_token_and_the_address(served):
+    address, _ = served
+    origin = "http://" + urlsplit(address).netloc
+    for path in ("/", "/data", "/wrong/", "/wrong/data?run=first", address.removeprefix(origin).rstrip("/")):
+        assert get(origin + path)[0] == 403, path
+    assert get(address, Host="example.org")[0] == 403  # another site that resolves to this machine
+    assert get(address + "other")[0] == 404
+
+
+@pytest.mark.parametrize("path", ["../outside", "first/../../outside", "link", "/etc", "nothing", "first/"])
+def test_reads_nothing_but_runs_below_the_folder(served, path):
+    address, _ = served
+    status, text = get(address + "data?run=" + path)
+    assert status == 404 and "7.0" not in text
+
+
+def test_folder_that_is_missing_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "none")])
+    assert ended.value.code == 2 and "not a directory" in capsys.readouterr().err
+    assert Runs(tmp_path).paths() == []
