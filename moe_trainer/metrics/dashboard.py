@@ -48,6 +48,10 @@ class Dashboard:
         """Add a record without writing the page."""
         self._run.take(record)
 
+    def take_save(self, iteration: int) -> None:
+        """Add the save of a checkpoint, before the record that will have it."""
+        self._run.take_save(iteration, time.time())
+
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a record, and write the page if it is due."""
         self.take(record)

@@ -100,6 +100,7 @@ class MetricsLogger:
         self._bar = tqdm(total=options.train_iters, initial=start_iteration, disable=is_off, leave=False)
         self._summary = RunSummary(options.train_iters, world_size, start_iteration)
         self._first = True
+        self._saved: list[int] = []
         self._resumed_from = self._recorded = start_iteration
         self._reset_line_sums()
         self._reset_record_counters()
@@ -216,6 +217,8 @@ class MetricsLogger:
         if rejected := [entry for entry in record.rejected if entry["iteration"] > self._recorded]:
             values["rejected"] = rejected
         self._recorded = record.iteration
+        if self._saved:
+            values["saved"], self._saved = self._saved, []
         if record.packing is not None:
             values["packing"] = record.packing
         if record.energy is not None:
@@ -341,10 +344,11 @@ class MetricsLogger:
             self._scalar(f"tasks/{each.task}/{each.metric}", each.value, iteration, samples)
         self.flush()
 
-    def event(self, kind: str, iteration: int, text: str) -> None:
-        """Write the record of an event, such as a save, for the dashboard's time axis."""
-        if self._file is not None:
-            self._append({"event": kind, "iteration": iteration, "text": text, "time": time.time()})
+    def saved(self, iteration: int) -> None:
+        """Note that a checkpoint was saved: on the dashboard, and in the next iteration's record."""
+        self._saved.append(iteration)
+        if self._dashboard is not None:
+            self._dashboard.take_save(iteration)
 
     @property
     def dashboard_path(self) -> str | None:

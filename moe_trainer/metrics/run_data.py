@@ -25,7 +25,7 @@ MAX_RANK_VALUES = 100_000
 _MAX_DRAWN = 1e300  # largest number that the page can draw
 _STALLED_AFTER_S = 600.0  # without a record
 
-_NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "event", "sample")
+_NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "saved", "sample")
 _NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "consumed_samples"))
 
 
@@ -72,6 +72,7 @@ class RunData:
         self._newest: dict[str, Any] = {}
         self._productive_s = 0.0
         self._slow: list[int] = []
+        self._saved = -1
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Add a record; what cannot be drawn is left out."""
@@ -82,9 +83,6 @@ class RunData:
             if name in checked:
                 target.add(checked)
                 return
-        if "event" in checked:
-            self._events.add(checked)
-            return
         self._take_start(checked)
         self._productive_s += checked.get("interval_s") or 0.0
         self._take_routing(checked)
@@ -93,6 +91,15 @@ class RunData:
         self._newest = checked
         nested = {"routing", "run", "rejected"}
         self._records.add({name: value for name, value in checked.items() if name not in nested})
+
+    def take_save(self, iteration: int, moment: float | None) -> None:
+        """Add the save of a checkpoint, once."""
+        if iteration > self._saved:
+            self._saved = iteration
+            self._add_event("save", iteration, moment, f"saved a checkpoint at iteration {iteration}")
+
+    def _add_event(self, kind: str, iteration: int, moment: float | None, text: str) -> None:
+        self._events.add({"kind": kind, "iteration": iteration, "time": moment, "text": text})
 
     def _take_start(self, record: Mapping[str, Any]) -> None:
         run = record.get("run")
@@ -125,8 +132,10 @@ class RunData:
         iteration, moment = record["iteration"], record.get("time")
 
         def add(kind: str, at: int, text: str) -> None:
-            self._events.add({"event": kind, "iteration": at, "time": moment, "text": text})
+            self._add_event(kind, at, moment, text)
 
+        for saved in record.get("saved", ()):
+            self.take_save(saved, moment)
         if record.get("resumed_from") is not None:
             add("resume", int(record["resumed_from"]), f"resumed after iteration {record['resumed_from']:g}")
         for entry in record.get("rejected", ()):
@@ -159,7 +168,7 @@ class RunData:
 
         seq_length = self._seq_length
         events = [
-            {"kind": each["event"], "iteration": each["iteration"], "wall_s": wall(each), "text": each["text"]}
+            {"kind": each["kind"], "iteration": each["iteration"], "wall_s": wall(each), "text": each["text"]}
             for each in self._events.items()
         ]
         page: dict[str, Any] = {
@@ -171,8 +180,7 @@ class RunData:
             "progress": self._progress(records, wall, seq_length),
             "records": self._columns(records, wall, seq_length),
             "validations": [
-                {"set": each["validation"], **_without(each, ("validation",))}
-                for each in self._validations.items()
+                {"set": each["validation"], **_without(each, ("validation",))} for each in self._validations.items()
             ],
             "events": events,
             "samples": [
@@ -305,7 +313,7 @@ def name_of_run(file: Path) -> str:
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a metrics file; of a very large one, evenly spaced lines, all events and the last line."""
     stride, line, is_selected = path.stat().st_size // MAX_PARSED_BYTES + 1, b"", True
-    rare = (b'{"validation"', b'"resumed_from"', b'"rejected"', b'{"event"', b'{"task"', b'{"sample"', b'"run": {')
+    rare = (b'{"validation"', b'"resumed_from"', b'"rejected"', b'"saved"', b'{"task"', b'{"sample"', b'"run": {')
     with path.open("rb") as file:
         for number, line in enumerate(file):
             is_selected = number % stride == 0 or any(each in line for each in rare)
@@ -344,7 +352,7 @@ def _checked(record: Any) -> dict[str, Any] | None:
     if not _is_number(record["iteration"]):
         return None
     checked = {name: value for name, value in record.items() if _is_number(value) and name not in _NESTED}
-    for kind, texts in (("validation", ()), ("task", ("metric",)), ("sample", ("text",)), ("event", ("text",))):
+    for kind, texts in (("validation", ()), ("task", ("metric",)), ("sample", ("text",))):
         if kind in record:
             found = {name: record.get(name) for name in (kind, *texts)}
             return checked | found if all(isinstance(value, str) for value in found.values()) else None
@@ -359,6 +367,9 @@ def _checked(record: Any) -> dict[str, Any] | None:
             for entry in rejected
             if isinstance(entry, Mapping) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
         ]
+    saved = record.get("saved")
+    if isinstance(saved, list):
+        checked["saved"] = [each for each in saved if isinstance(each, int)]
     packing = record.get("packing")
     if isinstance(packing, Mapping):
         checked["packing"] = {str(name): value for name, value in packing.items() if _is_number(value)}

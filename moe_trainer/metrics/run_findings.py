@@ -19,7 +19,7 @@ _LOW_ENTROPY = 0.8
 _SLOW_RATIO = 1.2  # of a rank's compute time to the median
 _RISE = 0.1  # of the loss above its lowest level, in nats
 _WINDOW = 20
-_ORDER = {"bad": 0, "warn": 1, "ok": 2}
+_ORDER = ("bad", "warn", "ok")
 
 
 def find_problems(
@@ -42,7 +42,7 @@ def find_problems(
         known = ["loss", *(["routing"] if routing else []), *(["compute times of the ranks"] if ranks else [])]
         text = "nothing unusual in the " + (" and ".join([", ".join(known[:-1]), known[-1]]) if known[1:] else known[0])
         return [{"severity": "ok", "card": "loss", "text": text}] if records else []
-    return sorted(found, key=lambda each: _ORDER[each["severity"]])
+    return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
 
 
 def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[Finding]:

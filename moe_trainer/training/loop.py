@@ -87,7 +87,7 @@ def train(
             with timeouts.extended():
                 save_checkpoint(ctx, state)
             if ctx.metrics is not None:
-                ctx.metrics.event("save", state.iteration, f"saved a checkpoint to {ctx.args.output.save}")
+                ctx.metrics.saved(state.iteration)
         if decision.reason is not None:
             return decision
     if state.spread.repeats:

@@ -57,16 +57,16 @@ def test_dashboard_is_written_next_to_the_metrics_file(tmp_path):
     assert first["records"]["series"]["lm loss"] == [4.0] and first["status"] == "running"
     log.record(record(2, 3.0))
     log.validation("iteration 2", "validation", {"lm loss": 3.5}, 2, 8)
-    log.event("save", 2, "saved")
+    log.saved(2)
     log.close()
     run, lines = read_run(tmp_path / "dashboard.html"), (tmp_path / "metrics.jsonl").read_text().splitlines()
-    first, second, validation, event = map(json.loads, lines)
+    first, second, validation = map(json.loads, lines)
     assert run["records"]["iteration"] == [1, 2]
     for name, values in run["records"]["series"].items():
         assert values == pytest.approx([first[name], second[name]], rel=1e-4), name
     assert run["records"]["constants"]["mfu"] == pytest.approx(3.0 / 30.0)
     assert [(each["set"], each["lm loss"]) for each in run["validations"]] == [("validation", 3.5)]
-    assert [(each["kind"], each["text"]) for each in run["events"]] == [("save", "saved")]
+    assert [(each["kind"], each["text"]) for each in run["events"]] == [("save", "saved a checkpoint at iteration 2")]
     assert run["status"] == "finished" and run["head"]["train_iters"] == 2
     assert run["head"]["settings"] == head["all_settings"] and run["head"]["changed"] == ["lr"]
     assert run["progress"]["wall_s"] == pytest.approx(second["time"] - 1.0, abs=1.0)

@@ -67,6 +67,7 @@ WITHOUT_TORCH = (
     "moe_trainer.drawing",
     "moe_trainer.estimate",
     "moe_trainer.data.group_packing",
+    "moe_trainer.data.space_queue",
     "moe_trainer.launch_env",
     "moe_trainer.errors",
     "moe_trainer.exit_codes",
