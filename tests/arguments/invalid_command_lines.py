@@ -407,6 +407,9 @@ INVALID_LINES = (
     ("--record-step 3", "", "--record-step"),
     ("--record-step 0 --save out --save-interval 10", "", "--record-step"),
     ("--exit-signal-handler --exit-signal SIGKILL", "", "--exit-signal"),
+    ("--eval-tasks hellaswag", "", "--eval-tasks"),
+    ("--eval-tasks hellaswag --eval-tasks-interval 0", "", "--eval-tasks-interval"),
+    ("--eval-tasks-path tasks", "", "--eval-tasks-path"),
     # attention
     ("--multi-latent-attention --group-query-attention", "", "--multi-latent-attention"),
     ("--multi-latent-attention --rope-type rope", "", "--no-rope-fusion"),
