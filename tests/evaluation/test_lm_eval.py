@@ -227,3 +227,56 @@ def test_missing_tasks_of_a_run_are_an_error_before_it_trains(folder):
     done = run([*MODEL, *NO_DROPOUT, *flags.split()], folder)
     assert done.returncode == 2 and "--eval-tasks: nowhere: no such folder" in done.stderr
     assert "iteration        1" not in done.stdout and "Traceback" not in done.stderr
+
+
+def test_random_generators_are_left_as_they_were():
+    """Functions of task files may draw."""
+    import random
+
+    import numpy as np
+
+    from moe_trainer.evaluation.lm_eval_model import unchanged_random_state
+
+    def draw():
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    with unchanged_random_state():
+        inside = draw()
+    assert draw() == inside
+
+
+def test_answer_ends_before_the_end_token_and_the_first_stop():
+    from lm_eval.api.instance import Instance
+
+    from moe_trainer.evaluation.lm_eval_model import TrainedModel
+    from moe_trainer.evaluation.text import TextCodec
+
+    class Codes:
+        vocab_size, eod, pad, bos, unique_identifiers = 300, 0, None, None, {}
+
+        def tokenize(self, text):
+            return [*map(ord, text)]
+
+        def plain_text(self, ids):
+            return "".join(map(chr, ids))
+
+    class Recited:
+        """Writes one text whatever is asked."""
+
+        max_length = 32
+
+        def continue_greedily(self, prompts, max_tokens, is_finished):
+            self.prompts, text, written = prompts, [*b"one.two\0three."], []
+            while len(written) < max_tokens and not (written and is_finished(written)):
+                written.append(text[len(written)])
+            return [written for _ in prompts]
+
+    scorer = Recited()
+    model = TrainedModel(scorer, TextCodec(Codes()))
+    settings = ({"until": ["."], "max_gen_toks": 12}, {"until": ["three"], "max_gen_toks": 12}, {"max_gen_toks": 2})
+    requests = [Instance("generate_until", {}, ("q" * 40, each), 0, ("t", 0, 1)) for each in settings]
+    assert model.generate_until(requests) == ["one", "one.two", "on"]
+    assert len(scorer.prompts[0]) == 30  # positions for the answer are left
