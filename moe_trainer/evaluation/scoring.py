@@ -9,7 +9,7 @@ Shapes: B sequences of a batch, S padded length, V padded vocabulary, C scored t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,10 +21,11 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule, ScheduleInputs
 
-_VALUES = 2  # numbers per sequence that a reduction returns
+_MAX_LOGITS = 2**31  # of a batch; the last stage has them in memory
+_MAX_MICROBATCHES = 64  # of one run of the pipeline schedule, which plans all of them before the first
 
-Reduction = Callable[[int, Tensor], tuple[float, float]]
-"""Turns the number of a sequence and its logits [length, V] into two numbers."""
+Reduction = Callable[[int, Tensor], Iterable[tuple[int, float, float]]]
+"""Turns the number of a sequence and its logits [length, V] into results: an index, and two numbers."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Model:
         ps: process groups.
         device: of the parameters.
         max_length: number of positions.
+        vocab_size: padded.
         length_multiple: that a padded length must have (sequence parallelism).
     """
 
@@ -45,6 +47,7 @@ class Model:
     ps: ParallelState
     device: torch.device
     max_length: int
+    vocab_size: int
     length_multiple: int = 1
 
 
@@ -64,17 +67,22 @@ class Scorer:
 
         Communication: two numbers per sequence, summed over the data-parallel group and sent by the last stage.
         """
+        # choices of one token share their text
+        texts: dict[tuple[int, ...], list[int]] = {}
+        for number, sequence in enumerate(sequences):
+            texts.setdefault(tuple(sequence[:-1]), []).append(number)
+        members = list(texts.values())
 
-        def reduce(number: int, logits_SV: Tensor) -> tuple[float, float]:
-            count = scored[number]
-            logits_CV = logits_SV[-count:].float()
-            target_C = torch.tensor(sequences[number][-count:], device=logits_CV.device)
-            target_logit_C = logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1)
-            log_prob_C = target_logit_C - logits_CV.logsumexp(dim=1)
-            is_greedy = bool((logits_CV.argmax(dim=1) == target_C).all())
-            return float(log_prob_C.double().sum()), float(is_greedy)
+        def reduce(text: int, logits_SV: Tensor) -> Iterator[tuple[int, float, float]]:
+            for number in members[text]:
+                count = scored[number]
+                logits_CV = logits_SV[-count:].float()
+                target_C = torch.tensor(sequences[number][-count:], device=logits_CV.device)
+                log_prob_C = logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1) - logits_CV.logsumexp(dim=1)
+                is_greedy = bool((logits_CV.argmax(dim=1) == target_C).all())
+                yield number, float(log_prob_C.double().sum()), float(is_greedy)
 
-        values = self._run([sequence[:-1] for sequence in sequences], reduce)
+        values = self._run(list(texts), reduce, len(sequences))
         return [(log_prob, is_greedy > 0) for log_prob, is_greedy in values]
 
     def continue_greedily(
@@ -88,7 +96,7 @@ class Scorer:
         active = [*range(len(prompts))] if max_tokens > 0 else []
         while active:
             texts = [[*prompts[number], *written[number]][-self.max_length :] for number in active]
-            tokens = self._run(texts, lambda number, logits_SV: (float(logits_SV[-1].argmax()), 0.0))
+            tokens = self._run(texts, lambda text, logits_SV: [(text, float(logits_SV[-1].argmax()), 0.0)], len(texts))
             for number, (token, _) in zip(active, tokens, strict=True):
                 written[number].append(int(token))
             active = [
@@ -96,55 +104,52 @@ class Scorer:
             ]
         return written
 
-    def _run(self, sequences: Sequence[Sequence[int]], reduce: Reduction) -> list[tuple[float, float]]:
-        """Run the sequences through the model and return what `reduce` makes of each one's logits. Collective."""
+    def _run(self, texts: Sequence[Sequence[int]], reduce: Reduction, num_results: int) -> list[tuple[float, float]]:
+        """Run the texts through the model and return the results that `reduce` makes of their logits. Collective."""
         ps = self.model.ps
-        values = torch.zeros(len(sequences), _VALUES, dtype=torch.float64)
-        if sequences:
-            batches = self._plan(sequences)
+        values = torch.zeros(num_results, 2, dtype=torch.float64)
+        if texts:
             with _evaluation_mode(self.model.chunks), torch.no_grad():
-                for numbers, found in zip(batches, self._forward(sequences, batches, reduce), strict=False):
-                    for number, pair in zip(numbers, found, strict=True):
-                        values[number] = torch.tensor(pair, dtype=torch.float64)
+                batches = self._plan(texts)
+                for start in range(0, len(batches), _MAX_MICROBATCHES):
+                    for found in self._forward(texts, batches[start : start + _MAX_MICROBATCHES], reduce):
+                        for index, *pair in found:
+                            values[index] = torch.tensor(pair, dtype=torch.float64)
         values = values.to(self.model.device)
         if ps.is_last_stage:
             values = collectives.all_reduce(values, ps.dp)
         values = collectives.broadcast(values, ps.pp, src=ps.pp.size - 1)
         return [(first, second) for first, second in values.tolist()]
 
-    def _plan(self, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return this rank's batches, as numbers of sequences of similar length; every rank gets as many batches.
+    def _plan(self, texts: Sequence[Sequence[int]]) -> list[tuple[list[int], int, int]]:
+        """Return this rank's batches: numbers of texts of similar length, rows, and the padded length.
 
-        The batches that are computed at the same time have one shape, because expert parallelism joins them. A rank
-        without a sequence of its own gets an empty batch, which is computed with padding only.
+        What ranks compute at the same time has one shape, because expert parallelism joins it. Rows without a text are
+        padding.
         """
-        ps = self.model.ps
-        order = sorted(range(len(sequences)), key=lambda number: (-len(sequences[number]), number))
-        step = self.batch_size * ps.dp.size
-        together = [order[start : start + step] for start in range(0, len(order), step)]
-        return [numbers[ps.dp.rank :: ps.dp.size] for numbers in together]
+        num_ranks, multiple = self.model.ps.dp.size, self.model.length_multiple
+        order = sorted(range(len(texts)), key=lambda number: (-len(texts[number]), number))
+        batches, start = [], 0
+        while start < len(order):
+            length = -(-len(texts[order[start]]) // multiple) * multiple
+            most = max(1, min(self.batch_size, _MAX_LOGITS // (length * self.model.vocab_size)))
+            together = order[start : start + most * num_ranks]
+            start += len(together)
+            batches.append((together[self.model.ps.dp.rank :: num_ranks], -(-len(together) // num_ranks), length))
+        return batches
 
     def _forward(
-        self, sequences: Sequence[Sequence[int]], batches: Sequence[Sequence[int]], reduce: Reduction
-    ) -> list[list[tuple[float, float]]]:
+        self, texts: Sequence[Sequence[int]], batches: Sequence[tuple[list[int], int, int]], reduce: Reduction
+    ) -> list[list[tuple[int, float, float]]]:
         """Run the batches in the order of the pipeline schedule; returns nothing on ranks before the last stage."""
-        model, step = self.model, self.batch_size * self.model.ps.dp.size
-        lengths = sorted((len(sequence) for sequence in sequences), reverse=True)
-        multiple = model.length_multiple
-
-        def shape(index: int) -> tuple[int, int]:
-            """Return the rows and the padded length of the batches that all ranks compute at this time."""
-            together = lengths[index * step : (index + 1) * step]
-            rows = -(-len(together) // model.ps.dp.size)
-            return rows, -(-together[0] // multiple) * multiple
+        model = self.model
 
         def forward_step(chunk: int, index: int, x_SBH: Tensor | None) -> tuple[Tensor, list | None]:
-            rows, length = shape(index)
-            numbers = batches[index]
+            numbers, rows, length = batches[index]
             tokens_BS = torch.zeros(rows, length, dtype=torch.int64)
             for row, number in enumerate(numbers):
-                tokens_BS[row, : len(sequences[number])] = torch.tensor(sequences[number])
-            filled = [len(sequences[number]) for number in numbers] + [0] * (rows - len(numbers))
+                tokens_BS[row, : len(texts[number])] = torch.tensor(texts[number])
+            filled = [len(texts[number]) for number in numbers] + [0] * (rows - len(numbers))
             position_ids_BS = torch.arange(length, device=model.device).expand(rows, -1)
             output = model.chunks[chunk](
                 tokens_BS.to(model.device),
@@ -154,14 +159,16 @@ class Scorer:
             )
             if not model.chunks[chunk].layout.has_loss:
                 return output, None
-            found = [reduce(number, output[row, : filled[row]]) for row, number in enumerate(numbers)]
+            found = [
+                result for row, number in enumerate(numbers) for result in reduce(number, output[row, : filled[row]])
+            ]
             return output.new_zeros(()), found
 
         return model.schedule.run(
             ScheduleInputs(
                 forward_step,
                 len(batches),
-                spec=lambda chunk, index: model.chunks[chunk].input_spec(*shape(index)),
+                spec=lambda chunk, index: model.chunks[chunk].input_spec(*batches[index][1:]),
                 forward_only=True,
             )
         )

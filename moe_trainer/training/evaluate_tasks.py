@@ -68,7 +68,7 @@ def as_model(ctx: TrainContext) -> Model:
         )
     max_length = args.model.max_position_embeddings or args.data.seq_length
     # tensor-parallel ranks share the tokens of a sequence
-    return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, length_multiple=ps.tp.size)
+    return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, ctx.padded_vocab_size, ps.tp.size)
 
 
 def run_tasks(ctx: TrainContext, evaluation: TaskEvaluation) -> dict[str, Any]:
