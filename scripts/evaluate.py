@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = "run tasks that execute code which the model writes"
     add("--confirm-run-unsafe-code", action="store_true", help=text)
     add("--output", type=Path, metavar="FILE", help="write figures and routing statistics as JSON")
+    add("--report-html", type=Path, metavar="FILE", help="write a page with the figures and maps of the experts")
     add("--table", type=Path, nargs="+", metavar="FILE", help="print a Markdown table of results that were written")
     return parser
 
@@ -88,8 +90,10 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             problems.append(f"--{name.replace('_', '-')} {value} must be above 0")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         problems.append(f"--num-fewshot {options.num_fewshot} must not be below 0")
-    if options.output is not None and not options.output.resolve().parent.is_dir():
-        problems.append(f"--output {options.output}: no such folder")
+    for name in ("output", "report_html"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+            problems.append(f"--{name.replace('_', '-')} {path}: not a file in an existing folder")
     if problems:
         parser.error("; ".join(problems))
     return options, flags
@@ -112,7 +116,8 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     if not Path(options.source).is_dir():
         raise ValueError(f"{options.source}: no such checkpoint directory or Hugging Face folder")
 
-    from moe_trainer.evaluation.routing import routing_table
+    from moe_trainer.drawing.report_page import write_report
+    from moe_trainer.evaluation.routing import routing_figures, routing_table
     from moe_trainer.parallel.state import close_groups
     from moe_trainer.training.evaluate_tasks import bind_tasks, run_tasks
     from moe_trainer.training.inference import load_for_inference
@@ -124,15 +129,17 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     assert evaluation.counter is not None
     routing = evaluation.counter.gather()
     if ctx.ps.world.rank == 0:
-        print(f"{options.source}, iteration {loaded.state.iteration}")
-        print(harness.results_table(results))
-        if routing:
-            print(routing_table(routing))
+        title = f"{options.source}, iteration {loaded.state.iteration}"
+        lines = [title, harness.results_table(results), *([routing_table(routing)] if routing else [])]
+        print("\n".join(lines))
         if options.output is not None:
             content = {"model": options.source, "iteration": loaded.state.iteration, **results, "routing": routing}
             with atomic_write(options.output) as file:
                 json.dump(content, file, indent=1, default=str)
                 file.write("\n")
+        if options.report_html is not None:
+            command = shlex.join(["python", "scripts/evaluate.py", *sys.argv[1:]])
+            write_report(options.report_html, f"Tasks: {title}", command, list(routing_figures(routing)), lines)
     close_groups(ctx.ps)
     return ExitCode.OK
 

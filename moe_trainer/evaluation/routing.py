@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_trainer.drawing.load_map import busiest_text, load_map
+from moe_trainer.drawing.report_page import Figure
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel import collectives
@@ -71,16 +73,14 @@ class RoutingCounter:
 def routing_table(routing: Mapping[str, Mapping[str, Sequence]]) -> str:
     """Return one line per task and layer: the load of every expert as a shade, and the busiest ones with their shares.
 
-    A balanced expert, with the mean load, has the shade in the middle; the darkest has twice as much or more.
+    An expert with the mean load has the shade in the middle; the darkest has twice as much or more.
     """
     rows = []
     for task, table in routing.items():
         for layer, counts in zip(table["layers"], table["tokens_per_expert"], strict=True):
-            total, mean = max(sum(counts), 1), max(sum(counts) / len(counts), 1e-9)
+            mean = max(sum(counts) / len(counts), 1e-9)
             shades = "".join(_SHADES[min(int(count / mean / 2 * len(_SHADES)), len(_SHADES) - 1)] for count in counts)
-            busiest = sorted(range(len(counts)), key=lambda expert: -counts[expert])[:3]
-            shares = ", ".join(f"{expert} ({counts[expert] / total:.1%})" for expert in busiest)
-            rows.append((task, str(layer), shades, shares))
+            rows.append((task, str(layer), shades, busiest_text(counts)))
     if not rows:
         return ""
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -89,3 +89,14 @@ def routing_table(routing: Mapping[str, Mapping[str, Sequence]]) -> str:
         for task, layer, shades, shares in rows
     ]
     return "\n".join(["experts by task (load of experts 0, 1, ...; busiest experts and their shares):", *lines])
+
+
+def routing_figures(routing: Mapping[str, Mapping[str, Sequence]]) -> Iterator[Figure]:
+    """Yield a map of loads for each task, all with the same rows and columns."""
+    for task, table in routing.items():
+        rows = [(f"layer {layer}", counts) for layer, counts in zip(table["layers"], table["tokens_per_expert"])]
+        if rows:
+            picture = load_map(
+                f"loads of experts in task {task}", "Tokens of experts, over the mean of their layer", rows
+            )
+            yield Figure(f"Experts that serve {task}", picture)

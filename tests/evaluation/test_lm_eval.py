@@ -153,7 +153,9 @@ def test_routing_of_a_task_counts_its_tokens(folder, alone):
 
 
 def test_limit_and_examples_before_questions(folder):
-    few = evaluate_on(folder, 1, "ck", "--limit", "4")
+    few = evaluate_on(folder, 1, "ck", "--limit", "4", "--report-html", "report.html")
+    page = (folder / "report.html").read_text()
+    assert all(f"Experts that serve {task}" in page for task in TASKS.split(",")) and "|sound_choice|" in page
     assert few["n-samples"]["sound_choice"] == {"original": 20, "effective": 4}
     assert few["n-shot"] == {"sound_choice": 1, "sound_text": 0, "sound_answer": 0}
     without = evaluate_on(folder, 1, "ck", "--limit", "4", "--num-fewshot", "0")
