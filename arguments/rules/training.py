@@ -44,6 +44,7 @@ TRAINING_ONLY = (
     "exit_signal_handler",
     "iterations_to_skip",
     "record_step",
+    "eval_tasks",
     "dump_step",
     "error_injection_rate",
     "rampup_batch_size",

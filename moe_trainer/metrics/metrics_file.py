@@ -97,13 +97,13 @@ def open_metrics_file(path: str, start_iteration: int | None) -> MetricsFile:
 
 
 def _last_validations(target: Path) -> frozenset[str]:
-    """Return validations and tasks after the last iteration's record; a finished run that starts again repeats them."""
+    """Return the validations after the last iteration's record; a finished run that is started again repeats them."""
     if not target.is_file():
         return frozenset()
     with target.open("rb") as stream:
         stream.seek(max(0, target.stat().st_size - _TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
-    return frozenset(takewhile(lambda line: line.startswith(('{"validation"', '{"task"')), reversed(lines)))
+    return frozenset(takewhile(lambda line: line.startswith('{"validation"'), reversed(lines)))
 
 
 def _free_name(target: Path) -> Path:

@@ -9,7 +9,7 @@ import torch
 from arguments.output import OutputArgs
 from moe_trainer.errors import UserError
 from moe_trainer.metrics.iteration import IterationRecord, StepResult
-from moe_trainer.metrics.logger import LogOptions, MetricsLogger
+from moe_trainer.metrics.logger import LogOptions, MetricsLogger, TaskMetric
 from moe_trainer.metrics.metrics_file import open_metrics_file
 
 
@@ -130,6 +130,28 @@ def test_validation_record_and_line(tmp_path, capsys):
         "ppl": math.exp(2.0),
     }
     assert "validation loss at iteration 200 on test set | lm loss value: 2.000000E+00" in capsys.readouterr().out
+
+
+def test_figures_of_tasks_are_recorded_and_dropped_where_iterations_repeat(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    figures = [TaskMetric("arc_easy", "acc", 0.25, 0.01), TaskMetric("pile", "bits_per_byte", 1.5, None)]
+
+    def log_tasks(start, *iterations):
+        log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, str(path)), 1, start, {})
+        for iteration in iterations:
+            log.record(record(iteration, 2.0))
+            log.tasks(iteration, 8, figures)
+        log.close()
+
+    log_tasks(0, 1, 2)
+    log_tasks(1, 2)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["iteration"], r.get("task")) for r in records] == [
+        (iteration, task) for iteration in (1, 2) for task in (None, "arc_easy", "pile")
+    ]
+    assert records[1] == {"task": "arc_easy", "iteration": 1, "metric": "acc", "value": 0.25, "stderr": 0.01}
+    assert " tasks at iteration 2 | arc_easy acc: 0.2500 | pile bits_per_byte: 1.5000 | " in capsys.readouterr().out
+    assert '"task"' not in path.with_name("dashboard.html").read_text()  # it draws records of iterations
 
 
 def test_tensorboard_scalars_have_the_names_of_megatron(tmp_path, capsys):

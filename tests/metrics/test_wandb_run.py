@@ -8,7 +8,7 @@ import pytest
 from metrics.test_logger import record
 
 from arguments.output import OutputArgs
-from moe_trainer.metrics.logger import LogOptions, MetricsLogger
+from moe_trainer.metrics.logger import LogOptions, MetricsLogger, TaskMetric
 
 
 class FakeRun:
@@ -62,6 +62,7 @@ def log_job(folder, start, stop, resumes_own_run=False, killed=False, **flags):
         log.record(record(iteration, 10.0 - iteration))
     if not killed:
         log.validation(f"iteration {stop}", "validation", {"lm loss": 3.5}, stop, 8)
+        log.tasks(stop, 8, [TaskMetric("arc_easy", "acc", 0.25, 0.01)])
         log.close()
 
 
@@ -76,6 +77,7 @@ def test_wandb_values_equal_those_of_tensorboard(tmp_path, server):
     )
     assert run.init_args["dir"] == f"{tmp_path}/wandb" and "id" not in run.init_args and run.finished
     assert [(step, row["lm loss"]) for step, row in run.rows.items()] == [(1, 9.0), (2, 8.0)]
+    assert run.rows[2]["tasks/arc_easy/acc"] == 0.25
     assert run.rows[2]["lm loss validation"] == 3.5 and {
         "learning-rate",
         "grad-norm",
