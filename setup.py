@@ -36,7 +36,7 @@ setup(
         "gs": ["gcsfs"],
         "msc": ["multi-storage-client[fsspec]"],
         "parquet": ["pyarrow"],
-        "evaluation": ["lm-eval", "transformers"],
+        "evaluation": ["lm-eval>=0.4.13", "transformers"],
         "docs": ["mkdocs", "mkdocs-material"],
         "dev": [
             "ruff",

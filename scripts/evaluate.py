@@ -20,11 +20,14 @@ import json
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.exit_codes import ExitCode
+
+_WAIT_S = 5.0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,9 +70,14 @@ def main(words: list[str]) -> int:
             return ExitCode.OK
         return _evaluate(options, flags)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"evaluate.py: {error}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":  # rank 0 usually has the same error, and its end ends this process
+            time.sleep(_WAIT_S)
+        print(f"evaluate.py: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR
+    except KeyboardInterrupt:
+        print("evaluate.py: interrupted", file=sys.stderr, flush=True)
+        return ExitCode.INTERRUPTED
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:

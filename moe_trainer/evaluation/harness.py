@@ -39,10 +39,13 @@ def open_harness() -> Any:
     """Import lm_eval_model.py. Tasks are read from this machine unless the environment sets HF_HUB_OFFLINE=0.
 
     Raises:
-        UserError: if lm-eval is not installed.
+        UserError: if lm-eval is not installed, or another version of it.
     """
     for name, value in _ENVIRONMENT:
         os.environ.setdefault(name, value)
     if (problem := import_problem("lm_eval")) is not None:
         raise UserError(f"tasks need EleutherAI's harness, but {problem} (pip install lm-eval)")
-    return importlib.import_module("moe_trainer.evaluation.lm_eval_model")
+    try:
+        return importlib.import_module("moe_trainer.evaluation.lm_eval_model")
+    except ImportError as error:
+        raise UserError(f"the installed lm-eval is too old or incomplete: {error} (pip install -U lm-eval)") from error

@@ -179,6 +179,8 @@ def find_tasks(options: TaskOptions) -> TaskRunner:
     Raises:
         UserError: for an unknown task, with names like it, a folder or file that is missing, and tasks that run code.
     """
+    if not options.tasks:
+        raise UserError("no task is named")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default of a task file
     folder = options.include_path
     if folder is not None and not Path(folder).is_dir():

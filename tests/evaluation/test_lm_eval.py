@@ -202,6 +202,7 @@ def test_tasks_between_iterations_change_no_loss(folder, alone):
         ("ck --tasks lost --include-path broken", "task lost: FileNotFoundError: Unable to find"),
         ("ck --tasks long --include-path broken", "answers of 64 tokens (max_gen_toks), the model has 64 positions"),
         ("ck --tasks sampled --include-path broken", "only greedy decoding"),
+        ("ck --tasks , --include-path tasks", "no task is named"),
         ("ck --tasks torn --include-path broken", "task torn: "),
         ("ck --tasks sound_choice --include-path tasks --frobnicate", "--frobnicate: this flag is unknown"),
     ],

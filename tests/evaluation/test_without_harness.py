@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import pytest
 
@@ -21,6 +22,20 @@ def test_missing_harness_is_named_with_its_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"lm_eval is not installed \(pip install lm-eval\)"):
         open_harness()
+
+
+def test_other_version_of_the_harness_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "moe_trainer.evaluation.lm_eval_model", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", types.ModuleType("lm_eval"))  # without what is used
+    with pytest.raises(UserError, match="too old or incomplete: .*lm_eval"):
+        open_harness()
+
+
+def test_error_of_another_rank_names_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(evaluate, "_WAIT_S", 0.0)
+    assert evaluate.main(["--table", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err.startswith("evaluate.py: rank 3: --table ")
 
 
 def write_results(path, values):
