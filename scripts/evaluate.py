@@ -47,6 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-fewshot", type=int, metavar="N", help=text)
     add("--limit", type=int, metavar="N", help="only the first N questions of each task, to try it")
     add("--batch-size", type=int, default=8, metavar="N", help="texts of a batch on each rank (default: %(default)s)")
+    text = "write prompts as conversations, by the chat template of the tokenizer's folder"
+    add("--apply-chat-template", action="store_true", help=text)
     text = "run tasks that execute code which the model writes"
     add("--confirm-run-unsafe-code", action="store_true", help=text)
     add("--output", type=Path, metavar="FILE", help="write figures and routing statistics as JSON")
@@ -117,7 +119,12 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     require_packages("torch", "numpy", "safetensors")
     tasks, num_fewshot = expand_tasks(split_names([options.tasks]), options.num_fewshot)
     task_options = TaskOptions(
-        tasks, options.include_path, num_fewshot, options.limit, runs_code=options.confirm_run_unsafe_code
+        tasks,
+        options.include_path,
+        num_fewshot,
+        options.limit,
+        runs_code=options.confirm_run_unsafe_code,
+        uses_chat_template=options.apply_chat_template,
     )
     harness = open_harness()
     runner = harness.find_tasks(task_options)  # before a large model is loaded

@@ -146,6 +146,10 @@ class TemplateFormat:
             return ChatText(text, None)
         return ChatText(text, trained if self._has_marks else self._find_turns(messages, text))
 
+    def write_prompt(self, messages: Sequence[ChatMessage]) -> str:
+        """Return the text of a conversation up to the header of the assistant's next turn. Raises as `write`."""
+        return _cut_marks(self._render(messages, add_generation_prompt=True))[0]
+
     def _find_turns(self, messages: Sequence[ChatMessage], text: str) -> tuple[tuple[int, int], ...]:
         """Return what the text gains by each turn of the assistant, after its header."""
         trained = []

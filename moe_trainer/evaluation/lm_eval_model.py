@@ -45,10 +45,24 @@ logger = logging.getLogger(__name__)
 
 
 class TrainedModel(TemplateLM):
-    """The harness's interface to a model. `counter` counts the tokens of experts by task."""
+    """The harness's interface to a model.
 
-    def __init__(self, scorer: Scorer, codec: TextCodec, counter: RoutingCounter | None = None):
+    Args:
+        scorer: of the model.
+        codec: of its tokenizer.
+        counter: counts the tokens of experts by task.
+        write_prompt: turns a conversation into text up to the answer; None without a chat template.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        codec: TextCodec,
+        counter: RoutingCounter | None = None,
+        write_prompt: Callable[[Sequence[Any]], str] | None = None,
+    ):
         super().__init__()
+        self._write_prompt = write_prompt
         self._scorer, self._codec, self._counter = scorer, codec, counter
         self.max_length = scorer.max_length
 
@@ -57,11 +71,21 @@ class TrainedModel(TemplateLM):
         return self._codec.eos
 
     @property
+    def tokenizer_name(self) -> str:
+        return "of the checkpoint"  # a key of the harness's cache of requests, which is not used
+
+    @property
     def prefix_token_id(self) -> int:
         return self._codec.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self._codec.encode(string, add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        assert self._write_prompt is not None
+        if not add_generation_prompt:
+            raise UserError("the task begins the answers (gen_prefix), which is not implemented with a chat template")
+        return self._write_prompt(chat_history)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return self._by_task(requests, lambda part: super(TrainedModel, self).loglikelihood(part, disable_tqdm=True))
@@ -170,6 +194,8 @@ class TaskRunner:
                     bootstrap_iters=self.options.bootstrap_iters,
                     log_samples=False,
                     confirm_run_unsafe_code=self.options.runs_code,
+                    apply_chat_template=self.options.uses_chat_template,
+                    fewshot_as_multiturn=self.options.uses_chat_template,
                 )
 
 

@@ -17,6 +17,7 @@ class TaskOptions:
         limit: number of questions of each task; None for all.
         bootstrap_iters: resamplings for standard errors without a closed form; 0 for no standard errors.
         runs_code: tasks may run code that the model writes.
+        uses_chat_template: prompts are written as conversations.
     """
 
     tasks: tuple[str, ...]
@@ -25,6 +26,7 @@ class TaskOptions:
     limit: int | None = None
     bootstrap_iters: int = 1000
     runs_code: bool = False
+    uses_chat_template: bool = False
 
     def get_num_fewshot(self, task: str) -> int | None:
         """Return the examples before each question of a task, None for what the task says."""

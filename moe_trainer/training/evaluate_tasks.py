@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from moe_trainer.data.chat_templates import TemplateFormat
 from moe_trainer.data.tokenizer import Tokenizer
-from moe_trainer.errors import UserError
+from moe_trainer.data.tokenizer_libraries import open_sft
+from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.evaluation.finermoe import expand_tasks
 from moe_trainer.evaluation.harness import TaskEvaluation, open_harness
 from moe_trainer.evaluation.options import TaskOptions, split_names
@@ -50,8 +52,19 @@ def bind_tasks(
         UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.
     """
     counter = RoutingCounter(ctx.chunks, ctx.ps) if counts_routing else None
-    model = open_harness().TrainedModel(Scorer(as_model(ctx), batch_size), TextCodec(tokenizer), counter)
+    write_prompt = _open_chat_template(ctx).write_prompt if runner.options.uses_chat_template else None
+    model = open_harness().TrainedModel(Scorer(as_model(ctx), batch_size), TextCodec(tokenizer), counter, write_prompt)
     return TaskEvaluation(runner, model, counter)
+
+
+def _open_chat_template(ctx: TrainContext) -> TemplateFormat:
+    data = ctx.args.data
+    if data.tokenizer_model is None:
+        raise UserError("a chat template needs --tokenizer-model: the folder of a Hugging Face tokenizer")
+    with as_user_error("chat template"):
+        chat_format = open_sft(data.tokenizer_model, data.special_tokens or [], "default", data.chat_template).format
+    assert isinstance(chat_format, TemplateFormat)
+    return chat_format
 
 
 def as_model(ctx: TrainContext) -> Model:

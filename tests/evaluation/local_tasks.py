@@ -29,8 +29,9 @@ def write_tokenizer(folder: Path, texts: list[str]) -> None:
     """Write a Hugging Face folder with a byte-level BPE."""
     folder.mkdir()
     train_byte_level_bpe(texts, ["<|end|>"]).save(str(folder / "tokenizer.json"))
-    roles = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
 
 
 def write_tasks(folder: Path) -> Path:

@@ -83,7 +83,7 @@ def figures(results):
     }
 
 
-def harness_model(folder, monkeypatch):
+def harness_model(folder):
     """Return lm-eval's own `hf` model; it imports accelerate, which one process on a CPU does not use."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
@@ -92,29 +92,46 @@ def harness_model(folder, monkeypatch):
         for module in absent:
             setattr(module, name, None)
     absent[0].find_executable_batch_size = lambda *args, **kwargs: lambda function: function
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for module in absent:
             patch.setitem(sys.modules, module.__name__, module)
         from lm_eval.models.huggingface import HFLM
     return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4)
 
 
-def test_figures_equal_those_of_the_exported_model_in_transformers(folder, alone, monkeypatch):
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """Return figures of lm-eval's own `hf` model on the exported one, without and with a chat template."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    theirs = simple_evaluate(
-        harness_model(folder, monkeypatch),
-        tasks=TASKS.split(","),
-        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
-        bootstrap_iters=0,
-    )
-    expected, found = figures(theirs), figures(alone)
-    assert len(expected) == 6 and {f"{value:.4f}" for value in expected.values()} - {"0.0000", "1.0000"}
-    assert {key: f"{value:.4f}" for key, value in found.items()} == {
-        key: f"{value:.4f}" for key, value in expected.items()
+    model = harness_model(folder)
+    manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    return {
+        chat: figures(
+            simple_evaluate(
+                model, tasks=TASKS.split(","), task_manager=manager, bootstrap_iters=0, apply_chat_template=chat
+            )
+        )
+        for chat in (False, True)
     }
+
+
+def printed(values):
+    return {key: f"{value:.4f}" for key, value in values.items()}
+
+
+def test_figures_equal_those_of_the_exported_model_in_transformers(folder, alone, theirs):
+    assert len(theirs[False]) == 6 and {*printed(theirs[False]).values()} - {"0.0000", "1.0000"}
+    assert printed(figures(alone)) == printed(theirs[False])
     assert alone["iteration"] == 60 and alone["n-samples"]["sound_choice"]["effective"] == 20
+
+
+def test_chat_template_is_applied_as_in_transformers(folder, alone, theirs):
+    found = evaluate_on(folder, 1, "ck", "--apply-chat-template")
+    assert printed(figures(found)) == printed(theirs[True])
+    counts = [sum(map(sum, each["routing"]["sound_choice"]["tokens_per_expert"])) for each in (alone, found)]
+    assert counts[0] < counts[1]  # of the headers
 
 
 @pytest.mark.parametrize(
