@@ -10,11 +10,10 @@ Tokens are split, cut off and stopped as the harness's `hf` model does, so that 
 from __future__ import annotations
 
 import difflib
-import io
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lm_eval.api import task as task_module
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
@@ -35,11 +35,14 @@ from moe_trainer.evaluation.options import TaskOptions
 from moe_trainer.evaluation.routing import RoutingCounter
 from moe_trainer.evaluation.scoring import Scorer
 from moe_trainer.evaluation.text import TextCodec
-from moe_trainer.parallel.trace import CommunicationError
 
 DEFAULT_NEW_TOKENS = 256  # of the harness's hf model
 _SEED = 1234  # of the harness's few-shot sampling
 _NUM_NEAR_NAMES = 4
+_DATA_HINT = (
+    " (data come from files of this machine, with dataset_path: json and data_files, or from the cache of Hugging Face "
+    "data sets)"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +162,7 @@ class TrainedModel(TemplateLM):
         def is_finished(tokens: Sequence[int]) -> bool:
             return tokens[-1] == eos or any(stop in decode(tokens) for stop in stops if stop)
 
-        prompts = [self.tok_encode(context)[-max_context:] for context in contexts]
+        prompts = [self.tok_encode(context)[-max_context:] or [self.prefix_token_id] for context in contexts]
         written = self._scorer.continue_greedily(prompts, max_tokens, is_finished)
         return [postprocess_generated_text(decode(_until(tokens, eos)), stops, None) for tokens in written]
 
@@ -183,20 +186,19 @@ class TaskRunner:
         Raises:
             UserError: if a task is wrong, or cannot be run with this model.
         """
-        with _name_task_errors(self.options.tasks), unchanged_random_state():
+        with _name_task_errors(self.options.tasks), unchanged_random_state(), _without_progress_bars():
             for task in self.loaded["tasks"].values():
                 task.set_fewshot_seed(_SEED)
-            with redirect_stderr(io.StringIO()):  # a progress bar for every task on every rank
-                return evaluate(
-                    model,
-                    self.loaded,
-                    limit=self.options.limit,
-                    bootstrap_iters=self.options.bootstrap_iters,
-                    log_samples=False,
-                    confirm_run_unsafe_code=self.options.runs_code,
-                    apply_chat_template=self.options.uses_chat_template,
-                    fewshot_as_multiturn=self.options.uses_chat_template,
-                )
+            return evaluate(
+                model,
+                self.loaded,
+                limit=self.options.limit,
+                bootstrap_iters=self.options.bootstrap_iters,
+                log_samples=False,
+                confirm_run_unsafe_code=self.options.runs_code,
+                apply_chat_template=self.options.uses_chat_template,
+                fewshot_as_multiturn=self.options.uses_chat_template,
+            )
 
 
 def find_tasks(options: TaskOptions) -> TaskRunner:
@@ -219,7 +221,7 @@ def find_tasks(options: TaskOptions) -> TaskRunner:
     _check_names(options.tasks, list(manager.task_index))
     loaded: TaskDict = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in options.tasks:
-        with _name_task_errors([name]), unchanged_random_state():
+        with _name_task_errors([name], _DATA_HINT), unchanged_random_state():
             found = manager.load([name])
         num_fewshot = options.get_num_fewshot(name)
         for task in found["tasks"].values():
@@ -245,17 +247,15 @@ def _check_names(names: Sequence[str], known: Sequence[str]) -> None:
 
 
 @contextmanager
-def _name_task_errors(names: Sequence[str]) -> Iterator[None]:
+def _name_task_errors(names: Sequence[str], hint: str = "") -> Iterator[None]:
+    """Turn an error of the harness, its libraries or a task file into a UserError; RuntimeError is of the model."""
     try:
         yield
-    except (UserError, CommunicationError, torch.cuda.OutOfMemoryError):
+    except (UserError, RuntimeError):
         raise
-    except Exception as error:  # of the harness, its libraries and task files: any type
+    except Exception as error:  # task files are programs
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-        raise UserError(
-            f"task {', '.join(names)}: {type(error).__name__}: {reason} (data come from files of this machine, with "
-            "dataset_path: json and data_files, or from the cache of Hugging Face data sets)"
-        ) from error
+        raise UserError(f"task {', '.join(names)}: {type(error).__name__}: {reason}{hint}") from error
 
 
 def _make_manager(folder: str | None, with_own: bool) -> TaskManager:
@@ -269,6 +269,17 @@ def results_table(results: Mapping[str, Any]) -> str:
     """Return the harness's table of results."""
     groups = f"\n{make_table(results, 'groups')}" if results.get("groups") else ""
     return f"{make_table(results)}{groups}"
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Hide the harness's progress bars: one for every task on every rank, of steps that take no time."""
+    shown = task_module.tqdm
+    task_module.tqdm = lambda iterable, **settings: iterable
+    try:
+        yield
+    finally:
+        task_module.tqdm = shown
 
 
 @contextmanager

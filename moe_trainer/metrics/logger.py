@@ -340,7 +340,7 @@ class MetricsLogger:
         for each in figures:
             if self._file is not None:
                 record = {"task": each.task, "iteration": iteration, "metric": each.metric, "value": each.value}
-                self._append(record | {"stderr": each.stderr})
+                self._append(record | {"stderr": each.stderr, "time": time.time()})
             self._scalar(f"tasks/{each.task}/{each.metric}", each.value, iteration, samples)
         self.flush()
 

@@ -191,7 +191,7 @@ def test_tasks_between_iterations_change_no_loss(folder, alone):
         assert done.returncode == 0, done.stderr
     plain, records = read_metrics(folder / "without.jsonl"), read_metrics(folder / "with.jsonl")
     tasks = [record for record in records if "task" in record]
-    assert [r["lm loss"] for r in records if "task" not in r] == [r["lm loss"] for r in plain]
+    assert [r["lm loss"] for r in records if "lm loss" in r] == [r["lm loss"] for r in plain]
     assert [r["iteration"] for r in tasks] == [2] * 6 + [4] * 6 + [5] * 6
     assert " tasks at iteration 5 | sound_choice acc: " in done.stdout
     # the last ones are those of the saved model
@@ -300,3 +300,5 @@ def test_answer_ends_before_the_end_token_and_the_first_stop():
     requests = [Instance("generate_until", {}, ("q" * 40, each), 0, ("t", 0, 1)) for each in settings]
     assert model.generate_until(requests) == ["one", "one.two", "on"]
     assert len(scorer.prompts[0]) == 30  # positions for the answer are left
+    model.generate_until([Instance("generate_until", {}, ("", settings[0]), 0, ("t", 0, 1))])
+    assert scorer.prompts == [[0]]  # a text without context begins with the end of another

@@ -25,7 +25,8 @@ def test_missing_harness_is_named_with_its_install_line(monkeypatch):
 
 
 def test_other_version_of_the_harness_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "moe_trainer.evaluation.lm_eval_model", raising=False)
+    for name in [name for name in sys.modules if name.startswith(("moe_trainer.evaluation.lm_eval_model", "lm_eval"))]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", types.ModuleType("lm_eval"))  # without what is used
     with pytest.raises(UserError, match="too old or incomplete: .*lm_eval"):
         open_harness()

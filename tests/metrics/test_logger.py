@@ -149,9 +149,10 @@ def test_figures_of_tasks_are_recorded_and_dropped_where_iterations_repeat(tmp_p
     assert [(r["iteration"], r.get("task")) for r in records] == [
         (iteration, task) for iteration in (1, 2) for task in (None, "arc_easy", "pile")
     ]
+    assert records[1].pop("time") > 0
     assert records[1] == {"task": "arc_easy", "iteration": 1, "metric": "acc", "value": 0.25, "stderr": 0.01}
     assert " tasks at iteration 2 | arc_easy acc: 0.2500 | pile bits_per_byte: 1.5000 | " in capsys.readouterr().out
-    assert '"task"' not in path.with_name("dashboard.html").read_text()  # it draws records of iterations
+    assert "bits_per_byte" in path.with_name("dashboard.html").read_text()
 
 
 def test_tensorboard_scalars_have_the_names_of_megatron(tmp_path, capsys):
