@@ -10,18 +10,19 @@ Tokens are split, cut off and stopped as the harness's `hf` model does, so that 
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
-from lm_eval.api import task as task_module
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
@@ -186,7 +187,8 @@ class TaskRunner:
         Raises:
             UserError: if a task is wrong, or cannot be run with this model.
         """
-        with _name_task_errors(self.options.tasks), unchanged_random_state(), _without_progress_bars():
+        # one bar for every task on every rank
+        with _name_task_errors(self.options.tasks), unchanged_random_state(), redirect_stderr(_WithoutBars(sys.stderr)):
             for task in self.loaded["tasks"].values():
                 task.set_fewshot_seed(_SEED)
             return evaluate(
@@ -271,15 +273,21 @@ def results_table(results: Mapping[str, Any]) -> str:
     return f"{make_table(results)}{groups}"
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Hide the harness's progress bars: one for every task on every rank, of steps that take no time."""
-    shown = task_module.tqdm
-    task_module.tqdm = lambda iterable, **settings: iterable
-    try:
-        yield
-    finally:
-        task_module.tqdm = shown
+class _WithoutBars(io.TextIOBase):
+    """Passes text on to a stream, but not that of progress bars, which begins with a carriage return."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write text; an empty line ends a bar."""
+        if not text.startswith("\r") and text.strip():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._stream.flush()
 
 
 @contextmanager
