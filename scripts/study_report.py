@@ -1,0 +1,339 @@
+"""The report of scripts/study_finermoe.py: tables, intervals over seeds and pictures of the results of its runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
+from moe_trainer.drawing.report_page import Figure, write_report
+from moe_trainer.drawing.svg import BLUE, FAINT, GRAY, GREEN, INK, ORANGE, Picture, nearest_shades
+from moe_trainer.io import atomic_write
+from scripts.bench_common import provenance_line
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantile of Student's t distribution with 1, 2, ... degrees of freedom."""
+MAX_SEEDS = len(T_975) + 1
+COLORS = MappingProxyType({"dense": INK, "copies": ORANGE, "granular": GREEN, "finermoe": BLUE})
+
+Results = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One kind of model: short name, title, parameters, parameters that a token uses, training FLOPs of a token."""
+
+    name: str
+    title: str
+    parameters: int
+    active: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of some seeds and half the width of its 95 % interval."""
+
+    mean: float
+    half: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether zero is outside of the interval."""
+        return abs(self.mean) > self.half
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} +- {self.half:.4f}"
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Return the mean and its interval by Student's t distribution: values of 2 to MAX_SEEDS seeds."""
+    half = T_975[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(statistics.mean(values), half)
+
+
+def of_arm(results: Results, arm: str) -> list[dict[str, Any]]:
+    """Return the results of a kind of model, by seed."""
+    return sorted((result for result in results if result["arm"] == arm), key=lambda result: result["seed"])
+
+
+def difference(results: Results, arm: str, other: str, point: int = -1) -> Interval:
+    """Return how much higher the validation loss of `arm` is than that of `other`, seed by seed.
+
+    Runs of one seed start from one dense model and read one order of documents, so what these change cancels.
+
+    Args:
+        results: of all runs.
+        arm: a kind of model.
+        other: another one.
+        point: which evaluation; by default the last.
+    """
+    pairs = zip(of_arm(results, arm), of_arm(results, other), strict=True)
+    return interval([one["curve"][point][1] - two["curve"][point][1] for one, two in pairs])
+
+
+def routing_summary(tokens_per_expert: Sequence[Sequence[int]]) -> tuple[float, float, int]:
+    """Return the mean entropy of layers (1 is balanced), the largest load over its mean, and the dead experts."""
+    entropies, largest = [], 0.0
+    for loads in tokens_per_expert:
+        shares = [load / sum(loads) for load in loads]
+        entropies.append(-sum(share * math.log(share) for share in shares if share) / math.log(len(loads)))
+        largest = max(largest, max(shares) * len(loads))
+    return statistics.mean(entropies), largest, sum(load == 0 for loads in tokens_per_expert for load in loads)
+
+
+def table(*columns: str) -> list[str]:
+    """Return the head of a Markdown table."""
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+
+
+def row(*cells: object) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def conclusion(results: Results, arm: Arm, other: Arm) -> str:
+    """Return a row with the difference of two kinds of models and what it means."""
+    found = difference(results, arm.name, other.name)
+    meaning = (
+        f"{arm.title} is {'worse' if found.mean > 0 else 'better'}" if found.excludes_zero else "not distinguished"
+    )
+    return row(f"{arm.title} - {other.title}", f"{found.mean:+.4f}", f"{found.half:.4f}", meaning)
+
+
+def main_table(arms: Sequence[Arm], results: Results) -> Iterator[str]:
+    """Yield the table of all kinds of models."""
+    has_task = all(result["accuracy"] for result in results if result["arm"] != "start")
+    columns = ["model", "parameters", "active", "FLOPs per token", "tokens/s", "loss at start", "loss", "bits per byte"]
+    yield from table(*columns, *(["next line"] if has_task else []))
+    for arm in arms:
+        runs = of_arm(results, arm.name)
+        cells = [
+            arm.title,
+            f"{arm.parameters / 1e6:.2f} M",
+            f"{arm.active / 1e6:.2f} M",
+            f"{arm.flops / arms[0].flops:.2f} x dense",
+            f"{statistics.median(run['tokens_per_s'] for run in runs):,.0f}",
+            *(interval([run[name] for run in runs]) for name in ("loss_at_start", "loss", "bits_per_byte")),
+        ]
+        if has_task:
+            cells.append(interval([run["accuracy"]["acc_norm"][0] for run in runs]))
+        yield row(*cells)
+
+
+def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, tokens: int) -> list[str]:
+    """Return the report as Markdown."""
+    seeds = len(of_arm(results, arms[0].name))
+    hours = sum(result["seconds"] for result in results) / 3600
+    validation_tokens = results[1]["validation_tokens"]
+    routed = [arm for arm in arms if "tokens_per_expert" in of_arm(results, arm.name)[0]]
+    lines = [
+        "# FineRMoE, copies, pieces and a dense model at equal tokens",
+        "",
+        f"{provenance_line(software='torch ' + version('torch'))}. Method: scripts/study_finermoe.py, "
+        f"{hours:.2f} core hours.",
+        "",
+        f"A dense model is trained on {dense_tokens:,} tokens of the sources of Python's library, once for each of "
+        f"{seeds} seeds. From each, four models are trained on with {tokens:,} tokens: the dense model itself, and its "
+        "upcycled forms. All have the same data in the same order, batch, optimizer and learning rates. The loss is "
+        f"that of {validation_tokens:,} tokens of documents that no model was trained on, in nats per token. "
+        f"`+-` is the 95 % interval over the {seeds} seeds by Student's t distribution.",
+        "",
+        *main_table(arms, results),
+        "",
+        "## Differences",
+        "",
+        "Of the final losses, seed by seed; negative: the first has the lower loss. Models of one seed come from one "
+        "dense model and read the same text, so these intervals are narrower than those of the losses.",
+        "",
+        *table("pair", "difference", "+-", "result"),
+        *(conclusion(results, two, one) for one, two in combinations(arms, 2)),
+        "",
+        "Each interval stands alone: of six, one that excludes zero by chance is not rare (up to 26 %).",
+        "",
+        "![Validation loss](loss.svg)",
+        "",
+        "![Difference to the dense model](difference.svg)",
+        "",
+        "## Routing",
+        "",
+        "Over the last tenth of the logged iterations. Entropy is that of a layer's loads over its maximum, the mean "
+        "of layers and seeds; the fullest expert is that of any layer, relative to an even share.",
+        "",
+        *table("model", "entropy", "fullest expert", "experts without a token"),
+    ]
+    for arm in routed:
+        found = [routing_summary(run["tokens_per_expert"]) for run in of_arm(results, arm.name)]
+        entropies, largest, dead = zip(*found, strict=True)
+        experts = sum(map(len, of_arm(results, arm.name)[0]["tokens_per_expert"]))
+        lines.append(
+            row(
+                arm.title,
+                f"{statistics.mean(entropies):.3f}",
+                f"{max(largest):.2f}",
+                f"{', '.join(map(str, dead))} of {experts}",
+            )
+        )
+    lines += ["", "![Load of experts](routing.svg)", "", "## Every run", ""]
+    lines += table("seed", "dense before", *(arm.title for arm in arms))
+    for start in of_arm(results, "start"):
+        runs = [run for arm in arms for run in of_arm(results, arm.name) if run["seed"] == start["seed"]]
+        lines.append(row(start["seed"], f"{start['loss']:.4f}", *(f"{run['loss']:.4f}" for run in runs)))
+    return [*lines, "", *limits(arms, seeds, tokens)]
+
+
+def limits(arms: Sequence[Arm], seeds: int, tokens: int) -> list[str]:
+    """Return what the study can and cannot show."""
+    actives = ", ".join(f"{arm.title} {arm.active / 1e6:.2f} M" for arm in arms)
+    return [
+        "## What this shows, and what it cannot",
+        "",
+        "It can show that all ways of upcycling train, where they start, that routing stays alive, and differences "
+        "at this size that are larger than their intervals.",
+        "",
+        f"- **Equal tokens are not equal cost.** Parameters that a token uses: {actives}. A model with more of them "
+        "is expected to have the lower loss. A difference between two kinds is one of the whole recipe, not of the "
+        "form of the experts alone.",
+        f"- **Size.** A few million parameters and {tokens:,} tokens after upcycling. The paper's models have 1,000 "
+        "times as many and are trained on for billions of tokens. Experts have little time to become different, and "
+        "an order at this size need not hold at another.",
+        f"- **Seeds.** {seeds} seeds give wide intervals. They contain the initialization of the dense model, the "
+        "order of documents and the draws of upcycling. They do not contain the choice of documents: training and "
+        "validation text are the same for all seeds.",
+        "- **Tuning.** One learning rate, one coefficient of the balancing loss and one shape for each kind, none of "
+        "them tuned. The best rate of each kind can differ.",
+        "- **Text.** Python sources only; the tokenizer has seen the validation text. The dense model has read the "
+        "training text about once, and the models read a part of it again in another order.",
+        "- **Next line** is a task of multiple choice from the validation text (four choices, so 0.25 by chance; "
+        "accuracy normalized by bytes). So few questions distinguish only large differences.",
+        "- **Speed** is that of one thread of this machine beside other runs, in fp32. It says nothing about a GPU.",
+        "",
+    ]
+
+
+def picture_frame(
+    title: str, heading: str, values: Sequence[float], tokens: float, name: str
+) -> tuple[Picture, Scale, Scale]:
+    """Return a picture with axes for values over tokens, and its scales."""
+    left, right, top, bottom = 76, 900, 62, 360
+    margin = 0.06 * ((max(values) - min(values)) or 1.0)
+    x, y = Scale(0, tokens / 1e6, left, right), Scale(min(values) - margin, max(values) + margin, bottom, top)
+    picture = Picture(930, bottom + 66, title, heading)
+    draw_x_axis(picture, x, top, bottom, "million tokens after upcycling")
+    draw_y_axis(picture, y, left, right, name)
+    return picture, x, y
+
+
+def path_of(points: Sequence[tuple[float, float]]) -> str:
+    """Return SVG's commands of a line."""
+    return "M" + "L".join(f"{x:.6g} {y:.6g}" for x, y in points)
+
+
+def loss_picture(arms: Sequence[Arm], results: Results) -> str:
+    """Draw the validation loss of every seed (thin) and the mean of the seeds."""
+    runs = [run for arm in arms for run in of_arm(results, arm.name)]
+    values = [loss for run in runs for _, loss in run["curve"]]
+    heading = "Validation loss: means of the seeds, and single seeds (thin)"
+    picture, x, y = picture_frame("Validation loss", heading, values, runs[0]["curve"][-1][0], "nats per token")
+    for arm in arms:
+        curves = [run["curve"] for run in of_arm(results, arm.name)]
+        for curve in curves:
+            line = path_of([(x.at(tokens / 1e6), y.at(loss)) for tokens, loss in curve])
+            picture.path(line, "none", stroke=COLORS[arm.name], stroke_width=1, stroke_opacity=0.35)
+        means = [(points[0][0] / 1e6, statistics.mean(loss for _, loss in points)) for points in zip(*curves)]
+        line = path_of([(x.at(tokens), y.at(mean)) for tokens, mean in means])
+        picture.path(line, "none", f"{arm.title}: {means[-1][1]:.4f}", stroke=COLORS[arm.name], stroke_width=2.5)
+    picture.legend(76, 414, [(COLORS[arm.name], arm.title) for arm in arms])
+    return picture.svg()
+
+
+def difference_picture(arms: Sequence[Arm], results: Results) -> str:
+    """Draw the difference of the losses to the dense model's with its interval, at every evaluation."""
+    dense, *others = arms
+    tokens = [point[0] / 1e6 for point in of_arm(results, dense.name)[0]["curve"]]
+    found = {
+        arm.name: [difference(results, arm.name, dense.name, point) for point in range(len(tokens))] for arm in others
+    }
+    ends = [
+        each.mean + sign * each.half for intervals in found.values() for each in intervals for sign in (-1.0, 0.0, 1.0)
+    ]
+    heading = "Validation loss minus the dense model's: means and 95 % intervals over the seeds"
+    picture, x, y = picture_frame(
+        "Difference to the dense model", heading, [0.0, *ends], tokens[-1] * 1e6, "nats per token; below 0 is better"
+    )
+    picture.line(76, y.at(0.0), 900, y.at(0.0), INK, stroke_width=1.5)
+    for number, arm in enumerate(others):
+        # Side by side, so that intervals of one evaluation do not cover each other; the ends stay inside the axes.
+        last = len(tokens) - 1
+        places = [
+            x.at(each) + 9 * (number + (0 if at == 0 else 1 - len(others) if at == last else -1))
+            for at, each in enumerate(tokens)
+        ]
+        color, intervals = COLORS[arm.name], found[arm.name]
+        line = path_of([(place, y.at(each.mean)) for place, each in zip(places, intervals, strict=True)])
+        picture.path(line, "none", stroke=color, stroke_width=1.5)
+        for place, each, count in zip(places, intervals, tokens, strict=True):
+            low, high = y.at(each.mean - each.half), y.at(each.mean + each.half)
+            picture.line(place, low, place, high, color, stroke_width=2)
+            picture.circle(place, y.at(each.mean), 4, color, f"{arm.title}, {count:.2f} million tokens: {each}")
+    picture.legend(76, 414, [(COLORS[arm.name], f"{arm.title}: {found[arm.name][-1]}") for arm in others])
+    return picture.svg()
+
+
+def routing_picture(arms: Sequence[Arm], results: Results) -> str:
+    """Draw the load of every expert in the runs of the first seed."""
+    cell, left, x = 20, 76, 76.0
+    picture = Picture(930, 190, "Load of experts", "Tokens per expert relative to an even share, first seed")
+    for arm in arms:
+        layers = of_arm(results, arm.name)[0].get("tokens_per_expert", [])
+        for layer, loads in enumerate(layers):
+            if x == left:
+                picture.text(14, 70 + layer * cell + 14, f"layer {layer}", size=11)
+            for expert, load in enumerate(loads):
+                share = load * len(loads) / sum(loads)
+                tip = f"{arm.title}, layer {layer}, expert {expert}: {share:.2f}"
+                at = x + expert * cell
+                picture.box(at, 70 + layer * cell, cell - 1, cell - 1, _heat(share), tip, stroke=FAINT)
+        if layers:
+            picture.text(x, 60, arm.title)
+            picture.grow(70 + len(layers) * cell + 46)
+            x += max(len(layers[0]) * cell, 8 * len(arm.title)) + 26
+    y = picture.height - 20
+    for index, share in enumerate((0.0, 0.5, 1.0, 1.5, 2.0, 3.0)):
+        picture.box(left + index * 70, y - 11, 14, 14, _heat(share), stroke=GRAY)
+        picture.text(left + 19 + index * 70, y, f"{share:g}", size=11)
+    return picture.svg()
+
+
+def _heat(share: float) -> str:
+    """White without a token, blue at an even share, red from three times that share, as in the manual."""
+    return nearest_shades(share, ((0.0, (255, 255, 255)), (1.0, (118, 169, 207)), (3.0, (178, 24, 43))))
+
+
+def write_study_report(folder: Path, arms: Sequence[Arm], results: Results, dense_tokens: int, tokens: int) -> None:
+    """Write report.md, report.html, the pictures and results.json into the folder of a study."""
+    figures = [
+        Figure("Validation loss", loss_picture(arms, results)),
+        Figure("Difference to the dense model", difference_picture(arms, results)),
+        Figure("Routing", routing_picture(arms, results)),
+    ]
+    lines = report_lines(arms, results, dense_tokens, tokens)
+    for name, figure in zip(("loss", "difference", "routing"), figures, strict=True):
+        with atomic_write(folder / f"{name}.svg") as file:
+            file.write(figure.svg)
+    with atomic_write(folder / "report.md") as file:
+        file.write("\n".join(lines))
+    with atomic_write(folder / "results.json") as file:
+        json.dump(results, file, indent=1)
+    text = [line for line in lines if not line.startswith("![")]
+    command = f"python scripts/study_finermoe.py {os.path.relpath(folder)}"
+    write_report(folder / "report.html", lines[0].removeprefix("# "), command, figures, text)
