@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
 import random
 import re
@@ -253,11 +252,9 @@ def read_result(start: Sequence[dict[str, Any]], records: Sequence[dict[str, Any
     }
     for record in start:
         if record.get("validation") == "validation":
-            # The validation text is the same in all runs, so its tokens per byte are, too.
-            tokens_per_byte = record["tokens"] / record["bytes"]
             result |= {"loss_at_start": record["lm loss"], "curve": [[0, record["lm loss"]], *curve]}
-            result |= {"bits_per_byte": result["loss"] * tokens_per_byte / math.log(2.0)}
-            result |= {"validation_tokens": record["tokens"]}
+            # Only an evaluation that makes no model counts bytes: that of the dense model.
+            result |= {name: record[name] for name in ("tokens", "bytes") if name in record}
     routing = [record["routing"]["tokens_per_expert"] for record in records if "routing" in record]
     if routing:
         last = routing[-max(1, len(routing) // 10) :]

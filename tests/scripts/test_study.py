@@ -1,0 +1,204 @@
+"""The study of upcycling: a small one from end to end, what it continues, its statistics and its task."""
+
+import json
+import math
+import statistics
+import xml.etree.ElementTree as ElementTree
+
+import commands
+import pytest
+
+from moe_trainer.errors import UserError
+from scripts import study_finermoe, study_report
+from scripts.study_finermoe import ARMS, FULL, Run, Size
+
+TINY = Size(0.6, 600, 2, 4, 2, 0.02, 4)
+run_script = study_finermoe.run_program
+
+
+def run_forked(script, words, log):
+    """Run training in forks of this process, which has torch imported."""
+    if script != "pretrain_moe.py":
+        return run_script(script, words, log)
+    done = commands.run(list(words), log.parent)
+    log.write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stderr
+    return None
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A finished study of the least size."""
+    folder = tmp_path_factory.mktemp("study") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study_finermoe, "SMOKE", TINY)
+        patch.setattr(study_finermoe, "run_program", run_forked)
+        assert study_finermoe.main([str(folder), "--smoke", "--no-task", "--jobs", "1"]) == 0
+    return folder
+
+
+def test_a_study_compares_upcycled_models_with_their_dense_model(study):
+    results = json.loads((study / "results.json").read_text())
+    assert {(result["arm"], result["seed"]) for result in results} == {
+        (arm, seed) for arm in ("start", *ARMS) for seed in (1, 2)
+    }
+    for seed in (1, 2):
+        found = {result["arm"]: result for result in results if result["seed"] == seed}
+        dense = found["dense"]
+        assert [tokens for tokens, _ in dense["curve"]] == [0, 3 * 2048, 4 * 2048]
+        assert dense["loss"] < dense["loss_at_start"] - 0.01
+        # copies compute what the dense model does, on the same text
+        assert found["copies"]["loss_at_start"] == pytest.approx(dense["loss_at_start"], abs=1e-5)
+        assert [len(found[arm]["tokens_per_expert"][0]) for arm in ("copies", "granular", "finermoe")] == [4, 8, 16]
+        assert len({found[arm]["loss"] for arm in ARMS}) == 4
+    assert results[1]["loss"] != results[6]["loss"]
+
+
+def test_models_read_text_in_another_order_than_their_dense_model(study):
+    flags = {
+        name: json.loads((study / "runs" / f"{name}-seed1" / "metrics.jsonl").read_text().splitlines()[0])["run"][
+            "settings"
+        ]
+        for name in ("start", *ARMS)
+    }
+    assert flags["start"]["seed"] == 1 and {flags[arm]["seed"] for arm in ARMS} == {1001}
+    for name in ("train_data_path", "valid_data_path", "lr", "train_iters", "global_batch_size"):
+        assert len({str(flags[arm][name]) for arm in ARMS}) == 1
+
+
+def test_the_report_has_all_models_pairs_and_limits(study):
+    text = (study / "report.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    titles = list(ARMS.values())
+    assert [row[0] for row in rows].count("| dense, trained on") == 1
+    assert sum(row[0].startswith("|") and " - " in row[0] for row in rows) == 6
+    assert all(f"| {title}" in text for title in titles) and "cannot" in text
+    for name in ("loss", "difference", "routing"):
+        picture = ElementTree.fromstring((study / f"{name}.svg").read_text())
+        assert f"{name}.svg" in text and len(list(picture.iter())) > 30
+    assert (study / "report.html").read_text().count("<svg") == 3
+
+
+def test_finished_runs_are_not_repeated(study, monkeypatch, capsys):
+    """One is missing: only that one is executed."""
+    executed = []
+
+    def execute(study, run):
+        executed.append(run.name)
+        return json.loads(kept)
+
+    path = study / "runs" / "copies-seed2.json"
+    kept = path.read_text()
+    path.unlink()
+    before = (study / "report.md").read_text()
+    monkeypatch.setattr(study_finermoe, "SMOKE", TINY)
+    monkeypatch.setattr(study_finermoe, "execute", execute)
+    assert study_finermoe.main([str(study), "--smoke", "--no-task"]) == 0
+    assert executed == ["copies-seed2"]
+    assert "9 of 10 runs are finished already" in capsys.readouterr().out
+    assert (study / "report.md").read_text() == before
+
+
+def test_another_study_is_not_continued(study, tmp_path, capsys):
+    assert study_finermoe.main([str(study), "--no-task"]) == 2
+    assert "has another study (different: " in capsys.readouterr().err
+    (tmp_path / "letter.txt").touch()
+    assert study_finermoe.main([str(tmp_path)]) == 2
+    assert "has no study.json" in capsys.readouterr().err
+    for words in (["--seeds", "1"], ["--seeds", "11"], ["--jobs", "0"], ["--seeds", "few"]):
+        with pytest.raises(SystemExit) as ended:
+            study_finermoe.main([str(tmp_path / "new"), *words])
+        assert ended.value.code == 2 and not (tmp_path / "new").exists()
+
+
+def test_a_failed_run_ends_the_study_and_shows_its_output(tmp_path, monkeypatch, capsys):
+    """Runs that wait are not started; those of before keep their results."""
+    executed = []
+
+    def execute(study, run):
+        executed.append(run.name)
+        if run.arm == "copies":
+            raise UserError("pretrain_moe.py ended with exit code 1; the end of log.txt: out of memory")
+        return {"arm": run.arm, "seed": run.seed, "seconds": 1.0, "loss": 2.0}
+
+    monkeypatch.setattr(study_finermoe, "execute", execute)
+    monkeypatch.setattr(study_finermoe, "make_data", lambda study: None)
+    assert study_finermoe.main([str(tmp_path / "out"), "--no-task", "--jobs", "1"]) == 1
+    assert "out of memory" in capsys.readouterr().err
+    assert "copies-seed1" in executed and len(executed) < 15
+    assert not (tmp_path / "out" / "runs" / "copies-seed1.json").exists()
+    assert (tmp_path / "out" / "runs" / "start-seed1.json").exists()
+
+
+def test_a_failed_program_is_reported_with_the_end_of_its_log(tmp_path):
+    with pytest.raises(UserError, match=r"(?s)exit code 2; the end of .*log.txt.*there is no such file"):
+        run_script("scripts/quickstart_text.py", [str(tmp_path), "--text", "absent"], tmp_path / "log.txt")
+
+
+def test_intervals_are_students_over_seeds():
+    found = study_report.interval([1.0, 2.0, 4.0])
+    assert found.mean == pytest.approx(7 / 3)
+    assert found.half == pytest.approx(4.303 * statistics.stdev([1.0, 2.0, 4.0]) / math.sqrt(3))
+    assert study_report.interval([0.0, 1.0]).half == pytest.approx(12.706 / 2)
+    assert not found.excludes_zero and study_report.interval([1.0, 1.1, 1.2]).excludes_zero
+
+
+def test_quantiles_are_students():
+    """Against the density: 97.5 % lie below each."""
+    for freedom, quantile in enumerate(study_report.T_975, 1):
+        scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+        step = quantile / 20000
+        inside = sum((1 + ((at + 0.5) * step) ** 2 / freedom) ** (-(freedom + 1) / 2) for at in range(20000))
+        assert 0.5 + scale * step * inside == pytest.approx(0.975, abs=2e-5)
+
+
+def test_differences_are_taken_seed_by_seed():
+    """Whatever the order of results; the dense models differ by much more than what is compared."""
+    results = [
+        {"arm": arm, "seed": seed, "curve": [[0, 9.0], [8, 4.0 + seed + shift + noise * seed]]}
+        for seed in (3, 1, 2)
+        for arm, shift, noise in (("dense", 0.0, 0.0), ("finermoe", -0.1, 0.01))
+    ]
+    found = study_report.difference(results, "finermoe", "dense")
+    assert found.mean == pytest.approx(-0.08) and found.excludes_zero
+    assert found.half == pytest.approx(4.303 * 0.01 / math.sqrt(3))
+    assert study_report.difference(results, "finermoe", "dense", 0).mean == 0.0
+
+
+def test_routing_summary_of_known_loads():
+    entropy, largest, dead = study_report.routing_summary([[4, 4, 4, 4], [8, 8, 0, 0]])
+    assert (entropy, largest, dead) == (pytest.approx(0.75), 2.0, 2)
+
+
+def test_time_left_follows_finished_runs_of_the_kind():
+    runs = [Run(arm, seed) for seed in (1, 2) for arm in ("start", *ARMS)]
+    everything = study_finermoe.minutes_left(FULL, runs, {}, 2)
+    assert 10 < everything < 60
+    results = {run: {"seconds": 120.0} for run in runs[:9]}
+    assert study_finermoe.minutes_left(FULL, runs, results, 1) == pytest.approx(2.0)
+    assert study_finermoe.minutes_left(FULL, runs, dict.fromkeys(runs, {"seconds": 1.0}), 1) == 0.0
+
+
+def test_questions_come_from_the_documents(tmp_path):
+    """The answer is the line that follows; the others are as far indented."""
+    document = "\n".join(f"{'    ' * (number % 2)}line number {number} of this document" for number in range(60))
+    study_finermoe.write_task([document], tmp_path / "tasks", 20)
+    rows = [json.loads(line) for line in (tmp_path / "tasks" / "next_line.jsonl").read_text().splitlines()]
+    assert len(rows) == 20 and len({row["answer"] for row in rows}) > 1
+    for row in rows:
+        assert row["before"] + row["choices"][row["answer"]] in document and len(set(row["choices"])) == 4
+        assert len({line.startswith(" ") for line in row["choices"]}) == 1
+
+
+def test_lm_eval_reads_the_task(tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    from lm_eval.tasks import TaskManager, get_task_dict
+
+    study_finermoe.write_task(
+        ["\n".join(f"a line of text with number {number}" for number in range(30))], tmp_path / "tasks", 5
+    )
+    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    task = get_task_dict(["next_line"], manager)["next_line"]
+    rows = list(task.test_docs())
+    assert len(rows) == 5 and task.doc_to_target(rows[0]) == rows[0]["answer"]
+    assert task.doc_to_choice(rows[0]) == rows[0]["choices"] and task.config.target_delimiter == ""
