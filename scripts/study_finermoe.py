@@ -70,7 +70,7 @@ class Size:
 
 
 FULL = Size(10.0, 2048, 1600, 800, 4, 0.03, 300)
-SMOKE = Size(0.6, 1024, 6, 6, 2, 0.1, 8)
+SMOKE = Size(0.6, 1024, 6, 6, 2, 0.03, 8)
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,22 @@ def make_data(study: Study) -> None:
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir()
     log = data / "log.txt"
-    text = [str(data), "--vocab-size", str(size.vocab_size), "--megabytes", str(size.megabytes)]
-    run_program("scripts/quickstart_text.py", text, log)
-    lines = (data / "text.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    source = [str(data), "--vocab-size", str(size.vocab_size), "--megabytes", str(size.megabytes)]
+    run_program("scripts/quickstart_text.py", source, log)
     # Documents are in a shuffled, fixed order, so the last ones are a sample of all kinds.
-    cut = len(lines) - max(2, round(len(lines) * size.validation_share))
-    for name, part in (("train", lines[:cut]), ("valid", lines[cut:])):
-        (data / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
+    documents = [json.loads(line)["text"] for line in (data / "text.jsonl").read_text(encoding="utf-8").splitlines()]
+    valid: list[str] = []
+    left = round(sum(map(len, documents)) * size.validation_share)
+    while left > 0:
+        valid.append(documents.pop()[:left])
+        left -= len(valid[-1])
+    for name, texts in (("train", documents), ("valid", valid)):
+        text = "".join(json.dumps({"text": document}) + "\n" for document in texts)
+        (data / f"{name}.jsonl").write_text(text, encoding="utf-8")
         words = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(data))}/tokenizer.model"
         paths = ["--input", f"{data}/{name}.jsonl", "--output-prefix", f"{data}/{name}"]
         run_program("scripts/preprocess_data.py", [*paths, *shlex.split(words), "--append-eod"], log)
-    write_task([json.loads(line)["text"] for line in lines[cut:]], data / "tasks", size.questions)
+    write_task(valid, data / "tasks", size.questions)
     (data / "done").touch()
 
 
