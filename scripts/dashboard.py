@@ -12,6 +12,7 @@ The server binds to 127.0.0.1, serves nothing without the token, and reads metri
 from __future__ import annotations
 
 import argparse
+import contextlib
 import secrets
 import sys
 import threading
@@ -41,18 +42,19 @@ class Follower:
         self._run: RunData | None = None
 
     def read(self) -> RunData | None:
-        """Return the run with all complete lines; None if the file is gone."""
-        try:
-            status = self._path.stat()
-            if self._run is None or status.st_size < self._position or status.st_ino != self._inode:
-                self._inode, self._position = status.st_ino, self._end_of_lines(status.st_size)
-                self._run = read_run(self._path, self._num_runs)
-                return self._run
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                lines = file.read(MAX_PARSED_BYTES)
-        except OSError:
-            return None
+        """Return the run with all complete lines.
+
+        Raises:
+            OSError: if the file is gone or cannot be read.
+        """
+        status = self._path.stat()
+        if self._run is None or status.st_size < self._position or status.st_ino != self._inode:
+            self._inode, self._position = status.st_ino, self._end_of_lines(status.st_size)
+            self._run = read_run(self._path, self._num_runs, self._position)
+            return self._run
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            lines = file.read(MAX_PARSED_BYTES)
         complete = lines[: lines.rfind(b"\n") + 1]
         for line in complete.splitlines():
             take_line(self._run, line)
@@ -79,8 +81,9 @@ class Runs:
         """Return the runs, the newest first; links that lead out of the folder are left out."""
         found = []
         for path in self._folder.rglob(METRICS):
-            if path.is_file() and path.resolve().is_relative_to(self._folder):
-                found.append((-path.stat().st_mtime, path.parent.relative_to(self._folder).as_posix()))
+            with contextlib.suppress(OSError):  # a run that is deleted now
+                if path.is_file() and path.resolve().is_relative_to(self._folder):
+                    found.append((-path.stat().st_mtime, path.parent.relative_to(self._folder).as_posix()))
         return [path for _, path in sorted(found)[:MAX_LISTED]]
 
     def page(self, path: str, num_runs: int) -> dict[str, Any] | None:
@@ -88,11 +91,14 @@ class Runs:
         file = self._folder / path / METRICS
         with self._lock:
             follower = self._followers.setdefault((path, num_runs), Follower(file, num_runs))
-            run = follower.read()
-            if run is None:
+            try:
+                run = follower.read()
+                page = None if run is None else run.as_page(updated=file.stat().st_mtime)
+            except OSError:
+                page = None
+            if page is None:
                 del self._followers[path, num_runs]
                 return None
-            page = run.as_page(updated=file.stat().st_mtime)
         return {**page, "name": self._folder.name if path == "." else path}
 
     def list(self, address: str) -> list[dict[str, Any]]:

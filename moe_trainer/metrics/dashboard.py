@@ -37,7 +37,7 @@ MAX_RUNS = 16
 
 
 class Dashboard:
-    """Collects records of metrics.jsonl and writes them as a page. No method raises OSError."""
+    """Collects records of metrics.jsonl and writes them as a page. Failing to write never raises."""
 
     def __init__(self, path: str | Path, run: RunData):
         self.path, self._run = Path(path), run
@@ -65,9 +65,9 @@ class Dashboard:
             with atomic_path(self.path) as temporary:
                 temporary.write_text(self.page(done), encoding="utf-8")
             return True
-        except OSError as error:
+        except Exception as error:  # whatever it is, training goes on
             if not self._has_warned:
-                reason = error.strerror or error
+                reason = (error.strerror if isinstance(error, OSError) else None) or repr(error)
                 logger.warning(f"cannot write the dashboard to {self.path} ({reason}); the run continues and retries")
             self._has_warned = True
             return False

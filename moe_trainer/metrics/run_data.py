@@ -23,6 +23,8 @@ MAX_LAYER_VALUES = 200_000
 MAX_LOADS = 300_000
 MAX_RANK_VALUES = 100_000
 _MAX_DRAWN = 1e300  # largest number that the page can draw
+_MAX_TIME_S = 2e11  # since the epoch; later times have no date
+_MAX_DEPTH = 8  # of what describes a run
 _STALLED_AFTER_S = 600.0  # without a record
 
 _NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "saved", "sample")
@@ -105,7 +107,8 @@ class RunData:
         run = record.get("run")
         if isinstance(run, Mapping):
             self._head = {**self._head, **run}
-            if isinstance(run.get("started"), int | float):
+            started = run.get("started")
+            if _is_number(started) and started is not None and 0 <= started < _MAX_TIME_S:
                 self._starts.append({"iteration": record["iteration"], "time": run["started"]})
 
     def _take_routing(self, record: Mapping[str, Any]) -> None:
@@ -277,8 +280,13 @@ class RunData:
         return found
 
 
-def read_run(path: str | Path, num_runs: int = 1) -> RunData | None:
+def read_run(path: str | Path, num_runs: int = 1, size: int | None = None) -> RunData | None:
     """Read a run from its metrics file, or a folder with metrics.jsonl; None if there is no such file.
+
+    Args:
+        path: of the file or the folder.
+        num_runs: see RunData.
+        size: bytes to read; None for all.
 
     Raises:
         OSError: if the file cannot be read.
@@ -288,7 +296,7 @@ def read_run(path: str | Path, num_runs: int = 1) -> RunData | None:
     if not file.is_file():
         return None
     run = RunData(name_of_run(file), str(file), num_runs)
-    for line in _lines(file):
+    for line in _lines(file, size):
         take_line(run, line)
     return run
 
@@ -310,17 +318,23 @@ def name_of_run(file: Path) -> str:
     return name if file.stem == "metrics" else f"{name}/{file.stem}"
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path, size: int | None) -> Iterator[bytes]:
     """Yield the lines of a metrics file; of a very large one, evenly spaced lines, all events and the last line."""
-    stride, line, is_selected = path.stat().st_size // MAX_PARSED_BYTES + 1, b"", True
+    size = path.stat().st_size if size is None else size
+    stride, newest = size // MAX_PARSED_BYTES + 1, b""
     rare = (b'{"validation"', b'"resumed_from"', b'"rejected"', b'"saved"', b'{"task"', b'{"sample"', b'"run": {')
     with path.open("rb") as file:
         for number, line in enumerate(file):
-            is_selected = number % stride == 0 or any(each in line for each in rare)
-            if is_selected:
+            size -= len(line)
+            if size < 0:
+                break
+            if number % stride == 0 or any(each in line for each in rare):
+                newest = b""
                 yield line
-    if not is_selected:
-        yield line
+            else:
+                newest = line
+    if newest:
+        yield newest
 
 
 def _clock(seconds: float) -> str:
@@ -373,11 +387,19 @@ def _checked(record: Any) -> dict[str, Any] | None:
     packing = record.get("packing")
     if isinstance(packing, Mapping):
         checked["packing"] = {str(name): value for name, value in packing.items() if _is_number(value)}
-    if isinstance(record.get("run"), Mapping):
+    if isinstance(record.get("run"), Mapping) and _is_shallow(record["run"], _MAX_DEPTH):
         checked["run"] = record["run"]
     if _is_routing(record.get("routing")):
         checked["routing"] = record["routing"]
     return checked
+
+
+def _is_shallow(value: Any, depth: int) -> bool:
+    """Return whether nothing is nested deeper."""
+    if not isinstance(value, Mapping | list):
+        return True
+    inner = value.values() if isinstance(value, Mapping) else value
+    return depth > 0 and all(_is_shallow(each, depth - 1) for each in inner)
 
 
 def _checked_times(times: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,7 +410,7 @@ def _checked_times(times: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(times.get("parts"), Mapping):
         found["parts"] = {str(name): value for name, value in times["parts"].items() if _is_number(value)}
     ranks, memory = times.get("ranks"), times.get("memory_mb")
-    if isinstance(ranks, list) and ranks and _are_numbers(ranks, len(ranks)):
+    if isinstance(ranks, list) and ranks and _are_numbers(ranks, len(ranks)) and None not in ranks:
         found["ranks"] = ranks
         if _are_numbers(memory, len(ranks)):
             found["memory_mb"] = memory

@@ -3,6 +3,7 @@
 Checkpoints: checkpoint/test_hostile.py. Token files and presets: the fault table. Records, dashboards and caches: here.
 """
 
+import functools
 import json
 import os
 import pickle
@@ -312,6 +313,12 @@ def test_step_record_cannot_name_files_outside_its_folder(tmp_path):
         {"routing": {"layers": [0], "tokens_per_expert": []}},
         {"own_time_ms": {"max": "x"}},
         {"own_time_ms": 3},
+        {"own_time_ms": {"ranks": [None, 1.0, 2.0]}},
+        {"run": {"started": 1e300}},
+        {"run": {"started": float("nan")}},
+        {"run": {"settings": functools.reduce(lambda inner, _: {"a": inner}, range(900), 1)}},
+        {"run": {"model": 3, "mapping": "x", "settings": [1], "train_iters": "x"}},
+        {"saved": ["x", 3]},
         {"routing": {"layers": [0], "tokens_per_expert": [[]], "straggler_cost": 0.1}},
         {"lm loss": 10**400},
         {"routing": {"layers": [0], "tokens_per_expert": [[1, "x"]], "straggler_cost": 0.1}},
