@@ -18,6 +18,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+<<<<<<< HEAD
+=======
+import math
+>>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
 import os
 import random
 import re
@@ -70,7 +74,11 @@ class Size:
 
 
 FULL = Size(10.0, 2048, 1600, 800, 4, 0.03, 300)
+<<<<<<< HEAD
 SMOKE = Size(0.6, 1024, 6, 6, 2, 0.03, 8)
+=======
+SMOKE = Size(0.6, 1024, 6, 6, 2, 0.1, 8)
+>>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,7 @@ def make_data(study: Study) -> None:
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir()
     log = data / "log.txt"
+<<<<<<< HEAD
     source = [str(data), "--vocab-size", str(size.vocab_size), "--megabytes", str(size.megabytes)]
     run_program("scripts/quickstart_text.py", source, log)
     # Documents are in a shuffled, fixed order, so the last ones are a sample of all kinds.
@@ -160,6 +169,19 @@ def make_data(study: Study) -> None:
         paths = ["--input", f"{data}/{name}.jsonl", "--output-prefix", f"{data}/{name}"]
         run_program("scripts/preprocess_data.py", [*paths, *shlex.split(words), "--append-eod"], log)
     write_task(valid, data / "tasks", size.questions)
+=======
+    text = [str(data), "--vocab-size", str(size.vocab_size), "--megabytes", str(size.megabytes)]
+    run_program("scripts/quickstart_text.py", text, log)
+    lines = (data / "text.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    # Documents are in a shuffled, fixed order, so the last ones are a sample of all kinds.
+    cut = len(lines) - max(2, round(len(lines) * size.validation_share))
+    for name, part in (("train", lines[:cut]), ("valid", lines[cut:])):
+        (data / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
+        words = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(data))}/tokenizer.model"
+        paths = ["--input", f"{data}/{name}.jsonl", "--output-prefix", f"{data}/{name}"]
+        run_program("scripts/preprocess_data.py", [*paths, *shlex.split(words), "--append-eod"], log)
+    write_task([json.loads(line)["text"] for line in lines[cut:]], data / "tasks", size.questions)
+>>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     (data / "done").touch()
 
 
@@ -257,9 +279,17 @@ def read_result(start: Sequence[dict[str, Any]], records: Sequence[dict[str, Any
     }
     for record in start:
         if record.get("validation") == "validation":
+<<<<<<< HEAD
             result |= {"loss_at_start": record["lm loss"], "curve": [[0, record["lm loss"]], *curve]}
             # Only an evaluation that makes no model counts bytes: that of the dense model.
             result |= {name: record[name] for name in ("tokens", "bytes") if name in record}
+=======
+            # The validation text is the same in all runs, so its tokens per byte are, too.
+            tokens_per_byte = record["tokens"] / record["bytes"]
+            result |= {"loss_at_start": record["lm loss"], "curve": [[0, record["lm loss"]], *curve]}
+            result |= {"bits_per_byte": result["loss"] * tokens_per_byte / math.log(2.0)}
+            result |= {"validation_tokens": record["tokens"]}
+>>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     routing = [record["routing"]["tokens_per_expert"] for record in records if "routing" in record]
     if routing:
         last = routing[-max(1, len(routing) // 10) :]

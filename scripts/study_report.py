@@ -115,9 +115,12 @@ def main_table(arms: Sequence[Arm], results: Results) -> Iterator[str]:
     has_task = all(result["accuracy"] for result in results if result["arm"] != "start")
     columns = ["model", "parameters", "active", "FLOPs per token", "tokens/s", "loss at start", "loss", "bits per byte"]
     yield from table(*columns, *(["next line"] if has_task else []))
+<<<<<<< HEAD
     # The validation text is the same in all runs. Its bytes are counted for the dense model.
     counted = of_arm(results, arms[0].name)[0]
     bits = counted["tokens"] / counted["bytes"] / math.log(2.0)
+=======
+>>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     for arm in arms:
         runs = of_arm(results, arm.name)
         cells = [
@@ -126,8 +129,12 @@ def main_table(arms: Sequence[Arm], results: Results) -> Iterator[str]:
             f"{arm.active / 1e6:.2f} M",
             f"{arm.flops / arms[0].flops:.2f} x dense",
             f"{statistics.median(run['tokens_per_s'] for run in runs):,.0f}",
+<<<<<<< HEAD
             *(interval([run[name] for run in runs]) for name in ("loss_at_start", "loss")),
             interval([run["loss"] * bits for run in runs]),
+=======
+            *(interval([run[name] for run in runs]) for name in ("loss_at_start", "loss", "bits_per_byte")),
+>>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
         ]
         if has_task:
             cells.append(interval([run["accuracy"]["acc_norm"][0] for run in runs]))
@@ -138,7 +145,11 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
     """Return the report as Markdown."""
     seeds = len(of_arm(results, arms[0].name))
     hours = sum(result["seconds"] for result in results) / 3600
+<<<<<<< HEAD
     validation_tokens = of_arm(results, arms[0].name)[0]["tokens"]
+=======
+    validation_tokens = results[1]["validation_tokens"]
+>>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     routed = [arm for arm in arms if "tokens_per_expert" in of_arm(results, arm.name)[0]]
     lines = [
         "# FineRMoE, copies, pieces and a dense model at equal tokens",
