@@ -18,10 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-<<<<<<< HEAD
-=======
-import math
->>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
 import os
 import random
 import re
@@ -74,11 +70,7 @@ class Size:
 
 
 FULL = Size(10.0, 2048, 1600, 800, 4, 0.03, 300)
-<<<<<<< HEAD
 SMOKE = Size(0.6, 1024, 6, 6, 2, 0.03, 8)
-=======
-SMOKE = Size(0.6, 1024, 6, 6, 2, 0.1, 8)
->>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
 
 
 @dataclass(frozen=True)
@@ -152,7 +144,6 @@ def make_data(study: Study) -> None:
     shutil.rmtree(data, ignore_errors=True)
     data.mkdir()
     log = data / "log.txt"
-<<<<<<< HEAD
     source = [str(data), "--vocab-size", str(size.vocab_size), "--megabytes", str(size.megabytes)]
     run_program("scripts/quickstart_text.py", source, log)
     # Documents are in a shuffled, fixed order, so the last ones are a sample of all kinds.
@@ -169,19 +160,6 @@ def make_data(study: Study) -> None:
         paths = ["--input", f"{data}/{name}.jsonl", "--output-prefix", f"{data}/{name}"]
         run_program("scripts/preprocess_data.py", [*paths, *shlex.split(words), "--append-eod"], log)
     write_task(valid, data / "tasks", size.questions)
-=======
-    text = [str(data), "--vocab-size", str(size.vocab_size), "--megabytes", str(size.megabytes)]
-    run_program("scripts/quickstart_text.py", text, log)
-    lines = (data / "text.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    # Documents are in a shuffled, fixed order, so the last ones are a sample of all kinds.
-    cut = len(lines) - max(2, round(len(lines) * size.validation_share))
-    for name, part in (("train", lines[:cut]), ("valid", lines[cut:])):
-        (data / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
-        words = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(data))}/tokenizer.model"
-        paths = ["--input", f"{data}/{name}.jsonl", "--output-prefix", f"{data}/{name}"]
-        run_program("scripts/preprocess_data.py", [*paths, *shlex.split(words), "--append-eod"], log)
-    write_task([json.loads(line)["text"] for line in lines[cut:]], data / "tasks", size.questions)
->>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     (data / "done").touch()
 
 
@@ -279,17 +257,9 @@ def read_result(start: Sequence[dict[str, Any]], records: Sequence[dict[str, Any
     }
     for record in start:
         if record.get("validation") == "validation":
-<<<<<<< HEAD
             result |= {"loss_at_start": record["lm loss"], "curve": [[0, record["lm loss"]], *curve]}
             # Only an evaluation that makes no model counts bytes: that of the dense model.
             result |= {name: record[name] for name in ("tokens", "bytes") if name in record}
-=======
-            # The validation text is the same in all runs, so its tokens per byte are, too.
-            tokens_per_byte = record["tokens"] / record["bytes"]
-            result |= {"loss_at_start": record["lm loss"], "curve": [[0, record["lm loss"]], *curve]}
-            result |= {"bits_per_byte": result["loss"] * tokens_per_byte / math.log(2.0)}
-            result |= {"validation_tokens": record["tokens"]}
->>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     routing = [record["routing"]["tokens_per_expert"] for record in records if "routing" in record]
     if routing:
         last = routing[-max(1, len(routing) // 10) :]
@@ -303,7 +273,7 @@ def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[di
     """Execute the runs that have no result yet, `jobs` at a time, and return all results.
 
     Raises:
-        UserError: if a run fails. Those that are under way end first, and those that wait are not started.
+        UserError: if a run fails. Those that are running end first, and those that wait are not started.
     """
     runs = [Run(arm, seed) for seed in range(1, study.seeds + 1) for arm in ("start", *ARMS)]
     paths = {run: study.folder / "runs" / f"{run.name}.json" for run in runs}
@@ -320,7 +290,7 @@ def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[di
         for run in runs:
             if run.arm == "start" or Run("start", run.seed) in results:
                 start(run)
-        show(f"about {minutes_left(study.size, runs, results, jobs):.0f} minutes left, {jobs} runs at a time")
+        show(f"about {minutes_left(study.size, runs, results, jobs):.1f} minutes left, {jobs} runs at a time")
         try:
             while active:
                 for future in wait(active, return_when=FIRST_COMPLETED).done:
@@ -333,7 +303,7 @@ def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[di
                             start(Run(arm, run.seed))
                     left = minutes_left(study.size, runs, results, jobs)
                     result = f"validation loss {results[run]['loss']:.4f} after {results[run]['seconds']:.0f} s"
-                    show(f"{len(results)} of {len(runs)}: {run.name}: {result}; about {left:.0f} minutes left")
+                    show(f"{len(results)} of {len(runs)}: {run.name}: {result}; about {left:.1f} minutes left")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

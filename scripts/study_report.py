@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -115,12 +114,9 @@ def main_table(arms: Sequence[Arm], results: Results) -> Iterator[str]:
     has_task = all(result["accuracy"] for result in results if result["arm"] != "start")
     columns = ["model", "parameters", "active", "FLOPs per token", "tokens/s", "loss at start", "loss", "bits per byte"]
     yield from table(*columns, *(["next line"] if has_task else []))
-<<<<<<< HEAD
     # The validation text is the same in all runs. Its bytes are counted for the dense model.
     counted = of_arm(results, arms[0].name)[0]
     bits = counted["tokens"] / counted["bytes"] / math.log(2.0)
-=======
->>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     for arm in arms:
         runs = of_arm(results, arm.name)
         cells = [
@@ -129,12 +125,8 @@ def main_table(arms: Sequence[Arm], results: Results) -> Iterator[str]:
             f"{arm.active / 1e6:.2f} M",
             f"{arm.flops / arms[0].flops:.2f} x dense",
             f"{statistics.median(run['tokens_per_s'] for run in runs):,.0f}",
-<<<<<<< HEAD
             *(interval([run[name] for run in runs]) for name in ("loss_at_start", "loss")),
             interval([run["loss"] * bits for run in runs]),
-=======
-            *(interval([run[name] for run in runs]) for name in ("loss_at_start", "loss", "bits_per_byte")),
->>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
         ]
         if has_task:
             cells.append(interval([run["accuracy"]["acc_norm"][0] for run in runs]))
@@ -145,11 +137,7 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
     """Return the report as Markdown."""
     seeds = len(of_arm(results, arms[0].name))
     hours = sum(result["seconds"] for result in results) / 3600
-<<<<<<< HEAD
     validation_tokens = of_arm(results, arms[0].name)[0]["tokens"]
-=======
-    validation_tokens = results[1]["validation_tokens"]
->>>>>>> 5a390264 (Add a study of FineRMoE against other ways of upcycling)
     routed = [arm for arm in arms if "tokens_per_expert" in of_arm(results, arm.name)[0]]
     lines = [
         "# FineRMoE, copies, pieces and a dense model at equal tokens",
@@ -168,7 +156,7 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
         "## Differences",
         "",
         "Of the final losses, seed by seed; negative: the first has the lower loss. Models of one seed come from one "
-        "dense model and read the same text, so these intervals are narrower than those of the losses.",
+        "dense model and read the same text in one order, so what these change cancels.",
         "",
         *table("pair", "difference", "+-", "result"),
         *(conclusion(results, two, one) for one, two in combinations(arms, 2)),
@@ -218,19 +206,19 @@ def limits(arms: Sequence[Arm], seeds: int, tokens: int) -> list[str]:
         f"- **Equal tokens are not equal cost.** Parameters that a token uses: {actives}. A model with more of them "
         "is expected to have the lower loss. A difference between two kinds is one of the whole recipe, not of the "
         "form of the experts alone.",
-        f"- **Size.** A few million parameters and {tokens:,} tokens after upcycling. The paper's models have 1,000 "
-        "times as many and are trained on for billions of tokens. Experts have little time to become different, and "
-        "an order at this size need not hold at another.",
+        f"- **Size.** A few million parameters and {tokens:,} tokens after upcycling. The paper's models are made of "
+        "dense ones of 0.5 to 7 billion. Experts have little time to become different here, and an order at this size "
+        "need not hold at another.",
         f"- **Seeds.** {seeds} seeds give wide intervals. They contain the initialization of the dense model, the "
         "order of documents and the draws of upcycling. They do not contain the choice of documents: training and "
         "validation text are the same for all seeds.",
         "- **Tuning.** One learning rate, one coefficient of the balancing loss and one shape for each kind, none of "
         "them tuned. The best rate of each kind can differ.",
-        "- **Text.** Python sources only; the tokenizer has seen the validation text. The dense model has read the "
-        "training text about once, and the models read a part of it again in another order.",
+        "- **Text.** Python sources only. The tokenizer has seen the validation text. The models read text again that "
+        "the dense model was trained on, in another order.",
         "- **Next line** is a task of multiple choice from the validation text (four choices, so 0.25 by chance; "
         "accuracy normalized by bytes). So few questions distinguish only large differences.",
-        "- **Speed** is that of one thread of this machine beside other runs, in fp32. It says nothing about a GPU.",
+        "- **Speed** is that of one thread of this machine next to other runs, in fp32. It says nothing about a GPU.",
         "",
     ]
 
@@ -350,5 +338,5 @@ def write_study_report(folder: Path, arms: Sequence[Arm], results: Results, dens
     with atomic_write(folder / "results.json") as file:
         json.dump(results, file, indent=1)
     text = [line for line in lines if not line.startswith("![")]
-    command = f"python scripts/study_finermoe.py {os.path.relpath(folder)}"
-    write_report(folder / "report.html", lines[0].removeprefix("# "), command, figures, text)
+    title, command = lines[0].removeprefix("# "), "python scripts/study_finermoe.py OUT"
+    write_report(folder / "report.html", title, command, figures, text)
