@@ -16,7 +16,8 @@ Finding = dict[str, Any]
 _BAD_DEAD_SHARE = 0.1  # of a layer's experts
 _BAD_LOAD, _HIGH_LOAD = 8.0, 3.0  # of the busiest expert over the mean
 _LOW_ENTROPY = 0.8
-_SLOW_RATIO = 1.2  # of a rank's compute time to the median
+_SLOW_RATIO = 1.2  # of a rank's compute time to the median of the others
+_RANK_WINDOW = 10  # records
 _RISE = 0.1  # of the loss above its lowest level, in nats
 _WINDOW = 20
 _ORDER = ("bad", "warn", "ok")
@@ -58,8 +59,8 @@ def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[F
         reasons = []
         if dead:
             since = _since(routing, row)
-            word = "expert has" if dead == 1 else "experts have"
-            reasons.append(f"{dead:g} of {experts} {word} received no token since iteration {since}")
+            verb = "has" if dead == 1 else "have"
+            reasons.append(f"{dead:g} of {experts} experts {verb} received no token since iteration {since}")
         if load > _HIGH_LOAD:
             reasons.append(f"the busiest expert has {load:.1f} times the mean load")
         if entropy is not None and entropy < _LOW_ENTROPY:
@@ -86,16 +87,17 @@ def _since(routing: Sequence[Mapping[str, Any]], row: int) -> int:
 
 
 def _slow_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return the ranks that have computed longer than the median in all of the newest records."""
-    recent = [each["ranks"] for each in ranks[-3:] if len(each["ranks"]) == len(ranks[-1]["ranks"])]
+    """Return the ranks that compute longer than the median of the others, on average over the newest records."""
+    recent = [each["ranks"] for each in ranks[-_RANK_WINDOW:] if len(each["ranks"]) == len(ranks[-1]["ranks"])]
     if len(recent) < 2 or len(recent[-1]) < 2:
         return []
+    means = [sum(times[rank] for times in recent) / len(recent) for rank in range(len(recent[-1]))]
     found = []
-    for rank in range(len(recent[-1])):
-        ratios = [times[rank] / middle if (middle := median(times)) else 1.0 for times in recent]
-        if min(ratios) > _SLOW_RATIO:
-            text = f"rank {rank} computes {min(ratios):.1f} times as long as the median rank; all others wait for it"
-            found.append((min(ratios), {"severity": "bad", "card": "ranks", "text": text}))
+    for rank, mean in enumerate(means):
+        others = median(means[:rank] + means[rank + 1 :])
+        if others > 0 and mean > _SLOW_RATIO * others:
+            text = f"rank {rank} computes {mean / others:.1f} times as long as the others, which wait for it"
+            found.append((mean / others, {"severity": "bad", "card": "ranks", "text": text}))
     found.sort(key=lambda each: -each[0])
     return [finding for _, finding in found[:3]]
 

@@ -36,8 +36,10 @@ def test_worst_layer_comes_first():
 def test_rank_is_slow_if_it_is_in_several_records():
     slow = [{"iteration": at, "ranks": [100.0, 101.0, 99.0, 180.0]} for at in (1, 2, 3)]
     (finding,) = find_problems([], [], slow)
-    assert finding["card"] == "ranks" and finding["text"].startswith("rank 3 computes 1.8 times as long")
-    once = [*slow[:2], {"iteration": 3, "ranks": [100.0] * 4}]
+    assert finding["card"] == "ranks" and finding["text"].startswith("rank 3 computes 1.8 times as long as the others")
+    (finding,) = find_problems([], [], [{"iteration": at, "ranks": [100.0, 130.0]} for at in (1, 2)])
+    assert finding["text"].startswith("rank 1 computes 1.3 times")
+    once = [*slow[:1], *({"iteration": at, "ranks": [100.0] * 4} for at in range(2, 10))]
     assert [each["severity"] for each in find_problems([{"iteration": 1}], [], once)] == ["ok"]
 
 

@@ -137,7 +137,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     for (const event of plot.events) {
       const at = plot.valToPos(event.x, "x", true);
       if (at < left || at > left + width) continue;
-      const color = EVENT_COLORS[event.kind] || EVENT_COLORS.other, isQuiet = ["save", "evaluation", "sample"].includes(event.kind);
+      const color = EVENT_COLORS[event.kind] || EVENT_COLORS.other, isQuiet = ["save", "evaluation", "sample", "slow_rank"].includes(event.kind);
       paint.strokeStyle = paint.fillStyle = color;
       if (!isQuiet) {
         paint.setLineDash([4 * dense, 4 * dense]);
