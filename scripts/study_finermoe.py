@@ -273,7 +273,7 @@ def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[di
     """Execute the runs that have no result yet, `jobs` at a time, and return all results.
 
     Raises:
-        UserError: if a run fails. Those that are running end first, and those that wait are not started.
+        UserError: if a run fails. Those that are running end first and are recorded; those that wait are not started.
     """
     runs = [Run(arm, seed) for seed in range(1, study.seeds + 1) for arm in ("start", *ARMS)]
     paths = {run: study.folder / "runs" / f"{run.name}.json" for run in runs}
@@ -283,9 +283,15 @@ def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[di
     active: dict[Future[dict[str, Any]], Run] = {}
     with ThreadPoolExecutor(jobs) as pool:
 
+        def execute_and_record(run: Run) -> dict[str, Any]:
+            result = execute(study, run)
+            with atomic_write(paths[run]) as file:
+                json.dump(result, file, indent=1)
+            return result
+
         def start(run: Run) -> None:
             if run not in results:
-                active[pool.submit(execute, study, run)] = run
+                active[pool.submit(execute_and_record, run)] = run
 
         for run in runs:
             if run.arm == "start" or Run("start", run.seed) in results:
@@ -296,8 +302,6 @@ def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[di
                 for future in wait(active, return_when=FIRST_COMPLETED).done:
                     run = active.pop(future)
                     results[run] = future.result()
-                    with atomic_write(paths[run]) as file:
-                        json.dump(results[run], file, indent=1)
                     if run.arm == "start":
                         for arm in ARMS:
                             start(Run(arm, run.seed))
