@@ -120,7 +120,7 @@ def test_a_failed_run_ends_the_study_and_shows_its_output(tmp_path, monkeypatch,
     def execute(study, run):
         executed.append(run.name)
         if has_failed.is_set():
-            time.sleep(0.5)  # time for the main thread to cancel the others
+            time.sleep(1.5)  # time for the main thread to cancel the others
         if run.arm == "copies":
             has_failed.set()
             raise UserError("pretrain_moe.py ended with exit code 1; the end of log.txt: out of memory")
@@ -130,7 +130,8 @@ def test_a_failed_run_ends_the_study_and_shows_its_output(tmp_path, monkeypatch,
     monkeypatch.setattr(study_finermoe, "make_data", lambda study: None)
     assert study_finermoe.main([str(tmp_path / "out"), "--no-task", "--jobs", "1"]) == 1
     assert "out of memory" in capsys.readouterr().err
-    assert 3 < len(executed) < 13 and not list((tmp_path / "out" / "runs").glob("copies-*.json"))
+    failed = next(at for at, name in enumerate(executed) if name.startswith("copies"))
+    assert len(executed) - failed <= 2 and not list((tmp_path / "out" / "runs").glob("copies-*.json"))
     assert (tmp_path / "out" / "runs" / "start-seed1.json").exists()
 
 
@@ -177,8 +178,8 @@ def test_differences_are_taken_seed_by_seed():
     """Whatever the order of results; the dense models differ by much more than what is compared."""
     results = [
         {"arm": arm, "seed": seed, "curve": [[0, 9.0], [8, 4.0 + seed + shift + noise * seed]]}
-        for seed in (3, 1, 2)
-        for arm, shift, noise in (("dense", 0.0, 0.0), ("finermoe", -0.1, 0.01))
+        for arm, seeds, shift, noise in (("dense", (3, 1, 2), 0.0, 0.0), ("finermoe", (1, 2, 3), -0.1, 0.01))
+        for seed in seeds
     ]
     found = study_report.difference(results, "finermoe", "dense")
     assert found.mean == pytest.approx(-0.08) and found.excludes_zero
@@ -197,6 +198,7 @@ def test_time_left_follows_finished_runs_of_the_kind():
     assert 10 < everything < 60
     results = {run: {"seconds": 120.0} for run in runs[:9]}
     assert study_finermoe.minutes_left(FULL, runs, results, 1) == pytest.approx(2.0)
+    assert study_finermoe.minutes_left(FULL, runs, results, 2) == pytest.approx(1.0)
     assert study_finermoe.minutes_left(FULL, runs, dict.fromkeys(runs, {"seconds": 1.0}), 1) == 0.0
 
 
