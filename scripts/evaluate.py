@@ -25,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_trainer.drawing.report_page import cannot_write
 from moe_trainer.exit_codes import ExitCode
 
 _WAIT_S = 5.0
@@ -93,7 +94,9 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             problems.append("--table prints results that were written; it takes no model, tasks or flags")
     elif not source:
         problems.append("the checkpoint directory or Hugging Face folder comes first")
-    elif not options.tasks:
+    elif not Path(source).is_dir():
+        problems.append(f"{source}: no such checkpoint directory or Hugging Face folder")
+    if source and not options.tasks:
         problems.append("--tasks NAMES is missing")
     for name in ("limit", "batch_size"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -102,8 +105,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
         problems.append(f"--num-fewshot {options.num_fewshot} must not be below 0")
     for name in ("output", "report_html"):
         path = getattr(options, name)
-        if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-            problems.append(f"--{name.replace('_', '-')} {path}: not a file in an existing folder")
+        if path is not None and cannot_write(path):
+            problems.append(f"--{name.replace('_', '-')} {path}: the file cannot be written")
     if problems:
         parser.error("; ".join(problems))
     return options, flags
@@ -128,8 +131,6 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     )
     harness = open_harness()
     runner = harness.find_tasks(task_options)  # before a large model is loaded
-    if not Path(options.source).is_dir():
-        raise ValueError(f"{options.source}: no such checkpoint directory or Hugging Face folder")
 
     from moe_trainer.drawing.report_page import write_report
     from moe_trainer.evaluation.routing import routing_figures, routing_table

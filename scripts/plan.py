@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
 from arguments.tokens import FIELDS
-from moe_trainer.drawing.report_page import write_report
+from moe_trainer.drawing.report_page import cannot_write, write_report
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, plan_of_flags, run_dry_run
 from moe_trainer.estimate.hardware import GIB, Constants, find_hardware
@@ -189,6 +189,8 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
         parser.error("--gpus N is missing: the number of devices to search for")
     if options.gpus < 1 or options.best < 1 or not options.headroom >= 1:
         parser.error("--gpus, --best and --headroom must be at least 1")
+    if options.report_html is not None and cannot_write(Path(options.report_html)):
+        parser.error(f"--report-html {options.report_html}: the file cannot be written")
     try:
         hardware = find_hardware(options.hardware)
         with progress_line(sys.stderr) as progress:

@@ -13,15 +13,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moe_trainer.comparison.intervals import Interval, interval
 from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
 from moe_trainer.drawing.report_page import Figure, write_report
 from moe_trainer.drawing.svg import BLUE, FAINT, GRAY, GREEN, INK, ORANGE, Picture, nearest_shades
 from moe_trainer.io import atomic_write
 from scripts.bench_common import provenance_line
 
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5 % quantile of Student's t distribution with 1, 2, ... degrees of freedom."""
-MAX_SEEDS = len(T_975) + 1
+MAX_SEEDS = 10
 COLORS = MappingProxyType({"dense": INK, "copies": ORANGE, "granular": GREEN, "finermoe": BLUE})
 
 Results = Sequence[dict[str, Any]]
@@ -36,28 +35,6 @@ class Arm:
     parameters: int
     active: int
     flops: float
-
-
-@dataclass(frozen=True)
-class Interval:
-    """Mean of some seeds and half the width of its 95 % interval."""
-
-    mean: float
-    half: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether zero is outside of the interval."""
-        return abs(self.mean) > self.half
-
-    def __str__(self) -> str:
-        return f"{self.mean:.4f} +- {self.half:.4f}"
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Return the mean and its interval by Student's t distribution: values of 2 to MAX_SEEDS seeds."""
-    half = T_975[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(statistics.mean(values), half)
 
 
 def of_arm(results: Results, arm: str) -> list[dict[str, Any]]:

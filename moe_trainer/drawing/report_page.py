@@ -59,7 +59,7 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
 
 def cannot_write(path: Path) -> bool:
     """Return whether a page surely cannot be written there, which a long command checks before it starts."""
-    return path.is_dir() or not os.access(path.absolute().parent, os.W_OK)
+    return path.is_dir() or not os.access(path.absolute().parent, os.W_OK)  # a read-only file is replaced
 
 
 def write_report(path: str | Path, title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> None:

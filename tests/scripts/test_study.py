@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -155,23 +154,6 @@ def test_runs_next_to_a_failed_one_are_recorded(tmp_path, monkeypatch):
 def test_a_failed_program_is_reported_with_the_end_of_its_log(tmp_path):
     with pytest.raises(UserError, match=r"(?s)exit code 2; the end of .*log.txt.*there is no such file"):
         run_script("scripts/quickstart_text.py", [str(tmp_path), "--text", "absent"], tmp_path / "log.txt")
-
-
-def test_intervals_are_students_over_seeds():
-    found = study_report.interval([1.0, 2.0, 4.0])
-    assert found.mean == pytest.approx(7 / 3)
-    assert found.half == pytest.approx(4.303 * statistics.stdev([1.0, 2.0, 4.0]) / math.sqrt(3))
-    assert study_report.interval([0.0, 1.0]).half == pytest.approx(12.706 / 2)
-    assert not found.excludes_zero and study_report.interval([1.0, 1.1, 1.2]).excludes_zero
-
-
-def test_quantiles_are_students():
-    """Against the density: 97.5 % lie below each."""
-    for freedom, quantile in enumerate(study_report.T_975, 1):
-        scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
-        step = quantile / 20000
-        inside = sum((1 + ((at + 0.5) * step) ** 2 / freedom) ** (-(freedom + 1) / 2) for at in range(20000))
-        assert 0.5 + scale * step * inside == pytest.approx(0.975, abs=2e-5)
 
 
 def test_differences_are_taken_seed_by_seed():

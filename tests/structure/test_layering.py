@@ -33,6 +33,7 @@ LEVELS = {
     "resilience": 3,
     "debug": 3,
     "estimate": 3,
+    "comparison": 4,
     "moe": 4,
     "model": 5,
     "evaluation": 6,

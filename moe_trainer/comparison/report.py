@@ -1,0 +1,159 @@
+"""The report of a comparison: Markdown tables, and the curves of the losses."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from moe_trainer.comparison.intervals import difference, interval
+from moe_trainer.comparison.runs import Group, Run, common_end, settings_that_differ
+from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
+from moe_trainer.drawing.report_page import Figure
+from moe_trainer.drawing.svg import BLUE, GRAY, GREEN, INK, ORANGE, Picture
+
+_COLORS = (BLUE, ORANGE, GREEN, INK, GRAY)
+_POINTS = 120
+
+
+def comparison_lines(groups: Sequence[Group]) -> list[str]:
+    """Return the report as lines of Markdown."""
+    lines = ["# Comparison of runs", "", "## Runs", "", *_table("group", "runs", "seeds")]
+    for group in groups:
+        lines.append(_row(group.name, ", ".join(run.name for run in group.runs), ", ".join(map(str, group.seeds))))
+    lines += ["", "## Settings that differ", ""]
+    differing = settings_that_differ(groups)
+    if differing:
+        lines += _table("setting", *(group.name for group in groups))
+        lines += [
+            _row(f"`{name}`", *("-" if value is None else f"`{value}`" for value in values))
+            for name, values in differing
+        ]
+    else:
+        lines.append("None.")
+    tokens, seconds = common_end(groups, "tokens"), common_end(groups, "wall_s")
+    lines += ["", "## Losses", "", *_loss_notes(groups, tokens, seconds)]
+    lines += _figure_rows(groups, _loss_figures(tokens, seconds), compares=True)
+    lines += ["", "## Speed, memory and routing", "", *_figure_rows(groups, _other_figures(), compares=False)]
+    findings = [
+        f"- {run.name}: {each['text']}"
+        for group in groups
+        for run in group.runs
+        for each in run.page.get("findings", ())
+        if each["severity"] != "ok"
+    ]
+    return [*lines, "", "## Findings", "", *(findings or ["None."]), ""]
+
+
+def _loss_notes(groups: Sequence[Group], tokens: float | None, seconds: float | None) -> list[str]:
+    parts = []
+    if tokens is not None:
+        parts.append(f"Equal tokens: {tokens:,.0f}, which all runs have seen.")
+    if seconds is not None:
+        parts.append(f"Equal time: {seconds:,.0f} s since the start.")
+    parts.append("Training losses are means of the last twentieth before that point.")
+    if any(len(group.runs) > 1 for group in groups):
+        parts.append(
+            "Intervals hold the mean of the seeds with 95 % (Student's t distribution); differences of groups with the "
+            "same seeds are taken seed by seed, others are Welch's."
+        )
+    return [" ".join(parts), ""]
+
+
+Figures = list[tuple[str, Callable[[Run], float | None]]]
+
+
+def _loss_figures(tokens: float | None, seconds: float | None) -> Figures:
+    figures: Figures = []
+    if tokens is not None:
+        figures.append(("training loss at equal tokens", lambda run: run.loss_at("tokens", tokens)))
+    if seconds is not None:
+        figures.append(("training loss at equal time", lambda run: run.loss_at("wall_s", seconds)))
+    figures.append(("newest validation loss", lambda run: run.validation_loss))
+    return figures
+
+
+def _other_figures() -> Figures:
+    return [
+        ("tokens/s", lambda run: run.throughput),
+        ("goodput", lambda run: run.page["progress"].get("goodput")),
+        ("peak memory in GiB", lambda run: run.memory_gib),
+        ("max/mean expert load of the worst layer", lambda run: run.routing("load_max_over_mean", max)),
+        ("normalized load entropy of the worst layer", lambda run: run.routing("load_entropy", min)),
+        ("dead experts of the worst layer", lambda run: run.routing("dead_experts", max)),
+    ]
+
+
+def _figure_rows(groups: Sequence[Group], figures: Figures, compares: bool) -> list[str]:
+    """Return a table of figures, a row each; `compares`: with the differences from the first group."""
+    first, *others = groups
+    names = [f"{group.name} - {first.name}" for group in others] if compares else []
+    lines = _table("figure", *(group.name for group in groups), *names)
+    for title, get in figures:
+        found = [group.values(get) for group in groups]
+        if not any(found):
+            continue
+        cells = [str(interval(values)) if values else "-" for values in found]
+        for group, values in zip(others, found[1:]) if compares else ():
+            if not values or not found[0]:
+                cells.append("-")
+                continue
+            is_paired = group.seeds == first.seeds and len(values) == len(found[0]) == len(group.runs) > 1
+            gap = difference(values, found[0], is_paired)
+            cells.append(f"{gap}" + (" *" if gap.excludes_zero else ""))
+        lines.append(_row(title, *cells))
+    return [*lines, "", "`*`: the interval excludes zero."] if compares and others else lines
+
+
+def _table(*columns: str) -> list[str]:
+    return [_row(*columns), "|" + "---|" * len(columns)]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def comparison_figures(groups: Sequence[Group]) -> list[Figure]:
+    """Return the curves of the training losses, over tokens and time."""
+    figures = []
+    for axis, name, factor in (("tokens", "million tokens", 1e6), ("wall_s", "hours", 3600.0)):
+        if common_end(groups, axis) is not None:
+            svg = _loss_curves(groups, axis, name, factor)
+            caption = "Lines: means of the seeds; areas: from the lowest to the highest seed."
+            figures.append(Figure(f"Training loss over {name}", svg, caption))
+    return figures
+
+
+def _loss_curves(groups: Sequence[Group], axis: str, name: str, factor: float) -> str:
+    curves = []
+    for group in groups:
+        end = min(run.axis(axis)[-1] for run in group.runs)
+        points = []
+        for number in range(1, _POINTS + 1):
+            at = end * number / _POINTS
+            values = group.values(lambda run, at=at: run.loss_at(axis, at))
+            if len(values) == len(group.runs):
+                points.append((at / factor, values))
+        curves.append(points)
+    shown = [value for points in curves for _, values in points[len(points) // 20 :] for value in values]
+    left, right, top, bottom = 76, 900, 62, 360
+    margin = 0.06 * ((max(shown) - min(shown)) or 1.0)
+    x = Scale(0, max(points[-1][0] for points in curves if points), left, right)
+    y = Scale(min(shown) - margin, max(shown) + margin, bottom, top)
+    picture = Picture(930, bottom + 66, "Training loss", f"Training loss over {name}")
+    draw_x_axis(picture, x, top, bottom, name)
+    draw_y_axis(picture, y, left, right, "nats per token")
+
+    def place(at: float, value: float) -> str:
+        return f"{x.at(at):.6g} {min(max(y.at(value), top), bottom):.6g}"
+
+    for number, (group, points) in enumerate(zip(groups, curves)):
+        color = _COLORS[number % len(_COLORS)]
+        if len(group.runs) > 1:
+            edge = [place(at, max(values)) for at, values in points]
+            edge += [place(at, min(values)) for at, values in reversed(points)]
+            picture.path("M" + "L".join(edge) + "Z", color, fill_opacity=0.18)
+        line = [place(at, statistics.mean(values)) for at, values in points]
+        tip = f"{group.name}: {statistics.mean(points[-1][1]):.4f}"
+        picture.path("M" + "L".join(line), "none", tip, stroke=color, stroke_width=2)
+    picture.legend(left, bottom + 54, [(_COLORS[at % len(_COLORS)], group.name) for at, group in enumerate(groups)])
+    return picture.svg()

@@ -1,0 +1,143 @@
+"""Runs to compare: their settings, grouped by what differs besides the seed, and figures at equal tokens or time.
+
+Runs are those of metrics/run_data.py. A training loss at a number of tokens is the mean of the records of the last
+twentieth before it, so that single batches do not decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+_UNCOMPARED = frozenset(
+    """
+    seed save load metrics_file tensorboard_dir tensorboard_queue_size wandb_exp_name wandb_project wandb_save_dir
+    data_cache_path log_interval save_interval exit_interval exit_duration_in_mins report report_html
+    """.split()
+)
+"""Settings that do not make another experiment."""
+_WINDOW = 0.05
+_WARMUP = 0.1  # share of the records that throughput leaves out
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run.
+
+    Attributes:
+        page: as RunData.as_page returns it.
+        settings: that are compared.
+    """
+
+    page: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.page["name"]
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Every setting but those of the seed and of files."""
+        settings = self.page["head"].get("settings", {})
+        return {name: value for name, value in settings.items() if name not in _UNCOMPARED}
+
+    @property
+    def seed(self) -> object:
+        return self.page["head"].get("settings", {}).get("seed")
+
+    def axis(self, name: str) -> Sequence[float]:
+        """Return the values of "tokens" or "wall_s" of all records; empty if they are unknown."""
+        return self.page["records"].get(name, ())
+
+    @property
+    def losses(self) -> Sequence[float | None]:
+        return self.page["records"]["series"].get("lm loss", ())
+
+    def loss_at(self, axis: str, end: float) -> float | None:
+        """Return the training loss at a number of tokens or seconds."""
+        places = self.axis(axis)
+        last = [at for at, place in enumerate(places) if place <= end and self.losses[at] is not None]
+        if not last:
+            return None
+        begin = places[last[-1]] - _WINDOW * end
+        found = [self.losses[at] for at in last if places[at] > begin] or [self.losses[last[-1]]]
+        return sum(value for value in found if value is not None) / len(found)
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The newest validation loss."""
+        found = [each for each in self.page["validations"] if each["set"] != "test"]
+        return found[-1].get("lm loss") if found else None
+
+    @property
+    def throughput(self) -> float | None:
+        """Tokens per second, the median without the first records."""
+        values = [each for each in self.page["records"]["series"].get("tokens_per_s", ()) if each is not None]
+        values = values[int(_WARMUP * len(values)) :]
+        return median(values) if values else None
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Peak memory of the fullest rank that is known."""
+        ranks = self.page.get("ranks", {}).get("memory_mb")
+        records = self.page["records"]
+        values = [value for row in ranks or () for value in row]
+        values += [each for each in records["series"].get("max_memory_mb", ()) if each is not None]
+        constant = records["constants"].get("max_memory_mb")
+        values += [] if constant is None else [constant]
+        return max(values) / 1024 if values else None
+
+    def routing(self, name: str, worst: Callable[[Sequence[float]], float]) -> float | None:
+        """Return the worst layer's newest value of a routing metric."""
+        rows = self.page.get("routing", {}).get("metrics", {}).get(name)
+        values = [value for value in rows[-1] if value is not None] if rows else []
+        return worst(values) if values else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs with equal settings, but for the seed."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def seeds(self) -> tuple[object, ...]:
+        return tuple(run.seed for run in self.runs)
+
+    def values(self, get: Callable[[Run], float | None]) -> list[float]:
+        """Return a figure of all runs that have it."""
+        return [value for run in self.runs if (value := get(run)) is not None]
+
+
+def make_groups(pages: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Group runs by their settings, in the order of their first runs; runs without settings are on their own."""
+    groups: list[list[Run]] = []
+    for page in pages:
+        run = Run(page)
+        same = [runs for runs in groups if run.settings and runs[0].settings == run.settings and _can_join(run, runs)]
+        if same:
+            same[0].append(run)
+        else:
+            groups.append([run])
+    return [Group(runs[0].name, tuple(sorted(runs, key=lambda run: str(run.seed)))) for runs in groups]
+
+
+def _can_join(run: Run, runs: Sequence[Run]) -> bool:
+    """Return whether it has another seed; a repeated run is no further sample."""
+    return run.seed is not None and run.seed not in [each.seed for each in runs]
+
+
+def settings_that_differ(groups: Sequence[Group]) -> list[tuple[str, list[object]]]:
+    """Return (setting, its value in every group) of settings that differ; None where a group does not know it."""
+    names = dict.fromkeys(name for group in groups for name in group.runs[0].settings)
+    rows = [(name, [group.runs[0].settings.get(name) for group in groups]) for name in names]
+    return sorted((name, values) for name, values in rows if any(value != values[0] for value in values))
+
+
+def common_end(groups: Sequence[Group], axis: str) -> float | None:
+    """Return the tokens or seconds that all runs have reached; None if one does not know."""
+    ends = [run.axis(axis)[-1] if len(run.axis(axis)) else None for group in groups for run in group.runs]
+    return None if None in ends else min(end for end in ends if end is not None)

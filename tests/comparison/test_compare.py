@@ -1,0 +1,98 @@
+"""scripts/compare.py on made-up runs: groups, figures at equal tokens, differences, errors."""
+
+import json
+
+import pytest
+
+from moe_trainer.comparison.runs import common_end, make_groups, settings_that_differ
+from moe_trainer.metrics.dashboard import read_runs
+from scripts.compare import main
+
+
+def write_run(folder, seed=1, lr=1e-3, offset=0.0, iterations=100, parameters=1e6, **settings):
+    folder.mkdir(parents=True)
+    settings = {"seed": seed, "lr": lr, "save": str(folder), "ffn_hidden_size": 64, **settings}
+    model = {"active_parameters": parameters, "seq_length": 10, "num_experts": 4}
+    run = {"started": 1000.0, "train_iters": iterations, "model": model, "settings": settings}
+    with (folder / "metrics.jsonl").open("w") as file:
+        for at in range(1, iterations + 1):
+            loss = 2 + 3 / at**0.5 + offset + 0.01 * seed
+            record = {"iteration": at, "consumed_samples": 10 * at, "lm loss": loss, "tokens_per_s": 100.0 + at}
+            record |= {"time": 1000.0 + at, "interval_s": 0.9, "elapsed_ms": 900.0, "max_memory_mb": 2048}
+            file.write(json.dumps(record | ({"run": run} if at == 1 else {})) + "\n")
+        file.write(json.dumps({"validation": "validation", "iteration": iterations, "lm loss": loss + 0.1}) + "\n")
+    return str(folder)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    low = [write_run(tmp_path / f"low-{seed}", seed) for seed in (1, 2, 3)]
+    return [
+        *low,
+        *(write_run(tmp_path / f"high-{seed}", seed, lr=2e-3, offset=0.2, iterations=150) for seed in (1, 2, 3)),
+    ]
+
+
+def test_runs_that_differ_in_the_seed_are_one_group(runs):
+    groups = make_groups(read_runs(runs))
+    assert [(group.name, group.seeds) for group in groups] == [("low-1", (1, 2, 3)), ("high-1", (1, 2, 3))]
+    assert settings_that_differ(groups) == [("lr", [1e-3, 2e-3])]
+    again = make_groups(read_runs([runs[0], runs[0]]))
+    assert len(again) == 2  # a repeated run is no further sample
+
+
+def test_losses_are_compared_at_equal_tokens(runs):
+    groups = make_groups(read_runs(runs))
+    tokens = common_end(groups, "tokens")
+    assert tokens == 100 * 10 * 10
+    run = groups[1].runs[0]
+    expected = sum(2 + 3 / at**0.5 + 0.21 for at in range(96, 101)) / 5
+    assert run.loss_at("tokens", tokens) == pytest.approx(expected) and run.loss_at("tokens", 1.0) is None
+    assert run.throughput == pytest.approx(100 + 83, abs=1) and run.memory_gib == 2.0
+
+
+def test_report_names_differences_and_their_intervals(runs, tmp_path, capsys):
+    assert main([*runs, "--report-html", str(tmp_path / "report.html")]) == 0
+    text = capsys.readouterr().out
+    row = next(line for line in text.splitlines() if line.startswith("| training loss at equal tokens"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1].startswith("2.") and " +- " in cells[1] and cells[3] == "0.2000 +- 0.0000 *"
+    assert "| `lr` | `0.001` | `0.002` |" in text and "`save`" not in text
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 2 and "million tokens" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "give runs to compare"),
+        (["none"], "no such file"),
+        (["none", "--predict", "1e9"], "needs --scaling"),
+        (["--scaling", "none"], "not a directory"),
+        (["--scaling", "."], "no run with parameters"),
+    ],
+)
+def test_errors_are_clear(argv, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(argv)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and words in capsys.readouterr().err
+
+
+def test_too_few_runs_for_a_law_are_an_error(tmp_path, capsys):
+    for number in range(3):
+        write_run(tmp_path / str(number), parameters=1e6 * (number + 1))
+    assert main(["--scaling", str(tmp_path)]) == 2
+    assert "compute: needs 5 runs or more for 3 constants, there are 3" in capsys.readouterr().err
+
+
+def test_laws_of_a_folder_are_printed_and_drawn(tmp_path, capsys):
+    for number in range(6):
+        write_run(tmp_path / str(number), parameters=1e6 * 2**number, iterations=40 + 10 * number)
+    report = tmp_path / "laws.html"
+    assert main(["--scaling", str(tmp_path), "--predict", "1e13", "--report-html", str(report)]) == 0
+    text = capsys.readouterr().out
+    assert "## L = E + A / C^a" in text and "| 1e+13 |" in text and "Not fitted: tokens: needs 7 runs" in text
+    assert report.read_text().count("<circle") == 6
