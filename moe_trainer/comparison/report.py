@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from moe_trainer.comparison.intervals import difference, interval
-from moe_trainer.comparison.runs import Group, Run, common_end, settings_that_differ
+from moe_trainer.comparison.runs import Run, RunGroup, common_end, settings_that_differ
 from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
 from moe_trainer.drawing.report_page import Figure
 from moe_trainer.drawing.svg import BLUE, GRAY, GREEN, INK, ORANGE, Picture
@@ -15,7 +15,7 @@ _COLORS = (BLUE, ORANGE, GREEN, INK, GRAY)
 _POINTS = 120
 
 
-def comparison_lines(groups: Sequence[Group]) -> list[str]:
+def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
     """Return the report as lines of Markdown."""
     lines = ["# Comparison of runs", "", "## Runs", "", *_table("group", "runs", "seeds")]
     for group in groups:
@@ -44,7 +44,7 @@ def comparison_lines(groups: Sequence[Group]) -> list[str]:
     return [*lines, "", "## Findings", "", *(findings or ["None."]), ""]
 
 
-def _loss_notes(groups: Sequence[Group], tokens: float | None, seconds: float | None) -> list[str]:
+def _loss_notes(groups: Sequence[RunGroup], tokens: float | None, seconds: float | None) -> list[str]:
     parts = []
     if tokens is not None:
         parts.append(f"Equal tokens: {tokens:,.0f}, which all runs have seen.")
@@ -83,7 +83,7 @@ def _other_figures() -> Figures:
     ]
 
 
-def _figure_rows(groups: Sequence[Group], figures: Figures, compares: bool) -> list[str]:
+def _figure_rows(groups: Sequence[RunGroup], figures: Figures, compares: bool) -> list[str]:
     """Return a table of figures, a row each; `compares`: with the differences from the first group."""
     first, *others = groups
     names = [f"{group.name} - {first.name}" for group in others] if compares else []
@@ -112,7 +112,7 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def comparison_figures(groups: Sequence[Group]) -> list[Figure]:
+def comparison_figures(groups: Sequence[RunGroup]) -> list[Figure]:
     """Return the curves of the training losses, over tokens and time."""
     figures = []
     for axis, name, factor in (("tokens", "million tokens", 1e6), ("wall_s", "hours", 3600.0)):
@@ -123,7 +123,7 @@ def comparison_figures(groups: Sequence[Group]) -> list[Figure]:
     return figures
 
 
-def _loss_curves(groups: Sequence[Group], axis: str, name: str, factor: float) -> str:
+def _loss_curves(groups: Sequence[RunGroup], axis: str, name: str, factor: float) -> str:
     curves = []
     for group in groups:
         end = min(run.axis(axis)[-1] for run in group.runs)

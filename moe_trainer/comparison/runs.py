@@ -97,7 +97,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs with equal settings, but for the seed."""
 
     name: str
@@ -112,8 +112,8 @@ class Group:
         return [value for run in self.runs if (value := get(run)) is not None]
 
 
-def make_groups(pages: Sequence[Mapping[str, Any]]) -> list[Group]:
-    """Group runs by their settings, in the order of their first runs; runs without settings are on their own."""
+def make_groups(pages: Sequence[Mapping[str, Any]]) -> list[RunGroup]:
+    """RunGroup runs by their settings, in the order of their first runs; runs without settings are on their own."""
     groups: list[list[Run]] = []
     for page in pages:
         run = Run(page)
@@ -122,7 +122,7 @@ def make_groups(pages: Sequence[Mapping[str, Any]]) -> list[Group]:
             same[0].append(run)
         else:
             groups.append([run])
-    return [Group(runs[0].name, tuple(sorted(runs, key=lambda run: str(run.seed)))) for runs in groups]
+    return [RunGroup(runs[0].name, tuple(sorted(runs, key=lambda run: str(run.seed)))) for runs in groups]
 
 
 def _can_join(run: Run, runs: Sequence[Run]) -> bool:
@@ -130,14 +130,14 @@ def _can_join(run: Run, runs: Sequence[Run]) -> bool:
     return run.seed is not None and run.seed not in [each.seed for each in runs]
 
 
-def settings_that_differ(groups: Sequence[Group]) -> list[tuple[str, list[object]]]:
+def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, list[object]]]:
     """Return (setting, its value in every group) of settings that differ; None where a group does not know it."""
     names = dict.fromkeys(name for group in groups for name in group.runs[0].settings)
     rows = [(name, [group.runs[0].settings.get(name) for group in groups]) for name in names]
     return sorted((name, values) for name, values in rows if any(value != values[0] for value in values))
 
 
-def common_end(groups: Sequence[Group], axis: str) -> float | None:
+def common_end(groups: Sequence[RunGroup], axis: str) -> float | None:
     """Return the tokens or seconds that all runs have reached; None if one does not know."""
     ends = [run.axis(axis)[-1] if len(run.axis(axis)) else None for group in groups for run in group.runs]
     return None if None in ends else min(end for end in ends if end is not None)

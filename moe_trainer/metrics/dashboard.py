@@ -65,7 +65,7 @@ class Dashboard:
             with atomic_path(self.path) as temporary:
                 temporary.write_text(self.page(done), encoding="utf-8")
             return True
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # whatever it is, training continues
             if not self._has_warned:
                 reason = (error.strerror if isinstance(error, OSError) else None) or repr(error)
                 logger.warning(f"cannot write the dashboard to {self.path} ({reason}); the run continues and retries")

@@ -122,7 +122,7 @@ def test_routing_table_shows_loads_and_the_busiest_experts():
         ("ck --tasks a --limit 0", "--limit 0 must be above 0"),
         ("ck --tasks a --batch-size -1", "--batch-size -1 must be above 0"),
         ("ck --tasks a --num-fewshot -1", "--num-fewshot -1"),
-        ("ck --tasks a --output nowhere/x.json", "--output nowhere/x.json: not a file in an existing folder"),
+        ("ck --tasks a --output nowhere/x.json", "--output nowhere/x.json: the file cannot be written"),
         ("ck --table a.json", "takes no model, tasks or flags"),
     ],
 )
