@@ -9,7 +9,10 @@ from data_pipeline.corpora import write_chat_tokenizer
 from safetensors.torch import load_file
 from training.tiny import MOCK, TINY
 
-VOLATILE = ("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run")
+VOLATILE = (
+    *("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run"),
+    *("time", "interval_s", "saved"),
+)
 
 
 def drop_volatile(records):

@@ -23,6 +23,9 @@ TIMES = (
     "max_memory_mb",
     "resumed_from",
     "run",
+    "time",
+    "interval_s",
+    "saved",
 )  # what differs between equal runs
 BIAS = [
     "--moe-router-score-function",
