@@ -33,7 +33,7 @@ JOB = [
     "--adam-eps",
     "1e-5",
 ]
-TIMES = ("elapsed", "time", "tflops", "throughput", "memory", "tokens_per")
+TIMES = ("elapsed", "interval", "time", "tflops", "throughput", "memory", "tokens_per")
 PP2, PP4 = ["--pipeline-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "4"]
 
 
