@@ -94,9 +94,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             problems.append("--table prints results that were written; it takes no model, tasks or flags")
     elif not source:
         problems.append("the checkpoint directory or Hugging Face folder comes first")
-    elif not Path(source).is_dir():
-        problems.append(f"{source}: no such checkpoint directory or Hugging Face folder")
-    if source and not options.tasks:
+    elif not options.tasks:
         problems.append("--tasks NAMES is missing")
     for name in ("limit", "batch_size"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -120,6 +118,8 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     from moe_trainer.io import atomic_write
 
     require_packages("torch", "numpy", "safetensors")
+    if not Path(options.source).is_dir():  # reading the tasks takes longer
+        raise ValueError(f"{options.source}: no such checkpoint directory or Hugging Face folder")
     tasks, num_fewshot = expand_tasks(split_names([options.tasks]), options.num_fewshot)
     task_options = TaskOptions(
         tasks,

@@ -231,7 +231,20 @@ def quickstart(tmp_path_factory):
 
 def curves(folder):
     """The records of metrics.jsonl without times and memory."""
-    clocks = ("elapsed", "memory", "throughput", "tokens_per", "flop", "mfu", "timers", "resumed_from", "run", "time", "interval", "saved")
+    clocks = (
+        "elapsed",
+        "memory",
+        "throughput",
+        "tokens_per",
+        "flop",
+        "mfu",
+        "timers",
+        "resumed_from",
+        "run",
+        "time",
+        "interval",
+        "saved",
+    )
     return [
         {name: value for name, value in record.items() if not any(word in name.lower() for word in clocks)}
         for record in read_metrics(folder / "out" / "checkpoints" / "metrics.jsonl")
