@@ -150,6 +150,7 @@ def test_hostile_names_are_text(driver, show):
 def test_list_of_runs_compares_the_chosen_ones(driver, show):
     run = show("list")
     assert run("return document.querySelectorAll('#list tbody tr').length") == 3
+    assert run("return getComputedStyle(document.getElementById('controls')).display") == "none"  # of charts
     button = "return document.querySelector('#list button').disabled"
     assert run(button)
     run("document.querySelectorAll('#list input').forEach((each, at) => { if (at < 2) each.click(); })")
