@@ -24,12 +24,7 @@ _WARMUP = 0.1  # share of the records that throughput leaves out
 
 @dataclass(frozen=True)
 class Run:
-    """A run.
-
-    Attributes:
-        page: as RunData.as_page returns it.
-        settings: that are compared.
-    """
+    """A run; `page`: as RunData.as_page returns it."""
 
     page: Mapping[str, Any]
 

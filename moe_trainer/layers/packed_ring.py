@@ -44,7 +44,7 @@ class PackedRing:
     """The local tokens of packed sequences.
 
     Attributes:
-        borders: of the sequences.
+        borders: of the sequences. With the chunks, the same for all layers of a microbatch.
         chunks: of them; None in a group of one rank.
         scale: of the scores.
         left: see BlockMask.
@@ -69,9 +69,12 @@ class PackedRing:
             return None  # a window begins at other keys for every rank
         if q_SBND.shape[1] != 1 or not varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0]):
             return None
-        device, local = q_SBND.device, [length // size for length in lengths]
-        chunks = _Chunks.of(local, device) if size > 1 else None
-        return PackedRing(_borders(local, device), chunks, scale, block_mask.left, rank)
+        assert block_mask.documents is not None, "its lengths are those of documents"
+        derived = block_mask.documents.derived
+        if size not in derived:
+            device, local = q_SBND.device, [length // size for length in lengths]
+            derived[size] = _borders(local, device), _Chunks.of(local, device) if size > 1 else None
+        return PackedRing(*derived[size], scale, block_mask.left, rank)
 
     def attend(self, source: int, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge the keys of rank `source` into the running output and its log-sum-exp, in place."""

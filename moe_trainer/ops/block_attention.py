@@ -12,8 +12,8 @@ Shapes: B sequences, N query heads, G key-value heads (n = N / G), S queries, K 
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,7 @@ class Documents:
         is_static: the host does not know the boundaries. All blocks of the causal rule are computed, with a mask, so a
             CUDA graph serves all batches.
         lengths: of packed sequences, which context-parallel ranks shard one by one; () for documents in a sequence.
+        derived: what a kind of attention derives from them for all layers and passes, by the size of its group.
     """
 
     ids_BS: Tensor
@@ -62,6 +63,7 @@ class Documents:
     begins: Sequence[int]
     is_static: bool = False
     lengths: tuple[int, ...] = ()
+    derived: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(ids_BS: Tensor, device: torch.device | None = None, lengths: tuple[int, ...] = ()) -> "Documents":

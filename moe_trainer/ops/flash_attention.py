@@ -36,7 +36,7 @@ def flash_block(q_BNSD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, scale: float, ca
         out [B, N, S, E] in the dtype of v, and its log-sum-exp [B, N, S], fp32 or wider.
     """
     width = v_BGKE.shape[3]
-    v = _pad(v_BGKE, q_BNSD.shape[3])
+    v = pad_width(v_BGKE, q_BNSD.shape[3])
     if q_BNSD.device.type == "cpu":
         k, v = (_repeat(x, q_BNSD.shape[1]) for x in (k_BGKD, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNSD, k, v, 0.0, causal, scale=scale)
@@ -57,7 +57,7 @@ def flash_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one block's gradients of q, k and v; `out` and `lse` are those of all keys."""
     width = v_BGKE.shape[3]
-    grad, v, out = (_pad(x, q_BNSD.shape[3]) for x in (grad_BNSE, v_BGKE, out_BNSE))
+    grad, v, out = (pad_width(x, q_BNSD.shape[3]) for x in (grad_BNSE, v_BGKE, out_BNSE))
     lse = lse_BNS.contiguous()
     if q_BNSD.device.type == "cpu":
         heads, groups = q_BNSD.shape[1], k_BGKD.shape[1]
@@ -88,7 +88,8 @@ def flash_block_backward(
     return grad_q, grad_k, grad_v[..., :width]
 
 
-def _pad(x: Tensor, width: int) -> Tensor:
+def pad_width(x: Tensor, width: int) -> Tensor:
+    """Return x with zeros up to a width of the last dimension."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 

@@ -10,11 +10,10 @@ Shapes: T tokens of all sequences, U those of their keys, N query heads, G key-v
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from moe_trainer.ops.flash_attention import CUDA_WIDTH
+from moe_trainer.ops.flash_attention import CUDA_WIDTH, pad_width
 
 
 def can_run(q_TND: Tensor, v_TGE: Tensor) -> bool:
@@ -49,7 +48,7 @@ def varlen_attention(
         left: query i sees keys i - left .. i of its sequence; negative for all up to i.
     """
     width = v_TGE.shape[2]
-    v_TGD = _pad(v_TGE, q_TND.shape[2])
+    v_TGD = pad_width(v_TGE, q_TND.shape[2])
     out_TND = varlen.varlen_attn(
         q_TND,
         k_TGD,
@@ -98,7 +97,7 @@ def varlen_block(
     out_TND, lse_NT, *_ = torch.ops.aten._flash_attention_forward(
         q_TND,
         k_UGD,
-        _pad(v_UGE, q_TND.shape[2]),
+        pad_width(v_UGE, q_TND.shape[2]),
         queries.cu_seqlens,
         keys.cu_seqlens,
         queries.max_seqlen,
@@ -127,7 +126,7 @@ def varlen_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `varlen_block`; `out` and `lse` are those of all keys."""
     width = v_UGE.shape[2]
-    grad, v, out = (_pad(x, q_TND.shape[2]) for x in (grad_TNE, v_UGE, out_TNE))
+    grad, v, out = (pad_width(x, q_TND.shape[2]) for x in (grad_TNE, v_UGE, out_TNE))
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_TND.device)
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
         grad,
@@ -152,7 +151,3 @@ def varlen_block_backward(
 
 def _window(causal: bool, left: int) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": 0} if causal and left >= 0 else {}
-
-
-def _pad(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -78,8 +78,9 @@ def describe_environment(
         World size, device, threads of a rank on CPU, padded vocabulary, model, mapping, versions, and every flag that
         is not at its default (`settings`), or every flag (`all_settings`).
     """
-    everything = json.loads(json.dumps(args.as_dict(), default=str))
-    changed = {name for name, value in args.as_dict().items() if value != OPTIONS[name].default}
+    values = args.as_dict()
+    everything = json.loads(json.dumps(values, default=str))
+    changed = {name for name, value in values.items() if value != OPTIONS[name].default}
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
     training, parallel, tokens = args.training, args.parallel, args.data.seq_length

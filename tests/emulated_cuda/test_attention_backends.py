@@ -153,6 +153,7 @@ def ring_within_sequences(rank: int, world_size: int, sinks: bool, window: int, 
     with emulation.Ledger(emulation.DEVICE()) as ledger:
         out = ring_attention(*local[:3], 0.3, mask, group, None if sink_N is None else sink_N.cuda())
         out.backward(local[3].detach().flatten(2))
+    assert list(mask.documents.derived) == [world_size]  # made once, for all layers and passes
     for ours, whole in zip(
         (out.unflatten(2, (4, -1)), *(x.grad for x in local[:3])), (expected, q.grad, k.grad, v.grad)
     ):
