@@ -47,7 +47,7 @@ class RoutingCounter:
             routing_TE, valid = output[1], inputs[3] if len(inputs) > 3 else None
             if valid is not None:
                 routing_TE = routing_TE & valid.mask_T.unsqueeze(1)
-            tokens_E = routing_TE.sum(0).cpu()
+            tokens_E = routing_TE.sum(0)
             counts[layer.layer_number] = counts.get(layer.layer_number, torch.zeros_like(tokens_E)) + tokens_E
 
         return layer.router.register_forward_hook(count)
