@@ -458,7 +458,9 @@ def test_search_report_and_where_it_is_not_taken(tmp_path, capsys):
     path = tmp_path / "search.html"
     assert plan_script.main([*words, "--report-html", str(path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].strip().split(" pretrain")[0] in path.read_text(encoding="utf-8")
-    assert plan_script.main([*words, "--report-html", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        plan_script.main([*words, "--report-html", str(tmp_path)])
+    assert stopped.value.code == 2
     assert f"--report-html {tmp_path}: the file cannot be written" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         plan_script.main(["pieces", *words[1:5], "--world-size", "2", "--report-html", str(path)])
