@@ -159,6 +159,12 @@ class TrainingArgs:
     """Folder with task files (YAML) of your own for --eval-tasks."""
     eval_tasks_limit: int | None = None
     """Number of questions of each task of --eval-tasks. Unset: all."""
+    sample_prompts: list[str] | None = None
+    """Texts that the model continues greedily every --sample-interval iterations, for the log and the dashboard."""
+    sample_interval: int | None = None
+    """Number of iterations between continuations of --sample-prompts; they also come after the last iteration."""
+    sample_max_new_tokens: int = 64
+    """Largest number of tokens of a continuation of --sample-prompts."""
 
     # ---- recompute
     recompute_granularity: Literal["full", "selective"] | None = None

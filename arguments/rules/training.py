@@ -45,6 +45,7 @@ TRAINING_ONLY = (
     "iterations_to_skip",
     "record_step",
     "eval_tasks",
+    "sample_prompts",
     "dump_step",
     "error_injection_rate",
     "rampup_batch_size",
@@ -252,22 +253,32 @@ def check_eval_tasks(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             yield s.violation("{} needs {eval_tasks:flag}.", dest)
 
 
+def check_sample_prompts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if bool(s.sample_prompts) != (s.sample_interval is not None):
+        yield s.violation(
+            "{sample_prompts:flag} and {sample_interval:flag} belong together: which texts, and every how many "
+            "iterations."
+        )
+
+
 def limit_eval_tasks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """List what texts of many lengths cannot be combined with."""
-    yield Limit(
-        s.eval_tasks and s.context_parallel_size > 1,
-        "{eval_tasks:flag} cannot be combined with {context_parallel_size}: tasks are evaluated without context "
-        "parallelism; run scripts/evaluate.py on the checkpoints instead.",
-    )
-    yield Limit(
-        s.eval_tasks and s.cuda_graph_impl != "none",
-        "{eval_tasks:flag} cannot be combined with {cuda_graph_impl}: texts of tasks have many lengths, and a graph is "
-        "captured for one; run scripts/evaluate.py on the checkpoints instead.",
-    )
-    yield Limit(
-        s.eval_tasks and s.tokenizer_type == "NullTokenizer",
-        "{eval_tasks:flag} cannot be combined with {tokenizer_type}: tasks consist of text.",
-    )
+    for dest, script in (("eval_tasks", "evaluate"), ("sample_prompts", "generate")):
+        flag = f"{{{dest}:flag}}"
+        yield Limit(
+            getattr(s, dest) and s.context_parallel_size > 1,
+            f"{flag} cannot be combined with {{context_parallel_size}}: texts are short, and computed without context "
+            f"parallelism; run scripts/{script}.py on the checkpoints instead.",
+        )
+        yield Limit(
+            getattr(s, dest) and s.cuda_graph_impl != "none",
+            f"{flag} cannot be combined with {{cuda_graph_impl}}: texts have many lengths, and a graph is captured for "
+            f"one; run scripts/{script}.py on the checkpoints instead.",
+        )
+        yield Limit(
+            getattr(s, dest) and s.tokenizer_type == "NullTokenizer",
+            f"{flag} cannot be combined with {{tokenizer_type}}, which has no text.",
+        )
 
 
 def check_log_memory_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

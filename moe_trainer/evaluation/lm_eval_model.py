@@ -35,7 +35,8 @@ from moe_trainer.errors import UserError
 from moe_trainer.evaluation.options import TaskOptions
 from moe_trainer.evaluation.routing import RoutingCounter
 from moe_trainer.evaluation.scoring import Scorer
-from moe_trainer.evaluation.text import TextCodec
+from moe_trainer.inference.generator import GenerationOptions, Generator
+from moe_trainer.inference.text import TextCodec
 
 DEFAULT_NEW_TOKENS = 256  # of the harness's hf model
 _SEED = 1234  # of the harness's few-shot sampling
@@ -52,7 +53,7 @@ class TrainedModel(TemplateLM):
     """The harness's interface to a model.
 
     Args:
-        scorer: of the model.
+        scorer, generator: of the model.
         codec: of its tokenizer.
         counter: counts the tokens of experts by task.
         write_prompt: turns a conversation into text up to the answer; None without a chat template.
@@ -61,13 +62,14 @@ class TrainedModel(TemplateLM):
     def __init__(
         self,
         scorer: Scorer,
+        generator: Generator,
         codec: TextCodec,
         counter: RoutingCounter | None = None,
         write_prompt: Callable[[Sequence[Any]], str] | None = None,
     ):
         super().__init__()
         self._write_prompt = write_prompt
-        self._scorer, self._codec, self._counter = scorer, codec, counter
+        self._scorer, self._generator, self._codec, self._counter = scorer, generator, codec, counter
         self.max_length = scorer.max_length
 
     @property
@@ -164,7 +166,7 @@ class TrainedModel(TemplateLM):
             return tokens[-1] == eos or any(stop in decode(tokens) for stop in stops if stop)
 
         prompts = [self.tok_encode(context)[-max_context:] or [self.prefix_token_id] for context in contexts]
-        written = self._scorer.continue_greedily(prompts, max_tokens, is_finished)
+        written = self._generator.generate(prompts, GenerationOptions(max_tokens, is_finished))
         return [postprocess_generated_text(decode(_until(tokens, eos)), stops, None) for tokens in written]
 
 

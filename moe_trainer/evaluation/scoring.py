@@ -1,8 +1,7 @@
-"""Forward passes that score texts, under any mapping.
+"""Forward passes that score texts, under any mapping (inference/model.py).
 
-Every rank is given the same sequences and returns the same numbers. Data-parallel ranks share the sequences, all other
-ranks compute together as in training. Sequences are sorted by length and padded on the right: in a causal model the
-padding changes nothing, and it counts in no expert's capacity.
+Sequences are sorted by length and padded on the right: in a causal model the padding changes nothing, and it counts in
+no expert's capacity.
 
 Shapes: B sequences of a batch, S padded length, V padded vocabulary, C scored tokens.
 """
@@ -10,16 +9,12 @@ Shapes: B sequences of a batch, S padded length, V padded vocabulary, C scored t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_trainer.model.transformer import Transformer
-from moe_trainer.parallel import collectives
-from moe_trainer.parallel.state import ParallelState
-from moe_trainer.pipeline.schedule import Schedule, ScheduleInputs
+from moe_trainer.inference.model import Model, TextBatch
+from moe_trainer.pipeline.schedule import ScheduleInputs
 
 _MAX_LOGITS = 2**31  # of a batch; the last stage has them in memory
 _MAX_MICROBATCHES = 64  # of one run of the pipeline schedule, which plans all of them before the first
@@ -28,31 +23,8 @@ Reduction = Callable[[int, Tensor], Iterable[tuple[int, float, float]]]
 """Turns the number of a sequence and its logits [length, V] into results: an index, and two numbers."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model in memory, as one rank sees it.
-
-    Attributes:
-        chunks: this rank's chunks.
-        schedule: order of their forward passes.
-        ps: process groups.
-        device: of the parameters.
-        max_length: number of positions.
-        vocab_size: padded.
-        length_multiple: that a padded length must have (sequence parallelism).
-    """
-
-    chunks: Sequence[Transformer]
-    schedule: Schedule
-    ps: ParallelState
-    device: torch.device
-    max_length: int
-    vocab_size: int
-    length_multiple: int = 1
-
-
 class Scorer:
-    """Computes log-probabilities and greedy continuations in batches of at most `batch_size` sequences a rank."""
+    """Computes log-probabilities in batches of at most `batch_size` sequences a rank."""
 
     def __init__(self, model: Model, batch_size: int):
         self.model, self.batch_size = model, batch_size
@@ -85,67 +57,30 @@ class Scorer:
         values = self._run(list(texts), reduce, len(sequences))
         return [(log_prob, is_greedy > 0) for log_prob, is_greedy in values]
 
-    def continue_greedily(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, is_finished: Callable[[Sequence[int]], bool]
-    ) -> list[list[int]]:
-        """Return the new tokens of every prompt, until `is_finished(new tokens)` or `max_tokens`.
-
-        Every token is a full forward pass over its text. Communication: as in `log_probabilities`, for every token.
-        """
-        written: list[list[int]] = [[] for _ in prompts]
-        active = [*range(len(prompts))] if max_tokens > 0 else []
-        while active:
-            texts = [[*prompts[number], *written[number]][-self.max_length :] for number in active]
-            tokens = self._run(texts, lambda text, logits_SV: [(text, float(logits_SV[-1].argmax()), 0.0)], len(texts))
-            for number, (token, _) in zip(active, tokens, strict=True):
-                written[number].append(int(token))
-            active = [
-                number for number in active if len(written[number]) < max_tokens and not is_finished(written[number])
-            ]
-        return written
-
     def _run(self, texts: Sequence[Sequence[int]], reduce: Reduction, num_results: int) -> list[tuple[float, float]]:
         """Run the texts through the model and return the results that `reduce` makes of their logits. Collective."""
-        ps = self.model.ps
         values = torch.zeros(num_results, 2, dtype=torch.float64)
         if texts:
-            with _evaluation_mode(self.model.chunks), torch.no_grad():
-                batches = self._plan(texts)
+            with self.model.evaluating():
+                of_ranks = self.model.plan(
+                    [len(text) for text in texts],
+                    lambda length: min(self.batch_size, _MAX_LOGITS // (length * self.model.vocab_size)),
+                )
+                batches = [each[self.model.ps.dp.rank] for each in of_ranks]
                 for start in range(0, len(batches), _MAX_MICROBATCHES):
                     for found in self._forward(texts, batches[start : start + _MAX_MICROBATCHES], reduce):
                         for index, *pair in found:
                             values[index] = torch.tensor(pair, dtype=torch.float64)
-        values = values.to(self.model.device)
-        if ps.is_last_stage:
-            values = collectives.all_reduce(values, ps.dp)
-        values = collectives.broadcast(values, ps.pp, src=ps.pp.size - 1)
-        return [(first, second) for first, second in values.tolist()]
-
-    def _plan(self, texts: Sequence[Sequence[int]]) -> list[tuple[list[int], int, int]]:
-        """Return this rank's batches: numbers of texts of similar length, rows, and the padded length.
-
-        What ranks compute at the same time has one shape, because expert parallelism joins it. Rows without a text are
-        padding.
-        """
-        num_ranks, multiple = self.model.ps.dp.size, self.model.length_multiple
-        order = sorted(range(len(texts)), key=lambda number: (-len(texts[number]), number))
-        batches, start = [], 0
-        while start < len(order):
-            length = -(-len(texts[order[start]]) // multiple) * multiple
-            most = max(1, min(self.batch_size, _MAX_LOGITS // (length * self.model.vocab_size)))
-            together = order[start : start + most * num_ranks]
-            start += len(together)
-            batches.append((together[self.model.ps.dp.rank :: num_ranks], -(-len(together) // num_ranks), length))
-        return batches
+        return [(first, second) for first, second in self.model.share(values).tolist()]
 
     def _forward(
-        self, texts: Sequence[Sequence[int]], batches: Sequence[tuple[list[int], int, int]], reduce: Reduction
+        self, texts: Sequence[Sequence[int]], batches: Sequence[TextBatch], reduce: Reduction
     ) -> list[list[tuple[int, float, float]]]:
         """Run the batches in the order of the pipeline schedule; returns nothing on ranks before the last stage."""
         model = self.model
 
         def forward_step(chunk: int, index: int, x_SBH: Tensor | None) -> tuple[Tensor, list | None]:
-            numbers, rows, length = batches[index]
+            numbers, rows, length = batches[index].numbers, batches[index].num_rows, batches[index].length
             tokens_BS = torch.zeros(rows, length, dtype=torch.int64)
             for row, number in enumerate(numbers):
                 tokens_BS[row, : len(texts[number])] = torch.tensor(texts[number])
@@ -168,20 +103,9 @@ class Scorer:
             ScheduleInputs(
                 forward_step,
                 len(batches),
-                spec=lambda chunk, index: model.chunks[chunk].input_spec(*batches[index][1:]),
+                spec=lambda chunk, index: model.chunks[chunk].input_spec(
+                    batches[index].num_rows, batches[index].length
+                ),
                 forward_only=True,
             )
         )
-
-
-@contextmanager
-def _evaluation_mode(chunks: Sequence[Transformer]) -> Iterator[None]:
-    """Switch the chunks to evaluation mode, and back to the mode that they had."""
-    modes = [chunk.training for chunk in chunks]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for chunk, mode in zip(chunks, modes, strict=True):
-            chunk.train(mode)

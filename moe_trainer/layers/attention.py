@@ -19,11 +19,13 @@ from arguments.model import ModelArgs
 from moe_trainer.layers.core_attention import AttentionMask, make_attention_sinks
 from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, residual_init
+from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.norm import L2Norm
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.attention import compact
+from moe_trainer.ops.cached_attention import attend_to_keys
 from moe_trainer.parallel.mappings import gather_last_dim
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
@@ -91,7 +93,7 @@ class SelfAttention(nn.Module):
                 f"{name}: {heads} heads in {groups} groups do not divide over {tp.size} tensor-parallel ranks"
             )
         self.tp = tp
-        self.head_dim = model.kv_channels
+        self.layer_number, self.head_dim = layer_number, model.kv_channels
         self.num_heads = heads // tp.size
         self.num_groups = max(1, groups // tp.size)
         self.ranks_per_group = max(1, tp.size // groups)
@@ -181,7 +183,18 @@ class SelfAttention(nn.Module):
             return self.linear_proj(y if gate is None else _OutputGate.apply(y, gate))
 
     def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visible: AttentionMask | None) -> Tensor:
+        if visible is not None and visible.cache is not None:
+            return self._attend_with_cache(q_SBND, k_SBGD, v_SBGD, visible.cache)
         if self.training:
             self.max_logits.update(q_SBND, k_SBGD, visible)
         with rng_context(self.stream if self.training else None, q_SBND.device):
             return self.core_attention(q_SBND, k_SBGD, v_SBGD, visible, self.softmax_offset)
+
+    def _attend_with_cache(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, cache: KVCache) -> Tensor:
+        k_BKGD, v_BKGD = (
+            cache.append(self.layer_number, name, x) for name, x in (("keys", k_SBGD), ("values", v_SBGD))
+        )
+        if cache.is_prefill:
+            return self.core_attention(q_SBND, k_SBGD, v_SBGD, None, self.softmax_offset)
+        options = self.core_attention.decode_options(q_SBND, cache, self.softmax_offset)
+        return attend_to_keys(q_SBND[:, 0], k_BKGD, v_BKGD, *options).flatten(1).unsqueeze(1)

@@ -15,6 +15,7 @@ from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
 from moe_trainer.errors import UserError
 from moe_trainer.layers.init import hidden_std, make_parameter
+from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.ops import varlen_attention
@@ -66,12 +67,14 @@ class AttentionMask:
         documents: of the full sequence; a query sees its own document only, without an [S, S] mask.
         packed: the lengths of packed sequences, which are documents then.
         cu_seqlens: their cumulative lengths with padding, int32 where attention computes.
+        cache: of earlier positions, in generation; every other field is None then.
     """
 
     mask: Tensor | None = None
     documents: Documents | None = None
     packed: Packed | None = None
     cu_seqlens: Tensor | None = None
+    cache: KVCache | None = None
 
     @staticmethod
     def of(
@@ -237,6 +240,12 @@ class CoreAttention(nn.Module):
         if self.one_more:
             return torch.zeros(q_SBND.shape[2], dtype=wide, device=q_SBND.device)
         return None if learned_N is None else learned_N.to(wide)
+
+    def decode_options(
+        self, q_SBND: Tensor, cache: KVCache, learned_N: Tensor | None
+    ) -> tuple[float, Tensor, Tensor | None]:
+        """Return what attention to a cache depends on besides its tensors: scale, visible positions, sinks."""
+        return self.scale, cache.visible_positions(self.window), self.sinks(q_SBND, learned_N)
 
     def _goes_by_blocks(self, visible: AttentionMask | None) -> bool:
         if self.has_sinks and visible is not None and visible.mask is not None:

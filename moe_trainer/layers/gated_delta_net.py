@@ -21,11 +21,12 @@ from arguments.model import ModelArgs
 from moe_trainer.layers.context_parallel import all_to_all_heads_to_seq, all_to_all_seq_to_heads
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
+from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.attention import compact
 from moe_trainer.ops.block_attention import Documents
-from moe_trainer.ops.gated_delta_rule import Heads
+from moe_trainer.ops.gated_delta_rule import Heads, continue_gated_delta
 from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -115,7 +116,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj.weight.info = replace(
             get_param_info(self.in_proj.weight), parts=6, part_sizes=sizes, part_names=PROJECTIONS
         )
-        self.rows = [size // tp.size for size in sizes]
+        self.layer_number, self.rows = layer_number, [size // tp.size for size in sizes]
         self.conv1d = _Convolution(sizes[:3], model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
         self.dt_bias = make_parameter((values // tp.size,), ParamInfo((f"{name}.dt_bias",), init="ones", **cut))
         self.A_log = make_parameter((values // tp.size,), ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
@@ -143,7 +144,10 @@ class GatedDeltaNet(nn.Module):
         with self.activations.offload_scope("qkv_linear"):
             x, z_SBN, beta, alpha = self.in_proj(x_SBH).split([sum(self.rows[:3]), *self.rows[3:]], -1)
         with self.activations.offload_scope("core_attn"):
-            y_SBN = self._mix(x, beta, alpha, documents, cp)
+            if visible is not None and visible.cache is not None:
+                y_SBN = self._mix_with_cache(x, beta, alpha, visible.cache)
+            else:
+                y_SBN = self._mix(x, beta, alpha, documents, cp)
             z_SBN = z_SBN if cp.size == 1 else compact(z_SBN)
             gated, inside = self.activations.recompute_output("gdn_norm_out", self._gated_norm, y_SBN, z_SBN)
         with inside, self.activations.offload_scope("attn_proj"):
@@ -174,6 +178,29 @@ class GatedDeltaNet(nn.Module):
             ids_BS,
         )
         return all_to_all_heads_to_seq(cp, y.flatten(2), lengths)
+
+    def _mix_with_cache(self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, cache: KVCache) -> Tensor:
+        """Apply the delta rule from the cached state, and store the state after every sequence's last token."""
+        halo, number = self.conv1d.weight.shape[-1] - 1, self.layer_number
+        if cache.is_prefill:
+            # padding writes nothing and forgets nothing
+            is_padding_SB1 = (
+                torch.arange(x_SBC.shape[0], device=x_SBC.device)[:, None, None] >= cache.lengths_B[:, None]
+            )
+            beta_SBN, alpha_SBN = (x.masked_fill(is_padding_SB1, float("-inf")) for x in (beta_SBN, alpha_SBN))
+            x_SBC, state = F.pad(x_SBC, (0, 0, 0, 0, halo, 0)), None
+            ends_B = cache.lengths_B
+        else:
+            x_SBC, beta_SBN, alpha_SBN = (x.transpose(0, 1) for x in (x_SBC, beta_SBN, alpha_SBN))
+            x_SBC, state = torch.cat([cache.get(number, "inputs"), x_SBC]), cache.get(number, "state")
+            ends_B = torch.ones_like(cache.lengths_B)
+        rates, weight_CW = (self.A_log, self.dt_bias), self.conv1d.weight.squeeze(1)
+        y, state = continue_gated_delta(x_SBC, beta_SBN, alpha_SBN, weight_CW, *rates, self.heads, state)
+        last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
+        cache.put(number, "inputs", x_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
+        cache.put(number, "state", state)
+        y_SBN = y.flatten(2)
+        return y_SBN if cache.is_prefill else y_SBN.transpose(0, 1)
 
     def _gated_norm(self, y_SBN: Tensor, z_SBN: Tensor) -> Tensor:
         return _SiluGate.apply(self.out_norm(y_SBN.unflatten(-1, (self.heads.values, -1))).flatten(2), z_SBN)

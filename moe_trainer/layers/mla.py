@@ -13,7 +13,7 @@ Shapes: S sequence, B microbatch, H hidden, N local heads, D key width (nope + r
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,15 @@ from moe_trainer.layers.absorbed_mla import CompressedKV
 from moe_trainer.layers.core_attention import AttentionMask, make_attention_sinks
 from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, residual_init
+from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.layers.sparse_attention import SparseAttention
 from moe_trainer.ops.attention import compact, pad_values
+from moe_trainer.ops.cached_attention import attend_to_latents
 from moe_trainer.ops.rope import yarn_mscale
+from moe_trainer.ops.sparse_attention import IndexerOutput
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows_from_group
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
@@ -64,7 +67,7 @@ class MultiLatentAttention(nn.Module):
         if heads % ps.tp.size:
             raise ValueError(f"{name}: {heads} heads do not divide over {ps.tp.size} tensor-parallel ranks")
         self.tp, self.sequence_parallel = ps.tp, sequence_parallel
-        self.num_heads = heads // ps.tp.size
+        self.layer_number, self.num_heads = layer_number, heads // ps.tp.size
         self.nope_dim, self.rope_dim = model.qk_head_dim, model.qk_pos_emb_head_dim
         self.value_dim, self.kv_rank = model.v_head_dim, model.kv_lora_rank
         self.rope = not skips_rope(model, layer_number)
@@ -237,15 +240,24 @@ class MultiLatentAttention(nn.Module):
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
             sparse = isinstance(self.core_attention, SparseAttention)
-            by_latents = sparse and self.core_attention.uses_gathered_form(
-                x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1), visible
-            )
+            cache = None if visible is None else visible.cache
+            if cache is None:
+                by_latents = sparse and self.core_attention.uses_gathered_form(
+                    x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1), visible
+                )
+            else:
+                by_latents, visible = not cache.is_prefill, None
             make = (
                 functools.partial(self._leave, rope) if by_latents else functools.partial(self._expand, rope, visible)
             )
             (q_SBND, *keys), inside = self.activations.recompute_output(
                 "mla_up_proj", make, q_latent, latent_SBC, k_rope
             )
+        if cache is not None:
+            latents_BKW = self._append_latents(cache, latent_SBC, keys)
+            index = self._append_index(cache, x_SBH, q_latent, rope) if sparse else None
+            if not cache.is_prefill:
+                return self.linear_proj(self._attend_to_latents(cache, q_SBND, latents_BKW, index))
         with inside, self.activations.offload_scope("core_attn"):
             if sparse:
                 read = (x_SBH.detach(), (x_SBH if self.linear_q_proj is not None else q_latent).detach())
@@ -287,3 +299,29 @@ class MultiLatentAttention(nn.Module):
         keys_or_latents = CompressedKV(*keys, self.linear_kv_up_proj.weight) if len(keys) == 1 else keys
         with rng_context(self.stream if self.training else None, q_SBND.device):
             return self.core_attention(q_SBND, keys_or_latents, visible, x_SBH, latent, rope, grad_scale)
+
+    def _append_latents(self, cache: KVCache, latent_SBC: Tensor, keys: Sequence[Tensor]) -> Tensor:
+        """Store the latents with their rotated key, which are `keys`, or in those of the heads; return all of them."""
+        latents_SBW = keys[0]
+        if cache.is_prefill:
+            rotated_SBR = keys[0][:, :, 0, self.nope_dim :]
+            latents_SBW = torch.cat([self._to_all_heads(latent_SBC), rotated_SBR], dim=-1)
+        return cache.append(self.layer_number, "latents", latents_SBW)
+
+    def _append_index(
+        self, cache: KVCache, x_SBH: Tensor, q_latent: Tensor, rope: Tables | None
+    ) -> tuple[IndexerOutput, Tensor]:
+        """Store the indexer's keys; return its output for this pass, and all keys."""
+        index = self.core_attention.index(x_SBH, x_SBH if self.linear_q_proj is not None else q_latent, rope)
+        return index, cache.append(self.layer_number, "index_keys", index.k_KBF)
+
+    def _attend_to_latents(
+        self, cache: KVCache, q_SBND: Tensor, latents_BKW: Tensor, index: tuple[IndexerOutput, Tensor] | None
+    ) -> Tensor:
+        """Attend to the cache: to all positions, or to those that the indexer selects."""
+        scale, visible_BK, sink_N = self.core_attention.decode_options(q_SBND, cache, self.softmax_offset)
+        if index is not None:
+            visible_BK = self.core_attention.select_in_cache(*index, visible_BK)
+        weight_NFR = self.linear_kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        out_BNE = attend_to_latents(q_SBND[:, 0], latents_BKW, weight_NFR, scale, visible_BK, sink_N)
+        return out_BNE.flatten(1).unsqueeze(1)

@@ -37,18 +37,20 @@ class Rotary:
         self.amplitude = amplitude
         self._tables: dict[tuple, Tables] = {}
 
+    def tables_at(self, positions_S: Tensor) -> Tables:
+        """Return cos, sin of positions, fp32 [S, R/2]."""
+        if self.inv_freq.device != positions_S.device:
+            self.inv_freq = self.inv_freq.to(positions_S.device)
+        return rope_tables(self.inv_freq, positions_S, self.position_scale, self.amplitude)
+
     def tables(self, length: int, device: torch.device, packed: Packed | None = None) -> Tables:
         """Return cos, sin of the local positions in a sequence of `length`, fp32 [length / cp, R/2]."""
-        if self.inv_freq.device != device:
-            self.inv_freq = self.inv_freq.to(device)
         if packed is not None:
             shard = self.sequence.of(packed.padded_lengths, packed.cp_size)
-            positions_S = to_device(shard.local(packed.positions(), 0), device)
-            return rope_tables(self.inv_freq, positions_S, self.position_scale, self.amplitude)
+            return self.tables_at(to_device(shard.local(packed.positions(), 0), device))
         key = (length, device)
         if key not in self._tables:
-            positions_S = self.sequence.positions(length, device)
-            self._tables = {key: rope_tables(self.inv_freq, positions_S, self.position_scale, self.amplitude)}
+            self._tables = {key: self.tables_at(self.sequence.positions(length, device))}
         return self._tables[key]
 
 

@@ -36,7 +36,9 @@ from moe_trainer.ops.sparse_attention import (
     IndexerOutput,
     IndexerTarget,
     LatentAttentionTarget,
+    decode_scores,
     select_topk_keys,
+    topk_mask,
 )
 from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.collectives import all_reduce
@@ -197,7 +199,7 @@ class SparseAttention(ContextParallelAttention):
         if topk is None and not learns:
             return super().forward(q_SBND, *keys, visible)
         with torch.set_grad_enabled(learns):
-            index = self.indexer(*(self._all_rows(x) for x in (x_SBH, latent_SBC)), rope)
+            index = self.index(x_SBH, latent_SBC, rope)
         block_mask, sequence = self.block_mask(visible, q_SBND.device), SequenceShard(group)
         sequence = sequence.of(block_mask.lengths)
         runs = position_ranges(group.rank, size, q_SBND.shape[0], sequence.lengths)
@@ -226,6 +228,22 @@ class SparseAttention(ContextParallelAttention):
         if indexer_loss_grads is None:
             return y_SBH
         return self._attach(y_SBH, *indexer_loss_grads, index, grad_scale, sequence, num_queries)
+
+    def index(self, x_SBH: Tensor, latent_SBC: Tensor, rope: Tables | None) -> IndexerOutput:
+        """Return the indexer's output for all tokens of this context rank."""
+        return self.indexer(*(self._all_rows(x) for x in (x_SBH, latent_SBC)), rope)
+
+    def select_in_cache(self, index: IndexerOutput, keys_TKF: Tensor, visible_TK: Tensor) -> Tensor:
+        """Return which of the visible positions one query of every sequence attends to.
+
+        Args:
+            index: of T sequences with one token each, as one sequence.
+            keys_TKF: the indexer's keys of all positions.
+        """
+        if self.topk is None or self.topk >= keys_TKF.shape[1]:
+            return visible_TK
+        scores_TK = decode_scores(index, keys_TKF, self.relu).masked_fill_(~visible_TK, float("-inf"))
+        return topk_mask(scores_TK.unsqueeze(1), self.topk).squeeze(1)
 
     def _teacher(
         self,

@@ -25,6 +25,7 @@ from arguments.precision import PrecisionArgs
 from moe_trainer.layers import te, te_ops
 from moe_trainer.layers.context_parallel import get_cp_comm_type, make_core_attention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
+from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryWeight, showing, unstacked
@@ -187,6 +188,12 @@ class FusedAttention(nn.Module):
     def should_pad_values(self, length: int, visible: AttentionMask | None, device: torch.device) -> bool:
         """Return the local attention's answer if it computes; the library takes values of any width."""
         return visible is not None and self.local.should_pad_values(length, visible, device)
+
+    def decode_options(
+        self, q_SBND: Tensor, cache: KVCache, learned_N: Tensor | None
+    ) -> tuple[float, Tensor, Tensor | None]:
+        """Return the local attention's options."""
+        return self.local.decode_options(q_SBND, cache, learned_N)
 
     def forward(
         self,

@@ -344,6 +344,16 @@ class MetricsLogger:
             self._scalar(f"tasks/{each.task}/{each.metric}", each.value, iteration, samples)
         self.flush()
 
+    def samples(self, iteration: int, texts: Sequence[tuple[str, str]]) -> None:
+        """Print the continuations of prompts (--sample-prompts) and write their records; a text is prompt and rest."""
+        for prompt, text in texts:
+            self.print(f" sample at iteration {iteration} | {json.dumps(prompt)} -> {json.dumps(text)} | ")
+            if self._file is not None:
+                self._append({"sample": prompt, "iteration": iteration, "text": text, "time": time.time()})
+            if self._tensorboard is not None:
+                self._tensorboard.add_text(f"samples/{prompt}", text, iteration)
+        self.flush()
+
     def saved(self, iteration: int) -> None:
         """Note that a checkpoint was saved: on the dashboard, and in the next iteration's record."""
         self._saved.append(iteration)

@@ -17,8 +17,8 @@ from pathlib import Path
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
 
-# "iteration" comes first, or after the kind of a validation or the name of a task
-_ITERATION = re.compile(rb'\s*\{\s*(?:"(?:validation|task)":\s*"[^"]*",\s*)?"iteration":\s*(\d+)[,}]')
+# "iteration" comes first, or after the kind of a validation, the name of a task or the prompt of a sample
+_ITERATION = re.compile(rb'\s*\{\s*(?:"(?:validation|task|sample)":\s*"(?:[^"\\]|\\.)*",\s*)?"iteration":\s*(\d+)[,}]')
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from arguments.stage_layout import ChunkLayout
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import embedding_init, output_init
+from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables, make_rotary
 from moe_trainer.layers.sparse_attention import SparseAttention, iter_sparse_attentions
@@ -32,6 +33,7 @@ from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences, ValidTokens
 from moe_trainer.ops.transfer import to_device
+from moe_trainer.parallel.mappings import gather_rows
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.sequence import SequenceShard
@@ -258,6 +260,7 @@ class Transformer(nn.Module):
         document_ids_BS: Tensor | None = None,
         packed: Packed | None = None,
         row_lengths: tuple[int, ...] | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Run the chunk. All per-token inputs have the full sequence; the chunk shards them over cp.
 
@@ -274,10 +277,13 @@ class Transformer(nn.Module):
             packed: lengths of packed sequences [1, T], instead of document ids. Rotary positions restart too, and
                 padding does not count in the balancing losses.
             row_lengths: tokens of every row before its padding, which does not count either; None without padding.
+            cache: of earlier positions (layers/kv_cache.py, which has the shapes of passes); nothing but tokens,
+                positions and row lengths may be given with it.
 
         Returns:
             The last chunk: per-token LM loss of this cp rank, fp32 [B, S/cp], or logits_BSV. Other chunks: x_SBH for
-            the next one, concatenated along S with the states of MTP depths (see ChunkLayout).
+            the next one, concatenated along S with the states of MTP depths (see ChunkLayout). With a cache, the logits
+            of every sequence's last token [1, B, V].
         """
         local, with_mtp = shard_of(self.sequence, packed).local, self.training and labels_BS is not None
         states: list[Tensor] = []
@@ -298,13 +304,17 @@ class Transformer(nn.Module):
             read = packed.on_device(self.device, self.max_packed_sequences)
         visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, read if captures_attention else packed)
         visible = None if visible is None else visible.static_copy(self.graphs)
+        if cache is not None:
+            visible = AttentionMask(cache=cache)
         valid = None
         if read is not None:
             valid = self._valid_tokens(read).map_tensors(self.graphs.hold)
         elif row_lengths is not None:
             valid = self._valid_rows(row_lengths, tokens_BS.shape[1])
         rope = None
-        if self.rotary is not None:
+        if self.rotary is not None and cache is not None and not cache.is_prefill:
+            rope = self.rotary.tables_at(cache.last_positions)
+        elif self.rotary is not None:
             rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
             rope = rope if packed is None else (self.graphs.hold(rope[0]), self.graphs.hold(rope[1]))
         self.activations.begin_pass(*(rope or ()))
@@ -320,6 +330,8 @@ class Transformer(nn.Module):
             return torch.cat([x_SBH, *states]) if states else x_SBH
         if labels_BS is None:
             assert self.output_layer is not None
+            if cache is not None and cache.is_prefill:
+                x_SBH = self._last_tokens(x_SBH, cache)
             return self.output_layer.logits(x_SBH, self._tied_weight())
         if states:
             assert self.mtp_losses is not None
@@ -333,6 +345,14 @@ class Transformer(nn.Module):
                 packed,
             )
         return self._lm_loss(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
+
+    def _last_tokens(self, x_SBH: Tensor, cache: KVCache) -> Tensor:
+        """Return the last token of every sequence as one sequence [B, 1, H], or the local part of it."""
+        has_local_tokens = self.num_tensor_shards > 1
+        if has_local_tokens:
+            x_SBH, _ = gather_rows(x_SBH, self.tp)
+        last_BH = x_SBH[cache.last_positions, torch.arange(x_SBH.shape[1], device=x_SBH.device)]
+        return (last_BH.chunk(self.tp.size)[self.tp.rank] if has_local_tokens else last_BH).unsqueeze(1)
 
     def _valid_tokens(self, packed: Packed) -> ValidTokens:
         """Return which of the packed tokens are valid that this rank's routers read: sharded over cp, then over tp."""

@@ -234,6 +234,33 @@ def _inputs(
     return [x.to(wide) for x in own], (heads, halo, None if ids_BS is None else ids_BS[:, start - halo : stop])
 
 
+@torch.no_grad()
+def continue_gated_delta(
+    x_SBC: Tensor,
+    beta_SBN: Tensor,
+    alpha_SBN: Tensor,
+    weight_CW: Tensor,
+    a_log_N: Tensor,
+    dt_bias_N: Tensor,
+    heads: Heads,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Apply gated_delta from a state (see delta_rule) on; return y_SBNE, and the state after the last position.
+
+    Args:
+        x_SBC: starts W - 1 positions early, with what the convolution reads of earlier positions.
+    """
+    halo, wide, outputs = weight_CW.shape[1] - 1, torch.promote_types(x_SBC.dtype, torch.float32), []
+    for start in range(0, beta_SBN.shape[0], CHUNK * SEGMENT):
+        stop = start + CHUNK * SEGMENT
+        tensors = (x_SBC[start : stop + halo], beta_SBN[start:stop], alpha_SBN[start:stop], weight_CW)
+        inputs = [x.to(wide) for x in (*tensors, a_log_N, dt_bias_N)]
+        y, state = _segment(*inputs, state, heads, halo, None)
+        outputs.append(y.to(x_SBC.dtype))
+    assert state is not None
+    return torch.cat(outputs), state
+
+
 def gated_delta(
     x_SBC: Tensor,
     beta_SBN: Tensor,

@@ -175,6 +175,13 @@ def select_topk_keys(
     ), None if indexer_loss_grads is None else indexer_loss_grads.whole()
 
 
+def decode_scores(index: IndexerOutput, keys_TKF: Tensor, relu: bool = True) -> Tensor:
+    """Return the scores [T, K] of all positions for T sequences with one query each; `index` has them as one [T, 1]."""
+    queries = IndexerOutput(*(wide(x) for x in index._replace(k_KBF=keys_TKF)))
+    heads_TSIK = _heads(queries, slice(0, 1), PositionRange(0, keys_TKF.shape[1]), relu)
+    return torch.matmul(queries.weights_SBI.unsqueeze(2), heads_TSIK).flatten(1)
+
+
 def topk_mask(scores_BSK: Tensor, topk: int) -> Tensor:
     """Return bool [B, S, K] of the `topk` largest scores above -inf in every row; the first of equal ones win."""
     visible = scores_BSK > float("-inf")

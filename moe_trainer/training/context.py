@@ -19,6 +19,7 @@ from moe_trainer.data.packing import PackingPlanner
 from moe_trainer.data.stream import StreamLoader, StreamState
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.evaluation.harness import TaskEvaluation
+from moe_trainer.inference.completion import PromptCompleter
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.logger import MetricsLogger
 from moe_trainer.metrics.profiler import Profiler
@@ -76,6 +77,7 @@ class TrainContext:
         iteration_graph: CUDA graph of the full iteration.
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
         tasks: of --eval-tasks.
+        samples: of --sample-prompts.
         train_stream: what yields `train_batches` with --dataloader-type external.
     """
 
@@ -106,6 +108,7 @@ class TrainContext:
     metrics: MetricsLogger | None = None
     monitors: RankMonitors | None = None
     tasks: TaskEvaluation | None = None
+    samples: PromptCompleter | None = None
 
     @property
     def ps(self) -> ParallelState:

@@ -14,11 +14,13 @@ from moe_trainer.evaluation.finermoe import expand_tasks
 from moe_trainer.evaluation.harness import TaskEvaluation, open_harness
 from moe_trainer.evaluation.options import TaskOptions, split_names
 from moe_trainer.evaluation.routing import RoutingCounter
-from moe_trainer.evaluation.scoring import Model, Scorer
-from moe_trainer.evaluation.text import TextCodec
+from moe_trainer.evaluation.scoring import Scorer
+from moe_trainer.inference.generator import Generator
+from moe_trainer.inference.text import TextCodec
 from moe_trainer.metrics.logger import TaskMetric
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.inference import as_model
 from moe_trainer.training.step import agree_on_budgets
 
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -52,12 +54,19 @@ def bind_tasks(
         UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.
     """
     counter = RoutingCounter(ctx.chunks, ctx.ps) if counts_routing else None
-    write_prompt = _open_chat_template(ctx).write_prompt if runner.options.uses_chat_template else None
-    model = open_harness().TrainedModel(Scorer(as_model(ctx), batch_size), TextCodec(tokenizer), counter, write_prompt)
+    write_prompt = open_chat_template(ctx).write_prompt if runner.options.uses_chat_template else None
+    passes = as_model(ctx)
+    scorer, generator = Scorer(passes, batch_size), Generator(passes, batch_size, tokenizer.vocab_size)
+    model = open_harness().TrainedModel(scorer, generator, TextCodec(tokenizer), counter, write_prompt)
     return TaskEvaluation(runner, model, counter)
 
 
-def _open_chat_template(ctx: TrainContext) -> TemplateFormat:
+def open_chat_template(ctx: TrainContext) -> TemplateFormat:
+    """Return the chat template of --chat-template or the tokenizer's folder.
+
+    Raises:
+        UserError: if there is none.
+    """
     data = ctx.args.data
     if data.tokenizer_model is None:
         raise UserError("a chat template needs --tokenizer-model: the folder of a Hugging Face tokenizer")
@@ -65,23 +74,6 @@ def _open_chat_template(ctx: TrainContext) -> TemplateFormat:
         chat_format = open_sft(data.tokenizer_model, data.special_tokens or [], "default", data.chat_template).format
     assert isinstance(chat_format, TemplateFormat)
     return chat_format
-
-
-def as_model(ctx: TrainContext) -> Model:
-    """Return the model of a run, for scoring.
-
-    Raises:
-        UserError: with context parallelism.
-    """
-    ps, args = ctx.ps, ctx.args
-    if ps.cp.size > 1:
-        raise UserError(
-            f"--context-parallel-size {ps.cp.size}: tasks are evaluated without context parallelism, because their "
-            "texts are short; use these ranks for --tensor-model-parallel-size or data parallelism"
-        )
-    max_length = args.model.max_position_embeddings or args.data.seq_length
-    # tensor-parallel ranks share the tokens of a sequence
-    return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, ctx.padded_vocab_size, ps.tp.size)
 
 
 def run_tasks(ctx: TrainContext, evaluation: TaskEvaluation) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Open a checkpoint, or a Hugging Face folder, for forward passes only: without data, optimizer and training state."""
+"""Models for inference: that of a run, or a checkpoint or Hugging Face folder without data and training state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import arguments
 from moe_trainer.checkpoint.manager import read_saved_args
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
-from moe_trainer.errors import as_user_error
+from moe_trainer.errors import UserError, as_user_error
+from moe_trainer.inference.model import Model
 from moe_trainer.launch_env import read_launch_env
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.initialize import initialize
@@ -55,3 +56,20 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     for chunk in ctx.chunks:
         chunk.eval()
     return LoadedModel(ctx, state, tokenizer)
+
+
+def as_model(ctx: TrainContext) -> Model:
+    """Return the model of a run, for scoring and generation.
+
+    Raises:
+        UserError: with context parallelism.
+    """
+    ps, args = ctx.ps, ctx.args
+    if ps.cp.size > 1:
+        raise UserError(
+            f"--context-parallel-size {ps.cp.size}: tasks and generation work without context parallelism, because "
+            "their texts are short; use these ranks for --tensor-model-parallel-size or data parallelism"
+        )
+    max_length = args.model.max_position_embeddings or args.data.seq_length
+    # tensor-parallel ranks share the tokens of a sequence
+    return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, ctx.padded_vocab_size, ps.tp.size)

@@ -23,6 +23,7 @@ from moe_trainer.training.checkpointing import finish_save, save_checkpoint, sav
 from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.evaluate_tasks import evaluate_tasks
+from moe_trainer.training.generate_samples import write_samples
 from moe_trainer.training.monitors import peak_memory_mb
 from moe_trainer.training.record_step import record_step, recording_is_due
 from moe_trainer.training.rerun import snapshot_iteration_start
@@ -74,9 +75,12 @@ def train(
         if evaluation_is_due(ctx, state):
             with timeouts.extended():
                 validate(ctx, state, f"iteration {state.iteration}")
-        if tasks_are_due(ctx, state):
+        if ctx.tasks is not None and is_due_or_last(ctx, state, training.eval_tasks_interval):
             with timeouts.extended():
                 evaluate_tasks(ctx, state)
+        if ctx.samples is not None and is_due_or_last(ctx, state, training.sample_interval):
+            with timeouts.extended():
+                write_samples(ctx, state)
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()
         decision = sync_exit_decision(ctx, state, started, exit_signal)
@@ -187,12 +191,9 @@ def evaluation_is_due(ctx: TrainContext, state: TrainState) -> bool:
     return iteration >= (training.start_eval_at_iter or 0) and can_validate(ctx)
 
 
-def tasks_are_due(ctx: TrainContext, state: TrainState) -> bool:
-    """Return whether the tasks of --eval-tasks follow this iteration: at the interval, and after the last one."""
-    interval, iteration = ctx.args.training.eval_tasks_interval, state.iteration
-    if ctx.tasks is None or interval is None:
-        return False
-    return iteration % interval == 0 or iteration == ctx.train_iters
+def is_due_or_last(ctx: TrainContext, state: TrainState, interval: int | None) -> bool:
+    """Return whether the iteration is at the interval or the last one; never without an interval."""
+    return interval is not None and (state.iteration % interval == 0 or state.iteration == ctx.train_iters)
 
 
 def report_timers(ctx: TrainContext, iteration: int) -> None:

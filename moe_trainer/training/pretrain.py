@@ -41,6 +41,7 @@ from moe_trainer.training.data_setup import build_datasets_and_loaders
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
 from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
 from moe_trainer.training.export import export_weights
+from moe_trainer.training.generate_samples import prepare_samples
 from moe_trainer.training.initialize import Runtime, initialize, make_error_dedup_counter
 from moe_trainer.training.loop import ExitDecision, train
 from moe_trainer.training.metrics import close_metrics, open_metrics
@@ -103,7 +104,7 @@ def run_job(
     if args.moe.moe_use_upcycling:
         save_upcycled(ctx, state)
     ctx = with_rewindable_batches(build_datasets_and_loaders(ctx, state, tokenizer))
-    ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer))
+    ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer), samples=prepare_samples(ctx, tokenizer))
     load_pending_fault_report(ctx, state)
     write_run_manifest(args, ctx.chunks, runtime.ps)
     metrics, monitors = open_metrics(ctx, state), RankMonitors(args, runtime)

@@ -410,6 +410,8 @@ INVALID_LINES = (
     ("--eval-tasks hellaswag", "", "--eval-tasks"),
     ("--eval-tasks hellaswag --eval-tasks-interval 0", "", "--eval-tasks-interval"),
     ("--eval-tasks-path tasks", "", "--eval-tasks-path"),
+    ("--sample-prompts Once", "", "--sample-prompts"),
+    ("--sample-prompts Once --sample-interval 0", "", "--sample-interval"),
     # attention
     ("--multi-latent-attention --group-query-attention", "", "--multi-latent-attention"),
     ("--multi-latent-attention --rope-type rope", "", "--no-rope-fusion"),

@@ -272,7 +272,7 @@ def test_answer_ends_before_the_end_token_and_the_first_stop():
     from lm_eval.api.instance import Instance
 
     from moe_trainer.evaluation.lm_eval_model import TrainedModel
-    from moe_trainer.evaluation.text import TextCodec
+    from moe_trainer.inference.text import TextCodec
 
     class Codes:
         vocab_size, eod, pad, bos, unique_identifiers = 300, 0, None, None, {}

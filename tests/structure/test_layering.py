@@ -36,12 +36,13 @@ LEVELS = {
     "comparison": 4,
     "moe": 4,
     "model": 5,
-    "evaluation": 6,
-    "training": 7,
-    "verification": 8,
-    "pretrain_moe": 9,
-    "scripts": 10,
-    "setup": 10,
+    "inference": 6,
+    "evaluation": 7,
+    "training": 8,
+    "verification": 9,
+    "pretrain_moe": 10,
+    "scripts": 11,
+    "setup": 11,
 }
 MODEL = ("layers", "moe", "model")
 MACHINERY = ("pipeline", "optim", "data", "checkpoint", "metrics", "resilience", "debug", "estimate")
