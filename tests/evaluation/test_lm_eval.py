@@ -1,52 +1,27 @@
 """Benchmark tasks of lm-eval on a trained model: equal to its export in transformers, under any mapping, from the command line and between iterations."""
 
 import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
-from commands import REPOSITORY, environment, read_metrics, run
-from evaluation.local_tasks import TASKS, write_tasks, write_text, write_tokenizer
-from harness import run_ranks
+from commands import read_metrics, run
+from evaluation.local_tasks import TASKS, write_tasks
+from evaluation.trained_model import MODEL, NO_DROPOUT, run_script, train_model
 
-from scripts import convert, evaluate
+from scripts import evaluate
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (MOE_TRAINER_TEST_WITH=lm-eval)")
 transformers = pytest.importorskip("transformers")
-
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 64 --swiglu "
-    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --num-experts 4 "
-    "--moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --seq-length 64 --max-position-embeddings 64 --micro-batch-size 8 "
-    "--global-batch-size 8 --lr 1e-2 --lr-decay-style cosine --min-lr 1e-3 --log-interval 1 --eval-iters 0 --split 100,0,0 "
-    "--data-path text_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok"
-).split()
-NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a checkpoint, its export, and three tasks."""
-    base = tmp_path_factory.mktemp("evaluation")
-    write_tokenizer(base / "tok", write_text(base / "text.jsonl"))
+    base = train_model(tmp_path_factory.mktemp("evaluation"))
     write_tasks(base / "tasks")
-    tokens = "--input text.jsonl --output-prefix text --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok --append-eod --workers 1"
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts/preprocess_data.py"), *tokens.split()],
-        cwd=base,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    trained = run([*MODEL, *NO_DROPOUT, "--train-iters", "60", "--save", "ck", "--save-interval", "60"], base)
-    assert trained.returncode == 0, trained.stderr
-    assert convert.main([str(base / "ck"), str(base / "hf"), "--to", "hf"]) == 0
     return base
 
 
@@ -58,19 +33,8 @@ def alone(folder):
 
 def evaluate_on(folder, world_size, source, *flags):
     words = [source, "--tasks", TASKS, "--include-path", "tasks", "--output", "results.json", *flags]
-    assert run_ranks(_evaluate, world_size, words, folder) == [0] * world_size
+    assert run_script(evaluate.main, folder, world_size, words) == [0] * world_size
     return json.loads((folder / "results.json").read_text())
-
-
-def _evaluate(rank, n, words, folder):
-    from moe_trainer.parallel import state
-    from moe_trainer.training import initialize
-
-    # the harness has joined the ranks and parts them
-    initialize._init_process_group = state.close_groups = lambda *_: None
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    os.chdir(folder)
-    return evaluate.main(words)
 
 
 def figures(results):
