@@ -47,6 +47,8 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     recorded = dict(read_saved_args(found.folder, found.step))
     if recorded.get("seq_length") is None:  # a Hugging Face model has none
         recorded["seq_length"] = recorded.get("max_position_embeddings")
+    if recorded.get("multi_latent_attention") and recorded.get("rope_type") == "rope":
+        argv.append("--no-rope-fusion")  # which the flags of this model ask for
     launch_env = read_launch_env(os.environ if environ is None else environ)
     args = arguments.parse_args(argv, launch_env.world_size, recorded)
     runtime = initialize(args, launch_env)
