@@ -82,17 +82,23 @@ def read_points(folder: Path) -> tuple[list[Any], list[str]]:
         raise ValueError(f"--scaling {folder}: not a directory")
     points, skipped = [], []
     for path in sorted(folder.rglob("metrics.jsonl")):
-        data = read_run(path)
-        page = data.as_page() if data is not None else {}
-        model, tokens = page.get("head", {}).get("model", {}), page.get("progress", {}).get("tokens")
+        try:
+            data = read_run(path)
+        except OSError as error:
+            raise ValueError(f"--scaling: {path}: cannot be read ({error.strerror or error})") from None
+        if data is None:  # no regular file
+            continue
+        page = data.as_page()
+        model, tokens = page["head"].get("model", {}), page["progress"].get("tokens")
         run = Run(page)
         loss = run.validation_loss or (tokens and run.loss_at("tokens", tokens))
-        if not (model.get("active_parameters") and tokens and loss):
+        if not all(value and value > 0 for value in (model.get("active_parameters"), tokens, loss)):
             skipped.append(f"- {path.parent}: no parameters, tokens or loss in its records")
             continue
         settings = page["head"].get("settings", {})
-        wide, narrow = settings.get("ffn_hidden_size"), settings.get("moe_ffn_hidden_size")
-        granularity = wide / narrow if model.get("num_experts") and wide and narrow else 1.0
+        wide, narrow = (settings.get(name) for name in ("ffn_hidden_size", "moe_ffn_hidden_size"))
+        is_known = all(isinstance(width, int) and width > 0 for width in (wide, narrow))
+        granularity = wide / narrow if model.get("num_experts") and is_known else 1.0
         points.append(Point(model["active_parameters"], tokens, granularity, loss))
     return points, skipped
 

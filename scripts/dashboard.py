@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import secrets
 import sys
 import threading
@@ -31,6 +32,7 @@ from moe_trainer.metrics.run_data import MAX_PARSED_BYTES, RunData, read_run, ta
 METRICS = "metrics.jsonl"
 POLL_MS = 5000
 MAX_LISTED = 500
+NAME_ERRORS = "surrogateescape"  # of names of folders that are not UTF-8, as Python reads them
 
 
 class Follower:
@@ -80,9 +82,10 @@ class Runs:
     def paths(self) -> list[str]:
         """Return the runs, the newest first; links that lead out of the folder are left out."""
         found = []
-        for path in self._folder.rglob(METRICS):
-            with contextlib.suppress(OSError):  # a run that is deleted now
-                if path.is_file() and path.resolve().is_relative_to(self._folder):
+        for folder, _, files in os.walk(self._folder):  # ignores folders that are deleted now, unlike rglob
+            path = Path(folder, METRICS)
+            with contextlib.suppress(OSError):  # as are files
+                if METRICS in files and path.is_file() and path.resolve().is_relative_to(self._folder):
                     found.append((-path.stat().st_mtime, path.parent.relative_to(self._folder).as_posix()))
         return [path for _, path in sorted(found)[:MAX_LISTED]]
 
@@ -108,17 +111,17 @@ class Runs:
             run = self.page(path, 1)
             if run is not None:
                 series = run["records"]["series"].get("lm loss") or [None]
-                progress = run["progress"]
+                progress, query = run["progress"], f"run={quote(path, errors=NAME_ERRORS)}"
                 found.append(
                     {
                         "name": run["name"],
-                        "path": path,
+                        "query": query,
                         "status": run["status"],
                         "iteration": progress.get("iteration"),
                         "train_iters": progress.get("train_iters"),
                         "lm_loss": series[-1],
                         "updated": run["updated"],
-                        "url": f"{address}?run={quote(path)}",
+                        "url": f"{address}?{query}",
                     }
                 )
         return found
@@ -136,13 +139,16 @@ class Handler(BaseHTTPRequestHandler):
         port = self.server.server_address[1]
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", "forbidden: open the address that the server printed\n")
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError as error:
+            return self._send(400, "text/plain", f"not an address: {error}\n")
         parts = address.path.split("/")
         if len(parts) != 3 or not secrets.compare_digest(parts[1].encode(), self.token.encode()):
             return self._send(403, "text/plain", "forbidden: the token is missing or wrong\n")
         if parts[2] not in ("", "data"):
             return self._send(404, "text/plain", "not found\n")
-        base, wanted = f"/{self.token}/", parse_qs(address.query).get("run", [])
+        base, wanted = f"/{self.token}/", parse_qs(address.query, errors=NAME_ERRORS).get("run", [])
         live = {
             "poll_ms": POLL_MS,
             "data_url": f"{base}data?{address.query}",
@@ -169,8 +175,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # the page was closed
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: the address contains the token."""

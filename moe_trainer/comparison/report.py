@@ -116,28 +116,31 @@ def comparison_figures(groups: Sequence[RunGroup]) -> list[Figure]:
     """Return the curves of the training losses, over tokens and time."""
     figures = []
     for axis, name, factor in (("tokens", "million tokens", 1e6), ("wall_s", "hours", 3600.0)):
-        if common_end(groups, axis) is not None:
-            svg = _loss_curves(groups, axis, name, factor)
+        curves = [_curve(group, axis, factor) for group in groups] if common_end(groups, axis) is not None else []
+        if any(curves):
+            svg = _draw_losses(groups, curves, name)
             caption = "Lines: means of the seeds; areas: from the lowest to the highest seed."
             figures.append(Figure(f"Training loss over {name}", svg, caption))
     return figures
 
 
-def _loss_curves(groups: Sequence[RunGroup], axis: str, name: str, factor: float) -> str:
-    curves = []
-    for group in groups:
-        end = min(run.axis(axis)[-1] for run in group.runs)
-        points = []
-        for number in range(1, _POINTS + 1):
-            at = end * number / _POINTS
-            values = group.values(lambda run, at=at: run.loss_at(axis, at))
-            if len(values) == len(group.runs):
-                points.append((at / factor, values))
-        curves.append(points)
-    shown = [value for points in curves for _, values in points[len(points) // 20 :] for value in values]
+Curve = list[tuple[float, list[float]]]
+"""Places on an axis, and the losses of all seeds there."""
+
+
+def _curve(group: RunGroup, axis: str, factor: float) -> Curve:
+    end = min(run.axis(axis)[-1] for run in group.runs)
+    places = [end * number / _POINTS for number in range(1, _POINTS + 1)]
+    found = [(at / factor, group.values(lambda run, at=at: run.loss_at(axis, at))) for at in places]
+    return [(at, values) for at, values in found if len(values) == len(group.runs)]
+
+
+def _draw_losses(groups: Sequence[RunGroup], curves: Sequence[Curve], name: str) -> str:
+    known = [(group, points) for group, points in zip(groups, curves) if points]
+    shown = [value for _, points in known for _, values in points[len(points) // 20 :] for value in values]
     left, right, top, bottom = 76, 900, 62, 360
     margin = 0.06 * ((max(shown) - min(shown)) or 1.0)
-    x = Scale(0, max(points[-1][0] for points in curves if points), left, right)
+    x = Scale(0, max(points[-1][0] for _, points in known), left, right)
     y = Scale(min(shown) - margin, max(shown) + margin, bottom, top)
     picture = Picture(930, bottom + 66, "Training loss", f"Training loss over {name}")
     draw_x_axis(picture, x, top, bottom, name)
@@ -146,7 +149,7 @@ def _loss_curves(groups: Sequence[RunGroup], axis: str, name: str, factor: float
     def place(at: float, value: float) -> str:
         return f"{x.at(at):.6g} {min(max(y.at(value), top), bottom):.6g}"
 
-    for number, (group, points) in enumerate(zip(groups, curves)):
+    for number, (group, points) in enumerate(known):
         color = _COLORS[number % len(_COLORS)]
         if len(group.runs) > 1:
             edge = [place(at, max(values)) for at, values in points]
@@ -155,5 +158,5 @@ def _loss_curves(groups: Sequence[RunGroup], axis: str, name: str, factor: float
         line = [place(at, statistics.mean(values)) for at, values in points]
         tip = f"{group.name}: {statistics.mean(points[-1][1]):.4f}"
         picture.path("M" + "L".join(line), "none", tip, stroke=color, stroke_width=2)
-    picture.legend(left, bottom + 54, [(_COLORS[at % len(_COLORS)], group.name) for at, group in enumerate(groups)])
+    picture.legend(left, bottom + 54, [(_COLORS[at % len(_COLORS)], group.name) for at, (group, _) in enumerate(known)])
     return picture.svg()

@@ -48,7 +48,9 @@ class Run:
 
     @property
     def losses(self) -> Sequence[float | None]:
-        return self.page["records"]["series"].get("lm loss", ())
+        """Training losses of all records; None where they are NaN or missing."""
+        records = self.page["records"]
+        return records["series"].get("lm loss") or [None] * len(records["iteration"])
 
     def loss_at(self, axis: str, end: float) -> float | None:
         """Return the training loss at a number of tokens or seconds."""
@@ -69,7 +71,7 @@ class Run:
     @property
     def throughput(self) -> float | None:
         """Tokens per second, the median without the first records."""
-        values = [each for each in self.page["records"]["series"].get("tokens_per_s", ()) if each is not None]
+        values = self._values("tokens_per_s")
         values = values[int(_WARMUP * len(values)) :]
         return median(values) if values else None
 
@@ -77,12 +79,14 @@ class Run:
     def memory_gib(self) -> float | None:
         """Peak memory of the fullest rank that is known."""
         ranks = self.page.get("ranks", {}).get("memory_mb")
-        records = self.page["records"]
-        values = [value for row in ranks or () for value in row]
-        values += [each for each in records["series"].get("max_memory_mb", ()) if each is not None]
-        constant = records["constants"].get("max_memory_mb")
-        values += [] if constant is None else [constant]
+        values = [value for row in ranks or () for value in row if value is not None] + self._values("max_memory_mb")
         return max(values) / 1024 if values else None
+
+    def _values(self, name: str) -> list[float]:
+        """Return the known values of a metric, one if it never changed."""
+        records = self.page["records"]
+        values = records["series"].get(name, [records["constants"].get(name)])
+        return [each for each in values if each is not None]
 
     def routing(self, name: str, worst: Callable[[Sequence[float]], float]) -> float | None:
         """Return the worst layer's newest value of a routing metric."""

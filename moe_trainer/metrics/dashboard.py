@@ -106,6 +106,7 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
         "SCRIPT": "dashboard.js",
     }
     parts = {name: directory.joinpath(file).read_text(encoding="utf-8") for name, file in files.items()}
+    title = title.encode(errors="replace").decode()  # a folder's name need not be UTF-8
     parts |= {"TITLE": html.escape(title), "DATA": text}
     pieces = page.split("@@")  # the template is text, name, text, name, ..., text
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
@@ -25,6 +26,12 @@ MAX_RANK_VALUES = 100_000
 _MAX_DRAWN = 1e300  # largest number that the page can draw
 _MAX_TIME_S = 2e11  # since the epoch; later times have no date
 _MAX_DEPTH = 8  # of what describes a run
+_HEAD_TYPES = MappingProxyType(
+    {name: Mapping for name in ("model", "mapping", "hardware", "versions", "settings", "all_settings")}
+    | {name: int | float for name in ("started", "total_parameters", "active_parameters", "num_experts")}
+    | {name: int for name in ("train_iters", "seq_length", "topk")}
+    | {"hostnames": list}
+)
 _STALLED_AFTER_S = 600.0  # without a record
 
 _NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "saved", "sample")
@@ -387,19 +394,30 @@ def _checked(record: Any) -> dict[str, Any] | None:
     packing = record.get("packing")
     if isinstance(packing, Mapping):
         checked["packing"] = {str(name): value for name, value in packing.items() if _is_number(value)}
-    if isinstance(record.get("run"), Mapping) and _is_shallow(record["run"], _MAX_DEPTH):
-        checked["run"] = record["run"]
+    if isinstance(record.get("run"), Mapping):
+        checked["run"] = _checked_head(record["run"])
     if _is_routing(record.get("routing")):
         checked["routing"] = record["routing"]
     return checked
 
 
-def _is_shallow(value: Any, depth: int) -> bool:
-    """Return whether nothing is nested deeper."""
-    if not isinstance(value, Mapping | list):
-        return True
-    inner = value.values() if isinstance(value, Mapping) else value
-    return depth > 0 and all(_is_shallow(each, depth - 1) for each in inner)
+def _checked_head(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that describe a run and have the expected types."""
+    head = _of_expected_types(_drawable(run, _MAX_DEPTH))
+    return head | {name: _of_expected_types(head[name]) for name in ("model", "hardware") if name in head}
+
+
+def _of_expected_types(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if isinstance(value, _HEAD_TYPES.get(name, object))}
+
+
+def _drawable(value: Any, depth: int) -> Any:
+    """Return a value with None for numbers that cannot be drawn and for what is nested deeper."""
+    if isinstance(value, Mapping):
+        return {str(name): _drawable(each, depth - 1) for name, each in value.items()} if depth else None
+    if isinstance(value, list):
+        return [_drawable(each, depth - 1) for each in value] if depth else None
+    return value if isinstance(value, str | bool) or _is_number(value) else None
 
 
 def _checked_times(times: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from moe_trainer.comparison.runs import common_end, make_groups, settings_that_differ
 from moe_trainer.metrics.dashboard import read_runs
-from scripts.compare import main
+from scripts.compare import main, read_points
 
 
 def write_run(folder, seed=1, lr=1e-3, offset=0.0, iterations=100, parameters=1e6, **settings):
@@ -62,6 +62,31 @@ def test_report_names_differences_and_their_intervals(runs, tmp_path, capsys):
     assert page.count("<svg") == 2 and "million tokens" in page
 
 
+def test_runs_without_losses_are_compared_by_what_they_have(runs, tmp_path, capsys):
+    """Of one run every loss is NaN, of another some values of ranks are unknown."""
+    lines = [json.loads(line) for line in (tmp_path / "low-1/metrics.jsonl").read_text().splitlines()]
+    for name, change in (
+        ("nan", {"lm loss": None}),
+        ("gaps", {"own_time_ms": {"ranks": [1, 1], "memory_mb": [1, None]}}),
+    ):
+        (tmp_path / name).mkdir()
+        kept = [{**line, **change} for line in lines if "validation" not in line]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    folders = [str(tmp_path / name) for name in ("nan", "gaps")]
+    assert main([*folders, runs[0], "--report-html", str(tmp_path / "report.html")]) == 0
+    text = capsys.readouterr().out
+    assert "| training loss at equal tokens | - | 2." in text and "| peak memory in GiB | 2.0000 | 2.0000 |" in text
+    assert main([folders[0], folders[0], "--report-html", str(tmp_path / "none.html")]) == 0
+    assert (tmp_path / "report.html").read_text().count("<svg") == 2
+    assert "<svg" not in (tmp_path / "none.html").read_text()
+
+
+def test_throughput_that_never_changed_is_known(runs):
+    (run,) = read_runs(runs[:1])
+    run["records"]["constants"]["tokens_per_s"] = run["records"]["series"].pop("tokens_per_s")[0]
+    assert make_groups([run])[0].runs[0].throughput == 101.0
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -86,6 +111,19 @@ def test_too_few_runs_for_a_law_are_an_error(tmp_path, capsys):
         write_run(tmp_path / str(number), parameters=1e6 * (number + 1))
     assert main(["--scaling", str(tmp_path)]) == 2
     assert "compute: needs 5 runs or more for 3 constants, there are 3" in capsys.readouterr().err
+
+
+def test_runs_that_a_law_cannot_use_are_left_out(tmp_path):
+    write_run(tmp_path / "good", moe_ffn_hidden_size=16)
+    write_run(tmp_path / "texts", parameters="many")
+    write_run(tmp_path / "odd", ffn_hidden_size="wide", moe_ffn_hidden_size=-1)
+    write_run(tmp_path / "negative", offset=-9.0)
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/metrics.jsonl").write_text('{"iteration": 1, "run": {"model": 3}}\n')
+    points, skipped = read_points(tmp_path)
+    assert [point.granularity for point in points] == [4.0, 1.0]
+    assert [line.rpartition("/")[2].partition(":")[0] for line in skipped] == ["negative", "other", "texts"]
 
 
 def test_laws_of_a_folder_are_printed_and_drawn(tmp_path, capsys):

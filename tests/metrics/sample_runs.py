@@ -264,5 +264,5 @@ def list_of_runs() -> dict:
         "lm_loss": 3.21,
         "updated": "2026-11-28 08:00:00",
     }
-    runs = [{"name": name, "path": name, "url": f"?run={name}", **entry} for name in ("a", "b", NASTY)]
+    runs = [{"name": name, "query": f"run={name}", "url": f"?run={name}", **entry} for name in ("a", "b", NASTY)]
     return make_page(list=runs, live={"poll_ms": 5000, "data_url": "data", "compare_url": "?"})

@@ -210,6 +210,18 @@ def test_dashboard_command_shows_several_runs_in_one_page(tmp_path):
         read_runs(folders * 6)
 
 
+def test_description_of_a_run_has_the_types_that_the_page_reads():
+    run = RunData("run", "path")
+    run.take({"iteration": 1, "run": {
+        "train_iters": 10**400, "mapping": [1], "settings": {"lr": 1e400, "num_experts": None, "tp": {"a": [10**400, 1]}},
+        "model": {"seq_length": "many", "topk": 2, "name": None}, "hardware": {"hostnames": "node", "device": "cpu"},
+    }})  # fmt: skip
+    head = run.as_page()["head"]
+    assert "train_iters" not in head and "mapping" not in head and head["hardware"] == {"device": "cpu"}
+    assert head["settings"] == {"lr": None, "num_experts": None, "tp": {"a": [None, 1]}}
+    assert head["model"] == {"topk": 2, "name": None}
+
+
 def test_device_files_get_no_dashboard():
     assert open_dashboard("/dev/full") is None and dashboard_path_for("a/metrics.jsonl").name == "dashboard.html"
 

@@ -1,6 +1,9 @@
 """scripts/dashboard.py: who is answered, what is served, and that it follows a run."""
 
 import json
+import os
+import shutil
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -87,6 +90,46 @@ def test_reads_nothing_but_runs_below_the_folder(served, path):
     address, _ = served
     status, text = get(address + "data?run=" + path)
     assert status == 404 and "7.0" not in text
+
+
+def test_a_bad_run_or_name_hides_no_other_run(served):
+    """A file of another program, numbers without a place in a page, and a name that is not UTF-8."""
+    address, folder = served
+    write(folder / "huge", {"iteration": 1, "elapsed_ms": 1.0, "run": {"train_iters": 10**400, "model": []}})
+    (folder / "binary").mkdir()
+    (folder / "binary/metrics.jsonl").write_bytes(bytes(range(256)) * 100)
+    (folder / "folder/metrics.jsonl").mkdir(parents=True)
+    write(folder / os.fsdecode(b"\xff\xfe"), {"iteration": 7})
+    data = json.loads(get(address + "data")[1])
+    assert {each["name"] for each in data["list"]} >= {"first", "deep/second", "huge", "binary"}
+    (entry,) = (each for each in data["list"] if each["iteration"] == 7)
+    assert entry["query"] == "run=%FF%FE"
+    for url in (entry["url"], entry["url"].replace("?", "data?")):
+        assert get("http://" + urlsplit(address).netloc + url)[0] == 200
+
+
+def test_run_that_is_deleted_while_it_is_served(served, monkeypatch):
+    address, folder = served
+    assert get(address + "data?run=first")[0] == 200
+    shutil.rmtree(folder / "first")
+    assert get(address + "data?run=first")[0] == 404
+    assert [each["name"] for each in json.loads(get(address + "data")[1])["list"]] == ["deep/second"]
+    scan = os.scandir
+
+    def scan_late(path):
+        if str(path).endswith("deep"):
+            shutil.rmtree(folder / "deep", ignore_errors=True)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert json.loads(get(address + "data")[1])["list"] == []
+
+
+def test_request_that_is_no_address_is_answered(served):
+    host, _, port = urlsplit(served[0]).netloc.partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(f"GET http://[::1 HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+        assert b"400" in connection.recv(100).splitlines()[0]
 
 
 def test_folder_that_is_missing_is_an_error(tmp_path, capsys):

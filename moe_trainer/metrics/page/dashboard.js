@@ -357,7 +357,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     const parts = [];
     if (isNumber(model.total_parameters)) parts.push(number(model.total_parameters, 3) + " parameters" + (isNumber(model.active_parameters) && model.active_parameters !== model.total_parameters ? ", " + number(model.active_parameters, 3) + " active" : ""));
     if (isNumber(model.num_layers)) parts.push(plural(model.num_layers, "layer"));
-    if (model.num_experts) parts.push(whole(model.num_experts) + " experts, top-" + model.topk + (model.num_moe_layers != null && model.num_moe_layers !== model.num_layers ? " in " + plural(model.num_moe_layers, "layer") : ""));
+    if (model.num_experts) parts.push(whole(model.num_experts) + " experts" + (model.topk ? ", top-" + model.topk : "") + (model.num_moe_layers != null && model.num_moe_layers !== model.num_layers ? " in " + plural(model.num_moe_layers, "layer") : ""));
     if (isNumber(model.hidden_size)) parts.push("hidden " + model.hidden_size);
     if (isNumber(model.seq_length)) parts.push("sequence " + whole(model.seq_length));
     return [model.name, parts.join(" · ")].filter(Boolean).join(": ");
@@ -623,8 +623,8 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     element("list").hidden = !list || data.runs.length > 0;
     element("list").replaceChildren();
     if (!list || data.runs.length) return;
-    const chosen = new Set(), open = make("button", { type: "button", text: "Compare the chosen runs", disabled: true, onclick: () => { location.href = data.live.compare_url + [...chosen].map((path) => "&run=" + encodeURIComponent(path)).join(""); } });
-    const rows = list.map((run) => [make("input", { type: "checkbox", "aria-label": "choose " + run.name, onchange: (event) => { if (event.target.checked) chosen.add(run.path); else chosen.delete(run.path); open.disabled = chosen.size < 2; } }), make("a", { href: run.url, text: run.name }), make("span", { class: "status " + run.status, text: run.status || "-" }), run.train_iters ? whole(run.iteration) + " of " + whole(run.train_iters) : whole(run.iteration), number(run.lm_loss, 5), run.updated || "-"]);
+    const chosen = new Set(), open = make("button", { type: "button", text: "Compare the chosen runs", disabled: true, onclick: () => { location.href = data.live.compare_url + [...chosen].map((query) => "&" + query).join(""); } });
+    const rows = list.map((run) => [make("input", { type: "checkbox", "aria-label": "choose " + run.name, onchange: (event) => { if (event.target.checked) chosen.add(run.query); else chosen.delete(run.query); open.disabled = chosen.size < 2; } }), make("a", { href: run.url, text: run.name }), make("span", { class: "status " + run.status, text: run.status || "-" }), run.train_iters ? whole(run.iteration) + " of " + whole(run.train_iters) : whole(run.iteration), number(run.lm_loss, 5), run.updated || "-"]);
     element("list").append(make("h2", { text: "Runs" }), make("div", { class: "card scroll" }, list.length ? table(["", "run", "status", "iteration", "training loss", "updated"], rows, ["", "", "", "number", "number", ""]) : make("p", { text: "No run is here yet." }), make("div", { class: "tools" }, open)));
   }
 
