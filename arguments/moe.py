@@ -131,7 +131,7 @@ class MoEArgs:
     Same results, balanced load. 0: none. A flag of this program."""
     moe_per_layer_logging: bool = False
     """Write balancing losses of every layer to TensorBoard, and routing statistics (loads, entropy, dead experts,
-    drops, bias drift) to metrics.jsonl and the dashboard."""
+    drops, bias drift, tokens between expert-parallel ranks) to metrics.jsonl and the dashboard."""
 
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"

@@ -21,6 +21,7 @@ class StepResult:
         skipped: why the update was not made although it could have been.
         num_repeats: how often the iteration was repeated because an expert buffer or the paged stash was too small.
         loads: the table that metrics/routing_health.py describes, if enabled.
+        between_ranks: tokens from each block of expert-parallel ranks (row) to each, if enabled.
         max_attention_logit: over all layers and ranks, if enabled.
     """
 
@@ -31,6 +32,7 @@ class StepResult:
     dropped_tokens: int = 0
     per_layer: Mapping[str, list[float]] = field(default_factory=dict)
     loads: Tensor | None = None
+    between_ranks: Tensor | None = None
     skipped: str | None = None
     num_repeats: int = 0
     max_attention_logit: float | None = None

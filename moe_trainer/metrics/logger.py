@@ -122,8 +122,9 @@ class MetricsLogger:
             self._write_scalars(record)
         if record.iteration % self._options.output.log_interval == 0 or self._first:
             health = None
-            if record.step.loads is not None:
-                health = routing_health(record.step.loads, self._options.expert_ranks, self._options.layer_share)
+            if (loads := record.step.loads) is not None:
+                options, between_ranks = self._options, record.step.between_ranks
+                health = routing_health(loads, options.expert_ranks, options.layer_share, between_ranks)
             self._print_line(record, health)
             self._write_interval_scalars(record, health)
             self._write_record(record, health)

@@ -15,6 +15,9 @@
     straggler_cost      one number: relative increase of the iteration's compute time because every layer waits for its
                         fullest rank, the sum over layers of
                         (rank_max_over_mean - 1) * fraction of the layer's routed experts in the model's FLOPs
+    between_ranks       only with expert parallelism: {"ranks_per_row": ..., "tokens": [[...], ...]}. A row has the
+                        tokens that so many expert-parallel ranks sent to each rank, or to as many neighbors; sums over
+                        layers, microbatches and expert-parallel groups, after drops, with padding and clones
 
 straggler_cost is estimated from sums over the iteration. Single microbatches are less even than their sum, so it is a
 lower bound.
@@ -37,12 +40,14 @@ PER_LAYER = tuple(
 )
 
 
-def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict[str, object]:
-    """Return the routing statistics of a table of moe/expert_loads.py.
+def routing_health(
+    table: Tensor, expert_ranks: int, layer_share: float, between_ranks: Tensor | None = None
+) -> dict[str, object]:
+    """Return the routing statistics of the tables of moe/expert_loads.py.
 
     `layer_share` is the fraction of one layer's routed experts in the model's FLOPs. Shapes: table fp64 [layers,
     experts + 4 + expert_ranks]; the columns behind the experts are drops, tokens of clones, bias drift, 1 for an MoE
-    layer, and loads of ranks with their clones.
+    layer, and loads of ranks with their clones. between_ranks fp64 [rows, rows].
     """
     num_experts = table.shape[1] - 4 - expert_ranks
     table = table.cpu()
@@ -56,7 +61,7 @@ def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict
     fullest_L, fullest_before_L = (
         loads_LR.amax(1) * expert_ranks / chosen_L for loads_LR in (rows[:, num_experts + 4 :], ranks_LR)
     )
-    return {
+    health: dict[str, object] = {
         "layers": layers,
         "load_max_over_mean": (share_LE.amax(1) * num_experts).tolist(),
         "load_entropy": entropy_L.tolist(),
@@ -67,8 +72,16 @@ def routing_health(table: Tensor, expert_ranks: int, layer_share: float) -> dict
         "rank_max_over_mean": fullest_L.tolist(),
         "rank_max_over_mean_before_cloning": fullest_before_L.tolist(),
         "straggler_cost": float((fullest_L - 1.0).clamp(min=0.0).sum()) * layer_share,
-        "tokens_per_expert": [[int(count) for count in row] for row in loads_LE.tolist()],
+        "tokens_per_expert": _as_integers(loads_LE),
     }
+    if between_ranks is not None:
+        ranks_per_row = expert_ranks // len(between_ranks)
+        health["between_ranks"] = {"ranks_per_row": ranks_per_row, "tokens": _as_integers(between_ranks)}
+    return health
+
+
+def _as_integers(counts: Tensor) -> list[list[int]]:
+    return [[int(count) for count in row] for row in counts.tolist()]
 
 
 def heat_map(loads: Sequence[Sequence[int]], cell: int = 8) -> Tensor:

@@ -75,6 +75,7 @@ class RunData:
         )
         self._routing: DownsampledList | None = None
         self._loads: DownsampledList | None = None
+        self._between_ranks: DownsampledList | None = None
         self._ranks: DownsampledList | None = None
         self._starts: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {}
@@ -128,6 +129,10 @@ class RunData:
             self._loads = DownsampledList(MAX_LOADS // (len(loads) * len(loads[0]) * self._num_runs))
         self._routing.add({"iteration": record["iteration"], **routing})
         self._loads.add((record["iteration"], loads))
+        if between := routing.get("between_ranks"):
+            if self._between_ranks is None:
+                self._between_ranks = DownsampledList(MAX_RANK_VALUES // (len(between["tokens"]) ** 2 * self._num_runs))
+            self._between_ranks.add({"iteration": record["iteration"], **between})
 
     def _take_ranks(self, record: Mapping[str, Any]) -> None:
         times = record.get("own_time_ms")
@@ -202,6 +207,8 @@ class RunData:
         routing = [] if self._routing is None else self._routing.items()
         if routing and self._loads is not None:
             page["routing"] = _routing_columns(routing, self._loads.items())
+            if self._between_ranks is not None:
+                page["routing"]["between_ranks"] = _between_ranks_columns(self._between_ranks.items())
         ranks = [] if self._ranks is None else self._ranks.items()
         if ranks:
             page["ranks"] = _rank_columns(ranks)
@@ -396,8 +403,11 @@ def _checked(record: Any) -> dict[str, Any] | None:
         checked["packing"] = {str(name): value for name, value in packing.items() if _is_number(value)}
     if isinstance(record.get("run"), Mapping):
         checked["run"] = _checked_head(record["run"])
-    if _is_routing(record.get("routing")):
-        checked["routing"] = record["routing"]
+    routing = record.get("routing")
+    if isinstance(routing, Mapping) and _is_routing(plain := _without(routing, ("between_ranks",))):
+        checked["routing"] = plain
+        if _is_between_ranks(between := routing.get("between_ranks")):
+            plain["between_ranks"] = {name: between[name] for name in ("ranks_per_row", "tokens")}
     return checked
 
 
@@ -435,9 +445,9 @@ def _checked_times(times: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_routing(routing: Any) -> bool:
+def _is_routing(routing: Mapping[str, Any]) -> bool:
     """Return whether it has numbers for every layer, and equally many experts in each."""
-    if not isinstance(routing, Mapping) or not isinstance(layers := routing.get("layers"), list) or not layers:
+    if not isinstance(layers := routing.get("layers"), list) or not layers:
         return False
     loads = routing.get("tokens_per_expert")
     lists = [value for name, value in routing.items() if name not in ("tokens_per_expert", "straggler_cost")]
@@ -452,6 +462,18 @@ def _is_routing(routing: Any) -> bool:
     )
 
 
+def _is_between_ranks(between: Any) -> bool:
+    """Return whether it has a square of numbers."""
+    if not isinstance(between, Mapping) or not isinstance(between.get("ranks_per_row"), int):
+        return False
+    tokens = between.get("tokens")
+    return (
+        isinstance(tokens, list)
+        and bool(tokens)
+        and all(_are_numbers(row, len(tokens)) and None not in row for row in tokens)
+    )
+
+
 def _are_numbers(values: Any, count: int) -> bool:
     return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
 
@@ -461,7 +483,8 @@ def _routing_columns(routing: Sequence[Mapping[str, Any]], loads: Sequence[tuple
     routing = [each for each in routing if len(each["layers"]) == len(layers)]
     shape = len(loads[-1][1]), len(loads[-1][1][0])
     loads = [each for each in loads if (len(each[1]), len(each[1][0])) == shape]
-    names = [name for name in routing[-1] if name not in ("iteration", "layers", "straggler_cost", "tokens_per_expert")]
+    others = ("iteration", "layers", "straggler_cost", "tokens_per_expert", "between_ranks")
+    names = [name for name in routing[-1] if name not in others]
     metrics = {
         name: [[_short(value, 4) for value in each.get(name, [None] * len(layers))] for each in routing]
         for name in names
@@ -473,6 +496,18 @@ def _routing_columns(routing: Sequence[Mapping[str, Any]], loads: Sequence[tuple
         "straggler_cost": [_short(each["straggler_cost"]) for each in routing],
         "loads": {"iteration": [each for each, _ in loads], "tokens_per_expert": [table for _, table in loads]},
         "findings": worst_layers(routing),
+    }
+
+
+def _between_ranks_columns(between: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the tables that have the newest one's rows; a resumed run may have another expert-parallel size."""
+    newest = between[-1]
+    ranks_per_row, num_rows = newest["ranks_per_row"], len(newest["tokens"])
+    found = [each for each in between if (each["ranks_per_row"], len(each["tokens"])) == (ranks_per_row, num_rows)]
+    return {
+        "iteration": [each["iteration"] for each in found],
+        "ranks_per_row": ranks_per_row,
+        "tokens": [each["tokens"] for each in found],
     }
 
 

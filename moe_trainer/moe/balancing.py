@@ -368,8 +368,9 @@ def reset_iteration(chunks) -> None:
         if router.quantile is not None:
             router.quantile.reset()
     for layer in _layers(chunks):
-        if layer.cloned_tokens_2P is not None:
-            layer.cloned_tokens_2P.zero_()
+        for counter in (layer.sent_tokens_P, layer.cloned_tokens_2P):
+            if counter is not None:
+                counter.zero_()
 
 
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Tokens per expert and layer of an iteration, before drops and padding (--moe-per-layer-logging)."""
+"""Tokens per expert and layer of an iteration, and between expert-parallel ranks (--moe-per-layer-logging)."""
 
 import torch
 from torch import Tensor
@@ -6,25 +6,31 @@ from torch import Tensor
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
+MAX_RANK_ROWS = 64  # of the table of tokens between ranks, so that records and pages stay small with many ranks
 EXTRA_COLUMNS = ("dropped", "cloned", "bias_drift", "is_moe")
 
 
 @torch.no_grad()
 def collect_expert_loads(
     chunks, ps: ParallelState, num_experts: int, num_layers: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Read and reset the routers' counts; call it before `collect_moe_metrics`, which resets the drops.
+) -> tuple[Tensor, Tensor | None]:
+    """Read and reset the layers' counts; call it before `collect_moe_metrics`, which resets the drops.
 
     Collective over the world, including pipeline stages without experts. `num_layers` is that of the full model with
     MTP layers.
 
     Returns:
-        fp64 [num_layers, num_experts + 4 + ep], equal on all ranks: tokens of the global batch that chose each expert;
+        Two tables, fp64 and equal on all ranks.
+        [num_layers, num_experts + 4 + ep]: tokens of the global batch that chose each expert, before drops and padding;
         (token, expert) pairs that were dropped, and those that clones computed; largest deviation of an expert bias
         from the mean; 1 for MoE layers; load of each rank of ep with its clones, before drops. Dense layers are 0.
+        [ep, ep]: tokens that each rank of ep has sent to each, itself included, in all layers and groups of ep; after
+        drops, with padding and clones. Of more than MAX_RANK_ROWS ranks, a row and a column are of several neighbors.
+        None without expert parallelism.
     """
-    first_rank = num_experts + len(EXTRA_COLUMNS)
-    table = torch.zeros(num_layers, first_rank + ps.ep.size, dtype=torch.float64, device=device)
+    first_rank, num_rows = num_experts + len(EXTRA_COLUMNS), 0 if ps.ep.size == 1 else _num_rank_rows(ps.ep.size)
+    every = torch.zeros(num_layers + num_rows, first_rank + ps.ep.size, dtype=torch.float64, device=device)
+    table, between_ranks = every[:num_layers], every[num_layers:, :num_rows]  # one table, one message
     for chunk in chunks:
         for layer in chunk.moe_layers():
             router, row = layer.router, table[layer.layer_number - 1]
@@ -36,12 +42,22 @@ def collect_expert_loads(
                 row[num_experts + 1] = by_host_P.sum()
                 row[first_rank:] += by_host_P - by_owner_P
                 layer.cloned_tokens_2P.zero_()
+            if layer.sent_tokens_P is not None:
+                row_of_rank = between_ranks[ps.ep.rank * num_rows // ps.ep.size]
+                row_of_rank += layer.sent_tokens_P.view(num_rows, -1).sum(1)
+                layer.sent_tokens_P.zero_()
             bias_E = router.expert_bias if router.quantile is None else router.quantile.bias_E
             if bias_E is not None:
                 bias_E = bias_E.double()
                 row[num_experts + 2] = (bias_E - bias_E.mean()).abs().max()
             row[num_experts + 3] = 1.0
             router.tokens_per_expert.zero_()
-    all_reduce(table, ps.tp_dp_cp)
+    all_reduce(every, ps.tp_dp_cp)
     table[:, num_experts + 2 : first_rank] /= ps.tp_dp_cp.size  # the same on all of these ranks
-    return all_reduce(table, ps.pp)
+    all_reduce(every, ps.pp)
+    return table, between_ranks if num_rows else None
+
+
+def _num_rank_rows(ranks: int) -> int:
+    """Return the largest number of equal blocks of ranks up to MAX_RANK_ROWS."""
+    return next(rows for rows in range(min(ranks, MAX_RANK_ROWS), 0, -1) if ranks % rows == 0)

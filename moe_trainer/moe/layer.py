@@ -63,6 +63,9 @@ class MoELayer(nn.Module):
     Attributes:
         dispatcher: shared by the layers of a model; set by `set_dispatcher` before the first forward pass.
         budget: of received tokens; None if the experts' buffers are as long as what is received.
+        sent_tokens_P: routed tokens of this rank that the experts and clones of each rank of ep have received since the
+            last read, after drops and with padding; int64 on the device. None without --moe-per-layer-logging, and
+            without expert parallelism.
         cloned_tokens_2P: routed tokens of all ranks of tp_ep that clones have computed since the last read, by the rank
             of ep that hosts the clone and by the one whose expert it is; int64 on the device, None without clones.
     """
@@ -121,7 +124,7 @@ class MoELayer(nn.Module):
             self.budget = ReceiveBudget(
                 f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size
             )
-        self.cloner, self.cloned_tokens_2P = None, None
+        self.cloner, self.sent_tokens_P, self.cloned_tokens_2P = None, None, None
         if moe.moe_clone_hot_experts and ps.ep.size > 1:
             self.cloner = ExpertCloner(ps, moe.num_experts, moe.moe_clone_hot_experts)
         self.overlap_executor, self.queue, self.activations, self.graphs = (
@@ -215,6 +218,7 @@ class MoELayer(nn.Module):
             if self.cloner is not None:
                 clone_routing, known = self.activations.cached_for_recompute(lambda: self._plan_clones(routing_TE))
                 probs_TE, routing_TE = clone_routing.apply(probs_TE, routing_TE)
+            self._count_sent_tokens(routing_TE)
             hints = DispatchHints(
                 None if clone_routing is None else clone_routing.expert_V,
                 known,
@@ -253,6 +257,7 @@ class MoELayer(nn.Module):
         routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid)
         known = self._known_counts(routed.shape)
         if known is not None and self.dispatcher.uses_known_counts and self.graphs.is_captured("moe_preprocess"):
+            self._count_sent_tokens(routed.routing_TE)
             state = self.dispatcher.dispatch_preprocess(
                 routed.x_SBH.flatten(0, 1),
                 routed.probs_TE,
@@ -305,9 +310,11 @@ class MoELayer(nn.Module):
             ValueError: if a CUDA graph holds dropless experts whose counts are on the host.
         """
         self.dispatcher, device, problem = dispatcher, self.router.weight.device, None
+        ep_size = self.router.ps.ep.size
+        if self.router.moe.moe_per_layer_logging and ep_size > 1:
+            self.sent_tokens_P = torch.zeros(ep_size, dtype=torch.int64, device=device)
         if self.cloner is not None:
-            num_ranks = self.cloner.ep.size
-            self.cloned_tokens_2P = torch.zeros(2, num_ranks, dtype=torch.int64, device=device)
+            self.cloned_tokens_2P = torch.zeros(2, ep_size, dtype=torch.int64, device=device)
         if self.budget is not None:
             problem = dispatcher.fixed_buffer_problem or self.experts.why_host_counts()
             if problem is None and self.activations.stash is not None:
@@ -348,6 +355,13 @@ class MoELayer(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.cloner.count(clone_routing.plan, self.cloned_tokens_2P)
         return clone_routing, known if self.dispatcher.uses_known_counts else None
+
+    def _count_sent_tokens(self, routing_TV: Tensor) -> None:
+        """Count what the dispatcher sends, by destination, without a wait; columns are those of `CloneRouting`."""
+        if self.sent_tokens_P is None or self.activations.is_recomputing:
+            return
+        if self.training and torch.is_grad_enabled():
+            self.sent_tokens_P += routing_TV.unflatten(1, (len(self.sent_tokens_P), -1)).sum((0, 2))
 
     def _run_experts(
         self, state: DispatchState, num_tokens: int, clone_routing: CloneRouting | None

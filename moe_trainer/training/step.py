@@ -134,9 +134,11 @@ def train_step(
     # a non-finite loss must not reach the weights.
     update_biases(ctx.chunks, ps, frozen=args.model.dsa_indexer_warmup)
     num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
-    loads = None
+    loads = between_ranks = None
     if args.moe.num_experts and args.moe.moe_per_layer_logging:
-        loads = collect_expert_loads(ctx.chunks, ps, args.moe.num_experts, num_layers, ctx.runtime.device)
+        loads, between_ranks = collect_expert_loads(
+            ctx.chunks, ps, args.moe.num_experts, num_layers, ctx.runtime.device
+        )
     moe = collect_moe_metrics(ctx.chunks, ps, num_microbatches, args.moe, num_layers, ctx.runtime.device)
     losses = {"lm loss": result.loss, **moe.losses, **mtp_metrics(result.mtp), **indexer_metric(result.indexer)}
     reset_mtp_metrics(ctx.chunks)
@@ -168,6 +170,7 @@ def train_step(
         moe.dropped_tokens,
         moe.per_layer,
         loads,
+        between_ranks,
         num_repeats=num_repeats,
         max_attention_logit=max_logit,
     )

@@ -182,6 +182,40 @@ def test_dashboard_of_a_long_run_of_a_large_model_stays_small(tmp_path):
     assert run["records"]["iteration"][-1] == 3000
 
 
+def test_tokens_between_ranks_are_of_the_newest_expert_parallel_size():
+    def between(size, value, ranks_per_row=1):
+        return {"ranks_per_row": ranks_per_row, "tokens": [[value] * size] * size}
+
+    run = RunData("run", "metrics.jsonl")
+    for iteration, found in enumerate((between(2, 1), between(4, 2), between(4, 3), between(4, 4, 2), between(4, 5))):
+        run.take({"iteration": iteration, "routing": routing(1) | {"between_ranks": found}})
+    for wrong in (
+        5,
+        {},
+        {"tokens": [[1]]},
+        between(2, None),
+        {"ranks_per_row": 1, "tokens": [[1], [2]]},
+        between(0, 1),
+    ):
+        run.take({"iteration": 9, "routing": routing(1) | {"between_ranks": wrong}})
+    page = run.as_page()["routing"]
+    expected = {
+        "iteration": [1, 2, 4],
+        "ranks_per_row": 1,
+        "tokens": [between(4, value)["tokens"] for value in (2, 3, 5)],
+    }
+    assert page["between_ranks"] == expected and len(page["iteration"]) == 11
+
+
+def test_tokens_between_many_ranks_stay_small():
+    run, tokens = RunData("run", "metrics.jsonl"), [[12345] * 64] * 64
+    for iteration in range(300):
+        found = {"ranks_per_row": 4, "tokens": tokens}
+        run.take({"iteration": iteration, "routing": routing(1) | {"between_ranks": found}})
+    kept = run.as_page()["routing"]["between_ranks"]
+    assert kept["iteration"][-1] == 299 and 10 < len(kept["iteration"]) < 30
+
+
 def test_dashboard_command_reads_any_metrics_file(tmp_path, capsys):
     (tmp_path / "old.jsonl").write_text('{"iteration": 1, "lm loss": 5.0}\n[1]\n')
     assert main([str(tmp_path / "old.jsonl")]) == 0

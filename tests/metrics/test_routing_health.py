@@ -29,6 +29,14 @@ def test_routing_health_of_a_layer_calculated_by_hand():
     assert all(len(found[name]) == 1 for name in PER_LAYER)
 
 
+def test_tokens_between_ranks_are_integers_by_row():
+    between_ranks = make_loads([3, 1], [0, 4])
+    found = routing_health(make_loads([0] * 16), 4, layer_share=0.0, between_ranks=between_ranks)["between_ranks"]
+    assert found == {"ranks_per_row": 2, "tokens": [[3, 1], [0, 4]]}
+    assert all(isinstance(value, int) for row in found["tokens"] for value in row)
+    assert "between_ranks" not in routing_health(make_loads([0] * 10), 2, layer_share=0.0)
+
+
 def test_balanced_routing_has_no_straggler_cost():
     found = routing_health(make_loads(*[[5, 5, 5, 5, 0, 0, 0, 1, 5, 5, 5, 5]] * 3), expert_ranks=4, layer_share=0.2)
     assert found["load_max_over_mean"] == found["rank_max_over_mean"] == [1.0] * 3

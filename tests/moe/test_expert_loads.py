@@ -1,5 +1,7 @@
 """Loads of the experts over tensor, context, data, expert and pipeline ranks: exactly those of one process on the same tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import run_ranks
@@ -8,9 +10,10 @@ from moe.test_balancing_ranks import SCALE, S, microbatches
 from moe.test_dispatch_ranks import Layout
 
 from moe_trainer.metrics.routing_health import routing_health
+from moe_trainer.moe import expert_loads
 from moe_trainer.moe.balancing import collect_moe_metrics, reset_iteration, update_expert_bias
-from moe_trainer.moe.expert_loads import collect_expert_loads
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.moe.expert_loads import _num_rank_rows, collect_expert_loads
+from moe_trainer.parallel.state import Group, ParallelState
 
 KINDS = {
     "plain": {},
@@ -39,7 +42,7 @@ def collect_loads(args, ps, dp_ranks):
                 x = x.chunk(ps.cp.size)[ps.cp.rank]
                 layer(x.chunk(ps.tp.size)[ps.tp.rank] if args.sp else x, SCALE)
         update_expert_bias([Chunk(layer)], ps)
-        tables.append(collect_expert_loads([Chunk(layer)], ps, 8, 2))
+        tables.append(collect_expert_loads([Chunk(layer)], ps, 8, 2)[0])
         collect_moe_metrics([Chunk(layer)], ps, 2, args.moe, 2)
     return tables
 
@@ -92,7 +95,7 @@ def _stage(rank, n):
         layer = build_layer(args, ps, layer_number=2)
         layer(microbatches(ps.dp.rank)[0], SCALE)
         layers.append(layer)
-    return collect_expert_loads([Chunk(*layers)], ps, 8, 2)
+    return collect_expert_loads([Chunk(*layers)], ps, 8, 2)[0]
 
 
 def test_stages_without_experts_receive_all_loads():
@@ -131,7 +134,7 @@ def _cloning(rank, n):
         computed.clear()
         for x in microbatches(ps.dp.rank):
             layer(x.abs(), SCALE)
-    table = collect_expert_loads([Chunk(layer)], ps, 8, 2)
+    table, _ = collect_expert_loads([Chunk(layer)], ps, 8, 2)
     assert not layer.cloned_tokens_2P.any()
     return table, sum(routing.plan.num_tokens.sum().item() for routing, _ in planned), sum(computed)
 
@@ -145,3 +148,61 @@ def test_rows_of_clones_are_counted_once():
     before = table[0, :4].sum() / table[0, :8].sum() * 2
     assert found["rank_max_over_mean_before_cloning"] == [before] and 1 <= found["rank_max_over_mean"][0] < before
     assert found["straggler_cost"] == pytest.approx(0.1 * (found["rank_max_over_mean"][0] - 1))
+
+
+SENT = (
+    (Layout(2, ep=2), {}),
+    (Layout(4, tp=2, ep=2, etp=2, sp=True), {}),
+    (Layout(4, tp=2, ep=2, sp=True), {"moe_expert_capacity_factor": 0.5}),
+    (Layout(4, ep=2), {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True}),
+    (Layout(4, ep=4), {"moe_clone_hot_experts": 2}),
+)
+
+
+def _send(rank, n, layout, changes):
+    """Tokens between ranks of a repeated iteration, and what the dispatcher has sent to each rank in it."""
+    ps = layout.state(rank)
+    layer, sent = build_shard(make_arguments(changes, layout.sp), ps), []
+    with torch.no_grad():  # the first experts are the hot ones
+        layer.router.weight[:, 0] = torch.linspace(9.0, -9.0, 8)
+    start = layer.dispatcher.start_token_dispatch
+
+    def record(*given):
+        state = start(*given)
+        sent.append(state.handle.send)
+        return state
+
+    layer.dispatcher.start_token_dispatch = record
+    for _ in range(2):
+        reset_iteration([Chunk(layer)])
+        sent.clear()
+        for x in microbatches(ps.dp.rank):
+            layer((x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x).abs(), SCALE)
+    with torch.no_grad():
+        layer(x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x, SCALE)
+    between_ranks, again = (collect_expert_loads([Chunk(layer)], ps, 8, 2)[1] for _ in range(2))
+    assert not again.any()
+    return between_ranks, ps.ep.rank, torch.tensor(sent[:2]).sum(0)
+
+
+@pytest.mark.parametrize(
+    "layout, changes", SENT, ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)
+)
+def test_tokens_between_ranks_are_those_that_the_dispatcher_sends(layout, changes):
+    ranks = run_ranks(_send, layout.n, layout, changes)
+    expected = torch.zeros(layout.ep, layout.ep, dtype=torch.float64)
+    for _, ep_rank, sent in ranks:
+        expected[ep_rank] += sent
+    assert all(torch.equal(between_ranks, expected) for between_ranks, *_ in ranks)
+    chosen = layout.n // layout.tp * 2 * S * 2 * 2  # data ranks, microbatches, tokens, sequences, top-k
+    assert 0 < expected.sum() < chosen if changes.get("moe_expert_capacity_factor") == 0.5 else expected.sum() >= chosen
+
+
+def test_neighboring_ranks_share_a_row_where_there_are_many(monkeypatch):
+    assert [_num_rank_rows(ranks) for ranks in (2, 64, 72, 256, 67)] == [2, 64, 36, 64, 1]
+    monkeypatch.setattr(expert_loads, "MAX_RANK_ROWS", 2)
+    layer = build_shard(make_arguments({}), ParallelState.single())
+    layer.sent_tokens_P = torch.tensor([1, 2, 3, 4])
+    ps = replace(ParallelState.single(), ep=Group("ep", (0, 1, 2, 3), 2, 4))
+    _, between_ranks = collect_expert_loads([Chunk(layer)], ps, 8, 2)
+    assert between_ranks.tolist() == [[0, 0], [3, 7]]
