@@ -5,11 +5,19 @@ trainer). What a run cannot do without is required; every optional library is an
 versions belong to constraints.txt, which only this repository's own scripts use.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+# read, not imported: the build has none of the packages that an import needs
+VERSION = re.search(
+    '__version__ = "(.+)"', Path(__file__).with_name("moe_trainer").joinpath("__init__.py").read_text()
+)[1]
 
 setup(
     name="moe-trainer",
-    version="0.1.0",
+    version=VERSION,
     description="Mixture-of-experts language-model pretraining with Megatron-LM's command line, on CPU and GPU",
     packages=find_packages(include=["moe_trainer", "moe_trainer.*", "arguments", "arguments.*", "model_zoo"]),
     package_data={"model_zoo": ["*.yaml"], "moe_trainer.metrics": ["page/*"]},

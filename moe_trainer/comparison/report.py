@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from moe_trainer.comparison.intervals import difference, interval
-from moe_trainer.comparison.runs import Run, RunGroup, common_end, settings_that_differ
+from moe_trainer.comparison.runs import Run, RunGroup, common_end, environment_that_differs, settings_that_differ
 from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
 from moe_trainer.drawing.report_page import Figure
 from moe_trainer.drawing.svg import BLUE, GRAY, GREEN, INK, ORANGE, Picture
@@ -21,12 +21,12 @@ def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
     for group in groups:
         lines.append(_row(group.name, ", ".join(run.name for run in group.runs), ", ".join(map(str, group.seeds))))
     lines += ["", "## Settings that differ", ""]
-    differing = settings_that_differ(groups)
+    differing = [(f"`{name}`", values) for name, values in settings_that_differ(groups)]
+    differing += environment_that_differs(groups)
     if differing:
         lines += _table("setting", *(group.name for group in groups))
         lines += [
-            _row(f"`{name}`", *("-" if value is None else f"`{value}`" for value in values))
-            for name, values in differing
+            _row(name, *("-" if value is None else f"`{value}`" for value in values)) for name, values in differing
         ]
     else:
         lines.append("None.")

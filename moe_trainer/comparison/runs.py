@@ -42,6 +42,15 @@ class Run:
     def seed(self) -> object:
         return self.page["head"].get("settings", {}).get("seed")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the run ran on, and with which versions; what is unknown is missing."""
+        head = self.page["head"]
+        mapping, hardware, versions = (_mapping(head.get(name)) for name in ("mapping", "hardware", "versions"))
+        found = {"device": hardware.get("device"), "ranks": mapping.get("world_size"), "nodes": mapping.get("nodes")}
+        found |= {f"{str(name).replace('_', '-')} version": version for name, version in versions.items()}
+        return {name: str(value) for name, value in found.items() if value is not None}
+
     def axis(self, name: str) -> Sequence[float]:
         """Return the values of "tokens" or "wall_s" of all records; empty if they are unknown."""
         return self.page["records"].get(name, ())
@@ -134,6 +143,20 @@ def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, list[obj
     names = dict.fromkeys(name for group in groups for name in group.runs[0].settings)
     rows = [(name, [group.runs[0].settings.get(name) for group in groups]) for name in names]
     return sorted((name, values) for name, values in rows if any(value != values[0] for value in values))
+
+
+def environment_that_differs(groups: Sequence[RunGroup]) -> list[tuple[str, list[str | None]]]:
+    """Return (name, its values in every group) of what differs between runs; None where a group does not know it."""
+    rows = []
+    for name in dict.fromkeys(name for group in groups for run in group.runs for name in run.environment):
+        values = [list(dict.fromkeys(run.environment.get(name, "-") for run in group.runs)) for group in groups]
+        if any(each != values[0] or len(each) > 1 for each in values):
+            rows.append((name, [None if each == ["-"] else ", ".join(each) for each in values]))
+    return rows
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def common_end(groups: Sequence[RunGroup], axis: str) -> float | None:

@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,13 +15,18 @@ import torch
 from arguments import Arguments
 from arguments.container import OPTIONS
 from arguments.stage_layout import chunk_layouts, parallel_sizes
+from moe_trainer import __version__
 from moe_trainer.estimate.flops import routed_layer_share
 from moe_trainer.estimate.hardware import bf16_peak_tflops
 from moe_trainer.estimate.memory import data_parallel_size
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger
+from moe_trainer.parallel.collectives import all_gather_object
 from moe_trainer.parallel.coordination import raise_on_all_ranks
+from moe_trainer.parallel.state import Group
 from moe_trainer.training.context import TrainContext, TrainState
+
+MAX_HOSTNAMES = 8  # in the description of a run
 
 
 def open_metrics(ctx: TrainContext, state: TrainState) -> MetricsLogger | None:
@@ -29,9 +35,15 @@ def open_metrics(ctx: TrainContext, state: TrainState) -> MetricsLogger | None:
     Raises:
         UserError: on every rank, if they cannot be written.
     """
+    hosts = node_names(ctx.ps.world)
     with raise_on_all_ranks(ctx.ps.world, "logging"):
         is_last = ctx.ps.world.rank == ctx.ps.world.size - 1
-        return _open_metrics(ctx, state) if is_last else None
+        return _open_metrics(ctx, state, hosts) if is_last else None
+
+
+def node_names(group: Group) -> list[str]:
+    """Return the names of the group's nodes, in the order of their ranks. Collective."""
+    return list(dict.fromkeys(all_gather_object(socket.gethostname(), group)))
 
 
 def close_metrics(ctx: TrainContext) -> None:
@@ -45,7 +57,7 @@ def close_metrics(ctx: TrainContext) -> None:
             ctx.metrics.close()
 
 
-def _open_metrics(ctx: TrainContext, state: TrainState) -> MetricsLogger:
+def _open_metrics(ctx: TrainContext, state: TrainState, hosts: Sequence[str]) -> MetricsLogger:
     args, output, launch_env = ctx.args, ctx.args.output, ctx.runtime.launch_env
     folder = output.save or output.tensorboard_dir
     if args.is_eval_only:  # as in Megatron-LM; the metrics next to a checkpoint belong to the run that wrote it
@@ -64,19 +76,21 @@ def _open_metrics(ctx: TrainContext, state: TrainState) -> MetricsLogger:
         or (state.iteration > 0 and output.save is not None and output.load == output.save),
         start_samples=state.consumed_train_samples,
         is_eval_only=args.is_eval_only,
-        run=describe_environment(args, launch_env.world_size, ctx.padded_vocab_size, ctx.runtime.device),
+        run=describe_environment(args, launch_env.world_size, ctx.padded_vocab_size, ctx.runtime.device, hosts),
     )
     return MetricsLogger(options, launch_env.world_size, state.iteration, args.as_dict())
 
 
 def describe_environment(
-    args: Arguments, world_size: int, padded_vocab_size: int, device: torch.device
+    args: Arguments, world_size: int, padded_vocab_size: int, device: torch.device, hosts: Sequence[str]
 ) -> dict[str, object]:
     """Describe the run for the first record of metrics.jsonl, which the dashboard and `plan.py calibrate --from` read.
 
+    `hosts` are the names of the nodes, in the order of their ranks.
+
     Returns:
-        World size, device, threads of a rank on CPU, padded vocabulary, model, mapping, versions, and every flag that
-        is not at its default (`settings`), or every flag (`all_settings`).
+        World size, device, threads of a rank on CPU, padded vocabulary, model, mapping, the first nodes, versions, and
+        every flag that is not at its default (`settings`), or every flag (`all_settings`).
     """
     values = args.as_dict()
     everything = json.loads(json.dumps(values, default=str))
@@ -97,9 +111,10 @@ def describe_environment(
             "vpp": len(chunk_layouts(args.model, parallel)[0]),
             "dp": data_parallel_size(args, world_size),
             "world_size": world_size,
+            "nodes": len(hosts),
         },
-        "hardware": {"device": name, "hostnames": [socket.gethostname()]},
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "hardware": {"device": name, "hostnames": list(hosts[:MAX_HOSTNAMES])},
+        "versions": {"moe_trainer": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "precision": args.precision.params_dtype_name
         + (f", fp8 {args.precision.fp8_recipe}" if args.precision.fp8 else "")
         + (f", fp4 {args.precision.fp4_recipe}" if args.precision.fp4 else ""),

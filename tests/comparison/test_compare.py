@@ -9,11 +9,11 @@ from moe_trainer.metrics.dashboard import read_runs
 from scripts.compare import main, read_points
 
 
-def write_run(folder, seed=1, lr=1e-3, offset=0.0, iterations=100, parameters=1e6, **settings):
+def write_run(folder, seed=1, lr=1e-3, offset=0.0, iterations=100, parameters=1e6, described=(), **settings):
     folder.mkdir(parents=True)
     settings = {"seed": seed, "lr": lr, "save": str(folder), "ffn_hidden_size": 64, **settings}
     model = {"active_parameters": parameters, "seq_length": 10, "num_experts": 4}
-    run = {"started": 1000.0, "train_iters": iterations, "model": model, "settings": settings}
+    run = {"started": 1000.0, "train_iters": iterations, "model": model, "settings": settings, **dict(described)}
     with (folder / "metrics.jsonl").open("w") as file:
         for at in range(1, iterations + 1):
             loss = 2 + 3 / at**0.5 + offset + 0.01 * seed
@@ -39,6 +39,27 @@ def test_runs_that_differ_in_the_seed_are_one_group(runs):
     assert settings_that_differ(groups) == [("lr", [1e-3, 2e-3])]
     again = make_groups(read_runs([runs[0], runs[0]]))
     assert len(again) == 2  # a repeated run is no further sample
+
+
+def test_environments_that_differ_are_named(tmp_path, capsys):
+    def described(nodes, version):
+        mapping = {"world_size": 8 * nodes, "nodes": nodes}
+        return {
+            "mapping": mapping,
+            "hardware": {"device": "H100"},
+            "versions": {"torch": "2.13", "moe_trainer": version},
+        }
+
+    first = [write_run(tmp_path / f"a-{seed}", seed, described=described(1, f"0.{seed}")) for seed in (1, 2)]
+    second = write_run(tmp_path / "b", lr=2e-3, described=described(2, "0.1"))
+    old = write_run(tmp_path / "c", lr=3e-3, described={"mapping": "none"})
+    assert main([*first, second, old]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert "| nodes | `1` | `2` | - |" in rows and "| ranks | `8` | `16` | - |" in rows
+    assert "| moe-trainer version | `0.1, 0.2` | `0.1` | - |" in rows
+    assert main([*first]) == 0  # also within a group
+    rows = capsys.readouterr().out.splitlines()
+    assert "| moe-trainer version | `0.1, 0.2` |" in rows and not any("torch" in row for row in rows)
 
 
 def test_losses_are_compared_at_equal_tokens(runs):
