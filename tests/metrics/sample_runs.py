@@ -26,6 +26,7 @@ def make_run(
     loss = [
         4 * math.exp(-step / iterations * 3) + 2.1 + level * step / iterations + rng.gauss(0, 0.05) for step in steps
     ]
+    nodes, rows = -(-ranks // 8), min(64, ranks)
     factor = 1.7 if slow is not None else 1.0
     elapsed = [factor * (410 + rng.gauss(0, 8)) for _ in steps]
     wall = [step * 0.41 * factor for step in steps]
@@ -100,9 +101,12 @@ def make_run(
                 "etp": 1,
                 "dp": 4,
                 "world_size": ranks,
-                "nodes": 1,
+                "nodes": nodes,
             },
-            "hardware": {"device": "NVIDIA H100 80GB HBM3", "hostnames": ["node-1"], "num_hosts": 1},
+            "hardware": {
+                "device": "NVIDIA H100 80GB HBM3",
+                "hostnames": [f"node-{at}" for at in range(1, min(8, nodes) + 1)],
+            },
             "versions": {"moe_trainer": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
             "precision": "bf16",
             "global_batch_size": 256,
@@ -183,7 +187,8 @@ def make_run(
             "loads": {"iteration": times[::8], "tokens_per_expert": tables[::8]},
             "between_ranks": {
                 "iteration": times[::20],
-                "tokens": [[[rng.randint(900, 1100) for _ in range(8)] for _ in range(8)] for _ in times[::20]],
+                "ranks_per_row": -(-ranks // 64),
+                "tokens": [[[rng.randint(900, 1100) for _ in range(rows)] for _ in range(rows)] for _ in times[::20]],
             },
             "findings": [{"severity": "bad", "layer": collapsed, "text": findings[0]["text"]}]
             if collapsed is not None
@@ -200,12 +205,18 @@ def make_run(
         "tasks": [
             {
                 "iteration": step,
-                "task": "arc_easy",
-                "metric": "acc",
-                "value": 0.25 + 0.4 * step / iterations,
+                "task": task,
+                "metric": metric,
+                "value": value + slope * step / iterations,
                 "stderr": 0.01,
             }
             for step in times[::10]
+            for task, metric, value, slope in (
+                ("arc_easy", "acc", 0.25, 0.4),
+                ("wikitext", "word_perplexity", 90.0, -60.0),
+                ("gsm8k", "exact_match,strict-match", 0.0, 0.2),
+                ("gsm8k", "exact_match,flexible-extract", 0.0, 0.25),
+            )
         ],
     }
 

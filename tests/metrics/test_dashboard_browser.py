@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import socket
 
 import pytest
 from training.forked import pretrain
@@ -116,6 +117,8 @@ def test_dashboard_curves_equal_the_metrics_file(records, browser):
     for name in ("load_max_over_mean", "load_entropy", "dead_experts", "bias_drift", "rank_max_over_mean"):
         expected = [value for step in steps for value in step["routing"][name]]
         assert [value for row in layers[name] for value in row] == pytest.approx(expected, rel=1e-3), name
+    between = browser.execute_script("return dashboard.data.runs[0].routing.between_ranks")
+    assert between["tokens"] == [step["routing"]["between_ranks"]["tokens"] for step in steps]
     costs = [step["routing"]["straggler_cost"] * 100 for step in steps]
     assert charts["straggler_cost"] == [x, pytest.approx(costs, rel=1e-4)]
     assert "global_batch_size" not in charts and "mfu" not in charts  # one is constant, a CPU has no peak
@@ -159,7 +162,17 @@ def test_dashboard_header_shows_the_state_of_the_run(records, browser):
     from selenium.webdriver.common.by import By
 
     head = browser.find_element(By.ID, "runs").text
-    for words in ("finished", "8 of 8 (100 %)", "2 ranks", "EP 2", "layers", "experts", "goodput"):
+    for words in (
+        "finished",
+        "8 of 8 (100 %)",
+        "2 ranks",
+        "EP 2",
+        socket.gethostname(),
+        "moe-trainer ",
+        "layers",
+        "experts",
+        "goodput",
+    ):
         assert words in head, words
     last = [record for record in records[0] if "routing" in record][-1]
     assert f"{last['lm loss']:.5g}" in browser.find_element(By.ID, "figures").text

@@ -166,3 +166,50 @@ def test_older_metrics_show_what_they_have(driver, show):
     sections = run("return [...document.querySelectorAll('#sections a')].map(each => each.textContent)")
     assert sections[:2] == ["Loss", "Speed"] and "Routing" not in sections and "Settings" not in sections
     assert json.loads(run("return JSON.stringify(dashboard.maps)")) == {}
+
+
+def test_each_metric_of_the_tasks_has_its_chart(driver, show):
+    run = show("three")
+    drawn = """return Object.entries(dashboard.charts).filter(([name]) => name.startsWith("tasks "))
+        .map(([name, chart]) => [name, chart.series.slice(1).map(each => each.label), chart.scales.y.max])"""
+    found = {name: (labels, highest) for name, labels, highest in run(drawn)}
+    assert list(found) == ["tasks acc", "tasks word_perplexity", "tasks exact_match"]
+    runs = ("healthy", "collapsed-router", "slow-rank")
+    assert found["tasks acc"][0] == [f"{name}: arc_easy" for name in runs] and found["tasks acc"][1] < 1
+    assert found["tasks word_perplexity"][1] > 80
+    assert found["tasks exact_match"][0][:2] == [
+        f"healthy: gsm8k, {name}" for name in ("strict-match", "flexible-extract")
+    ]
+
+
+def test_tokens_between_ranks_are_drawn_by_row(driver, show):
+    for name, ranks, count, first in (
+        ("collapsed", 8, 1, "from rank 0 to rank 7: "),
+        ("large", 64, 4, "from rank 0-3 to rank 252-255: "),
+    ):
+        run = show(name)
+        assert not run("return Object.keys(dashboard.maps).includes('between_ranks')")
+        run(
+            "[...document.querySelectorAll('summary')].find(each => each.textContent == 'Show where tokens go').click()"
+        )
+        driver.execute_async_script("setTimeout(arguments[0], 100)")
+        between = run("return dashboard.data.runs[0].routing.between_ranks")
+        assert between["ranks_per_row"] == count and len(between["tokens"][-1]) == ranks
+        run("""const map = dashboard.maps.between_ranks.canvas; map.focus();
+            for (const key of ["ArrowUp", "ArrowUp"]) map.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}))""")
+        tokens = f"{between['tokens'][-1][0][-1]:,}"
+        assert run("return document.getElementById('hint').textContent").startswith(first + tokens + " tokens")
+        note = run(
+            "return [...document.querySelectorAll('.card')].find(each => each.textContent.includes('Show where')).textContent"
+        )
+        stay = sum(row[at] for at, row in enumerate(between["tokens"][-1])) / sum(map(sum, between["tokens"][-1]))
+        assert f"{100 * stay:.3g} % stay " + ("on their rank" if count == 1 else "within 4 ranks") in note
+    assert errors(driver) == []
+
+
+def test_head_names_nodes_and_versions(driver, show):
+    run = show("large")
+    head = run("return document.getElementById('runs').textContent")
+    for words in ("256 ranks on 32 nodes", "node-1, node-2, node-3, ...", "moe-trainer 0.1.0"):
+        assert words in head, words
+    assert "on 1 node" not in show("collapsed")("return document.getElementById('runs').textContent")

@@ -380,7 +380,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       ["starts", head.starts && head.starts.length > 1 ? String(head.starts.length) : null],
     ].filter(([, value]) => value != null);
     box.append(make("div", { class: "facts" }, ...facts.map(([name, value]) => make("span", {}, make("span", { class: "note", text: name + " " }), make("b", { text: value })))));
-    const hardware = head.hardware && [head.hardware.device, head.hardware.hostnames?.length ? head.hardware.hostnames.slice(0, 3).join(", ") + (head.hardware.num_hosts > 3 ? ", ..." : "") : null].filter(Boolean).join(" · ");
+    const hardware = head.hardware && [head.hardware.device, head.hardware.hostnames?.length ? head.hardware.hostnames.slice(0, 3).join(", ") + (Math.max(head.hardware.hostnames.length, head.mapping?.nodes || 0) > 3 ? ", ..." : "") : null].filter(Boolean).join(" · ");
     const versions = head.versions && Object.entries(head.versions).filter(([, value]) => value).map(([name, value]) => name.replace("_", "-") + " " + value).join(", ");
     const chips = [modelWords(head.model), mappingWords(head.mapping), hardware, head.precision, head.global_batch_size ? "batch " + whole(head.global_batch_size) + (head.tokens_per_iteration ? " (" + number(head.tokens_per_iteration) + " tokens)" : "") : null, versions].filter(Boolean);
     const constants = Object.entries(records(run).constants || {}).filter(([name]) => !/zero|iteration$/.test(name));
@@ -420,6 +420,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
 
   // ------------------------------------------------------------------ sections
   const AUXILIARY = /(_loss$|_loss |indexer loss|z_loss)/;
+  const metricOf = (each) => each.metric.split(",")[0], taskWords = (each) => [each.task, ...each.metric.split(",").slice(1)].join(", ");
   function lossSection() {
     const grid = section("loss", "Loss"), main = names(/^lm loss$|^mtp_\d+ loss$/), shape = (values) => view.perplexity ? values.map((value) => isNumber(value) ? Math.exp(value) : null) : values;
     const lines = metricLines(main).map((line) => ({ ...line, values: shape(line.values) }));
@@ -434,13 +435,14 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     chart("loss", card(grid, view.perplexity ? "Perplexity" : "Loss", data.runs.length > 1 ? "lines: training, points: validation" : "nats per token; points are validations", true), lines, { height: 380 });
     const auxiliary = names(AUXILIARY).filter((name) => !main.includes(name) && data.runs.some((run) => series(run, name)?.some((value) => value)));
     if (auxiliary.length) chart("auxiliary", card(grid, "Auxiliary losses", "unscaled, before their coefficients"), metricLines(auxiliary));
-    const tasks = data.runs.some((run) => run.tasks?.length);
-    if (tasks) {
-      const kinds = [...new Set(data.runs.flatMap((run) => (run.tasks || []).map((each) => each.task + " " + each.metric)))];
-      chart("tasks", card(grid, "Evaluation tasks", ""), data.runs.flatMap((run, at) => kinds.map((kind, index) => {
-        const found = (run.tasks || []).filter((each) => each.task + " " + each.metric === kind);
+    // a chart per metric, of all its filters: an accuracy and a perplexity have no common axis
+    for (const metric of new Set(data.runs.flatMap((run) => (run.tasks || []).map(metricOf)))) {
+      const kinds = [...new Set(data.runs.flatMap((run) => (run.tasks || []).filter((each) => metricOf(each) === metric).map((each) => taskWords(each))))];
+      const lines = data.runs.flatMap((run, at) => kinds.map((kind, index) => {
+        const found = (run.tasks || []).filter((each) => metricOf(each) === metric && taskWords(each) === kind);
         return { label: label(run, kind), x: found.map((each) => place(run, each.iteration)), values: found.map((each) => each.value), color: colorOf(data.runs.length > 1 ? at : index), dash: data.runs.length > 1 ? DASHES[index % 4] : [] };
-      })));
+      }));
+      if (lines.some((line) => line.values.some(isNumber))) chart("tasks " + metric, card(grid, "Evaluation tasks: " + metric.replaceAll("_", " "), ""), lines);
     }
   }
   const KNOWN = {
@@ -566,14 +568,17 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       }
       const between = run.routing.between_ranks;
       if (between?.iteration?.length) {
-        const box = card(grid, label(run, "Tokens between expert-parallel ranks"), "", true), details = make("details", {}, make("summary", { text: "Show where tokens go" }));
+        const count = between.ranks_per_row || 1, ranks = between.tokens[0].map((_, at) => count > 1 ? `${at * count}-${at * count + count - 1}` : String(at)), sum = (values) => values.reduce((all, value) => all + value, 0);
+        const means = between.tokens.map((rows) => sum(rows.flat()) / ranks.length ** 2 || 1), newest = between.tokens[between.tokens.length - 1], all = sum(newest.flat());
+        const stays = all > 0 ? `; newest: ${number(sum(newest.map((row, at) => row[at])) / all * 100, 3)} % stay ${count > 1 ? `within ${count} ranks` : "on their rank"}` : "";
+        const box = card(grid, label(run, "Tokens between expert-parallel ranks"), "all layers, relative to the mean" + stays, true), details = make("details", {}, make("summary", { text: "Show where tokens go" }));
         box.append(details);
         details.ontoggle = () => {
           if (!details.open || details.childNodes.length > 1) return;
-          const size = between.tokens[0].length, ranks = between.tokens[0].map((_, at) => String(at)), inner = make("div");
+          const inner = make("div"), words = (row, column) => `from rank ${ranks[row]} to rank ${ranks[column]}`;
           details.append(inner);
-          const totals = between.tokens.map((rows) => rows.flat().reduce((sum, value) => sum + value, 0) / (size * size) || 1);
-          slidingMap("between_ranks" + key, inner, between.iteration, (at) => ({ rows: ranks, columns: ranks, rowTitle: "from rank", columnTitle: "to rank", scale: ratios(4), zero: "none", value: (row, column) => between.tokens[at()][row][column] / totals[at()], words: (row, column) => `from rank ${row} to rank ${column}: ${whole(between.tokens[at()][row][column])} tokens, ${number(between.tokens[at()][row][column] / totals[at()], 3)} x the mean` }));
+          slidingMap("between_ranks" + key, inner, between.iteration, (at) => ({ rows: ranks, columns: ranks, rowTitle: "from rank", columnTitle: "to rank", scale: ratios(4), zero: "none", value: (row, column) => between.tokens[at()][row][column] / means[at()], words: (row, column) => `${words(row, column)}: ${whole(between.tokens[at()][row][column])} tokens, ${number(between.tokens[at()][row][column] / means[at()], 3)} x the mean` }));
+          asTable(inner, () => [["newest, from rank", ...ranks.map((name) => "to " + name)], newest.map((row, at) => [ranks[at], ...row])]);
         };
       }
     }
