@@ -48,12 +48,13 @@ class RoutingCounter:
             if valid is not None:
                 routing_TE = routing_TE & valid.mask_T.unsqueeze(1)
             tokens_E = routing_TE.sum(0)
-            counts[layer.layer_number] = counts.get(layer.layer_number, torch.zeros_like(tokens_E)) + tokens_E
+            index = layer.layer_number - 1
+            counts[index] = counts.get(index, torch.zeros_like(tokens_E)) + tokens_E
 
         return layer.router.register_forward_hook(count)
 
     def gather(self) -> dict[str, dict[str, list]]:
-        """Return for every task the numbers of its MoE layers, from 1, and their tokens per expert. Collective."""
+        """Return for every task its MoE layers, from 0 as in metrics.jsonl, and their tokens per expert. Collective."""
         local = {
             task: {layer: counts_E.tolist() for layer, counts_E in counts.items()}
             for task, counts in self._counts.items()

@@ -127,7 +127,7 @@ def test_routing_of_a_task_counts_its_tokens(folder, alone):
     for task, table in alone["routing"].items():
         sums = [sum(counts) for counts in table["tokens_per_expert"]]
         assert (
-            table["layers"] == [1, 2]
+            table["layers"] == [0, 1]
             and sums[0] == sums[1]
             and (sums[0] == 2 * 128 * len(texts) or task != "sound_text")
         )
