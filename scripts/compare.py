@@ -11,6 +11,7 @@ intervals. Prints Markdown. Exit code: 0; 2 for runs that are missing or too few
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,12 +52,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--report-html {options.report_html}: the file cannot be written")
     try:
         title, lines, figures = fit_scaling(options) if options.scaling else compare(options.runs)
+        print("\n".join(lines))
+        if options.report_html is not None:
+            command = shlex.join(["python", "scripts/compare.py", *argv])
+            write_report(options.report_html, title, command, figures, lines)
     except ValueError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    print("\n".join(lines))
-    if options.report_html is not None:
-        write_report(options.report_html, title, "compare.py " + " ".join(argv), figures, lines)
     return ExitCode.OK
 
 

@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
         lines = list(trace_lines(traces))
         print("\n".join(lines))
         if options.report_html is not None:
-            command = shlex.join(["draw_profile.py", *words])
+            command = shlex.join(["python", "scripts/draw_profile.py", *words])
             write_report(options.report_html, "Profile of an iteration", command, [trace_figure(traces)], lines)
     except ValueError as error:
         print(f"draw_profile.py: {error}", file=sys.stderr)

@@ -107,7 +107,7 @@ def main(words: list[str]) -> int:
     if options.report_html is not None:
         try:
             figures = groups_figures(layout, args.output.hardware or DEFAULT_HARDWARE)
-            command = shlex.join(["explain.py", *words])
+            command = shlex.join(["python", "scripts/explain.py", *words])
             write_report(options.report_html, f"Groups of {world_size:,} ranks", command, figures, lines)
         except ValueError as error:
             print(f"explain.py: {error}", file=sys.stderr)

@@ -203,7 +203,7 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
     print("\n".join(lines))
     if options.report_html is not None:
         title = f"Mappings of {options.gpus:,} x {hardware.name}"
-        command = shlex.join(["plan.py", *words])
+        command = shlex.join(["python", "scripts/plan.py", *words])
         try:
             write_report(options.report_html, title, command, list(search_figures(outcome)), lines)
         except ValueError as error:

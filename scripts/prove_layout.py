@@ -89,7 +89,7 @@ def main(words: list[str]) -> int:
     except ValueError as error:
         print(f"prove_layout.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    return _prove(cases, shrunk, options, "scripts/prove_layout.py " + shlex.join(words))
+    return _prove(cases, shrunk, options, shlex.join(["python", "scripts/prove_layout.py", *words]))
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:

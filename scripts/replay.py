@@ -115,7 +115,7 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append(f"--report-html {options.report_html}: the file cannot be written")
     if problems:
         parser.error("; ".join(problems))
-    options.command_line = shlex.join(["replay.py", *words])
+    options.command_line = shlex.join(["python", "scripts/replay.py", *words])
     return options, flags
 
 

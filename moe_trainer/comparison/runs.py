@@ -121,7 +121,7 @@ class RunGroup:
 
 
 def make_groups(pages: Sequence[Mapping[str, Any]]) -> list[RunGroup]:
-    """RunGroup runs by their settings, in the order of their first runs; runs without settings are on their own."""
+    """Group runs by their settings, in the order of their first runs; runs without settings are on their own."""
     groups: list[list[Run]] = []
     for page in pages:
         run = Run(page)

@@ -88,7 +88,7 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     print("\n".join(lines))
     if plan.args.output.report_html is not None:
         title = f"Plan of {plan.world_size:,} x {plan.hardware.name}"
-        command = shlex.join(["pretrain_moe.py", *argv])
+        command = shlex.join(["python", "pretrain_moe.py", *argv])
         try:
             write_report(plan.args.output.report_html, title, command, list(plan_figures(plan)), lines)
         except ValueError as error:

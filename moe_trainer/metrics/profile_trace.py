@@ -172,7 +172,7 @@ def _operators(events: Sequence[_Event]) -> Iterator[tuple[str, _Event]]:
 
 
 def trace_lines(traces: Sequence[RankTrace]) -> Iterator[str]:
-    """Return a table: ms of each rank, and the share of the time that all traces cover."""
+    """Yield the lines of a table: ms of each rank, and the share of the time that all traces cover."""
     start, end = _span(traces)
     whole = end - start
     yield f"{len(traces)} ranks, {whole:,.1f} ms from the first event of a rank to the last one"
@@ -194,12 +194,7 @@ def trace_figure(traces: Sequence[RankTrace]) -> Figure:
             for kind, intervals in trace.work.items()
         }
         lanes = [
-            Lane(name, tuple((kind, shifted[kind]) for kind in kinds if kind in shifted))
-            for name, kinds in (
-                ("computes", (COMPUTE, BACKWARD)),
-                ("communicates", (COMMUNICATION,)),
-                ("copies", (COPY,)),
-            )
+            Lane(name, tuple((kind, shifted[kind]) for kind in kinds if kind in shifted)) for name, kinds in _LANES
         ]
         ranks.append((f"rank {trace.rank}", [lane for lane in lanes if lane.work]))
     heading = f"{len(traces)} ranks, {end - start:,.1f} ms"
