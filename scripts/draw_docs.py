@@ -18,13 +18,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.pair_matrix import pair_matrix
 from moe_trainer.drawing.pipeline_timeline import idle_share, pipeline_timeline
 from moe_trainer.drawing.rank_grid import Axis, rank_grid
 from moe_trainer.drawing.svg import (
     BLUE,
-    FAINT,
-    GRAY,
     GREEN,
     ORANGE,
     PALE,
@@ -33,7 +32,6 @@ from moe_trainer.drawing.svg import (
     TEAL,
     WHITE,
     Picture,
-    nearest_shades,
 )
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.hardware import find_hardware
@@ -132,30 +130,9 @@ def profile() -> str:
 def heat_map() -> str:
     """Draw the recorded load of every expert in every MoE layer over a run."""
     record = json.loads((IMAGES / "expert_load.json").read_text(encoding="ascii"))
-    panels, cell = record["panels"], 17
-    layers, experts = len(panels[0]["load"]), len(panels[0]["load"][0])
-    width = 70 + len(panels) * (experts * cell + 24)
-    heading = f"Tokens per expert relative to an even share: {record['run']}"
-    picture = Picture(width, 84 + layers * cell + 46, "Load of experts by layer", heading)
-    for number, panel in enumerate(panels):
-        left = 70 + number * (experts * cell + 24)
-        picture.text(left, 52, f"iteration {panel['iteration']}")
-        for layer, loads in enumerate(panel["load"]):
-            if number == 0:
-                picture.text(14, 62 + layer * cell + 13, f"layer {record['layers'][layer]}", size=11)
-            for expert, load in enumerate(loads):
-                tip = f"layer {record['layers'][layer]}, expert {expert}: {load:g}"
-                picture.box(left + expert * cell, 62 + layer * cell, cell - 1, cell - 1, _heat(load), tip, stroke=FAINT)
-    y = 62 + layers * cell + 26
-    for index, load in enumerate((0.0, 0.5, 1.0, 1.5, 2.0, 3.0)):
-        picture.box(70 + index * 70, y - 11, 14, 14, _heat(load), stroke=GRAY)
-        picture.text(89 + index * 70, y, f"{load:g}", size=11)
-    return picture.svg()
-
-
-def _heat(load: float) -> str:
-    """White at no load, blue at an even share, red from three times that share."""
-    return nearest_shades(load, ((0.0, (255, 255, 255)), (1.0, (118, 169, 207)), (3.0, (178, 24, 43))))
+    panels = [Panel(f"iteration {panel['iteration']}", panel["load"]) for panel in record["panels"]]
+    heading = f"Tokens of experts, over the mean of their layer: {record['run']}"
+    return load_map("Load of experts by layer", heading, record["layers"], panels)
 
 
 def architecture() -> str:

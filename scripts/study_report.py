@@ -15,8 +15,9 @@ from typing import Any
 
 from moe_trainer.comparison.intervals import Interval, interval
 from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
+from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.report_page import Figure, write_report
-from moe_trainer.drawing.svg import BLUE, FAINT, GRAY, GREEN, INK, ORANGE, Picture, nearest_shades
+from moe_trainer.drawing.svg import BLUE, GREEN, INK, ORANGE, Picture
 from moe_trainer.io import atomic_write
 from scripts.bench_common import provenance_line
 
@@ -271,32 +272,10 @@ def difference_picture(arms: Sequence[Arm], results: Results) -> str:
 
 def routing_picture(arms: Sequence[Arm], results: Results) -> str:
     """Draw the load of every expert in the runs of the first seed."""
-    cell, left, x = 20, 76, 76.0
-    picture = Picture(930, 190, "Load of experts", "Tokens per expert relative to an even share, first seed")
-    for arm in arms:
-        layers = of_arm(results, arm.name)[0].get("tokens_per_expert", [])
-        for layer, loads in enumerate(layers):
-            if x == left:
-                picture.text(14, 70 + layer * cell + 14, f"layer {layer}", size=11)
-            for expert, load in enumerate(loads):
-                share = load * len(loads) / sum(loads)
-                tip = f"{arm.title}, layer {layer}, expert {expert}: {share:.2f}"
-                at = x + expert * cell
-                picture.box(at, 70 + layer * cell, cell - 1, cell - 1, _heat(share), tip, stroke=FAINT)
-        if layers:
-            picture.text(x, 60, arm.title)
-            picture.grow(70 + len(layers) * cell + 46)
-            x += max(len(layers[0]) * cell, 8 * len(arm.title)) + 26
-    y = picture.height - 20
-    for index, share in enumerate((0.0, 0.5, 1.0, 1.5, 2.0, 3.0)):
-        picture.box(left + index * 70, y - 11, 14, 14, _heat(share), stroke=GRAY)
-        picture.text(left + 19 + index * 70, y, f"{share:g}", size=11)
-    return picture.svg()
-
-
-def _heat(share: float) -> str:
-    """White without a token, blue at an even share, red from three times that share, as in the manual."""
-    return nearest_shades(share, ((0.0, (255, 255, 255)), (1.0, (118, 169, 207)), (3.0, (178, 24, 43))))
+    runs = [(arm.title, of_arm(results, arm.name)[0].get("tokens_per_expert")) for arm in arms]
+    panels = [Panel(title, loads) for title, loads in runs if loads]
+    heading = "Tokens of experts, over the mean of their layer, first seed"
+    return load_map("Load of experts", heading, range(len(panels[0].loads)), panels)
 
 
 def write_study_report(folder: Path, arms: Sequence[Arm], results: Results, dense_tokens: int, tokens: int) -> None:

@@ -8,7 +8,7 @@ nor heat maps and writes scripts into its pictures.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from types import MappingProxyType
 
@@ -168,18 +168,3 @@ def _paint(attributes: dict[str, object]) -> str:
             value = _THEMES[value][0]
         texts.append(f' {name.replace("_", "-")}="{clean(value)}"')
     return (f' class="{" ".join(classes)}"' if classes else "") + "".join(texts)
-
-
-def nearest_shades(share: float, shades: Sequence[tuple[float, tuple[int, int, int]]]) -> str:
-    """Return the color at a position of a scale, between the two colors around it.
-
-    Args:
-        share: position; beyond the ends of the scale it is the color of the end.
-        shades: positions in ascending order, with their red, green and blue.
-    """
-    share = min(max(share, shades[0][0]), shades[-1][0])
-    (low, start), (high, end) = next(
-        (pair for pair in zip(shades, shades[1:]) if share <= pair[1][0]), tuple(shades[-2:])
-    )
-    part = (share - low) / (high - low)
-    return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(start, end))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.drawing.load_map import busiest_text, load_map
+from moe_trainer.drawing.load_map import Panel, busiest_text, load_map
 from moe_trainer.drawing.report_page import Figure
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.layer import MoELayer
@@ -95,9 +95,7 @@ def routing_table(routing: Mapping[str, Mapping[str, Sequence]]) -> str:
 def routing_figures(routing: Mapping[str, Mapping[str, Sequence]]) -> Iterator[Figure]:
     """Yield a map of loads for each task, all with the same rows and columns."""
     for task, table in routing.items():
-        rows = [(f"layer {layer}", counts) for layer, counts in zip(table["layers"], table["tokens_per_expert"])]
-        if rows:
-            picture = load_map(
-                f"loads of experts in task {task}", "Tokens of experts, over the mean of their layer", rows
-            )
-            yield Figure(f"Experts that serve {task}", picture)
+        if table["layers"]:
+            title, heading = f"loads of experts in task {task}", "Tokens of experts, over the mean of their layer"
+            panel = Panel("", table["tokens_per_expert"])
+            yield Figure(f"Experts that serve {task}", load_map(title, heading, table["layers"], [panel]))

@@ -6,7 +6,7 @@ from drawing.reading import SVG, assert_texts_are_apart, boxes, root, texts
 from moe_trainer.drawing.axes import Scale, number_text, overlap, place_labels, round_ticks
 from moe_trainer.drawing.report_page import Figure, report_page, write_report
 from moe_trainer.drawing.stacked_bars import Bar, Series, shares_bar, stacked_bars
-from moe_trainer.drawing.svg import INK, PALE, RED, Picture, nearest_shades, shorten, text_on, text_width
+from moe_trainer.drawing.svg import INK, PALE, RED, Picture, shorten, text_on, text_width
 
 NASTY = "</svg><script>alert(1)</script> & \"quotes\" \x00\x1b \ud800 'x'"
 
@@ -69,17 +69,6 @@ def test_labels_do_not_overlap_each_other_or_points():
     assert not any(overlap(box, other) for index, box in enumerate(placed) for other in [*placed[index + 1 :], *marks])
     assert all(box[0] >= 0 and box[2] <= 300 for box in placed)
     assert None not in place_labels([(50, 50, "a"), (250, 200, "b")], (0, 0, 300, 260))
-
-
-def test_colors_of_a_scale():
-    shades = ((0.0, (0, 0, 0)), (1.0, (100, 200, 50)), (3.0, (200, 200, 50)))
-    assert [nearest_shades(value, shades) for value in (-1, 0.5, 1, 2, 9)] == [
-        "#000000",
-        "#326419",
-        "#64c832",
-        "#96c832",
-        "#c8c832",
-    ]
 
 
 def test_bars_have_the_length_of_their_numbers():
