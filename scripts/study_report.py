@@ -13,16 +13,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from moe_trainer.comparison.intervals import Interval, interval
-from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
+from moe_trainer.comparison.intervals import Interval, difference, interval
+from moe_trainer.drawing.line_chart import LineChart
 from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.report_page import Figure, write_report
-from moe_trainer.drawing.svg import BLUE, GREEN, INK, ORANGE, Picture
+from moe_trainer.drawing.svg import BLUE, GREEN, INK, ORANGE
 from moe_trainer.io import atomic_write
 from scripts.bench_common import provenance_line
 
 MAX_SEEDS = 10
 COLORS = MappingProxyType({"dense": INK, "copies": ORANGE, "granular": GREEN, "finermoe": BLUE})
+_TOKENS = "million tokens after upcycling"
 
 Results = Sequence[dict[str, Any]]
 
@@ -43,7 +44,7 @@ def of_arm(results: Results, arm: str) -> list[dict[str, Any]]:
     return sorted((result for result in results if result["arm"] == arm), key=lambda result: result["seed"])
 
 
-def difference(results: Results, arm: str, other: str, point: int = -1) -> Interval:
+def loss_difference(results: Results, arm: str, other: str, point: int = -1) -> Interval:
     """Return how much higher the validation loss of `arm` is than that of `other`, seed by seed.
 
     Runs of one seed start from one dense model and read one order of documents, so what these change cancels.
@@ -54,8 +55,8 @@ def difference(results: Results, arm: str, other: str, point: int = -1) -> Inter
         other: another one.
         point: which evaluation; by default the last.
     """
-    pairs = zip(of_arm(results, arm), of_arm(results, other), strict=True)
-    return interval([one["curve"][point][1] - two["curve"][point][1] for one, two in pairs])
+    losses = [[run["curve"][point][1] for run in of_arm(results, name)] for name in (arm, other)]
+    return difference(*losses, paired=True)
 
 
 def routing_summary(tokens_per_expert: Sequence[Sequence[int]]) -> tuple[float, float, int]:
@@ -80,7 +81,7 @@ def row(*cells: object) -> str:
 
 def conclusion(results: Results, arm: Arm, other: Arm) -> str:
     """Return a row with the difference of two kinds of models and what it means."""
-    found = difference(results, arm.name, other.name)
+    found = loss_difference(results, arm.name, other.name)
     meaning = (
         f"{arm.title} is {'worse' if found.mean > 0 else 'better'}" if found.excludes_zero else "not distinguished"
     )
@@ -201,40 +202,23 @@ def limits(arms: Sequence[Arm], seeds: int, tokens: int) -> list[str]:
     ]
 
 
-def picture_frame(
-    title: str, heading: str, values: Sequence[float], tokens: float, name: str
-) -> tuple[Picture, Scale, Scale]:
-    """Return a picture with axes for values over tokens, and its scales."""
-    left, right, top, bottom = 76, 900, 62, 360
-    margin = 0.06 * ((max(values) - min(values)) or 1.0)
-    x, y = Scale(0, tokens / 1e6, left, right), Scale(min(values) - margin, max(values) + margin, bottom, top)
-    picture = Picture(930, bottom + 66, title, heading)
-    draw_x_axis(picture, x, top, bottom, "million tokens after upcycling")
-    draw_y_axis(picture, y, left, right, name)
-    return picture, x, y
-
-
-def path_of(points: Sequence[tuple[float, float]]) -> str:
-    """Return SVG's commands of a line."""
-    return "M" + "L".join(f"{x:.6g} {y:.6g}" for x, y in points)
-
-
 def loss_picture(arms: Sequence[Arm], results: Results) -> str:
     """Draw the validation loss of every seed (thin) and the mean of the seeds."""
-    runs = [run for arm in arms for run in of_arm(results, arm.name)]
-    values = [loss for run in runs for _, loss in run["curve"]]
+    curves = {
+        arm.name: [[(tokens / 1e6, loss) for tokens, loss in run["curve"]] for run in of_arm(results, arm.name)]
+        for arm in arms
+    }
+    losses = [loss for runs in curves.values() for points in runs for _, loss in points]
+    last = curves[arms[0].name][0][-1][0]
     heading = "Validation loss: means of the seeds, and single seeds (thin)"
-    picture, x, y = picture_frame("Validation loss", heading, values, runs[0]["curve"][-1][0], "nats per token")
+    chart = LineChart("Validation loss", heading, (0.0, last), losses, (_TOKENS, "nats per token"))
     for arm in arms:
-        curves = [run["curve"] for run in of_arm(results, arm.name)]
-        for curve in curves:
-            line = path_of([(x.at(tokens / 1e6), y.at(loss)) for tokens, loss in curve])
-            picture.path(line, "none", stroke=COLORS[arm.name], stroke_width=1, stroke_opacity=0.35)
-        means = [(points[0][0] / 1e6, statistics.mean(loss for _, loss in points)) for points in zip(*curves)]
-        line = path_of([(x.at(tokens), y.at(mean)) for tokens, mean in means])
-        picture.path(line, "none", f"{arm.title}: {means[-1][1]:.4f}", stroke=COLORS[arm.name], stroke_width=2.5)
-    picture.legend(76, 414, [(COLORS[arm.name], arm.title) for arm in arms])
-    return picture.svg()
+        for points in curves[arm.name]:
+            chart.line(points, COLORS[arm.name], width=1, opacity=0.35)
+        means = [(at[0][0], statistics.mean(loss for _, loss in at)) for at in zip(*curves[arm.name])]
+        chart.line(means, COLORS[arm.name], f"{arm.title}: {means[-1][1]:.4f}", width=2.5)
+    chart.legend((COLORS[arm.name], arm.title) for arm in arms)
+    return chart.svg()
 
 
 def difference_picture(arms: Sequence[Arm], results: Results) -> str:
@@ -242,32 +226,29 @@ def difference_picture(arms: Sequence[Arm], results: Results) -> str:
     dense, *others = arms
     tokens = [point[0] / 1e6 for point in of_arm(results, dense.name)[0]["curve"]]
     found = {
-        arm.name: [difference(results, arm.name, dense.name, point) for point in range(len(tokens))] for arm in others
+        arm.name: [loss_difference(results, arm.name, dense.name, point) for point in range(len(tokens))]
+        for arm in others
     }
     ends = [
         each.mean + sign * each.half for intervals in found.values() for each in intervals for sign in (-1.0, 0.0, 1.0)
     ]
     heading = "Validation loss minus the dense model's: means and 95 % intervals over the seeds"
-    picture, x, y = picture_frame(
-        "Difference to the dense model", heading, [0.0, *ends], tokens[-1] * 1e6, "nats per token; below 0 is better"
-    )
-    picture.line(76, y.at(0.0), 900, y.at(0.0), INK, stroke_width=1.5)
+    names = _TOKENS, "nats per token; below 0 is better"
+    chart = LineChart("Difference to the dense model", heading, (0.0, tokens[-1]), [0.0, *ends], names)
+    chart.line([(0.0, 0.0), (tokens[-1], 0.0)], INK, width=1.5)
+    # Side by side, so that intervals of one evaluation do not cover each other; the ends stay inside the axes.
+    gap, last = tokens[-1] * 0.011, len(tokens) - 1
     for number, arm in enumerate(others):
-        # Side by side, so that intervals of one evaluation do not cover each other; the ends stay inside the axes.
-        last = len(tokens) - 1
-        places = [
-            x.at(each) + 9 * (number + (0 if at == 0 else 1 - len(others) if at == last else -1))
-            for at, each in enumerate(tokens)
-        ]
+        shifts = [0 if at == 0 else 1 - len(others) if at == last else -1 for at in range(len(tokens))]
+        places = [at + gap * (number + shift) for at, shift in zip(tokens, shifts, strict=True)]
         color, intervals = COLORS[arm.name], found[arm.name]
-        line = path_of([(place, y.at(each.mean)) for place, each in zip(places, intervals, strict=True)])
-        picture.path(line, "none", stroke=color, stroke_width=1.5)
+        chart.line([(place, each.mean) for place, each in zip(places, intervals, strict=True)], color, width=1.5)
         for place, each, count in zip(places, intervals, tokens, strict=True):
-            low, high = y.at(each.mean - each.half), y.at(each.mean + each.half)
-            picture.line(place, low, place, high, color, stroke_width=2)
-            picture.circle(place, y.at(each.mean), 4, color, f"{arm.title}, {count:.2f} million tokens: {each}")
-    picture.legend(76, 414, [(COLORS[arm.name], f"{arm.title}: {found[arm.name][-1]}") for arm in others])
-    return picture.svg()
+            chart.line([(place, each.mean - each.half), (place, each.mean + each.half)], color)
+            tip = f"{arm.title}, {count:.2f} million tokens: {each}"
+            chart.picture.circle(*chart.at(place, each.mean), 4, color, tip)
+    chart.legend((COLORS[arm.name], f"{arm.title}: {found[arm.name][-1]}") for arm in others)
+    return chart.svg()
 
 
 def routing_picture(arms: Sequence[Arm], results: Results) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from moe_trainer.comparison.intervals import difference, interval
 from moe_trainer.comparison.runs import Run, RunGroup, common_end, environment_that_differs, settings_that_differ
-from moe_trainer.drawing.axes import Scale, draw_x_axis, draw_y_axis
+from moe_trainer.drawing.line_chart import LineChart
 from moe_trainer.drawing.report_page import Figure
-from moe_trainer.drawing.svg import BLUE, GRAY, GREEN, INK, ORANGE, Picture
+from moe_trainer.drawing.svg import BLUE, GRAY, GREEN, INK, ORANGE
 
 _COLORS = (BLUE, ORANGE, GREEN, INK, GRAY)
 _POINTS = 120
@@ -137,26 +137,14 @@ def _curve(group: RunGroup, axis: str, factor: float) -> Curve:
 
 def _draw_losses(groups: Sequence[RunGroup], curves: Sequence[Curve], name: str) -> str:
     known = [(group, points) for group, points in zip(groups, curves) if points]
+    colors = [_COLORS[number % len(_COLORS)] for number in range(len(known))]
     shown = [value for _, points in known for _, values in points[len(points) // 20 :] for value in values]
-    left, right, top, bottom = 76, 900, 62, 360
-    margin = 0.06 * ((max(shown) - min(shown)) or 1.0)
-    x = Scale(0, max(points[-1][0] for _, points in known), left, right)
-    y = Scale(min(shown) - margin, max(shown) + margin, bottom, top)
-    picture = Picture(930, bottom + 66, "Training loss", f"Training loss over {name}")
-    draw_x_axis(picture, x, top, bottom, name)
-    draw_y_axis(picture, y, left, right, "nats per token")
-
-    def place(at: float, value: float) -> str:
-        return f"{x.at(at):.6g} {min(max(y.at(value), top), bottom):.6g}"
-
-    for number, (group, points) in enumerate(known):
-        color = _COLORS[number % len(_COLORS)]
+    last = max(points[-1][0] for _, points in known)
+    chart = LineChart("Training loss", f"Training loss over {name}", (0.0, last), shown, (name, "nats per token"))
+    for color, (group, points) in zip(colors, known, strict=True):
         if len(group.runs) > 1:
-            edge = [place(at, max(values)) for at, values in points]
-            edge += [place(at, min(values)) for at, values in reversed(points)]
-            picture.path("M" + "L".join(edge) + "Z", color, fill_opacity=0.18)
-        line = [place(at, statistics.mean(values)) for at, values in points]
-        tip = f"{group.name}: {statistics.mean(points[-1][1]):.4f}"
-        picture.path("M" + "L".join(line), "none", tip, stroke=color, stroke_width=2)
-    picture.legend(left, bottom + 54, [(_COLORS[at % len(_COLORS)], group.name) for at, (group, _) in enumerate(known)])
-    return picture.svg()
+            chart.area([(x, min(values)) for x, values in points], [(x, max(values)) for x, values in points], color)
+        means = [(x, statistics.mean(values)) for x, values in points]
+        chart.line(means, color, f"{group.name}: {means[-1][1]:.4f}")
+    chart.legend((color, group.name) for color, (group, _) in zip(colors, known, strict=True))
+    return chart.svg()

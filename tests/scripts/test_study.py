@@ -163,10 +163,10 @@ def test_differences_are_taken_seed_by_seed():
         for arm, seeds, shift, noise in (("dense", (3, 1, 2), 0.0, 0.0), ("finermoe", (1, 2, 3), -0.1, 0.01))
         for seed in seeds
     ]
-    found = study_report.difference(results, "finermoe", "dense")
+    found = study_report.loss_difference(results, "finermoe", "dense")
     assert found.mean == pytest.approx(-0.08) and found.excludes_zero
     assert found.half == pytest.approx(4.302653 * 0.01 / math.sqrt(3))
-    assert study_report.difference(results, "finermoe", "dense", 0).mean == 0.0
+    assert study_report.loss_difference(results, "finermoe", "dense", 0).mean == 0.0
 
 
 def test_routing_summary_of_known_loads():
