@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import combinations
@@ -16,6 +16,7 @@ from typing import Any
 from moe_trainer.comparison.intervals import Interval, difference, interval
 from moe_trainer.drawing.line_chart import LineChart
 from moe_trainer.drawing.load_map import Panel, load_map
+from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.report_page import Figure, write_report
 from moe_trainer.drawing.svg import BLUE, GREEN, INK, ORANGE
 from moe_trainer.io import atomic_write
@@ -69,33 +70,23 @@ def routing_summary(tokens_per_expert: Sequence[Sequence[int]]) -> tuple[float, 
     return statistics.mean(entropies), largest, sum(load == 0 for loads in tokens_per_expert for load in loads)
 
 
-def table(*columns: str) -> list[str]:
-    """Return the head of a Markdown table."""
-    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-
-
-def row(*cells: object) -> str:
-    """Return a row of a Markdown table."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def conclusion(results: Results, arm: Arm, other: Arm) -> str:
+def conclusion(results: Results, arm: Arm, other: Arm) -> tuple[str, ...]:
     """Return a row with the difference of two kinds of models and what it means."""
     found = loss_difference(results, arm.name, other.name)
     meaning = (
         f"{arm.title} is {'worse' if found.mean > 0 else 'better'}" if found.excludes_zero else "not distinguished"
     )
-    return row(f"{arm.title} - {other.title}", f"{found.mean:+.4f}", f"{found.half:.4f}", meaning)
+    return f"{arm.title} - {other.title}", f"{found.mean:+.4f}", f"{found.half:.4f}", meaning
 
 
-def main_table(arms: Sequence[Arm], results: Results) -> Iterator[str]:
-    """Yield the table of all kinds of models."""
+def main_table(arms: Sequence[Arm], results: Results) -> list[str]:
+    """Return the table of all kinds of models."""
     has_task = all(result["accuracy"] for result in results if result["arm"] != "start")
     columns = ["model", "parameters", "active", "FLOPs per token", "tokens/s", "loss at start", "loss", "bits per byte"]
-    yield from table(*columns, *(["next line"] if has_task else []))
     # The validation text is the same in all runs. Its bytes are counted for the dense model.
     counted = of_arm(results, arms[0].name)[0]
     bits = counted["tokens"] / counted["bytes"] / math.log(2.0)
+    rows = []
     for arm in arms:
         runs = of_arm(results, arm.name)
         cells = [
@@ -109,7 +100,29 @@ def main_table(arms: Sequence[Arm], results: Results) -> Iterator[str]:
         ]
         if has_task:
             cells.append(interval([run["accuracy"]["acc_norm"][0] for run in runs]))
-        yield row(*cells)
+        rows.append(cells)
+    return markdown_table([*columns, *(["next line"] if has_task else [])], rows)
+
+
+def routing_table(arms: Sequence[Arm], results: Results) -> list[str]:
+    """Return the table of the routing of all kinds of models with experts."""
+    rows = []
+    for arm in arms:
+        runs = of_arm(results, arm.name)
+        if "tokens_per_expert" in runs[0]:
+            entropies, largest, dead = zip(*(routing_summary(run["tokens_per_expert"]) for run in runs), strict=True)
+            without = f"{', '.join(map(str, dead))} of {sum(map(len, runs[0]['tokens_per_expert']))}"
+            rows.append((arm.title, f"{statistics.mean(entropies):.3f}", f"{max(largest):.2f}", without))
+    return markdown_table(("model", "entropy", "fullest expert", "experts without a token"), rows)
+
+
+def runs_table(arms: Sequence[Arm], results: Results) -> list[str]:
+    """Return the table of the losses of every run."""
+    rows = []
+    for start in of_arm(results, "start"):
+        runs = [run for arm in arms for run in of_arm(results, arm.name) if run["seed"] == start["seed"]]
+        rows.append((start["seed"], *(f"{run['loss']:.4f}" for run in (start, *runs))))
+    return markdown_table(("seed", "dense before", *(arm.title for arm in arms)), rows)
 
 
 def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, tokens: int) -> list[str]:
@@ -117,8 +130,7 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
     seeds = len(of_arm(results, arms[0].name))
     hours = sum(result["seconds"] for result in results) / 3600
     validation_tokens = of_arm(results, arms[0].name)[0]["tokens"]
-    routed = [arm for arm in arms if "tokens_per_expert" in of_arm(results, arm.name)[0]]
-    lines = [
+    return [
         "# FineRMoE, copies, pieces and a dense model at equal tokens",
         "",
         f"{provenance_line(software='torch ' + version('torch'))}. Method: scripts/study_finermoe.py, "
@@ -137,8 +149,10 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
         "Of the final losses, seed by seed; negative: the first has the lower loss. Models of one seed come from one "
         "dense model and read the same text in one order, so what these change cancels.",
         "",
-        *table("pair", "difference", "+-", "result"),
-        *(conclusion(results, two, one) for one, two in combinations(arms, 2)),
+        *markdown_table(
+            ("pair", "difference", "+-", "result"),
+            [conclusion(results, two, one) for one, two in combinations(arms, 2)],
+        ),
         "",
         "Each interval stands alone: of six, one that excludes zero by chance is not rare (up to 26 %).",
         "",
@@ -151,26 +165,16 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
         "Over the last tenth of the logged iterations. Entropy is that of a layer's loads over its maximum, the mean "
         "of layers and seeds; the fullest expert is that of any layer, relative to an even share.",
         "",
-        *table("model", "entropy", "fullest expert", "experts without a token"),
+        *routing_table(arms, results),
+        "",
+        "![Load of experts](routing.svg)",
+        "",
+        "## Every run",
+        "",
+        *runs_table(arms, results),
+        "",
+        *limits(arms, seeds, tokens),
     ]
-    for arm in routed:
-        found = [routing_summary(run["tokens_per_expert"]) for run in of_arm(results, arm.name)]
-        entropies, largest, dead = zip(*found, strict=True)
-        experts = sum(map(len, of_arm(results, arm.name)[0]["tokens_per_expert"]))
-        lines.append(
-            row(
-                arm.title,
-                f"{statistics.mean(entropies):.3f}",
-                f"{max(largest):.2f}",
-                f"{', '.join(map(str, dead))} of {experts}",
-            )
-        )
-    lines += ["", "![Load of experts](routing.svg)", "", "## Every run", ""]
-    lines += table("seed", "dense before", *(arm.title for arm in arms))
-    for start in of_arm(results, "start"):
-        runs = [run for arm in arms for run in of_arm(results, arm.name) if run["seed"] == start["seed"]]
-        lines.append(row(start["seed"], f"{start['loss']:.4f}", *(f"{run['loss']:.4f}" for run in runs)))
-    return [*lines, "", *limits(arms, seeds, tokens)]
 
 
 def limits(arms: Sequence[Arm], seeds: int, tokens: int) -> list[str]:

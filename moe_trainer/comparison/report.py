@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from moe_trainer.comparison.intervals import difference, interval
 from moe_trainer.comparison.runs import Run, RunGroup, common_end, environment_that_differs, settings_that_differ
 from moe_trainer.drawing.line_chart import LineChart
+from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.report_page import Figure
 from moe_trainer.drawing.svg import BLUE, GRAY, GREEN, INK, ORANGE
 
@@ -17,19 +18,17 @@ _POINTS = 120
 
 def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
     """Return the report as lines of Markdown."""
-    lines = ["# Comparison of runs", "", "## Runs", "", *_table("group", "runs", "seeds")]
-    for group in groups:
-        lines.append(_row(group.name, ", ".join(run.name for run in group.runs), ", ".join(map(str, group.seeds))))
-    lines += ["", "## Settings that differ", ""]
+    members = [
+        (group.name, ", ".join(run.name for run in group.runs), ", ".join(map(str, group.seeds))) for group in groups
+    ]
     differing = [(f"`{name}`", values) for name, values in settings_that_differ(groups)]
-    differing += environment_that_differs(groups)
-    if differing:
-        lines += _table("setting", *(group.name for group in groups))
-        lines += [
-            _row(name, *("-" if value is None else f"`{value}`" for value in values)) for name, values in differing
-        ]
-    else:
-        lines.append("None.")
+    settings = [
+        (name, *("-" if value is None else f"`{value}`" for value in values))
+        for name, values in [*differing, *environment_that_differs(groups)]
+    ]
+    lines = ["# Comparison of runs", "", "## Runs", "", *markdown_table(("group", "runs", "seeds"), members)]
+    lines += ["", "## Settings that differ", ""]
+    lines += markdown_table(("setting", *(group.name for group in groups)), settings) if settings else ["None."]
     tokens, seconds = common_end(groups, "tokens"), common_end(groups, "wall_s")
     lines += ["", "## Losses", "", *_loss_notes(groups, tokens, seconds)]
     lines += _figure_rows(groups, _loss_figures(tokens, seconds), compares=True)
@@ -87,7 +86,7 @@ def _figure_rows(groups: Sequence[RunGroup], figures: Figures, compares: bool) -
     """Return a table of figures, a row each; `compares`: with the differences from the first group."""
     first, *others = groups
     names = [f"{group.name} - {first.name}" for group in others] if compares else []
-    lines = _table("figure", *(group.name for group in groups), *names)
+    rows = []
     for title, get in figures:
         found = [group.values(get) for group in groups]
         if not any(found):
@@ -100,16 +99,9 @@ def _figure_rows(groups: Sequence[RunGroup], figures: Figures, compares: bool) -
             is_paired = group.seeds == first.seeds and len(values) == len(found[0]) == len(group.runs) > 1
             gap = difference(values, found[0], is_paired)
             cells.append(f"{gap}" + (" *" if gap.excludes_zero else ""))
-        lines.append(_row(title, *cells))
+        rows.append((title, *cells))
+    lines = markdown_table(("figure", *(group.name for group in groups), *names), rows)
     return [*lines, "", "`*`: the interval excludes zero."] if compares and others else lines
-
-
-def _table(*columns: str) -> list[str]:
-    return [_row(*columns), "|" + "---|" * len(columns)]
-
-
-def _row(*cells: object) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def comparison_figures(groups: Sequence[RunGroup]) -> list[Figure]:

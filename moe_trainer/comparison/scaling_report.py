@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moe_trainer.comparison.scaling import Fit, Point
 from moe_trainer.drawing.line_chart import LineChart
+from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.svg import BLUE, INK
 
 _TITLES = (
@@ -18,17 +19,20 @@ _NUM_STEPS = 80
 
 def fit_lines(fit: Fit, predictions: Sequence[float] = ()) -> list[str]:
     """Return a section of Markdown: constants with intervals, and the losses predicted at some compute."""
-    lines = ["", f"## {dict(_TITLES)[fit.form]}", "", "| constant | value | 95 % of the samples |", "|---|---|---|"]
+    constants = []
     for name, value in fit.constants.items():
         low, high = fit.interval(name)
-        lines.append(f"| {name} | {value:.4g} | {low:.4g} to {high:.4g} |")
-    lines += ["", f"Root mean square of the residuals: {100 * fit.error:.2f} % of the loss."]
-    if predictions:
-        lines += ["", "| FLOPs | loss | 95 % of the samples |", "|---|---|---|"]
+        constants.append((name, f"{value:.4g}", f"{low:.4g} to {high:.4g}"))
+    losses = []
     for flops in predictions:
         value, low, high = _at_compute(fit, flops)
-        lines.append(f"| {flops:.3g} | {value:.4f} | {low:.4f} to {high:.4f} |")
-    return lines
+        losses.append((f"{flops:.3g}", f"{value:.4f}", f"{low:.4f} to {high:.4f}"))
+    interval = "95 % of the samples"
+    return [
+        *("", f"## {dict(_TITLES)[fit.form]}", "", *markdown_table(("constant", "value", interval), constants)),
+        *("", f"Root mean square of the residuals: {100 * fit.error:.2f} % of the loss."),
+        *(["", *markdown_table(("FLOPs", "loss", interval), losses)] if losses else []),
+    ]
 
 
 def _at_compute(fit: Fit, flops: float) -> tuple[float, float, float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.errors import UserError
 
 GROUP = "finermoe"
@@ -69,7 +70,7 @@ def paper_table(files: Sequence[Path]) -> str:
         names = dict.fromkeys(name for _, found in results for name in found)
         columns = [PaperTask(name, name, None, ()) for name in names]
     with_mean = all(_is_share(each, found) for _, found in results for each in columns)
-    rows = [["model", *(each.title for each in columns), *(["AVG"] if with_mean else [])]]
+    rows = []
     for path, found in results:
         values = [_value(each, found) for each in columns]
         row = ["-" if value is None else f"{value * 100:.2f}" if with_mean else f"{value:.4f}" for value in values]
@@ -78,8 +79,8 @@ def paper_table(files: Sequence[Path]) -> str:
             # a mean over fewer tasks cannot be compared
             row.append(f"{sum(known) / len(known) * 100:.2f}" if known and len(known) == len(columns) else "-")
         rows.append([path.stem, *row])
-    head, *lines = ("| " + " | ".join(row) + " |" for row in rows)
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *lines])
+    head = ["model", *(each.title for each in columns), *(["AVG"] if with_mean else [])]
+    return "\n".join(markdown_table(head, rows))
 
 
 def _is_share(task: PaperTask, found: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.verification.shrink import ParityCase, ShrinkResult
 
 if TYPE_CHECKING:
@@ -80,13 +81,14 @@ def markdown(results: Sequence[ParityResult], shrunk: ShrinkResult | None, comma
     lines = [f"# {title}", "", f"`{command_line}`", ""]
     machine = f"torch {version('torch')}, gloo on {platform.machine()} CPU"
     lines += [f"{machine}, fp32 (fp64 for fp8 cases), {seconds:.0f} s.", ""]
-    lines += ["| mapping | result |", "|---|---|"]
+    rows = []
     for result in results:
         if result.is_equal:
             text = f"equal: {result.agreement}"
         else:
             text = f"**differs**: {(result.differences or [result.failure.splitlines()[-1]])[0]}"
-        lines.append(f"| {result.case.mapping} | {text.replace('|', '/')} |")
+        rows.append((result.case.mapping, text))
+    lines += markdown_table(("mapping", "result"), rows)
     if shrunk is not None:
         lines += ["", f"The user's mapping: {shrunk.original}.", "", *(f"* {note}" for note in shrunk.notes)]
         lines += [f"* left out: {text}" for text in shrunk.left_out]
