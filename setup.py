@@ -11,9 +11,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 # read, not imported: the build has none of the packages that an import needs
-VERSION = re.search(
-    '__version__ = "(.+)"', Path(__file__).with_name("moe_trainer").joinpath("__init__.py").read_text()
-)[1]
+VERSION = re.search('__version__ = "(.+)"', Path(__file__).with_name("moe_trainer").joinpath("version.py").read_text())[
+    1
+]
 
 setup(
     name="moe-trainer",

@@ -27,10 +27,22 @@ _MAX_DRAWN = 1e300  # largest number that the page can draw
 _MAX_TIME_S = 2e11  # since the epoch; later times have no date
 _MAX_DEPTH = 8  # of what describes a run
 _HEAD_TYPES = MappingProxyType(
-    {name: Mapping for name in ("model", "mapping", "hardware", "versions", "settings", "all_settings")}
-    | {name: int | float for name in ("started", "total_parameters", "active_parameters", "num_experts")}
-    | {name: int for name in ("train_iters", "seq_length", "topk")}
-    | {"hostnames": list}
+    {
+        "model": Mapping,
+        "mapping": Mapping,
+        "hardware": Mapping,
+        "versions": Mapping,
+        "settings": Mapping,
+        "all_settings": Mapping,
+        "started": int | float,
+        "total_parameters": int | float,
+        "active_parameters": int | float,
+        "num_experts": int | float,
+        "train_iters": int,
+        "seq_length": int,
+        "topk": int,
+        "hostnames": list,
+    }
 )
 _STALLED_AFTER_S = 600.0  # without a record
 

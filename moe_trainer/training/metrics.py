@@ -15,7 +15,6 @@ import torch
 from arguments import Arguments
 from arguments.container import OPTIONS
 from arguments.stage_layout import chunk_layouts, parallel_sizes
-from moe_trainer import __version__
 from moe_trainer.estimate.flops import routed_layer_share
 from moe_trainer.estimate.hardware import bf16_peak_tflops
 from moe_trainer.estimate.memory import data_parallel_size
@@ -25,6 +24,7 @@ from moe_trainer.parallel.collectives import all_gather_object
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.parallel.state import Group
 from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.version import __version__
 
 MAX_HOSTNAMES = 8  # in the description of a run
 

@@ -15,6 +15,7 @@ LEVELS = {
     "exit_codes": 0,
     "io": 0,
     "launch_env": 0,
+    "version": 0,
     "backends": 0,
     "model_zoo": 0,
     "drawing": 1,

@@ -9,7 +9,7 @@ import pytest
 from commands import environment, golden_workspace, read_metrics, run, start
 from training.tiny import MOCK, TINY
 
-import moe_trainer
+from moe_trainer import version
 from arguments.container import from_values
 
 METRICS = ["--metrics-file", "metrics.jsonl"]
@@ -77,7 +77,7 @@ def test_skipped_iterations_consume_their_samples(tmp_path):
     ran = records[0]["run"]  # what `plan.py calibrate --from` reads; said once
     assert (ran["world_size"], ran["device"]) == (1, "cpu") and ran["threads"] >= 1 and "run" not in records[1]
     assert ran["mapping"]["nodes"] == 1 and ran["hardware"]["hostnames"] == [socket.gethostname()]
-    assert ran["versions"]["moe_trainer"] == moe_trainer.__version__
+    assert ran["versions"]["moe_trainer"] == version.__version__
     assert from_values(ran["settings"], 1).training.iterations_to_skip == [2, 3] and ran["padded_vocab_size"] > 0
     assert records[1]["consumed_samples"] == 16
     # the schedule does not advance with them
