@@ -9,8 +9,8 @@ import pytest
 from commands import environment, golden_workspace, read_metrics, run, start
 from training.tiny import MOCK, TINY
 
-from moe_trainer import version
 from arguments.container import from_values
+from moe_trainer import version
 
 METRICS = ["--metrics-file", "metrics.jsonl"]
 

@@ -12,6 +12,7 @@ from typing import Any
 from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf import config_converters as converters
 from moe_trainer.checkpoint.hf.config_converters import expert_layers, linear_layers, sliding_layers
 from moe_trainer.checkpoint.hf.families import ALIASES, FAMILIES, IGNORED, NEEDED, Family, get_family
 from moe_trainer.checkpoint.hf.rotary import Config, Flags
@@ -68,7 +69,8 @@ def read_config(config: Config, source: str = "config.json") -> tuple[Family, Fl
         value = actual[0] if actual else key.default
         if value is NEEDED:
             raise CheckpointError(f"{source} lacks {key.name}")
-        _check_kind(source, key.name, value, "number" if OPTIONS[key.dest].type_name == "float" else "whole")
+        kind = {"float": "number", "bool": "switch"}.get(OPTIONS[key.dest].type_name, "whole")
+        _check_kind(source, key.name, value, kind)
         flags[key.dest] = value
     for kind, names in _KINDS.items():
         for name in names.split():
@@ -96,6 +98,7 @@ def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
     fits, expected = {
         "whole": (type(value) is int and value >= 0, "a whole number"),
         "number": (type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number, zero or above,"),
+        "switch": (type(value) is bool, "true or false"),
         "table": (isinstance(value, Mapping), "a table"),
         "list": (isinstance(value, (list, tuple)), "a list"),
     }[kind]
@@ -106,8 +109,8 @@ def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
 def _remarks(family: Family, flags: Flags) -> list[str]:
     """Return where this program and the library compute something else from the same weights."""
     notes = []
-    if family.name.startswith("deepseek_"):
-        if flags["layernorm_epsilon"] != 1e-6:
+    if converters.EXPERT_GROUPS in family.converters:
+        if flags.get("multi_latent_attention") and flags["layernorm_epsilon"] != 1e-6:
             notes.append(
                 f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with "
                 "1e-06, here (as in Megatron-LM) all norms have the one"

@@ -88,6 +88,14 @@ def _write_qwen_window(flags: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _read_late_window(config: Config) -> Flags:
+    """Read the window of dots1: layers from `max_window_layers` on have it, unless `layer_types` differs."""
+    first = config.get("max_window_layers", 62)
+    late = (layer >= first for layer in range(config["num_hidden_layers"]))
+    layer_types = config.get("layer_types") or _layer_types(late, "sliding_attention")
+    return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": layer_types})
+
+
 def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
     """Return which layers have the window, if there is one."""
     pattern, layers = flags.get("window_attn_skip_freq"), flags["num_layers"]
@@ -103,7 +111,7 @@ def _read_alternating(config: Config) -> Flags:
     return _read_window({"sliding_window": config.get("sliding_window", 128), "layer_types": layer_types})
 
 
-def _write_alternating(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _write_listed_window(flags: Mapping[str, Any]) -> dict[str, Any]:
     slides = sliding_layers(flags) if flags.get("window_size") else [False] * flags["num_layers"]
     return _write_window(flags) | {"layer_types": _layer_types(slides, "sliding_attention")}
 
@@ -126,6 +134,17 @@ def expert_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
 def _read_first_dense(config: Config) -> Flags:
     layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
     return {"moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1}
+
+
+def _read_listed_dense(config: Config) -> Flags:
+    """Read a list of "dense" and "sparse" layers; without it all but the first have experts."""
+    kinds = config.get("mlp_layer_types")
+    layers = config["num_hidden_layers"]
+    return {"moe_layer_freq": [0] + [1] * (layers - 1) if kinds is None else [int(kind == "sparse") for kind in kinds]}
+
+
+def _write_listed_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mlp_layer_types": ["sparse" if is_moe else "dense" for is_moe in expert_layers(flags)]}
 
 
 def _write_first_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,9 +277,11 @@ TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 GROUPED = ConfigConverter(_read_groups, _write_groups)
 WINDOW = ConfigConverter(_read_window, _write_window)
 QWEN_WINDOW = ConfigConverter(_read_qwen_window, _write_qwen_window)
-ALTERNATING = ConfigConverter(_read_alternating, _write_alternating)
+LATE_WINDOW = ConfigConverter(_read_late_window, _write_listed_window)
+ALTERNATING = ConfigConverter(_read_alternating, _write_listed_window)
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
 SPARSE_STEP = ConfigConverter(_read_sparse_step, _write_sparse_step)
+LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)
 FIRST_DENSE = ConfigConverter(_read_first_dense, _write_first_dense)
 SHARED = ConfigConverter(_read_shared, _write_shared)
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)

@@ -68,12 +68,13 @@ _LATENT_KEYS = (
     Key("qk_rope_head_dim", "qk_pos_emb_head_dim"),
     Key("v_head_dim", "v_head_dim"),
 )
-_DEEPSEEK_KEYS = _LATENT_KEYS + (
+_ROUTED_KEYS = (
     Key("n_routed_experts", "num_experts"),
     Key("num_experts_per_tok", "moe_router_topk"),
     Key("moe_intermediate_size", "moe_ffn_hidden_size"),
     Key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
 )
+_DEEPSEEK_KEYS = _LATENT_KEYS + _ROUTED_KEYS
 _LOCAL_EXPERT_KEYS = (Key("num_local_experts", "num_experts"), Key("num_experts_per_tok", "moe_router_topk"))
 _QWEN_MOE_KEYS = (
     Key("num_experts_per_tok", "moe_router_topk"),
@@ -96,6 +97,8 @@ _DEEPSEEK = MappingProxyType(
     {"multi_latent_attention": True, "qk_layernorm": True, "moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
 )
 _BIASED_SIGMOID = MappingProxyType({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True})
+_GROUPED_SIGMOID = _BIASED_SIGMOID | {"moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
+_SIGMOID_REQUIRED = MappingProxyType({"hidden_act": ("silu",), "norm_topk_prob": (True,)})
 _REQUIRED = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
 _DEEPSEEK_REQUIRED = MappingProxyType(
     {"hidden_act": ("silu",), "attention_bias": (False,), "moe_layer_freq": (1,), "rope_interleave": (True,)}
@@ -265,6 +268,73 @@ FAMILIES = MappingProxyType(
                 | {"scoring_func": ("sigmoid",), "norm_topk_prob": (True,), "mlp_bias": (False,)},
                 ignored=("index_n_heads", "index_head_dim", "index_topk"),
                 defaults=_DEEPSEEK_V3_DEFAULTS,
+            ),
+            _family(
+                "glm4_moe",
+                converters.GROUPED,
+                converters.FIRST_DENSE,
+                converters.SHARED,
+                converters.EXPERT_GROUPS,
+                converters.MTP,
+                keys=(
+                    *_ROUTED_KEYS,
+                    Key("attention_bias", "add_qkv_bias", False),
+                    Key("use_qk_norm", "qk_layernorm", False),
+                ),
+                flags=_GROUPED_SIGMOID,
+                required=_SIGMOID_REQUIRED,
+                defaults={
+                    "num_key_value_heads": 8,
+                    "rms_norm_eps": 1e-5,
+                    "partial_rotary_factor": 0.5,
+                    "n_shared_experts": 1,
+                    "first_k_dense_replace": 1,
+                },
+            ),
+            _family(
+                "glm4_moe_lite",
+                converters.LATENT_HEADS,
+                converters.LISTED_DENSE,
+                converters.SHARED,
+                converters.EXPERT_GROUPS,
+                converters.MTP,
+                keys=_DEEPSEEK_KEYS,
+                flags=_DEEPSEEK | _BIASED_SIGMOID,
+                required=_SIGMOID_REQUIRED | {"attention_bias": (False,), "rope_interleave": (True,)},
+                defaults={
+                    "q_lora_rank": 768,
+                    "rms_norm_eps": 1e-5,
+                    "n_shared_experts": 1,
+                    "routed_scaling_factor": 1.8,
+                },
+            ),
+            _family(
+                "solar_open",
+                converters.GROUPED,
+                converters.SHARED,
+                converters.EXPERT_GROUPS,
+                keys=(*_ROUTED_KEYS, Key("attention_bias", "add_qkv_bias", False)),
+                flags=_GROUPED_SIGMOID,
+                required=_SIGMOID_REQUIRED,
+                defaults={
+                    "num_key_value_heads": 8,
+                    "head_dim": 128,
+                    "rms_norm_eps": 1e-5,
+                    "n_shared_experts": 1,
+                    "intermediate_size": 10240,  # every layer has experts
+                },
+            ),
+            _family(
+                "dots1",
+                converters.GROUPED,
+                converters.LATE_WINDOW,
+                converters.FIRST_DENSE,
+                converters.SHARED,
+                converters.EXPERT_GROUPS,
+                keys=_ROUTED_KEYS,
+                flags=_GROUPED_SIGMOID | {"qk_layernorm": True},
+                required=_SIGMOID_REQUIRED | {"attention_bias": (False,)},
+                defaults={"num_key_value_heads": 32, "norm_topk_prob": False},
             ),
         )
     }

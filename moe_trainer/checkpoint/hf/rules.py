@@ -196,6 +196,10 @@ NAMES = MappingProxyType(
         ),
         "deepseek_v2": Names(_LATENT, _EXPERTS + _SHARED),
         "deepseek_v3": Names(_LATENT, _EXPERTS + _SHARED, mtp=_MTP),
+        "glm4_moe": Names(_GROUPED, _EXPERTS + _SHARED, mtp=_MTP),
+        "glm4_moe_lite": Names(_LATENT, _EXPERTS + _SHARED, mtp=_MTP),
+        "solar_open": Names(_GROUPED, _EXPERTS + _SHARED),
+        "dots1": Names(_GROUPED, _EXPERTS + _SHARED),
         "deepseek_v32": Names(_LATENT + _INDEXER, _EXPERTS + _SHARED, mtp=_MTP),
     }
 )

@@ -34,6 +34,15 @@ _LATENT = {
     "n_routed_experts": 8,
     "moe_intermediate_size": 24,
 }
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 50000.0,
@@ -114,6 +123,35 @@ MODELS = {
             "topk_method": "group_limited_greedy",
             "n_shared_experts": 2,
             "routed_scaling_factor": 4.0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        _GROUPED
+        | _SIGMOID
+        | {
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        _LATENT | _SIGMOID | {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 20},
+    ),
+    "solar_open": ("SolarOpen", _GROUPED | _SIGMOID | {"head_dim": 12, "attention_bias": True}),
+    "dots1": (
+        "Dots1",
+        _GROUPED
+        | _SIGMOID
+        | {
+            "head_dim": 12,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
         },
     ),
     "deepseek_v3": (

@@ -51,11 +51,18 @@ _EXPERTS = {
     "deepseek_v2": "n_routed_experts",
     "deepseek_v3": "n_routed_experts",
     "deepseek_v32": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+    "glm4_moe_lite": "n_routed_experts",
+    "dots1": "n_routed_experts",
+    "solar_open": "n_routed_experts",
 }
 _VARIANTS = {
     "mistral": [{"sliding_window": 9}],
     "mixtral": [{"sliding_window": 9}],
     "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
+    "dots1": [{}, {"sliding_window": 9, "max_window_layers": 5}],
+    "glm4_moe": [{"attention_bias": True, "use_qk_norm": True}],
+    "glm4_moe_lite": [{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}],
 }
 _WINDOWS = [{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}]
 # transformers builds no such layer and so has no default that would matter: the tensors of the folder decide
