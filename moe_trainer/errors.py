@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -39,6 +40,15 @@ def as_user_error(context: str) -> Iterator[None]:
         raise
     except (ValueError, OSError) as error:
         raise UserError(f"{context}: {error}") from error
+
+
+@contextmanager
+def name_write_errors(flag: str, target: str | Path | None) -> Iterator[None]:
+    """Turn an OSError of the block, such as a full disk, into a UserError that names the flag and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{flag}: cannot write {target}: {error.strerror or error}") from error
 
 
 @contextmanager

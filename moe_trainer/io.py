@@ -21,6 +21,8 @@ def temporary_path(path: str | Path) -> Path:
 def atomic_path(path: str | Path, *, sync: bool = False, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end of the block, or is removed if the block raises.
 
+    A device or pipe, such as /dev/stdout, is not replaced: the block gets `path` itself.
+
     Args:
         path: the file to replace.
         sync: flush the content to disk before the rename. The caller flushes the directory if that matters, too.
@@ -29,6 +31,9 @@ def atomic_path(path: str | Path, *, sync: bool = False, temporary: Path | None 
     Raises:
         OSError: if the file cannot be replaced.
     """
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        yield Path(path)
+        return
     temporary = temporary or temporary_path(path)
     try:
         yield temporary

@@ -17,18 +17,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import shlex
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.drawing.report_page import cannot_write
 from moe_trainer.exit_codes import ExitCode
-
-_WAIT_S = 5.0
+from scripts import rank_program
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,22 +62,9 @@ def main(words: list[str]) -> int:
         parser.print_help()
         return ExitCode.USER_ERROR
     options, flags = _parse(parser, words)
-    try:
-        if options.table:
-            from moe_trainer.evaluation.finermoe import paper_table
-
-            print(paper_table(options.table))
-            return ExitCode.OK
-        return _evaluate(options, flags)
-    except ValueError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank != "0":  # rank 0 usually has the same error, and its end ends this process
-            time.sleep(_WAIT_S)
-        print(f"evaluate.py: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
-        return ExitCode.USER_ERROR
-    except KeyboardInterrupt:
-        print("evaluate.py: interrupted", file=sys.stderr, flush=True)
-        return ExitCode.INTERRUPTED
+    return rank_program.run(
+        "evaluate.py", lambda: _print_table(options.table) if options.table else _evaluate(options, flags)
+    )
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -110,8 +94,15 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
     return options, flags
 
 
+def _print_table(files: list[Path]) -> int:
+    from moe_trainer.evaluation.finermoe import paper_table
+
+    print(paper_table(files))
+    return ExitCode.OK
+
+
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
-    from moe_trainer.errors import require_packages
+    from moe_trainer.errors import name_write_errors, require_packages
     from moe_trainer.evaluation.finermoe import expand_tasks
     from moe_trainer.evaluation.harness import open_harness
     from moe_trainer.evaluation.options import TaskOptions, split_names
@@ -150,7 +141,7 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
         print("\n".join(lines))
         if options.output is not None:
             content = {"model": options.source, "iteration": loaded.state.iteration, **results, "routing": routing}
-            with atomic_write(options.output) as file:
+            with name_write_errors("--output", options.output), atomic_write(options.output) as file:
                 json.dump(content, file, indent=1, default=str)
                 file.write("\n")
         if options.report_html is not None:

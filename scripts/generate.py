@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.drawing.report_page import cannot_write
 from moe_trainer.exit_codes import ExitCode
+from scripts import rank_program
 
-_WAIT_S = 5.0
 Prompt = str | list[dict[str, str]]
 """A text, or a conversation."""
 
@@ -79,17 +78,7 @@ def main(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return ExitCode.USER_ERROR
-    try:
-        return _generate(_parse(parser, words))
-    except ValueError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank != "0":  # rank 0 usually has the same error, and its end ends this process
-            time.sleep(_WAIT_S)
-        print(f"generate.py: {'' if rank == '0' else f'rank {rank}: '}{error}", file=sys.stderr, flush=True)
-        return ExitCode.USER_ERROR
-    except KeyboardInterrupt:
-        print("generate.py: interrupted", file=sys.stderr, flush=True)
-        return ExitCode.INTERRUPTED
+    return rank_program.run("generate.py", lambda: _generate(_parse(parser, words)))
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> Request:
@@ -207,12 +196,13 @@ def _generate(request: Request) -> int:
 
 def _write(output: Path | None, prompts: Sequence[str], found: Sequence[Any]) -> None:
     """Print the texts, or write them to a file."""
+    from moe_trainer.errors import name_write_errors
     from moe_trainer.io import atomic_write
 
     if output is None:
         print("\n\n".join(f"{prompt}{each.text}" for prompt, each in zip(prompts, found, strict=True)), flush=True)
         return
-    with atomic_write(output) as file:
+    with name_write_errors("--output", output), atomic_write(output) as file:
         for prompt, each in zip(prompts, found, strict=True):
             record = {"prompt": prompt, "text": each.text, "finish_reason": each.finish_reason, "tokens": each.tokens}
             file.write(f"{json.dumps(record, ensure_ascii=False)}\n")

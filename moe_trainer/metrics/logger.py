@@ -24,12 +24,13 @@ from typing import Any
 from tqdm import tqdm
 
 from arguments.output import OutputArgs
+from moe_trainer.errors import name_write_errors
 from moe_trainer.metrics import event_files
 from moe_trainer.metrics.console import iteration_line, perplexity, task_line, validation_line
 from moe_trainer.metrics.dashboard import open_dashboard
 from moe_trainer.metrics.evaluation_summary import EvaluationResult
 from moe_trainer.metrics.iteration import IterationRecord
-from moe_trainer.metrics.metrics_file import name_write_errors, open_metrics_file
+from moe_trainer.metrics.metrics_file import open_metrics_file
 from moe_trainer.metrics.routing_health import PER_LAYER, heat_map, routing_health
 from moe_trainer.metrics.summary import RunSummary
 from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter

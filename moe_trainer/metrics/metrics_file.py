@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count, takewhile
 from pathlib import Path
 
-from moe_trainer.errors import UserError
+from moe_trainer.errors import UserError, name_write_errors
 from moe_trainer.io import atomic_write
 
 # "iteration" comes first, or after the kind of a validation, the name of a task or the prompt of a sample
@@ -142,12 +140,3 @@ def _is_damaged(line: bytes, iteration: int) -> bool:
     """Return whether the line is torn and does not belong to an iteration that will be repeated."""
     match = _ITERATION.match(line)
     return not line.endswith(b"}\n") and (match is None or int(match[1]) <= iteration)
-
-
-@contextmanager
-def name_write_errors(flag: str, target: str | Path | None) -> Iterator[None]:
-    """Turn an OSError of the block, such as a full disk, into a UserError that names the flag and the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{flag}: cannot write {target}: {error.strerror or error}") from error

@@ -13,7 +13,7 @@ from moe_trainer.evaluation.harness import open_harness
 from moe_trainer.evaluation.options import TaskOptions, split_names
 from moe_trainer.evaluation.routing import routing_table
 from moe_trainer.inference.text import TextCodec
-from scripts import evaluate
+from scripts import evaluate, rank_program
 
 PAPER_7B = (73.08, 71.22, 79.51, 75.69, 63.40, 86.95, 56.70, 69.4, 85.37, 39.06)
 
@@ -34,7 +34,7 @@ def test_other_version_of_the_harness_is_named(monkeypatch):
 
 def test_error_of_another_rank_names_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(evaluate, "_WAIT_S", 0.0)
+    monkeypatch.setattr(rank_program, "WAIT_S", 0.0)
     assert evaluate.main(["--table", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err.startswith("evaluate.py: rank 3: --table ")
 

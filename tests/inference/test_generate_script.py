@@ -9,6 +9,7 @@ import torch
 from commands import REPOSITORY, environment, read_metrics, run
 from evaluation.trained_model import MODEL, NO_DROPOUT, run_script, train_model
 
+from moe_trainer.errors import UserError
 from scripts import generate
 
 transformers = pytest.importorskip("transformers")
@@ -199,3 +200,8 @@ def test_prompt_that_is_too_long_is_named_before_the_first_iteration(folder):
         and "--sample-prompts: prompt 1 has" in done.stderr
         and "iteration        1" not in done.stdout
     )
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"--output: cannot write {tmp_path}: Is a directory"):
+        generate._write(tmp_path, [], [])

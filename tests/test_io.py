@@ -1,4 +1,4 @@
-"""Append-only files: recovery from a failed append, and resuming an older file."""
+"""Files: replaced at once, devices never; append-only files recover from a failed append and resume an older file."""
 
 import json
 import os
@@ -6,7 +6,33 @@ import os
 import pytest
 
 from moe_trainer import io
-from moe_trainer.io import ResumableFile, resume_offset
+from moe_trainer.io import ResumableFile, atomic_write, resume_offset
+
+
+def test_a_file_is_replaced_only_when_the_block_ends_well(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as file:
+        file.write("new")
+        1 / 0  # noqa: B018
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with atomic_write(path) as file:
+        file.write("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_or_device_is_written_and_not_replaced(tmp_path):
+    """A run as root would otherwise put a file in the place of /dev/stdout."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_write(path) as file:
+        file.write("text")
+    assert os.read(reader, 10) == b"text" and path.is_fifo()
+    os.close(reader)
+    with pytest.raises(IsADirectoryError), atomic_write(tmp_path) as file:
+        file.write("text")
 
 
 def test_partial_data_of_a_failed_append_is_overwritten(tmp_path, monkeypatch):
