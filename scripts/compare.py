@@ -15,17 +15,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_trainer.comparison.report import comparison_figures, comparison_lines
-from moe_trainer.comparison.runs import Run, make_groups
+from moe_trainer.comparison.runs import make_groups
 from moe_trainer.drawing.report_page import Figure, cannot_write, write_report
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import read_runs
-from moe_trainer.metrics.run_data import read_run
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,48 +70,17 @@ def compare(paths: Sequence[str]) -> tuple[str, list[str], list[Figure]]:
     return "Comparison of runs", comparison_lines(groups), comparison_figures(groups)
 
 
-def read_points(folder: Path) -> tuple[list[Any], list[str]]:
-    """Return the points of the runs below a folder, and a line for every run without one.
-
-    Raises:
-        ValueError: if the folder is missing.
-    """
-    from moe_trainer.comparison.scaling import Point
-
-    if not folder.is_dir():
-        raise ValueError(f"--scaling {folder}: not a directory")
-    points, skipped = [], []
-    for path in sorted(folder.rglob("metrics.jsonl")):
-        try:
-            data = read_run(path)
-        except OSError as error:
-            raise ValueError(f"--scaling: {path}: cannot be read ({error.strerror or error})") from None
-        if data is None:  # no regular file
-            continue
-        page = data.as_page()
-        model, tokens = page["head"].get("model", {}), page["progress"].get("tokens")
-        run = Run(page)
-        loss = run.validation_loss or (tokens and run.loss_at("tokens", tokens))
-        if not all(value and value > 0 for value in (model.get("active_parameters"), tokens, loss)):
-            skipped.append(f"- {path.parent}: no parameters, tokens or loss in its records")
-            continue
-        settings = page["head"].get("settings", {})
-        wide, narrow = (settings.get(name) for name in ("ffn_hidden_size", "moe_ffn_hidden_size"))
-        is_known = all(isinstance(width, int) and width > 0 for width in (wide, narrow))
-        granularity = wide / narrow if model.get("num_experts") and is_known else 1.0
-        points.append(Point(model["active_parameters"], tokens, granularity, loss))
-    return points, skipped
-
-
 def fit_scaling(options: argparse.Namespace) -> tuple[str, list[str], list[Figure]]:
     """Return title, lines and pictures of the scaling laws that the runs determine.
 
     Raises:
         ValueError: if there are no runs, or they determine none.
     """
-    from moe_trainer.comparison.scaling import NAMES, check_points, fit
+    from moe_trainer.comparison.scaling import NAMES, check_points, fit, read_points
     from moe_trainer.comparison.scaling_report import compute_picture, fit_lines
 
+    if not options.scaling.is_dir():
+        raise ValueError(f"--scaling {options.scaling}: not a directory")
     points, skipped = read_points(options.scaling)
     if not points:
         raise ValueError(f"--scaling {options.scaling}: no run with parameters, tokens and a loss")
@@ -121,7 +88,8 @@ def fit_scaling(options: argparse.Namespace) -> tuple[str, list[str], list[Figur
     fits = [fit(form, points) for form, reason in reasons.items() if reason is None]
     if not fits:
         raise ValueError("; ".join(reason for reason in reasons.values() if reason))
-    lines = ["# Scaling laws", "", f"{len(points)} runs below {options.scaling}.", *skipped]
+    lines = ["# Scaling laws", "", f"{len(points)} runs below {options.scaling}."]
+    lines += [f"- {path}: no parameters, tokens or loss in its records" for path in skipped]
     for each in fits:
         lines += fit_lines(each, options.predict if each.form == "compute" else ())
     lines += ["", *(f"Not fitted: {reason}." for reason in reasons.values() if reason)]

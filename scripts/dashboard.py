@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import secrets
 import sys
 import threading
@@ -27,9 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
-from moe_trainer.metrics.run_data import MAX_PARSED_BYTES, RunData, read_run, take_line
+from moe_trainer.metrics.run_data import (
+    MAX_PARSED_BYTES,
+    METRICS_NAME,
+    RunData,
+    find_metrics_files,
+    read_run,
+    take_line,
+)
 
-METRICS = "metrics.jsonl"
 POLL_MS = 5000
 MAX_LISTED = 500
 NAME_ERRORS = "surrogateescape"  # of names of folders that are not UTF-8, as Python reads them
@@ -82,16 +87,15 @@ class Runs:
     def paths(self) -> list[str]:
         """Return the runs, the newest first; links that lead out of the folder are left out."""
         found = []
-        for folder, _, files in os.walk(self._folder):  # ignores folders that are deleted now, unlike rglob
-            path = Path(folder, METRICS)
-            with contextlib.suppress(OSError):  # as are files
-                if METRICS in files and path.is_file() and path.resolve().is_relative_to(self._folder):
+        for path in find_metrics_files(self._folder):
+            with contextlib.suppress(OSError):  # a run that is deleted now
+                if path.is_file() and path.resolve().is_relative_to(self._folder):
                     found.append((-path.stat().st_mtime, path.parent.relative_to(self._folder).as_posix()))
         return [path for _, path in sorted(found)[:MAX_LISTED]]
 
     def page(self, path: str, num_runs: int) -> dict[str, Any] | None:
         """Return a run as the page reads it; None if it is no run of the folder."""
-        file = self._folder / path / METRICS
+        file = self._folder / path / METRICS_NAME
         with self._lock:
             follower = self._followers.setdefault((path, num_runs), Follower(file, num_runs))
             try:

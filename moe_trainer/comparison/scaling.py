@@ -15,11 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from moe_trainer.comparison.runs import Run
+from moe_trainer.metrics.run_data import find_metrics_files, read_run
 
 _DELTA = 1e-3  # of the Huber loss, as Hoffmann et al.
 _STARTS = 24
@@ -50,6 +55,38 @@ class Point:
     @property
     def compute(self) -> float:
         return 6 * self.parameters * self.tokens
+
+
+def read_points(folder: Path) -> tuple[list[Point], list[Path]]:
+    """Return the points of the runs below a folder, and the folders of runs whose records do not determine one.
+
+    Raises:
+        ValueError: if the records of a run cannot be read.
+    """
+    points, skipped = [], []
+    for path in sorted(find_metrics_files(folder)):
+        try:
+            data = read_run(path)
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
+        if data is None:  # no regular file
+            continue
+        if (point := _point(data.as_page())) is None:
+            skipped.append(path.parent)
+        else:
+            points.append(point)
+    return points, skipped
+
+
+def _point(page: Mapping[str, Any]) -> Point | None:
+    """Return the point of a run as RunData.as_page returns it."""
+    model, tokens, run = page["head"].get("model", {}), page["progress"].get("tokens"), Run(page)
+    parameters, loss = model.get("active_parameters"), run.validation_loss or (tokens and run.loss_at("tokens", tokens))
+    if not all(value and value > 0 for value in (parameters, tokens, loss)):
+        return None
+    wide, narrow = (run.settings.get(name) for name in ("ffn_hidden_size", "moe_ffn_hidden_size"))
+    is_known = isinstance(wide, int) and isinstance(narrow, int) and wide > 0 and narrow > 0
+    return Point(parameters, tokens, wide / narrow if model.get("num_experts") and is_known else 1.0, loss)
 
 
 @dataclass(frozen=True)

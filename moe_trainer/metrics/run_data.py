@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
 
+METRICS_NAME = "metrics.jsonl"
 MAX_RECORDS = 2000
 MAX_EVENTS = 500
 MAX_PARSED_BYTES = 200_000_000  # of a metrics file
@@ -318,13 +320,20 @@ def read_run(path: str | Path, num_runs: int = 1, size: int | None = None) -> Ru
         OSError: if the file cannot be read.
     """
     file = Path(path)
-    file = file / "metrics.jsonl" if file.is_dir() else file
+    file = file / METRICS_NAME if file.is_dir() else file
     if not file.is_file():
         return None
     run = RunData(name_of_run(file), str(file), num_runs)
     for line in _lines(file, size):
         take_line(run, line)
     return run
+
+
+def find_metrics_files(folder: Path) -> Iterator[Path]:
+    """Yield the metrics.jsonl of every run below a folder, without folders that cannot be read or are deleted now."""
+    for below, _, files in os.walk(folder):
+        if METRICS_NAME in files:
+            yield Path(below, METRICS_NAME)
 
 
 def take_line(run: RunData, line: bytes) -> None:
