@@ -50,7 +50,7 @@ def collect_expert_loads(
             if bias_E is not None:
                 bias_E = bias_E.double()
                 row[num_experts + 2] = (bias_E - bias_E.mean()).abs().max()
-            row[num_experts + 3] = 1.0
+            row[num_experts + 3].fill_(1.0)  # an assignment would copy from the host and wait
             router.tokens_per_expert.zero_()
     all_reduce(every, ps.tp_dp_cp)
     table[:, num_experts + 2 : first_rank] /= ps.tp_dp_cp.size  # the same on all of these ranks

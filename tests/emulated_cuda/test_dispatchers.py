@@ -30,7 +30,7 @@ def count_waits(rank: int, n: int, flags: str) -> dict[str, int]:
         (NODES, 4, ["memory/host_read.py"]),
         (f"{NODES} {RECOMPUTE}", 4, ["memory/host_read.py"]),
         (NCCLEP, 2, ["moe/dispatch/ncclep.py", "memory/activations.py"]),
-        (BUDGET, 2, []),
+        (f"{BUDGET} --moe-per-layer-logging", 2, []),
         (f"{BUDGET} --moe-ncclep-zero-copy {RECOMPUTE}", 2, []),
     ],
 )
