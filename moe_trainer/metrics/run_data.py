@@ -226,8 +226,21 @@ class RunData:
         ranks = [] if self._ranks is None else self._ranks.items()
         if ranks:
             page["ranks"] = _rank_columns(ranks)
-        page["findings"] = find_problems(records, routing, ranks)
+        page["findings"] = find_problems(
+            records,
+            routing,
+            ranks,
+            num_experts=self._count("model", "num_experts", 0),
+            world_size=self._count("mapping", "world_size", 1),
+            expert_ranks=self._count("mapping", "ep", 1),
+        )
         return page
+
+    def _count(self, part: str, name: str, default: int) -> int:
+        """Return a count of the run's description, which any program may have written."""
+        described = self._head.get(part)
+        value = described.get(name) if isinstance(described, Mapping) else None
+        return value if isinstance(value, int) and value > 0 else default
 
     @property
     def _seq_length(self) -> int | None:
@@ -236,10 +249,7 @@ class RunData:
         settings = settings if isinstance(settings, Mapping) else {}
         if settings.get("use_varlen_dataset") or settings.get("sft"):
             return None
-        value = (
-            (self._head.get("model") or {}).get("seq_length") if isinstance(self._head.get("model"), Mapping) else None
-        )
-        return value if isinstance(value, int) else None
+        return self._count("model", "seq_length", 0) or None
 
     def _status(self, updated: float | None) -> str:
         train_iters = self._head.get("train_iters")

@@ -24,7 +24,12 @@ _ORDER = ("bad", "warn", "ok")
 
 
 def find_problems(
-    records: Sequence[Mapping[str, Any]], routing: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]
+    records: Sequence[Mapping[str, Any]],
+    routing: Sequence[Mapping[str, Any]],
+    ranks: Sequence[Mapping[str, Any]],
+    num_experts: int = 0,
+    world_size: int = 1,
+    expert_ranks: int = 1,
 ) -> list[Finding]:
     """Return the findings of a run, the worst first; one that says so if there is none.
 
@@ -32,18 +37,31 @@ def find_problems(
         records: of iterations, in order.
         routing: their routing health, with `iteration`.
         ranks: their compute times (`own_time_ms`), with `iteration`.
+        num_experts: of a layer, 0 without experts.
+        world_size: ranks of the run.
+        expert_ranks: size of expert parallelism.
     """
     found = [
         *({**each, "card": "routing"} for each in worst_layers(routing)),
-        *_slow_ranks(ranks),
+        *_slow_ranks(ranks, _busiest_expert_rank(routing, expert_ranks)),
         *_loss_problems(records),
     ]
-    found = [{name: each[name] for name in ("severity", "card", "text")} for each in found]
+    found = [{name: each[name] for name in ("severity", "card", "text", "metric") if name in each} for each in found]
     if not found:
-        known = ["loss", *(["routing"] if routing else []), *(["compute times of the ranks"] if ranks else [])]
-        text = "nothing unusual in the " + (" and ".join([", ".join(known[:-1]), known[-1]]) if known[1:] else known[0])
+        text = _all_is_well(routing, ranks, num_experts, world_size)
         return [{"severity": "ok", "card": "loss", "text": text}] if records else []
     return sorted(found, key=lambda each: _ORDER.index(each["severity"]))
+
+
+def _all_is_well(
+    routing: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], num_experts: int, world_size: int
+) -> str:
+    """Return what was found in order, and what the run did not record, with the flag that records it."""
+    known = ["loss", *(["routing"] if routing else []), *(["compute times of the ranks"] if ranks else [])]
+    text = "nothing unusual in the " + (" and ".join([", ".join(known[:-1]), known[-1]]) if known[1:] else known[0])
+    unknown = ["routing (--moe-per-layer-logging)"] if num_experts and not routing else []
+    unknown += ["compute times of the ranks (--log-straggler)"] if world_size > 1 and not ranks else []
+    return text + ("; not recorded: " + " and ".join(unknown) if unknown else "")
 
 
 def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[Finding]:
@@ -56,22 +74,27 @@ def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[F
         experts = len(newest["tokens_per_expert"][row])
         dead, load = newest["dead_experts"][row] or 0, newest["load_max_over_mean"][row] or 1.0
         entropy, drops = newest["load_entropy"][row], (newest.get("drop_rate") or [0.0] * (row + 1))[row] or 0.0
-        reasons = []
+        reasons = {}  # by the metric that shows it
         if dead:
             since = _since(routing, row)
             verb = "has" if dead == 1 else "have"
-            reasons.append(f"{dead:g} of {experts} experts {verb} received no token since iteration {since}")
+            reasons["dead_experts"] = f"{dead:g} of {experts} experts {verb} received no token since iteration {since}"
         if load > _HIGH_LOAD:
-            reasons.append(f"the busiest expert has {load:.1f} times the mean load")
+            reasons["load_max_over_mean"] = f"the busiest expert has {load:.1f} times the mean load"
         if entropy is not None and entropy < _LOW_ENTROPY:
-            reasons.append(f"the normalized load entropy is {entropy:.2f}")
+            reasons["load_entropy"] = f"the normalized load entropy is {entropy:.2f}"
         if drops > 0.01:
-            reasons.append(f"{100 * drops:.0f} % of the chosen tokens are dropped")
+            reasons["drop_rate"] = f"{100 * drops:.0f} % of the chosen tokens are dropped"
         if reasons:
             is_bad = dead >= _BAD_DEAD_SHARE * experts or load > _BAD_LOAD
             score = dead / experts + math.log2(max(load, 1.0)) / 8
-            text = f"layer {layer}: " + "; ".join(reasons)
-            ranked.append((score, {"severity": "bad" if is_bad else "warn", "layer": layer, "text": text}))
+            finding = {
+                "severity": "bad" if is_bad else "warn",
+                "layer": layer,
+                "metric": next(iter(reasons)),
+                "text": f"layer {layer}: " + "; ".join(reasons.values()),
+            }
+            ranked.append((score, finding))
     ranked.sort(key=lambda each: -each[0])
     return [finding for _, finding in ranked[:count]]
 
@@ -86,20 +109,58 @@ def _since(routing: Sequence[Mapping[str, Any]], row: int) -> int:
     return first
 
 
-def _slow_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _busiest_expert_rank(routing: Sequence[Mapping[str, Any]], expert_ranks: int) -> float | None:
+    """Return the newest tokens of the busiest expert-parallel rank, of all layers, over the mean; None if unknown."""
+    loads = [layer for each in routing[-_RANK_WINDOW:] for layer in each["tokens_per_expert"]]
+    if expert_ranks < 2 or not loads or len(loads[-1]) % expert_ranks:
+        return None
+    share = len(loads[-1]) // expert_ranks
+    sums = [
+        sum(load or 0 for layer in loads for load in layer[rank * share : (rank + 1) * share])
+        for rank in range(expert_ranks)
+    ]
+    return max(sums) * expert_ranks / sum(sums) if any(sums) else None
+
+
+def _slow_ranks(ranks: Sequence[Mapping[str, Any]], busiest_expert_rank: float | None) -> list[Finding]:
     """Return the ranks that compute longer than the median of the others, on average over the newest records."""
-    recent = [each["ranks"] for each in ranks[-_RANK_WINDOW:] if len(each["ranks"]) == len(ranks[-1]["ranks"])]
+    ranks = [each for each in ranks if len(each["ranks"]) == len(ranks[-1]["ranks"])]
+    recent = [each["ranks"] for each in ranks[-_RANK_WINDOW:]]
     if len(recent) < 2 or len(recent[-1]) < 2:
         return []
     means = [sum(times[rank] for times in recent) / len(recent) for rank in range(len(recent[-1]))]
     found = []
-    for rank, mean in enumerate(means):
-        others = median(means[:rank] + means[rank + 1 :])
-        if others > 0 and mean > _SLOW_RATIO * others:
-            text = f"rank {rank} computes {mean / others:.1f} times as long as the others, which wait for it"
-            found.append((mean / others, {"severity": "bad", "card": "ranks", "text": text}))
-    found.sort(key=lambda each: -each[0])
-    return [finding for _, finding in found[:3]]
+    for rank in sorted(range(len(means)), key=means.__getitem__, reverse=True)[:3]:
+        ratio = _ratio(means, rank)
+        if ratio > _SLOW_RATIO:
+            since = _slow_since(ranks, rank)
+            text = f"rank {rank} computes {ratio:.1f} times as long as the others"
+            text += ("" if since is None else f" since iteration {since}") + "; they wait for it"
+            if busiest_expert_rank is not None:
+                share = f"the busiest expert-parallel rank receives {busiest_expert_rank:.1f} times the mean tokens"
+                explains = busiest_expert_rank > _SLOW_RATIO
+                text += f". Routing {'may explain' if explains else 'does not explain'} it: {share}"
+            found.append({"severity": "bad", "card": "ranks", "text": text})
+    return found
+
+
+def _ratio(times: Sequence[float], rank: int) -> float:
+    """Return the time of a rank over the median of the others."""
+    others = median([*times[:rank], *times[rank + 1 :]])
+    return times[rank] / others if others > 0 else 1.0
+
+
+def _slow_since(ranks: Sequence[Mapping[str, Any]], rank: int) -> int | None:
+    """Return the first iteration from which on the rank is slow; a single record in which it is not counts as noise."""
+    first, others = None, 0
+    for each in reversed(ranks):
+        if _ratio(each["ranks"], rank) > _SLOW_RATIO:
+            first, others = each["iteration"], 0
+        else:
+            others += 1
+            if others == 2:
+                break
+    return first
 
 
 def _loss_problems(records: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -65,6 +65,7 @@ def make_run(
             {
                 "severity": "bad",
                 "card": "routing",
+                "metric": "dead_experts",
                 "text": f"layer {collapsed}: {dead} experts received no token since iteration {round(0.6 * iterations)}; "
                 f"the busiest expert has {health['load_max_over_mean'][-1][collapsed]:.1f} times the mean load",
             }

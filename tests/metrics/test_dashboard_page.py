@@ -17,6 +17,7 @@ PAGES = {
     "hostile": sample_runs.hostile_run,
     "list": sample_runs.list_of_runs,
     "collapsed": lambda: make_page(make_run("collapsed-router", collapsed=3)),
+    "two ranks": lambda: make_page(make_run("long", ranks=2, slow=1), make_run("short", iterations=200)),
 }
 
 
@@ -64,8 +65,11 @@ def test_findings_come_first_and_name_the_runs(driver, show):
     assert [kind for kind, _ in found] == ["finding bad", "finding bad", "finding ok"]
     assert "collapsed-router" in found[0][1] and "layer 3: 14 experts received no token" in found[0][1]
     assert "slow-rank" in found[1][1] and "rank 5" in found[1][1] and "healthy" in found[2][1]
-    assert run("return document.querySelector('.finding a').getAttribute('href')") == "#routing"
+    assert run("return document.querySelector('.finding a').getAttribute('href')") == "#layers"
     assert run("return document.title") == "healthy, collapsed-router, slow-rank"
+    run("document.querySelector('.finding a').click()")
+    assert run("return document.getElementById('health').value") == "dead_experts"
+    assert run("return document.getElementById('layers').getBoundingClientRect().top") < 100
 
 
 def test_zoom_of_one_chart_is_that_of_all(driver, show):
@@ -139,6 +143,23 @@ def test_maps_are_read_by_keyboard_and_as_tables(driver, show):
         "return [...document.querySelectorAll('#loss + .grid details tbody tr')].map(each => each.cells.length)"
     )
     assert len(cells) > 100 and set(cells) == {4}
+
+
+def test_slow_rank_of_two_is_relative_to_the_other_one(driver, show):
+    run = show("two ranks")
+    run("const map = dashboard.maps.rank_time.canvas; map.focus(); for (const key of ['ArrowUp', 'ArrowDown'])"
+        " map.dispatchEvent(new KeyboardEvent('keydown', {key, cancelable: true}))")  # fmt: skip
+    words = run("return document.getElementById('hint').textContent")
+    ratio = float(words.split(", ")[-1].removesuffix(" x the median"))
+    assert words.startswith("rank 1, iteration 400: ") and ratio > 1.5
+
+
+def test_legend_has_the_newest_value_of_a_run_that_ends_earlier(driver, show):
+    run = show("two ranks")
+    legend = "return [...dashboard.charts.loss.root.querySelectorAll('.u-value')].map(each => each.textContent)"
+    newest = run("return dashboard.data.runs.map(each => each.records.series['lm loss'].at(-1))")
+    shown = run(legend)
+    assert all(f"{value:.5g}" in shown for value in newest) and "-" not in shown
 
 
 def test_hostile_names_are_text(driver, show):

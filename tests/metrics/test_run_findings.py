@@ -21,6 +21,7 @@ def test_collapsed_layer_is_named_with_the_iteration_since_when():
     assert finding == {
         "severity": "bad",
         "layer": 43,
+        "metric": "dead_experts",
         "text": "layer 43: 8 of 16 experts have received no token since iteration 390",
     }
     assert worst_layers([make_routing(10, 0)]) == worst_layers([]) == []
@@ -41,6 +42,40 @@ def test_rank_is_slow_if_it_is_in_several_records():
     assert finding["text"].startswith("rank 1 computes 1.3 times")
     once = [*slow[:1], *({"iteration": at, "ranks": [100.0] * 4} for at in range(2, 10))]
     assert [each["severity"] for each in find_problems([{"iteration": 1}], [], once)] == ["ok"]
+
+
+def test_slow_rank_has_the_iteration_since_when():
+    """One record in which it is not slow is noise."""
+    ranks = [{"iteration": at, "ranks": [100.0, 170.0 if at > 40 and at != 60 else 101.0]} for at in range(5, 101, 5)]
+    (finding,) = find_problems([], [], ranks)
+    assert finding["text"] == "rank 1 computes 1.6 times as long as the others since iteration 45; they wait for it"
+
+
+def test_slow_rank_is_compared_with_what_routing_sends_to_it():
+    ranks = [{"iteration": at, "ranks": [100.0, 170.0]} for at in (1, 2)]
+    routing = [make_routing(at, 0) for at in (1, 2)]
+    even, skewed = [1] * 16, [1] * 8 + [3] * 8
+    for loads, words in (
+        ([skewed, skewed], "Routing may explain it: the busiest expert-parallel rank receives 1.5 times the mean"),
+        ([skewed, skewed[::-1]], "Routing does not explain it: the busiest expert-parallel rank receives 1.0 times"),
+        ([even, even], "Routing does not explain it"),
+    ):
+        for each in routing:
+            each["tokens_per_expert"] = loads
+        (finding,) = find_problems([], routing, ranks, num_experts=16, world_size=2, expert_ranks=2)
+        assert words in finding["text"]
+    (finding,) = find_problems([], routing, ranks, num_experts=16, world_size=2)
+    assert "Routing" not in finding["text"]
+
+
+def test_what_was_not_recorded_is_named_with_its_flag():
+    (finding,) = find_problems([{"iteration": 1}], [], [], num_experts=8, world_size=2)
+    assert finding["text"] == (
+        "nothing unusual in the loss; not recorded: routing (--moe-per-layer-logging) and compute times of the ranks "
+        "(--log-straggler)"
+    )
+    (finding,) = find_problems([{"iteration": 1}], [], [])
+    assert finding["text"] == "nothing unusual in the loss"
 
 
 def test_rising_and_nan_losses_are_found():

@@ -214,7 +214,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       scales: { x: { time: false, distr: view.logX ? 3 : 1 }, y: { distr: view.logY && !options.stacked ? 3 : 1, range } },
       axes: [{ ...axis, label: AXES.find(([id]) => id === view.axis)[1], labelSize: 16, labelFont: "11px system-ui", size: 32, values: axisValues, space: view.axis === "wall_s" ? 90 : 50 }, { ...axis, size: 60, values: (plot, marks) => marks.map((mark) => mark == null ? "" : number(mark)) }],
       series: [{ label: view.axis === "wall_s" ? "wall time" : view.axis, value: (plot, value) => value == null ? "-" : view.axis === "wall_s" ? duration(value) : whole(Math.round(value)) },
-        ...drawn.map((line) => ({ label: line.label, stroke: line.color, width: line.width || 1.6, dash: line.dash, alpha: line.alpha || 1, spanGaps: true, fill: line.fill, points: line.points ? { show: true, size: 8, fill: line.color, stroke: css("--card") } : { show: line.x.length < 30, size: 4 }, paths: line.points ? () => null : undefined, value: (plot, value, _, at) => number(line.own && at != null ? line.own[at] : value, 5) }))],
+        ...drawn.map((line) => ({ label: line.label, stroke: line.color, width: line.width || 1.6, dash: line.dash, alpha: line.alpha || 1, spanGaps: true, fill: line.fill, points: line.points ? { show: true, size: 8, fill: line.color, stroke: css("--card") } : { show: line.x.length < 30, size: 4 }, paths: line.points ? () => null : undefined, value: (plot, value, _, at) => number(line.own && at != null ? line.own[at] : value ?? (plot.cursor.idx == null ? last(line.values) : null), 5) }))], // without a cursor the newest, also of what ends before the chart does
       bands: options.bands,
       hooks: {
         draw: [drawEvents],
@@ -389,11 +389,12 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     return box;
   }
   function findings() {
-    const places = { routing: "#routing", ranks: "#ranks", loss: "#loss", events: "#events" };
+    const places = { routing: "#layers", ranks: "#ranks", loss: "#loss", events: "#events" };
     const order = { bad: 0, warn: 1, ok: 2 };
     const all = data.runs.flatMap((run) => (run.findings || []).map((finding) => ({ ...finding, run }))).sort((a, b) => (order[a.severity] ?? 1) - (order[b.severity] ?? 1));
     for (const finding of all.slice(0, 12)) {
-      const link = places[finding.card] && make("a", { href: places[finding.card], text: "show" });
+      const show = () => { if (finding.metric) { view.health = finding.metric; draw(); } };
+      const link = places[finding.card] && make("a", { href: places[finding.card], text: "show", onclick: show });
       element("findings").append(make("div", { class: "finding " + (order[finding.severity] == null ? "warn" : finding.severity), role: finding.severity === "bad" ? "alert" : null }, data.runs.length > 1 ? make("b", { text: finding.run.name }) : null, finding.text, link ? " " : null, link && finding.severity !== "ok" ? link : null));
     }
     if (all.length > 12) element("findings").append(make("p", { class: "note", text: all.length - 12 + " more" }));
@@ -488,7 +489,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
   }
   function median(values) {
     const sorted = values.filter(isNumber).sort((a, b) => a - b);
-    return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
+    return sorted.length ? sorted[Math.floor((sorted.length - 1) / 2)] : null; // of two ranks the faster: the slow one is red
   }
   function rankSection() {
     const found = data.runs.filter((run) => run.ranks?.iteration?.length && (run.ranks.time_ms?.length || run.ranks.memory_mb?.length));
@@ -537,9 +538,9 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       const select = make("select", { "aria-label": "metric of the layers" }, ...offered.map(([name, title]) => make("option", { value: name, text: title, selected: name === view.health })));
       select.id = "health";
       select.onchange = () => { view.health = select.value; fill(); };
-      grid.append(make("div", { class: "card wide" }, make("div", { class: "tools" }, make("label", {}, "Layers over time: ", select)), healthBoxes));
+      grid.append(make("div", { class: "card wide", id: "layers" }, make("div", { class: "tools" }, make("label", {}, "Layers over time: ", select)), healthBoxes));
       fill();
-    }
+    } else grid.id = "layers"; // where findings link to
     function fill() {
       charts = charts.filter((plot) => { const isOld = plot === dashboard.charts.health; if (isOld) plot.destroy(); return !isOld; });
       healthBoxes.replaceChildren();
