@@ -409,9 +409,10 @@ def _load_transformers_model(transformers: ModuleType, folder: Path) -> torch.nn
     import torch
 
     from moe_trainer.checkpoint.hf.families import get_family
-    from moe_trainer.checkpoint.hf.files import CONFIG, read_json
+    from moe_trainer.checkpoint.hf.files import CONFIG
+    from moe_trainer.checkpoint.hf.folder import read_text_config
 
-    written = read_json(folder / CONFIG)
+    written = read_text_config(folder)
     family = get_family(written, str(folder / CONFIG))
     model_class = getattr(transformers, family.architecture, None)
     if model_class is None:

@@ -34,6 +34,7 @@ class Family:
         fixed_flags: flags that always hold.
         required_values: accepted values of keys of config.json, if present; the first one is written.
         defaults: values that transformers uses for missing keys, if they differ from those of the key or its converter.
+        class_prefix: of its classes in transformers; "" for the name in their spelling.
     """
 
     name: str
@@ -43,11 +44,13 @@ class Family:
     required_values: Mapping[str, tuple[Any, ...]]
     ignored: tuple[str, ...]
     defaults: Mapping[str, Any]
+    class_prefix: str = ""
 
     @property
     def architecture(self) -> str:
         """Name of the class in transformers: Qwen3MoeForCausalLM of qwen3_moe."""
-        return "".join(part.capitalize() for part in self.name.split("_")) + "ForCausalLM"
+        prefix = self.class_prefix or "".join(part.capitalize() for part in self.name.split("_"))
+        return f"{prefix}ForCausalLM"
 
 
 _KEYS = (
@@ -97,7 +100,7 @@ _DEEPSEEK = MappingProxyType(
     {"multi_latent_attention": True, "qk_layernorm": True, "moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
 )
 _BIASED_SIGMOID = MappingProxyType({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True})
-_GROUPED_SIGMOID = _BIASED_SIGMOID | {"moe_grouped_gemm": True, "moe_router_dtype": "fp32"}
+_GROUPED_SIGMOID = MappingProxyType({"moe_grouped_gemm": True, "moe_router_dtype": "fp32", **_BIASED_SIGMOID})
 _SIGMOID_REQUIRED = MappingProxyType({"hidden_act": ("silu",), "norm_topk_prob": (True,)})
 _REQUIRED = MappingProxyType({"hidden_act": ("silu",), "mlp_bias": (False,), "attention_bias": (False,)})
 _DEEPSEEK_REQUIRED = MappingProxyType(
@@ -116,6 +119,18 @@ _DEEPSEEK_V3_DEFAULTS = MappingProxyType(
 _LINEAR_ATTENTION_FLAGS = tuple(
     "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
     "linear_num_value_heads".split()
+)
+_QWEN_NEXT_KEYS = (*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY, *(Key(name, name) for name in _LINEAR_ATTENTION_FLAGS))
+_QWEN_NEXT = MappingProxyType(
+    {
+        "qk_layernorm": True,
+        "moe_shared_expert_gate": True,
+        "attention_output_gate": True,
+        "moe_router_dtype": "fp32",
+        "layernorm_zero_centered_gamma": True,
+        "experimental_attention_variant": "gdn",
+        **_MOE,
+    }
 )
 _QWEN_MOE = (converters.GROUPED, converters.QWEN_WINDOW, converters.NORMALIZED, converters.SPARSE_STEP)
 _DEEPSEEK_CONVERTERS = (converters.LATENT_HEADS, converters.FIRST_DENSE, converters.SHARED, converters.EXPERT_GROUPS)
@@ -147,10 +162,18 @@ def _family(
     ignored: tuple[str, ...] = (),
     defaults: Mapping[str, Any] = _EMPTY,
     rope: ConfigConverter = converters.ROPE,
+    class_prefix: str = "",
 ) -> Family:
     """Return a family with what all of them have in common, and with its own keys, converters and flags."""
     return Family(
-        name, _KEYS + keys, (rope, converters.TIED, *special), _FIXED_FLAGS | flags, required, ignored, defaults
+        name,
+        _KEYS + keys,
+        (rope, converters.TIED, *special),
+        _FIXED_FLAGS | flags,
+        required,
+        ignored,
+        defaults,
+        class_prefix,
     )
 
 
@@ -208,17 +231,22 @@ FAMILIES = MappingProxyType(
                 converters.NORMALIZED,
                 converters.SPARSE_STEP,
                 converters.NEXT,
-                keys=(*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY, *(Key(name, name) for name in _LINEAR_ATTENTION_FLAGS)),
-                flags=_MOE
-                | {
-                    "qk_layernorm": True,
-                    "moe_shared_expert_gate": True,
-                    "attention_output_gate": True,
-                    "moe_router_dtype": "fp32",
-                    "layernorm_zero_centered_gamma": True,
-                    "experimental_attention_variant": "gdn",
-                },
+                keys=_QWEN_NEXT_KEYS,
+                flags=_QWEN_NEXT,
                 defaults={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
+            ),
+            _family(
+                "qwen3_5_moe_text",
+                converters.GROUPED,
+                converters.NEXT,
+                keys=_QWEN_NEXT_KEYS,
+                flags=_QWEN_NEXT,
+                defaults={
+                    "num_key_value_heads": 2,
+                    "head_dim": 256,
+                    "intermediate_size": 5632,  # every layer has experts
+                },
+                class_prefix="Qwen3_5Moe",
             ),
             _family(
                 "gpt_oss",
@@ -339,7 +367,25 @@ FAMILIES = MappingProxyType(
         )
     }
 )
-OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3"})
+OTHER_NAMES = MappingProxyType({"kimi_k2": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"})
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The language model inside a model that also reads images: its tensors' prefix, and that of all others."""
+
+    prefix: str
+    others: str
+
+    def rename(self, name: str) -> str | None:
+        """Return the name that the tensor has in a language model alone; None if it is not of it."""
+        if name.startswith(self.others):
+            return None
+        return f"model.{name.removeprefix(self.prefix)}" if name.startswith(self.prefix) else name
+
+
+TEXT_PARTS = MappingProxyType({"qwen3_5_moe": TextPart("model.language_model.", "model.visual.")})
+"""Model types of which only the language model is read; config.json describes it in "text_config"."""
 ALIASES = MappingProxyType(
     {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
 )

@@ -13,6 +13,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -93,8 +94,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class SafetensorsFolder:
     """All tensors of a folder; `names` has the weights only, since `read` applies their scales."""
 
-    def __init__(self, folder: Path):
-        """Read the tables of all files.
+    def __init__(self, folder: Path, rename: Callable[[str], str | None] | None = None):
+        """Read the tables of all files. `rename` gives tensors other names; None leaves one out.
 
         Raises:
             DamagedError: if a file is missing, truncated or contradicts the index; the message names a tensor.
@@ -119,6 +120,9 @@ class SafetensorsFolder:
                 f"{unlisted[0]}{more}: in {self._tensors[unlisted[0]].path}, but not listed in {folder / INDEX}. "
                 "Add them to weight_map, or remove them from the file"
             )
+        if rename is not None:
+            renamed = ((rename(name), stored) for name, stored in self._tensors.items())
+            self._tensors = {name: stored for name, stored in renamed if name is not None}
         self._scales = {
             name
             for name in self._tensors

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.config import read_config
-from moe_trainer.checkpoint.hf.families import Family
+from moe_trainer.checkpoint.hf.families import TEXT_PARTS, Family
 from moe_trainer.checkpoint.hf.files import CONFIG, SafetensorsFolder, read_json
 from moe_trainer.checkpoint.hf.names import (
     TensorMapping,
@@ -118,13 +118,29 @@ def tokenizer_flags(folder: Path, place: Path) -> dict[str, Any]:
     return {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
 
 
+def read_text_config(folder: Path) -> dict[str, Any]:
+    """Return config.json, or its part that describes the language model.
+
+    Raises:
+        CheckpointError: if it cannot be read, or has no such part.
+    """
+    config = read_json(folder / CONFIG)
+    if config.get("model_type") not in TEXT_PARTS:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"{folder / CONFIG}: a model of type {config['model_type']} needs the table text_config")
+    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    return {**text, **tied, "model_type": config["model_type"]}
+
+
 def read_flags(folder: Path, source: SafetensorsFolder) -> tuple[Family, dict[str, Any], list[str]]:
     """Return the flags of a folder's model, with "rows", and remarks.
 
     Raises:
         CheckpointError: if config.json cannot be read.
     """
-    family, flags, notes = read_config(read_json(folder / CONFIG), str(folder / CONFIG))
+    family, flags, notes = read_config(read_text_config(folder), str(folder / CONFIG))
     flags["rows"] = flags["vocab_size"]
     beyond = NAMES[family.name].depth[0].format(l=flags["num_layers"], d=0)
     if beyond == "mtp.":  # config.json is silent on it
@@ -144,8 +160,11 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
         CheckpointError: naming the tensors that are missing, unexpected or of another shape.
         DamagedError: if a file is damaged.
     """
-    source = SafetensorsFolder(folder)
+    text_part = TEXT_PARTS.get(str(read_json(folder / CONFIG).get("model_type")))
+    source = SafetensorsFolder(folder, None if text_part is None else text_part.rename)
     family, flags, notes = read_flags(folder, source)
+    if text_part is not None:
+        notes.append(f"only the language model is read; the tensors {text_part.others}* are left out")
     if flags["num_layers"] > len(source.names):
         raise CheckpointError(
             f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "

@@ -139,12 +139,21 @@ _LINEAR = _NORMS + _rules("""
     self_attention.A_log = linear_attn.A_log LV
     self_attention.dt_bias = linear_attn.dt_bias LV
     self_attention.out_proj.weight = linear_attn.out_proj.weight H LO
-    self_attention.in_proj.weight.query & self_attention.in_proj.weight.key & self_attention.in_proj.weight.value \
-        & self_attention.in_proj.weight.z & self_attention.in_proj.weight.beta & self_attention.in_proj.weight.alpha \
-        = linear_attn.in_proj_qkvz.weight LZ H, linear_attn.in_proj_ba.weight LB H : DELTA
     self_attention.conv1d.weight.query & self_attention.conv1d.weight.key & self_attention.conv1d.weight.value \
         = linear_attn.conv1d.weight LC 1 LW : DELTA_PARTS
     self_attention.out_norm.weight = linear_attn.norm.weight LVD : MINUS_ONE
+""")
+_LINEAR_BY_HEAD = _LINEAR + _rules("""
+    self_attention.in_proj.weight.query & self_attention.in_proj.weight.key & self_attention.in_proj.weight.value \
+        & self_attention.in_proj.weight.z & self_attention.in_proj.weight.beta & self_attention.in_proj.weight.alpha \
+        = linear_attn.in_proj_qkvz.weight LZ H, linear_attn.in_proj_ba.weight LB H : DELTA
+""")
+_LINEAR_BY_PART = _LINEAR + _rules("""
+    self_attention.in_proj.weight.query & self_attention.in_proj.weight.key & self_attention.in_proj.weight.value \
+        = linear_attn.in_proj_qkv.weight LC H : DELTA_PARTS
+    self_attention.in_proj.weight.z = linear_attn.in_proj_z.weight LO H
+    self_attention.in_proj.weight.beta = linear_attn.in_proj_b.weight LV H
+    self_attention.in_proj.weight.alpha = linear_attn.in_proj_a.weight LV H
 """)
 _NEXT_MTP = _rules("""
     enorm.weight = pre_fc_norm_embedding.weight H
@@ -192,7 +201,10 @@ NAMES = MappingProxyType(
         "qwen3_moe": Names(_GROUPED, _EXPERTS),
         "gpt_oss": Names(_GROUPED + _BIASED, _BIASED_EXPERTS),
         "qwen3_next": Names(
-            _GATED, _EXPERTS + _GATED_SHARED, mtp=_NEXT_MTP, linear=_LINEAR, depth=("mtp.", "mtp.layers.{d}.")
+            _GATED, _EXPERTS + _GATED_SHARED, mtp=_NEXT_MTP, linear=_LINEAR_BY_HEAD, depth=("mtp.", "mtp.layers.{d}.")
+        ),
+        "qwen3_5_moe_text": Names(
+            _GATED, _EXPERTS + _GATED_SHARED, mtp=_NEXT_MTP, linear=_LINEAR_BY_PART, depth=("mtp.", "mtp.layers.{d}.")
         ),
         "deepseek_v2": Names(_LATENT, _EXPERTS + _SHARED),
         "deepseek_v3": Names(_LATENT, _EXPERTS + _SHARED, mtp=_MTP),

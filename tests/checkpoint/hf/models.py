@@ -34,6 +34,18 @@ _LATENT = {
     "n_routed_experts": 8,
     "moe_intermediate_size": 24,
 }
+_HYBRID = {
+    **_GROUPED,
+    **_EXPERTS,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 20,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "initializer_range": 0.1,
+}
 _SIGMOID = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
@@ -77,21 +89,8 @@ MODELS = {
     "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "qwen3_next": (
-        "Qwen3Next",
-        _GROUPED
-        | _EXPERTS
-        | {
-            "head_dim": 16,
-            "shared_expert_intermediate_size": 20,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "initializer_range": 0.1,
-        },
-    ),
+    "qwen3_next": ("Qwen3Next", _HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
     "gpt_oss": (
         "GptOss",
         _GROUPED
@@ -220,9 +219,8 @@ def make(name, seed=1, **changes):
 
     prefix, config = MODELS[name]
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(
-        getattr(transformers, f"{prefix}Config")(**_SIZES | config | changes)
-    )
+    model_class = getattr(transformers, f"{prefix}ForCausalLM")
+    model = model_class(model_class.config_class(**_SIZES | config | changes))
     for param_name, param in model.named_parameters():
         if param.dim() == 1 or param_name.endswith("_bias"):
             param.data += 0.3 * torch.randn(param.shape)

@@ -30,7 +30,7 @@ from scripts import convert
 transformers = pytest.importorskip("transformers")
 
 SMALL = "0.0001"  # GB: many files
-SAME_AS_ANOTHER = ("glm4_moe_lite",)  # DeepSeek-V3 with other sizes
+SAME_AS_ANOTHER = ("glm4_moe_lite", "qwen3_5_moe_text")  # DeepSeek-V3 and Qwen3-Next with other sizes or names
 
 
 def read_tensors(folder):
@@ -790,3 +790,25 @@ def test_peak_memory_is_independent_of_model_size(workers, tmp_path):
             [str(tmp_path / source), str(tmp_path / target), "--workers", workers, "--max-shard-size", "0.2"]
         )
         assert seconds > 0 and peak < 0.7e9, f"{peak / 1e9:.2f} GB"
+
+
+def test_language_model_of_a_model_that_reads_images(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    text = make("qwen3_5_moe_text")
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    config = transformers.Qwen3_5MoeConfig(text_config=text.config.to_dict(), vision_config=vision)
+    theirs = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    theirs.model.language_model.load_state_dict(text.model.state_dict())
+    theirs.lm_head.load_state_dict(text.lm_head.state_dict())
+    theirs.save_pretrained(tmp_path / "hf")
+    assert any("visual" in name for name in read_tensors(tmp_path / "hf"))
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+    assert "only the language model is read; the tensors model.visual.* are left out" in caplog.text
+    tokens, _, positions = batch()
+    expected = compute_logits(theirs, tokens)
+    with torch.no_grad():
+        actual = load_ours(tmp_path / "ours").eval()(tokens, positions)
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**written, "text_config": 3}))
+    assert run_convert(tmp_path / "hf", tmp_path / "again") == 2
