@@ -4,6 +4,7 @@ Every import counts, including those inside functions and under TYPE_CHECKING. A
 under moe_trainer/, must be entered in LEVELS.
 """
 
+import re
 import subprocess
 import sys
 
@@ -176,6 +177,17 @@ def test_imports_have_no_cycles():
 def test_every_package_is_in_the_dependency_table():
     names = {package(module_name(path)) for path in product_files()} - {"moe_trainer"}
     assert names <= set(LEVELS) and set(LEVELS) - names <= {"setup"}
+
+
+def test_manual_shows_the_dependency_table():
+    text = (ROOT / "docs/design/index.md").read_text(encoding="utf-8")
+    found = re.findall(r"^ ?(\d+)  ([\w/|. ]+)$", text, re.MULTILINE)
+    shown = {
+        name.removesuffix("/").removesuffix(".py"): int(level)
+        for level, row in found
+        for name in re.findall(r"[\w./]+", row)
+    }
+    assert shown == {name: level for name, level in LEVELS.items() if name != "setup"}
 
 
 def test_package_files_are_empty():
