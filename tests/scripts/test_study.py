@@ -10,11 +10,12 @@ import commands
 import pytest
 
 from moe_trainer.errors import UserError
-from scripts import study_finermoe, study_report
-from scripts.study_finermoe import ARMS, FULL, Run, Size
+from scripts import study_data, study_finermoe, study_report
+from scripts.study_data import Size
+from scripts.study_finermoe import ARMS, FULL, Run
 
 TINY = Size(0.6, 600, 2, 4, 2, 0.02, 4)
-run_script = study_finermoe.run_program
+run_script = study_data.run_program
 
 
 def run_forked(script, words, log):
@@ -126,7 +127,7 @@ def test_a_failed_run_ends_the_study_and_shows_its_output(tmp_path, monkeypatch,
         return {"arm": run.arm, "seed": run.seed, "seconds": 1.0, "loss": 2.0}
 
     monkeypatch.setattr(study_finermoe, "execute", execute)
-    monkeypatch.setattr(study_finermoe, "make_data", lambda study: None)
+    monkeypatch.setattr(study_finermoe, "make_data", lambda data, size: None)
     assert study_finermoe.main([str(tmp_path / "out"), "--no-task", "--jobs", "1"]) == 1
     assert "out of memory" in capsys.readouterr().err
     failed = next(at for at, name in enumerate(executed) if name.startswith("copies"))
@@ -146,7 +147,7 @@ def test_runs_next_to_a_failed_one_are_recorded(tmp_path, monkeypatch):
         return {"arm": run.arm, "seed": run.seed, "seconds": 1.0, "loss": 2.0}
 
     monkeypatch.setattr(study_finermoe, "execute", execute)
-    monkeypatch.setattr(study_finermoe, "make_data", lambda study: None)
+    monkeypatch.setattr(study_finermoe, "make_data", lambda data, size: None)
     assert study_finermoe.main([str(tmp_path / "out"), "--no-task", "--jobs", "2", "--seeds", "2"]) == 1
     assert [path.name for path in (tmp_path / "out" / "runs").iterdir()] == ["start-seed2.json"]
 
@@ -187,7 +188,7 @@ def test_time_left_follows_finished_runs_of_the_kind():
 def test_questions_come_from_the_documents(tmp_path):
     """The answer is the line that follows; the others are as far indented."""
     document = "\n".join(f"{'    ' * (number % 2)}line number {number} of this document" for number in range(60))
-    study_finermoe.write_task([document], tmp_path / "tasks", 20)
+    study_data.write_task([document], tmp_path / "tasks", 20)
     rows = [json.loads(line) for line in (tmp_path / "tasks" / "next_line.jsonl").read_text().splitlines()]
     assert len(rows) == 20 and len({row["answer"] for row in rows}) > 1
     for row in rows:
@@ -199,7 +200,7 @@ def test_lm_eval_reads_the_task(tmp_path):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     from lm_eval.tasks import TaskManager, get_task_dict
 
-    study_finermoe.write_task(
+    study_data.write_task(
         ["\n".join(f"a line of text with number {number}" for number in range(30))], tmp_path / "tasks", 5
     )
     manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
