@@ -108,7 +108,7 @@ class Runs:
                 return None
         return {**page, "name": self._folder.name if path == "." else path}
 
-    def list(self, address: str) -> list[dict[str, Any]]:
+    def summaries(self, address: str) -> list[dict[str, Any]]:
         """Return a line for every run."""
         found = []
         for path in self.paths():
@@ -160,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
             "compare_url": f"{base}?compare=1",
         }
         if not wanted:
-            data = page_data([], list=self.runs.list(base), live=live)
+            data = page_data([], list=self.runs.summaries(base), live=live)
         else:
             known = set(self.runs.paths())
             if len(wanted) > MAX_RUNS or not known.issuperset(wanted):
