@@ -167,8 +167,7 @@ def _generate(request: Request) -> int:
     from moe_trainer.inference.generator import Generator
     from moe_trainer.inference.text import TextCodec
     from moe_trainer.parallel.state import close_groups
-    from moe_trainer.training.evaluate_tasks import open_chat_template
-    from moe_trainer.training.inference import as_model, load_for_inference
+    from moe_trainer.training.inference import as_model, load_for_inference, open_chat_template
 
     loaded = load_for_inference(request.source, request.flags)
     ctx, codec, prompts = loaded.ctx, TextCodec(loaded.tokenizer), request.prompts

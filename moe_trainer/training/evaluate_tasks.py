@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moe_trainer.data.chat_templates import TemplateFormat
 from moe_trainer.data.tokenizer import Tokenizer
-from moe_trainer.data.tokenizer_libraries import open_sft
-from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.evaluation.finermoe import expand_tasks
 from moe_trainer.evaluation.harness import TaskEvaluation, open_harness
 from moe_trainer.evaluation.options import TaskOptions, split_names
@@ -20,7 +17,7 @@ from moe_trainer.inference.text import TextCodec
 from moe_trainer.metrics.logger import TaskMetric
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.training.context import TrainContext, TrainState
-from moe_trainer.training.inference import as_model
+from moe_trainer.training.inference import as_model, open_chat_template
 from moe_trainer.training.step import agree_on_budgets
 
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -59,21 +56,6 @@ def bind_tasks(
     scorer, generator = Scorer(passes, batch_size), Generator(passes, batch_size, tokenizer.vocab_size)
     model = open_harness().TrainedModel(scorer, generator, TextCodec(tokenizer), counter, write_prompt)
     return TaskEvaluation(runner, model, counter)
-
-
-def open_chat_template(ctx: TrainContext) -> TemplateFormat:
-    """Return the chat template of --chat-template or the tokenizer's folder.
-
-    Raises:
-        UserError: if there is none.
-    """
-    data = ctx.args.data
-    if data.tokenizer_model is None:
-        raise UserError("a chat template needs --tokenizer-model: the folder of a Hugging Face tokenizer")
-    with as_user_error("chat template"):
-        chat_format = open_sft(data.tokenizer_model, data.special_tokens or [], "default", data.chat_template).format
-    assert isinstance(chat_format, TemplateFormat)
-    return chat_format
 
 
 def run_tasks(ctx: TrainContext, evaluation: TaskEvaluation) -> dict[str, Any]:

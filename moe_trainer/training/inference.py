@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import arguments
 from moe_trainer.checkpoint.manager import read_saved_args
+from moe_trainer.data.chat_templates import TemplateFormat
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
+from moe_trainer.data.tokenizer_libraries import open_sft
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.inference.model import Model
 from moe_trainer.launch_env import read_launch_env
@@ -75,3 +77,18 @@ def as_model(ctx: TrainContext) -> Model:
     max_length = args.model.max_position_embeddings or args.data.seq_length
     # tensor-parallel ranks share the tokens of a sequence
     return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, ctx.padded_vocab_size, ps.tp.size)
+
+
+def open_chat_template(ctx: TrainContext) -> TemplateFormat:
+    """Return the chat template of --chat-template or the tokenizer's folder.
+
+    Raises:
+        UserError: if there is none.
+    """
+    data = ctx.args.data
+    if data.tokenizer_model is None:
+        raise UserError("a chat template needs --tokenizer-model: the folder of a Hugging Face tokenizer")
+    with as_user_error("chat template"):
+        chat_format = open_sft(data.tokenizer_model, data.special_tokens or [], "default", data.chat_template).format
+    assert isinstance(chat_format, TemplateFormat)
+    return chat_format
