@@ -26,14 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
-from moe_trainer.metrics.run_data import (
-    MAX_PARSED_BYTES,
-    METRICS_NAME,
-    RunData,
-    find_metrics_files,
-    read_run,
-    take_line,
-)
+from moe_trainer.metrics.run_data import RunData
+from moe_trainer.metrics.run_files import MAX_PARSED_BYTES, METRICS_NAME, find_metrics_files, read_run, take_line
 
 POLL_MS = 5000
 MAX_LISTED = 500

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.comparison.runs import Run
-from moe_trainer.metrics.run_data import find_metrics_files, read_run
+from moe_trainer.metrics.run_files import find_metrics_files, read_run
 
 _DELTA = 1e-3  # of the Huber loss, as Hoffmann et al.
 _STARTS = 24

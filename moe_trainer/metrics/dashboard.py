@@ -28,7 +28,8 @@ from typing import Any
 
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import atomic_path
-from moe_trainer.metrics.run_data import RunData, name_of_run, read_run
+from moe_trainer.metrics.run_data import RunData
+from moe_trainer.metrics.run_files import name_of_run, read_run
 
 logger = logging.getLogger(__name__)
 

@@ -1,54 +1,27 @@
 """The records of a run as the dashboard's page reads them: bounded, by column.
 
-`RunData` collects records of metrics.jsonl; of a long run it keeps evenly spaced ones, the newest, and all events. Any
-program may have written the file, so values of other types are left out.
+`RunData` collects records of metrics.jsonl; of a long run it keeps evenly spaced ones, the newest, and all events.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from statistics import median
-from types import MappingProxyType
 from typing import Any
 
+from moe_trainer.metrics.record_checks import checked_record, is_number
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
 
-METRICS_NAME = "metrics.jsonl"
 MAX_RECORDS = 2000
 MAX_EVENTS = 500
-MAX_PARSED_BYTES = 200_000_000  # of a metrics file
 MAX_LAYER_VALUES = 200_000
 MAX_LOADS = 300_000
 MAX_RANK_VALUES = 100_000
-_MAX_DRAWN = 1e300  # largest number that the page can draw
 _MAX_TIME_S = 2e11  # since the epoch; later times have no date
-_MAX_DEPTH = 8  # of what describes a run
-_HEAD_TYPES = MappingProxyType(
-    {
-        "model": Mapping,
-        "mapping": Mapping,
-        "hardware": Mapping,
-        "versions": Mapping,
-        "settings": Mapping,
-        "all_settings": Mapping,
-        "started": int | float,
-        "total_parameters": int | float,
-        "active_parameters": int | float,
-        "num_experts": int | float,
-        "train_iters": int,
-        "seq_length": int,
-        "topk": int,
-        "hostnames": list,
-    }
-)
 _STALLED_AFTER_S = 600.0  # without a record
 
-_NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "saved", "sample")
 _NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "consumed_samples"))
 
 
@@ -100,7 +73,7 @@ class RunData:
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Add a record; what cannot be drawn is left out."""
-        checked = _checked(record)
+        checked = checked_record(record)
         if checked is None:
             return
         for name, target in (("validation", self._validations), ("task", self._tasks), ("sample", self._samples)):
@@ -130,7 +103,7 @@ class RunData:
         if isinstance(run, Mapping):
             self._head = {**self._head, **run}
             started = run.get("started")
-            if _is_number(started) and started is not None and 0 <= started < _MAX_TIME_S:
+            if is_number(started) and started is not None and 0 <= started < _MAX_TIME_S:
                 self._starts.append({"iteration": record["iteration"], "time": run["started"]})
 
     def _take_routing(self, record: Mapping[str, Any]) -> None:
@@ -318,70 +291,6 @@ class RunData:
         return found
 
 
-def read_run(path: str | Path, num_runs: int = 1, size: int | None = None) -> RunData | None:
-    """Read a run from its metrics file, or a folder with metrics.jsonl; None if there is no such file.
-
-    Args:
-        path: of the file or the folder.
-        num_runs: see RunData.
-        size: bytes to read; None for all.
-
-    Raises:
-        OSError: if the file cannot be read.
-    """
-    file = Path(path)
-    file = file / METRICS_NAME if file.is_dir() else file
-    if not file.is_file():
-        return None
-    run = RunData(name_of_run(file), str(file), num_runs)
-    for line in _lines(file, size):
-        take_line(run, line)
-    return run
-
-
-def find_metrics_files(folder: Path) -> Iterator[Path]:
-    """Yield the metrics.jsonl of every run below a folder, without folders that cannot be read or are deleted now."""
-    for below, _, files in os.walk(folder):
-        if METRICS_NAME in files:
-            yield Path(below, METRICS_NAME)
-
-
-def take_line(run: RunData, line: bytes) -> None:
-    """Add a line of a metrics file, unless it was torn by a kill or is of another program."""
-    try:
-        run.take(json.loads(line))
-    except (ValueError, TypeError, LookupError, RecursionError, AttributeError):
-        return
-
-
-def name_of_run(file: Path) -> str:
-    """Return a name from the path of a metrics file; "checkpoints" alone tells nothing."""
-    folder = file.resolve().parent
-    name = (
-        f"{folder.parent.name}/{folder.name}" if folder.name in ("checkpoints", "checkpoint", "ckpt") else folder.name
-    )
-    return name if file.stem == "metrics" else f"{name}/{file.stem}"
-
-
-def _lines(path: Path, size: int | None) -> Iterator[bytes]:
-    """Yield the lines of a metrics file; of a very large one, evenly spaced lines, all events and the last line."""
-    size = path.stat().st_size if size is None else size
-    stride, newest = size // MAX_PARSED_BYTES + 1, b""
-    rare = (b'{"validation"', b'"resumed_from"', b'"rejected"', b'"saved"', b'{"task"', b'{"sample"', b'"run": {')
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            size -= len(line)
-            if size < 0:
-                break
-            if number % stride == 0 or any(each in line for each in rare):
-                newest = b""
-                yield line
-            else:
-                newest = line
-    if newest:
-        yield newest
-
-
 def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
@@ -395,118 +304,8 @@ def _short(value: Any, digits: int = 5) -> Any:
     return float(f"{value:.{digits}g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
-def _is_number(value: Any) -> bool:
-    """Return whether the page can draw a value; None stands for a number that JSON cannot represent."""
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_DRAWN)
-
-
 def _is_series(name: str, value: Any) -> bool:
     return name not in _NOT_SERIES and isinstance(value, int | float)
-
-
-def _checked(record: Any) -> dict[str, Any] | None:
-    """Return the fields of a record that the page can draw; None if it is not a record."""
-    if not isinstance(record, Mapping) or not isinstance(record.get("iteration"), int):
-        return None
-    if not _is_number(record["iteration"]):
-        return None
-    checked = {name: value for name, value in record.items() if _is_number(value) and name not in _NESTED}
-    for kind, texts in (("validation", ()), ("task", ("metric",)), ("sample", ("text",))):
-        if kind in record:
-            found = {name: record.get(name) for name in (kind, *texts)}
-            return checked | found if all(isinstance(value, str) for value in found.values()) else None
-    times = record.get("own_time_ms")
-    if isinstance(times, Mapping) and (found := _checked_times(times)):
-        checked["own_time_ms"] = found
-    rejected = record.get("rejected")
-    if isinstance(rejected, list):
-        types = {"iteration": int, "because": str}
-        checked["rejected"] = [
-            entry
-            for entry in rejected
-            if isinstance(entry, Mapping) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
-        ]
-    saved = record.get("saved")
-    if isinstance(saved, list):
-        checked["saved"] = [each for each in saved if isinstance(each, int)]
-    packing = record.get("packing")
-    if isinstance(packing, Mapping):
-        checked["packing"] = {str(name): value for name, value in packing.items() if _is_number(value)}
-    if isinstance(record.get("run"), Mapping):
-        checked["run"] = _checked_head(record["run"])
-    routing = record.get("routing")
-    if isinstance(routing, Mapping) and _is_routing(plain := _without(routing, ("between_ranks",))):
-        checked["routing"] = plain
-        if _is_between_ranks(between := routing.get("between_ranks")):
-            plain["between_ranks"] = {name: between[name] for name in ("ranks_per_row", "tokens")}
-    return checked
-
-
-def _checked_head(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that describe a run and have the expected types."""
-    head = _of_expected_types(_drawable(run, _MAX_DEPTH))
-    return head | {name: _of_expected_types(head[name]) for name in ("model", "hardware") if name in head}
-
-
-def _of_expected_types(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if isinstance(value, _HEAD_TYPES.get(name, object))}
-
-
-def _drawable(value: Any, depth: int) -> Any:
-    """Return a value with None for numbers that cannot be drawn and for what is nested deeper."""
-    if isinstance(value, Mapping):
-        return {str(name): _drawable(each, depth - 1) for name, each in value.items()} if depth else None
-    if isinstance(value, list):
-        return [_drawable(each, depth - 1) for each in value] if depth else None
-    return value if isinstance(value, str | bool) or _is_number(value) else None
-
-
-def _checked_times(times: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of `own_time_ms` that have the expected types."""
-    found: dict[str, Any] = {}
-    if isinstance(times.get("stragglers"), list):
-        found["stragglers"] = [rank for rank in times["stragglers"] if isinstance(rank, int)]
-    if isinstance(times.get("parts"), Mapping):
-        found["parts"] = {str(name): value for name, value in times["parts"].items() if _is_number(value)}
-    ranks, memory = times.get("ranks"), times.get("memory_mb")
-    if isinstance(ranks, list) and ranks and _are_numbers(ranks, len(ranks)) and None not in ranks:
-        found["ranks"] = ranks
-        if _are_numbers(memory, len(ranks)):
-            found["memory_mb"] = memory
-    return found
-
-
-def _is_routing(routing: Mapping[str, Any]) -> bool:
-    """Return whether it has numbers for every layer, and equally many experts in each."""
-    if not isinstance(layers := routing.get("layers"), list) or not layers:
-        return False
-    loads = routing.get("tokens_per_expert")
-    lists = [value for name, value in routing.items() if name not in ("tokens_per_expert", "straggler_cost")]
-    required = ("load_max_over_mean", "load_entropy", "dead_experts", "rank_max_over_mean")
-    return (
-        _is_number(routing.get("straggler_cost"))
-        and all(name in routing for name in required)
-        and all(_are_numbers(values, len(layers)) for values in lists)
-        and isinstance(loads, list)
-        and len(loads) == len(layers)
-        and all(isinstance(row, list) and row and _are_numbers(row, len(loads[0])) for row in loads)
-    )
-
-
-def _is_between_ranks(between: Any) -> bool:
-    """Return whether it has a square of numbers."""
-    if not isinstance(between, Mapping) or not isinstance(between.get("ranks_per_row"), int):
-        return False
-    tokens = between.get("tokens")
-    return (
-        isinstance(tokens, list)
-        and bool(tokens)
-        and all(_are_numbers(row, len(tokens)) and None not in row for row in tokens)
-    )
-
-
-def _are_numbers(values: Any, count: int) -> bool:
-    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
 
 
 def _routing_columns(routing: Sequence[Mapping[str, Any]], loads: Sequence[tuple[int, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from metrics.test_logger import record
 from arguments.output import OutputArgs
 from moe_trainer.estimate.hardware import bf16_peak_tflops
 from moe_trainer.metrics import dashboard as module
-from moe_trainer.metrics import run_data
+from moe_trainer.metrics import run_data, run_files
 from moe_trainer.metrics.dashboard import Dashboard, dashboard_path_for, main, open_dashboard, read_runs
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 from moe_trainer.metrics.run_data import DownsampledList, RunData
@@ -287,8 +287,8 @@ def test_dashboard_keeps_events_when_records_are_downsampled(tmp_path, monkeypat
             for line in [*lines[:500], {"validation": "validation", "iteration": 500, "lm loss": 1.0}, *lines[500:]]
         )
     )
-    for most, fewest in ((run_data.MAX_PARSED_BYTES, 1000), (10_000, 400)):
-        monkeypatch.setattr(run_data, "MAX_PARSED_BYTES", most)
+    for most, fewest in ((run_files.MAX_PARSED_BYTES, 1000), (10_000, 400)):
+        monkeypatch.setattr(run_files, "MAX_PARSED_BYTES", most)
         open_dashboard(path).write()
         run = read_run(tmp_path / "dashboard.html")
         assert [(each["kind"], each["iteration"]) for each in run["events"]] == [("resume", 3002), ("skip", 4001)]

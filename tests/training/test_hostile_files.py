@@ -29,7 +29,7 @@ from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.hardware import HardwareError, find_hardware
 from moe_trainer.io import resume_offset
 from moe_trainer.metrics.dashboard import open_dashboard
-from moe_trainer.metrics.run_data import read_run
+from moe_trainer.metrics.run_files import read_run
 from moe_trainer.metrics.wandb_run import _read
 from moe_trainer.optim.loss_scale import DynamicLossScale
 from moe_trainer.quantization.precision_file import PrecisionFile
