@@ -228,6 +228,23 @@ def test_tokens_between_ranks_are_drawn_by_row(driver, show):
     assert errors(driver) == []
 
 
+def test_table_of_a_map_with_a_slider_is_of_the_shown_iteration(driver, show):
+    run = show("collapsed")
+    loads = run("return dashboard.data.runs[0].routing.loads.tokens_per_expert")
+    assert len(loads) > 1 and loads[0] != loads[-1]
+    run("dashboard.maps.experts.canvas.closest('.card').querySelector('details summary').click()")
+    for at in (-1, 0):
+        if at == 0:
+            run("const slider = dashboard.maps.experts.slider; slider.value = 0; slider.oninput()")
+        driver.execute_async_script("setTimeout(arguments[0], 100)")
+        rows = run(
+            "return [...dashboard.maps.experts.canvas.closest('.card').querySelectorAll('tbody tr')]"
+            ".map(each => [...each.cells].map(cell => cell.textContent))"
+        )
+        assert rows == [[str(layer), *(f"{load:,}" for load in row)] for layer, row in enumerate(loads[at])]
+    assert errors(driver) == []
+
+
 def test_head_names_nodes_and_versions(driver, show):
     run = show("large")
     head = run("return document.getElementById('runs').textContent")

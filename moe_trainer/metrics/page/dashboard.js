@@ -112,7 +112,9 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       const [head, body] = rows(), step = Math.ceil(body.length / 200);
       details.append(make("div", { class: "scroll", tabindex: 0 }, table(head, body.filter((_, at) => at % step === 0 || at === body.length - 1).map((row) => row.map((cell) => typeof cell === "number" || cell == null ? number(cell, 6) : cell)), head.map(() => "number"))));
     };
+    details.refresh = () => { details.replaceChildren(details.firstChild); details.ontoggle(); };
     box.append(details);
+    return details;
   }
 
   // ------------------------------------------------------------------ hints
@@ -339,13 +341,16 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     dashboard.maps[name] = map;
     return map;
   }
-  // a heat map with a slider over iterations
-  function slidingMap(name, box, iterations, settings) {
-    const slider = make("input", { type: "range", min: 0, max: iterations.length - 1, value: iterations.length - 1, "aria-label": "iteration" }), shown = make("output", { text: "iteration " + iterations[iterations.length - 1] });
-    box.append(make("div", { class: "tools" }, make("label", {}, "iteration ", slider), shown));
+  // tokens of cells relative to a mean, with a slider over iterations and a table of the shown one
+  // tables[at][row][column]: tokens; means[at][row]; where(row, column): the cell in words
+  function tokenMap(name, box, iterations, tables, means, { where, ...names }) {
     let at = iterations.length - 1;
-    const map = heatMap(name, box, settings(() => at));
-    slider.oninput = () => { at = +slider.value; shown.textContent = "iteration " + iterations[at]; map.redraw(); };
+    const slider = make("input", { type: "range", min: 0, max: at, value: at, "aria-label": "iteration" }), shown = make("output", { text: "iteration " + iterations[at] });
+    box.append(make("div", { class: "tools" }, make("label", {}, "iteration ", slider), shown));
+    const value = (row, column) => tables[at][row][column] / means[at][row];
+    const map = heatMap(name, box, { ...names, scale: ratios(4), value, words: (row, column) => `${where(row, column)}: ${whole(tables[at][row][column])} tokens, ${number(value(row, column), 3)} x the mean` });
+    const details = asTable(box, () => [[names.rowTitle, ...names.columns.map((column) => names.columnTitle + " " + column)], tables[at].map((row, index) => [names.rows[index], ...row.map(whole)])]);
+    slider.oninput = () => { at = +slider.value; shown.textContent = "iteration " + iterations[at]; map.redraw(); details.refresh(); };
     map.slider = slider;
     return map;
   }
@@ -565,21 +570,20 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       if (loads?.iteration?.length) {
         const means = loads.tokens_per_expert.map((layers) => layers.map((row) => row.reduce((sum, load) => sum + load, 0) / row.length || 1));
         const rows = run.routing.layers.map(String), columns = loads.tokens_per_expert[0][0].map((_, at) => String(at));
-        slidingMap("experts" + key, card(grid, label(run, "Load of each expert"), "relative to the mean of the layer", true), loads.iteration, (at) => ({ rows, columns, rowTitle: "layer", columnTitle: "expert", scale: ratios(4), zero: "no token", value: (row, column) => loads.tokens_per_expert[at()][row][column] / means[at()][row], words: (row, column) => `layer ${rows[row]}, expert ${column}: ${whole(loads.tokens_per_expert[at()][row][column])} tokens, ${number(loads.tokens_per_expert[at()][row][column] / means[at()][row], 3)} x the mean` }));
+        tokenMap("experts" + key, card(grid, label(run, "Load of each expert"), "relative to the mean of the layer", true), loads.iteration, loads.tokens_per_expert, means, { rows, columns, rowTitle: "layer", columnTitle: "expert", zero: "no token", where: (row, column) => `layer ${rows[row]}, expert ${column}` });
       }
       const between = run.routing.between_ranks;
       if (between?.iteration?.length) {
         const count = between.ranks_per_row || 1, ranks = between.tokens[0].map((_, at) => count > 1 ? `${at * count}-${at * count + count - 1}` : String(at)), sum = (values) => values.reduce((all, value) => all + value, 0);
-        const means = between.tokens.map((rows) => sum(rows.flat()) / ranks.length ** 2 || 1), newest = between.tokens[between.tokens.length - 1], all = sum(newest.flat());
+        const means = between.tokens.map((rows) => Array(ranks.length).fill(sum(rows.flat()) / ranks.length ** 2 || 1)), newest = between.tokens[between.tokens.length - 1], all = sum(newest.flat());
         const stays = all > 0 ? `; newest: ${number(sum(newest.map((row, at) => row[at])) / all * 100, 3)} % stay ${count > 1 ? `within ${count} ranks` : "on their rank"}` : "";
         const box = card(grid, label(run, "Tokens between expert-parallel ranks"), "all layers, relative to the mean" + stays, true), details = make("details", {}, make("summary", { text: "Show where tokens go" }));
         box.append(details);
         details.ontoggle = () => {
           if (!details.open || details.childNodes.length > 1) return;
-          const inner = make("div"), words = (row, column) => `from rank ${ranks[row]} to rank ${ranks[column]}`;
+          const inner = make("div");
           details.append(inner);
-          slidingMap("between_ranks" + key, inner, between.iteration, (at) => ({ rows: ranks, columns: ranks, rowTitle: "from rank", columnTitle: "to rank", scale: ratios(4), zero: "none", value: (row, column) => between.tokens[at()][row][column] / means[at()], words: (row, column) => `${words(row, column)}: ${whole(between.tokens[at()][row][column])} tokens, ${number(between.tokens[at()][row][column] / means[at()], 3)} x the mean` }));
-          asTable(inner, () => [["newest, from rank", ...ranks.map((name) => "to " + name)], newest.map((row, at) => [ranks[at], ...row])]);
+          tokenMap("between_ranks" + key, inner, between.iteration, between.tokens, means, { rows: ranks, columns: ranks, rowTitle: "from rank", columnTitle: "to rank", zero: "none", where: (row, column) => `from rank ${ranks[row]} to rank ${ranks[column]}` });
         };
       }
     }
