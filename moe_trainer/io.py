@@ -17,6 +17,12 @@ def temporary_path(path: str | Path) -> Path:
     return target.with_name(f"{target.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
+def is_device(path: str | Path) -> bool:
+    """Return whether a path is that of a device or a pipe, such as /dev/stdout, which cannot be replaced by a file."""
+    target = Path(path)
+    return target.parent == Path("/dev") or (target.exists() and not (target.is_file() or target.is_dir()))
+
+
 @contextmanager
 def atomic_path(path: str | Path, *, sync: bool = False, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end of the block, or is removed if the block raises.
@@ -31,7 +37,7 @@ def atomic_path(path: str | Path, *, sync: bool = False, temporary: Path | None 
     Raises:
         OSError: if the file cannot be replaced.
     """
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+    if is_device(path):
         yield Path(path)
         return
     temporary = temporary or temporary_path(path)

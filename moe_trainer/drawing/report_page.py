@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_trainer.drawing.svg import clean
+from moe_trainer.io import atomic_path, is_device
 
 _STYLE = """
 :root{color-scheme:light dark;--paper:#f2f2f4;--ink:#24262a;--card:#fff;--edge:#d9d9de}
@@ -59,16 +60,18 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
 
 def cannot_write(path: Path) -> bool:
     """Return whether a page surely cannot be written there, which a long command checks before it starts."""
-    return path.is_dir() or not os.access(path.absolute().parent, os.W_OK)  # a read-only file is replaced
+    # a read-only file is replaced
+    return path.is_dir() or not os.access(path if is_device(path) else path.absolute().parent, os.W_OK)
 
 
 def write_report(path: str | Path, title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> None:
-    """Write the page (--report-html).
+    """Write the page (--report-html). An older one stays if that fails.
 
     Raises:
         ValueError: if the file cannot be written.
     """
     try:
-        Path(path).write_text(report_page(title, command, figures, lines), encoding="utf-8", errors="replace")
+        with atomic_path(path) as temporary:
+            temporary.write_text(report_page(title, command, figures, lines), encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"--report-html {path}: the file cannot be written ({error.strerror})") from None

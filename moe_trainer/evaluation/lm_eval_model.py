@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
+import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
@@ -222,7 +223,7 @@ def find_tasks(options: TaskOptions) -> TaskRunner:
         manager = _make_manager(folder, with_own=False)
     if manager is None or any(name not in manager.task_index for name in options.tasks):
         manager = _make_manager(folder, with_own=True)
-    _check_names(options.tasks, list(manager.task_index))
+    _check_names(options.tasks, list(manager.task_index), folder)
     loaded: TaskDict = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in options.tasks:
         with _name_task_errors([name], _DATA_HINT), unchanged_random_state():
@@ -242,12 +243,24 @@ def find_tasks(options: TaskOptions) -> TaskRunner:
     return TaskRunner(options, loaded)
 
 
-def _check_names(names: Sequence[str], known: Sequence[str]) -> None:
+def _check_names(names: Sequence[str], known: Sequence[str], folder: str | None) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, _NUM_NEAR_NAMES)
-            hint = f"; names like it: {', '.join(near)}" if near else ""
-            raise UserError(f"task {name}: lm-eval has none of this name, nor has your folder of tasks{hint}")
+            hints = [f"names like it: {', '.join(near)}"] if near else []
+            hints += [] if folder is None else _unreadable_files(Path(folder))
+            text = "; ".join(["lm-eval has none of this name, nor has your folder of tasks", *hints])
+            raise UserError(f"task {name}: {text}")
+
+
+def _unreadable_files(folder: Path) -> Iterator[str]:
+    """Yield why task files cannot be read, which the harness leaves out of its list."""
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            if not isinstance(yaml.compose(path.read_bytes()), yaml.MappingNode):  # leaves out the harness's own tags
+                yield f"{path} has no table of settings"
+        except (OSError, yaml.YAMLError) as error:
+            yield f"{path} cannot be read ({' '.join(str(error).split())})"
 
 
 @contextmanager
@@ -258,7 +271,8 @@ def _name_task_errors(names: Sequence[str], hint: str = "") -> Iterator[None]:
     except (UserError, RuntimeError):
         raise
     except Exception as error:  # task files are programs
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+        missing = "its data have no rows" if isinstance(error, StopIteration) else "no reason given"
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), missing)
         raise UserError(f"task {', '.join(names)}: {type(error).__name__}: {reason}{hint}") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from moe_trainer.training.setup import build_context
 
 # evaluation batches of a data set are not read, so none is needed
 _FLAGS = ("--use-checkpoint-args", "--skip-train", "--eval-iters", "0")
+_TOKENIZER_FLAGS = frozenset(("--tokenizer-type", "--tokenizer-model"))
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,15 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     Raises:
         ValueError: if the flags, the checkpoint or the tokenizer are wrong (ArgumentError, UserError).
     """
+    names = {flag.partition("=")[0] for flag in flags if flag.startswith("--")}
+    if "--load" in names:
+        raise UserError(f"--load: the model is the first argument, {source}; give no other")
     argv = [*_FLAGS, "--load", source, *flags]
     found = arguments.find_checkpoint_args_source(argv)
     assert found is not None and found.folder is not None  # the flags above ask for it
     recorded = dict(read_saved_args(found.folder, found.step))
+    for name in _TOKENIZER_FLAGS.intersection(names):  # else the checkpoint's value would override it
+        recorded.pop(name.removeprefix("--").replace("-", "_"), None)
     if recorded.get("seq_length") is None:  # a Hugging Face model has none
         recorded["seq_length"] = recorded.get("max_position_embeddings")
     if recorded.get("multi_latent_attention") and recorded.get("rope_type") == "rope":
@@ -54,6 +63,9 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     launch_env = read_launch_env(os.environ if environ is None else environ)
     args = arguments.parse_args(argv, launch_env.world_size, recorded)
     runtime = initialize(args, launch_env)
+    for note in args.notes:
+        if note.startswith(tuple(names)):  # others are on flags that were not given
+            logger.info("%s", note)
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     ctx, state = resume(build_context(args, runtime, tokenizer), tokenizer)

@@ -1,12 +1,16 @@
 """Primitives of pictures: escaping, themes, fitting of texts, ticks and labels."""
 
+import os
+from pathlib import Path
+
 import pytest
 from drawing.reading import SVG, assert_texts_are_apart, boxes, root, texts
 
 from moe_trainer.drawing.axes import Scale, number_text, overlap, place_labels, round_ticks
-from moe_trainer.drawing.report_page import Figure, report_page, write_report
+from moe_trainer.drawing.report_page import Figure, cannot_write, report_page, write_report
 from moe_trainer.drawing.stacked_bars import Bar, Series, shares_bar, stacked_bars
 from moe_trainer.drawing.svg import INK, PALE, RED, Picture, shorten, text_on, text_width
+from moe_trainer.io import is_device
 
 NASTY = "</svg><script>alert(1)</script> & \"quotes\" \x00\x1b \ud800 'x'"
 
@@ -111,3 +115,30 @@ def test_report_page_escapes_and_names_a_file_that_cannot_be_written(tmp_path):
     for path in (tmp_path, tmp_path / "none" / "x.html"):
         with pytest.raises(ValueError, match=r"--report-html .*: the file cannot be written \("):
             write_report(path, "t", "c", [], [])
+
+
+def test_report_that_cannot_be_written_leaves_the_older_one(tmp_path, monkeypatch):
+    """The disk fills up while the page is written; a device is not replaced by a file."""
+    path = tmp_path / "page.html"
+    write_report(path, "old", "c", [], [])
+    old, write = path.read_text(), Path.write_text
+
+    def fill(self, text, **options):
+        write(self, text[: len(text) // 2], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(ValueError, match="No space left"):
+        write_report(path, "new", "c", [], [])
+    assert path.read_text() == old and [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_device_is_written_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert not cannot_write(pipe)
+    write_report(pipe, "t", "c", [], ["text"])
+    assert b"<pre>text</pre>" in os.read(reader, 65536) and pipe.is_fifo()
+    os.close(reader)
+    assert is_device("/dev/stdout") and not is_device(tmp_path) and not is_device(tmp_path / "new")

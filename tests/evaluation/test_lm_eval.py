@@ -184,6 +184,11 @@ def test_tasks_between_iterations_change_no_loss(folder, alone):
         ("ck --tasks long --include-path broken", "answers of 64 tokens (max_gen_toks), the model has 64 positions"),
         ("ck --tasks sampled --include-path broken", "only greedy decoding"),
         ("ck --tasks , --include-path tasks", "no task is named"),
+        ("ck --tasks garbled --include-path broken", "broken/garbled.yaml cannot be read (while parsing"),
+        ("ck --tasks empty --include-path broken", "StopIteration: its data have no rows"),
+        ("ck --tasks sound_choice --include-path tasks --tokenizer-model nowhere", "--tokenizer-model nowhere: no such folder"),
+        ("ck --tasks sound_choice --include-path tasks --load=hf", "--load: the model is the first argument, ck"),
+        ("ck --tasks sound_choice --include-path tasks --limit 1 --output /dev/full", "--output /dev/full: the file cannot be written (No space"),
         ("ck --tasks torn --include-path broken", "task torn: "),
         ("ck --tasks sound_choice --include-path tasks --frobnicate", "--frobnicate: this flag is unknown"),
     ],
@@ -194,6 +199,12 @@ def test_wrong_input_is_named(folder, words, message, capsys, monkeypatch):
     if not broken.exists():
         write_tasks(broken)
         (broken / "torn.yaml").write_text("task: torn\noutput_type: nonsense\n")
+        (broken / "garbled.yaml").write_text("task: [garbled\n")
+        choice = (broken / "sound_choice.yaml").read_text()
+        (broken / "nothing.jsonl").write_text("")
+        (broken / "empty.yaml").write_text(
+            choice.replace("task: sound_choice", "task: empty").replace("sound_choice.jsonl", "nothing.jsonl")
+        )
         answer = (broken / "sound_answer.yaml").read_text()
         (broken / "lost.yaml").write_text(answer.replace("sound_answer", "lost"))
         answer = answer.replace("task: sound_answer", "task: NAME")
@@ -204,6 +215,17 @@ def test_wrong_input_is_named(folder, words, message, capsys, monkeypatch):
     assert evaluate.main(words.split()) == 2
     printed = capsys.readouterr().err
     assert message in printed and "Traceback" not in printed, printed
+    assert Path("/dev/full").is_char_device()
+
+
+def test_flag_that_the_checkpoint_overrides_is_named(folder, capsys, caplog, monkeypatch):
+    monkeypatch.chdir(folder)
+    words = "ck --tasks sound_choice --include-path tasks --limit 1 --num-layers=3"
+    with caplog.at_level("INFO"):
+        assert evaluate.main(words.split()) == 0
+    printed = capsys.readouterr()
+    assert "--num-layers 3: overridden by the checkpoint's value 2" in caplog.text + printed.out + printed.err
+    assert "--eval-iters" not in caplog.text + printed.out + printed.err  # was not given
 
 
 def test_missing_tasks_of_a_run_are_an_error_before_it_trains(folder):
