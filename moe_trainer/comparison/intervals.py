@@ -51,6 +51,8 @@ class Interval:
         return self.half is not None and abs(self.mean) > self.half
 
     def __str__(self) -> str:
+        if self.half is None and float(self.mean).is_integer():  # a count
+            return f"{self.mean:,.0f}"
         digits = 4 if abs(self.mean) < 100 else 1
         return f"{self.mean:,.{digits}f}" + ("" if self.half is None else f" +- {self.half:,.{digits}f}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -86,7 +87,7 @@ def _figure_rows(groups: Sequence[RunGroup], figures: Figures, compares: bool) -
     """Return a table of figures, a row each; `compares`: with the differences from the first group."""
     first, *others = groups
     names = [f"{group.name} - {first.name}" for group in others] if compares else []
-    rows = []
+    rows, has_star = [], False
     for title, get in figures:
         found = [group.values(get) for group in groups]
         if not any(found):
@@ -99,9 +100,10 @@ def _figure_rows(groups: Sequence[RunGroup], figures: Figures, compares: bool) -
             is_paired = group.seeds == first.seeds and len(values) == len(found[0]) == len(group.runs) > 1
             gap = difference(values, found[0], is_paired)
             cells.append(f"{gap}" + (" *" if gap.excludes_zero else ""))
+            has_star |= gap.excludes_zero
         rows.append((title, *cells))
     lines = markdown_table(("figure", *(group.name for group in groups), *names), rows)
-    return [*lines, "", "`*`: the interval excludes zero."] if compares and others else lines
+    return [*lines, "", "`*`: the interval excludes zero."] if has_star else lines
 
 
 def comparison_figures(groups: Sequence[RunGroup]) -> list[Figure]:
@@ -122,7 +124,9 @@ Curve = list[tuple[float, list[float]]]
 
 def _curve(group: RunGroup, axis: str, factor: float) -> Curve:
     end = min(run.axis(axis)[-1] for run in group.runs)
-    places = [end * number / _POINTS for number in range(1, _POINTS + 1)]
+    # of records, not evenly spaced: between the records of a short run the loss would be drawn as steps
+    places = [at for at in group.runs[0].axis(axis) if at <= end]
+    places = places[:: -math.ceil(len(places) / _POINTS)][::-1]
     found = [(at / factor, group.values(lambda run, at=at: run.loss_at(axis, at))) for at in places]
     return [(at, values) for at, values in found if len(values) == len(group.runs)]
 

@@ -1,9 +1,11 @@
 """scripts/compare.py on made-up runs: groups, figures at equal tokens, differences, errors."""
 
 import json
+import re
 
 import pytest
 
+from moe_trainer.comparison.report import comparison_figures
 from moe_trainer.comparison.runs import common_end, make_groups, settings_that_differ
 from moe_trainer.comparison.scaling import read_points
 from moe_trainer.metrics.dashboard import read_runs
@@ -97,7 +99,7 @@ def test_runs_without_losses_are_compared_by_what_they_have(runs, tmp_path, caps
     folders = [str(tmp_path / name) for name in ("nan", "gaps")]
     assert main([*folders, runs[0], "--report-html", str(tmp_path / "report.html")]) == 0
     text = capsys.readouterr().out
-    assert "| training loss at equal tokens | - | 2." in text and "| peak memory in GiB | 2.0000 | 2.0000 |" in text
+    assert "| training loss at equal tokens | - | 2." in text and "| peak memory in GiB | 2 | 2 |" in text
     assert main([folders[0], folders[0], "--report-html", str(tmp_path / "none.html")]) == 0
     assert (tmp_path / "report.html").read_text().count("<svg") == 2
     assert "<svg" not in (tmp_path / "none.html").read_text()
@@ -107,6 +109,22 @@ def test_throughput_that_never_changed_is_known(runs):
     (run,) = read_runs(runs[:1])
     run["records"]["constants"]["tokens_per_s"] = run["records"]["series"].pop("tokens_per_s")[0]
     assert make_groups([run])[0].runs[0].throughput == 101.0
+
+
+def test_curve_of_a_short_run_has_its_records_and_no_steps(tmp_path):
+    (group,) = make_groups(read_runs([write_run(tmp_path / "short", iterations=7)]))
+    svg = comparison_figures([group])[0].svg
+    (line,) = re.findall(r'd="M([^"]*)"[^>]*stroke-width="2"', svg)
+    heights = [point.split()[1] for point in line.split("L")]
+    assert len(heights) == len(set(heights)) == 7
+    (group,) = make_groups(read_runs([write_run(tmp_path / "long", iterations=500)]))
+    (line,) = re.findall(r'd="M([^"]*)"[^>]*stroke-width="2"', comparison_figures([group])[0].svg)
+    assert 60 < line.count("L") <= 120
+
+
+def test_single_runs_have_no_note_on_intervals(tmp_path, capsys):
+    assert main([write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)]) == 0
+    assert "interval excludes zero" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -47,5 +47,5 @@ def test_half_width_is_the_quantile_times_the_standard_error():
 
 
 def test_one_value_has_no_interval():
-    assert str(interval([1.5])) == "1.5000" and not Interval(1.0).excludes_zero
+    assert str(interval([1.5])) == "1.5000" and str(interval([5])) == "5" and not Interval(1.0).excludes_zero
     assert difference([1.0], [2.0, 3.0], False).half is None
