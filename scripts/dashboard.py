@@ -109,7 +109,11 @@ class Runs:
             run = self.page(path, 1)
             if run is not None:
                 series = run["records"]["series"].get("lm loss") or [None]
+<<<<<<< HEAD
                 progress, query = run["progress"], f"run={quote(path, errors=NAME_ERRORS)}"
+=======
+                progress, findings = run["progress"], run["findings"]
+>>>>>>> f176ac96 (List each run's worst finding and only saves that succeeded)
                 found.append(
                     {
                         "name": run["name"],
@@ -118,6 +122,7 @@ class Runs:
                         "iteration": progress.get("iteration"),
                         "train_iters": progress.get("train_iters"),
                         "lm_loss": series[-1],
+                        "finding": findings[0] if findings and findings[0]["severity"] != "ok" else None,
                         "updated": run["updated"],
                         "url": f"{address}?{query}",
                     }

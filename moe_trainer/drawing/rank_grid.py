@@ -74,7 +74,7 @@ def rank_grid(
     node_width, node_height = columns * cell + 4, rows_per_node * cell + 4
     label = 12 if cell >= 8 else 0
     num_nodes = -(-num_ranks // ranks_per_node)
-    names = [f"{axis.name}: {len(axis.groups):,} groups" for axis in axes]
+    names = [f"{axis.name}: {len(axis.groups):,} group{'s' if len(axis.groups) != 1 else ''}" for axis in axes]
     notes = [describe_links(axis, ranks_per_node) for axis in axes]
     aside = max([text_width(name, bold=True) for name in names] + [text_width(note, 11) + 18 for note in notes]) + 28
     is_small = num_nodes * (node_width + gap) <= width - aside

@@ -175,7 +175,8 @@ def trace_lines(traces: Sequence[RankTrace]) -> Iterator[str]:
     """Yield the lines of a table: ms of each rank, and the share of the time that all traces cover."""
     start, end = _span(traces)
     whole = end - start
-    yield f"{len(traces)} ranks, {whole:,.1f} ms from the first event of a rank to the last one"
+    ranks = f"{len(traces)} rank{'s' if len(traces) != 1 else ''}"
+    yield f"{ranks}, {whole:,.1f} ms from the first event of a rank to the last one"
     yield f"{'rank':>6s} {'computes ms':>16s} {'communicates ms':>22s} {'of it exposed ms':>22s} {'idle ms':>18s}"
     for trace in traces:
         compute, communicate, exposed = length(trace.compute), length(trace.communicate), trace.exposed
@@ -197,7 +198,7 @@ def trace_figure(traces: Sequence[RankTrace]) -> Figure:
             Lane(name, tuple((kind, shifted[kind]) for kind in kinds if kind in shifted)) for name, kinds in _LANES
         ]
         ranks.append((f"rank {trace.rank}", [lane for lane in lanes if lane.work]))
-    heading = f"{len(traces)} ranks, {end - start:,.1f} ms"
+    heading = f"{len(traces)} rank{'s' if len(traces) != 1 else ''}, {end - start:,.1f} ms"
     svg = trace_timeline("Profile of all ranks on one time axis", heading, ranks, dict(COLORS), end - start, "ms")
     caption = (
         "Ranks are placed by the clocks of their machines. Waiting for another rank counts as communication; inside of "

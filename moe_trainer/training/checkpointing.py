@@ -51,7 +51,7 @@ def save_checkpoint(ctx: TrainContext, state: TrainState) -> None:
             ctx.saver.start(output.save, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
         else:
             save(output.save, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
-            ctx.save_history.succeeded()
+            _note_success(ctx)
 
 
 def save_upcycled(ctx: TrainContext, state: TrainState) -> None:
@@ -123,7 +123,13 @@ def finish_save(ctx: TrainContext) -> None:
     if ctx.saver.in_progress:
         with ctx.timers("save-checkpoint"), as_user_error(f"--save {ctx.args.output.save}"), _counting_failures(ctx):
             ctx.saver.finish()
-            ctx.save_history.succeeded()
+            _note_success(ctx)
+
+
+def _note_success(ctx: TrainContext) -> None:
+    ctx.save_history.succeeded()
+    if ctx.metrics is not None:
+        ctx.metrics.saved(ctx.save_history.saved[-1])
 
 
 @contextmanager

@@ -90,8 +90,6 @@ def train(
         if ctx.should_save and (save_is_due(ctx, state) or decision.reason is not None):
             with timeouts.extended():
                 save_checkpoint(ctx, state)
-            if ctx.metrics is not None:
-                ctx.metrics.saved(state.iteration)
         if decision.reason is not None:
             return decision
     if state.spread.repeats:

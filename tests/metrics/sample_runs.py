@@ -275,6 +275,7 @@ def list_of_runs() -> dict:
         "train_iters": 100,
         "lm_loss": 3.21,
         "updated": "2026-11-28 08:00:00",
+        "finding": {"severity": "bad", "card": "ranks", "text": f"rank 5 is slow {NASTY}"},
     }
     runs = [{"name": name, "query": f"run={name}", "url": f"?run={name}", **entry} for name in ("a", "b", NASTY)]
     return make_page(list=runs, live={"poll_ms": 5000, "data_url": "data", "compare_url": "?"})

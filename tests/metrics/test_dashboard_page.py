@@ -171,6 +171,7 @@ def test_hostile_names_are_text(driver, show):
 def test_list_of_runs_compares_the_chosen_ones(driver, show):
     run = show("list")
     assert run("return document.querySelectorAll('#list tbody tr').length") == 3
+    assert "rank 5 is slow" in run("return document.querySelector('#list .finding.bad').textContent")
     assert run("return getComputedStyle(document.getElementById('controls')).display") == "none"  # of charts
     button = "return document.querySelector('#list button').disabled"
     assert run(button)

@@ -58,6 +58,13 @@ def test_lists_runs_and_serves_their_pages(served):
     assert [run["name"] for run in both["runs"]] == ["first", "deep/second"]
 
 
+def test_list_names_the_worst_finding(served):
+    address, folder = served
+    write(folder / "first", {"iteration": 2, "lm loss": None, "nan_iterations": 1})
+    found = {entry["name"]: entry["finding"] for entry in json.loads(get(address + "data")[1])["list"]}
+    assert found["deep/second"] is None and found["first"]["text"] == "1 of the newest iterations had a NaN loss"
+
+
 def test_follows_a_run_and_its_torn_last_line(served):
     address, folder = served
     url = address + "data?run=first"

@@ -3,6 +3,7 @@
 import errno
 import functools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,6 +60,8 @@ def test_two_failed_saves_do_not_stop_the_run(tmp_path, monkeypatch, how):
         and "failure 2 in a row" in finished.stderr
     )
     assert len(curve(tmp_path)) == ITERATIONS and saved(tmp_path) == [6, 8]
+    page = (tmp_path / "ckpt" / "dashboard.html").read_text()
+    assert re.findall(r"saved a checkpoint at iteration (\d+)", page) == ["6", "8"]
     assert [path.name for path in (tmp_path / "ckpt").glob("iter_*") if "." in path.name] == []
 
 
