@@ -14,6 +14,7 @@ from moe_trainer.estimate.hardware import GIB, RESERVED_BYTES
 from moe_trainer.estimate.memory import stage_orders, steady_state_microbatches
 from moe_trainer.estimate.plan import Plan
 from moe_trainer.estimate.step_time import PARTS, plan_actions
+from moe_trainer.estimate.uncertainty import error_bar
 from moe_trainer.pipeline.simulate import Action, ActionCosts, Order, simulate_schedule, step_actions
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def step_picture(plan: Plan) -> str:
     parts = [
         (text, STEP_COLORS[name], getattr(plan.time, name)) for name, text in PARTS if getattr(plan.time, name) > 0
     ]
-    heading = f"One iteration: {plan.time.step:.3f} s, {plan.tokens_per_second:,.0f} tokens/s/GPU"
+    seconds = f"{plan.time.step:.3f} s +- {error_bar(plan).percent}"
+    heading = f"One iteration: {seconds}, {plan.tokens_per_second:,.0f} tokens/s/GPU"
     return shares_bar("Time of an iteration by cause", heading, parts, "s")
 
 

@@ -14,6 +14,7 @@ from moe_trainer.estimate.plan_pictures import (
     timeline_picture,
 )
 from moe_trainer.estimate.step_time import PARTS, plan_actions
+from moe_trainer.estimate.uncertainty import error_bar
 from moe_trainer.pipeline.orders import make_orders
 from moe_trainer.pipeline.simulate import UniformCosts, simulate_schedule
 
@@ -143,7 +144,7 @@ def test_report_has_text_and_pictures(plan, tmp_path, capsys):
     page, out = path.read_text(encoding="utf-8"), capsys.readouterr().out
     assert page.count("<svg ") == 3 == len(list(plan_figures(plan)))
     assert all(line.split("(")[0].replace("'", "&#x27;") in page for line in out.splitlines())
-    assert "--preset mixtral_8x7b" in page
+    assert "--preset mixtral_8x7b" in page and f"s +- {error_bar(plan).percent}, " in step_picture(plan)
     assert pretrain_moe.main([*LINE, "--dry-run", "--report-html", "/no/such/folder/x.html"]) == 2
     assert "--report-html /no/such/folder/x.html: the file cannot be written" in capsys.readouterr().err
 
