@@ -114,11 +114,11 @@ def test_throughput_that_never_changed_is_known(runs):
 def test_curve_of_a_short_run_has_its_records_and_no_steps(tmp_path):
     (group,) = make_groups(read_runs([write_run(tmp_path / "short", iterations=7)]))
     svg = comparison_figures([group])[0].svg
-    (line,) = re.findall(r'd="M([^"]*)"[^>]*stroke-width="2"', svg)
+    (line,) = re.findall(r'd="M([^"]*)"[^>]*stroke-width="2\.0"', svg)
     heights = [point.split()[1] for point in line.split("L")]
     assert len(heights) == len(set(heights)) == 7
     (group,) = make_groups(read_runs([write_run(tmp_path / "long", iterations=500)]))
-    (line,) = re.findall(r'd="M([^"]*)"[^>]*stroke-width="2"', comparison_figures([group])[0].svg)
+    (line,) = re.findall(r'd="M([^"]*)"[^>]*stroke-width="2\.0"', comparison_figures([group])[0].svg)
     assert 60 < line.count("L") <= 120
 
 
