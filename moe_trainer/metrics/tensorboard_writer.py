@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class TensorBoardWriter:
-    """Scalars and images for TensorBoard. Once it is open, no method raises OSError.
+    """Scalars, images and texts for TensorBoard. Once it is open, no method raises OSError.
 
     A value that cannot be written is lost, which is logged. Every flush tries to open a new event file, because one
     that ends in the middle of an event cannot be continued. `open_writer` returns a SummaryWriter.
@@ -25,6 +25,9 @@ class TensorBoardWriter:
 
     def add_image(self, name: str, image: Any, step: int) -> None:
         self._do("add_image", name, image, step)
+
+    def add_text(self, name: str, text: str, step: int) -> None:
+        self._do("add_text", name, text, step)
 
     def flush(self) -> None:
         """Write everything; after a disk error, start a new file."""

@@ -261,6 +261,23 @@ def test_full_disk_error_names_the_metrics_file_flag(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_samples_are_texts_in_tensorboard(tmp_path):
+    """Each prompt has its own tag; the metrics file has the same texts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    output = OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "tb"))
+    log = MetricsLogger(LogOptions(output, 10, str(tmp_path / "metrics.jsonl")), 1, 0, {})
+    log.samples(3, [("The cat", " sat"), ("A dog", " ran")])
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    found = {tag: events.Tensors(tag)[0] for tag in events.Tags()["tensors"]}
+    assert {tag: (each.step, each.tensor_proto.string_val[0]) for tag, each in found.items()} == {
+        "samples/The cat/text_summary": (3, b" sat"),
+        "samples/A dog/text_summary": (3, b" ran"),
+    }
+
+
 def test_failed_tensorboard_write_is_reported_and_opens_a_new_file(tmp_path, caplog):
     log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "tb")), 10), 1, 0, {})
     for path in (tmp_path / "tb").iterdir():
