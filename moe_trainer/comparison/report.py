@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from moe_trainer.comparison.intervals import difference, interval
 from moe_trainer.comparison.runs import Run, RunGroup, common_end, environment_that_differs, settings_that_differ
@@ -127,7 +128,7 @@ def _curve(group: RunGroup, axis: str, factor: float) -> Curve:
     # of records, not evenly spaced: between the records of a short run the loss would be drawn as steps
     places = [at for at in group.runs[0].axis(axis) if at <= end]
     places = places[:: -math.ceil(len(places) / _POINTS)][::-1]
-    found = [(at / factor, group.values(lambda run, at=at: run.loss_at(axis, at))) for at in places]
+    found = [(at / factor, group.values(partial(Run.loss_at, axis=axis, end=at))) for at in places]
     return [(at, values) for at, values in found if len(values) == len(group.runs)]
 
 

@@ -145,9 +145,9 @@ def settings_that_differ(groups: Sequence[RunGroup]) -> list[tuple[str, list[obj
     return sorted((name, values) for name, values in rows if any(value != values[0] for value in values))
 
 
-def environment_that_differs(groups: Sequence[RunGroup]) -> list[tuple[str, list[str | None]]]:
+def environment_that_differs(groups: Sequence[RunGroup]) -> list[tuple[str, list[object]]]:
     """Return (name, its values in every group) of what differs between runs; None where a group does not know it."""
-    rows = []
+    rows: list[tuple[str, list[object]]] = []
     for name in dict.fromkeys(name for group in groups for run in group.runs for name in run.environment):
         values = [list(dict.fromkeys(run.environment.get(name, "-") for run in group.runs)) for group in groups]
         if any(each != values[0] or len(each) > 1 for each in values):

@@ -82,11 +82,13 @@ def _point(page: Mapping[str, Any]) -> Point | None:
     """Return the point of a run as RunData.as_page returns it."""
     model, tokens, run = page["head"].get("model", {}), page["progress"].get("tokens"), Run(page)
     parameters, loss = model.get("active_parameters"), run.validation_loss or (tokens and run.loss_at("tokens", tokens))
-    if not all(value and value > 0 for value in (parameters, tokens, loss)):
+    if not loss or not all(value and value > 0 for value in (parameters, tokens, loss)):
         return None
     wide, narrow = (run.settings.get(name) for name in ("ffn_hidden_size", "moe_ffn_hidden_size"))
-    is_known = isinstance(wide, int) and isinstance(narrow, int) and wide > 0 and narrow > 0
-    return Point(parameters, tokens, wide / narrow if model.get("num_experts") and is_known else 1.0, loss)
+    granularity = 1.0
+    if model.get("num_experts") and isinstance(wide, int) and isinstance(narrow, int) and wide > 0 and narrow > 0:
+        granularity = wide / narrow
+    return Point(parameters, tokens, granularity, loss)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class LineChart:
         self.picture = Picture(RIGHT + 30, BOTTOM + 54, title, heading)
         self._transform = math.log10 if is_log else float
         margin = _MARGIN * ((max(y_values) - min(y_values)) or 1.0)
-        self._x = Scale(*map(self._transform, x_range), LEFT, RIGHT)
+        self._x = Scale(self._transform(x_range[0]), self._transform(x_range[1]), LEFT, RIGHT)
         self._y = Scale(min(y_values) - margin, max(y_values) + margin, BOTTOM, TOP)
         (draw_log_x_axis if is_log else draw_x_axis)(self.picture, self._x, TOP, BOTTOM, names[0])
         draw_y_axis(self.picture, self._y, LEFT, RIGHT, names[1])

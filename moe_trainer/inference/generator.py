@@ -173,7 +173,7 @@ class Generator:
             draws_B = groups[index].draws().to(logits_BV.device) if sampling.temperature > 0 else None
             return output.new_zeros(()), choose_tokens(logits_BV, sampling, draws_B)
 
-        chosen = model.schedule.run(
+        chosen: list[Tensor | None] = model.schedule.run(
             ScheduleInputs(
                 forward_step,
                 len(groups),

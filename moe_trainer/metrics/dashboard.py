@@ -158,10 +158,10 @@ def read_runs(paths: Sequence[str]) -> list[dict[str, Any]]:
         if run is None:
             raise ValueError(f"{path}: no such file; needed is metrics.jsonl or a folder with it")
         runs.append(run.as_page(updated=Path(run.path).stat().st_mtime))
-    names = [run["name"] for run in runs]
-    for run in runs:
-        if names.count(run["name"]) > 1:
-            run["name"] = str(Path(run["path"]).parent)
+    names = [page["name"] for page in runs]
+    for page in runs:
+        if names.count(page["name"]) > 1:
+            page["name"] = str(Path(page["path"]).parent)
     return runs
 
 

@@ -47,7 +47,10 @@ def open_energy_meter(ps: ParallelState, device: torch.device) -> EnergyMeter | 
     except ValueError as error:
         problem = str(error)
     problems = sorted(set(gather_errors(problem, ps.world)))
-    return "; ".join(problems) if problems else EnergyMeter(ps, device, read_mj)
+    if problems:
+        return "; ".join(problems)
+    assert read_mj is not None  # this rank has no problem either
+    return EnergyMeter(ps, device, read_mj)
 
 
 def _open_counter(device: torch.device) -> Callable[[], float]:

@@ -38,12 +38,12 @@ class EvaluationResult:
     def as_record(self) -> dict[str, float]:
         """Return the values of the record in metrics.jsonl, except the loss."""
         record: dict[str, float] = {"samples": self.samples, "tokens": self.tokens}
-        if self.loss_per_byte is not None:
+        if self.num_bytes and (loss := self.loss_per_byte) is not None:
             record |= {
                 "bytes": self.num_bytes,
-                "loss_per_byte": self.loss_per_byte,
-                "bits_per_byte": self.loss_per_byte / math.log(2.0),
-                "ppl_per_byte": perplexity(self.loss_per_byte),
+                "loss_per_byte": loss,
+                "bits_per_byte": loss / math.log(2.0),
+                "ppl_per_byte": perplexity(loss),
             }
         return record
 

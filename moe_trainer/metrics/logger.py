@@ -237,7 +237,9 @@ class MetricsLogger:
         self._reset_record_counters()
 
     def _append(self, values: Mapping[str, object]) -> None:
-        self._file.append(json.dumps(values))
+        """Add a record to the metrics file and the dashboard, if there are any."""
+        if self._file is not None:
+            self._file.append(json.dumps(values))
         if self._dashboard is not None:
             self._dashboard.add(values)
 
@@ -264,14 +266,14 @@ class MetricsLogger:
             self._scalar("loss-scale", record.loss_scale, iteration, samples)
         if options.output.log_world_size_to_tensorboard:
             self._scalar("world-size", self._world_size, iteration, samples)
-        for name, value in (
+        for name, known in (
             ("grad-norm", record.step.grad_norm),
             ("num-zeros", record.step.num_zeros),
             ("params-norm", record.params_norm),
             ("max_attention_logit", record.step.max_attention_logit),
         ):
-            if value is not None:
-                self._scalar(name, value, iteration, samples)
+            if known is not None:
+                self._scalar(name, known, iteration, samples)
         if options.output.log_memory_to_tensorboard:
             for name, value in _memory_scalars(record.max_memory_mb).items():
                 self._scalar(name, value, iteration)
@@ -326,9 +328,8 @@ class MetricsLogger:
         """
         self.print(validation_line(where, losses))
         self._summary.add_validation(kind, iteration, losses["lm loss"])
-        if self._file is not None:
-            record = {"validation": kind, "iteration": iteration, **losses, "ppl": perplexity(losses["lm loss"])}
-            self._append(record | ({} if evaluated is None else evaluated.as_record()))
+        record = {"validation": kind, "iteration": iteration, **losses, "ppl": perplexity(losses["lm loss"])}
+        self._append(record | ({} if evaluated is None else evaluated.as_record()))
         suffix = "validation" if kind == "test" else kind
         for name, value in losses.items():
             self._scalar(f"{name} {suffix}", value, iteration, samples)
@@ -340,9 +341,8 @@ class MetricsLogger:
         """Print the figures of benchmark tasks (--eval-tasks) and write their records and scalars."""
         self.print(task_line(iteration, [(each.task, each.metric, each.value) for each in figures]))
         for each in figures:
-            if self._file is not None:
-                record = {"task": each.task, "iteration": iteration, "metric": each.metric, "value": each.value}
-                self._append(record | {"stderr": each.stderr, "time": time.time()})
+            record = {"task": each.task, "iteration": iteration, "metric": each.metric, "value": each.value}
+            self._append(record | {"stderr": each.stderr, "time": time.time()})
             self._scalar(f"tasks/{each.task}/{each.metric}", each.value, iteration, samples)
         self.flush()
 
@@ -350,8 +350,7 @@ class MetricsLogger:
         """Print the continuations of prompts (--sample-prompts) and write their records; a text is prompt and rest."""
         for prompt, text in texts:
             self.print(f" sample at iteration {iteration} | {json.dumps(prompt)} -> {json.dumps(text)} | ")
-            if self._file is not None:
-                self._append({"sample": prompt, "iteration": iteration, "text": text, "time": time.time()})
+            self._append({"sample": prompt, "iteration": iteration, "text": text, "time": time.time()})
             if self._tensorboard is not None:
                 self._tensorboard.add_text(f"samples/{prompt}", text, iteration)
         self.flush()

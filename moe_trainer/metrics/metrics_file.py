@@ -58,6 +58,7 @@ class MetricsFile:
             logger.warning("--metrics-file: writing to %s again; no record is missing", self._path)
 
     def _write(self) -> None:
+        assert self._descriptor is not None  # nothing is appended after close
         while self._buffered:
             self._buffered = self._buffered[os.write(self._descriptor, self._buffered) :]
 

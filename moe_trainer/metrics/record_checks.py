@@ -67,7 +67,8 @@ def checked_record(record: Any) -> dict[str, Any] | None:
         plain = {name: value for name, value in routing.items() if name != "between_ranks"}
         if _is_routing(plain):
             checked["routing"] = plain
-            if _is_between_ranks(between := routing.get("between_ranks")):
+            between = routing.get("between_ranks")
+            if isinstance(between, Mapping) and _is_between_ranks(between):
                 plain["between_ranks"] = {name: between[name] for name in ("ranks_per_row", "tokens")}
     return checked
 
@@ -123,13 +124,12 @@ def _is_routing(routing: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_between_ranks(between: Any) -> bool:
+def _is_between_ranks(between: Mapping[str, Any]) -> bool:
     """Return whether it has a square of numbers."""
-    if not isinstance(between, Mapping) or not isinstance(between.get("ranks_per_row"), int):
-        return False
     tokens = between.get("tokens")
     return (
-        isinstance(tokens, list)
+        isinstance(between.get("ranks_per_row"), int)
+        and isinstance(tokens, list)
         and bool(tokens)
         and all(_are_numbers(row, len(tokens)) and None not in row for row in tokens)
     )
