@@ -188,7 +188,7 @@ def test_tasks_between_iterations_change_no_loss(folder, alone):
         ("ck --tasks empty --include-path broken", "StopIteration: its data have no rows"),
         ("ck --tasks sound_choice --include-path tasks --tokenizer-model nowhere", "--tokenizer-model nowhere: no such folder"),
         ("ck --tasks sound_choice --include-path tasks --load=hf", "--load: the model is the first argument, ck"),
-        ("ck --tasks sound_choice --include-path tasks --limit 1 --output /dev/full", "--output /dev/full: the file cannot be written (No space"),
+        ("ck --tasks sound_choice --include-path tasks --limit 1 --output /dev/full", "--output: cannot write /dev/full: No space left"),
         ("ck --tasks torn --include-path broken", "task torn: "),
         ("ck --tasks sound_choice --include-path tasks --frobnicate", "--frobnicate: this flag is unknown"),
     ],
@@ -274,17 +274,17 @@ def test_answer_ends_before_the_end_token_and_the_first_stop():
 
         max_length = 32
 
-        def continue_greedily(self, prompts, max_tokens, is_finished):
+        def generate(self, prompts, options):
             self.prompts, text, written = prompts, [*b"one.two\0three."], []
-            while len(written) < max_tokens and not (written and is_finished(written)):
+            while len(written) < options.max_new_tokens and not (written and options.is_finished(written)):
                 written.append(text[len(written)])
             return [written for _ in prompts]
 
-    scorer = Recited()
-    model = TrainedModel(scorer, TextCodec(Codes()))
+    recited = Recited()
+    model = TrainedModel(recited, recited, TextCodec(Codes()))
     settings = ({"until": ["."], "max_gen_toks": 12}, {"until": ["three"], "max_gen_toks": 12}, {"max_gen_toks": 2})
     requests = [Instance("generate_until", {}, ("q" * 40, each), 0, ("t", 0, 1)) for each in settings]
     assert model.generate_until(requests) == ["one", "one.two", "on"]
-    assert len(scorer.prompts[0]) == 30  # positions for the answer are left
+    assert len(recited.prompts[0]) == 30  # positions for the answer are left
     model.generate_until([Instance("generate_until", {}, ("", settings[0]), 0, ("t", 0, 1))])
-    assert scorer.prompts == [[0]]  # a text without context begins with the end of another
+    assert recited.prompts == [[0]]  # a text without context begins with the end of another
