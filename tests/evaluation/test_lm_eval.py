@@ -184,9 +184,8 @@ def test_tasks_between_iterations_change_no_loss(folder, alone):
         ("ck --tasks long --include-path broken", "answers of 64 tokens (max_gen_toks), the model has 64 positions"),
         ("ck --tasks sampled --include-path broken", "only greedy decoding"),
         ("ck --tasks , --include-path tasks", "no task is named"),
-        ("ck --tasks garbled --include-path broken", "broken/garbled.yaml cannot be read (while parsing"),
         ("ck --tasks empty --include-path broken", "StopIteration: its data have no rows"),
-        ("ck --tasks sound_choice --include-path tasks --tokenizer-model nowhere", "--tokenizer-model nowhere: no such folder"),
+        ("ck --tasks sound_choice --include-path tasks --tokenizer-model /no/where", "--tokenizer-model /no/where"),
         ("ck --tasks sound_choice --include-path tasks --load=hf", "--load: the model is the first argument, ck"),
         ("ck --tasks sound_choice --include-path tasks --limit 1 --output /dev/full", "--output: cannot write /dev/full: No space left"),
         ("ck --tasks torn --include-path broken", "task torn: "),
@@ -199,7 +198,6 @@ def test_wrong_input_is_named(folder, words, message, capsys, monkeypatch):
     if not broken.exists():
         write_tasks(broken)
         (broken / "torn.yaml").write_text("task: torn\noutput_type: nonsense\n")
-        (broken / "garbled.yaml").write_text("task: [garbled\n")
         choice = (broken / "sound_choice.yaml").read_text()
         (broken / "nothing.jsonl").write_text("")
         (broken / "empty.yaml").write_text(
@@ -216,6 +214,26 @@ def test_wrong_input_is_named(folder, words, message, capsys, monkeypatch):
     printed = capsys.readouterr().err
     assert message in printed and "Traceback" not in printed, printed
     assert Path("/dev/full").is_char_device()
+
+
+def test_task_files_that_cannot_be_read_are_named(tmp_path):
+    from moe_trainer.errors import UserError
+    from moe_trainer.evaluation.lm_eval_model import _check_names
+
+    write_tasks(tmp_path / "tasks")
+    for name, content in (
+        ("own", b"task: own\nfunction: !function a.b\n"),
+        ("garbled", b"task: [garbled\n"),
+        ("binary", b"\xff\0"),
+        ("list", b"- task: list\n"),
+    ):
+        (tmp_path / f"tasks/{name}.yaml").write_bytes(content)
+    with pytest.raises(
+        UserError,
+        match=r"none of this name.*binary.yaml cannot be read.*garbled.yaml cannot be read.*list.yaml has no table",
+    ) as error:
+        _check_names(["garbled"], ["own"], str(tmp_path / "tasks"))
+    assert "own.yaml" not in str(error.value) and "sound" not in str(error.value)
 
 
 def test_flag_that_the_checkpoint_overrides_is_named(folder, capsys, caplog, monkeypatch):
