@@ -109,11 +109,8 @@ class Runs:
             run = self.page(path, 1)
             if run is not None:
                 series = run["records"]["series"].get("lm loss") or [None]
-<<<<<<< HEAD
-                progress, query = run["progress"], f"run={quote(path, errors=NAME_ERRORS)}"
-=======
                 progress, findings = run["progress"], run["findings"]
->>>>>>> f176ac96 (List each run's worst finding and only saves that succeeded)
+                query = f"run={quote(path, errors=NAME_ERRORS)}"
                 found.append(
                     {
                         "name": run["name"],
