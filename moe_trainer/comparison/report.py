@@ -127,7 +127,7 @@ def _curve(group: RunGroup, axis: str, factor: float) -> Curve:
     end = min(run.axis(axis)[-1] for run in group.runs)
     # of records, not evenly spaced: between the records of a short run the loss would be drawn as steps
     places = [at for at in group.runs[0].axis(axis) if at <= end]
-    places = places[:: -math.ceil(len(places) / _POINTS)][::-1]
+    places = places[:: -max(1, math.ceil(len(places) / _POINTS))][::-1]
     found = [(at / factor, group.values(partial(Run.loss_at, axis=axis, end=at))) for at in places]
     return [(at, values) for at, values in found if len(values) == len(group.runs)]
 
