@@ -443,9 +443,9 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     if (auxiliary.length) chart("auxiliary", card(grid, "Auxiliary losses", "unscaled, before their coefficients"), metricLines(auxiliary));
     // a chart per metric, of all its filters: an accuracy and a perplexity have no common axis
     for (const metric of new Set(data.runs.flatMap((run) => (run.tasks || []).map(metricOf)))) {
-      const kinds = [...new Set(data.runs.flatMap((run) => (run.tasks || []).filter((each) => metricOf(each) === metric).map((each) => taskWords(each))))];
+      const figuresOf = (run) => (run.tasks || []).filter((each) => metricOf(each) === metric), kinds = [...new Set(data.runs.flatMap((run) => figuresOf(run).map(taskWords)))];
       const lines = data.runs.flatMap((run, at) => kinds.map((kind, index) => {
-        const found = (run.tasks || []).filter((each) => metricOf(each) === metric && taskWords(each) === kind);
+        const found = figuresOf(run).filter((each) => taskWords(each) === kind);
         return { label: label(run, kind), x: found.map((each) => place(run, each.iteration)), values: found.map((each) => each.value), color: colorOf(data.runs.length > 1 ? at : index), dash: data.runs.length > 1 ? DASHES[index % 4] : [] };
       }));
       if (lines.some((line) => line.values.some(isNumber))) chart("tasks " + metric, card(grid, "Evaluation tasks: " + metric.replaceAll("_", " "), ""), lines);
