@@ -96,6 +96,29 @@ def _read_late_window(config: Config) -> Flags:
     return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": layer_types})
 
 
+def _read_hybrid_window(config: Config) -> Flags:
+    """Read the window of EXAONE: all layers but every fourth have it, and only these have rotary positions."""
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        every = config.get("sliding_window_pattern", 4)
+        if not isinstance(every, int):
+            raise CheckpointError(
+                f"config.json: sliding_window_pattern {every!r} without layer_types; a number is needed"
+            )
+        kinds = ((layer + 1) % every != 0 for layer in range(config["num_hidden_layers"]))
+        layer_types = _layer_types(kinds, "sliding_attention")
+    flags = _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": layer_types})
+    if flags and "full_attention" in layer_types:
+        flags["no_rope_freq"] = [int(kind == "full_attention") for kind in layer_types]
+    return flags
+
+
+def _write_hybrid_window(flags: Mapping[str, Any]) -> dict[str, Any]:
+    config = _write_listed_window(flags)
+    every = 4 if flags.get("window_size") else 0
+    return config | {"sliding_window_pattern": every}
+
+
 def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
     """Return which layers have the window, if there is one."""
     pattern, layers = flags.get("window_attn_skip_freq"), flags["num_layers"]
@@ -137,10 +160,11 @@ def _read_first_dense(config: Config) -> Flags:
 
 
 def _read_listed_dense(config: Config) -> Flags:
-    """Read a list of "dense" and "sparse" layers; without it all but the first have experts."""
+    """Read a list of "dense" and "sparse" layers; without it the first ones are dense, by default one."""
     kinds = config.get("mlp_layer_types")
-    layers = config["num_hidden_layers"]
-    return {"moe_layer_freq": [0] + [1] * (layers - 1) if kinds is None else [int(kind == "sparse") for kind in kinds]}
+    if kinds is None:
+        return _read_first_dense({"first_k_dense_replace": 1, **config})
+    return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
 
 
 def _write_listed_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,12 +176,17 @@ def _write_first_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern)}
 
 
-def _read_shared(config: Config) -> Flags:
-    width = (config.get("n_shared_experts") or 0) * config["moe_intermediate_size"]
-    return {"moe_shared_expert_intermediate_size": width or None}
+def _shared(key: str) -> ConfigConverter:
+    """Return the converter of a number of shared experts."""
+
+    def read(config: Config) -> Flags:
+        width = (config.get(key) or 0) * config["moe_intermediate_size"]
+        return {"moe_shared_expert_intermediate_size": width or None}
+
+    return ConfigConverter(read, lambda flags: {key: _num_shared(flags)})
 
 
-def _write_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
+def _num_shared(flags: Mapping[str, Any]) -> int:
     width = flags.get("moe_shared_expert_intermediate_size") or 0
     expert = flags.get("moe_ffn_hidden_size") or flags["ffn_hidden_size"]
     if not width or width % expert:
@@ -165,7 +194,7 @@ def _write_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
             f"--moe-shared-expert-intermediate-size {width or None}: a DeepSeek model has shared experts of the width "
             f"of the others; a multiple of --moe-ffn-hidden-size {expert} is needed"
         )
-    return {"n_shared_experts": width // expert}
+    return width // expert
 
 
 def _read_groups_of_experts(config: Config) -> Flags:
@@ -278,12 +307,13 @@ GROUPED = ConfigConverter(_read_groups, _write_groups)
 WINDOW = ConfigConverter(_read_window, _write_window)
 QWEN_WINDOW = ConfigConverter(_read_qwen_window, _write_qwen_window)
 LATE_WINDOW = ConfigConverter(_read_late_window, _write_listed_window)
+HYBRID_WINDOW = ConfigConverter(_read_hybrid_window, _write_hybrid_window)
 ALTERNATING = ConfigConverter(_read_alternating, _write_listed_window)
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
 SPARSE_STEP = ConfigConverter(_read_sparse_step, _write_sparse_step)
 LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)
 FIRST_DENSE = ConfigConverter(_read_first_dense, _write_first_dense)
-SHARED = ConfigConverter(_read_shared, _write_shared)
+SHARED, NUM_SHARED = _shared("n_shared_experts"), _shared("num_shared_experts")
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)
 LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)

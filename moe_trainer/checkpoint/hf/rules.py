@@ -91,12 +91,17 @@ _DENSE = _rules("""
     mlp.linear_fc1.weight = mlp.gate_proj.weight F H, mlp.up_proj.weight F H : HALVES
     mlp.linear_fc2.weight = mlp.down_proj.weight H F
 """)
-_EXPERTS = _rules("""
+_EXPERT_WEIGHTS = _rules("""
     mlp.router.weight = mlp.gate.weight X H
-    mlp.router.expert_bias = mlp.gate.e_score_correction_bias X if moe_router_enable_expert_bias
     mlp.experts.local_experts.{e}.linear_fc1.weight = mlp.experts.{e}.gate_proj.weight E H, \
         mlp.experts.{e}.up_proj.weight E H | mlp.experts.gate_up_proj X 2E H : HALVES
     mlp.experts.local_experts.{e}.linear_fc2.weight = mlp.experts.{e}.down_proj.weight H E | mlp.experts.down_proj X H E
+""")
+_EXPERTS = _EXPERT_WEIGHTS + _rules("""
+    mlp.router.expert_bias = mlp.gate.e_score_correction_bias X if moe_router_enable_expert_bias
+""")
+_OUTSIDE_BIAS_EXPERTS = _EXPERT_WEIGHTS + _rules("""
+    mlp.router.expert_bias = mlp.e_score_correction_bias X | mlp.gate.e_score_correction_bias X
 """)
 _MIXTRAL = _rules("""
     mlp.router.weight = block_sparse_moe.gate.weight X H | mlp.gate.weight X H
@@ -210,6 +215,7 @@ NAMES = MappingProxyType(
         "deepseek_v3": Names(_LATENT, _EXPERTS + _SHARED, mtp=_MTP),
         "glm4_moe": Names(_GROUPED, _EXPERTS + _SHARED, mtp=_MTP),
         "glm4_moe_lite": Names(_LATENT, _EXPERTS + _SHARED, mtp=_MTP),
+        "exaone_moe": Names(_GROUPED, _OUTSIDE_BIAS_EXPERTS + _SHARED),
         "solar_open": Names(_GROUPED, _EXPERTS + _SHARED),
         "dots1": Names(_GROUPED, _EXPERTS + _SHARED),
         "deepseek_v32": Names(_LATENT + _INDEXER, _EXPERTS + _SHARED, mtp=_MTP),

@@ -20,6 +20,7 @@ _SIZES = {
     "initializer_range": 0.2,
     "attn_implementation": "eager",
     "bos_token_id": None,
+    "pad_token_id": None,
     "eos_token_id": None,
 }
 _GROUPED = {"num_key_value_heads": 2}
@@ -139,6 +140,20 @@ MODELS = {
     "glm4_moe_lite": (
         "Glm4MoeLite",
         _LATENT | _SIGMOID | {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 20},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        _GROUPED
+        | _EXPERTS
+        | {
+            "head_dim": 12,
+            "num_experts_per_tok": 4,
+            "num_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "sliding_window": 6,
+            "sliding_window_pattern": 2,
+        },
     ),
     "solar_open": ("SolarOpen", _GROUPED | _SIGMOID | {"head_dim": 12, "attention_bias": True}),
     "dots1": (
