@@ -23,6 +23,12 @@ def is_device(path: str | Path) -> bool:
     return target.parent == Path("/dev") or (target.exists() and not (target.is_file() or target.is_dir()))
 
 
+def cannot_write(path: Path) -> bool:
+    """Return whether a file surely cannot be written there, which a long command checks before it starts."""
+    # a read-only file is replaced
+    return path.is_dir() or not os.access(path if is_device(path) else path.absolute().parent, os.W_OK)
+
+
 @contextmanager
 def atomic_path(path: str | Path, *, sync: bool = False, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` at the end of the block, or is removed if the block raises.

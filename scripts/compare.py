@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 from moe_trainer.comparison.report import comparison_figures, comparison_lines
 from moe_trainer.comparison.runs import make_groups
-from moe_trainer.drawing.report_page import Figure, cannot_write, write_report
+from moe_trainer.drawing.report_page import Figure, write_report
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.io import cannot_write
 from moe_trainer.metrics.dashboard import read_runs
 
 

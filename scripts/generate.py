@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_trainer.drawing.report_page import cannot_write
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.io import cannot_write
 from scripts import rank_program
 
 Prompt = str | list[dict[str, str]]

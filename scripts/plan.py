@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
 from arguments.tokens import FIELDS
-from moe_trainer.drawing.report_page import cannot_write, write_report
+from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, plan_of_flags, run_dry_run
 from moe_trainer.estimate.hardware import GIB, Constants, find_hardware
@@ -53,6 +53,7 @@ from moe_trainer.estimate.search_pictures import search_figures
 from moe_trainer.estimate.search_text import search_lines
 from moe_trainer.estimate.uncertainty import UNTESTED, cross_validate, fit, published_residuals, total_error
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.io import cannot_write
 
 SEARCH_OPTIONS = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size", "--report-html")
 RECORD = Path(__file__).resolve().parent / "bench_results" / "planner.md"

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_trainer.drawing.report_page import cannot_write, write_report
+from moe_trainer.drawing.report_page import write_report
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.io import cannot_write
 
 if TYPE_CHECKING:
     from moe_trainer.debug.step_record import Record

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_trainer.drawing.svg import clean
-from moe_trainer.io import atomic_path, is_device
+from moe_trainer.io import atomic_path
 
 _STYLE = """
 :root{color-scheme:light dark;--paper:#f2f2f4;--ink:#24262a;--card:#fff;--edge:#d9d9de}
@@ -56,12 +55,6 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
         parts += [f"<h2>{clean(figure.heading)}</h2>", f"<figure>{figure.svg}{caption}</figure>"]
     parts += ["<h2>Text output</h2>", f"<pre>{clean(chr(10).join(lines))}</pre>", "</main></body></html>", ""]
     return "\n".join(parts)
-
-
-def cannot_write(path: Path) -> bool:
-    """Return whether a page surely cannot be written there, which a long command checks before it starts."""
-    # a read-only file is replaced
-    return path.is_dir() or not os.access(path if is_device(path) else path.absolute().parent, os.W_OK)
 
 
 def write_report(path: str | Path, title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> None:

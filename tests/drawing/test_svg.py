@@ -7,10 +7,10 @@ import pytest
 from drawing.reading import SVG, assert_texts_are_apart, boxes, root, texts
 
 from moe_trainer.drawing.axes import Scale, number_text, overlap, place_labels, round_ticks
-from moe_trainer.drawing.report_page import Figure, cannot_write, report_page, write_report
+from moe_trainer.drawing.report_page import Figure, report_page, write_report
 from moe_trainer.drawing.stacked_bars import Bar, Series, shares_bar, stacked_bars
 from moe_trainer.drawing.svg import INK, PALE, RED, Picture, shorten, text_on, text_width
-from moe_trainer.io import is_device
+from moe_trainer.io import cannot_write, is_device
 
 NASTY = "</svg><script>alert(1)</script> & \"quotes\" \x00\x1b \ud800 'x'"
 

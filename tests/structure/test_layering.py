@@ -54,7 +54,7 @@ FORBIDDEN = frozenset(
     {(a, b) for a in MODEL for b in MACHINERY}
     | {("arguments", leaf) for leaf in LEAVES}
     | {("ops", leaf) for leaf in LEAVES}
-    | {("drawing", leaf) for leaf in LEAVES}
+    | {("drawing", leaf) for leaf in LEAVES if leaf != "io"}
 )
 # Imports inside one level.
 SAME_LEVEL = frozenset(
@@ -75,6 +75,7 @@ WITHOUT_TORCH = (
     "moe_trainer.launch_env",
     "moe_trainer.errors",
     "moe_trainer.exit_codes",
+    "moe_trainer.io",
     "moe_trainer.ops.block_sizes",
     "moe_trainer.token_index",
     "moe_trainer.ops.logit_chunks",
