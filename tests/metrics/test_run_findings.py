@@ -1,5 +1,6 @@
 """Findings of a run: which layers, ranks and losses are unusual, in words."""
 
+from moe_trainer.metrics.run_data import RunData
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
 
 
@@ -45,8 +46,11 @@ def test_rank_is_slow_if_it_is_in_several_records():
 
 
 def test_slow_rank_has_the_iteration_since_when():
-    """One record in which it is not slow is noise."""
-    ranks = [{"iteration": at, "ranks": [100.0, 170.0 if at > 40 and at != 60 else 101.0]} for at in range(5, 101, 5)]
+    """One record in which it is not slow is noise; after two it was slow earlier."""
+    ranks = [
+        {"iteration": at, "ranks": [100.0, 170.0 if at == 5 or (at > 40 and at != 60) else 101.0]}
+        for at in range(5, 101, 5)
+    ]
     (finding,) = find_problems([], [], ranks)
     assert finding["text"] == "rank 1 computes 1.6 times as long as the others since iteration 45; they wait for it"
 
@@ -76,6 +80,23 @@ def test_what_was_not_recorded_is_named_with_its_flag():
     )
     (finding,) = find_problems([{"iteration": 1}], [], [])
     assert finding["text"] == "nothing unusual in the loss"
+
+
+def test_findings_of_a_run_use_its_mapping_and_model():
+    run = RunData("run", "metrics.jsonl")
+    head = {"model": {"num_experts": 16}, "mapping": {"world_size": 2, "ep": 2}}
+    run.take({"iteration": 1, "run": head})
+    assert "--moe-per-layer-logging" in (text := run.as_page()["findings"][0]["text"]) and "--log-straggler" in text
+    health = {"rank_max_over_mean": [1.0, 1.0], "straggler_cost": 0.0}
+    health |= make_routing(0, 0)
+    del health["iteration"]
+    for at in (2, 3):
+        run.take({"iteration": at, "routing": health, "own_time_ms": {"ranks": [1.0, 2.0]}})
+    (finding,) = run.as_page()["findings"]
+    assert "Routing does not explain it" in finding["text"]
+    odd = RunData("odd", "metrics.jsonl")
+    odd.take({"iteration": 1, "run": {"model": [], "mapping": {"world_size": "two", "ep": -1}}})
+    assert odd.as_page()["findings"][0]["text"] == "nothing unusual in the loss"
 
 
 def test_rising_and_nan_losses_are_found():
