@@ -11,6 +11,7 @@ intervals. Prints Markdown. Exit code: 0; 2 for runs that are missing or too few
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -45,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("give runs to compare, or --scaling with a folder of runs")
     if options.predict and not options.scaling:
         parser.error("--predict needs --scaling")
-    if any(not flops > 0 for flops in options.predict):
-        parser.error("--predict: FLOPs must be positive")
+    if any(not 0 < flops < math.inf for flops in options.predict):
+        parser.error("--predict: FLOPs must be positive and finite")
     if options.report_html is not None and cannot_write(options.report_html):
         parser.error(f"--report-html {options.report_html}: the file cannot be written")
     try:

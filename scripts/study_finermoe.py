@@ -103,6 +103,22 @@ class Run:
         return RELATIVE_TIME[self.arm] * tokens + TOKENS_PER_PROGRAM * (1 if self.arm == "dense" else 2)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a study wrote.
+
+    Raises:
+        UserError: if it is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        error: object = "no table"
+    except (OSError, ValueError) as problem:
+        error = problem
+    raise UserError(f"{path} is damaged ({error}); remove it to write it again")
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -174,7 +190,7 @@ def execute_all(study: Study, jobs: int, show: Callable[[str], None]) -> list[di
     """
     runs = [Run(arm, seed) for seed in range(1, study.seeds + 1) for arm in ("start", *ARMS)]
     paths = {run: study.folder / "runs" / f"{run.name}.json" for run in runs}
-    results = {run: json.loads(path.read_text(encoding="utf-8")) for run, path in paths.items() if path.exists()}
+    results = {run: read_json(path) for run, path in paths.items() if path.exists()}
     if results:
         show(f"{len(results)} of {len(runs)} runs are finished already")
     active: dict[Future[dict[str, Any]], Run] = {}
@@ -244,7 +260,7 @@ def open_folder(study: Study) -> None:
     path = study.folder / "study.json"
     settings = {"seeds": study.seeds, "has_task": study.has_task, **asdict(study.size), "flags": MODEL, "arms": WAYS}
     if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
+        old = read_json(path)
         differing = sorted(key for key in {*settings, *old} - {"seeds"} if old.get(key) != settings.get(key))
         if differing:
             raise UserError(f"{study.folder} has another study (different: {', '.join(differing)}); give a new folder")
@@ -300,14 +316,14 @@ def main(words: list[str]) -> int:
     try:
         make_data(study.folder / "data", size)
         results = execute_all(study, options.jobs or cores, show)
-    except UserError as error:
+        tokens = [iterations * BATCH * SEQ_LENGTH for iterations in (size.dense_iterations, size.iterations)]
+        write_study_report(study.folder, describe_arms(size), results, tokens[0], tokens[1])
+    except (ValueError, OSError) as error:  # UserError is a ValueError; results that were recorded stay
         print(f"study_finermoe.py: {error}", file=sys.stderr)
         return ExitCode.FAILED
     except KeyboardInterrupt:
         print("study_finermoe.py: interrupted; the same command continues after the finished runs", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    tokens = [iterations * BATCH * SEQ_LENGTH for iterations in (size.dense_iterations, size.iterations)]
-    write_study_report(study.folder, describe_arms(size), results, tokens[0], tokens[1])
     show(f"written: {study.folder}/report.md and report.html")
     return ExitCode.OK
 

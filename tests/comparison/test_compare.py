@@ -133,6 +133,7 @@ def test_single_runs_have_no_note_on_intervals(tmp_path, capsys):
         ([], "give runs to compare"),
         (["none"], "no such file"),
         (["none", "--predict", "1e9"], "needs --scaling"),
+        (["--scaling", ".", "--predict", "inf"], "--predict: FLOPs must be positive and finite"),
         (["--scaling", "none"], "not a directory"),
         (["--scaling", "."], "no run with parameters"),
     ],

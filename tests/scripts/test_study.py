@@ -113,6 +113,17 @@ def test_another_study_is_not_continued(study, tmp_path, capsys):
         assert ended.value.code == 2 and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_damaged_files_of_a_study_are_named(tmp_path, monkeypatch, capsys, content):
+    folder, result = tmp_path / "out", tmp_path / "out/runs/dense-seed1.json"
+    monkeypatch.setattr(study_finermoe, "make_data", lambda data, size: result.write_text(content))
+    assert study_finermoe.main([str(folder), "--smoke", "--no-task"]) == 1
+    assert f"{result} is damaged (" in capsys.readouterr().err
+    (folder / "study.json").write_text(content)
+    assert study_finermoe.main([str(folder), "--smoke", "--no-task"]) == 2
+    assert "study.json is damaged (" in capsys.readouterr().err
+
+
 def test_a_failed_run_ends_the_study_and_shows_its_output(tmp_path, monkeypatch, capsys):
     """Runs that wait are not started; those of before keep their results."""
     executed, has_failed = [], threading.Event()

@@ -1,0 +1,85 @@
+"""Figures of a run that the page shows as they are: status, progress, times, tokens, rounding, and what changes within a run."""
+
+import pytest
+
+from moe_trainer.metrics import run_data
+from moe_trainer.metrics.run_data import DownsampledList, RunData
+
+
+def make_run(records, **head):
+    run = RunData("run", "path")
+    for at, record in enumerate(records, 1):
+        run.take({"iteration": at, **record, **({"run": head} if at == 1 else {})})
+    return run
+
+
+def routing(layers, experts, load=3):
+    names = ("load_max_over_mean", "load_entropy", "dead_experts", "rank_max_over_mean")
+    return {
+        "layers": list(range(layers)),
+        "straggler_cost": 0.1,
+        "tokens_per_expert": [[load] * experts] * layers,
+        **{name: [1.0] * layers for name in names},
+    }
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "age_s", "status"),
+    [(1, 119, "running"), (1, 121, "stalled"), (10, 199, "running"), (10, 201, "stalled"), (10, 601, "stopped")],
+)
+def test_status_is_by_the_age_of_the_newest_record(monkeypatch, interval_s, age_s, status):
+    monkeypatch.setattr(run_data.time, "time", lambda: 5000.0)
+    run = make_run([{"interval_s": interval_s}], train_iters=2)
+    assert run.as_page(updated=5000.0 - age_s)["status"] == status
+    run.take({"iteration": 2})
+    assert run.as_page(updated=5000.0 - age_s)["status"] == "finished"
+
+
+def test_progress_is_of_the_newest_records():
+    records = [{"elapsed_ms": 9000.0 if at < 50 else 2000.0, "interval_s": 1.5, "time": 102.0 + 2 * at, "consumed_samples": 4 * at + 4} for at in range(100)]  # fmt: skip
+    progress = make_run(records, train_iters=110, started=100.0, model={"seq_length": 8}).as_page()["progress"]
+    assert progress == {"iteration": 100, "train_iters": 110, "wall_s": 200.0, "tokens": 3200, "eta_s": 20.0, "goodput": 0.75}  # fmt: skip
+    fast = make_run([{"interval_s": 9.0, "time": 104.0}], started=100.0)
+    assert fast.as_page()["progress"]["goodput"] == 1.0
+
+
+def test_time_and_tokens_are_left_out_where_they_are_unknown():
+    records = [{"time": 50.0 + at, "elapsed_ms": 500.0, "consumed_samples": at + 1} for at in range(3)]
+    page = make_run(records, model={"seq_length": 8}).as_page()
+    assert page["records"]["wall_s"] == [0.5, 1.5, 2.5] and page["records"]["tokens"] == [8, 16, 24]
+    page = make_run([*records, {}], model={"seq_length": 8}, settings={"sft": True}).as_page()
+    assert not {"wall_s", "tokens"} & set(page["records"]) and "tokens" not in page["progress"]
+
+
+def test_losses_keep_more_digits_and_one_record_has_no_constants():
+    series = make_run([{"lm loss": 2.12345678, "grad_norm": 1.12345678}]).as_page()["records"]["series"]
+    assert series == {"lm loss": [2.1234568], "grad_norm": [1.1235]}
+
+
+def test_downsampled_items_are_evenly_spaced_and_include_the_ends():
+    kept = DownsampledList(8)
+    for item in range(101):
+        kept.add(item)
+    assert kept.items() == [0, 16, 32, 48, 64, 80, 96, 100]
+
+
+def test_slow_rank_is_an_event_when_it_becomes_slow():
+    times = [{"own_time_ms": {"stragglers": each, "ranks": [1.0, 2.0]}} for each in ([1], [1], [], [0, 1])]
+    events = make_run(times).as_page()["events"]
+    assert [(each["iteration"], each["text"][:6]) for each in events] == [(1, "rank 1"), (4, "rank 0"), (4, "rank 1")]
+
+
+def test_other_numbers_of_layers_experts_and_ranks_are_those_of_the_newest_records():
+    """A run was resumed on other ranks and, by another program, with another model."""
+    records = [{"routing": routing(2, 4), "own_time_ms": {"ranks": [1.0] * 4}}] * 2
+    records += [{"routing": routing(2, 8), "own_time_ms": {"ranks": [1.0] * 2, "memory_mb": [5, 6]}}] * 2
+    page = make_run(records).as_page()
+    assert page["routing"]["loads"] == {"iteration": [3, 4], "tokens_per_expert": [[[3] * 8] * 2] * 2}
+    assert page["ranks"]["iteration"] == [3, 4] and page["ranks"]["memory_mb"] == [[5, 6]] * 2
+    page = make_run([*records, {"own_time_ms": {"ranks": [1.0] * 2}}]).as_page()
+    assert page["ranks"]["iteration"] == [3, 4, 5] and "memory_mb" not in page["ranks"]
+
+
+def test_loads_of_a_large_model_are_bounded():
+    run = make_run([{"routing": routing(40, 256)}] * 200)
+    assert len(run.as_page()["routing"]["loads"]["iteration"]) <= run_data.MAX_LOADS // (40 * 256) + 1
