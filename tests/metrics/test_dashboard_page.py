@@ -17,6 +17,7 @@ PAGES = {
     "hostile": sample_runs.hostile_run,
     "list": sample_runs.list_of_runs,
     "collapsed": lambda: make_page(make_run("collapsed-router", collapsed=3)),
+    "sparse": lambda: make_page(make_run("sparse", records=4)),
     "two ranks": lambda: make_page(make_run("long", ranks=2, slow=1), make_run("short", iterations=200)),
 }
 
@@ -105,6 +106,47 @@ def test_controls_change_what_is_drawn(driver, show):
     run("dashboard.view.perplexity = false; dashboard.view.axis = 'iteration'; dashboard.draw()")
     top = "return dashboard.charts.grad_norm ? 0 : [...Object.entries(dashboard.charts)].map(each => each[0])"
     assert iterations == 400 and run(top) is not None
+
+
+def test_head_of_a_run_has_its_figures(driver, show):
+    run = show("collapsed")
+    text = run("return document.querySelector('#runs .facts').textContent")
+    for words in (
+        "iteration 400 of 800 (50 %)",
+        "tokens 419.4M",
+        "ETA 2 min 44 s",
+        "wall time 2 min 57 s",
+        "goodput 92.0 %",
+    ):
+        assert words in text, text
+
+
+def test_parts_of_an_iteration_are_stacked(driver, show):
+    run = show("sparse")
+    parts = json.loads(run("return JSON.stringify(dashboard.data.runs[0].records.step_time_ms)"))
+    stacked, total = run("return dashboard.charts.step_time.data.slice(1)"), [0.0] * 4
+    for values, line in zip(parts.values(), reversed(stacked), strict=True):
+        total = [before + value for before, value in zip(total, values)]
+        assert line == pytest.approx(total)
+
+
+def test_places_between_records_are_interpolated(driver, show):
+    """Tasks ran at iterations 10, 110, 210 and 310; records are of 100, 200, 300 and 400."""
+    run = show("sparse")
+    run("const each = document.getElementById('axis'); each.value = 'tokens'; each.onchange({target: each})")
+    places = run("return dashboard.charts['tasks acc'].data[0]")
+    assert places == pytest.approx([at * 1_048_576 for at in (100, 110, 210, 310)])
+
+
+def test_map_of_the_ranks_is_relative_to_their_median(driver, show):
+    run = show("three")
+    pixel = (
+        "dashboard.view.theme = 'light'; dashboard.draw(); const map = dashboard.maps.rank_time_2, dense = devicePixelRatio || 1;"
+        "const [x, y] = map.cell(arguments[0], 39); return [...map.canvas.getContext('2d').getImageData(x * dense, y * dense, 1, 1).data]"
+    )
+    assert min(run(pixel, 0)[:3]) > 225  # as fast as the median: neutral
+    red, green, _, _ = run(pixel, 5)
+    assert red > 150 and green < 80
 
 
 def test_outliers_are_clipped_unless_asked_for(driver, show):
