@@ -120,7 +120,7 @@ _LINEAR_ATTENTION_FLAGS = tuple(
     "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
     "linear_num_value_heads".split()
 )
-_QWEN_NEXT_KEYS = (*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY, *(Key(name, name) for name in _LINEAR_ATTENTION_FLAGS))
+_QWEN_NEXT_KEYS = (*_QWEN_MOE_KEYS, _SHARED_EXPERT_KEY, *tuple(Key(name, name) for name in _LINEAR_ATTENTION_FLAGS))
 _QWEN_NEXT = MappingProxyType(
     {
         "qk_layernorm": True,
