@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +116,8 @@ def read_prompts(path: Path, has_conversations: bool) -> list[Prompt]:
         ValueError: if it cannot be read, or a line is wrong; the message has its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # splitlines would also split at characters that JSON and texts may contain (U+2028, form feed)
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise ValueError(f"--prompts-file {path}: the file cannot be read ({reason})") from error
@@ -128,8 +131,8 @@ def read_prompts(path: Path, has_conversations: bool) -> list[Prompt]:
         where = f"--prompts-file {path}, line {number}"
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg})") from error
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from error
         prompts.append(_prompt(value, where, has_conversations))
     return prompts
 
@@ -169,7 +172,8 @@ def _generate(request: Request) -> int:
     from moe_trainer.parallel.state import close_groups
     from moe_trainer.training.inference import as_model, load_for_inference, open_chat_template
 
-    loaded = load_for_inference(request.source, request.flags)
+    with redirect_stdout(sys.stderr):  # stdout has the texts only
+        loaded = load_for_inference(request.source, request.flags)
     ctx, codec, prompts = loaded.ctx, TextCodec(loaded.tokenizer), request.prompts
     if options.apply_chat_template:
         template = open_chat_template(ctx)
@@ -199,7 +203,10 @@ def _write(output: Path | None, prompts: Sequence[str], found: Sequence[Any]) ->
     from moe_trainer.io import atomic_write
 
     if output is None:
-        print("\n\n".join(f"{prompt}{each.text}" for prompt, each in zip(prompts, found, strict=True)), flush=True)
+        try:
+            print("\n\n".join(f"{prompt}{each.text}" for prompt, each in zip(prompts, found, strict=True)), flush=True)
+        except BrokenPipeError:  # ... | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     with name_write_errors("--output", output), atomic_write(output) as file:
         for prompt, each in zip(prompts, found, strict=True):

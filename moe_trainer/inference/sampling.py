@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SMALLEST_TEMPERATURE = 1e-5
+"""Logits divided by a smaller one could exceed fp32."""
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -31,8 +34,8 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature {self.temperature} must be 0 or above, and finite")
+        if self.temperature and not SMALLEST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(f"temperature {self.temperature} must be 0, or finite and at least {SMALLEST_TEMPERATURE}")
         if self.top_k < 0:
             raise ValueError(f"top-k {self.top_k} must be 0 (all tokens) or above")
         if not 0.0 < self.top_p <= 1.0:

@@ -25,7 +25,7 @@ class TextCodec:
         )
         if decode is None:
             raise UserError(
-                f"--tokenizer-type: {type(tokenizer).__name__} has no text, which tasks consist of; give the tokenizer "
+                f"--tokenizer-type: {type(tokenizer).__name__} has no text; give the tokenizer "
                 "that the model was trained with (--tokenizer-type, --tokenizer-model)"
             )
         if tokenizer.eod is None:
@@ -40,7 +40,14 @@ class TextCodec:
         """Return the ids of a text.
 
         `with_begin`: False leaves out the begin token that the tokenizer adds; None does so if the text has one.
+
+        Raises:
+            UserError: if the text is not Unicode.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{ascii(text[:40])}: not UTF-8, or with half of a surrogate pair") from error
         ids = self._tokenizer.tokenize(text)
         if self._begin is not None and (
             (with_begin is False and ids[:1] == [self._begin])

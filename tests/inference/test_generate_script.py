@@ -89,7 +89,7 @@ def script(folder, *words):
 def test_texts_are_printed_after_their_prompts(folder, alone):
     done = script(folder, "ck", PROMPTS[0], PROMPTS[1], "--max-new-tokens", "16", "--batch-size", "1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("\n\n".join(each["prompt"] + each["text"] for each in alone[:2]) + "\n")
+    assert done.stdout == "\n\n".join(each["prompt"] + each["text"] for each in alone[:2]) + "\n"  # and no log
     assert "2 texts, 32 new tokens in" in done.stderr
 
 
@@ -122,22 +122,25 @@ def test_conversations_are_written_by_the_chat_template(folder):
         ("ck Once --max-new-tokens 0", "--max-new-tokens 0 must be above 0"),
         ("ck Once --samples-per-prompt 2", "--samples-per-prompt needs a --temperature"),
         ("ck Once --top-k 3", "need a temperature"),
-        ("ck Once --temperature -1", "temperature -1.0 must be 0 or above"),
+        ("ck Once --temperature -1", "temperature -1.0 must be 0, or"),
         ("ck Once --output no/such/file", "--output no/such/file: the file cannot be written"),
         ("ck --prompts-file none.txt", "--prompts-file none.txt: the file cannot be read"),
         ("ck --prompts-file bad.jsonl", "--prompts-file bad.jsonl, line 2: not JSON"),
+        ("ck --prompts-file deep.jsonl", "--prompts-file deep.jsonl, line 1: not JSON (nested too deeply)"),
         ("ck --prompts-file number.jsonl", "--prompts-file number.jsonl, line 1: a line must be a string"),
         ("ck --prompts-file chat.jsonl", '"messages" needs --apply-chat-template'),
         ("ck --prompts-file turns.jsonl --apply-chat-template", '"messages" must be a list of objects'),
+        ("ck Once\udcff --max-new-tokens 4", "'Once\\udcff': not UTF-8"),
         ("ck Once --max-new-tokens 64", "with 64 new ones it is longer than the model's 64 positions"),
     ],
 )
 def test_wrong_input_is_named(folder, words, named, capsys, monkeypatch):
     (folder / "bad.jsonl").write_text('"good"\n{"prompt": \n')
     (folder / "number.jsonl").write_text("3\n")
+    (folder / "deep.jsonl").write_text("[" * 100000)
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     (folder / "turns.jsonl").write_text('{"messages": ["x"]}\n')
-    if "64" in words:  # found by the model
+    if words[-1] == "4" and words.startswith("ck"):  # found after the model is loaded
         done = script(folder, *words.split())
         assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr
         return
@@ -147,6 +150,16 @@ def test_wrong_input_is_named(folder, words, named, capsys, monkeypatch):
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2 and named in capsys.readouterr().err
+
+
+def test_lines_of_prompts_end_at_line_breaks_only(tmp_path):
+    prompt = "a\u2028b\fc"
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(prompt, ensure_ascii=False).encode() + b"\r\n\n" + b'{"prompt": "d"}')
+    assert generate.read_prompts(path, False) == [prompt, "d"]
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(f"{prompt}\r\nd\n".encode())
+    assert generate.read_prompts(path, False) == [prompt, "d"]
 
 
 def test_run_writes_samples_and_keeps_its_losses(folder):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_trainer.inference.sampling import SamplingOptions, choose_tokens
+from moe_trainer.inference.sampling import SMALLEST_TEMPERATURE, SamplingOptions, choose_tokens
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
 PROBS = LOGITS.softmax(-1)[0]
@@ -52,11 +52,19 @@ def test_largest_and_smallest_draws_give_tokens_that_are_kept():
     assert choose_tokens(LOGITS.expand(2, -1), SamplingOptions(1.0, top_k=3), edges).tolist() == [1, 2]
 
 
+def test_smallest_temperature_takes_the_most_probable_token():
+    logits = LOGITS * 1e4
+    found = choose_tokens(logits.expand(9, -1), SamplingOptions(SMALLEST_TEMPERATURE), draws(9))
+    assert found.tolist() == [1] * 9
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
         ({"temperature": -1.0}, "temperature -1.0"),
         ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"temperature": 1e-40}, "temperature 1e-40"),
         ({"temperature": 1.0, "top_k": -1}, "top-k -1"),
         ({"temperature": 1.0, "top_p": 0.0}, "top-p 0.0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top-p 1.5"),
