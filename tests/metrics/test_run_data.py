@@ -47,8 +47,10 @@ def test_time_and_tokens_are_left_out_where_they_are_unknown():
     records = [{"time": 50.0 + at, "elapsed_ms": 500.0, "consumed_samples": at + 1} for at in range(3)]
     page = make_run(records, model={"seq_length": 8}).as_page()
     assert page["records"]["wall_s"] == [0.5, 1.5, 2.5] and page["records"]["tokens"] == [8, 16, 24]
-    page = make_run([*records, {}], model={"seq_length": 8}, settings={"sft": True}).as_page()
-    assert not {"wall_s", "tokens"} & set(page["records"]) and "tokens" not in page["progress"]
+    for more, settings in (([{}], {}), ([], {"sft": True}), ([], {"use_varlen_dataset": True})):
+        page = make_run([*records, *more], model={"seq_length": 8}, settings=settings).as_page()
+        assert "tokens" not in page["records"] and "tokens" not in page["progress"]
+        assert ("wall_s" in page["records"]) == (not more)
 
 
 def test_losses_keep_more_digits_and_one_record_has_no_constants():
