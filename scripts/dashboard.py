@@ -31,6 +31,7 @@ from moe_trainer.metrics.run_files import MAX_PARSED_BYTES, METRICS_NAME, find_m
 
 POLL_MS = 5000
 MAX_LISTED = 500
+_KEPT_BYTES = 4096  # of a file, to see whether what was read is still there
 NAME_ERRORS = "surrogateescape"  # of names of folders that are not UTF-8, as Python reads them
 
 
@@ -39,7 +40,7 @@ class Follower:
 
     def __init__(self, path: Path, num_runs: int):
         self._path, self._num_runs = path, num_runs
-        self._position, self._inode = 0, 0
+        self._position, self._inode, self._newest = 0, 0, b""
         self._run: RunData | None = None
 
     def read(self) -> RunData | None:
@@ -49,25 +50,33 @@ class Follower:
             OSError: if the file is gone or cannot be read.
         """
         status = self._path.stat()
-        if self._run is None or status.st_size < self._position or status.st_ino != self._inode:
+        lines = self._appended() if self._run is not None and status.st_ino == self._inode else None
+        if self._run is None or lines is None:
             self._inode, self._position = status.st_ino, self._end_of_lines(status.st_size)
             self._run = read_run(self._path, self._num_runs, self._position)
             return self._run
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            lines = file.read(MAX_PARSED_BYTES)
         complete = lines[: lines.rfind(b"\n") + 1]
         for line in complete.splitlines():
             take_line(self._run, line)
         self._position += len(complete)
+        self._newest = (self._newest + complete)[-_KEPT_BYTES:]
         return self._run
 
+    def _appended(self) -> bytes | None:
+        """Return what follows what was read; None if that has changed, as when a resumed run repeats iterations."""
+        with self._path.open("rb") as file:
+            file.seek(self._position - len(self._newest))
+            return file.read(MAX_PARSED_BYTES) if file.read(len(self._newest)) == self._newest else None
+
     def _end_of_lines(self, size: int) -> int:
-        """Return where the last complete line ends."""
+        """Return where the last complete line ends, and keep the bytes before it."""
         with self._path.open("rb") as file:
             start = max(0, size - 2**20)
             file.seek(start)
-            return start + file.read(size - start).rfind(b"\n") + 1
+            content = file.read(size - start)
+        end = content.rfind(b"\n") + 1
+        self._newest = content[max(0, end - _KEPT_BYTES) : end]
+        return start + end
 
 
 class Runs:

@@ -83,6 +83,18 @@ def test_follows_a_run_and_its_torn_last_line(served):
     assert losses() == [6.0]
 
 
+def test_follows_a_run_that_repeats_iterations_after_a_kill(served):
+    """The file is as long as before when it is read again, or longer."""
+    address, folder = served
+    path = folder / "first/metrics.jsonl"
+    for first, last in ((4.0, 3.0), (2.0, 1.0)):
+        path.write_text("")
+        write(folder / "first", {"iteration": 1, "lm loss": first}, {"iteration": 2, "lm loss": last})
+        run = json.loads(get(address + "data?run=first")[1])["runs"][0]
+        assert run["records"]["series"]["lm loss"] == [first, last]
+        assert run["records"]["iteration"] == [1, 2]
+
+
 def test_answers_only_who_knows_the_token_and_the_address(served):
     address, _ = served
     origin = "http://" + urlsplit(address).netloc
