@@ -111,3 +111,17 @@ def test_rising_and_nan_losses_are_found():
         "card": "loss",
         "text": "2 of the newest iterations had a NaN loss",
     }
+
+
+def test_thresholds_of_findings():
+    """Drops of more than a percent, low entropy, a loss that rose by a tenth, and a rank that needs a fifth more time."""
+    record = make_routing(10, 0, entropy=(0.79, 0.81)) | {"drop_rate": [0.01, 0.02]}
+    dropped, uneven = sorted(worst_layers([record]), key=lambda each: -each["layer"])
+    assert dropped["text"] == "layer 43: 2 % of the chosen tokens are dropped"
+    assert uneven["text"] == "layer 2: the normalized load entropy is 0.79"
+    for rise, expected in ((0.09, "ok"), (0.15, "warn")):
+        losses = [{"iteration": at, "lm loss": 2.0 + (rise if at > 60 else 0.0)} for at in range(1, 101)]
+        assert [each["severity"] for each in find_problems(losses, [], [])] == [expected]
+    for slow, expected in ((119.0, "ok"), (121.0, "bad")):
+        times = [{"iteration": at, "ranks": [100.0, slow, 100.0]} for at in range(5)]
+        assert find_problems([{"iteration": 1}], [], times)[0]["severity"] == expected
