@@ -6,7 +6,7 @@ import re
 import pytest
 
 from moe_trainer.comparison.report import comparison_figures
-from moe_trainer.comparison.runs import common_end, make_groups, settings_that_differ
+from moe_trainer.comparison.runs import Run, common_end, make_groups, settings_that_differ
 from moe_trainer.comparison.scaling import read_points
 from moe_trainer.metrics.dashboard import read_runs
 from scripts.compare import main
@@ -103,6 +103,37 @@ def test_runs_without_losses_are_compared_by_what_they_have(runs, tmp_path, caps
     assert main([folders[0], folders[0], "--report-html", str(tmp_path / "none.html")]) == 0
     assert (tmp_path / "report.html").read_text().count("<svg") == 2
     assert "<svg" not in (tmp_path / "none.html").read_text()
+
+
+def test_figures_are_the_newest_and_those_of_the_worst_layer(runs):
+    (page,) = read_runs(runs[:1])
+    page["validations"] = [
+        {"set": kind, "iteration": at, "lm loss": loss}
+        for kind, at, loss in (("validation", 1, 3.0), ("validation", 2, 2.5), ("test", 2, 9.0))
+    ]
+    page["routing"] = {
+        "metrics": {"load_max_over_mean": [[9.0, 9.0], [1.5, None]], "load_entropy": [[0.1, 0.1], [0.7, 0.8]]}
+    }
+    run = Run(page)
+    assert run.validation_loss == 2.5
+    assert run.routing("load_max_over_mean", max) == 1.5 and run.routing("load_entropy", min) == 0.7
+    assert run.routing("load_entropy", max) == 0.8 and run.routing("dead_experts", max) is None
+
+
+def test_differences_of_other_seeds_are_not_taken_seed_by_seed(tmp_path, capsys):
+    folders = [write_run(tmp_path / f"low-{seed}", seed) for seed in (1, 2, 3)]
+    folders += [write_run(tmp_path / f"high-{seed}", seed, lr=2e-3, offset=0.2) for seed in (4, 5, 6)]
+    assert main(folders) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if line.startswith("| training loss at equal tokens"))
+    assert row.endswith("| 0.2300 +- 0.0227 * |")  # Welch's, of variances that are equal
+
+
+def test_runs_of_unknown_seed_are_no_group(tmp_path):
+    pages = read_runs([write_run(tmp_path / str(number), seed=1) for number in (1, 2)])
+    for page in pages:
+        page["head"]["settings"].pop("seed")
+    assert [len(group.runs) for group in make_groups(pages)] == [1, 1]
 
 
 def test_throughput_that_never_changed_is_known(runs):
