@@ -51,6 +51,8 @@ class ModelArgs:
     """Keep the residual stream in fp32."""
     qk_layernorm: bool = False
     """Normalize the queries and keys of each head."""
+    qk_layernorm_all_heads: bool = False
+    """Normalize queries over all heads together, and keys (OLMoE, MiniMax-M2), instead of each head."""
     qk_l2_norm: bool = False
     """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
     swiglu: bool = False

@@ -111,6 +111,31 @@ def limit_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         )
 
 
+def check_norm_of_all_heads(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.qk_layernorm_all_heads and not s.qk_layernorm:
+        yield s.violation("{qk_layernorm_all_heads:flag} needs {qk_layernorm:flag}.")
+
+
+def limit_norm_of_all_heads(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    """List what norms over all heads are not built for."""
+    yield Limit(
+        s.qk_layernorm_all_heads and s.multi_latent_attention,
+        "{qk_layernorm_all_heads:flag} cannot be combined with {multi_latent_attention:flag}, whose norms are of "
+        "latents.",
+    )
+    yield Limit(
+        s.qk_layernorm_all_heads and s.normalization != "RMSNorm",
+        "{qk_layernorm_all_heads:flag} cannot be combined with {normalization}: only root mean squares are summed over "
+        "tensor-parallel ranks.",
+    )
+    groups = s.num_query_groups if s.group_query_attention else s.num_attention_heads
+    yield Limit(
+        s.qk_layernorm_all_heads and groups is not None and s.tensor_model_parallel_size > groups,
+        "{qk_layernorm_all_heads:flag} cannot be combined with {tensor_model_parallel_size} above the number of "
+        "key-value groups: their ranks have keys in common.",
+    )
+
+
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.experimental_attention_variant not in DELTA_NETS:
         return

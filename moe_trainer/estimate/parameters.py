@@ -149,7 +149,10 @@ class LayerParams:
             rows = queries * (1 + model.attention_output_gate) + 2 * model.query_groups * model.kv_channels
             count = hidden * (rows + queries) // self.tp + rest
             count += rows // self.tp if self._bias or model.add_qkv_bias else 0
-            return count + (2 * self.norm(model.kv_channels) if model.qk_layernorm else 0)
+            norms = 2 * self.norm(model.kv_channels)
+            if model.qk_layernorm_all_heads:
+                norms = (heads + model.query_groups) * model.kv_channels // self.tp
+            return count + (norms if model.qk_layernorm else 0)
         key = model.qk_head_dim + model.qk_pos_emb_head_dim
         latent_norm = self.norm if model.qk_layernorm else lambda width: 0
         if model.q_lora_rank is None:

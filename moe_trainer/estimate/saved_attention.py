@@ -26,8 +26,9 @@ def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
     if model.qk_layernorm or model.qk_l2_norm:
         numbers = 2 if model.normalization == "LayerNorm" and not model.qk_l2_norm else 1
         for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
+            rows = layer.tokens * (1 if model.qk_layernorm_all_heads else count)
             yield SavedTensor(f"{name}.x", (layer.tokens * count, width), layer.size)
-            yield SavedTensor(f"{name}.statistics", (layer.tokens * count, numbers), WIDE)
+            yield SavedTensor(f"{name}.statistics", (rows, numbers), WIDE)
     yield from _core(layer, heads, groups, width, width, discarded=False)
     if model.attention_output_gate:
         yield SavedTensor("gate", (layer.tokens, heads * width), layer.size, "qkv_linear")

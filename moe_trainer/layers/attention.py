@@ -22,7 +22,7 @@ from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.max_logits import MaxLogitTracker
-from moe_trainer.layers.norm import L2Norm
+from moe_trainer.layers.norm import AllHeadsNorm, L2Norm
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.attention import compact
 from moe_trainer.ops.cached_attention import attend_to_keys
@@ -117,8 +117,8 @@ class SelfAttention(nn.Module):
             get_param_info(self.linear_qkv.weight),
             row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.head_dim),
         )
-        self.q_layernorm = self._qk_norm(model, factory, f"{name}.q_layernorm")
-        self.k_layernorm = self._qk_norm(model, factory, f"{name}.k_layernorm")
+        self.q_layernorm = self._qk_norm(model, factory, f"{name}.q_layernorm", heads)
+        self.k_layernorm = self._qk_norm(model, factory, f"{name}.k_layernorm", groups)
         scale = self.head_dim**-0.5 if model.softmax_scale is None else model.softmax_scale
         self.core_attention = factory.core_attention(
             model, layer_number, head_dim=self.head_dim, scale=model.softmax_scale
@@ -135,11 +135,17 @@ class SelfAttention(nn.Module):
             **options,
         )
 
-    def _qk_norm(self, model: ModelArgs, factory: LayerFactory, name: str) -> nn.Module | None:
+    def _qk_norm(self, model: ModelArgs, factory: LayerFactory, name: str, num_heads: int) -> nn.Module | None:
         if model.qk_l2_norm:
             return L2Norm(model.layernorm_epsilon, factory.kernels.rms_norm)
+        if not model.qk_layernorm:
+            return None
+        if model.qk_layernorm_all_heads:
+            return AllHeadsNorm(
+                num_heads * self.head_dim, model, name=name, group=self.tp, rms_norm=factory.kernels.rms_norm
+            )
         # one gain for all heads, of which this rank sees some
-        return factory.norm(self.head_dim, model, name=name, partial=self.tp.size > 1) if model.qk_layernorm else None
+        return factory.norm(self.head_dim, model, name=name, partial=self.tp.size > 1)
 
     def _queries_keys_values(self, x_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Return q and its gates [S, B, G, N / G, D], k and v [S, B, G, D]."""

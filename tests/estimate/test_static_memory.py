@@ -19,6 +19,7 @@ from moe_trainer.parallel.params import get_param_info, is_quantized_param, uniq
 STORED = "--bf16 --use-distributed-optimizer --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 CASES = (
+    ("plain", f"--tensor-model-parallel-size 2 --qk-layernorm --qk-layernorm-all-heads {STORED}"),
     ("biases, tied head", f"--pipeline-model-parallel-size 2 --qk-layernorm {STORED} --expert-model-parallel-size 2"),
     (
         "deepseek",

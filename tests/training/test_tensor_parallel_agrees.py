@@ -24,6 +24,10 @@ MODELS = {
     **{kind: (kind, "") for kind in KINDS if "capacity" not in kind},
     "gpt2": ("biases, tied head", f"{GPT2} --expert-tensor-parallel-size 1"),
     "one group": ("plain", "--group-query-attention --num-query-groups 1 --qk-layernorm"),
+    "norm of all heads": (
+        "plain",
+        "--group-query-attention --num-query-groups 4 --qk-layernorm --qk-layernorm-all-heads --apply-layernorm-1p",
+    ),
     "two groups, biases": ("plain", "--group-query-attention --num-query-groups 2 --add-qkv-bias"),
     "deepseek without a query latent": ("deepseek", "--mtp-use-repeated-layer --mtp-num-layers 2"),
 }

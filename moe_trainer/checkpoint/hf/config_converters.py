@@ -88,6 +88,15 @@ def _write_qwen_window(flags: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _read_rotary_dim(config: Config) -> Flags:
+    """Read the number of rotated channels of a head, as MiniMax-M2's files have it."""
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    if rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or not config.get("rotary_dim"):
+        return {}
+    share = config["rotary_dim"] / config["head_dim"]
+    return {} if share == 1.0 else {"rotary_percent": share}
+
+
 def _read_late_window(config: Config) -> Flags:
     """Read the window of dots1: layers from `max_window_layers` on have it, unless `layer_types` differs."""
     first = config.get("max_window_layers", 62)
@@ -301,6 +310,7 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROPE = ConfigConverter(read_rotary, write_rotary)
+ROTARY_DIM = ConfigConverter(_read_rotary_dim, lambda flags: {})
 EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 GROUPED = ConfigConverter(_read_groups, _write_groups)

@@ -61,15 +61,23 @@ _NORMS = _rules("""
     input_layernorm.weight = input_layernorm.weight H
     pre_mlp_layernorm.weight = post_attention_layernorm.weight H
 """)
-_GROUPED = _NORMS + _rules("""
+_WITHOUT_HEAD_NORMS = _NORMS + _rules("""
     self_attention.linear_proj.weight = self_attn.o_proj.weight H Q
     self_attention.linear_qkv.weight = self_attn.q_proj.weight Q H, self_attn.k_proj.weight K H, \
         self_attn.v_proj.weight K H : GROUPS
     self_attention.linear_qkv.bias = self_attn.q_proj.bias Q, self_attn.k_proj.bias K, self_attn.v_proj.bias K \
         : GROUPS if add_qkv_bias
+""")
+_HEAD_NORMS = _rules("""
     self_attention.q_layernorm.weight = self_attn.q_norm.weight D if qk_layernorm
     self_attention.k_layernorm.weight = self_attn.k_norm.weight D if qk_layernorm
 """)
+_ALL_HEADS_NORMS = _rules("""
+    self_attention.q_layernorm.weight = self_attn.q_norm.weight Q
+    self_attention.k_layernorm.weight = self_attn.k_norm.weight K
+""")
+_GROUPED = _WITHOUT_HEAD_NORMS + _HEAD_NORMS
+_GROUPED_ALL_HEADS = _WITHOUT_HEAD_NORMS + _ALL_HEADS_NORMS
 _LATENT = _NORMS + _rules("""
     self_attention.linear_kv_down_proj.weight = self_attn.kv_a_proj_with_mqa.weight T H
     self_attention.kv_layernorm.weight = self_attn.kv_a_layernorm.weight C
@@ -109,6 +117,9 @@ _MIXTRAL = _rules("""
         block_sparse_moe.experts.{e}.w3.weight E H | mlp.experts.gate_up_proj X 2E H : HALVES
     mlp.experts.local_experts.{e}.linear_fc2.weight = block_sparse_moe.experts.{e}.w2.weight H E \
         | mlp.experts.down_proj X H E
+""")
+_MIXTRAL_BIAS = _rules("""
+    mlp.router.expert_bias = block_sparse_moe.e_score_correction_bias X | mlp.e_score_correction_bias X
 """)
 _BIASED = _rules("""
     self_attention.linear_proj.bias = self_attn.o_proj.bias H
@@ -202,6 +213,8 @@ NAMES = MappingProxyType(
         "qwen2": Names(_GROUPED),
         "qwen3": Names(_GROUPED),
         "mixtral": Names(_GROUPED, _MIXTRAL),
+        "minimax_m2": Names(_GROUPED_ALL_HEADS, _MIXTRAL + _MIXTRAL_BIAS),
+        "olmoe": Names(_GROUPED_ALL_HEADS, _EXPERTS),
         "qwen2_moe": Names(_GROUPED, _EXPERTS + _GATED_SHARED),
         "qwen3_moe": Names(_GROUPED, _EXPERTS),
         "gpt_oss": Names(_GROUPED + _BIASED, _BIASED_EXPERTS),

@@ -88,6 +88,17 @@ MODELS = {
         _GROUPED | {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
     ),
     "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "olmoe": ("Olmoe", _GROUPED | {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2_moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 40}),
     "qwen3_moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_next": ("Qwen3Next", _HYBRID),

@@ -45,6 +45,8 @@ _SIZES = {
 _EXPERTS = {
     "mixtral": "num_local_experts",
     "gpt_oss": "num_local_experts",
+    "minimax_m2": "num_local_experts",
+    "olmoe": "num_experts",
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
     "qwen3_next": "num_experts",
