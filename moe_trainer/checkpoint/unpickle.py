@@ -189,6 +189,13 @@ def _bytes(*args: Any) -> bytes:
     return bytes(args[0]) if args and isinstance(args[0], (bytes, list, tuple)) else _encode(*args) if args else b""
 
 
+def _enum_member(kind: Any, name: Any) -> Any:
+    """Return a member of an enum by name, as Python 3.11.0 to 3.11.3 pickle it; no other attribute of anything."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    return UnknownObject(name)
+
+
 def _layout(name: str) -> torch.layout:
     value = vars(torch).get(str(name).removeprefix("torch."))
     if not isinstance(value, torch.layout):
@@ -223,6 +230,7 @@ _CLASSES = MappingProxyType(
 _FUNCTIONS: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
     {
         ("_codecs", "encode"): _encode,
+        ("builtins", "getattr"): _enum_member,
         ("builtins", "bytearray"): _bytes,
         ("signal", "Signals"): int,
         ("pathlib", "Path"): pathlib.PurePosixPath,

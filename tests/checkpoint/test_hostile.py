@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
 from moe_trainer.checkpoint.archive import load_bytes, load_mapped, verify_checksums
 from moe_trainer.checkpoint.common_state import KEY, dump_object
@@ -268,6 +268,14 @@ def test_pickled_calls_are_never_executed(function, args, tmp_path, monkeypatch)
         load_pickle(plain_pickle), UnknownObject
     )
     assert os.listdir(tmp_path) == []
+
+
+def test_getattr_gives_members_of_enums_only():
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr, torch's index has one."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert load_pickle(pickle.dumps(Call(getattr, _MEM_FORMAT_ENCODING, member.name))) is member
+    for kind, attribute in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__"), (str, "format")):
+        assert isinstance(load_pickle(pickle.dumps(Call(getattr, kind, attribute))), UnknownObject)
 
 
 def make_pickle(*parts: bytes) -> bytes:
