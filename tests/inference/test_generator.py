@@ -117,3 +117,18 @@ def test_mode_of_the_model_is_restored():
     chunk = build().train()
     generator(chunk).generate(PROMPTS[:1], GenerationOptions(1, never_finished))
     assert chunk.training and torch.is_grad_enabled()
+
+
+def test_padding_is_no_token_and_has_positions_in_the_cache():
+    chunk, lengths = build(), []
+    hook = chunk.register_forward_pre_hook(
+        lambda module, inputs, options: lengths.append(options["row_lengths"]), with_kwargs=True
+    )
+    generator(chunk, 2, length_multiple=4).generate(PROMPTS[:3], GenerationOptions(3, never_finished))
+    assert lengths == [(9, 5, 0, 0), (2,), (2,), (2, 0, 0, 0), (1,), (1,)]
+    lengths.clear()
+    found = generator(chunk, 2, length_multiple=4).generate(PROMPTS[:3], GenerationOptions(1, never_finished))
+    hook.remove()
+    assert found == [continued_without_cache(chunk, prompt, 1) for prompt in PROMPTS[:3]]
+    (tokens,) = generator(chunk).generate(PROMPTS[:1], GenerationOptions(2, never_finished))
+    assert len(tokens) == 2  # exactly the limit
