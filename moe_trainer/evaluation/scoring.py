@@ -81,16 +81,13 @@ class Scorer:
 
         def forward_step(chunk: int, index: int, x_SBH: Tensor | None) -> tuple[Tensor, list | None]:
             numbers, rows, length = batches[index].numbers, batches[index].num_rows, batches[index].length
-            tokens_BS = torch.zeros(rows, length, dtype=torch.int64)
-            for row, number in enumerate(numbers):
-                tokens_BS[row, : len(texts[number])] = torch.tensor(texts[number])
-            filled = [len(texts[number]) for number in numbers] + [0] * (rows - len(numbers))
+            tokens_BS, filled = batches[index].pad(texts, rows)
             position_ids_BS = torch.arange(length, device=model.device).expand(rows, -1)
             output = model.chunks[chunk](
                 tokens_BS.to(model.device),
                 position_ids_BS,
                 x_SBH=x_SBH,
-                row_lengths=None if set(filled) == {length} else tuple(filled),
+                row_lengths=None if set(filled) == {length} else filled,
             )
             if not model.chunks[chunk].layout.has_loss:
                 return output, None

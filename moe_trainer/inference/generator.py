@@ -47,11 +47,8 @@ class _Group:
         self._model, self._of_ranks = model, of_ranks
         self.num_rows = model.padded(of_ranks[0].num_rows)
         batch = of_ranks[model.ps.dp.rank]
-        self._filled = [len(prompts[number]) for number in batch.numbers]
-        self.tokens_BS = torch.zeros(self.num_rows, batch.length, dtype=torch.int64)
-        for row, number in enumerate(batch.numbers):
-            self.tokens_BS[row, : self._filled[row]] = torch.tensor(prompts[number])
-        lengths = self._filled + [1] * (self.num_rows - len(batch.numbers))
+        self.tokens_BS, self._row_lengths = batch.pad(prompts, self.num_rows)
+        lengths = [max(1, length) for length in self._row_lengths]
         # positions that the padding of the first pass fills exist, too
         num_positions = max(batch.length, max(lengths) + new)
         self.caches = [KVCache(lengths, num_positions, model.device) for _ in model.chunks]
@@ -83,22 +80,16 @@ class _Group:
     def forward(self, chunk: int, x_SBH: Tensor | None) -> Tensor:
         """Run a chunk on the next tokens."""
         cache, device = self.caches[chunk], self._model.device
-        filled, length = len(self._filled), self.tokens_BS.shape[1]
+        length, row_lengths = self.tokens_BS.shape[1], self._row_lengths
         if cache.is_prefill:
             positions_BS = torch.arange(length, device=device).expand(self.num_rows, -1)
-            row_lengths = (*self._filled, *[0] * (self.num_rows - filled))
-            has_padding = set(row_lengths) != {length}
         else:
-            positions_BS, row_lengths, has_padding = (
-                cache.last_positions.unsqueeze(0),
-                (filled,),
-                filled < self.num_rows,
-            )
+            positions_BS, row_lengths = cache.last_positions.unsqueeze(0), (len(self._draws),)
         return self._model.chunks[chunk](
             self.tokens_BS.to(device),
             positions_BS,
             x_SBH=x_SBH,
-            row_lengths=row_lengths if has_padding else None,
+            row_lengths=None if set(row_lengths) == {length} else row_lengths,
             cache=cache,
         )
 

@@ -33,6 +33,14 @@ class TextBatch:
     num_rows: int
     length: int
 
+    def pad(self, texts: Sequence[Sequence[int]], num_rows: int) -> tuple[Tensor, tuple[int, ...]]:
+        """Return the batch's texts among `texts` [num_rows, length], padded with zeros, and the tokens of every row."""
+        tokens_BS = torch.zeros(num_rows, self.length, dtype=torch.int64)
+        for row, number in enumerate(self.numbers):
+            tokens_BS[row, : len(texts[number])] = torch.tensor(texts[number])
+        filled = [len(texts[number]) for number in self.numbers]
+        return tokens_BS, (*filled, *[0] * (num_rows - len(filled)))
+
 
 @dataclass(frozen=True)
 class Model:

@@ -4,7 +4,7 @@ Grouped queries keep keys and values, latent attention its latents with their ro
 DeltaNet its state and the inputs of its convolution. Every layer stores its tensors under its number.
 
 The first pass reads prompts [B, S], padded on the right. Every other pass reads one token of each sequence, laid out as
-one sequence of T = B tokens [1, T], so that layers shard tokens as in training; each has a position of its own.
+one sequence of T = B tokens [1, T], so that layers shard tokens as in training; each has its position.
 
 Shapes: B sequences (T tokens of a later pass), S positions of the first pass, K positions of the cache.
 """

@@ -88,21 +88,11 @@ def _write_qwen_window(flags: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _read_rotary_dim(config: Config) -> Flags:
-    """Read the number of rotated channels of a head, as MiniMax-M2's files have it."""
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    if rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or not config.get("rotary_dim"):
-        return {}
-    share = config["rotary_dim"] / config["head_dim"]
-    return {} if share == 1.0 else {"rotary_percent": share}
-
-
 def _read_late_window(config: Config) -> Flags:
     """Read the window of dots1: layers from `max_window_layers` on have it, unless `layer_types` differs."""
     first = config.get("max_window_layers", 62)
     late = (layer >= first for layer in range(config["num_hidden_layers"]))
-    layer_types = config.get("layer_types") or _layer_types(late, "sliding_attention")
-    return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": layer_types})
+    return _read_listed_window(config, 4096, late)
 
 
 def _read_hybrid_window(config: Config) -> Flags:
@@ -139,8 +129,13 @@ def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
 def _read_alternating(config: Config) -> Flags:
     """Read the window of gpt-oss: every second layer from the first has it, unless `layer_types` differs."""
     alternating = (layer % 2 == 0 for layer in range(config["num_hidden_layers"]))
-    layer_types = config.get("layer_types") or _layer_types(alternating, "sliding_attention")
-    return _read_window({"sliding_window": config.get("sliding_window", 128), "layer_types": layer_types})
+    return _read_listed_window(config, 128, alternating)
+
+
+def _read_listed_window(config: Config, window: int, slides: Iterable[bool]) -> Flags:
+    """Read the window of the layers in `layer_types`; `window` and `slides` are what missing keys mean."""
+    layer_types = config.get("layer_types") or _layer_types(slides, "sliding_attention")
+    return _read_window({"sliding_window": config.get("sliding_window", window), "layer_types": layer_types})
 
 
 def _write_listed_window(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,7 +305,6 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROPE = ConfigConverter(read_rotary, write_rotary)
-ROTARY_DIM = ConfigConverter(_read_rotary_dim, lambda flags: {})
 EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 GROUPED = ConfigConverter(_read_groups, _write_groups)

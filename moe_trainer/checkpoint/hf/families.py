@@ -213,7 +213,6 @@ FAMILIES = MappingProxyType(
             _family(
                 "minimax_m2",
                 converters.GROUPED,
-                converters.ROTARY_DIM,
                 keys=_LOCAL_EXPERT_KEYS,
                 flags=_GROUPED_SIGMOID | {"qk_layernorm": True, "qk_layernorm_all_heads": True},
                 required={"hidden_act": ("silu",), "scoring_func": ("sigmoid",), "use_qk_norm": (True,)},

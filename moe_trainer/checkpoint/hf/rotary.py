@@ -40,6 +40,8 @@ def read_rotary(config: Config) -> Flags:
         raise CheckpointError(f"config.json: rope_theta {base} is not an integer, as --rotary-base needs")
     flags: Flags = {"rotary_base": int(base)}
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if not share and config.get("rotary_dim"):  # files of MiniMax-M2
+        share = config["rotary_dim"] / config["head_dim"]
     if share not in (None, 1, 1.0):
         flags["rotary_percent"] = float(share)
     latent = "kv_lora_rank" in config

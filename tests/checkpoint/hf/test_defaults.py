@@ -65,6 +65,7 @@ _VARIANTS = {
     "mixtral": [{"sliding_window": 9}],
     "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
     "exaone_moe": [{}, {"sliding_window": 9, "sliding_window_pattern": 3, "num_shared_experts": 2}],
+    "minimax_m2": [{}, {"rotary_dim": 6}],
     "dots1": [{}, {"sliding_window": 9, "max_window_layers": 5}],
     "glm4_moe": [{"attention_bias": True, "use_qk_norm": True}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}],
