@@ -1,0 +1,66 @@
+"""Training from a Hugging Face folder: losses and gradient norms equal a plain AdamW loop over transformers' model."""
+
+import pytest
+import torch
+from checkpoint.hf.models import MODELS, SEQ, make
+from commands import read_metrics, run
+
+import arguments
+from moe_trainer.checkpoint.resolve import read_saved_args
+from moe_trainer.data.build import batch_format, build_datasets
+from moe_trainer.data.loader import make_batch
+from moe_trainer.data.tokenizer import build_tokenizer
+
+pytest.importorskip("transformers")
+
+STEPS, BATCH, LR, DECAY, BETAS, EPSILON = 5, 4, 1e-3, 0.1, (0.9, 0.95), 1e-5
+FLAGS = (
+    f"--seq-length {SEQ} --micro-batch-size 2 --global-batch-size {BATCH} --train-iters {STEPS} --lr {LR} --lr-decay-style constant "
+    f"--weight-decay {DECAY} --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPSILON} --clip-grad 1 --mock-data --eval-iters 0 --log-interval 1 "
+    "--moe-router-load-balancing-type none --moe-router-bias-update-rate 0 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+    "--no-rope-fusion --use-checkpoint-args --finetune"
+).split()
+
+PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall"
+
+
+def read_batches(argv):
+    """The tokens and labels of every step, [BATCH, SEQ] each."""
+    args = arguments.parse_args(argv, world_size=1, checkpoint=read_saved_args(argv[-1]))
+    tokenizer = build_tokenizer(args.data)
+    train, fmt = build_datasets(args.data, args.training, tokenizer).train, batch_format(args.data, tokenizer)
+    for step in range(STEPS):
+        batch = make_batch(train, range(step * BATCH, step * BATCH + BATCH), fmt)
+        yield batch.tokens_BS, batch.labels_BS
+
+
+@pytest.mark.parametrize("mapping", ["", PARALLEL], ids=["one process", "TP2 SP EP2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_five_steps_equal_transformers_with_adamw(name, mapping, tmp_path):
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "hf")
+    argv = [*FLAGS, "--load", str(tmp_path / "hf")]
+    parallel = mapping.split() if "num_experts_per_tok" in MODELS[name][1] else mapping.split()[:3]
+    finished = run(
+        [*argv[:-2], *parallel, *argv[-2:], "--metrics-file", "metrics.jsonl"], tmp_path, world_size=2 if mapping else 1
+    )
+    assert finished.returncode == 0, finished.stderr
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "lm loss" in record]
+    assert len(records) == STEPS
+    vectors = {key for key, param in theirs.named_parameters() if param.dim() == 1 or key.endswith("bias")}
+    groups = [
+        {
+            "params": [param for key, param in theirs.named_parameters() if (key in vectors) == alone],
+            "weight_decay": decay,
+        }
+        for alone, decay in ((False, DECAY), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, LR, BETAS, EPSILON)
+    for record, (tokens, labels) in zip(records, read_batches(argv)):
+        loss = torch.nn.functional.cross_entropy(theirs.train()(tokens).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert record["lm loss"] == pytest.approx(loss.item(), rel=1e-5), record["iteration"]
+        assert record["grad_norm"] == pytest.approx(norm.item(), rel=1e-3), record["iteration"]
