@@ -44,6 +44,8 @@ _MAX_LINES = 12
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup")
 # flags of the architecture that change how it is stored; another padding is logged where it is found
 _OTHER_STORAGE = frozenset({"moe_grouped_gemm", "padded_vocab_size"})
+# sizes that are derived where a Hugging Face folder does not give them; another size would change shapes
+_DERIVED_SIZES = frozenset({"kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size"})
 
 
 class Loader:
@@ -370,17 +372,13 @@ class Loader:
 
     def _differing_flags(self) -> dict[str, str]:
         here = self._options.args
+        saved = self._saved_args
+        left_out = _OTHER_STORAGE | {name for name in _DERIVED_SIZES if saved.get(name) is None}
         differences = {}
-        for name in (dest for dest in SHAPE + MUP if dest not in _OTHER_STORAGE):
-            if (
-                name in here
-                and name in self._saved_args
-                and _normalized(here[name]) != _normalized(self._saved_args[name])
-            ):
+        for name in (dest for dest in SHAPE + MUP if dest not in left_out):
+            if name in here and name in saved and _normalized(here[name]) != _normalized(saved[name]):
                 flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
-                differences[name] = (
-                    f"{flag} ({name}): {self._saved_args[name]!r} in the checkpoint, {here[name]!r} here"
-                )
+                differences[name] = f"{flag} ({name}): {saved[name]!r} in the checkpoint, {here[name]!r} here"
         return differences
 
 

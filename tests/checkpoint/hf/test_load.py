@@ -10,10 +10,11 @@ pytest.importorskip("transformers")
 
 # gradients of gated DeltaNet are compared in tests/model/test_qwen3_next.py, its weights here in test_convert.py
 @pytest.mark.parametrize("name", [name for name in MODELS if "layer_types" not in MODELS[name][1]])
-def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path):
+def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, caplog):
     theirs = make(name)
     theirs.save_pretrained(tmp_path, safe_serialization=True)
     ours = load_ours(tmp_path)
+    assert "differ" not in caplog.text
     tokens, labels, positions = batch()
     expected = compute_logits(theirs, tokens)
     with torch.no_grad():
