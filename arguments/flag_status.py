@@ -230,9 +230,6 @@ UNSUPPORTED = MappingProxyType(
         "replication": _NON_PERSISTENT,
         "replication_jump": _NON_PERSISTENT,
         "replication_factor": _NON_PERSISTENT,
-        "spec": Unsupported(
-            "layers are chosen by flags, not by a Python path: remove --spec and set the architecture's flags"
-        ),
         "transformer_impl": Unsupported(
             "this program trains: use --transformer-impl local or transformer_engine", ("inference_optimized",)
         ),

@@ -285,7 +285,9 @@ class TrainingArgs:
     enable_experimental: bool = False
     """Allow experimental features of Megatron-Core."""
     spec: list[str] | None = flag(None, nargs="*")
-    """Python path of a custom layer specification."""
+    """Python function that replaces modules of the model: package.module:function, or module and function as two
+    words. It is called with the layer factory and the arguments, and returns the factory to build with
+    (docs/python_api.md)."""
 
     @property
     def step_batch_sizes(self) -> tuple[tuple[int, int], ...] | None:

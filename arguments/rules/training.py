@@ -120,6 +120,17 @@ def resolve_decay_length(s: Settings, _f: DerivedSizes) -> None:
 # Checks.
 
 
+def check_spec(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    """--spec names a module and a function of it."""
+    if not s.spec:
+        return
+    names = ":".join(s.spec).split(":")
+    if len(names) != 2 or not all(part.isidentifier() for name in names for part in name.split(".")) or "." in names[1]:
+        yield s.violation("{spec} must be package.module:function, or a module and a function as two words.")
+    else:
+        s.note(f"{s.flag('spec')}: plans count the modules that the flags select, not those of the function.")
+
+
 def check_global_batch_size(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     step = _samples_per_microstep(s, f, s.micro_batch_size)
     if s.global_batch_size is not None and not positive(s.global_batch_size):

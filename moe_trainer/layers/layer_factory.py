@@ -59,6 +59,8 @@ class LayerFactory:
             or its result, may be None: see layers/te_experts.py.
         expert_mlp: (num_experts, (hidden, ffn, output)), without bias. The constructor, or its result, may be None: see
             layers/te_ops.py.
+        self_attention, mlp, moe, router: what TransformerLayer and MoELayer build instead of the modules that the flags
+            select, with the arguments of SelfAttention, MLP, MoELayer and TopKRouter; set by --spec.
         kernels: implementations of the small operations.
         queue: the chunk's weight-gradient queue; None if none is deferred.
         stream: the chunk's random stream of tensor-parallel shards; None if nothing is sharded.
@@ -77,6 +79,10 @@ class LayerFactory:
     core_attention: Callable[..., nn.Module]
     grouped_linear: Callable[..., nn.Module | None] | None = None
     expert_mlp: Callable[..., nn.Module | None] | None = None
+    self_attention: Callable[..., Any] | None = None
+    mlp: Callable[..., Any] | None = None
+    moe: Callable[..., Any] | None = None
+    router: Callable[..., Any] | None = None
     kernels: Kernels = Kernels()
     queue: WeightGradQueue | None = None
     stream: ShardRNG | None = None

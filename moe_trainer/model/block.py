@@ -3,6 +3,7 @@
 Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, H hidden.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,12 +40,12 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = factory.norm(
             model.hidden_size, model, name=f"{name}.input_layernorm", partial=has_local_tokens
         )
-        attention: type[nn.Module] = MultiLatentAttention if model.multi_latent_attention else SelfAttention
+        attention: Callable[..., nn.Module] = MultiLatentAttention if model.multi_latent_attention else SelfAttention
         if is_linear(model, layer_number - 1):
             attention = GatedDeltaNet
         self.is_sparse = model.experimental_attention_variant == "dsa"  # with the indexer's loss
         loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
-        self.self_attention = attention(
+        self.self_attention = (factory.self_attention or attention)(
             model,
             ps,
             name=f"{name}.self_attention",
@@ -59,7 +60,7 @@ class TransformerLayer(nn.Module):
         self.is_moe = is_moe
         self.mlp: Any
         if is_moe:
-            self.mlp = MoELayer(
+            self.mlp = (factory.moe or MoELayer)(
                 model,
                 args.moe,
                 ps,
@@ -70,7 +71,7 @@ class TransformerLayer(nn.Module):
                 per_token_loss=args.training.calculate_per_token_loss,
             )
         else:
-            self.mlp = MLP(
+            self.mlp = (factory.mlp or MLP)(
                 model,
                 model.ffn_hidden_size,
                 name=f"{name}.mlp",

@@ -25,6 +25,7 @@ from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.memory.offload import ActivationOffload
 from moe_trainer.memory.paged_stash import PagedStash
+from moe_trainer.model.custom_layers import apply_spec
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
 from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, select_fused_topk
@@ -132,6 +133,8 @@ def _select_factory(
         captured=args.training.captured_modules,
         overlap=overlap,
     )
+    if args.training.spec:
+        factory = apply_spec(args.training.spec, factory, args)
     if overlap is not None and factory.name == "transformer_engine" and device.type != "meta":
         _initialize_userbuffers(args, ps, dtype, overlap)
     if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":

@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
         """Build the layer; `name` is global (decoder.layers.3.mlp), `layer_number` counts from 1, MTP layers last."""
         super().__init__()
         self.layer_number = layer_number
-        self.router = TopKRouter(
+        self.router = (factory.router or TopKRouter)(
             model,
             moe,
             ps,

@@ -42,7 +42,7 @@ _KEPT_TRAINING = frozenset(
     """
     calculate_per_token_loss recompute_granularity recompute_method recompute_modules distribute_saved_activations seed
     fine_grained_activation_offloading offload_modules activation_offload_fraction delta_offload_bytes_across_pp_ranks
-    fine_grained_offloading_max_inflight_offloads mlp_chunks_for_training
+    fine_grained_offloading_max_inflight_offloads mlp_chunks_for_training spec
     """.split()
 )
 _KEPT_OPTIMIZER = frozenset(

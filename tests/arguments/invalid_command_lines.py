@@ -17,6 +17,7 @@ UPCYCLING = "--moe-use-upcycling --save out --save-interval 5 --load dense"
 
 # (added to the base line, flags left out of it, a flag that must be named); 8 ranks
 INVALID_LINES = (
+    ("--spec own/layers.py:spec", "", "--spec"),
     # samples of different lengths
     ("--sequence-packing-scheduler dp_balanced", "", "--use-varlen-dataset"),
     ("--use-varlen-dataset --varlen-sbhd-validation --sequence-packing-scheduler dp_balanced", "", "--varlen-sbhd-validation"),

@@ -162,7 +162,6 @@ def test_renamed_flag_keeps_its_spelling_in_messages():
         (["--moe-router-topk-limited-devices", "3"], "--moe-router-group-topk"),
         (["--fp8"], "--fp8-format"),
         (["--moe-router-type", "magic"], "--moe-router-load-balancing-type"),
-        (["--spec", "a", "b"], "layers are chosen by flags"),
         (["--transformer-impl", "inference_optimized"], "this program trains"),
     ],
 )

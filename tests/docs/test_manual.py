@@ -48,7 +48,7 @@ def test_flag_reference_entry_of_a_flag():
         ("flash_attention_version", "accepted, has no effect"),
         ("mtp_hsm", "not implemented: rejected by name"),
         ("batch_size", "old name"),
-        ("spec", "not supported: rejected by name"),
+        ("spec", "acts"),
     ],
 )
 def test_flag_status_of_the_reference(dest, status):
