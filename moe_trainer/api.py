@@ -9,6 +9,7 @@ The names in `__all__` are stable: a release that changes them says so in CHANGE
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ from moe_trainer.training.initialize import initialize
 from moe_trainer.training.setup import build_context
 
 __all__ = ["LanguageModel", "build_model", "load_model", "save_checkpoint", "save_hf_folder"]
+
+logger = logging.getLogger(__name__)
 
 _WITHOUT_DATA = ("--skip-train", "--eval-iters", "0")
 _MAX_FILE_BYTES = 5 * 10**9
@@ -89,6 +92,9 @@ def build_model(flags: Sequence[str]) -> LanguageModel:
     launch_env = read_launch_env(os.environ)
     args = arguments.parse_args([*_WITHOUT_DATA, *flags], launch_env.world_size)
     runtime = initialize(args, launch_env)
+    for flag, folder in (("load", args.output.load), ("pretrained-checkpoint", args.output.pretrained_checkpoint)):
+        if folder is not None:
+            logger.warning("--%s %s has no effect: build_model gives initial weights; use load_model", flag, folder)
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     return _wrap(build_context(args, runtime, tokenizer)).train()

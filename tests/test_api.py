@@ -113,6 +113,14 @@ def test_errors_of_flags_folders_and_mappings(saved, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
+def test_checkpoint_to_load_has_no_effect_on_initial_weights(saved, capfd):
+    folder, losses = saved
+    model = moe_trainer.build_model([*FLAGS, "--load", str(folder / "ck"), "--init-method-std", "0.3"])
+    assert f"--load {folder / 'ck'} has no effect" in capfd.readouterr().err
+    with torch.no_grad():
+        assert not torch.allclose(model(*batch()), losses)
+
+
 def refuse_pipeline(words):
     with pytest.raises(UserError, match="--pipeline-model-parallel-size 2: the Python interface"):
         moe_trainer.build_model([*FLAGS, "--pipeline-model-parallel-size", "2"])
