@@ -36,6 +36,9 @@ SHAPE = tuple(
 )
 """Flags that define the model of the weights."""
 
+LORA = ("lora_dim", "lora_alpha", "lora_target_modules")
+"""Taken from a checkpoint with adapters; one without them may be the base of new ones."""
+
 MUP = tuple(
     """
     use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
@@ -118,6 +121,7 @@ def _no_data_given(settings: Settings, _recorded: Mapping[str, object]) -> bool:
 
 GROUPS = (
     ArgumentGroup(SHAPE, overrides=True),
+    ArgumentGroup(LORA, recorded=lambda settings, recorded: recorded.get("lora_dim") is not None, overrides=True),
     ArgumentGroup(TOKENIZER, lambda settings: settings.use_tokenizer_model_from_checkpoint_args, overrides=True),
     ArgumentGroup(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
     ArgumentGroup(WHERE_NOT_GIVEN),

@@ -433,6 +433,7 @@ REQUIRES = (
         "dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_attention_form dsa_indexer_rope_interleaved "
         "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon",
     ),
+    (("lora_dim",), "lora_alpha lora_dropout lora_target_modules"),
     (("fp8_recipe=delayed",), "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
     (("moe_router_load_balancing_type=quantile_balancing",), "moe_router_quantile_balancing_ema"),
     (("moe_token_dispatcher_type=flex",), "moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms"),

@@ -215,6 +215,18 @@ class ModelArgs:
     """Sparse attention: attend to all keys and mask the unselected ones, gather the latents of the selected ones, or
     whichever is cheaper for the shapes. A flag of this program."""
 
+    # ---- low-rank adapters
+    lora_dim: int | None = None
+    """LoRA: rank of the adapters, which are trained while every other parameter is frozen. Unset: none. A flag of this
+    program."""
+    lora_alpha: float = 32.0
+    """LoRA: an adapter's output is multiplied by this and divided by --lora-dim. A flag of this program."""
+    lora_dropout: float = 0.0
+    """LoRA: dropout probability of an adapter's input. A flag of this program."""
+    lora_target_modules: list[str] = flag(["all-linear"])
+    """LoRA: linears of the decoder layers that get an adapter: last parts of their names (linear_qkv linear_proj
+    linear_fc1 linear_fc2), patterns of names with dots (*.mlp.experts.*), or all-linear. A flag of this program."""
+
     # ---- multi-token prediction
     mtp_num_layers: int | None = None
     """Depth of multi-token prediction: number of extra layers, which predict 2, 3, ... tokens ahead. Unset or 0:

@@ -18,6 +18,7 @@ TOPICS = MappingProxyType(
         "finermoe": "FineRMoE",
         "attention": "Attention",
         "sparse_attention": "Sparse attention",
+        "lora": "Low-rank adapters",
         "pipeline": "Pipeline schedules",
         "dispatcher": "Dispatchers and experts",
         "optimizer": "Optimizer and sharded parameters",

@@ -37,7 +37,7 @@ POSITIVE = tuple(
     distributed_timeout_minutes distributed_timeout_seconds_after_init tensorboard_queue_size
     train_sync_interval fp8_interval moe_routing_trace_max_training_iters straggler_ctrlr_port
     straggler_minmax_count object_storage_cache_gb document_streams mlp_chunks_for_training
-    eval_tasks_interval eval_tasks_limit sample_interval sample_max_new_tokens
+    eval_tasks_interval eval_tasks_limit sample_interval sample_max_new_tokens lora_dim lora_alpha
     """.split()
 )
 NOT_NEGATIVE = tuple(
@@ -78,7 +78,7 @@ SIZES = tuple(
 )
 BELOW_ONE = tuple(
     """
-    hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum
+    hidden_dropout attention_dropout lora_dropout adam_beta1 adam_beta2 sgd_momentum lr_warmup_fraction muon_momentum
     lion_beta1 lion_beta2
     """.split()
 )

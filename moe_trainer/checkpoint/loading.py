@@ -39,6 +39,7 @@ _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
 SCALING = "fp8."
 _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _INDEXER = ".core_attention.indexer."
+_ADAPTER = (".lora_A.weight", ".lora_B.weight")
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup")
@@ -188,6 +189,7 @@ class Loader:
         fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
         lines = list(self._mismatched)
         self._initialize_indexers()
+        self._initialize_adapters()
         tolerant = strictness in ("log_all", "return_all", "ignore_all")
         if tolerant and self._missing and strictness != "ignore_all":
             self._warn(
@@ -226,6 +228,24 @@ class Loader:
         self._warn(
             "%s has no indexers of sparse attention (%s, ...): they start from initial values", self._folder, absent[0]
         )
+        self._missing = [key for key in self._missing if key not in absent]
+
+    def _initialize_adapters(self) -> None:
+        """Keep the initial values of adapters that the checkpoint lacks; never drop trained ones."""
+        absent = [key for key in self._missing if key.endswith(_ADAPTER)]
+        if unused := [key for key in self._unexpected if key.endswith(_ADAPTER)]:
+            raise CheckpointError(
+                f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): give "
+                "--use-checkpoint-args, or the --lora-dim and --lora-target-modules of its run"
+            )
+        if not absent or any(key.endswith(_ADAPTER) for key in self._stored):
+            return
+        if self._options.load_optim and not self._options.finetune:
+            raise CheckpointError(
+                f"the checkpoint {self._folder} has no adapters ({absent[0]}, ...): it is of a run without --lora-dim. "
+                "--finetune takes its weights and initializes the adapters"
+            )
+        self._warn("%s has no adapters (%s, ...): they start from initial values", self._folder, absent[0])
         self._missing = [key for key in self._missing if key not in absent]
 
     def assign_readers(self, ps: ParallelState) -> None:

@@ -22,7 +22,8 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 
 Not counted: recomputation, the router, the norms of the layers; of sparse attention, its loss and what kernels multiply
 beyond the selected keys. During the warm-up of indexers (--dsa-indexer-warmup) attention is dense, and everything but
-the indexers runs forward only: a third.
+the indexers runs forward only: a third. With low-rank adapters (--lora-dim) a frozen weight has no gradient: its GEMMs
+count twice, not three times, and an adapter of dim d from i to o features adds d * (i + o) multiply-adds.
 Source: the throughput figure that Megatron-LM prints; formula rederived from its published definition.
 """
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
+from moe_trainer.estimate.lora import adapter_macs
 from moe_trainer.estimate.parameters import gated_delta_net_params, indexer_params
 
 if TYPE_CHECKING:
@@ -45,7 +47,8 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
         query_size = heads * model.kv_channels
         key_size = model.query_groups * model.kv_channels
         gate_size = query_size if model.attention_output_gate else 0
-        return hidden * (query_size + gate_size + 2 * key_size) + query_size * hidden + query_size * seq_length
+        projections = hidden * (query_size + gate_size + 2 * key_size) + query_size * hidden
+        return projections + _core_attention_macs(args, seq_length)
     query_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.q_lora_rank is None:
         query = hidden * heads * query_dim
@@ -53,8 +56,16 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
         query = model.q_lora_rank * (hidden + heads * query_dim + 1)
     key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
     key_value += hidden * model.qk_pos_emb_head_dim
-    core = _keys(args, seq_length) * heads * (query_dim + model.v_head_dim)
-    return query + key_value + heads * model.v_head_dim * hidden + core
+    return query + key_value + heads * model.v_head_dim * hidden + _core_attention_macs(args, seq_length)
+
+
+def _core_attention_macs(args: Arguments, seq_length: int) -> float:
+    """Return the multiply-adds of the scores and values of one attention per token."""
+    model = args.model
+    if not model.multi_latent_attention:
+        return model.num_attention_heads * model.kv_channels * seq_length
+    width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+    return _keys(args, seq_length) * model.num_attention_heads * width
 
 
 def _keys(args: Arguments, seq_length: int) -> float:
@@ -78,7 +89,12 @@ def _linear_macs(args: Arguments) -> int:
     heads, width = model.linear_num_value_heads, model.linear_value_head_dim
     keys, values = model.linear_num_key_heads * model.linear_key_head_dim, heads * width
     projections = gated_delta_net_params(model, matrices=True)
-    return projections + model.linear_conv_kernel_dim * (2 * keys + values) + 4 * heads * width**2
+    return projections + model.linear_conv_kernel_dim * (2 * keys + values) + _delta_rule_macs(args)
+
+
+def _delta_rule_macs(args: Arguments) -> int:
+    """Return the multiply-adds of the state of one gated DeltaNet per token."""
+    return 4 * args.model.linear_num_value_heads * args.model.linear_value_head_dim**2
 
 
 def _routed_macs(args: Arguments) -> int:
@@ -114,6 +130,9 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     if model.experimental_attention_variant == "dsa":
         macs /= 3 if model.dsa_indexer_warmup else 1
         macs += num_layers * _indexer_macs(args, seq_length)
+    if model.lora_dim is not None:  # two of three GEMMs of a frozen weight, all of attention and of the adapters
+        core = linear * _delta_rule_macs(args) + (num_layers - linear) * _core_attention_macs(args, seq_length)
+        macs = (macs - core) * 2 / 3 + core + adapter_macs(args)
     return 6.0 * batch_size * seq_length * macs
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
+from moe_trainer.estimate.lora import adapter_params
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -165,12 +166,22 @@ class LayerParams:
         return count + heads * model.v_head_dim * hidden // self.tp + rest
 
     def more(self, number: int) -> ParamsPerRank:
-        """Return what a layer (from 0) with linear attention has more than `layers` state; may be negative."""
+        """Return what a layer (from 0) has more than `layers` state, for linear attention and adapters.
+
+        It may be negative.
+        """
         model = self.model
         if not is_linear(model, number):
-            return ParamsPerRank(0, 0)
+            return self.adapters(number)
         linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)
-        return ParamsPerRank(linear - self.attention(), 0)
+        return ParamsPerRank(linear - self.attention(), 0) + self.adapters(number)
+
+    def adapters(self, number: int) -> ParamsPerRank:
+        """Return the adapters' parameters of a layer (from 0); MTP layers have none."""
+        if self.model.lora_dim is None or number >= self.model.num_layers:
+            return ParamsPerRank(0, 0)
+        dense, expert = adapter_params(self.args, number, self.tp, self.etp)
+        return ParamsPerRank(dense, self.num_experts // self.ep * expert)
 
     def _mlp(self, width: int, tp: int, bias: bool) -> int:
         up = (2 if self.model.swiglu or self.model.quick_geglu else 1) * width // tp
@@ -271,6 +282,9 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     head = embedding if model.untie_embeddings_and_output_weights else 0
     total = embedding + positions + layers.total + params.norm(hidden) + head
     active = total - num_moe * (params.num_experts - moe.moe_router_topk) * expert
+    if params.num_experts:
+        adapters = sum(params.adapters(number).expert for number in range(len(pattern))) // params.num_experts
+        active -= (params.num_experts - moe.moe_router_topk) * adapters
     return ParamCounts(
         total=total,
         mtp=params.mtp().total,

@@ -35,7 +35,10 @@ def stage_states(
             linears, experts = args.te_quantizes  # Transformer Engine's layers keep theirs in the model's format
             stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
         if args.model.dsa_indexer_warmup:
-            state = _indexer_warmup_state(args, world_size, held, chunks)
+            state = _frozen_state(args, world_size, held, _indexers(args, chunks))
+        elif args.model.lora_dim is not None:
+            numbers = [number for chunk in chunks for number in chunk.layers]
+            state = _frozen_state(args, world_size, held, sum(map(params.adapters, numbers), ParamsPerRank(0, 0)))
         else:
             tables, in_fp8 = sum(map(params.tables, chunks)), (stored.dense, stored.expert)
             state = rank_state_bytes(args, world_size, held.dense, held.expert, in_fp8, tables)
@@ -82,15 +85,18 @@ def expert_cast_bytes(args: Arguments, world_size: int, chunks: Sequence[ChunkLa
     return 2 * ELEMENT_BYTES["fp8"] * quantized_params_on_rank(plain, chunks).expert
 
 
-def _indexer_warmup_state(
-    args: Arguments, world_size: int, held: ParamsPerRank, chunks: Sequence[ChunkLayout]
-) -> StateBytes:
-    """Return the state of --dsa-indexer-warmup: indexers are trained, everything else has weights only."""
+def _indexers(args: Arguments, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
+    """Return the parameters that --dsa-indexer-warmup trains."""
     depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
-    trained = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
-    state = rank_state_bytes(args, world_size, trained, 0)
+    count = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
+    return ParamsPerRank(count, 0)
+
+
+def _frozen_state(args: Arguments, world_size: int, held: ParamsPerRank, trained: ParamsPerRank) -> StateBytes:
+    """Return the state of a rank that trains some of the parameters that it holds; the others have weights only."""
+    state = rank_state_bytes(args, world_size, trained.dense, trained.expert)
     width = 4.0 if args.precision.params_dtype_name == "fp32" else 2.0
-    return replace(state, weights=state.weights + (held.total - trained) * width)
+    return replace(state, weights=state.weights + (held.total - trained.total) * width)
 
 
 def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:

@@ -26,6 +26,7 @@ from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.memory.offload import ActivationOffload
 from moe_trainer.memory.paged_stash import PagedStash
 from moe_trainer.model.custom_layers import apply_spec
+from moe_trainer.model.lora import add_adapters
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
 from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, select_fused_topk
@@ -93,6 +94,7 @@ def build_chunks(
                     queue=queue,
                 ),
             )
+            add_adapters(chunk, args.model, chunk.stream)
         _materialize(chunk, device, dtype, args.training.seed)
         if device.type != "meta":
             _check_initialized(chunk)
@@ -231,7 +233,12 @@ def _make_activation_policy(
             skip_bytes=training.delta_offload_bytes_across_pp_ranks * ps.pp.rank,
         )
     # forced logits do not count: they are drawn outside recomputed regions
-    uses_global_rng = bool(model.hidden_dropout or model.attention_dropout or moe.moe_input_jitter_eps)
+    uses_global_rng = bool(
+        model.hidden_dropout
+        or model.attention_dropout
+        or moe.moe_input_jitter_eps
+        or (model.lora_dim and model.lora_dropout)
+    )
     return ActivationPolicy(
         training.recomputed_modules,
         uses_global_rng=uses_global_rng,

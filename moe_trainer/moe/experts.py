@@ -28,6 +28,7 @@ from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.cloning import CloneWeights
+from moe_trainer.moe.expert_lora import ExpertLoRA, GroupedLoRALinear
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp, pipeline_expert_mlp
 from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp, get_activation_fns
 from moe_trainer.parallel.params import ParamInfo
@@ -186,6 +187,13 @@ class Experts(nn.Module):
             y_RH = self._run(x_RH, probs_R, counts, unused, stacks)
         return clone_weights.fetch_again(y_RH)
 
+    def add_adapters(self, fc1: ExpertLoRA | None, fc2: ExpertLoRA | None) -> None:
+        """Add adapters, whose linears compute the experts from then on."""
+        self.grouped = nn.ModuleList(
+            GroupedLoRALinear(lora, self.allow_grouped, self.gemms if self.allow_grouped else None)
+            for lora in (fc1, fc2)
+        )
+
     def _build_grouped_linears(self, build: Callable[..., nn.Module | None] | None) -> nn.ModuleList | None:
         """Build fc1 and fc2 of a library, which share our weights; return None if there are none."""
         if build is None:
@@ -216,7 +224,7 @@ class Experts(nn.Module):
         if self.pipeline is not None:
             return self.pipeline.host_problem
         if self.grouped is not None:
-            return "TransformerEngine's GroupedLinear reads them there"
+            return "adapters and TransformerEngine's GroupedLinear read them there"
         if not self.allow_grouped:
             return "experts run one by one without --moe-grouped-gemm"
         if not can_read_counts_on_device(self.linear_fc1.weight, self.linear_fc2.weight, self.gemms):

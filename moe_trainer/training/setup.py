@@ -31,6 +31,7 @@ from moe_trainer.metrics.nvtx import NvtxRanges, make_ranges
 from moe_trainer.metrics.profiler import Profiler
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.build import DTYPES, build_chunks
+from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.optim.fsdp_shard import FsdpGrads
@@ -135,6 +136,8 @@ def build_model(args: Arguments, runtime: Runtime, vocab_size: int) -> list[Tran
     chunks = build_chunks(args, ps, vocab_size, runtime.device)
     if args.model.dsa_indexer_warmup:
         freeze_all_but_indexers(chunks)
+    elif args.model.lora_dim is not None:
+        freeze_all_but_adapters(chunks, args.model)
     register_layer_trace_hooks(ps.trace, named_transformer_layers(chunks))
     if args.output.init_from is not None:
         with as_user_error(f"--init-from {args.output.init_from}"):

@@ -132,7 +132,7 @@ def train_step(
     update_scales(ctx.chunks, ps)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
     # a non-finite loss must not reach the weights.
-    update_biases(ctx.chunks, ps, frozen=args.model.dsa_indexer_warmup)
+    update_biases(ctx.chunks, ps, frozen=args.model.dsa_indexer_warmup or args.model.lora_dim is not None)
     num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
     loads = between_ranks = None
     if args.moe.num_experts and args.moe.moe_per_layer_logging:

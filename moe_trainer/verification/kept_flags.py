@@ -95,6 +95,7 @@ NOISE = MappingProxyType(
     {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "lora_dropout": 0.0,
         "moe_input_jitter_eps": None,
         "moe_router_force_load_balancing": False,
         "moe_router_force_biased": None,

@@ -452,6 +452,11 @@ INVALID_LINES = (
     (f"{WARMUP} --bf16 --use-torch-fsdp2 --ckpt-format fsdp_dtensor", "", "--use-torch-fsdp2"),
     (f"{WARMUP} --bf16 --use-megatron-fsdp --ckpt-format fsdp_dtensor", "", "--use-megatron-fsdp"),
     (f"{WARMUP} --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather --bf16 --use-distributed-optimizer", "", "--fp8-param-gather"),
+    ("--lora-dim 8 --lora-target-modules q_proj", "", "--lora-target-modules"),
+    ("--lora-dim 8 --use-torch-fsdp2 --ckpt-format fsdp_dtensor", "", "--use-torch-fsdp2"),
+    ("--lora-dim 8 --bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "", "--fp8-format"),
+    ("--lora-dim 8 --lora-dropout 0.1 --recompute-granularity selective --recompute-modules mla_up_proj "
+     "--multi-latent-attention", "", "--recompute-modules"),
     ("--no-rope-freq [0,1]", "", "--no-rope-freq"),
     # cuda graphs
     ("--external-cuda-graph --cuda-graph-impl local", "", "--external-cuda-graph"),

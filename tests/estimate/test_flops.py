@@ -94,6 +94,21 @@ def test_flops_of_dsa_indexer_warmup():
     )
 
 
+def test_flops_of_adapters():
+    """Frozen weights have no gradients: two of three GEMMs are left, and attention as it was."""
+    flags = (
+        "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --num-experts 4 --moe-router-topk 2 "
+        "--moe-layer-freq [0,1,1] --lora-dim 5 --lora-target-modules linear_qkv linear_fc1"
+    )
+    args = parse(*flags.split())
+    core, attention, dense = 8 * 16, 4 * 8 * 8, 2 * 8 * 16
+    frozen = 3 * attention + dense + 2 * 2 * dense + 8 * 32
+    adapters = 3 * 5 * (8 + 3 * 8) + (1 + 2 * 2) * 5 * (8 + 16)
+    assert training_flops(args, 1, 16, 32) == pytest.approx(
+        2 * 16 * (2 * frozen + 3 * (3 * core + adapters)), rel=1e-12
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "vocab", "tflops", "tokens_per_s"),
     [

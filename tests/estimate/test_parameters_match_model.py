@@ -48,6 +48,11 @@ BASE = (
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 20 --moe-layer-freq ([0]+[1]*2) --disable-bias-linear",
         "--num-experts 4 --moe-layer-freq 2 --moe-grouped-gemm --swiglu --disable-bias-linear",
         "--num-experts 4 --moe-layer-freq 2",
+        "--num-experts 4 --moe-layer-freq 2 --swiglu --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --mtp-num-layers 1 "
+        "--group-query-attention --num-query-groups 2 --attention-output-gate --disable-bias-linear --lora-dim 3 --position-embedding-type rope",
+        "--swiglu --experimental-attention-variant gdn --linear-attention-freq [1,0,0] --lora-dim 3 --num-experts 4 "
+        "--lora-target-modules linear_qkv *.layers.1.*fc1 out_proj",
+        "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --lora-dim 3",
         "--num-experts 4 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --disable-bias-linear",
         "--num-experts 4 --moe-latent-size 10 --moe-shared-expert-intermediate-size 12 --disable-bias-linear --swiglu",
         "--num-experts 4 --moe-latent-size 10 --moe-layer-freq 2 --position-embedding-type rope --mtp-num-layers 1",

@@ -342,6 +342,7 @@ LINEAR = {
 INDEXERS = [dest for dest in OPTIONS if dest.startswith("dsa_indexer_")]
 REQUIRED_FLAGS = {
     "mup_base_hidden_size": "--use-mup",
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), "--lora-dim 8"),
     **dict.fromkeys((*INDEXERS, "dsa_kernel_backend"), SPARSE),
     "dsa_attention_form": f"{SPARSE} --dsa-indexer-use-sparse-loss --attention-dropout 0",
     **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
@@ -387,7 +388,7 @@ VALUES = {
     "pipeline_model_parallel_layout": None,  # has separate tests
     "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
     "squared_relu": None, "quick_geglu": None,  # excluded by --swiglu
-    "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4",
+    "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4", "lora_target_modules": "linear_qkv",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
 WITHOUT_EFFECT_ON_NUMBERS = set(

@@ -1,0 +1,65 @@
+"""Ours: low-rank adapters, what they need and what they are not built for."""
+
+from collections.abc import Iterator
+
+from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
+from arguments.rules.derived_sizes import DerivedSizes, as_list
+from arguments.settings import Limit, Settings, Violation
+
+DIM, TARGETS = "lora_dim", "lora_target_modules"
+NOT_BUILT = (
+    ("use_torch_fsdp2", "it shards parameters that do not change"),
+    ("use_megatron_fsdp", "it shards parameters that do not change"),
+    ("fp8", "it would quantize frozen weights in every iteration again"),
+    ("fp4", "it would quantize frozen weights in every iteration again"),
+    ("mla_down_proj_fusion", "an adapter belongs to one projection"),
+    ("qk_clip", "it scales weights, which are frozen"),
+    ("use_mup", "its learning rates are those of complete weights"),
+    ("dsa_indexer_warmup", "it trains the indexers alone"),
+    ("dsa_indexer_loss_coeff", "the indexers are frozen"),
+    ("moe_clone_hot_experts", "clones of experts have no adapters"),
+    ("moe_use_upcycling", "it converts a checkpoint and trains nothing"),
+    ("moe_expert_rank_capacity_factor", "experts with adapters need their token counts on the host"),
+    ("use_transformer_engine_op_fuser", "nothing can be added between its fused operations"),
+    ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
+    ("init_from", "its file has all parameters; --load with --finetune takes a model without adapters"),
+)
+
+
+def check_lora_targets(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if s.lora_dim is None:
+        return
+    for target in as_list(s.lora_target_modules):
+        named = any(is_lora_target(f"decoder.layers.0.{leaf}", [target]) for leaf in LINEARS)
+        if "." not in target and not named:
+            yield s.violation(
+                "{lora_target_modules:flag} {given} is no linear that can have an adapter: {all} or some of {known}.",
+                given=target,
+                all=ALL_LINEAR,
+                known=" ".join(LINEARS),
+            )
+
+
+def limit_lora(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    is_on = s.lora_dim is not None
+    for other, why in NOT_BUILT:
+        applies = is_on and s.values[other] != s.default(other)
+        yield Limit(applies, f"{{{DIM}:flag}} cannot be combined with {{}}: {why}.", (other,))
+    has_dropout = is_on and bool(s.lora_dropout)
+    yield Limit(
+        has_dropout and "mla_up_proj" in as_list(s.recompute_modules),
+        "{lora_dropout:flag} cannot be combined with {recompute_modules:flag} mla_up_proj: what is recomputed there "
+        "draws no random numbers.",
+        ("recompute_modules",),
+    )
+    yield Limit(
+        has_dropout and (s.mlp_chunks_for_training or 1) > 1,
+        "{lora_dropout:flag} cannot be combined with {mlp_chunks_for_training}: chunks draw no random numbers.",
+        ("mlp_chunks_for_training",),
+    )
+    yield Limit(
+        has_dropout and bool(s.num_experts) and f.etp > 1,
+        "{lora_dropout:flag} cannot be combined with {expert_tensor_parallel_size}: the ranks of an expert would drop "
+        "different elements.",
+        ("expert_tensor_parallel_size",),
+    )
