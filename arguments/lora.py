@@ -19,6 +19,14 @@ LINEARS = (
 )
 """Linears of attention, gated DeltaNet, feed-forward layers and experts: what `all-linear` selects."""
 
+LORA_A, LORA_B = "lora_A", "lora_B"
+"""Names of an adapter's two linears inside its linear."""
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter, by its global name or its key in a checkpoint, belongs to an adapter."""
+    return f".{LORA_A}.weight" in name or f".{LORA_B}.weight" in name
+
 
 def is_lora_target(name: str, targets: Sequence[str]) -> bool:
     """Return whether a linear of a decoder layer gets an adapter.

@@ -48,7 +48,7 @@ _EXIT_CODES = """exit codes:
 """
 
 _DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
-_TO_HF_OPTIONS = ("model_type", "vocab_size", "config", "tokenizer", "ckpt_step")
+_TO_HF_OPTIONS = ("model_type", "vocab_size", "config", "tokenizer", "ckpt_step", "base_model")
 _VERIFY_BATCH_SIZE, _VERIFY_SEQ_LENGTH = 2, 64
 # fractions of the largest logit: the same computation, and one whose weights are rounded or whose scores may tie
 _EXACT_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.1
@@ -83,7 +83,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
     add("target", type=Path, metavar="TO", help="folder or file to create")
-    add("--to", choices=("hf", "ours", "weights"), help="what TO becomes (default: the other kind than FROM)")
+    add("--to", choices=("hf", "ours", "weights", "peft"), help="what TO becomes (default: the other kind than FROM)")
     add("--verify", action="store_true", help="then compare the logits of both models in fp32, if they fit in memory")
     add("--workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
     add("--dtype", choices=tuple(_DTYPES), help="type of the weights (default: as stored)")
@@ -92,6 +92,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     to_hf("--ckpt-step", type=int, metavar="N", help="iteration to convert (default: the latest)")
     to_hf("--model-type", metavar="TYPE", help="model type to write (default: the first that expresses the model)")
     to_hf("--vocab-size", type=int, metavar="N", help="drop rows of the padded vocabulary after the N-th")
+    text = "name of the base model to write into the adapter's configuration, to peft"
+    to_hf("--base-model", metavar="NAME", help=text)
     text = "config.json (or its folder) to copy bos_token_id and the like from"
     to_hf("--config", type=Path, metavar="FILE", help=text)
     to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
@@ -162,11 +164,12 @@ def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
         raise ValueError(f"{options.target} is the source; choose another folder")
     from_hf = is_hf_folder(options.source) and not (options.source / "latest_checkpointed_iteration.txt").is_file()
     to = options.to or ("ours" if from_hf else "hf")
-    if from_hf == (to == "hf"):
+    if from_hf == (to in ("hf", "peft")):
         kind = "a Hugging Face folder" if from_hf else "not a Hugging Face folder (config.json and safetensors files)"
         raise ValueError(f"{options.source} is {kind}, so --to {to} does not convert it")
     inapplicable = {
-        "hf": ("ignore", "transformer_impl"),
+        "hf": ("ignore", "transformer_impl", "base_model"),
+        "peft": ("ignore", "transformer_impl", "vocab_size", "config", "tokenizer"),
         "ours": _TO_HF_OPTIONS,
         "weights": (*_TO_HF_OPTIONS, "transformer_impl"),
     }
@@ -257,6 +260,7 @@ def _flags(record: dict[str, object], folder: Path | None):
 
 
 def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> ConversionJob:
+    from moe_trainer.checkpoint.hf.adapters import plan_peft_folder
     from moe_trainer.checkpoint.hf.export import plan_hf_folder
     from moe_trainer.checkpoint.hf.files import read_json
     from moe_trainer.checkpoint.resolve import read_saved_args, resolve_checkpoint
@@ -265,6 +269,8 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     if folder is None:
         raise ValueError(f"{options.source}: this folder holds neither a checkpoint nor a Hugging Face model")
     record = read_saved_args(options.source, options.ckpt_step)  # raises for an unreadable or damaged checkpoint
+    if options.to == "peft":
+        return plan_peft_folder(folder, options.target, options.model_type, dtype, options.base_model)
     extra = {}
     if options.config is not None:
         config = read_json(options.config / "config.json" if options.config.is_dir() else options.config)
@@ -347,6 +353,8 @@ def _verify(options: argparse.Namespace) -> int:
     """Compare the logits of both models. Returns the exit code."""
     if options.to == "weights":
         raise ValueError("--verify: a weights file has no flags to build a model from")
+    if options.to == "peft":
+        raise ValueError("--verify: an adapter is not a model; --to hf merges it into one")
     from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, read_json
 
     hf_folder, native = options.source, options.target

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from arguments.checkpoint_args import MUP, SHAPE
 from arguments.container import OPTIONS
+from arguments.lora import is_adapter
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.flat_states import FlatStateMetadata
@@ -39,7 +40,6 @@ _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
 SCALING = "fp8."
 _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _INDEXER = ".core_attention.indexer."
-_ADAPTER = (".lora_A.weight", ".lora_B.weight")
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup")
@@ -232,13 +232,13 @@ class Loader:
 
     def _initialize_adapters(self) -> None:
         """Keep the initial values of adapters that the checkpoint lacks; never drop trained ones."""
-        absent = [key for key in self._missing if key.endswith(_ADAPTER)]
-        if unused := [key for key in self._unexpected if key.endswith(_ADAPTER)]:
+        absent = [key for key in self._missing if is_adapter(key)]
+        if unused := [key for key in self._unexpected if is_adapter(key)]:
             raise CheckpointError(
                 f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): give "
                 "--use-checkpoint-args, or the --lora-dim and --lora-target-modules of its run"
             )
-        if not absent or any(key.endswith(_ADAPTER) for key in self._stored):
+        if not absent or any(map(is_adapter, self._stored)):
             return
         if self._options.load_optim and not self._options.finetune:
             raise CheckpointError(

@@ -20,15 +20,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from arguments.lora import LORA_A, LORA_B
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.rng import ShardRNG
-
-LORA_A, LORA_B = "lora_A", "lora_B"
-IS_ADAPTER = (f".{LORA_A}.weight", f".{LORA_B}.weight")
-"""Ends of the names of adapters' parameters."""
 
 
 def lora_init(in_features: int) -> Init:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from arguments.lora import is_lora_target
+from arguments.lora import is_adapter, is_lora_target
 from arguments.model import ModelArgs
 from moe_trainer.errors import UserError
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from moe_trainer.layers.lora import IS_ADAPTER, LoRA, add_lora
+from moe_trainer.layers.lora import LoRA, add_lora
 from moe_trainer.moe.expert_lora import ExpertLoRA
 from moe_trainer.moe.experts import Experts
 from moe_trainer.parallel.params import get_param_info
@@ -50,7 +50,7 @@ def freeze_all_but_adapters(chunks: Sequence[nn.Module], model: ModelArgs) -> No
     """
     params = [param for chunk in chunks for param in chunk.parameters()]
     for param in params:
-        param.requires_grad_(get_param_info(param).names[0].endswith(IS_ADAPTER))
+        param.requires_grad_(is_adapter(get_param_info(param).names[0]))
     if not any(param.requires_grad for param in params):
         raise UserError(
             f"--lora-target-modules {' '.join(model.lora_target_modules)} selects no linear of this rank's layers; "

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from arguments.lora import LORA_A, LORA_B
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import make_parameter
-from moe_trainer.layers.lora import LORA_A, LORA_B, lora_init
+from moe_trainer.layers.lora import lora_init
 from moe_trainer.ops.grouped_gemm import GroupedGemms
 from moe_trainer.ops.grouped_linear import grouped_linear
 from moe_trainer.parallel.params import ParamInfo, get_param_info

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from training.forked import pretrain
 from training.layouts import make_argv, make_run, shallow
 
+from arguments.lora import is_adapter
 from moe_trainer.errors import UserError
-from moe_trainer.layers.lora import IS_ADAPTER
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification.parity import check_parity
@@ -59,8 +59,7 @@ def test_frozen_parameters_have_no_gradients_and_no_optimizer_state(flags):
     run_ = make_run([*DEEPSEEK, *flags.split()], 0, ParallelState.single(), 1)
     adapters, frozen = [], []
     for param in run_.chunks[0].parameters():
-        is_adapter = get_param_info(param).names[0].endswith(IS_ADAPTER)
-        (adapters if is_adapter else frozen).append(param)
+        (adapters if is_adapter(get_param_info(param).names[0]) else frozen).append(param)
     assert adapters and all(param.requires_grad and hasattr(param, "main_grad") for param in adapters)
     assert frozen and not any(param.requires_grad or hasattr(param, "main_grad") for param in frozen)
     owners = {id(entry.param) for entry in run_.optimizer.tensors()}
@@ -86,7 +85,7 @@ def tuned(base, tmp_path_factory):
 def test_only_adapters_change(base, tuned):
     """The expert bias stays too: an exported adapter could not hold it."""
     _, _, after = tuned
-    assert {name for name in after if name not in base[1]} == {name for name in after if name.endswith(IS_ADAPTER)}
+    assert {name for name in after if name not in base[1]} == {name for name in after if is_adapter(name)}
     assert all(torch.equal(tensor, after[name]) for name, tensor in base[1].items())
     assert all(tensor.any() for name, tensor in after.items() if ".lora_B." in name)
 

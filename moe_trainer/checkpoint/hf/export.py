@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.adapters import NativeAdapters
 from moe_trainer.checkpoint.hf.config import read_config, write_config
 from moe_trainer.checkpoint.hf.conversion_job import (
     ConversionJob,
@@ -78,6 +79,8 @@ def plan_hf_folder(
 ) -> ConversionJob:
     """Plan the weights of a native checkpoint folder as a Hugging Face folder with files of at most `most` bytes.
 
+    Low-rank adapters are merged into the weights.
+
     `kind`: the model type, by default the first that can express the model. `rows` of the embedding and `dtype` are
     those of the checkpoint by default. `extra`: further keys of config.json. `tokenizer`: folder whose tokenizer files
     are copied.
@@ -92,6 +95,8 @@ def plan_hf_folder(
         for tensor in logical_tensors(index)
         if tensor.state is None and not tensor.name.startswith(_SCALING)
     }
+    adapters = NativeAdapters.of(tensors, state.args)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in adapters.tensors}
     embedding = tensors.get("embedding.word_embeddings.weight")
     if embedding is None:
         raise CheckpointError(f"{folder} has no embedding.word_embeddings.weight")
@@ -104,7 +109,8 @@ def plan_hf_folder(
     mappings = tensor_mappings(family.name, flags)
     _check_native(mappings, tensors)
     cut = rows if rows not in (None, stored) else None
-    items = _plan_items(partial(read_logical, folder, index), mappings, tensors, family.name, flags, cut, dtype)
+    read = adapters.merged(partial(read_logical, folder, index))
+    items = _plan_items(read, mappings, tensors, family.name, flags, cut, dtype)
     runs = split_by_size(items, most)
     words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
     for note in read_config(config)[2]:
