@@ -20,7 +20,11 @@ setup(
     version=VERSION,
     description="Mixture-of-experts language-model pretraining with Megatron-LM's command line, on CPU and GPU",
     packages=find_packages(include=["moe_trainer", "moe_trainer.*", "arguments", "arguments.*", "model_zoo"]),
-    package_data={"model_zoo": ["*.yaml"], "moe_trainer.metrics": ["page/*"]},
+    package_data={
+        "model_zoo": ["*.yaml"],
+        "moe_trainer.checkpoint.hf": ["families/*.yaml"],
+        "moe_trainer.metrics": ["page/*"],
+    },
     py_modules=["pretrain_moe"],
     python_requires=">=3.10",
     install_requires=[

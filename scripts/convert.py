@@ -420,7 +420,7 @@ def _load_transformers_model(transformers: ModuleType, folder: Path) -> torch.nn
     from moe_trainer.checkpoint.hf.files import CONFIG
     from moe_trainer.checkpoint.hf.folder import read_text_config
 
-    written = read_text_config(folder)
+    written, _ = read_text_config(folder)
     family = get_family(written, str(folder / CONFIG))
     model_class = getattr(transformers, family.architecture, None)
     if model_class is None:

@@ -123,7 +123,7 @@ def plan_peft_folder(
         raise CheckpointError(f"{folder} has no adapters: it is not of a run with --lora-dim")
     flags["rows"] = tensors["embedding.word_embeddings.weight"].shape[0]
     family, _ = write_config(flags, flags["rows"], kind)
-    mappings = tensor_mappings(family.name, flags, lambda name: name.endswith(_STACKS))
+    mappings = tensor_mappings(family.names, flags, lambda name: name.endswith(_STACKS))
     read = partial(read_logical, folder, index)
     parts = [part for mapping in mappings for part in _parts(mapping, adapters, read, model_sizes(flags))]
     stored = next(iter(adapters.tensors.values())).dtype if dtype is None else dtype

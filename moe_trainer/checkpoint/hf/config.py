@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model to and from flags, by the tables of its family (families.py).
+"""config.json of a Hugging Face model to and from flags, by the tables of its family (family.py).
 
 Writing is checked by reading: the flags of the written config.json must equal the original ones, so a model that a
 family cannot express is rejected with the flag.
@@ -14,7 +14,8 @@ from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import config_converters as converters
 from moe_trainer.checkpoint.hf.config_converters import expert_layers, linear_layers, sliding_layers
-from moe_trainer.checkpoint.hf.families import ALIASES, FAMILIES, IGNORED, NEEDED, Family, get_family
+from moe_trainer.checkpoint.hf.families import ALIASES, FAMILIES, IGNORED, Families, get_family
+from moe_trainer.checkpoint.hf.family import NEEDED, Family
 from moe_trainer.checkpoint.hf.rotary import Config, Flags
 
 # flags of the record that do not change the function of the model
@@ -48,14 +49,16 @@ _KINDS = MappingProxyType(
 )
 
 
-def read_config(config: Config, source: str = "config.json") -> tuple[Family, Flags, list[str]]:
+def read_config(
+    config: Config, source: str = "config.json", families: Families = FAMILIES
+) -> tuple[Family, Flags, list[str]]:
     """Return the flags by destination that describe the model of a config.json, and remarks for the user.
 
     Raises:
         CheckpointError: naming the key that no flag supports, or that is missing.
     """
-    family = get_family(config, source)
-    config = {**family.defaults, **config}
+    family = get_family(config, source, families)
+    config = {**family.defaults, **{family.renamed.get(key, key): value for key, value in config.items()}}
     flags: Flags = dict(family.fixed_flags)
     for required, values in family.required_values.items():
         if config.get(required, values[0]) not in (*values, None):
@@ -130,7 +133,9 @@ def _remarks(family: Family, flags: Flags) -> list[str]:
     return notes
 
 
-def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -> tuple[Family, dict[str, Any]]:
+def write_config(
+    flags: Mapping[str, Any], rows: int, kind: str | None = None, families: Families = FAMILIES
+) -> tuple[Family, dict[str, Any]]:
     """Return the config.json of the model that the flags describe, with `rows` of the embedding.
 
     `kind` is the model type, by default the first that can express the model.
@@ -138,18 +143,18 @@ def write_config(flags: Mapping[str, Any], rows: int, kind: str | None = None) -
     Raises:
         CheckpointError: with what no type can express.
     """
-    if kind is not None and kind not in FAMILIES:
-        raise CheckpointError(f"the model type {kind!r} cannot be written; there are {', '.join(FAMILIES)}")
+    if kind is not None and kind not in families:
+        raise CheckpointError(f"the model type {kind!r} cannot be written; there are {', '.join(families)}")
     if flags.get("use_mup"):
         raise CheckpointError(
             "the model is trained with --use-mup: no Hugging Face model type has its multipliers of embeddings, "
             "logits and scores"
         )
     refusals = []
-    for family in FAMILIES.values() if kind is None else (FAMILIES[kind],):
+    for family in families.values() if kind is None else (families[kind],):
         try:
             config = _write(family, flags, rows)
-            differing = _differing(flags, read_config(config)[1])
+            differing = _differing(flags, read_config(config, families=families)[1])
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
             refusals.append(f"{family.name}: {error}")
             continue
@@ -169,7 +174,9 @@ def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any
         config[key.name] = unset.get(key.dest) if value is None else value
     for part in family.converters:
         config |= part.write(flags)
-    return config | {key: values[0] for key, values in family.required_values.items()} | {"vocab_size": rows}
+    config |= {key: values[0] for key, values in family.required_values.items()} | {"vocab_size": rows}
+    spelled = {standard: key for key, standard in family.renamed.items()}
+    return {spelled.get(key, key): value for key, value in config.items()}
 
 
 def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:

@@ -2,11 +2,12 @@
 
 Layer patterns (experts, windows, linear attention), key-value groups, shared experts, expert groups, tied embeddings,
 multi-token prediction; rotary positions have a separate file. A reader gets the full config.json and returns flags
-by destination, a writer gets all flags and returns keys. families.py lists the converters of each family.
+by destination, a writer gets all flags and returns keys. Mapping files list the converters of each family.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern
@@ -323,3 +324,7 @@ LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)
 NEXT = ConfigConverter(_read_next, _write_next)
 MTP = ConfigConverter(_read_mtp, _write_mtp)
+CONVERTERS: Mapping[str, ConfigConverter] = MappingProxyType(
+    {name.lower(): value for name, value in list(globals().items()) if isinstance(value, ConfigConverter)}
+)
+"""The converters above, by the names that mapping files have for them."""

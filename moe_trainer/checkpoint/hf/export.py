@@ -28,16 +28,19 @@ from moe_trainer.checkpoint.hf.conversion_job import (
     write_safetensors,
     write_text,
 )
+from moe_trainer.checkpoint.hf.families import FAMILIES, Families
 from moe_trainer.checkpoint.hf.files import CONFIG, INDEX, SINGLE
 from moe_trainer.checkpoint.hf.folder import SENTENCEPIECE_CONFIG, tokenizer_files
 from moe_trainer.checkpoint.hf.names import (
     HFTensor,
     TensorMapping,
     duplicated_tensors,
+    head_name,
     model_sizes,
     raise_problems,
     tensor_mappings,
 )
+from moe_trainer.checkpoint.hf.rules import Names
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.io import flush_file
@@ -76,6 +79,7 @@ def plan_hf_folder(
     dtype: torch.dtype | None = None,
     extra: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
+    families: Families = FAMILIES,
 ) -> ConversionJob:
     """Plan the weights of a native checkpoint folder as a Hugging Face folder with files of at most `most` bytes.
 
@@ -83,7 +87,7 @@ def plan_hf_folder(
 
     `kind`: the model type, by default the first that can express the model. `rows` of the embedding and `dtype` are
     those of the checkpoint by default. `extra`: further keys of config.json. `tokenizer`: folder whose tokenizer files
-    are copied.
+    are copied. `families`: those that can be written.
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or flags that no model type supports.
@@ -104,16 +108,16 @@ def plan_hf_folder(
     if rows is not None and not 0 < rows <= stored:
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
     flags = dict(state.args) | {"rows": stored}
-    family, config = write_config(flags, rows or stored, kind)
+    family, config = write_config(flags, rows or stored, kind, families)
     config |= _yarn_length(config)
-    mappings = tensor_mappings(family.name, flags)
+    mappings = tensor_mappings(family.names, flags)
     _check_native(mappings, tensors)
     cut = rows if rows not in (None, stored) else None
     read = adapters.merged(partial(read_logical, folder, index))
-    items = _plan_items(read, mappings, tensors, family.name, flags, cut, dtype)
+    items = _plan_items(read, mappings, tensors, family.names, flags, cut, dtype)
     runs = split_by_size(items, most)
     words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
-    for note in read_config(config)[2]:
+    for note in read_config(config, families=families)[2]:
         logger.info("  %s", note)
     config |= {"bos_token_id": None, "eos_token_id": None} | dict(extra or {}) | {"torch_dtype": words}
     options = {
@@ -148,12 +152,12 @@ def _plan_items(
     read: Callable[[LogicalTensor], Tensor],
     mappings: Sequence[TensorMapping],
     tensors: Mapping[str, LogicalTensor],
-    kind: str,
+    names: Names,
     flags: Mapping[str, Any],
     rows: int | None,
     dtype: torch.dtype | None,
 ) -> list[PlannedTensor]:
-    """Plan the Hugging Face tensors of a model type `kind`, whose embedding has `rows` rows, all of them if None."""
+    """Plan the Hugging Face tensors of a model whose embedding has `rows` rows, all of them if None."""
 
     def make_parts(mapping: TensorMapping) -> Sequence[Tensor]:
         native = [read(tensors[name]) for name in mapping.siblings or (mapping.native,)]
@@ -169,8 +173,8 @@ def _plan_items(
     by_name = {item.name: item for item in items}
     return items + [
         PlannedTensor(name, by_name[original].dtype, by_name[original].shape, by_name[original].make)
-        for name, original in duplicated_tensors(kind, flags).items()
-        if name != "lm_head.weight"
+        for name, original in duplicated_tensors(names, flags).items()
+        if name != head_name(names)
     ]
 
 

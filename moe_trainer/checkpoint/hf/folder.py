@@ -9,7 +9,7 @@ when it is read, from the tensors that it needs.
 import argparse
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf import config_converters as converters
 from moe_trainer.checkpoint.hf.config import read_config
-from moe_trainer.checkpoint.hf.families import TEXT_PARTS, Family
+from moe_trainer.checkpoint.hf.families import FAMILIES, Families, families_with, get_family
+from moe_trainer.checkpoint.hf.family import Family, TextPart
 from moe_trainer.checkpoint.hf.files import CONFIG, SafetensorsFolder, read_json
 from moe_trainer.checkpoint.hf.names import (
     TensorMapping,
@@ -32,7 +34,6 @@ from moe_trainer.checkpoint.hf.names import (
     raise_problems,
     tensor_mappings,
 )
-from moe_trainer.checkpoint.hf.rules import NAMES
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
 
@@ -118,34 +119,38 @@ def tokenizer_flags(folder: Path, place: Path) -> dict[str, Any]:
     return {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
 
 
-def read_text_config(folder: Path) -> dict[str, Any]:
-    """Return config.json, or its part that describes the language model.
+def read_text_config(folder: Path, families: Families = FAMILIES) -> tuple[dict[str, Any], TextPart | None]:
+    """Return config.json, or its part that describes the language model, and which tensors that has.
 
     Raises:
-        CheckpointError: if it cannot be read, or has no such part.
+        CheckpointError: if it cannot be read, its model type is unknown, or it has no such part.
     """
     config = read_json(folder / CONFIG)
-    if config.get("model_type") not in TEXT_PARTS:
-        return config
+    part = get_family(config, str(folder / CONFIG), families).text_parts.get(config["model_type"])
+    if part is None:
+        return config, None
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise CheckpointError(f"{folder / CONFIG}: a model of type {config['model_type']} needs the table text_config")
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {**text, **tied, "model_type": config["model_type"]}
+    return {**text, **tied, "model_type": config["model_type"]}, part
 
 
-def read_flags(folder: Path, source: SafetensorsFolder) -> tuple[Family, dict[str, Any], list[str]]:
-    """Return the flags of a folder's model, with "rows", and remarks.
+def read_flags(
+    folder: Path, config: Mapping[str, Any], names: Sequence[str], families: Families = FAMILIES
+) -> tuple[Family, dict[str, Any], list[str]]:
+    """Return the flags of a folder's model, with "rows", and remarks; `names` are those of its tensors.
 
     Raises:
-        CheckpointError: if config.json cannot be read.
+        CheckpointError: naming the key of config.json that no flag supports.
     """
-    family, flags, notes = read_config(read_text_config(folder), str(folder / CONFIG))
+    family, flags, notes = read_config(config, str(folder / CONFIG), families)
     flags["rows"] = flags["vocab_size"]
-    beyond = NAMES[family.name].depth[0].format(l=flags["num_layers"], d=0)
-    if beyond == "mtp.":  # config.json is silent on it
-        flags["mtp_num_layers"] = 1 if any(name.startswith(beyond) for name in source.names) else None
-    if flags.get("mtp_num_layers") and not any(name.startswith(beyond) for name in source.names):
+    beyond = family.names.mtp_prefixes[0].format(l=flags["num_layers"], d=0)
+    has_depths = bool(family.names.mtp) and any(name.startswith(beyond) for name in names)
+    if family.names.mtp and converters.MTP not in family.converters:  # config.json is silent on it
+        flags["mtp_num_layers"] = 1 if has_depths else None
+    if flags.get("mtp_num_layers") and not has_depths:
         notes.append(
             f"{CONFIG} names {flags['mtp_num_layers']} multi-token-prediction layers, and the files have none: left out"
         )
@@ -153,16 +158,18 @@ def read_flags(folder: Path, source: SafetensorsFolder) -> tuple[Family, dict[st
     return family, flags, notes
 
 
-def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: False) -> HFModel:
+def open_hf_model(
+    folder: Path, ignore: Callable[[str], bool] = lambda name: False, families: Families = FAMILIES
+) -> HFModel:
     """Read everything except the elements; `ignore` selects tensors that may be unused.
 
     Raises:
         CheckpointError: naming the tensors that are missing, unexpected or of another shape.
         DamagedError: if a file is damaged.
     """
-    text_part = TEXT_PARTS.get(str(read_json(folder / CONFIG).get("model_type")))
+    config, text_part = read_text_config(folder, families)
     source = SafetensorsFolder(folder, None if text_part is None else text_part.rename)
-    family, flags, notes = read_flags(folder, source)
+    family, flags, notes = read_flags(folder, config, source.names, families)
     if text_part is not None:
         notes.append(f"only the language model is read; the tensors {text_part.others}* are left out")
     if flags["num_layers"] > len(source.names):
@@ -170,8 +177,8 @@ def open_hf_model(folder: Path, ignore: Callable[[str], bool] = lambda name: Fal
             f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "
             f"{len(source.names)} tensors in all"
         )
-    mappings = tuple(tensor_mappings(family.name, flags, source.__contains__))
-    repeated = {name: original for name, original in duplicated_tensors(family.name, flags).items() if name in source}
+    mappings = tuple(tensor_mappings(family.names, flags, source.__contains__))
+    repeated = {name: original for name, original in duplicated_tensors(family.names, flags).items() if name in source}
     unused = [name for name in source.names if _COMPUTED.search(name) or ignore(name)]
     check_source(
         mappings,
@@ -247,13 +254,13 @@ def recorded_flags(model: HFModel) -> dict[str, Any]:
     return record | tokenizer_flags(model.folder, model.folder)
 
 
-def read_index(folder: Path) -> HFMetadata:
-    """Return the index of a Hugging Face folder.
+def read_index(folder: Path, mapping_file: Path | None = None) -> HFMetadata:
+    """Return the index of a Hugging Face folder; `mapping_file` describes a family that is not built in.
 
     Raises:
         CheckpointError: if it cannot be read.
     """
-    model = open_hf_model(folder)
+    model = open_hf_model(folder, families=families_with(mapping_file))
     logger.info("  %s: a Hugging Face model of type %s", folder, model.family.name)
     for note in model.notes:
         logger.info("  %s", note)

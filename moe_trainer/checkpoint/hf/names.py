@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern, mtp_is_moe
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.rules import HEAD, MODEL, MTP_COPIES, NAMES, Rule
+from moe_trainer.checkpoint.hf.rules import Names, Rule
 from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
 
 
@@ -103,43 +103,64 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tensor_mappings(
-    family: str, flags: Mapping[str, Any], present: Callable[[str], bool] | None = None
+    names: Names, flags: Mapping[str, Any], present: Callable[[str], bool] | None = None
 ) -> list[TensorMapping]:
     """Return all tensors of the model that `flags` (and "rows", of the embedding) describe, in order.
 
     `present` tells which Hugging Face names exist, to choose among spellings; without it the written ones are used.
+
+    Raises:
+        CheckpointError: naming the rule whose layout or transform does not fit this model.
     """
-    names, sizes = NAMES[family], model_sizes(flags)
+    sizes = model_sizes(flags)
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
     pattern = moe_layer_pattern(layers, flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
     linear = linear_layer_pattern(
         layers, flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
     )
-    mappings = list(_expand(MODEL, "", "", flags, sizes, present))
+    mappings = list(_expand(names.model, "", "", flags, sizes, present))
     for layer in range(layers):
         rules = (names.linear if linear[layer] else names.layer) + (names.moe if pattern[layer] else names.dense)
-        mappings += _expand(rules, f"decoder.layers.{layer}.", f"model.layers.{layer}.", flags, sizes, present)
-    mappings += _expand(HEAD, "", "", flags, sizes, present)
+        mappings += _expand(
+            rules, f"decoder.layers.{layer}.", names.layer_prefix.format(l=layer), flags, sizes, present
+        )
+    mappings += _expand(names.head, "", "", flags, sizes, present)
     for depth in range(depths):
-        depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.depth)
+        depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.mtp_prefixes)
         mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
         rules = (names.linear if linear[-1] else names.layer) + (names.moe if mtp_is_moe(pattern) else names.dense)
         mappings += _expand(rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, flags, sizes, present)
     return mappings
 
 
-def duplicated_tensors(family: str, flags: Mapping[str, Any]) -> dict[str, str]:
+def duplicated_tensors(names: Names, flags: Mapping[str, Any]) -> dict[str, str]:
     """Return the Hugging Face names that repeat another tensor, with its name.
 
-    Every multi-token prediction depth has a copy of the embedding and the head.
+    The head repeats a tied embedding; a multi-token prediction depth may have a copy of both.
     """
+    embedding, head = embedding_name(names), head_name(names)
     tied = not flags.get("untie_embeddings_and_output_weights")
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
-    originals = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
-    for depth in range(depths if NAMES[family].depth[0].startswith("model.") else 0):
-        for name, original in MTP_COPIES:
-            originals[f"model.layers.{layers + depth}.{name}"] = originals.get(original, original)
+    originals = {head: embedding} if tied and head is not None else {}
+    for depth in range(depths):
+        prefix = names.mtp_prefixes[0].format(l=layers + depth, d=depth)
+        for name, original in names.mtp_copies.items():
+            originals[prefix + name] = originals.get(original, original)
     return originals
+
+
+def embedding_name(names: Names) -> str:
+    """Return the Hugging Face name of the embedding."""
+    return _written_name(names.model, "embedding.word_embeddings.weight") or "model.embed_tokens.weight"
+
+
+def head_name(names: Names) -> str | None:
+    """Return the Hugging Face name of the output layer, None without a rule for it."""
+    return _written_name(names.head, "output_layer.weight")
+
+
+def _written_name(rules: Sequence[Rule], native: str) -> str | None:
+    return next((rule.spellings[0].split()[0] for rule in rules if rule.native == (native,)), None)
 
 
 def _expand(
@@ -154,15 +175,27 @@ def _expand(
         shapes: list[tuple[int, ...]] = []
         parts = _select_spelling(rule.spellings, hf_prefix, present).split(",")
         for expert in range(sizes["X"]) if "{e}" in rule.native[0] else (None,):
-            refs = tuple(_ref(part, hf_prefix, expert, sizes) for part in parts)
+            refs = tuple(_ref(part, hf_prefix, expert, sizes, rule) for part in parts)
             # a stack holds both halves already
             transform = SAME if rule.transform is HALVES and len(refs) == 1 else rule.transform
             if not shapes:  # equal for all experts
-                joined = transform.to_native([torch.empty(ref.shape, device="meta") for ref in refs], sizes)
+                joined = _joined_shapes(rule, transform, refs, sizes)
                 shapes = [tuple(each.shape) for each in (joined if len(rule.native) > 1 else (joined,))]
             names = tuple(native_prefix + name.format(e=expert) for name in rule.native)
             for name, shape in zip(names, shapes, strict=True):
                 yield TensorMapping(name, shape, refs, transform, names if len(names) > 1 else ())
+
+
+def _joined_shapes(rule: Rule, transform: Transform, refs: Sequence[HFTensor], sizes: ModelSizes) -> Any:
+    """Transform tensors without storage."""
+    try:
+        return transform.to_native([torch.empty(ref.shape, device="meta") for ref in refs], sizes)
+    except (RuntimeError, IndexError, KeyError) as error:
+        shapes = ", ".join(f"{ref.name} {list(ref.shape)}" for ref in refs)
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{rule.origin}: the transform of {rule.native[0]} does not take {shapes}: {reason}"
+        ) from error
 
 
 def _select_spelling(spellings: Sequence[str], prefix: str, present: Callable[[str], bool] | None) -> str:
@@ -174,8 +207,15 @@ def _select_spelling(spellings: Sequence[str], prefix: str, present: Callable[[s
     return spellings[0]
 
 
-def _ref(part: str, prefix: str, expert: int | None, sizes: ModelSizes) -> HFTensor:
+def _ref(part: str, prefix: str, expert: int | None, sizes: ModelSizes, rule: Rule) -> HFTensor:
     name, *layout = part.split()
+    unknown = [symbol for symbol in layout if symbol not in sizes and not symbol.isdigit()]
+    if unknown:
+        known = ", ".join(symbol for symbol in sizes if symbol.isupper())
+        raise CheckpointError(
+            f"{rule.origin}: {name} has the layout symbol {unknown[0]}, which this model does not have; there are "
+            f"{known}"
+        )
     shape = tuple(sizes[symbol] if symbol in sizes else int(symbol) for symbol in layout)
     if expert is not None and "{e}" not in name:
         return HFTensor(prefix + name, shape[1:], expert, shape[0])

@@ -17,10 +17,16 @@ class Transform:
 
     Both functions take the model's sizes and may get tensors without storage. If several native tensors are made of the
     same sources, `to_native` returns and the inverse takes a sequence.
+
+    Attributes:
+        num_sources: accepted numbers of Hugging Face tensors.
+        num_natives: number of native tensors.
     """
 
     to_native: Callable[[Sequence[Tensor], ModelSizes], Any]
     to_hf: Callable[[Any, ModelSizes], Sequence[Tensor]]
+    num_sources: tuple[int, ...] = (1,)
+    num_natives: int = 1
 
 
 def _join_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
@@ -83,21 +89,23 @@ def _part_interleaved(full: Tensor, _sizes: ModelSizes) -> Sequence[Tensor]:
 
 SAME = Transform(lambda parts, _: parts[0], lambda full, _: (full,))
 # gate above up
-HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda full, _: full.chunk(2))
+HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda full, _: full.chunk(2), (1, 2))
 TRANSFORMS = MappingProxyType(
     {
         "SAME": SAME,
         "HALVES": HALVES,
         # [q..q, k, v] per key-value group
-        "GROUPS": Transform(_join_groups, _part_groups),
+        "GROUPS": Transform(_join_groups, _part_groups, (3,)),
         # [q..q, g..g, k, v] per key-value group; Hugging Face: [q, g] per head
-        "GATED_GROUPS": Transform(_join_gated_groups, _part_gated_groups),
+        "GATED_GROUPS": Transform(_join_gated_groups, _part_gated_groups, (3,)),
         # query, key, value, gate, beta and alpha of all heads; Hugging Face: grouped by key head, the last two in a
         # separate tensor
-        "DELTA": Transform(_join_delta, _part_delta),
+        "DELTA": Transform(_join_delta, _part_delta, (2,), 6),
         # the channels of query, key and value
         "DELTA_PARTS": Transform(
-            lambda parts, sizes: parts[0].split(_delta_widths(sizes)), lambda full, _: (torch.cat(tuple(full)),)
+            lambda parts, sizes: parts[0].split(_delta_widths(sizes)),
+            lambda full, _: (torch.cat(tuple(full)),),
+            num_natives=3,
         ),
         # inputs x outputs in Hugging Face, which multiplies from the right
         "TRANSPOSED": Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),)),

@@ -21,6 +21,7 @@ import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.config import read_config, write_config
 from moe_trainer.checkpoint.hf.export import _yarn_length
+from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder, dequantize
 from moe_trainer.checkpoint.hf.folder import open_hf_model
 from moe_trainer.checkpoint.hf.names import duplicated_tensors, tensor_mappings
@@ -161,15 +162,18 @@ def test_every_mtp_depth_exports_copies_of_embedding_and_head(tied):
     }
     alone = {"lm_head.weight": embedding} if tied else {}
     assert (
-        duplicated_tensors("deepseek_v3", flags) == repeated | alone
-        and duplicated_tensors("qwen3_next", flags) == alone
+        duplicated_tensors(FAMILIES["deepseek_v3"].names, flags) == repeated | alone
+        and duplicated_tensors(FAMILIES["qwen3_next"].names, flags) == alone
     )
 
 
 def test_mtp_layers_are_numbered_after_decoder_layers():
     _, flags, _ = read_config(make("deepseek_v3", num_mtp_layers=2).config.to_dict())
     flags |= {"rows": VOCAB}
-    of = {mapping.native: [ref.name for ref in mapping.sources] for mapping in tensor_mappings("deepseek_v3", flags)}
+    of = {
+        mapping.native: [ref.name for ref in mapping.sources]
+        for mapping in tensor_mappings(FAMILIES["deepseek_v3"].names, flags)
+    }
     assert [of[f"mtp.layers.{depth}.enorm.weight"] for depth in (0, 1)] == [
         ["model.layers.3.enorm.weight"],
         ["model.layers.4.enorm.weight"],
@@ -179,7 +183,10 @@ def test_mtp_layers_are_numbered_after_decoder_layers():
         of[f"{layer}mlp.router.weight"] == ["model.layers.4.mlp.gate.weight"]
         and f"{layer}mlp.linear_fc2.weight" not in of
     )
-    dense = {mapping.native for mapping in tensor_mappings("deepseek_v3", flags | {"moe_layer_freq": [1, 1, 0]})}
+    dense = {
+        mapping.native
+        for mapping in tensor_mappings(FAMILIES["deepseek_v3"].names, flags | {"moe_layer_freq": [1, 1, 0]})
+    }
     assert f"{layer}mlp.linear_fc2.weight" in dense and f"{layer}mlp.router.weight" not in dense
 
 

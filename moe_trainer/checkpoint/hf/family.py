@@ -1,0 +1,77 @@
+"""A family of Hugging Face models: how its config.json and its tensors correspond to flags and native tensors.
+
+Families are read from mapping files (mapping_file.py). Flags are by destination.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_trainer.checkpoint.hf.config_converters import ConfigConverter
+from moe_trainer.checkpoint.hf.rules import Names
+
+NEEDED = "(needed)"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json and its flag; `default` if the key is missing."""
+
+    name: str
+    dest: str
+    default: Any = NEEDED
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The language model inside a model that also reads images: its tensors' prefix, and that of all others."""
+
+    prefix: str
+    others: str
+
+    def rename(self, name: str) -> str | None:
+        """Return the name that the tensor has in a language model alone; None if it is not of it."""
+        if name.startswith(self.others):
+            return None
+        return f"model.{name.removeprefix(self.prefix)}" if name.startswith(self.prefix) else name
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type.
+
+    Attributes:
+        fixed_flags: flags that always hold.
+        required_values: accepted values of keys of config.json, if present; the first one is written.
+        ignored: further keys without influence on the function of the model.
+        defaults: values that transformers uses for missing keys, if they differ from those of the key or its converter.
+        names: rules of its tensors.
+        class_prefix: of its classes in transformers; "" for the name in their spelling.
+        other_names: model types that are read as this one.
+        renamed: keys of its config.json, with the names that other families and the converters have for them.
+        text_parts: by model type, those that contain this one, described by "text_config" of their config.json.
+    """
+
+    name: str
+    keys: tuple[Key, ...]
+    converters: tuple[ConfigConverter, ...]
+    fixed_flags: Mapping[str, Any]
+    required_values: Mapping[str, tuple[Any, ...]]
+    ignored: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    names: Names
+    class_prefix: str
+    other_names: tuple[str, ...]
+    text_parts: Mapping[str, TextPart]
+    renamed: Mapping[str, str]
+
+    @property
+    def architecture(self) -> str:
+        """Name of the class in transformers: Qwen3MoeForCausalLM of qwen3_moe."""
+        prefix = self.class_prefix or "".join(part.capitalize() for part in self.name.split("_"))
+        return f"{prefix}ForCausalLM"
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Values of "model_type" in config.json that this family reads."""
+        return (self.name, *self.other_names, *self.text_parts)
