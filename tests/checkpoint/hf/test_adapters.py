@@ -37,7 +37,7 @@ def assert_same_logits(ours, theirs, base):
     with torch.no_grad():
         expected = ours(tokens, positions)
     actual = compute_logits(theirs, tokens)
-    assert (actual - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (compute_logits(base, tokens) - expected).abs().max() > 0.05 * expected.abs().max()
 
 
