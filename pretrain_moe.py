@@ -248,7 +248,7 @@ def _read_flags(source: CheckpointArgsSource) -> Mapping[str, object]:
     return (
         {}
         if source.may_come and latest_iteration(source.folder) is None
-        else read_saved_args(source.folder, source.step)
+        else read_saved_args(source.folder, source.step, source.hf_mapping)
     )
 
 

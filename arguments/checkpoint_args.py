@@ -146,12 +146,14 @@ class CheckpointArgsSource:
         folder: the checkpoint directory; None with --auto-resume alone.
         may_come: whether the run itself writes it, so that it may not exist at the first start.
         own: with --auto-resume, the directory whose newest complete checkpoint takes precedence.
+        hf_mapping: mapping file of the folder's Hugging Face family.
     """
 
     folder: str | None
     step: int | None
     may_come: bool
     own: str | None = None
+    hf_mapping: str | None = None
 
 
 def find_source(settings: Settings) -> CheckpointArgsSource | None:
@@ -163,7 +165,8 @@ def find_source(settings: Settings) -> CheckpointArgsSource | None:
     if folder is None:
         return CheckpointArgsSource(None, None, True, resumed)
     own = settings.save is not None and os.path.abspath(settings.save) == os.path.abspath(folder)
-    return CheckpointArgsSource(folder, settings.ckpt_step, own and settings.ckpt_step is None, resumed)
+    may_come = own and settings.ckpt_step is None
+    return CheckpointArgsSource(folder, settings.ckpt_step, may_come, resumed, settings.hf_mapping)
 
 
 def suppliable(settings: Settings) -> frozenset[str]:

@@ -405,7 +405,7 @@ REQUIRES = (
     (("tensorboard_dir",), "log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"),
     (("load", "pretrained_checkpoint"), "dist_ckpt_strictness"),
     (("save",), "async_save save_retain_interval no_save_optim no_save_rng"),
-    (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng"),
+    (("load", "pretrained_checkpoint"), "finetune no_load_optim no_load_rng hf_mapping"),
     (("load", "pretrained_checkpoint", "auto_resume"), "use_checkpoint_args"),
     (("use_checkpoint_args",), "use_mp_args_from_checkpoint_args"),
     (("load", "auto_resume"), "override_ckpt_iteration"),

@@ -98,6 +98,8 @@ class OutputArgs:
     """Directory with the weights to start from if --load has no checkpoint."""
     ckpt_step: int | None = None
     """Iteration to load. Unset: the latest."""
+    hf_mapping: str | None = None
+    """Mapping file of the Hugging Face family of --load or --pretrained-checkpoint, if it is not built in."""
     no_load_optim: bool | None = None
     """Do not load the optimizer's state."""
     no_load_rng: bool | None = None

@@ -4,9 +4,9 @@
     python scripts/convert.py HF_FOLDER DIR                 -> DIR/release, for --load DIR --use-checkpoint-args
     python scripts/convert.py HF_FOLDER FILE --to weights   -> one safetensors file, as --export-weights writes it
     python scripts/convert.py DIR HF_FOLDER                 the latest checkpoint in DIR, for from_pretrained
+    python scripts/convert.py HF_FOLDER --check             compare names and shapes only; config.json and the index do
 
-Families: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, gpt-oss, DeepSeek-V2, V3 and V3.2,
-Kimi-K2, Moonlight.
+docs/checkpoints.md lists the families. --hf-mapping FILE describes another one (docs/add_a_family.md).
 
 config.json becomes flags and flags become config.json. Tokenizer files are copied. fp8 weights with scales per block
 (as DeepSeek-V3 is published) become bf16. Each worker holds one tensor in memory at a time. The same command continues
@@ -35,6 +35,7 @@ from moe_trainer.exit_codes import ExitCode
 if TYPE_CHECKING:
     import torch
 
+    from arguments.container import Arguments
     from moe_trainer.checkpoint.hf.conversion_job import ConversionJob
     from moe_trainer.checkpoint.hf.folder import HFModel
 
@@ -42,7 +43,7 @@ logger = logging.getLogger("convert")
 
 _EXIT_CODES = """exit codes:
   0  done
-  1  --verify: the two models differ
+  1  --verify: the two models differ; --check: tensors do not fit
   2  the source, the target or an option is wrong
   3  other ranks have files left to write
 """
@@ -82,8 +83,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("source", type=Path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
-    add("target", type=Path, metavar="TO", help="folder or file to create")
+    add("target", type=Path, nargs="?", metavar="TO", help="folder or file to create")
     add("--to", choices=("hf", "ours", "weights", "peft"), help="what TO becomes (default: the other kind than FROM)")
+    add("--check", action="store_true", help="compare the tensors of FROM with its config.json, and write nothing")
+    text = "mapping file of a Hugging Face family that is not built in"
+    add("--hf-mapping", type=Path, metavar="FILE", help=text)
     add("--verify", action="store_true", help="then compare the logits of both models in fp32, if they fit in memory")
     add("--workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
     add("--dtype", choices=tuple(_DTYPES), help="type of the weights (default: as stored)")
@@ -106,6 +110,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.print_help()
         sys.exit(ExitCode.USER_ERROR)
     options = parser.parse_args(argv)
+    if options.check == (options.target is not None):
+        parser.error("--check writes nothing: TO must be left out" if options.check else "TO is missing")
     if options.workers < 1:
         parser.error(f"--workers {options.workers} must be above 0")
     if not 0 < options.max_shard_size < float("inf"):
@@ -121,6 +127,8 @@ def _convert(options: argparse.Namespace) -> int:
     from moe_trainer.errors import require_packages
 
     require_packages("torch", "numpy", "safetensors")
+    if options.check:
+        return _check(options)
     rank, world_size = (_read_integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -184,11 +192,15 @@ def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
 def _plan_from_hf(
     options: argparse.Namespace, to: str, most: int, dtype: torch.dtype | None, log: bool
 ) -> ConversionJob:
+    from moe_trainer.checkpoint.hf.families import families_with
     from moe_trainer.checkpoint.hf.folder import check_copies, open_hf_model
     from moe_trainer.checkpoint.hf.import_weights import plan_native_checkpoint, plan_weights_file
 
     ignored = re.compile(options.ignore) if options.ignore else None
-    model = open_hf_model(options.source, lambda name: ignored is not None and ignored.search(name) is not None)
+    families = families_with(options.hf_mapping)
+    model = open_hf_model(
+        options.source, lambda name: ignored is not None and ignored.search(name) is not None, families
+    )
     record = _record(model) | {"transformer_impl": options.transformer_impl or "transformer_engine"}
     if log:
         logger.info("%s: %s, %d native tensors", options.source, model.family.name, len(model.mappings))
@@ -211,38 +223,71 @@ def _record(model: HFModel) -> dict[str, object]:
     Raises:
         ValueError: naming the rejected flags, or the tensors that differ.
     """
+    from moe_trainer.checkpoint.hf.check_mapping import compare_native
     from moe_trainer.checkpoint.hf.folder import recorded_flags
-    from moe_trainer.model.build import build_chunks
-    from moe_trainer.parallel.params import part_lengths
-    from moe_trainer.parallel.state import ParallelState
 
     args = _flags(recorded_flags(model), None)
-    (chunk,) = build_chunks(args, ParallelState.single(), model.flags["rows"], device="meta")
-    built = {name: list(buffer.shape) for name, buffer in chunk.named_state_buffers()}
-    for param in chunk.parameters():
-        shape, info = list(param.shape[1:] if param.info.stacked else param.shape), param.info
-        if info.part_names:  # separate tensors in a checkpoint
-            lengths = part_lengths(info, shape[info.sharded_dim or 0])
-            built |= {
-                f"{name}.{part}": [length, *shape[1:]]
-                for name in info.names
-                for part, length in zip(info.part_names, lengths, strict=True)
-            }
-        else:
-            built |= dict.fromkeys(info.names, shape)
-    written = {mapping.native: list(mapping.shape) for mapping in model.mappings}
-    differing = [
-        f"{name}: {written.get(name, 'missing')}, and the model has {built.get(name, 'no such tensor')}"
-        for name in built | written
-        if built.get(name) != written.get(name)
-    ]
+    written = {mapping.native: mapping.shape for mapping in model.mappings}
+    differing = list(compare_native(written, _native_shapes(args, model.flags["rows"]), model.family.name))
     if differing:
         raise ValueError("the tensors do not match the model:\n  " + "\n  ".join(differing[:12]))
     # no length of sequences: that of `_flags` serves the verification, and the user's recipe has another
     return args.as_dict() | {"load": None, "use_checkpoint_args": False, "padded_vocab_size": None, "seq_length": None}
 
 
-def _flags(record: dict[str, object], folder: Path | None):
+def _native_shapes(args: Arguments, rows: int) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of the model that the arguments build."""
+    from moe_trainer.model.build import build_chunks
+    from moe_trainer.parallel.params import part_lengths
+    from moe_trainer.parallel.state import ParallelState
+
+    (chunk,) = build_chunks(args, ParallelState.single(), rows, device="meta")
+    built = {name: tuple(buffer.shape) for name, buffer in chunk.named_state_buffers()}
+    for param in chunk.parameters():
+        shape, info = tuple(param.shape[1:] if param.info.stacked else param.shape), param.info
+        if info.part_names:  # separate tensors in a checkpoint
+            lengths = part_lengths(info, shape[info.sharded_dim or 0])
+            built |= {
+                f"{name}.{part}": (length, *shape[1:])
+                for name in info.names
+                for part, length in zip(info.part_names, lengths, strict=True)
+            }
+        else:
+            built |= dict.fromkeys(info.names, shape)
+    return built
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Compare the tensors of a Hugging Face folder with those that its family needs. Returns the exit code."""
+    from arguments.container import OPTIONS
+    from moe_trainer.checkpoint.hf.check_mapping import compare_folder, compare_native
+    from moe_trainer.checkpoint.hf.families import families_with
+
+    folder = options.source.parent if options.source.is_file() else options.source
+    result = compare_folder(folder, families_with(options.hf_mapping))
+    for note in result.notes:
+        logger.info("  %s", note)
+    record = {dest: option.default for dest, option in OPTIONS.items()}
+    record |= {dest: value for dest, value in result.flags.items() if dest in OPTIONS}
+    built = _native_shapes(_flags({**record, "hf_model_type": result.family.name}, None), result.flags["rows"])
+    written = {mapping.native: mapping.shape for mapping in result.mappings}
+    problems = [*result.problems, *compare_native(written, built, result.family.name)]
+    for problem in problems:
+        logger.info("%s", problem)
+    compared = "names and shapes" if result.has_shapes else "names"
+    logger.info(
+        "%s: %s, %d native tensors of %d Hugging Face tensors, %s compared: %s",
+        folder,
+        result.family.name,
+        len(written),
+        result.num_tensors,
+        compared,
+        f"{len(problems)} problems" if problems else "all fit",
+    )
+    return ExitCode.FAILED if problems else ExitCode.OK
+
+
+def _flags(record: dict[str, object], folder: Path | None) -> Arguments:
     """Return the arguments of a single-rank run whose architecture comes from recorded flags."""
     import arguments
 
@@ -262,6 +307,7 @@ def _flags(record: dict[str, object], folder: Path | None):
 def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | None) -> ConversionJob:
     from moe_trainer.checkpoint.hf.adapters import plan_peft_folder
     from moe_trainer.checkpoint.hf.export import plan_hf_folder
+    from moe_trainer.checkpoint.hf.families import families_with
     from moe_trainer.checkpoint.hf.files import read_json
     from moe_trainer.checkpoint.resolve import read_saved_args, resolve_checkpoint
 
@@ -284,8 +330,12 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
         extra = _special_tokens(record, tokenizer, options) | extra
     else:
         tokenizer = None
-    model_type, vocab_size = options.model_type, options.vocab_size
-    return plan_hf_folder(folder, options.target, most, model_type, vocab_size, dtype, extra, tokenizer)
+    families = families_with(options.hf_mapping)
+    # the first family is that of the mapping file
+    model_type = options.model_type or (next(iter(families)) if options.hf_mapping is not None else None)
+    return plan_hf_folder(
+        folder, options.target, most, model_type, options.vocab_size, dtype, extra, tokenizer, families
+    )
 
 
 def _special_tokens(record: Mapping[str, object], folder: Path, options: argparse.Namespace) -> dict[str, int | None]:
@@ -369,7 +419,7 @@ def _verify(options: argparse.Namespace) -> int:
     config = read_json(hf_folder / CONFIG)
     # with few indexer heads scores tie, and the two models select different keys
     loose = options.dtype is not None or "quantization_config" in config or "index_n_heads" in config
-    difference, largest = compare_logits(hf_folder, native, options.ckpt_step)
+    difference, largest = compare_logits(hf_folder, native, options.ckpt_step, hf_mapping=options.hf_mapping)
     logger.info("--verify: the logits differ by at most %.3e, the largest logit is %.3e", difference, largest)
     if not difference <= (_ROUNDED_TOLERANCE if loose else _EXACT_TOLERANCE) * largest:
         _print_error(f"--verify: {options.source} and {options.target} are not the same model")
@@ -378,7 +428,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def compare_logits(
-    hf_folder: Path, native: Path, step: int | None = None, tokens_BS: torch.Tensor | None = None
+    hf_folder: Path,
+    native: Path,
+    step: int | None = None,
+    tokens_BS: torch.Tensor | None = None,
+    hf_mapping: Path | None = None,
 ) -> tuple[float, float]:
     """Run both models on the same tokens (by default random ones) in fp32. Returns the largest difference and logit."""
     import torch
@@ -396,7 +450,7 @@ def compare_logits(
     args, ps = _flags(read_saved_args(native, step), native), ParallelState.single()
     (model,) = build_chunks(args, ps, saved_padded_vocab_size(native, step))
     load(native, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False))
-    other = _load_transformers_model(transformers, hf_folder)
+    other = _load_transformers_model(transformers, hf_folder, hf_mapping)
     rows = other.config.vocab_size
     if tokens_BS is None:
         generator = torch.Generator().manual_seed(1)
@@ -407,7 +461,7 @@ def compare_logits(
     return (actual - expected).abs().max().item(), expected.abs().max().item()
 
 
-def _load_transformers_model(transformers: ModuleType, folder: Path) -> torch.nn.Module:
+def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping: Path | None) -> torch.nn.Module:
     """Load a model in fp32 by the class of its family: code that comes with the folder is never run.
 
     Experts run one by one, because grouped GEMMs take only widths that are multiples of 16 bytes.
@@ -416,12 +470,13 @@ def _load_transformers_model(transformers: ModuleType, folder: Path) -> torch.nn
     """
     import torch
 
-    from moe_trainer.checkpoint.hf.families import get_family
+    from moe_trainer.checkpoint.hf.families import families_with, get_family
     from moe_trainer.checkpoint.hf.files import CONFIG
     from moe_trainer.checkpoint.hf.folder import read_text_config
 
-    written, _ = read_text_config(folder)
-    family = get_family(written, str(folder / CONFIG))
+    families = families_with(hf_mapping)
+    written, _ = read_text_config(folder, families)
+    family = get_family(written, str(folder / CONFIG), families)
     model_class = getattr(transformers, family.architecture, None)
     if model_class is None:
         raise ValueError(

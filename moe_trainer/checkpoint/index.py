@@ -34,14 +34,16 @@ def detect_format(folder: Path) -> str | None:
     return None
 
 
-def read_index(folder: Path) -> Metadata:
+def read_index(folder: Path, hf_mapping: str | Path | None = None) -> Metadata:
     """Read `.metadata`, the list of everything stored and where.
+
+    `hf_mapping` is the mapping file of a Hugging Face folder's family, if that is not built in.
 
     Raises:
         DamagedError: if it is missing or damaged.
     """
     if hf_files.is_hf_folder(folder):
-        return hf_folder.read_index(folder)
+        return hf_folder.read_index(folder, hf_mapping)
     if detect_format(folder) == legacy_reader.FORMAT:
         return legacy_reader.LegacyMetadata(folder)
     path = folder / INDEX

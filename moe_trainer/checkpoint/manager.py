@@ -159,7 +159,7 @@ def load(
     weights_only = is_weights_only(folder)
     if weights_only:
         options = replace(options, load_optim=False, load_rng=False)
-    index = _raise_on_all_ranks(lambda: read_index(folder), ps)
+    index = _raise_on_all_ranks(lambda: read_index(folder, options.hf_mapping), ps)
     if has_flat_states(index) and optimizer is not None and not options.finetune:
         index = _raise_on_all_ranks(lambda: FlatStateMetadata(folder, index), ps)
     state, scalars, from_megatron = _raise_on_all_ranks(

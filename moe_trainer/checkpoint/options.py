@@ -92,6 +92,7 @@ class LoadOptions:
         vocab_size: of the tokenizer. If set, checkpoints whose embedding is padded differently are accepted.
         fully_parallel: replicas share the reading and send it to each other.
         upcycle: load a dense checkpoint into the MoE model of `args`; together with finetune.
+        hf_mapping: mapping file of a Hugging Face folder's family, if that is not built in.
     """
 
     args: Mapping[str, Any]
@@ -106,6 +107,7 @@ class LoadOptions:
     vocab_size: int | None = None
     fully_parallel: bool = False
     upcycle: bool = False
+    hf_mapping: str | None = None
 
     @classmethod
     def from_args(cls, output: OutputArgs, args: Mapping[str, Any], vocab_size: int | None = None) -> "LoadOptions":
@@ -121,6 +123,7 @@ class LoadOptions:
             verify_integrity=output.verify_integrity,
             vocab_size=vocab_size,
             fully_parallel=output.ckpt_fully_parallel_load,
+            hf_mapping=output.hf_mapping,
         )
 
 

@@ -167,8 +167,12 @@ def latest_valid(directory: Path, hashes: bool = False, before: int | None = Non
     return None
 
 
-def saved_padded_vocab_size(directory: str | Path, ckpt_step: int | None = None) -> int | None:
+def saved_padded_vocab_size(
+    directory: str | Path, ckpt_step: int | None = None, hf_mapping: str | Path | None = None
+) -> int | None:
     """Return the padded vocabulary size (rows of the token embedding) of the checkpoint that would be loaded.
+
+    `hf_mapping`: as in `read_index`.
 
     Returns:
         The size; None without a checkpoint, an embedding or a known format.
@@ -179,14 +183,17 @@ def saved_padded_vocab_size(directory: str | Path, ckpt_step: int | None = None)
     folder = resolve_checkpoint(Path(directory), ckpt_step)
     if folder is None or detect_format(folder) not in ("torch_dist", hf_folder.FORMAT, legacy_reader.FORMAT):
         return None
-    index, key = read_index(folder), "embedding.word_embeddings.weight"
+    index, key = read_index(folder, hf_mapping), "embedding.word_embeddings.weight"
     return int(tensor_entry(index, key).size[0]) if key in index.state_dict_metadata else None
 
 
-def read_saved_args(directory: str | Path, ckpt_step: int | None = None) -> dict[str, Any]:
+def read_saved_args(
+    directory: str | Path, ckpt_step: int | None = None, hf_mapping: str | Path | None = None
+) -> dict[str, Any]:
     """Return the flags, by destination, that a checkpoint was written with, for --use-checkpoint-args.
 
-    Values of Megatron's own classes become the builtin values that they were made from.
+    Values of Megatron's own classes become the builtin values that they were made from. `hf_mapping`: as in
+    `read_index`.
 
     Raises:
         CheckpointError: if there is no checkpoint or it cannot be used.
@@ -198,5 +205,5 @@ def read_saved_args(directory: str | Path, ckpt_step: int | None = None) -> dict
         )
     check_format(folder)
     check_complete(folder)
-    state, _, _ = common_state.parse(common_state.read(folder, read_index(folder)))
+    state, _, _ = common_state.parse(common_state.read(folder, read_index(folder, hf_mapping)))
     return dict(state.args)

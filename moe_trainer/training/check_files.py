@@ -89,7 +89,7 @@ class _Check:
             from moe_trainer.checkpoint.resolve import saved_padded_vocab_size
 
             try:
-                return saved_padded_vocab_size(folder, self.args.output.ckpt_step)
+                return saved_padded_vocab_size(folder, self.args.output.ckpt_step, self.args.output.hf_mapping)
             except (ValueError, OSError):  # reported by `loaded`
                 return None
 

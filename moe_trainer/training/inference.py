@@ -53,7 +53,7 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     argv = [*_FLAGS, "--load", source, *flags]
     found = arguments.find_checkpoint_args_source(argv)
     assert found is not None and found.folder is not None  # the flags above ask for it
-    recorded = dict(read_saved_args(found.folder, found.step))
+    recorded = dict(read_saved_args(found.folder, found.step, found.hf_mapping))
     for name in _TOKENIZER_FLAGS.intersection(names):  # else the checkpoint's value would override it
         recorded.pop(name.removeprefix("--").replace("-", "_"), None)
     if recorded.get("seq_length") is None:  # a Hugging Face model has none

@@ -308,7 +308,8 @@ def padded_vocabulary(args: Arguments, ps: ParallelState, vocab_size: int) -> in
 
     def saved_rows(folder: str) -> int | None:
         with as_user_error(f"--load {folder}"):
-            return run_on_rank0(lambda: saved_padded_vocab_size(folder, args.output.ckpt_step), ps.world)
+            output = args.output
+            return run_on_rank0(lambda: saved_padded_vocab_size(folder, output.ckpt_step, output.hf_mapping), ps.world)
 
     rows, from_flags = choose_padded_vocab_size(args, vocab_size, saved_rows), get_padded_vocab_size(args, vocab_size)
     if rows != from_flags:

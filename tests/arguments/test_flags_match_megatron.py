@@ -25,7 +25,7 @@ OWN = {
     "moe_hierarchical_domain_size", "phase_data_args_path", "object_storage_cache_gb", "object_storage_read_ahead", "document_source", "document_text_key", "document_streams",
     "mlp_chunks_for_training", "length_histogram", "report_html",
     "eval_tasks", "eval_tasks_interval", "eval_tasks_path", "eval_tasks_limit",
-    "qk_layernorm_all_heads", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "qk_layernorm_all_heads", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
     "sample_prompts", "sample_interval", "sample_max_new_tokens",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
 }  # fmt: skip

@@ -50,7 +50,7 @@ def _read_built_in() -> Families:
 FAMILIES: Families = MappingProxyType(_read_built_in())
 
 
-def families_with(mapping_file: Path | None) -> Families:
+def families_with(mapping_file: str | Path | None) -> Families:
     """Return the built-in families, and before them that of a user's mapping file.
 
     Raises:
@@ -58,7 +58,7 @@ def families_with(mapping_file: Path | None) -> Families:
     """
     if mapping_file is None:
         return FAMILIES
-    family = read_family(mapping_file, FAMILIES.get)
+    family = read_family(Path(mapping_file), FAMILIES.get)
     return MappingProxyType(
         {family.name: family} | {name: each for name, each in FAMILIES.items() if name != family.name}
     )

@@ -97,6 +97,11 @@ class HFModel:
         return torch.float32 if mapping.keeps_fp32 else dtype or self.dtype
 
 
+def is_computed(name: str) -> bool:
+    """Return whether a tensor is a table that follows from the flags."""
+    return _COMPUTED.search(name) is not None
+
+
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files to copy with the weights of a folder, each once."""
     return sorted({path for pattern in TOKENIZER_FILE_PATTERNS for path in folder.glob(pattern) if path.is_file()})
@@ -179,7 +184,7 @@ def open_hf_model(
         )
     mappings = tuple(tensor_mappings(family.names, flags, source.__contains__))
     repeated = {name: original for name, original in duplicated_tensors(family.names, flags).items() if name in source}
-    unused = [name for name in source.names if _COMPUTED.search(name) or ignore(name)]
+    unused = [name for name in source.names if is_computed(name) or ignore(name)]
     check_source(
         mappings,
         lambda name: source.shape(name) if name in source else None,
@@ -187,8 +192,8 @@ def open_hf_model(
         repeated,
         set(unused).__contains__,
     )
-    notes += [f"{name} is left out" for name in unused if not _COMPUTED.search(name)]
-    if any(_COMPUTED.search(name) for name in unused):
+    notes += [f"{name} is left out" for name in unused if not is_computed(name)]
+    if any(is_computed(name) for name in unused):
         notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
     notes += [f"{name} repeats {original}" for name, original in repeated.items()]
     numbers = {ref.name: source.dtype(ref.name) for mapping in mappings for ref in mapping.sources}
@@ -254,7 +259,7 @@ def recorded_flags(model: HFModel) -> dict[str, Any]:
     return record | tokenizer_flags(model.folder, model.folder)
 
 
-def read_index(folder: Path, mapping_file: Path | None = None) -> HFMetadata:
+def read_index(folder: Path, mapping_file: str | Path | None = None) -> HFMetadata:
     """Return the index of a Hugging Face folder; `mapping_file` describes a family that is not built in.
 
     Raises:

@@ -187,7 +187,8 @@ class _Reader:
         flags = dict(inherited)
         for name, (key_node, node) in self._table_of(tables, "flags").items():
             if not self._removes(key_node, node, name, flags):
-                flags[self._dest(key_node, name)] = self._flag_value(node, name)
+                dest = self._dest(key_node, name)
+                flags[dest] = self._flag_value(node, dest)
         return MappingProxyType(flags)
 
     def _flag_value(self, node: yaml.Node, dest: str) -> Any:

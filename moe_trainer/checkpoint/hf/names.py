@@ -5,7 +5,7 @@ Shapes, missing and unexpected tensors follow from it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,13 +29,19 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A native tensor and its sources; `siblings` are all native tensors made of the same sources, if several."""
+    """A native tensor and its sources.
+
+    Attributes:
+        siblings: all native tensors made of the same sources, if several.
+        origin: file and line of its rule.
+    """
 
     native: str
     shape: tuple[int, ...]
     sources: tuple[HFTensor, ...]
     transform: Transform
     siblings: tuple[str, ...] = ()
+    origin: str = field(default="", compare=False)
 
     def join(self, parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
         joined = self.transform.to_native(parts, sizes)
@@ -183,7 +189,7 @@ def _expand(
                 shapes = [tuple(each.shape) for each in (joined if len(rule.native) > 1 else (joined,))]
             names = tuple(native_prefix + name.format(e=expert) for name in rule.native)
             for name, shape in zip(names, shapes, strict=True):
-                yield TensorMapping(name, shape, refs, transform, names if len(names) > 1 else ())
+                yield TensorMapping(name, shape, refs, transform, names if len(names) > 1 else (), rule.origin)
 
 
 def _joined_shapes(rule: Rule, transform: Transform, refs: Sequence[HFTensor], sizes: ModelSizes) -> Any:

@@ -260,7 +260,7 @@ def run_convert(*words):
     return convert.main([*map(str, words)])
 
 
-def flags_for(folder, *more):
+def flags_for(folder, *more, hf_mapping=None):
     """A run that takes its architecture from `folder`."""
     argv = [
         "--load",
@@ -288,7 +288,7 @@ def flags_for(folder, *more):
         "--no-rope-fusion",
         *more,
     ]
-    return arguments.parse_args(argv, world_size=1, checkpoint=read_saved_args(folder))
+    return arguments.parse_args(argv, world_size=1, checkpoint=read_saved_args(folder, hf_mapping=hf_mapping))
 
 
 def load_ours(folder, *more):
