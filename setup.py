@@ -57,6 +57,7 @@ setup(
             "hypothesis",
             "selenium",
             "transformers",
+            "peft",
             "tiktoken",
             "zstandard",
             "moto[server]",

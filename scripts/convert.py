@@ -5,6 +5,8 @@
     python scripts/convert.py HF_FOLDER FILE --to weights   -> one safetensors file, as --export-weights writes it
     python scripts/convert.py DIR HF_FOLDER                 the latest checkpoint in DIR, for from_pretrained
     python scripts/convert.py HF_FOLDER --check             compare names and shapes only; config.json and the index do
+    python scripts/convert.py DIR PEFT_FOLDER --to peft     its low-rank adapters (--lora-dim) alone, for peft
+    python scripts/convert.py HF_FOLDER DIR --adapter PEFT_FOLDER    both, to train the adapters further
 
 docs/checkpoints.md lists the families. --hf-mapping FILE describes another one (docs/add_a_family.md).
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from arguments.container import Arguments
     from moe_trainer.checkpoint.hf.conversion_job import ConversionJob
     from moe_trainer.checkpoint.hf.folder import HFModel
+    from moe_trainer.checkpoint.hf.import_adapters import ImportedAdapters
 
 logger = logging.getLogger("convert")
 
@@ -104,6 +107,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     from_hf = parser.add_argument_group("from hf").add_argument
     text = "names that Megatron-LM would expect (default: transformer_engine); this program reads both"
     from_hf("--transformer-impl", choices=("transformer_engine", "local"), help=text)
+    from_hf("--adapter", type=Path, metavar="DIR", help="adapter folder of PEFT, to train it further (--to ours)")
     text = "regular expression of tensors that may be left unused; they are listed"
     from_hf("--ignore", metavar="PATTERN", help=text)
     if not argv:
@@ -176,10 +180,10 @@ def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
         kind = "a Hugging Face folder" if from_hf else "not a Hugging Face folder (config.json and safetensors files)"
         raise ValueError(f"{options.source} is {kind}, so --to {to} does not convert it")
     inapplicable = {
-        "hf": ("ignore", "transformer_impl", "base_model"),
-        "peft": ("ignore", "transformer_impl", "vocab_size", "config", "tokenizer"),
+        "hf": ("ignore", "transformer_impl", "adapter", "base_model"),
+        "peft": ("ignore", "transformer_impl", "adapter", "vocab_size", "config", "tokenizer"),
         "ours": _TO_HF_OPTIONS,
-        "weights": (*_TO_HF_OPTIONS, "transformer_impl"),
+        "weights": (*_TO_HF_OPTIONS, "transformer_impl", "adapter"),
     }
     for name in inapplicable[to]:
         if getattr(options, name) is not None:
@@ -194,6 +198,7 @@ def _plan_from_hf(
 ) -> ConversionJob:
     from moe_trainer.checkpoint.hf.families import families_with
     from moe_trainer.checkpoint.hf.folder import check_copies, open_hf_model
+    from moe_trainer.checkpoint.hf.import_adapters import read_peft_folder
     from moe_trainer.checkpoint.hf.import_weights import plan_native_checkpoint, plan_weights_file
 
     ignored = re.compile(options.ignore) if options.ignore else None
@@ -201,7 +206,10 @@ def _plan_from_hf(
     model = open_hf_model(
         options.source, lambda name: ignored is not None and ignored.search(name) is not None, families
     )
-    record = _record(model) | {"transformer_impl": options.transformer_impl or "transformer_engine"}
+    adapters = None
+    if options.adapter is not None:
+        adapters = read_peft_folder(options.adapter, model.family, model.flags)
+    record = _record(model, adapters) | {"transformer_impl": options.transformer_impl or "transformer_engine"}
     if log:
         logger.info("%s: %s, %d native tensors", options.source, model.family.name, len(model.mappings))
         for note in model.notes:
@@ -214,10 +222,10 @@ def _plan_from_hf(
         check_copies(model)
     if to == "weights":
         return plan_weights_file(model, options.target, dtype)
-    return plan_native_checkpoint(model, options.target, record, most, dtype)
+    return plan_native_checkpoint(model, options.target, record, most, dtype, adapters)
 
 
-def _record(model: HFModel) -> dict[str, object]:
+def _record(model: HFModel, adapters: ImportedAdapters | None) -> dict[str, object]:
     """Return the flags to record in the checkpoint, after checking that they build the model that is written.
 
     Raises:
@@ -226,8 +234,10 @@ def _record(model: HFModel) -> dict[str, object]:
     from moe_trainer.checkpoint.hf.check_mapping import compare_native
     from moe_trainer.checkpoint.hf.folder import recorded_flags
 
-    args = _flags(recorded_flags(model), None)
+    args = _flags(recorded_flags(model) | ({} if adapters is None else dict(adapters.flags)), None)
     written = {mapping.native: mapping.shape for mapping in model.mappings}
+    if adapters is not None:
+        written |= {name: tuple(tensor.shape) for name, tensor in adapters.tensors.items()}
     differing = list(compare_native(written, _native_shapes(args, model.flags["rows"]), model.family.name))
     if differing:
         raise ValueError("the tensors do not match the model:\n  " + "\n  ".join(differing[:12]))
@@ -403,8 +413,8 @@ def _verify(options: argparse.Namespace) -> int:
     """Compare the logits of both models. Returns the exit code."""
     if options.to == "weights":
         raise ValueError("--verify: a weights file has no flags to build a model from")
-    if options.to == "peft":
-        raise ValueError("--verify: an adapter is not a model; --to hf merges it into one")
+    if options.to == "peft" or options.adapter is not None:
+        raise ValueError("--verify compares two models, and not adapters; --to hf merges them into one")
     from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, read_json
 
     hf_folder, native = options.source, options.target

@@ -26,7 +26,7 @@ for package in ${more[@]+"${more[@]}"}; do
         packages+=("$package")
     fi
 done
-make_environment test transformers tiktoken zstandard hypothesis ${packages[@]+"${packages[@]}"}
+make_environment test transformers peft tiktoken zstandard hypothesis ${packages[@]+"${packages[@]}"}
 for package in ${wheels[@]+"${wheels[@]}"}; do
     download_wheel "$package"
 done

@@ -31,7 +31,7 @@ from moe_trainer.checkpoint.hf.conversion_job import (
     write_safetensors,
     write_text,
 )
-from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, tensor_mappings
+from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, raise_problems, tensor_mappings
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 
@@ -126,6 +126,14 @@ def plan_peft_folder(
     mappings = tensor_mappings(family.names, flags, lambda name: name.endswith(_STACKS))
     read = partial(read_logical, folder, index)
     parts = [part for mapping in mappings for part in _parts(mapping, adapters, read, model_sizes(flags))]
+    known = {part.down for part in parts}
+    raise_problems(
+        [
+            f"{name}: the other model has no linear of it"
+            for name in adapters.tensors
+            if _A in name and name not in known
+        ]
+    )
     stored = next(iter(adapters.tensors.values())).dtype if dtype is None else dtype
     items = _items(parts, adapters, read, stored)
     config = _config(parts, mappings, adapters, bool(flags.get("num_experts")), base_model)
@@ -139,6 +147,14 @@ def plan_peft_folder(
     return ConversionJob(target, source, ((ADAPTER_WEIGHTS, tuple(items)),), write_safetensors, finish)
 
 
+def is_transposed(mapping: TensorMapping, sizes: Mapping[str, int]) -> bool:
+    """Return whether the Hugging Face tensor of a native weight is stored as [in, out]."""
+    rows = mapping.shape[0]
+    if mapping.siblings or len(mapping.shape) != 2:
+        return False
+    return mapping.transform.to_hf(torch.empty(rows, rows + 1, device="meta"), sizes)[0].shape[0] == rows + 1
+
+
 def _parts(mapping: TensorMapping, adapters: NativeAdapters, read: Read, sizes: Mapping[str, int]) -> Iterator[_Part]:
     """Yield the adapted Hugging Face tensors of a native weight, once for all siblings."""
     natives = mapping.siblings or (mapping.native,)
@@ -149,16 +165,14 @@ def _parts(mapping: TensorMapping, adapters: NativeAdapters, read: Read, sizes: 
     def transform(columns: Sequence[Tensor]) -> Sequence[Tensor]:
         return mapping.transform.to_hf(columns if mapping.siblings else columns[0], sizes)
 
-    rows = [adapters.tensors[name[1]].shape[0] for name in names if name is not None]
-    probe = transform([torch.empty(each, sum(rows) + 1, device="meta") for each in rows])
+    is_turned = is_transposed(mapping, sizes)
     for position, ref in enumerate(mapping.sources):
-        is_transposed = probe[position].shape[0] == sum(rows) + 1
 
-        def up(position: int = position, is_transposed: bool = is_transposed) -> Tensor:
+        def up(position: int = position) -> Tensor:
             part = transform([read(adapters.tensors[name[1]]) for name in names if name is not None])[position]
-            return part.t() if is_transposed else part
+            return part.t() if is_turned else part
 
-        yield _Part(ref, is_transposed, names[0][0], up)
+        yield _Part(ref, is_turned, names[0][0], up)
 
 
 def _items(parts: Sequence[_Part], adapters: NativeAdapters, read: Read, dtype: torch.dtype) -> list[PlannedTensor]:

@@ -28,6 +28,7 @@ from moe_trainer.checkpoint.hf.conversion_job import (
 )
 from moe_trainer.checkpoint.hf.files import CONFIG, SINGLE
 from moe_trainer.checkpoint.hf.folder import HFModel, tokenizer_files, tokenizer_flags
+from moe_trainer.checkpoint.hf.import_adapters import ImportedAdapters
 from moe_trainer.checkpoint.hf.names import TensorMapping
 from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.checkpoint.sharding import KeyScheme
@@ -37,11 +38,16 @@ from moe_trainer.parallel.params import ParamInfo
 
 
 def plan_native_checkpoint(
-    model: HFModel, directory: Path, record: Mapping[str, Any], most: int, dtype: torch.dtype | None = None
+    model: HFModel,
+    directory: Path,
+    record: Mapping[str, Any],
+    most: int,
+    dtype: torch.dtype | None = None,
+    adapters: ImportedAdapters | None = None,
 ) -> ConversionJob:
     """Plan a checkpoint of weights as DIRECTORY/release, with the flags of `record`.
 
-    The weights have their own dtype by default.
+    The weights have their own dtype by default, and adapters that of the weights.
 
     Raises:
         CheckpointError: for a directory with checkpoints of a run, which its tracker would no longer name.
@@ -57,8 +63,12 @@ def plan_native_checkpoint(
     items = [
         _planned_tensor(model, mapping, dtype, len(scheme.locate(mapping.native)[1])) for mapping in model.mappings
     ]
-    files = tuple((f"__{number}_0.distcp", tuple(run)) for number, run in enumerate(split_by_size(items, most)))
     shapes = {mapping.native: (mapping.shape, model.target_dtype(mapping, dtype)) for mapping in model.mappings}
+    for name, tensor in ({} if adapters is None else adapters.tensors).items():
+        shapes[name] = tuple(tensor.shape), dtype or model.dtype
+        leading = (1,) * len(scheme.locate(name)[1])
+        items.append(_planned_adapter(name, tensor.to(shapes[name][1]).reshape(*leading, *tensor.shape)))
+    files = tuple((f"__{number}_0.distcp", tuple(run)) for number, run in enumerate(split_by_size(items, most)))
 
     def finish(folder: Path, notes: Mapping[str, Any]) -> None:
         _finish_native(folder, notes, shapes, scheme, dict(record) | _tokenizer_flags(model, target))
@@ -70,7 +80,11 @@ def plan_native_checkpoint(
         write_text(folder / COMPLETE, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
     source = fingerprint(
-        [*model.source.files, model.folder / CONFIG], to="ours", most=most, dtype=dtype, impl=record["transformer_impl"]
+        [*model.source.files, model.folder / CONFIG, *([] if adapters is None else adapters.files)],
+        to="ours",
+        most=most,
+        dtype=dtype,
+        impl=record["transformer_impl"],
     )
     return ConversionJob(target, source, files, _write_entries, finish, lambda: write_tracker(directory, "release"))
 
@@ -91,6 +105,10 @@ def _planned_tensor(
         yield model.make(mapping, dtype).reshape(shape)
 
     return PlannedTensor(mapping.native, model.target_dtype(mapping, dtype), shape, make)
+
+
+def _planned_adapter(name: str, tensor: Tensor) -> PlannedTensor:
+    return PlannedTensor(name, tensor.dtype, tuple(tensor.shape), lambda: iter((tensor,)))
 
 
 def plan_weights_file(model: HFModel, target: Path, dtype: torch.dtype | None = None) -> ConversionJob:

@@ -1,8 +1,10 @@
 """Adapters of a checkpoint: merged into a Hugging Face folder, and as an adapter that PEFT loads, with equal logits."""
 
+import json
+
 import pytest
 import torch
-from checkpoint.hf.models import batch, compute_logits, flags_for, make, run_convert
+from checkpoint.hf.models import batch, compute_logits, flags_for, load_ours, make, run_convert
 from safetensors.torch import load_file
 
 from arguments.lora import is_adapter
@@ -55,3 +57,62 @@ def test_adapters_have_the_same_effect_merged_and_in_peft(name, tmp_path):
     state = peft.get_peft_model_state_dict(loaded)
     assert state.keys() == written.keys() and all(torch.equal(state[key], value) for key, value in written.items())
     assert_same_logits(ours, loaded, base)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_an_exported_adapter_is_imported_as_it_was(name, tmp_path):
+    _, ours, checkpoint = adapted(name, tmp_path)
+    assert run_convert(checkpoint, tmp_path / "adapter", "--to", "peft", "--model-type", name) == 0
+    assert run_convert(tmp_path / "hf", tmp_path / "again", "--adapter", tmp_path / "adapter") == 0
+    again = load_ours(tmp_path / "again")
+    names = dict(ours.named_parameters())
+    assert names.keys() == dict(again.named_parameters()).keys() and any("lora" in each for each in names)
+    assert all(torch.equal(param, names[path]) for path, param in again.named_parameters())
+
+
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "parameters"),
+    [
+        ("qwen3", ["q_proj", "v_proj", "o_proj", "up_proj"], None),
+        ("qwen3_moe", ["q_proj", "k_proj", "v_proj"], PARAMETERS),
+        ("mixtral", ["o_proj"], PARAMETERS[1:]),
+        ("deepseek_v3", ["q_a_proj", "kv_b_proj"], PARAMETERS[:1]),
+    ],
+)
+def test_an_adapter_of_peft_is_imported_with_equal_logits(name, modules, parameters, tmp_path):
+    """Its A differ between the linears that one native linear joins, so that the native rank is larger."""
+    peft = pytest.importorskip("peft")
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "hf")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=modules, target_parameters=parameters, init_lora_weights=False
+    )
+    model = peft.get_peft_model(base, config)
+    model.save_pretrained(tmp_path / "adapter")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--adapter", tmp_path / "adapter") == 0
+    assert_same_logits(load_ours(tmp_path / "ours").eval(), model, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"use_dora": True}, "use_dora"), ({"r": 0}, "r is 0"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")],
+)
+def test_adapters_with_other_settings_are_rejected(changed, named, tmp_path, capsys):
+    _, _, checkpoint = adapted("qwen3", tmp_path)
+    assert run_convert(checkpoint, tmp_path / "adapter", "--to", "peft") == 0
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    assert run_convert(tmp_path / "hf", tmp_path / "again", "--adapter", tmp_path / "adapter") == 2
+    assert named in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+def test_an_adapter_of_another_base_is_rejected(tmp_path, capsys):
+    _, _, checkpoint = adapted("qwen3", tmp_path)
+    assert run_convert(checkpoint, tmp_path / "adapter", "--to", "peft") == 0
+    make("qwen3", head_dim=16).save_pretrained(tmp_path / "other")
+    assert run_convert(tmp_path / "other", tmp_path / "again", "--adapter", tmp_path / "adapter") == 2
+    assert "do not fit model.layers.0.self_attn" in capsys.readouterr().err
