@@ -40,7 +40,7 @@ def check_lora_targets(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             )
 
 
-def limit_lora(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.lora_dim is not None
     for other, why in NOT_BUILT:
         applies = is_on and s.values[other] != s.default(other)
@@ -56,10 +56,4 @@ def limit_lora(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         has_dropout and (s.mlp_chunks_for_training or 1) > 1,
         "{lora_dropout:flag} cannot be combined with {mlp_chunks_for_training}: chunks draw no random numbers.",
         ("mlp_chunks_for_training",),
-    )
-    yield Limit(
-        has_dropout and bool(s.num_experts) and f.etp > 1,
-        "{lora_dropout:flag} cannot be combined with {expert_tensor_parallel_size}: the ranks of an expert would drop "
-        "different elements.",
-        ("expert_tensor_parallel_size",),
     )

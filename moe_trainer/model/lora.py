@@ -25,7 +25,7 @@ def add_adapters(chunk: nn.Module, model: ModelArgs, stream: ShardRNG | None) ->
     """
     if model.lora_dim is None:
         return
-    options = model.lora_dim, model.lora_alpha / model.lora_dim, model.lora_dropout
+    options = model.lora_dim, model.lora_alpha / model.lora_dim, model.lora_dropout, stream
     for module in list(chunk.modules()):
         if isinstance(module, Experts):
             adapters = []
@@ -39,7 +39,7 @@ def add_adapters(chunk: nn.Module, model: ModelArgs, stream: ShardRNG | None) ->
         elif isinstance(module, _LINEARS):
             name = get_param_info(module.weight).names[0].removesuffix(".weight")
             if is_lora_target(name, model.lora_target_modules):
-                add_lora(module, LoRA(module, name, *options, stream))
+                add_lora(module, LoRA(module, name, *options))
 
 
 def freeze_all_but_adapters(chunks: Sequence[nn.Module], model: ModelArgs) -> None:

@@ -17,6 +17,7 @@ from moe_trainer.layers.lora import lora_init
 from moe_trainer.ops.grouped_gemm import GroupedGemms
 from moe_trainer.ops.grouped_linear import grouped_linear
 from moe_trainer.parallel.params import ParamInfo, get_param_info
+from moe_trainer.parallel.rng import ShardRNG
 
 
 class ExpertLoRA(nn.Module):
@@ -27,11 +28,13 @@ class ExpertLoRA(nn.Module):
         dim: rank of the update.
         scale: alpha / dim.
         dropout: probability, of the input.
+        stream: the chunk's random stream of tensor-parallel shards: the ranks of a tensor-parallel group have different
+            tokens or, of the same ones, different outputs.
     """
 
-    def __init__(self, weight: nn.Parameter, dim: int, scale: float, dropout: float):
+    def __init__(self, weight: nn.Parameter, dim: int, scale: float, dropout: float, stream: ShardRNG | None):
         super().__init__()
-        self.scale, self.dropout = scale, Dropout(dropout)
+        self.scale, self.dropout = scale, Dropout(dropout, stream)
         info = get_param_info(weight)
         num, rows, columns = weight.shape
         full = columns * (info.shard_count if info.sharded_dim == 1 else 1)
