@@ -18,8 +18,8 @@ from torch import Tensor
 from arguments.lora import LINEARS, LORA_A, LORA_B
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.adapters import ADAPTER_CONFIG, is_transposed
-from moe_trainer.checkpoint.hf.files import SafetensorsFolder, read_json
 from moe_trainer.checkpoint.hf.family import Family
+from moe_trainer.checkpoint.hf.files import SafetensorsFolder, read_json
 from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, raise_problems, tensor_mappings
 from moe_trainer.parallel.rng import named_generator
 
