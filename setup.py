@@ -22,7 +22,7 @@ setup(
     packages=find_packages(include=["moe_trainer", "moe_trainer.*", "arguments", "arguments.*", "model_zoo"]),
     package_data={
         "model_zoo": ["*.yaml"],
-        "moe_trainer.checkpoint.hf": ["families/*.yaml"],
+        "moe_trainer.checkpoint.hf": ["families/*.yaml", "remote_code/*.py"],
         "moe_trainer.metrics": ["page/*"],
     },
     py_modules=["pretrain_moe"],

@@ -20,6 +20,7 @@ filled: otherwise the error names the tensors and nothing is written. --load als
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import re
@@ -472,7 +473,9 @@ def compare_logits(
 
 
 def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping: Path | None) -> torch.nn.Module:
-    """Load a model in fp32 by the class of its family: code that comes with the folder is never run.
+    """Load a model in fp32 by the class of its family, from transformers or from this program's remote_code.
+
+    Code that comes with the folder is never run.
 
     Experts run one by one, because grouped GEMMs take only widths that are multiples of 16 bytes.
 
@@ -487,7 +490,10 @@ def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping:
     families = families_with(hf_mapping)
     written, _ = read_text_config(folder, families)
     family = get_family(written, str(folder / CONFIG), families)
-    model_class = getattr(transformers, family.architecture, None)
+    classes = transformers
+    if family.code_files:
+        classes = importlib.import_module(f"moe_trainer.checkpoint.hf.remote_code.modeling_{family.name}")
+    model_class = getattr(classes, family.architecture, None)
     if model_class is None:
         raise ValueError(
             f"--verify: transformers {transformers.__version__} has no {family.architecture}; a newer release is needed"

@@ -59,7 +59,8 @@ def resolve_num_experts(s: Settings, _f: DerivedSizes) -> None:
         return
     if not s.given("num_experts"):
         s.set_derived("num_experts", grid.num_experts, "slices x candidate groups x experts of a group")
-    if not s.given("moe_router_topk"):
+    from_checkpoint = s.use_checkpoint_args and not s.moe_use_upcycling
+    if not s.given("moe_router_topk") and not from_checkpoint:
         s.set_derived("moe_router_topk", grid.slices, "one expert for every slice")
 
 

@@ -63,6 +63,8 @@ def convert_mlp(out, state, ours, name, value):
         return
     path, _, last = name.partition(".mlp.")[2].removesuffix(".weight").rpartition(".")
     target = f"{ours}.shared_experts" if path.startswith("shared_expert") else ours
+    if path.startswith("experts."):  # one by one
+        target = f"{ours}.experts.local_experts.{path.removeprefix('experts.')}"
     if path == "experts":
         leaf = "linear_fc1" if last == "gate_up_proj" else "linear_fc2"
         for expert, weight in enumerate(value):

@@ -28,8 +28,13 @@ def source_files(*folders: str) -> list[Path]:
 
 
 def product_files() -> list[Path]:
-    """Return every Python file that is installed or run by users."""
-    return source_files(*PACKAGES, "scripts") + [ROOT / name for name in MODULES if (ROOT / name).exists()]
+    """Return every Python file that is installed or run by users, but not the code that exported models bring along.
+
+    That code is data for this program, and transformers runs it outside of it.
+    """
+    return [path for path in source_files(*PACKAGES, "scripts") if path.parent.name != "remote_code"] + [
+        ROOT / name for name in MODULES if (ROOT / name).exists()
+    ]
 
 
 def module_name(path: Path) -> str:

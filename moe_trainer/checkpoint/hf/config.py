@@ -41,7 +41,8 @@ _LATENT_ONLY = frozenset(
 _KINDS = MappingProxyType(
     {
         "whole": "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace "
-        "n_shared_experts n_group topk_group num_nextn_predict_layers num_mtp_layers full_attention_interval",
+        "n_shared_experts shared_expert_intermediate_size n_group topk_group num_nextn_predict_layers num_mtp_layers "
+        "full_attention_interval",
         "number": "rope_theta partial_rotary_factor",
         "table": "rope_scaling rope_parameters",
         "list": "layer_types mlp_only_layers",
@@ -167,7 +168,7 @@ def write_config(
 
 
 def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name}
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.name, **family.auto_map}
     unset = {"moe_ffn_hidden_size": flags.get("ffn_hidden_size"), "moe_router_topk_scaling_factor": 1.0}
     for key in family.keys:
         value = flags.get(key.dest)

@@ -202,6 +202,15 @@ def _num_shared(flags: Mapping[str, Any]) -> int:
     return width // expert
 
 
+def _read_gated_shared(config: Config) -> Flags:
+    width = config["shared_expert_intermediate_size"] or None  # 0: none
+    return {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": width is not None}
+
+
+def _write_gated_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"shared_expert_intermediate_size": flags.get("moe_shared_expert_intermediate_size") or 0}
+
+
 def _read_groups_of_experts(config: Config) -> Flags:
     groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
     limited = groups > 1 and best < groups and config.get("topk_method") != "greedy"
@@ -319,6 +328,7 @@ SPARSE_STEP = ConfigConverter(_read_sparse_step, _write_sparse_step)
 LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)
 FIRST_DENSE = ConfigConverter(_read_first_dense, _write_first_dense)
 SHARED, NUM_SHARED = _shared("n_shared_experts"), _shared("num_shared_experts")
+OPTIONAL_GATED_SHARED = ConfigConverter(_read_gated_shared, _write_gated_shared)
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)
 LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)

@@ -119,7 +119,9 @@ def plan_hf_folder(
     words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
     for note in read_config(config, families=families)[2]:
         logger.info("  %s", note)
-    config |= {"bos_token_id": None, "eos_token_id": None} | dict(extra or {}) | {"torch_dtype": words}
+    config |= (
+        {"bos_token_id": None, "eos_token_id": None} | dict(extra or {}) | {"torch_dtype": words, **family.auto_map}
+    )
     options = {
         "to": "hf",
         "most": most,
@@ -131,7 +133,7 @@ def plan_hf_folder(
         _finish_folder,
         config=config,
         num_bytes=sum(item.num_bytes for item in items),
-        tokenizer=tokenizer,
+        copied=(*(() if tokenizer is None else tokenizer_files(tokenizer)), *family.code_files),
         is_sentencepiece=flags.get("tokenizer_type") in _SENTENCEPIECE,
     )
     data = sorted(path for path in folder.iterdir() if path.is_file())
@@ -184,11 +186,11 @@ def _finish_folder(
     *,
     config: Mapping[str, Any],
     num_bytes: int,
-    tokenizer: Path | None,
+    copied: Iterable[Path],
     is_sentencepiece: bool,
 ) -> None:
-    """Write the files next to the weights: tokenizer, index, configuration."""
-    for path in tokenizer_files(tokenizer) if tokenizer is not None else ():
+    """Write the files next to the weights: tokenizer and modeling code (`copied`), index, configuration."""
+    for path in copied:
         flush_file(Path(shutil.copyfile(path, folder / path.name)))
     if is_sentencepiece and {path.name for path in folder.glob("tokenizer*")} == {"tokenizer.model"}:
         write_text(folder / "tokenizer_config.json", json.dumps(dict(SENTENCEPIECE_CONFIG)) + "\n")

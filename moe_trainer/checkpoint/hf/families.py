@@ -11,8 +11,8 @@ from moe_trainer.checkpoint.hf.rotary import Config
 
 Families = Mapping[str, Family]
 NAMES = tuple(
-    "llama mistral qwen2 qwen3 mixtral minimax_m2 olmoe qwen2_moe qwen3_moe qwen3_next qwen3_5_moe_text gpt_oss "
-    "deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe glm4_moe_lite exaone_moe solar_open dots1".split()
+    "llama mistral qwen2 qwen3 mixtral minimax_m2 olmoe qwen2_moe finer_moe qwen3_moe qwen3_next qwen3_5_moe_text "
+    "gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe glm4_moe_lite exaone_moe solar_open dots1".split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""
 # keys without influence on the function of the model

@@ -5,6 +5,7 @@ Families are read from mapping files (mapping_file.py). Flags are by destination
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe_trainer.checkpoint.hf.config_converters import ConfigConverter
@@ -68,8 +69,32 @@ class Family:
     @property
     def architecture(self) -> str:
         """Name of the class in transformers: Qwen3MoeForCausalLM of qwen3_moe."""
-        prefix = self.class_prefix or "".join(part.capitalize() for part in self.name.split("_"))
-        return f"{prefix}ForCausalLM"
+        return f"{self._prefix}ForCausalLM"
+
+    @property
+    def _prefix(self) -> str:
+        return self.class_prefix or "".join(part.capitalize() for part in self.name.split("_"))
+
+    @property
+    def code_files(self) -> tuple[Path, ...]:
+        """Files of remote_code/ with classes that transformers lacks, empty for most families.
+
+        They are exported with the weights, so that transformers builds the model with trust_remote_code=True.
+        """
+        return tuple(sorted(Path(__file__).with_name("remote_code").glob(f"*_{self.name}.py")))
+
+    @property
+    def auto_map(self) -> dict[str, dict[str, str]]:
+        """The key of config.json that names the classes in `code_files`; nothing without them."""
+        if not self.code_files:
+            return {}
+        configuration = f"configuration_{self.name}.{self._prefix}Config"
+        return {
+            "auto_map": {
+                "AutoConfig": configuration,
+                "AutoModelForCausalLM": f"modeling_{self.name}.{self.architecture}",
+            }
+        }
 
     @property
     def model_types(self) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "2E": 2 * expert,
         "S": flags.get("moe_shared_expert_intermediate_size") or 0,
         "X": flags.get("num_experts") or 0,
+        "W": hidden // (flags.get("finermoe_output_granularity") or 1),
     }
     if flags.get("experimental_attention_variant") == "gdn":
         keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]

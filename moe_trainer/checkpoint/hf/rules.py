@@ -5,10 +5,11 @@ files have the rules of the families; names.py expands them for the layers of a 
 read (files of the hub name every expert; transformers may stack them); the first one is written.
 
 Symbols of the layouts: H hidden size, N heads, V vocabulary, D head dim, Q and K rows of queries and of keys, F dense
-FFN width, E expert and S shared FFN width, X experts, M twice the hidden size; latent attention: A query and C
-key-value rank, R rotary part, T C + R, P rows of queries, U rows of keys and values, O columns of values; sparse
-attention: IH heads of the indexer, ID their size, IQ rows of its queries; linear attention: LK key and LV value heads,
-LKD and LVD their sizes, LO outputs, LZ, LB and LC rows of its two projections and of its convolution, LW width of that.
+FFN width, E expert and S shared FFN width, X experts, W outputs of a FineRMoE expert, M twice the hidden size; latent
+attention: A query and C key-value rank, R rotary part, T C + R, P rows of queries, U rows of keys and values, O columns
+of values; sparse attention: IH heads of the indexer, ID their size, IQ rows of its queries; linear attention: LK key
+and LV value heads, LKD and LVD their sizes, LO outputs, LZ, LB and LC rows of its two projections and of its
+convolution, LW width of that.
 Numbers are literal.
 """
 

@@ -1,5 +1,7 @@
 """Tiny random models of transformers, one per convertible family, and functions to compare them with ours."""
 
+import importlib
+
 import torch
 
 import arguments
@@ -100,6 +102,21 @@ MODELS = {
     ),
     "olmoe": ("Olmoe", _GROUPED | {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2_moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "finer_moe": (
+        "FineRMoe",
+        _GROUPED
+        | {
+            "num_experts": 24,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 14,
+            "shared_expert_intermediate_size": 40,
+            "G_I": 4,
+            "G_O": 2,
+            "R_I": 1,
+            "R_O": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
     "qwen3_moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_next": ("Qwen3Next", _HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
@@ -245,7 +262,12 @@ def make(name, seed=1, **changes):
 
     prefix, config = MODELS[name]
     torch.manual_seed(seed)
-    model_class = getattr(transformers, f"{prefix}ForCausalLM")
+    classes = (
+        importlib.import_module(f"moe_trainer.checkpoint.hf.remote_code.modeling_{name}")
+        if name == "finer_moe"
+        else transformers
+    )
+    model_class = getattr(classes, f"{prefix}ForCausalLM")
     model = model_class(model_class.config_class(**_SIZES | config | changes))
     for param_name, param in model.named_parameters():
         if param.dim() == 1 or param_name.endswith("_bias"):

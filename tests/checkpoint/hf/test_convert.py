@@ -66,12 +66,12 @@ def test_conversion_round_trip_of_every_family(name, tmp_path, caplog):
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", attn_implementation="eager", output_loading_info=True
+        tmp_path / "back", attn_implementation="eager", output_loading_info=True, trust_remote_code=name == "finer_moe"
     )
-    assert type(again) is type(theirs) and not any(
+    assert type(again).__name__ == type(theirs).__name__ and not any(
         info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
     )
-    assert torch.equal(compute_logits(again, tokens), expected)
+    torch.testing.assert_close(compute_logits(again, tokens), expected)  # memory of another alignment, other last bits
     difference = float(re.search(r"logits differ by at most (\S+),", caplog.text)[1])
     assert difference < 1e-5 * expected.abs().max() and "MB/s" in caplog.text
 

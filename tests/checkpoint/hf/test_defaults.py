@@ -41,6 +41,10 @@ _SIZES = {
     "norm_topk_prob": True,
     "tie_word_embeddings": True,
     "swiglu_limit": 3.0,
+    "G_I": 4,
+    "G_O": 2,
+    "R_I": 1,
+    "R_O": 2,
 }
 _EXPERTS = {
     "mixtral": "num_local_experts",
@@ -48,6 +52,7 @@ _EXPERTS = {
     "minimax_m2": "num_local_experts",
     "olmoe": "num_experts",
     "qwen2_moe": "num_experts",
+    "finer_moe": "num_experts",
     "qwen3_moe": "num_experts",
     "qwen3_next": "num_experts",
     "qwen3_5_moe_text": "num_experts",
@@ -67,6 +72,10 @@ _VARIANTS = {
     "exaone_moe": [{}, {"sliding_window": 9, "sliding_window_pattern": 3, "num_shared_experts": 2}],
     "minimax_m2": [{}, {"rotary_dim": 6}],
     "dots1": [{}, {"sliding_window": 9, "max_window_layers": 5}],
+    "finer_moe": [
+        {"shared_expert_intermediate_size": 0},
+        {"shared_expert_intermediate_size": 48, "R_I": 2, "G_I": 2},
+    ],
     "glm4_moe": [{"attention_bias": True, "use_qk_norm": True}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}],
 }
@@ -79,7 +88,10 @@ def _completed(kind, config):
     """Return the config.json that transformers saves after reading this one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[kind](**{key: value for key, value in config.items() if key != "model_type"}).to_dict()
+    from moe_trainer.checkpoint.hf.remote_code.configuration_finer_moe import FineRMoeConfig
+
+    config_class = FineRMoeConfig if kind == "finer_moe" else CONFIG_MAPPING[kind]
+    return config_class(**{key: value for key, value in config.items() if key != "model_type"}).to_dict()
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
