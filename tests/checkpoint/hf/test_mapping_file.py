@@ -16,7 +16,7 @@ from moe_trainer.checkpoint.hf import families as built_in
 from moe_trainer.checkpoint.hf.config_converters import CONVERTERS
 from moe_trainer.checkpoint.hf.families import FAMILIES, families_with
 from moe_trainer.checkpoint.hf.mapping_file import KEYS, SECTIONS
-from moe_trainer.checkpoint.hf.names import model_sizes
+from moe_trainer.checkpoint.hf.names import duplicated_tensors, model_sizes, tensor_mappings
 from moe_trainer.checkpoint.hf.transforms import TRANSFORMS
 from moe_trainer.checkpoint.manager import load, read_saved_args
 from moe_trainer.checkpoint.options import LoadOptions
@@ -139,6 +139,10 @@ MISTAKES = {
         "model_type: a\nlike: llama\ntensors:\n  dense:\n    mlp.linear_fc2.weight: a H F, b H F\n",
         "line 5: mlp.linear_fc2.weight: 2 tensors in 'a H F, b H F', and the transform same takes 1",
     ),
+    "number of native tensors": (
+        "model_type: a\nlike: llama\ntensors:\n  dense:\n    a.weight & b.weight: c H F\n",
+        "line 5: a.weight & b.weight: 2 native tensors, and the transform same makes 1",
+    ),
     "no layout": (
         "model_type: a\nlike: llama\ntensors:\n  dense:\n    mlp.linear_fc2.weight: mlp.down_proj.weight\n",
         "line 5: mlp.linear_fc2.weight: 'mlp.down_proj.weight' is not a tensor with its layout",
@@ -218,6 +222,24 @@ def test_renamed_keys_of_config_are_read_and_written(tmp_path):
     assert (written["n_layer"], written["n_kv"]) == (2, 2) and "num_hidden_layers" not in written
 
 
+def test_names_outside_layers_and_conditions_follow_the_file(tmp_path):
+    path = tmp_path / "family.yaml"
+    path.write_text(
+        "model_type: a\nlike: llama\ntensors:\n  layer_prefix: trunk.{l}.\n"
+        "  model:\n    embedding.word_embeddings.weight: wte V H\n"
+        "  head:\n    output_layer.weight: {hf: out V H, if: untie_embeddings_and_output_weights}\n"
+        "  dense:\n    mlp.linear_fc2.weight: [{hf: down H F, if: swiglu}, {hf: down_t F H, transform: transposed, if: not swiglu}]\n"
+    )  # fmt: skip
+    names = families_with(path)["a"].names
+    flags = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "rows": 9, "ffn_hidden_size": 6}
+    for swiglu, source in ((True, "down"), (False, "down_t")):
+        of = {each.native: each for each in tensor_mappings(names, flags | {"swiglu": swiglu})}
+        assert of["embedding.word_embeddings.weight"].sources[0].name == "wte" and "output_layer.weight" not in of
+        last = of["decoder.layers.1.mlp.linear_fc2.weight"]
+        assert last.sources[0].name == f"trunk.1.{source}" and last.shape == (8, 6)
+    assert duplicated_tensors(names, flags) == {"out": "wte"}
+
+
 def _checked(folder, mapping, capsys, caplog):
     caplog.clear()
     caplog.set_level("INFO")
@@ -266,6 +288,19 @@ def test_check_needs_only_config_and_index(hf, mapping, tmp_path, capsys, caplog
     for source in (tmp_path, index):
         code, lines = _checked(source, mapping, capsys, caplog)
         assert code == 0 and lines[-1].endswith("names compared: all fit") and "shapes are not" in "\n".join(lines)
+    # a tied head that is there, and experts in fp4
+    others = [name for name in names if ".mlp.experts." not in name]
+    stacks = [
+        f"model.layers.{layer}.mlp.experts.{matrix}_proj{end}"
+        for layer in (1, 2)
+        for matrix in ("gate_up", "down")
+        for end in ("_blocks", "_scales")
+    ]
+    config = json.loads((hf[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*others, *stacks], "model.safetensors")}))
+    assert _checked(tmp_path, mapping, capsys, caplog)[0] == 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
     table = dict.fromkeys([*names[1:], "model.layers.0.extra"], "model-00001-of-00001.safetensors")
     index.write_text(json.dumps({"weight_map": table}))
     code, lines = _checked(tmp_path, mapping, capsys, caplog)
