@@ -6,7 +6,7 @@ layer are in saved_attention.py and saved_mlp.py. tests/memory/test_bytes.py com
 is alive after a real forward pass. arguments/training.py decides which parts are recomputed or offloaded.
 
 During the warm-up of indexers (--dsa-indexer-warmup) everything else is frozen, and inputs of weight gradients are not
-saved.
+saved. Low-rank adapters (--lora-dim) save the inputs of both of their linears; dropout of the first one is not listed.
 
 Counted: every storage once, whatever holds it (autograd's saved tensors, a node's own fields, the record of a
 recomputed region); for a view the full storage. Not counted: weights, the batch, tables of the model, and what lives
@@ -24,14 +24,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
 from arguments.training import is_offloaded
+from moe_trainer.estimate.lora import adapted_linears
 from moe_trainer.estimate.saved_attention import grouped_attention, latent_attention, linear_attention
 from moe_trainer.estimate.saved_mlp import experts, experts_in_chunks, mlp, recompute_cache
 from moe_trainer.estimate.saved_quantized import with_quantized_inputs
-from moe_trainer.estimate.saved_tensor import INDEX, LayerSizes, SavedTensor
+from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -43,12 +45,33 @@ _FOR_WEIGHTS = frozenset(
     {"mlp.linear_fc2.x", "shared_experts.linear_fc2.x", "core_attn.y", "pre_mlp.normed", "kv_latent"}
 )
 """Inputs of weight gradients only, unless a recomputed region starts with them."""
+_ATTENTION = "self_attention"
+_READ_BY_LINEARS = MappingProxyType(
+    {
+        "normed": tuple(
+            f"{_ATTENTION}.{leaf}"
+            for leaf in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "in_proj")
+        ),
+        "q_latent": (f"{_ATTENTION}.linear_q_up_proj",),
+        "kv_latent": (f"{_ATTENTION}.linear_kv_up_proj",),
+        "core_attn.y": (f"{_ATTENTION}.linear_proj",),
+        "linear_proj.x": (f"{_ATTENTION}.linear_proj",),
+        "out_proj.x": (f"{_ATTENTION}.out_proj",),
+        "pre_mlp.normed": ("mlp.linear_fc1", "mlp.shared_experts.linear_fc1"),
+        "mlp.linear_fc2.x": ("mlp.linear_fc2",),
+        "shared_experts.linear_fc2.x": ("mlp.shared_experts.linear_fc2",),
+        "experts.x": ("mlp.experts.linear_fc1",),
+    }
+)
+"""Linears whose adapters read a tensor that nothing else saves."""
 _READ_BY_INDEXERS = frozenset({"normed", "q_latent", "choice"})
 
 
 def _layer(layer: LayerSizes) -> Iterator[SavedTensor]:
     """Yield everything that a layer saves, in the order of forward."""
     entries = with_quantized_inputs(layer, _all_tensors(layer))
+    if layer.model.lora_dim is not None:
+        return _tensors_with_adapters(layer, entries)
     return _warmup_tensors(layer, entries) if layer.model.dsa_indexer_warmup else entries
 
 
@@ -68,6 +91,49 @@ def _warmup_tensors(layer: LayerSizes, entries: Iterator[SavedTensor]) -> Iterat
         if layer.number == 0 and before and entry.name not in read and not entry.name.startswith("indexer."):
             continue
         yield entry
+
+
+def _tensors_with_adapters(layer: LayerSizes, entries: Iterator[SavedTensor]) -> Iterator[SavedTensor]:
+    """Yield what a layer with adapters saves: inputs of A and of B, and none of frozen weights alone."""
+    dim, linears = layer.model.lora_dim or 0, {each.name: each for each in adapted_linears(layer.args, layer.number)}
+    regions = layer.parts & ({"moe", "shared_experts"} if layer.is_moe else {"mlp"})
+    # nothing has a gradient before the first adapter, because the embedding is frozen
+    is_before_first = not any(adapted_linears(layer.args, number) for number in range(layer.number))
+    if is_before_first and not linears:
+        return
+    skips_attention = is_before_first and not any(name.startswith(_ATTENTION) for name in linears)
+    first_norm, has_passed = "pre_mlp_layernorm." if skips_attention else "input_layernorm.", False
+    for entry in entries:
+        if is_before_first and entry.name.startswith(first_norm):
+            has_passed = True
+            if "layernorm" not in layer.parts:
+                continue
+        elif is_before_first and (not has_passed or (skips_attention and entry.name.startswith("router."))):
+            continue
+        readers = _READ_BY_LINEARS.get(entry.name, ())
+        starts_region = (entry.name == "pre_mlp.normed" and regions) or (
+            entry.name == "kv_latent" and "mla_up_proj" in layer.parts
+        )
+        if readers and not starts_region and linears.keys().isdisjoint(readers):
+            continue
+        yield entry
+    for each in linears.values():
+        block, _, leaf = each.name.partition(".")
+        region = "shared_experts" if "shared_experts" in each.name else "moe" if layer.is_moe else "mlp"
+        if block == "mlp" and (region in layer.parts or "moe" in layer.parts):
+            continue
+        part = {"linear_proj": "attn_proj", "out_proj": "attn_proj"}.get(leaf, "qkv_linear")
+        rows = layer.rows
+        if each.is_expert:
+            part, rows = ("expert_fc1", "moe_act")[leaf.endswith("fc2")], layer.received
+        elif block == "mlp":
+            part = ""
+        yield SavedTensor(f"{each.name}.lora_B.x", (rows, dim), layer.size, part)
+        if each.is_expert:  # of the grouped GEMMs of the weight, A and B
+            yield SavedTensor(f"{each.name}.offsets", (3, layer.num_experts // layer.ep), WIDE)
+        if leaf == "experts.linear_fc2" and "moe_act" not in layer.parts:
+            width = each.in_features // layer.etp
+            yield SavedTensor(f"{each.name}.lora_A.x", (rows, width), layer.size, part)
 
 
 def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:

@@ -39,8 +39,8 @@ class AdaptedLinear:
 
 
 def adapted_linears(args: Arguments, number: int) -> list[AdaptedLinear]:
-    """Return the linears of decoder layer `number` (from 0) that have adapters; none without --lora-dim."""
-    if args.model.lora_dim is None:
+    """Return the linears of decoder layer `number` (from 0) that have adapters; none of MTP layers."""
+    if args.model.lora_dim is None or number >= args.model.num_layers:
         return []
     linears = _delta_net(args) if is_linear(args.model, number) else _attention(args)
     pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)

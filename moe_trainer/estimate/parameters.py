@@ -178,8 +178,6 @@ class LayerParams:
 
     def adapters(self, number: int) -> ParamsPerRank:
         """Return the adapters' parameters of a layer (from 0); MTP layers have none."""
-        if self.model.lora_dim is None or number >= self.model.num_layers:
-            return ParamsPerRank(0, 0)
         dense, expert = adapter_params(self.args, number, self.tp, self.etp)
         return ParamsPerRank(dense, self.num_experts // self.ep * expert)
 

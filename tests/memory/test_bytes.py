@@ -14,6 +14,7 @@ from moe_trainer.estimate.activations import chunk_activations
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
+from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.training.initialize import make_groups
 
 SIZES = "--hidden-size 32 --ffn-hidden-size 80 --moe-ffn-hidden-size 48 --moe-router-dtype fp32"
@@ -113,6 +114,12 @@ KINDS = {
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
         ("all kept", "mla_up_proj", "shared_experts", "all parts", "offload everything")),
     "gated DeltaNet, nvfp4": (f"{GROUPED} {DELTA} --bf16 --fp4-format e2m1", ("all kept", "gdn_norm_out")),
+    "adapters": (f"{GROUPED} {QUERIES} --moe-shared-expert-intermediate-size 40 --lora-dim 4", (*FEW, "moe_act", "core_attn")),
+    "dense, adapters of attention": (
+        "--disable-bias-linear --moe-layer-freq ([0]*3) --lora-dim 4 --lora-target-modules linear_qkv", ("all kept", "mlp", "layernorm")),
+    "adapters of experts": (f"{GROUPED} --lora-dim 4 --lora-target-modules *.experts.*", ("all kept", "moe_act", "offload everything")),
+    "latent, adapters": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --lora-dim 4", ("all kept", "mla_up_proj", "all parts", "offload everything")),
     "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
     "latent, long": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --seq-length 600 --max-position-embeddings 600", ("all kept", "mla_up_proj")),
@@ -131,7 +138,10 @@ def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
     warmup = args.model.dsa_indexer_warmup
     if warmup:
         freeze_all_but_indexers([chunk])
-    x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=not warmup)
+    if args.model.lora_dim is not None:
+        freeze_all_but_adapters([chunk], args.model)
+    trains_all = not warmup and args.model.lora_dim is None
+    x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=trains_all)
     rope = None if chunk.rotary is None else chunk.rotary.tables(length, torch.device("cpu"))
     packed = kind == "packed documents"
     visible = AttentionMask.of(None, torch.arange(length).expand(batch, length) // 5) if packed else None
