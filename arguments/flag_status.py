@@ -69,8 +69,6 @@ NO_EFFECT = MappingProxyType(
         "fp8_interval": "delayed scales are updated in every iteration, as in Megatron-LM, which ignores this flag",
         "moe_shared_expert_glu_interleave_size": _INTERLEAVING,
         **_each("moe_use_grouped_tensor moe_single_grouped_weight moe_single_grouped_bias", _STORAGE),
-        "moe_enable_routing_replay": "it lets another program supply the experts of every token, and pretraining has "
-        "none; a recomputed layer always takes the experts of its first pass",
         # communication
         **_each("tp_comm_split_ag tp_comm_split_rs", _OVERLAP),
         "clone_scatter_output_in_embedding": "each rank's part of the embedding output is always a separate tensor",
@@ -325,8 +323,10 @@ REQUIRES = (
         "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
         "moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type moe_dispatch_fwd_dtype "
         "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash moe_routing_trace_path "
+        "moe_routing_replay_path "
         "save_tokens_per_expert_interval use_transformer_engine_op_fuser",
     ),
+    (("moe_routing_replay_path",), "moe_enable_routing_replay"),
     (
         ("moe_routing_trace_path",),
         "moe_routing_trace_max_training_iters moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states "

@@ -106,7 +106,10 @@ class MoEArgs:
     moe_router_padding_for_fp8: bool = False
     """Deprecated spelling of --moe-router-padding-for-quantization."""
     moe_enable_routing_replay: bool = False
-    """Record routing decisions and replay them."""
+    """Take the experts of every token from outside; see --moe-routing-replay-path."""
+    moe_routing_replay_path: str | None = None
+    """Directory with the experts of every token: a routing trace of an equal run, or arrays per sample (npz or
+    safetensors). Weights of experts still come from the router. A flag of this program."""
 
     # ---- balancing and capacity
     moe_router_load_balancing_type: BalancingType | list[BalancingType] = "aux_loss"

@@ -20,6 +20,7 @@ TOPICS = MappingProxyType(
         "sparse_attention": "Sparse attention",
         "lora": "Low-rank adapters",
         "pipeline": "Pipeline schedules",
+        "router": "Routing",
         "dispatcher": "Dispatchers and experts",
         "optimizer": "Optimizer and sharded parameters",
         "precision": "Precision",

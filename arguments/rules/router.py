@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, divides, positive, quotient
-from arguments.settings import Settings, Violation
+from arguments.settings import Limit, Settings, Violation
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 BIAS_SCORES = ("sigmoid", "sqrtsoftplus")
@@ -185,6 +185,32 @@ def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation
             "{moe_router_load_balancing_type:flag} quantile_balancing needs an even share per expert: "
             "{micro_batch_size} times {seq_length} times {moe_router_topk} must be a multiple of {num_experts}."
         )
+
+
+def check_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if f.experts and s.moe_routing_replay_path is not None and not s.moe_enable_routing_replay:
+        yield s.violation("{moe_routing_replay_path:flag} needs {moe_enable_routing_replay:flag}.")
+
+
+def limit_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    is_on = f.experts is not None and s.moe_enable_routing_replay
+    for kind in ("sinkhorn", "quantile_balancing"):
+        yield Limit(
+            is_on and kind in balancing_types(s),
+            "{moe_enable_routing_replay:flag} cannot be combined with {moe_router_load_balancing_type:flag} "
+            f"{kind}, which balances by its choice of experts.",
+        )
+    granularities = ("finermoe_intermediate_granularity", "finermoe_output_granularity")
+    yield Limit(
+        is_on and any(getattr(s, dest) is not None for dest in granularities),
+        "{moe_enable_routing_replay:flag} cannot be combined with {finermoe_intermediate_granularity:flag} and "
+        "{finermoe_output_granularity:flag}: their experts are chosen slice by slice.",
+    )
+    yield Limit(
+        is_on and s.moe_routing_replay_path is not None and s.cuda_graph_impl != "none",
+        "{moe_routing_replay_path:flag} cannot be combined with {cuda_graph_impl:flag}: a graph would route every "
+        "microbatch as the captured one.",
+    )
 
 
 SCORING = (

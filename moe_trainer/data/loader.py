@@ -46,6 +46,7 @@ class Batch:
         document_ids_BS: int32, counts the documents of a sequence from 0; None unless attention stops at their borders.
         packed: lengths of packed sequences, of which B = 1 row consists; None for samples of equal length.
         lengths: tokens of every row that are no padding; None where there is none.
+        samples: numbers of the samples in the dataset, in order; None unless something is given per sample.
     """
 
     tokens_BS: Tensor
@@ -55,6 +56,7 @@ class Batch:
     document_ids_BS: Tensor | None = None
     packed: Packed | None = None
     lengths: tuple[int, ...] | None = None
+    samples: tuple[int, ...] | None = None
 
     def to(self, device, non_blocking: bool = True, with_documents: bool = False) -> Batch:
         """Return the batch on another device.
@@ -258,6 +260,7 @@ class BatchLoader:
         pin_memory: whether batches are in pinned memory.
         prefetch: starts to read a sample from object storage.
         read_ahead: batches before their turn at which that is called; 0 never calls it.
+        numbered: set Batch.samples.
     """
 
     def __init__(
@@ -268,8 +271,9 @@ class BatchLoader:
         pin_memory: bool,
         prefetch: Callable[[int], None] = lambda index: None,
         read_ahead: int = 0,
+        numbered: bool = False,
     ):
-        self._make, self.indices, self._prefetch = make, order, prefetch
+        self._make, self.indices, self._prefetch, self._numbered = make, order, prefetch, numbered
         self._num_workers, self._pin, self._num_ahead = num_workers, pin_memory, read_ahead
 
     def __iter__(self) -> Iterator[Batch]:
@@ -289,6 +293,8 @@ class BatchLoader:
     def read(self, indices: Samples) -> Batch:
         """Return the batch of some samples."""
         batch = self._make(indices)
+        if self._numbered:
+            batch = replace(batch, samples=tuple(indices))
         return batch.pin_memory() if self._pin else batch
 
     def _prefetched(self, order: Iterator[Samples]) -> Iterator[Batch]:
@@ -318,6 +324,7 @@ def build_loader(
     sharded: bool = True,
     pin_memory: bool = False,
     read_ahead: int = 0,
+    numbered: bool = False,
 ) -> BatchLoader:
     """Make the loader of one rank over one dataset.
 
@@ -349,7 +356,7 @@ def build_loader(
     make = partial(make_batch, dataset, fmt=fmt)
     if fmt.padded_length is not None:
         make = partial(make_padded_batch, dataset, fmt=fmt, length=fmt.padded_length)
-    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead)
+    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead, numbered)
 
 
 def build_packed_loader(
@@ -364,6 +371,7 @@ def build_packed_loader(
     pin_memory: bool = False,
     read_ahead: int = 0,
     forget: Callable[[int], None] | None = None,
+    numbered: bool = False,
 ) -> BatchLoader:
     """Make the loader of one rank over samples of different lengths; a batch is one pack.
 
@@ -375,7 +383,7 @@ def build_packed_loader(
         consumed_samples: counted over all ranks.
         num_workers: as in BatchLoader.
         fmt: from `build.batch_format`.
-        pin_memory, read_ahead: as in BatchLoader.
+        pin_memory, read_ahead, numbered: as in BatchLoader.
         forget: called with the first sample of a global batch when all packs of those before it were read.
     """
 
@@ -388,4 +396,4 @@ def build_packed_loader(
     def make(pack: Pack) -> Batch:
         return make_packed_batch(dataset, pack.samples, fmt, partial(planner.format.pack, cp_size=pack.cp_size))
 
-    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead)
+    return BatchLoader(make, order, num_workers, pin_memory, dataset.prefetch, read_ahead, numbered)

@@ -1,6 +1,6 @@
 """--moe-routing-trace-path: the experts of every token, in the files of Megatron-LM's router trace.
 
-Every rank writes the tokens that it routes:
+`RoutingTraceReader` reads them back for --moe-routing-replay-path. Every rank writes the tokens that it routes:
 
     router_trace_rank{R}.jsonl    a line per iteration, layer and microbatch: "step" (iterations from 0), "stage"
                                   ("pre_dispatch"), "block" ("decoder" or "mtp"), "layer" (from 0 in its block),
@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 
 from arguments.moe import MoEArgs
+from moe_trainer.errors import UserError
 from moe_trainer.io import ResumableFile, resume_offset
 
 _SIDECARS = (("logits", "logit", "logits"), ("hidden_states", "hs", "hidden"))
 """(File, prefix in a line, name in a record)."""
+TRACE_FILES = "router_trace_rank*.jsonl"
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,89 @@ def _copy_to_host(state: Mapping[str, Any]) -> dict[str, Any]:
 def _layer_key(name: str) -> int | str:
     block, number = parse_layer(name)
     return number if block == "decoder" else f"{block}.{number}"
+
+
+class RoutingTraceReader:
+    """Reader of the experts that one rank traced; for a run with the same ranks, mapping and batches.
+
+    Iterations are read in order, one at a time, or again from the beginning of the file.
+
+    Args:
+        folder: of the trace.
+        rank: this rank.
+        world_size: number of ranks, which the trace must have too.
+        topk: experts of a token.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, topk: int):
+        self.path, self._topk = folder / f"router_trace_rank{rank}.jsonl", topk
+        numbers = [int(path.stem.removeprefix("router_trace_rank")) for path in folder.glob(TRACE_FILES)]
+        if numbers and max(numbers) >= world_size:
+            raise UserError(f"{folder} is the trace of {max(numbers) + 1} ranks, and this run has {world_size}")
+        self._step: int | None = None
+        self._lines: Iterator[dict[str, Any]] = iter(())
+        self._next: dict[str, Any] | None = None
+        self._experts: dict[tuple[str, int], Tensor] = {}
+
+    def experts(self, iteration: int, router: str, microbatch: int) -> Tensor:
+        """Return the experts [T, K] of a router's tokens; iterations count from 1, microbatches from 0.
+
+        Raises:
+            UserError: naming the file and what it lacks.
+        """
+        if self._step != iteration - 1:
+            self._read(iteration - 1)
+        layer = "{} layer {}".format(*parse_layer(router))
+        found = self._experts.get((layer, microbatch))
+        if found is None:
+            raise UserError(
+                f"{self.path} has no experts of iteration {iteration}, {layer}, microbatch {microbatch + 1}; a trace "
+                "can be replayed by a run with the same layers, parallel sizes and batch sizes"
+            )
+        return found
+
+    def _read(self, step: int) -> None:
+        if self._step is None or step < self._step:
+            self._lines = self._parse()
+            self._next = next(self._lines, None)
+        self._step, self._experts = step, {}
+        while self._next is not None and self._next["step"] <= step:
+            line = self._next
+            if line["step"] == step:
+                number = line["layer"] if line["block"] == "decoder" else line["mtp_idx"]
+                self._experts[f"{line['block']} layer {number}", line["microbatch"]] = self._to_tensor(line)
+            self._next = next(self._lines, None)
+
+    def _parse(self) -> Iterator[dict[str, Any]]:
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                for number, text in enumerate(file, 1):
+                    try:
+                        line = json.loads(text)
+                        line["step"], line["layer"], line["block"], line["microbatch"], line["top_indices"]
+                    except (ValueError, KeyError, TypeError):
+                        raise UserError(f"{self.path}, line {number}: this is no line of a routing trace") from None
+                    yield line
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be read ({error.strerror}); the trace of another number of ranks or another "
+                "mapping cannot be replayed"
+            ) from error
+
+    def _to_tensor(self, line: dict[str, Any]) -> Tensor:
+        where = f"{self.path}: iteration {line['step'] + 1}, {line['block']} layer {line['layer']}"
+        try:
+            experts_TK = torch.tensor(line["top_indices"], dtype=torch.int64)
+        except (ValueError, TypeError):
+            raise UserError(f"{where}: the tokens have different numbers of experts") from None
+        if experts_TK.dim() != 2 or experts_TK.shape[1] != self._topk:
+            raise UserError(
+                f"{where}: the shape of the experts is {list(experts_TK.shape)}; [tokens, {self._topk}] is needed "
+                f"(--moe-router-topk {self._topk}, without --moe-pad-expert-input-to-capacity)"
+            )
+        if (experts_TK < 0).any():
+            raise UserError(
+                f"{where}: tokens were dropped (--moe-expert-capacity-factor), and the trace does not have the experts "
+                "that they had chosen; trace a run without a capacity"
+            )
+        return experts_TK

@@ -356,9 +356,7 @@ class Transformer(nn.Module):
 
     def _valid_tokens(self, packed: Packed) -> ValidTokens:
         """Return which of the packed tokens are valid that this rank's routers read: sharded over cp, then over tp."""
-        valid_T, sequence_T = self._shard_for_router(
-            shard_of(self.sequence, packed), packed.is_valid(), packed.ids()[0]
-        )
+        valid_T, sequence_T = self.shard_for_router(shard_of(self.sequence, packed), packed.is_valid(), packed.ids()[0])
         lengths_B = to_device(torch.as_tensor(packed.lengths), self.device)
         return ValidTokens(valid_T, packed.num_valid, sequence_T, lengths_B, packed.cp_size)
 
@@ -367,14 +365,14 @@ class Transformer(nn.Module):
         lengths_B = torch.tensor(row_lengths)
         mask_SB = torch.arange(seq_length).unsqueeze(1) < lengths_B
         numbers_SB = torch.arange(len(row_lengths), dtype=torch.int32).expand(seq_length, -1)
-        valid_T, sequence_T = self._shard_for_router(self.sequence, mask_SB, numbers_SB)
+        valid_T, sequence_T = self.shard_for_router(self.sequence, mask_SB, numbers_SB)
         return ValidTokens(valid_T, sum(row_lengths), sequence_T, to_device(lengths_B, self.device))
 
-    def _shard_for_router(self, sequence: SequenceShard, *tables: Tensor) -> Iterator[Tensor]:
-        """Yield the part of each table [S] or [S, B] that this rank's routers read, flat, on the device."""
+    def shard_for_router(self, sequence: SequenceShard, *tables: Tensor) -> Iterator[Tensor]:
+        """Yield the part of each table [S] or [S, B, ...] that this rank's routers read, [T, ...], on the device."""
         for table in tables:
             shard = sequence.local(table, 0).tensor_split(self.tp.size)[self.tp.rank]
-            yield to_device(shard.flatten(), self.device)
+            yield to_device(shard.flatten(0, min(1, shard.dim() - 1)), self.device)
 
     def _layers(
         self,

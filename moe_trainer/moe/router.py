@@ -95,6 +95,9 @@ class TopKRouter(nn.Module):
     Attributes:
         quantile: bias of quantile balancing, None otherwise.
         recorder: None, or a list that receives the logits, probs and map of every forward pass.
+        given_TK: with --moe-enable-routing-replay, experts of the tokens of the next forward pass, instead of those
+            that the router would choose; -1 where it chooses. Probabilities and expert bias follow them, balancing
+            losses count what the router would choose, as in Megatron-Core. None: the router chooses all.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class TopKRouter(nn.Module):
         self.coefficients = loss_coefficients(moe)
         self.per_token_loss = per_token_loss
         self.recorder: list | None = None
+        self.given_TK: Tensor | None = None
         self.fused_topk: Callable | None = None  # kernels: set when the model is built; see dispatch/select.py
         self.balancing: Balancing | None = None
         init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes its own tokens
@@ -219,7 +223,10 @@ class TopKRouter(nn.Module):
             )
             attach = attach_gradient if self.balancing is None else self.balancing.attach
             logits_TE = attach(logits_TE, grad_TE, grad_scale)
-        probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE)
+        given_TK = None
+        if self.moe.moe_enable_routing_replay:
+            given_TK = self.activations.cached_for_recompute(lambda: self.given_TK)
+        probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE, given_TK)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
         if self._drops_tokens:
@@ -280,7 +287,9 @@ class TopKRouter(nn.Module):
             return None
         return self.activations.cached_for_recompute(lambda: logits_TE.topk(self.topk, dim=1)[1])
 
-    def _route(self, logits_TE: Tensor, chosen_TK: Tensor | None, routing_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _route(
+        self, logits_TE: Tensor, chosen_TK: Tensor | None, routing_TE: Tensor | None, given_TK: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         moe = self.moe
         if moe.moe_router_load_balancing_type == "sinkhorn":
             return sinkhorn_topk(
@@ -291,7 +300,7 @@ class TopKRouter(nn.Module):
             chosen_TK = self.activations.cached_for_recompute(
                 lambda: self.quantile.choose(logits_TE.detach(), self.topk, estimate)
             )
-        elif self.fused_topk is not None:
+        elif self.fused_topk is not None and given_TK is None:
             # the kernel cannot be given a selection, so a recomputed layer gives it the same numbers
             bias_E = None if self.expert_bias is None else self.activations.cached_for_recompute(self.expert_bias.clone)
             return self.fused_topk(
@@ -317,6 +326,7 @@ class TopKRouter(nn.Module):
             grid=self.grid,
             chosen_TK=chosen_TK,
             routing_TE=routing_TE,
+            given_TK=given_TK,
         )
 
     def margin(self, logits_TE: Tensor) -> Tensor | None:

@@ -38,6 +38,19 @@ def _select(
     return scores_TE.topk(topk, dim=-1)[1]
 
 
+@torch.no_grad()
+def order_given_experts(given_TK: Tensor, chosen_TK: Tensor, scores_TE: Tensor) -> Tensor:
+    """Return given experts, best first, as top-k returns them: sums over K then round alike.
+
+    Args:
+        given_TK: experts in any order; -1 in the rows of tokens whose experts are not given.
+        chosen_TK: experts of those tokens.
+        scores_TE: scores that top-k orders.
+    """
+    order_TK = scores_TE.gather(1, given_TK.clamp(min=0)).argsort(dim=1, descending=True, stable=True)
+    return torch.where(given_TK[:, :1] < 0, chosen_TK, given_TK.gather(1, order_TK))
+
+
 def score_topk(
     logits_TE: Tensor,
     topk: int,
@@ -51,6 +64,7 @@ def score_topk(
     grid: ExpertGrid | None = None,
     chosen_TK: Tensor | None = None,
     routing_TE: Tensor | None = None,
+    given_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select top-k experts per token and compute their weights.
 
@@ -67,6 +81,7 @@ def score_topk(
         grid: FineRMoE's, which selects by logits.
         chosen_TK: experts that the caller has selected.
         routing_TE: their map.
+        given_TK: experts from outside; see order_given_experts.
 
     Returns:
         probs_TE in the dtype of the logits, zero if not selected; routing_TE bool.
@@ -81,6 +96,9 @@ def score_topk(
         biased_TE = scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
     if chosen_TK is None:
         chosen_TK = cache_fn(lambda: _select(biased_TE, topk, num_groups, group_topk, grid))
+    if given_TK is not None:
+        own_TK, routing_TE = chosen_TK, None
+        chosen_TK = cache_fn(lambda: order_given_experts(given_TK, own_TK, biased_TE))
     if routing_TE is None:
         routing_TE = to_routing_map(chosen_TK, logits_TE)
     shared = score_function == "sigmoid" and topk > 1

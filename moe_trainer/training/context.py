@@ -37,6 +37,7 @@ from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, Re
 from moe_trainer.resilience.save_failures import SaveHistory
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.monitors import RankMonitors
+from moe_trainer.training.routing_replay import RoutingReplay
 
 
 @dataclass
@@ -78,6 +79,7 @@ class TrainContext:
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
         tasks: of --eval-tasks.
         samples: of --sample-prompts.
+        replay: gives routers the experts of training batches; None: they choose.
         train_stream: what yields `train_batches` with --dataloader-type external.
     """
 
@@ -109,6 +111,7 @@ class TrainContext:
     monitors: RankMonitors | None = None
     tasks: TaskEvaluation | None = None
     samples: PromptCompleter | None = None
+    replay: RoutingReplay | None = None
 
     @property
     def ps(self) -> ParallelState:

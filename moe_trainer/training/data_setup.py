@@ -169,7 +169,7 @@ def make_loader(
     assert fmt is not None
     kind, workers = args.training.dataloader_type or "single", args.data.num_workers
     pin_memory = ctx.runtime.device.type == "cuda"
-    read_ahead = _count_batches_ahead(args)
+    read_ahead, numbered = _count_batches_ahead(args), args.moe.moe_routing_replay_path is not None
     if packing is not None:
         loader = build_packed_loader(
             dataset,
@@ -182,6 +182,7 @@ def make_loader(
             pin_memory=pin_memory,
             read_ahead=read_ahead,
             forget=dataset.forget if isinstance(dataset, StreamedSequences) else None,
+            numbered=numbered,
         )
     else:
         loader = build_loader(
@@ -195,6 +196,7 @@ def make_loader(
             fmt=fmt,
             pin_memory=pin_memory,
             read_ahead=read_ahead,
+            numbered=numbered,
         )
     if isinstance(dataset, Streamed):
         return StreamLoader(dataset, loader, read_ahead)

@@ -51,6 +51,7 @@ from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
 from moe_trainer.training.context import TrainContext, named_transformer_layers, print_rank_0
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
+from moe_trainer.training.routing_replay import RoutingReplay
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         profiler=Profiler(args.output, runtime.launch_env.rank),
         iteration_graph=iteration_graph,
         dumps=Dumps(args.output, args.moe, runtime.launch_env.rank),
+        replay=RoutingReplay.of_folder(args, chunks, runtime.launch_env.rank, ps.world.size),
     )
 
 

@@ -53,6 +53,7 @@ from moe_trainer.training.rerun import (
     snapshot_iteration_start,
     validate_result,
 )
+from moe_trainer.training.routing_replay import RoutingReplay
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ def train_step(
     Communication: gradient reductions of `grads`, two numbers per loss, token counts of the routers.
     """
     args, ps = ctx.args, ctx.ps
+    if ctx.replay is not None:
+        ctx.replay.begin_iteration(state.iteration + 1)
     if args.optimizer.freeze_all_layers:
         losses_only = frozen_step(ctx, num_microbatches)
         agree_on_budgets(ctx, f"iteration {state.iteration + 1}")
@@ -180,7 +183,7 @@ def frozen_step(ctx: TrainContext, num_microbatches: int) -> StepResult:
     """Compute the losses of an iteration of --freeze-all-layers with forward passes only."""
     assert ctx.train_batches is not None
     with ctx.timers("forward-backward"), torch.no_grad():
-        sums = run_microbatches(ctx, ctx.train_batches, num_microbatches, forward_only=True)
+        sums = run_microbatches(ctx, ctx.train_batches, num_microbatches, forward_only=True, replay=ctx.replay)
     loss_sum, tokens = reduce_loss(ctx, sums)
     return StepResult({"lm loss": loss_sum / max(tokens, 1.0)})
 
@@ -258,7 +261,7 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
     def run(ctx: TrainContext, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
         optimizer.start_deferred_gather(always=captured)
         with ctx.timers("forward-backward"):
-            sums = run_microbatches(ctx, batches, num_microbatches, grad_scale)
+            sums = run_microbatches(ctx, batches, num_microbatches, grad_scale, replay=ctx.replay)
         with ctx.timers("all-grads-sync"):
             grads.finish()
         finalize_grads(grads, ctx.ps, ctx.timers)
@@ -304,8 +307,11 @@ def run_microbatches(
     num_microbatches: int,
     grad_scale: float | Tensor = 1.0,
     forward_only: bool = False,
+    replay: RoutingReplay | None = None,
 ) -> list[Tensor]:
     """Run the next microbatches through this rank's part of the model in the order of the pipeline schedule.
+
+    With `replay` routers take the experts that it gives.
 
     Returns:
         Per microbatch [sum of token losses, number of tokens] of this cp rank, fp32; empty except on the last stage.
@@ -320,6 +326,8 @@ def run_microbatches(
 
     def forward_step(index: int, microbatch: int, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
         trace.microbatch, batch, chunk = microbatch + 1, get_batch(microbatch), chunks[index]
+        if replay is not None:
+            replay.begin_microbatch(chunk, microbatch, batch)
         output = chunk(
             batch.tokens_BS,
             batch.position_ids_BS,
@@ -350,6 +358,8 @@ def run_microbatches(
     )
     with cached_weight_casts(chunks, num_microbatches):
         results = ctx.schedule.run(inputs)
+    if replay is not None:
+        replay.clear()
     trace.microbatch = None
     return results
 

@@ -179,6 +179,7 @@ INVALID_LINES = (
     ("--moe-router-topk 0", "--moe-router-topk", "--moe-router-topk"),
     ("--moe-router-topk 1", "--moe-router-topk", "--moe-router-pre-softmax"),
     ("--moe-router-enable-expert-bias", "", "--moe-router-score-function"),
+    ("--moe-routing-replay-path d", "", "--moe-enable-routing-replay"),
     ("--moe-router-group-topk 2", "", "--moe-router-num-groups"),
     ("--moe-router-group-topk 2 --moe-router-num-groups 3", "", "--num-experts"),
     ("--moe-router-group-topk 5 --moe-router-num-groups 4", "", "--moe-router-group-topk"),

@@ -12,7 +12,7 @@ from tests.arguments.recorded import load, megatron_flags, megatron_parser
 FLAGS = megatron_flags()
 OWN = {
     "preset", "validate_only", "log_all_arguments", "check_files", "report", "metrics_file", "init_from", "export_weights", "dump_step", "record_step", "world_size",
-    "dry_run", "hardware", "auto_resume", "on_missing_backend", "triton_kernels", "print_groups", "pipeline_schedule", "moe_clone_hot_experts",
+    "dry_run", "hardware", "auto_resume", "on_missing_backend", "triton_kernels", "print_groups", "pipeline_schedule", "moe_clone_hot_experts", "moe_routing_replay_path",
     "finermoe_intermediate_granularity", "finermoe_output_granularity", "finermoe_intermediate_expansion", "finermoe_output_expansion",
     "on_nan", "on_loss_spike", "loss_spike_factor", "dsa_indexer_warmup", "dsa_attention_form",
     "lion_beta1", "lion_beta2",  # recorded, though not as relevant to MoE, as are:

@@ -33,6 +33,11 @@ REJECTED = (
         "--moe-dispatch-fwd-dtype mxfp8 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
         "`--moe-dispatch-fwd-dtype` mxfp8 cannot be combined with `--moe-token-dispatcher-type` allgather",
     ),
+    (
+        "--moe-enable-routing-replay --moe-aux-loss-coeff 0 --moe-router-load-balancing-type sinkhorn",
+        "sinkhorn, which balances",
+    ),
+    (f"{GRAPHS} attn --moe-enable-routing-replay --moe-routing-replay-path d", "would route every microbatch"),
     ("--qk-clip --use-torch-fsdp2", "`--qk-clip` cannot be combined with `--use-torch-fsdp2`"),
     (f"{SPARSE} --window-size 8,0", "dsa cannot be combined with `--window-size`"),
     (f"{SPARSE} --dsa-attention-form gathered --fp8-format e4m3", "gathered cannot be combined with `--fp8-format`"),

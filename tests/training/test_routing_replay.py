@@ -1,0 +1,274 @@
+"""--moe-enable-routing-replay: a replayed trace is the same run, and given experts are those of every layout."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from commands import read_metrics, run
+from safetensors.numpy import save_file
+from training.forked import pretrain
+from training.tiny import MOCK, TINY
+
+from arguments import parse_args
+from moe_trainer.data.build import build_datasets
+from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.errors import UserError
+from moe_trainer.model.build import build_chunks
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.training.routing_replay import RoutingReplay, SampleFolder
+
+JOB = [
+    *TINY, *MOCK, *"--num-layers 4 --moe-layer-freq ([0]*1+[1]*3) --num-experts 8 --moe-router-topk 3 --train-iters 2".split(),
+    *"--moe-token-dispatcher-type alltoall --make-vocab-size-divisible-by 64 --init-method-std 0.2 --adam-eps 1e-5".split(),
+]  # fmt: skip
+REPLAY = "--moe-enable-routing-replay --moe-routing-replay-path".split()
+TRACES = {
+    "mtp, expert bias, groups": "--mtp-num-layers 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4",
+    "recompute, per token": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--calculate-per-token-loss --moe-router-pre-softmax",
+    "tp sp ep": "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+    "pp vpp": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+}
+
+
+def results(records):
+    return [(record["lm loss"], record["load_balancing_loss"], record["grad_norm"]) for record in records if "lm loss" in record]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", TRACES.values(), ids=TRACES)
+def test_replay_of_its_own_trace_is_bitwise_equal(tmp_path, flags):
+    ranks = 2 if "parallel-size" in flags else 1
+    job = [*JOB, *flags.split()]
+    traced, weights = pretrain([*job, "--moe-routing-trace-path", "trace"], tmp_path, ranks)
+    # a second trace: that the experts were used is seen below
+    replayed, same = pretrain([*job, *REPLAY, "trace", "--moe-routing-trace-path", "again"], tmp_path, ranks)
+    first, second = results(traced), results(replayed[-2:])
+    assert len(first) == 2 and second == first
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    for path in (tmp_path / "trace").iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
+
+
+def test_shuffled_trace_changes_the_loss_and_is_followed(tmp_path):
+    traced, _ = pretrain([*JOB, "--moe-routing-trace-path", "trace"], tmp_path)
+    path = tmp_path / "trace" / "router_trace_rank0.jsonl"
+    lines = read_metrics(path)
+    for line in lines:
+        line["top_indices"] = [line["top_indices"][n] for n in torch.randperm(64, generator=torch.Generator().manual_seed(0))]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    replayed, _ = pretrain([*JOB, *REPLAY, "trace", "--moe-routing-trace-path", "again"], tmp_path)
+    difference = abs(results(traced)[0][0] - results(replayed[-2:])[0][0])
+    assert 1e-5 < difference < 1
+    assert [line["top_indices"] for line in read_metrics(tmp_path / "again" / "router_trace_rank0.jsonl")] == [line["top_indices"] for line in lines]  # fmt: skip
+
+
+def draw_experts(num_tokens, layers, seed, topk=3):
+    random = np.random.default_rng(seed)
+    return random.permuted(np.tile(np.arange(8), (num_tokens, layers, 1)), axis=-1)[..., :topk].astype(np.int32)
+
+
+LAYOUTS = {
+    "tp sp ep": (2, TRACES["tp sp ep"]),
+    "tp": (2, "--tensor-model-parallel-size 2"),
+    "pp vpp, ep overlap": (2, TRACES["pp vpp"]),
+    "cp, recompute": (
+        2,
+        "--context-parallel-size 2 --recompute-granularity selective --recompute-modules moe layernorm",
+    ),
+    "dp": (2, "--use-distributed-optimizer"),
+    "chunks of the sequence": (
+        1,
+        "--mlp-chunks-for-training 2 --recompute-granularity selective --recompute-modules mlp",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def random_experts(tmp_path_factory):
+    """Experts that no router would choose: a misplaced token changes the loss. Some files have one layer more, or one row."""
+    folder = tmp_path_factory.mktemp("given")
+    save_file({str(n): draw_experts(32, 3, n) for n in (0, 1, 2)}, folder / "first.safetensors")
+    np.savez(folder / "second.npz", **{str(n): draw_experts(33, 4, n).astype(np.uint8) for n in (3, 4, 5, 6)})
+    open_rows = draw_experts(32, 3, 7)
+    open_rows[20:] = -1
+    save_file({"7": open_rows}, folder / "third.safetensors")
+    records, weights = pretrain([*JOB, *REPLAY, str(folder)], tmp_path_factory.mktemp("alone"))
+    return folder, results(records), weights
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_experts_under_every_layout(random_experts, tmp_path, layout):
+    ranks, flags = LAYOUTS[layout]
+    records, weights = pretrain([*JOB, *REPLAY, str(random_experts[0]), *flags.split()], tmp_path, ranks)
+    for found, expected in zip(results(records), random_experts[1], strict=True):
+        assert found == pytest.approx(expected, rel=2e-5)
+    for name, weight in random_experts[2].items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=2e-5, msg=name)
+
+
+PACKED = "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 70 --calculate-per-token-loss --micro-batch-size 1"
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"]
+)
+def test_given_experts_of_packed_sequences(tmp_path, flags):
+    """Packs differ with the layout; experts belong to samples. Own experts would give another loss."""
+    argv = [*JOB, *PACKED.split()]
+    args = parse_args(argv, 1)
+    train = build_datasets(args.data, args.training, build_tokenizer(args.data), (8, 0, 0)).train
+    lengths = [train.length(n) for n in range(8)]
+    assert len(set(lengths)) > 2
+    np.savez(tmp_path / "all.npz", **{str(n): draw_experts(length, 3, n) for n, length in enumerate(lengths)})
+    # packs of one sequence each: no layout, no packing
+    alone, _ = pretrain([*argv, "--max-seqlen-per-dp-cp-rank", "32", *REPLAY, str(tmp_path)], tmp_path / "alone")
+    free, _ = pretrain([*argv, "--max-seqlen-per-dp-cp-rank", "32"], tmp_path / "free")
+    packed, _ = pretrain([*argv, *REPLAY, str(tmp_path), *flags.split()], tmp_path / "packed", 2 if flags else 1)
+    losses = [[record["lm loss"] for record in records if "lm loss" in record] for records in (alone, free, packed)]
+    assert losses[2][0] == pytest.approx(losses[0][0], rel=1e-6)
+    assert losses[1][0] != pytest.approx(losses[0][0], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    args = parse_args([*JOB, "--moe-enable-routing-replay"], 1)
+    return args, build_chunks(args, ParallelState.single(), 128, torch.device("cpu"))
+
+
+def test_experts_of_one_forward_pass_in_memory(model):
+    args, (chunk,) = model
+    replay, routers = RoutingReplay(args, [chunk]), [layer.router for layer in chunk.moe_layers()]
+    tokens = torch.arange(16).view(2, 8)
+    for router in routers:
+        router.recorder = []
+    experts = [draw_experts(8, 3, seed) for seed in (0, 1)]
+    with replay.given(chunk, experts):
+        chunk(tokens, torch.arange(8).expand(2, -1), tokens).sum().backward()
+    for layer, router in enumerate(routers):
+        (record,), router.recorder = router.recorder, None
+        chosen = torch.from_numpy(np.stack(experts, 1)[:, :, layer].reshape(16, 3)).long()
+        assert torch.equal(record["map"], torch.zeros(16, 8, dtype=torch.bool).scatter(1, chosen, True))
+        expected = record["logits"].gather(1, chosen).softmax(-1)
+        torch.testing.assert_close(record["probs"].gather(1, chosen), expected)
+        assert (
+            router.weight.main_grad.norm() > 0 if hasattr(router.weight, "main_grad") else router.weight.grad.norm() > 0
+        )
+        assert router.given_TK is None
+    with pytest.raises(ValueError, match="--moe-enable-routing-replay"):
+        RoutingReplay(parse_args(JOB, 1), [chunk])
+
+
+def wrong(**changes):
+    array = draw_experts(8, 3, 0)
+    for index, value in changes.get("at", []):
+        array[index] = value
+    return array
+
+
+BAD = {
+    "layers": (draw_experts(8, 2, 0), r"sample 0 has the shape \[8, 2, 3\]; \[8 tokens, 3 or 4 layers, 3 experts\]"),
+    "top-k": (draw_experts(8, 3, 0, 2), r"the shape \[8, 3, 2\]"),
+    "dimensions": (draw_experts(8, 3, 0)[0], r"the shape \[3, 3\]"),
+    "range": (wrong(at=[((5, 1, 2), 8)]), "token 5 has the expert 8; experts are 0 to 7"),
+    "negative": (wrong(at=[((5, 1, 2), -1)]), "token 5 has the expert -1"),
+    "twice": (wrong(at=[((6, 0), (4, 2, 4))]), r"token 6 has an expert twice: \[4, 2, 4\]"),
+    "type": (draw_experts(8, 3, 0).astype(np.float32), "is of float32; experts are integers"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_wrong_experts_are_named(model, kind):
+    args, (chunk,) = model
+    array, message = BAD[kind]
+    with pytest.raises(UserError, match=message), RoutingReplay(args, [chunk]).given(chunk, [array]):
+        pass
+
+
+def test_files_of_samples(tmp_path):
+    folder = SampleFolder(tmp_path)
+    assert not folder
+    np.savez(tmp_path / "late.npz", **{"3": draw_experts(2, 1, 0)})
+    assert folder[3].shape == (2, 1, 3), "a file that came later"
+    with pytest.raises(KeyError):
+        folder[4]
+    (tmp_path / "bad.safetensors").write_bytes(b"short")
+    with pytest.raises(UserError, match="bad.safetensors cannot be read"):
+        SampleFolder(tmp_path)
+    (tmp_path / "bad.safetensors").unlink()
+    save_file({"3": draw_experts(2, 1, 0)}, tmp_path / "twice.safetensors")
+    with pytest.raises(UserError, match="sample 3 is in"):
+        SampleFolder(tmp_path)
+    save_file({"three": draw_experts(2, 1, 0)}, tmp_path / "twice.safetensors")
+    with pytest.raises(UserError, match="'three'; the name must be the sample's number"):
+        SampleFolder(tmp_path)
+
+
+def truncate(path):
+    text = path.read_text()
+    path.write_text(text[: len(text) - 20])
+
+
+def drop_layer(path):
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"layer": 2' not in line))
+
+
+def shorten(path):
+    lines = read_metrics(path)
+    lines[0]["top_indices"].pop()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def mark_dropped(path):
+    path.write_text(path.read_text().replace('"top_indices": [[0,', '"top_indices": [[-1,').replace("[0, ", "[-1, "))
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traced")
+    pretrain([*JOB, "--moe-routing-trace-path", "trace"], folder)
+    return (folder / "trace" / "router_trace_rank0.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "damage, flags, message",
+    [
+        (truncate, "", "is no line of a routing trace"),
+        (drop_layer, "", "no experts of iteration 1, decoder layer 2, microbatch 1"),
+        (shorten, "", "has 63 tokens, and this rank routes 64"),
+        (mark_dropped, "", "tokens were dropped"),
+        (None, "--train-iters 3", "no experts of iteration 3, decoder layer 1, microbatch 1"),
+        (None, "--moe-router-topk 2", "[tokens, 2] is needed"),
+        (None, "--num-experts 4", "experts are 0 to 3 (--num-experts 4)"),
+        (None, "--micro-batch-size 4", "has 64 tokens, and this rank routes 128"),
+    ],
+    ids=["truncated", "layer", "tokens", "dropped", "iteration", "top-k", "experts", "microbatch"],
+)
+def test_wrong_traces_end_with_code_2(traced, tmp_path, damage, flags, message):
+    (tmp_path / "trace").mkdir()
+    path = tmp_path / "trace" / "router_trace_rank0.jsonl"
+    path.write_text(traced)
+    if damage is not None:
+        damage(path)
+    finished = run([*JOB, *REPLAY, "trace", *flags.split()], tmp_path)
+    assert finished.returncode == 2 and message in finished.stderr and "Traceback" not in finished.stderr
+
+
+def test_wrong_folders_end_with_code_2(traced, tmp_path):
+    (tmp_path / "trace").mkdir()
+
+    def refused(message, *flags):
+        finished = run([*JOB, *(flags or (*REPLAY, "trace"))], tmp_path)
+        assert finished.returncode == 2 and message in finished.stderr, finished.stderr
+        assert "Traceback" not in finished.stderr
+
+    refused("no such directory", *REPLAY, "missing")
+    refused("neither router_trace_rank*.jsonl")
+    (tmp_path / "trace" / "router_trace_rank1.jsonl").write_text(traced)
+    refused("is the trace of 2 ranks, and this run has 1")
+    np.savez(tmp_path / "trace" / "a.npz", **{"0": draw_experts(32, 3, 0)})
+    refused("a routing trace and arrays of samples")
+    (tmp_path / "trace" / "router_trace_rank1.jsonl").unlink()
+    refused("has no experts of sample 1")
+    refused("needs --moe-enable-routing-replay", "--moe-routing-replay-path", "trace")
