@@ -432,6 +432,9 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
         flags = [s.flag("moe_use_upcycling")]
         flags += [s.shown("moe_upcycling_granularity")] if s.given("moe_upcycling_granularity") else []
         notes.append(f"{', '.join(flags)}: left out; the weights are random, not those of a dense model")
+    flags = [s.flag(dest) for dest in ("moe_enable_routing_replay", "moe_routing_replay_path") if s.given(dest)]
+    if flags:
+        notes.append(f"{', '.join(flags)}: left out; the experts are those of other tokens")
     sizes_over_time = [s.shown(dest) for dest in ("step_batch_size_schedule", "rampup_batch_size") if s.values[dest]]
     if sizes_over_time:
         notes.append("the batch size is constant")
