@@ -52,8 +52,9 @@ _EXIT_CODES = """exit codes:
   3  other ranks have files left to write
 """
 
+_QUANTIZED_FORMATS = ("fp8-block", "mxfp4", "nvfp4")
 _DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
-_TO_HF_OPTIONS = ("model_type", "vocab_size", "config", "tokenizer", "ckpt_step", "base_model")
+_TO_HF_OPTIONS = ("model_type", "vocab_size", "config", "tokenizer", "ckpt_step", "base_model", "quantize")
 _VERIFY_BATCH_SIZE, _VERIFY_SEQ_LENGTH = 2, 64
 # fractions of the largest logit: the same computation, and one whose weights are rounded or whose scores may tie
 _EXACT_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.1
@@ -105,6 +106,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     text = "config.json (or its folder) to copy bos_token_id and the like from"
     to_hf("--config", type=Path, metavar="FILE", help=text)
     to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
+    text = "store the weights of experts and MLPs (fp8-block: of attention too) in this format (default: in none)"
+    to_hf("--quantize", choices=_QUANTIZED_FORMATS, help=text)
     from_hf = parser.add_argument_group("from hf").add_argument
     text = "names that Megatron-LM would expect (default: transformer_engine); this program reads both"
     from_hf("--transformer-impl", choices=("transformer_engine", "local"), help=text)
@@ -345,7 +348,16 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     # the first family is that of the mapping file
     model_type = options.model_type or (next(iter(families)) if options.hf_mapping is not None else None)
     return plan_hf_folder(
-        folder, options.target, most, model_type, options.vocab_size, dtype, extra, tokenizer, families
+        folder,
+        options.target,
+        most,
+        model_type,
+        options.vocab_size,
+        dtype,
+        extra,
+        tokenizer,
+        families,
+        options.quantize,
     )
 
 

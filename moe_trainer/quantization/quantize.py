@@ -176,13 +176,18 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def quantize(
-    x_RK: Tensor, scaling: Scaling, scale: Tensor | None = None, generator: torch.Generator | None = None
+    x_RK: Tensor,
+    scaling: Scaling,
+    scale: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    largest: Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize a matrix, with blocks along its last dimension.
 
     Args:
         scale: of the full tensor, instead of the one that follows from its maximum (delayed scaling).
         generator: of stochastic rounding.
+        largest: absolute value of the tensor that the matrix is a part of, for two-level scales.
     """
     x_RK = (x_RK if x_RK.dtype == torch.float64 else x_RK.float()).contiguous()
     if scaling.hadamard:
@@ -196,7 +201,8 @@ def quantize(
     else:
         amax = block_amax(x_RK, scaling.rows, scaling.cols)
         if scaling.scales == TWO_LEVEL:
-            largest = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_zeros(())
+            if largest is None:
+                largest = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_zeros(())
             scale, inverse, _ = two_level_scales(amax, largest, scaling.fmt)
         else:
             scale = compute_scale(amax, scaling.fmt, scaling.scales == POWER_OF_TWO)

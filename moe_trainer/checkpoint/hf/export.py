@@ -40,6 +40,7 @@ from moe_trainer.checkpoint.hf.names import (
     raise_problems,
     tensor_mappings,
 )
+from moe_trainer.checkpoint.hf.quantized_export import QuantizedExport, plan_quantization
 from moe_trainer.checkpoint.hf.rules import Names
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
@@ -80,6 +81,7 @@ def plan_hf_folder(
     extra: Mapping[str, Any] | None = None,
     tokenizer: Path | None = None,
     families: Families = FAMILIES,
+    quantize: str | None = None,
 ) -> ConversionJob:
     """Plan the weights of a native checkpoint folder as a Hugging Face folder with files of at most `most` bytes.
 
@@ -87,7 +89,7 @@ def plan_hf_folder(
 
     `kind`: the model type, by default the first that can express the model. `rows` of the embedding and `dtype` are
     those of the checkpoint by default. `extra`: further keys of config.json. `tokenizer`: folder whose tokenizer files
-    are copied. `families`: those that can be written.
+    are copied. `quantize`: one of quantized_export.FORMATS. `families`: those that can be written.
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or flags that no model type supports.
@@ -113,8 +115,9 @@ def plan_hf_folder(
     mappings = tensor_mappings(family.names, flags)
     _check_native(mappings, tensors)
     cut = rows if rows not in (None, stored) else None
+    quantized = None if quantize is None else plan_quantization(quantize, family.name, mappings)
     read = adapters.merged(partial(read_logical, folder, index))
-    items = _plan_items(read, mappings, tensors, family.names, flags, cut, dtype)
+    items = _plan_items(read, mappings, tensors, family.names, flags, cut, dtype, quantized)
     runs = split_by_size(items, most)
     words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
     for note in read_config(config, families=families)[2]:
@@ -122,6 +125,10 @@ def plan_hf_folder(
     config |= (
         {"bos_token_id": None, "eos_token_id": None} | dict(extra or {}) | {"torch_dtype": words, **family.auto_map}
     )
+    if quantized is not None:
+        config["quantization_config"] = quantized.config
+        for note in quantized.notes:
+            logger.info("  %s", note)
     options = {
         "to": "hf",
         "most": most,
@@ -135,13 +142,14 @@ def plan_hf_folder(
         num_bytes=sum(item.num_bytes for item in items),
         copied=(*(() if tokenizer is None else tokenizer_files(tokenizer)), *family.code_files),
         is_sentencepiece=flags.get("tokenizer_type") in _SENTENCEPIECE,
+        quantized=quantized,
     )
     data = sorted(path for path in folder.iterdir() if path.is_file())
     return ConversionJob(
         target,
         fingerprint(data, **options),
         tuple(zip(_file_names(len(runs)), map(tuple, runs), strict=True)),
-        write_safetensors,
+        write_safetensors if quantized is None else quantized.write,
         finish,
     )
 
@@ -158,6 +166,7 @@ def _plan_items(
     flags: Mapping[str, Any],
     rows: int | None,
     dtype: torch.dtype | None,
+    quantized: QuantizedExport | None = None,
 ) -> list[PlannedTensor]:
     """Plan the Hugging Face tensors of a model whose embedding has `rows` rows, all of them if None."""
 
@@ -170,7 +179,11 @@ def _plan_items(
         item
         for mapping in mappings
         if mapping.native == (mapping.siblings or (mapping.native,))[0]
-        for item in _plan_hf_tensors(mapping, last, tensors[mapping.native].dtype, rows, dtype)
+        for item in (
+            quantized.plan(mapping, last)
+            if quantized is not None and mapping.native in quantized.natives
+            else _plan_hf_tensors(mapping, last, tensors[mapping.native].dtype, rows, dtype)
+        )
     )
     by_name = {item.name: item for item in items}
     return items + [
@@ -188,8 +201,14 @@ def _finish_folder(
     num_bytes: int,
     copied: Iterable[Path],
     is_sentencepiece: bool,
+    quantized: QuantizedExport | None,
 ) -> None:
-    """Write the files next to the weights: tokenizer and modeling code (`copied`), index, configuration."""
+    """Write the files next to the weights: tokenizer and modeling code (`copied`), index, configuration.
+
+    Report on quantized weights.
+    """
+    for line in () if quantized is None else quantized.report(notes, num_bytes):
+        logger.info("  %s", line)
     for path in copied:
         flush_file(Path(shutil.copyfile(path, folder / path.name)))
     if is_sentencepiece and {path.name for path in folder.glob("tokenizer*")} == {"tokenizer.model"}:

@@ -1,8 +1,16 @@
 """The safetensors files of a Hugging Face model folder, read tensor by tensor, and the format's header for writers.
 
-* fp8 weights with one scale per block (`NAME_scale_inv`, as DeepSeek-V3 is published) are read as bf16 weights.
-* fp4 experts (`NAME_blocks` and `NAME_scales`, as gpt-oss is published) are read as a stack NAME of bf16 experts, each
-  transposed, as in the model's bf16 form.
+Weights in fp8 and fp4 (encodings.py) are read as bf16:
+
+* block fp8 as DeepSeek-V3 is published: `NAME` and `NAME_scale_inv`;
+* MXFP4 experts as gpt-oss is published: `NAME_blocks` and `NAME_scales`, read as a stack NAME of experts, each
+  transposed, as in the model's bf16 form;
+* MXFP4 and NVFP4 as compressed-tensors writes them: `weight_packed`, `weight_scale`, and for NVFP4
+  `weight_global_scale`, to divide by;
+* the same as ModelOpt and Quark write them: `weight` in bytes, `weight_scale`, and for NVFP4 `weight_scale_2`, to
+  multiply by.
+
+Scales of activations (`input_scale`, `input_global_scale`) are left out.
 """
 
 # A file is eight bytes with the length of a table, the table as JSON (name, dtype, shape, offsets), then the elements.
@@ -24,12 +32,16 @@ from torch import Tensor
 
 from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.hf.encodings import MXFP4, NVFP4, decode_block_fp8, decode_fp4
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SCALE = "_scale_inv"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
+WEIGHT, PACKED, GROUP_SCALE = ".weight", ".weight_packed", ".weight_scale"
+DIVISOR, MULTIPLIER = ".weight_global_scale", ".weight_scale_2"
+_INPUT_SCALES = (".input_scale", ".input_global_scale")
 DTYPES = MappingProxyType(
     {
         "F64": torch.float64,
@@ -48,7 +60,6 @@ DTYPES = MappingProxyType(
 )
 NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1, without its sign
 _MAX_TABLE_BYTES = 100 * 2**20  # the limit of the format
 _ALIGNMENT = 8
 
@@ -135,6 +146,12 @@ class SafetensorsFolder:
             for name, stored in self._tensors.items()
             if name.endswith(BLOCKS) and stored.dtype == torch.uint8 and len(stored.shape) == 4
         }
+        self._fp4 = {
+            name.removesuffix(ending) + WEIGHT: stored
+            for ending in (PACKED, WEIGHT)
+            for name, stored in self._tensors.items()
+            if name.endswith(ending) and stored.dtype == torch.uint8 and len(stored.shape) == 2
+        }
 
     def _read_table(self, path: Path, index: dict[str, str] | None) -> None:
         inside = next((tensor for tensor, file in (index or {}).items() if file == path.name), None)
@@ -195,20 +212,43 @@ class SafetensorsFolder:
     @property
     def names(self) -> list[str]:
         parts = {name + end for name in self._packed for end in (BLOCKS, BLOCK_SCALES)}
-        return [name for name in self._tensors if name not in self._scales and name not in parts] + sorted(self._packed)
+        parts |= {
+            name.removesuffix(WEIGHT) + end
+            for name in self._fp4
+            for end in (WEIGHT, PACKED, GROUP_SCALE, DIVISOR, MULTIPLIER, *_INPUT_SCALES)
+        }
+        plain = [name for name in self._tensors if name not in self._scales and name not in parts]
+        return plain + sorted(self._packed) + list(self._fp4)
+
+    @property
+    def encodings(self) -> dict[str, int]:
+        """Number of the tensors in each encoding, without plain ones."""
+        counts = {
+            "block fp8": len(self._scales),
+            "MXFP4": len(self._packed) + sum(not self._is_nvfp4(name) for name in self._fp4),
+            "NVFP4": sum(map(self._is_nvfp4, self._fp4)),
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    def _is_nvfp4(self, name: str) -> bool:
+        scales = self._tensors.get(name.removesuffix(WEIGHT) + GROUP_SCALE)
+        return scales is not None and scales.dtype in _FP8_DTYPES
 
     @property
     def files(self) -> list[Path]:
         return sorted({stored.path for stored in self._tensors.values()})
 
     def __contains__(self, name: str) -> bool:
-        return name in self._packed or (name in self._tensors and name not in self._scales)
+        return name in self._packed or name in self._fp4 or (name in self._tensors and name not in self._scales)
 
     def tensor(self, name: str) -> StoredTensor:
-        return self._tensors[name + BLOCKS if name in self._packed else name]
+        """Return where a weight is, or where its values are."""
+        return self._fp4.get(name) or self._tensors[name + BLOCKS if name in self._packed else name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self.tensor(name).shape
+        if name in self._fp4:
+            return shape[0], 2 * shape[1]
         if name not in self._packed:
             return shape
         experts, rows, groups, size = shape
@@ -216,7 +256,7 @@ class SafetensorsFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type that `read` returns: bf16 for fp8 and fp4 weights."""
-        if name in self._packed:
+        if name in self._packed or name in self._fp4:
             return torch.bfloat16
         dtype = self._tensors[name].dtype
         return torch.bfloat16 if dtype in _FP8_DTYPES else dtype
@@ -229,6 +269,8 @@ class SafetensorsFolder:
         """
         if name in self._packed:
             return self._unpacked(name, index)
+        if name in self._fp4:
+            return self._grouped(name)
         stored = self._tensors[name]
         value = read_values(stored, index)
         if stored.dtype in _FP8_DTYPES:
@@ -253,58 +295,51 @@ class SafetensorsFolder:
                 "uint8 is needed"
             )
         experts = range(blocks.shape[0]) if index is None else (index,)
-        values = [dequantize_mxfp4(read_values(blocks, each), read_values(scales, each)).t() for each in experts]
+        values = [decode_fp4(read_values(blocks, each).flatten(1), read_values(scales, each)).t() for each in experts]
         if not all(torch.isfinite(value).all() for value in values):
             raise DamagedError(f"{scales.path} is damaged: {name + BLOCK_SCALES} yields values that are not finite")
         return torch.stack(values) if index is None else values[0]
+
+    def _grouped(self, name: str) -> Tensor:
+        stored, module = self._fp4[name], name.removesuffix(WEIGHT)
+        scales = self._tensors.get(module + GROUP_SCALE)
+        if scales is None:
+            raise CheckpointError(f"{name} is stored in fp4, and its scales {module + GROUP_SCALE} are missing")
+        if scales.dtype not in (torch.uint8, torch.float8_e4m3fn):
+            raise CheckpointError(
+                f"{module + GROUP_SCALE} is stored as {scales.dtype}; E4M3 (NVFP4) or uint8 (MXFP4) is needed"
+            )
+        rows, columns = self.shape(name)
+        size = (MXFP4 if scales.dtype == torch.uint8 else NVFP4).cols
+        if scales.shape != (rows, columns // size) or columns % size:
+            raise CheckpointError(
+                f"{module + GROUP_SCALE} has the shape {list(scales.shape)}, and one scale for {size} of the "
+                f"{columns} columns of each of {rows} rows is needed"
+            )
+        factor = None
+        if scales.dtype != torch.uint8:
+            ending = next((end for end in (DIVISOR, MULTIPLIER) if module + end in self._tensors), None)
+            if ending is None:
+                raise CheckpointError(
+                    f"{name} is stored in NVFP4, and its scale {module + DIVISOR} or {module + MULTIPLIER} is missing"
+                )
+            factor = read_values(self._tensors[module + ending]).float().flatten()
+            if len(factor) != 1:
+                raise CheckpointError(f"{module + ending} has {len(factor)} elements, and one is needed")
+            factor = 1 / factor if ending == DIVISOR else factor
+        value = decode_fp4(read_values(stored), read_values(scales), factor)
+        if not torch.isfinite(value).all():
+            raise DamagedError(f"{scales.path} is damaged: the scales of {name} yield values that are not finite")
+        return value
 
     def _scaled(self, name: str, value: Tensor, index: int | None) -> Tensor:
         if name + SCALE not in self._tensors:
             raise CheckpointError(f"{name} is stored in fp8, and its scales {name + SCALE} are missing")
         scales = read_values(self._tensors[name + SCALE], index).float()
         try:
-            return dequantize(value, scales)
+            return decode_block_fp8(value, scales)
         except ValueError as error:
             raise CheckpointError(f"{name + SCALE}: {error}") from error
-
-
-def dequantize(value: Tensor, scales: Tensor, block: int = 128) -> Tensor:
-    """Multiply fp8 values by their scale per block; returns bf16.
-
-    Shapes: value [M, N], scales [ceil(M / block), ceil(N / block)] -> [M, N].
-
-    Raises:
-        ValueError: if the scales have another shape.
-    """
-    needed = tuple(-(-size // block) for size in value.shape)
-    if value.dim() != 2 or tuple(scales.shape) != needed:
-        raise ValueError(
-            f"{list(scales.shape)} scales, and {list(needed)} are needed for a weight {list(value.shape)} in "
-            f"blocks of {block}"
-        )
-    out = torch.empty(value.shape, dtype=torch.bfloat16)
-    for row in range(needed[0]):  # one row of blocks at a time: all in fp32 would take four times the source
-        rows = slice(row * block, (row + 1) * block)
-        wide = scales[row].repeat_interleave(block)[: value.shape[1]]
-        out[rows] = (value[rows].float() * wide).to(torch.bfloat16)
-    return out
-
-
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Decode MXFP4: two values per byte, the first in the low bits, times 2^(scale - 127) per block of 16 bytes.
-
-    Shapes: blocks [M, N / 32, 16] and scales [M, N / 32], uint8 -> bf16 [M, N]. Source: OCP Microscaling Formats 1.0
-    (MXFP4).
-    """
-    table = torch.tensor(_FP4_VALUES + tuple(-value for value in _FP4_VALUES))
-    out = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
-    for rows in torch.arange(len(blocks)).split(1024):  # fp32 values of all would be eight times the source
-        codes = torch.stack([blocks[rows] & 15, blocks[rows] >> 4], -1)
-        powers = torch.where(
-            scales[rows] == 255, torch.nan, torch.ldexp(torch.ones(scales[rows].shape), scales[rows].int() - 127)
-        )
-        out[rows] = (table[codes.int()] * powers[..., None, None]).to(torch.bfloat16)
-    return out.flatten(1)
 
 
 def read_values(stored: StoredTensor, index: int | None = None) -> Tensor:

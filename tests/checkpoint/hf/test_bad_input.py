@@ -23,8 +23,9 @@ from moe_trainer.checkpoint.hf.conversion_job import (
     open_job,
     write_share,
 )
+from moe_trainer.checkpoint.hf.encodings import decode_block_fp8
 from moe_trainer.checkpoint.hf.families import FAMILIES
-from moe_trainer.checkpoint.hf.files import SafetensorsFolder, dequantize
+from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
 
 pytest.importorskip("transformers")
@@ -270,13 +271,13 @@ def test_fp8_blocks_use_their_own_scales():
     """Blocks of 128 x 128, the last ones smaller."""
     value = torch.randn(300, 200).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2) + 0.5
-    found = dequantize(value, scales)
+    found = decode_block_fp8(value, scales)
     for row, column in ((0, 0), (127, 128), (128, 127), (255, 199), (256, 0), (299, 199)):
         assert found[row, column] == (value[row, column].float() * scales[row // 128, column // 128]).bfloat16()
     assert torch.equal(found[256:], (value[256:].float() * scales[2].repeat_interleave(128)[:200]).bfloat16())
     for shape in ((2, 3), (3, 3), (4, 2), (6,)):
         with pytest.raises(ValueError, match="are needed"):
-            dequantize(value, torch.ones(shape))
+            decode_block_fp8(value, torch.ones(shape))
 
 
 def test_nan_mxfp4_scale_is_named(tmp_path):

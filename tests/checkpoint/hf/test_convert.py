@@ -20,9 +20,10 @@ from training.tiny import MOCK, TINY
 import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.config import read_config, write_config
+from moe_trainer.checkpoint.hf.encodings import decode_block_fp8, decode_fp4
 from moe_trainer.checkpoint.hf.export import _yarn_length
 from moe_trainer.checkpoint.hf.families import FAMILIES
-from moe_trainer.checkpoint.hf.files import SafetensorsFolder, dequantize
+from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
 from moe_trainer.checkpoint.hf.names import duplicated_tensors, tensor_mappings
 from moe_trainer.checkpoint.resolve import read_saved_args
@@ -226,7 +227,7 @@ def test_fp8_dequantization_with_partial_blocks(tmp_path):
     for row, column in itertools.product(range(2), range(3)):
         place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
         expected[place] = (value[place].float() * scales[row, column]).bfloat16()
-    assert torch.equal(dequantize(value, scales), expected)
+    assert torch.equal(decode_block_fp8(value, scales), expected)
     save_file(
         {
             "stack": torch.stack([value.t().contiguous().view(200, 300), value]),
@@ -237,7 +238,7 @@ def test_fp8_dequantization_with_partial_blocks(tmp_path):
     assert torch.equal(SafetensorsFolder(tmp_path).read("stack", 1), expected)
     for wrong in (scales.t(), scales[:1], scales[:, :2]):
         with pytest.raises(ValueError, match=r"\[2, 3\] are needed"):
-            dequantize(value, wrong)
+            decode_block_fp8(value, wrong)
 
 
 def test_fp8_weights_without_scales_are_rejected(tmp_path, capfd):
@@ -289,12 +290,10 @@ def test_fp4_experts_are_dequantized(tmp_path):
 def test_mxfp4_dequantization_equals_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    from moe_trainer.checkpoint.hf.files import dequantize_mxfp4
-
     blocks = torch.randint(256, (2, 70, 3, 16), dtype=torch.uint8)
     scales = torch.randint(100, 140, (2, 70, 3), dtype=torch.uint8)
     expected = convert_moe_packed_tensors(blocks, scales)
-    found = torch.stack([dequantize_mxfp4(*pair).t() for pair in zip(blocks, scales)])
+    found = torch.stack([decode_fp4(block.flatten(1), scale).t() for block, scale in zip(blocks, scales)])
     assert torch.equal(found, expected)
     assert torch.equal(dequantize_mxfp4_reference(blocks, scales), expected)
 
