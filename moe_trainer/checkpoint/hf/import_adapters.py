@@ -33,8 +33,8 @@ _NEEDED: tuple[tuple[str, Any], ...] = (
     ("fan_in_fan_out", False),
     ("lora_bias", False),
     ("modules_to_save", None),
-    ("rank_pattern", {}),
-    ("alpha_pattern", {}),
+    ("rank_pattern", None),
+    ("alpha_pattern", None),
 )
 
 
