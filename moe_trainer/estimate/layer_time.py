@@ -4,6 +4,7 @@
   The second is what makes many small experts slow. Quantization reads and writes the operands once more.
 * Core attention: fractions of the peak that grow with the sequence length, measured on cuDNN kernels.
 * Everything else is bound by memory bandwidth: saved tensors, gradients of their size, permuted tokens.
+* With low-rank adapters (--lora-dim) backward has no weight gradients; the adapters' own GEMMs are not counted.
 * A layer takes at least as long as the host needs to launch its kernels.
 """
 
@@ -448,7 +449,8 @@ class LayerTime:
         gemms = attention + (0.0 if is_moe else mlp)
         exposed_tp, exposed_tp_back = self._exposed_tensor_parallel(tp_comm, gemms)
         forward = PassTime(compute, exchange, exposed_tp, cp_comm - min(overlapped, core))
-        device = 2 * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute + pages + sent_back
+        passes = 1 if self.model.lora_dim is not None else 2  # frozen weights have no gradients
+        device = passes * (attention + mlp) + core_back + matrices + 3 * saved + 2 * permute + pages + sent_back
         compute = self._elapsed(device, 2 * host)
         cp_comm_back = 2 * cp_comm - min(2 * overlapped, core_back)
         backward = PassTime(compute, exchange_back, exposed_tp_back, cp_comm_back)
@@ -513,7 +515,7 @@ class LayerTime:
         """Return forward and backward of the output layer and its losses, including those of multi-token prediction."""
         depths, gemm = 1 + (self.model.mtp_num_layers or 0), self.head_weight_gradient()
         logits = depths * self.tokens * (self.sizes.vocab_rows // self.tp) * self.size / self.memory_bandwidth
-        return gemm + 2 * logits, 2 * gemm + 2 * logits
+        return gemm + 2 * logits, (1 if self.model.lora_dim is not None else 2) * gemm + 2 * logits
 
     def head_weight_gradient(self) -> float:
         """Return the part of the output layer's backward that computes its weight gradient; forward takes as long."""

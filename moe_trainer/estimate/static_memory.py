@@ -34,11 +34,8 @@ def stage_states(
         if args.stored_weight_format == "mxfp8":
             linears, experts = args.te_quantizes  # Transformer Engine's layers keep theirs in the model's format
             stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
-        if args.model.dsa_indexer_warmup:
-            state = _frozen_state(args, world_size, held, _indexers(args, chunks))
-        elif args.model.lora_dim is not None:
-            numbers = [number for chunk in chunks for number in chunk.layers]
-            state = _frozen_state(args, world_size, held, sum(map(params.adapters, numbers), ParamsPerRank(0, 0)))
+        if args.model.dsa_indexer_warmup or args.model.lora_dim is not None:
+            state = _frozen_state(args, world_size, held, trained_params(args, chunks, held))
         else:
             tables, in_fp8 = sum(map(params.tables, chunks)), (stored.dense, stored.expert)
             state = rank_state_bytes(args, world_size, held.dense, held.expert, in_fp8, tables)
@@ -85,8 +82,13 @@ def expert_cast_bytes(args: Arguments, world_size: int, chunks: Sequence[ChunkLa
     return 2 * ELEMENT_BYTES["fp8"] * quantized_params_on_rank(plain, chunks).expert
 
 
-def _indexers(args: Arguments, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
-    """Return the parameters that --dsa-indexer-warmup trains."""
+def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsPerRank) -> ParamsPerRank:
+    """Return those of the parameters that a rank holds of these chunks that are trained."""
+    if args.model.lora_dim is not None:
+        layers = LayerParams(args, 0)
+        return sum((layers.adapters(number) for chunk in chunks for number in chunk.layers), ParamsPerRank(0, 0))
+    if not args.model.dsa_indexer_warmup:
+        return held
     depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
     count = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
     return ParamsPerRank(count, 0)

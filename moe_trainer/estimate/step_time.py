@@ -24,7 +24,7 @@ from moe_trainer.estimate.layer_time import LayerTime, PassTime
 from moe_trainer.estimate.memory import ChunkBytes, StageMemory, stage_orders, steady_state_microbatches
 from moe_trainer.estimate.parameters import ParamsPerRank
 from moe_trainer.estimate.state_bytes import state_bytes
-from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank
+from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, trained_params
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Action, simulate_schedule, step_actions
 
 if TYPE_CHECKING:
@@ -300,13 +300,14 @@ def _data_parallel(
     """
     parallel, mapping = args.parallel, parallel_sizes(args)
     reduce = gather = 0.0
+    chunks = chunk_layouts(args.model, parallel)[stage.stage]
+    trained = trained_params(args, chunks, stage.held)
     narrow, width = ParamsPerRank(0, 0), GATHERED_BYTES.get(args.stored_weight_format or "", size)
     if width != size:
-        chunks = chunk_layouts(args.model, parallel)[stage.stage]
         narrow = quantized_params_on_rank(matrices_only(args, 1), chunks)  # without the vocabulary
     for num_params, num_narrow, stride in (
-        (stage.held.dense, narrow.dense, mapping["tp"]),
-        (stage.held.expert, narrow.expert, mapping["etp"] * mapping["ep"]),
+        (trained.dense, narrow.dense, mapping["tp"]),
+        (trained.expert, narrow.expert, mapping["etp"] * mapping["ep"]),
     ):
         replicas = max(1, world_size // (stride * mapping["pp"]))
         reduce += links.ring(num_params * gradient_wire_bytes(args), stride, replicas)
@@ -330,10 +331,8 @@ def optimizer_seconds(args: Arguments, world_size: int, stage: StageMemory, hard
     """Return the seconds of the update: what it reads and writes, on the device and on the host."""
     memory = hardware.hbm_tb_s * 1e12 * hardware.constants.update
     seconds = 0.0
-    parts: tuple[tuple[Literal["dense", "expert"], int], ...] = (
-        ("dense", stage.held.dense),
-        ("expert", stage.held.expert),
-    )
+    trained = trained_params(args, chunk_layouts(args.model, args.parallel)[stage.stage], stage.held)
+    parts: tuple[tuple[Literal["dense", "expert"], int], ...] = (("dense", trained.dense), ("expert", trained.expert))
     for kind, num_params in parts:
         each = state_bytes(args, world_size, kind)
         states = each.main_params + each.moments
