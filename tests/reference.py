@@ -74,7 +74,7 @@ def route_token(logits: Tensor, moe, bias: Tensor | None) -> tuple[list[int], Te
     """Return one token's experts and their weights."""
     k, kind = moe.moe_router_topk, moe.moe_router_score_function
     if kind == "softmax" and not moe.moe_router_pre_softmax:
-        chosen = choose_experts(logits.tolist(), moe)
+        chosen = choose_experts((logits if bias is None else logits + bias).tolist(), moe)
         weights = compute_scores(logits[chosen], "softmax")
     else:
         scores = compute_scores(logits, kind)

@@ -1,7 +1,7 @@
 """FineRMoE: sizes that follow from its four numbers, and what its routing cannot be combined with.
 
-Its router chooses one group of experts for every slice of the output, by the groups' sums of logits. The effect of
-other flags on that choice (bias, other groups, capacity) is not defined, so they are rejected.
+Its router chooses one group of experts for every slice of the output, by the groups' sums of logits. Flags whose
+effect on that choice is not defined (other groups, other scores) are rejected.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,16 @@ EXCLUDED = (
     ("moe_router_pre_softmax", "its weights are a softmax over the chosen experts of all slices together"),
     ("moe_router_topk_scaling_factor", "its weights add up to 1"),
     ("moe_router_group_topk", "it selects groups itself"),
-    ("moe_router_enable_expert_bias", "a bias has no meaning for sums over groups"),
-    ("moe_expert_capacity_factor", "a slice of the output whose tokens are dropped would be missing"),
     ("moe_clone_hot_experts", "results of clones have no slice"),
     ("moe_router_fusion", "the fused kernel does not know its groups"),
-    ("moe_permute_fusion", "the fused kernel adds full outputs, not slices"),
+    (
+        "moe_permute_fusion",
+        "TransformerEngine's kernel sums outputs of full width; --triton-kernels permute does slices",
+    ),
     ("moe_latent_size", "slices of latents are not defined"),
 )
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-KERNELS = ("all", "permute", "router")
+KERNELS = ("all", "router")
 
 
 def _is_finermoe(s: Settings) -> bool:
@@ -133,16 +134,10 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         "defined for groups of experts.",
         (dest,),
     )
-    yield Limit(
-        is_on and s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend != "hierarchical",
-        "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or allgather, or {moe_flex_dispatcher_backend:flag} "
-        "hierarchical: the libraries of flex add full outputs, not slices.",
-        (dest,),
-    )
     for name in KERNELS:
         yield Limit(
             is_on and name in s.triton_kernels,
-            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: the kernels of router and permutation "
-            "do not know slices; name the others.",
+            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: the kernel of the router does not "
+            "know its groups; name the others.",
             (dest,),
         )

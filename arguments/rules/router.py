@@ -91,7 +91,9 @@ def check_top1_pre_softmax(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if f.experts and s.moe_router_enable_expert_bias and s.moe_router_score_function not in BIAS_SCORES:
+    is_finermoe = s.finermoe_intermediate_granularity is not None or s.finermoe_output_granularity is not None
+    fits = s.moe_router_score_function in BIAS_SCORES or is_finermoe
+    if f.experts and s.moe_router_enable_expert_bias and not fits:
         yield s.violation(
             "{moe_router_enable_expert_bias} needs {moe_router_score_function:flag} sigmoid or sqrtsoftplus, not "
             "{moe_router_score_function:value}."

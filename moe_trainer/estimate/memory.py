@@ -394,6 +394,9 @@ def _buffers(
         if moe.moe_token_dispatcher_type == "allgather":
             back = reads  # full rows, which the ranks reduce
             sent = sizes.tokens // sizes.tp * sizes.etp * args.parallel.expert_model_parallel_size
+        elif moe.moe_token_dispatcher_type == "flex" and not moe.uses_hierarchical_dispatch:
+            back = reads  # the libraries return full rows; those that sort want them from the experts too
+            makes = makes if moe.moe_flex_dispatcher_backend == "deepep" else reads
         # dispatch and combine; the experts' output and its gradient
         dispatch = float((sent * (reads + back) + received * (reads + makes)) * sizes.size)
         width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp

@@ -12,13 +12,14 @@ Source: FineRMoE, arXiv 2603.13364.
 Shape letters: T tokens, E experts, K selected experts per token, R routed tokens, W width of a slice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from arguments.moe import ExpertGrid
-from moe_trainer.ops.permute import Permutation, PermuteMap, unpermute
+from moe_trainer.ops.permute import Permutation, PermuteMap
 
 
 @torch.no_grad()
@@ -53,26 +54,39 @@ class SlicedPermutation(Permutation):
         slices: slices of a token.
         experts_per_slice: experts that compute the same slice.
         first: the expert of the first column of a routing map.
+        inner: permutation of full tokens; its maps must be PermuteMaps.
     """
 
     takes_order = False  # slices are identified by column
 
-    def __init__(self, slices: int, experts_per_slice: int, first: int = 0):
+    def __init__(self, slices: int, experts_per_slice: int, first: int = 0, inner: Permutation | None = None):
         self.slices, self.experts_per_slice, self.first = slices, experts_per_slice, first
+        self.inner = inner or Permutation()
 
     def permute(
         self, x_TH: Tensor, probs_TE: Tensor, routing_TE: Tensor, expert_E: None = None, num_rows: int | None = None
     ) -> tuple[Tensor, Tensor, SlicedRoutes]:
         """Sort tokens by expert; columns must be in the order of the experts."""
-        x_RH, probs_R, routes = super().permute(x_TH, probs_TE, routing_TE, num_rows=num_rows)
+        x_RH, probs_R, routes = self.inner.permute(x_TH, probs_TE, routing_TE, num_rows=num_rows)
         slice_R = (routes.cell_R % routing_TE.shape[1] + self.first) // self.experts_per_slice
         target_R = routes.token_R * self.slices + slice_R
-        # token order is also slice order
+        # token order is also slice order; rows that nothing takes come after the last token, or before the first
         num_targets = routes.num_tokens * self.slices
-        offsets = torch.searchsorted(target_R[routes.row_R], torch.arange(num_targets + 1, device=target_R.device))
+        position_R = torch.arange(target_R.shape[0], device=target_R.device)
+        target_by_token_R = target_R[routes.row_R].masked_fill_(position_R >= routes.offsets_T[-1], num_targets)
+        targets = torch.arange(num_targets + 1, dtype=target_R.dtype, device=target_R.device)
+        offsets = torch.searchsorted(target_by_token_R, targets)
         slice_routes = replace(routes, token_R=target_R, offsets_T=offsets, num_tokens=num_targets)
         return x_RH, probs_R, SlicedRoutes(routes, slice_routes)
 
     def unpermute(self, y_RW: Tensor, routes: SlicedRoutes) -> Tensor:
         """Sum the results of each slice to [T, slices * W]; slices without results are zero."""
-        return unpermute(y_RW, routes.slices).view(routes.tokens.num_tokens, -1)
+        return self.inner.unpermute(y_RW, routes.slices).view(routes.tokens.num_tokens, -1)
+
+    def widen(self, y_RW: Tensor, counts_e: Sequence[int] | Tensor) -> Tensor:
+        """Return [R, slices * W] with every result in its slice; rows beyond the counts may be anything finite."""
+        ends_e = torch.as_tensor(counts_e, device=y_RW.device).cumsum(0)
+        row_R = torch.arange(y_RW.shape[0], device=y_RW.device)
+        expert_R = torch.searchsorted(ends_e, row_R, right=True).clamp_(max=ends_e.shape[0] - 1) + self.first
+        wide_RSW = y_RW.new_zeros(y_RW.shape[0], self.slices, y_RW.shape[1])
+        return wide_RSW.index_put((row_R, expert_R // self.experts_per_slice), y_RW).flatten(1)

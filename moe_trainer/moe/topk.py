@@ -76,7 +76,7 @@ def score_topk(
         num_groups: number of expert groups.
         group_topk: groups per token.
         scaling_factor: factor of the weights.
-        expert_bias_E: bias of the selection; weights come from unbiased scores.
+        expert_bias_E: bias of the selection; weights come from unbiased scores. With the softmax for a grid only.
         cache_fn: wraps the selection.
         grid: FineRMoE's, which selects by logits.
         chosen_TK: experts that the caller has selected.
@@ -92,6 +92,8 @@ def score_topk(
         raw_TE = logits_TE.to(wide)
         scores_TE = torch.sigmoid(raw_TE) if score_function == "sigmoid" else F.softplus(raw_TE).sqrt()
         biased_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
+    elif grid is not None and expert_bias_E is not None:
+        biased_TE = logits_TE.to(wide) + expert_bias_E
     elif pre_softmax:
         biased_TE = scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
     if chosen_TK is None:

@@ -9,6 +9,7 @@ summed in ascending expert order. Blocks [source][expert] become [expert][source
 Shape letters: T and N tokens, E and V experts, K top-k, R routed tokens (token, expert pairs), H hidden, S sources.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,3 +238,7 @@ class Permutation:
     def unpermute(self, y_RH: Tensor, routes: Any) -> Tensor:
         """Sum each token's copies and return y_TH, differentiable; tokens without copies get zeros."""
         return unpermute(y_RH, routes)
+
+    def widen(self, y_RH: Tensor, counts_e: Sequence[int] | Tensor) -> Tensor:
+        """Return the local experts' results, sorted by expert, as wide as the tokens, for libraries that sum them."""
+        return y_RH

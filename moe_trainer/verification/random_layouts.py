@@ -200,18 +200,10 @@ def _fine_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str
         "moe_router_topk": slices * rng.choice((1, 2)),
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": False,
-        "moe_router_enable_expert_bias": None,
         "num_experts": None,
         "moe_ffn_hidden_size": None,
     }
-    options |= dict.fromkeys(
-        """
-        moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_expert_capacity_factor
-        moe_pad_expert_input_to_capacity moe_token_drop_policy
-        """.split()
-    )
-    if values["moe_token_dispatcher_type"] == "flex":
-        options["moe_token_dispatcher_type"] = "alltoall"
+    options |= dict.fromkeys("moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk".split())
     if values["moe_router_load_balancing_type"] == ["sinkhorn"]:
         options |= {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [1e-2]}
     return options

@@ -38,9 +38,29 @@ def test_expansion_alone_has_no_effect_and_is_noted():
 @pytest.mark.parametrize(("flags", "needs"), [
     ("--num-experts 24", "must be 16: --G-O 2 x --R-O 2 x --G-I 4 x --R-I 1"),
     ("--moe-router-topk 3", "multiple of --G-O 2"),
-    ("--moe-expert-capacity-factor 1.0", "--G-I cannot be combined with --moe-expert-capacity-factor"),
-    ("--moe-token-dispatcher-type flex", "alltoall or allgather"),
+    ("--moe-permute-fusion", "--triton-kernels permute does slices"),
+    ("--moe-latent-size 64", "--G-I cannot be combined with --moe-latent-size"),
 ])  # fmt: skip
 def test_errors_state_the_requirement(flags, needs):
     _, violations = findings(changed(f"{FINE} {flags}", FREE), 8)
     assert any(needs in violation.message for violation in violations), violations
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-enable-expert-bias",
+        "--moe-expert-capacity-factor 1.0",
+        "--moe-token-dispatcher-type flex",
+        "--triton-kernels norm permute",
+    ],
+)
+def test_flags_that_slices_need_not_exclude(flags):
+    _, violations = findings(changed(f"{FINE} {flags}", FREE), 8)
+    assert not violations
+
+
+def test_topk_of_a_checkpoint_is_kept():
+    recorded = parse_args(changed(f"{FINE} --moe-router-topk 4", FREE), 8).as_dict()
+    args = parse_args(changed("--load . --use-checkpoint-args", FREE), 8, checkpoint=recorded)
+    assert (args.moe.moe_router_topk, args.moe.num_experts) == (4, 16)

@@ -66,6 +66,13 @@ KINDS = {
         "moe_router_topk": 4,
         "moe_grouped_gemm": True,
     },
+    "fine, bias, drops": {
+        "finermoe_output_granularity": 2,
+        "finermoe_output_expansion": 4,
+        "moe_router_enable_expert_bias": True,
+        "moe_expert_capacity_factor": 0.6,
+        "moe_pad_expert_input_to_capacity": True,
+    },
     "probabilities on the input": {
         "moe_apply_probs_on_input": True,
         "moe_router_topk": 1,
@@ -240,6 +247,7 @@ def test_eight_ranks_equal_one_process(layout):
         "latent, biases",
         "fine",
         "fine, four slices",
+        "fine, bias, drops",
     ],
 )
 def test_every_layer_kind_with_etp_equals_one_process(kind):

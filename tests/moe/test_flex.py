@@ -226,7 +226,7 @@ def _layer(rank, ps, recorded, version, changes):
         moe_token_dispatcher_type="alltoall", sequence_parallel=ps.tp.size > 1, moe_aux_loss_coeff=0.1, **changes
     )
     layer = build_shard(args, ps, torch.float32)
-    flex, signatures = flex_dispatcher(recorded, version, ps, moe_router_topk=args.moe.moe_router_topk)
+    flex, signatures = flex_dispatcher(recorded, version, ps, **changes)
     results = []
     for dispatcher in (layer.dispatcher, flex):
         layer.dispatcher = dispatcher
@@ -244,7 +244,18 @@ def _layer(rank, ps, recorded, version, changes):
     return results, [name.rsplit(".", 1)[-1] for name, _ in signatures.calls]
 
 
+FINE = {
+    "finermoe_intermediate_granularity": 2,
+    "finermoe_output_granularity": 2,
+    "finermoe_intermediate_expansion": 1,
+    "finermoe_output_expansion": 2,
+    "moe_ffn_hidden_size": 12,
+    "moe_router_enable_expert_bias": True,
+}
 LAYERS = {
+    "fine": ({"ep": 2}, FINE),
+    "fine, drops": ({"ep": 2}, FINE | {"moe_expert_capacity_factor": 0.6, "moe_shared_expert_intermediate_size": 20}),
+    "fine, expert tensor ranks": ({"tp": 2, "ep": 2, "etp": 2}, FINE),
     "plain": ({"ep": 2}, {}),
     "drops": ({"ep": 2}, {"moe_expert_capacity_factor": 0.5}),
     "shared expert during the exchange": (
@@ -260,7 +271,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
-    four = [name for name in LAYERS if name == "expert tensor ranks"]
+    four = [name for name in LAYERS if name.endswith("expert tensor ranks")]
     two = [name for name in LAYERS if name not in four]
     for n, names in ((2, two), (4, four)):
         for rank in run_ranks(_layers, n, recorded, version, [LAYERS[name] for name in names]):

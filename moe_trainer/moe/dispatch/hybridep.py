@@ -42,6 +42,7 @@ from moe_trainer.moe.dispatch.base import (
 from moe_trainer.moe.dispatch.flex import FlexSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.fixed_slots import padded_size
+from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import Exchange, finish_exchange, start_exchange
 from moe_trainer.parallel.state import ParallelState
 
@@ -243,9 +244,10 @@ class HybridEPDispatcher(TokenDispatcher):
         pad_to: int | None = None,
         mxfp8: Mxfp8Transport = HIGH_PRECISION,
         high_priority: bool = False,
+        permutation: Permutation | None = None,
     ):
         """Store the buffer; inputs are padded to `pad_to` tokens, the same number on all ranks."""
-        self.group, self.mxfp8 = ps.tp_ep, mxfp8
+        self.group, self.mxfp8, self.permutation = ps.tp_ep, mxfp8, permutation or Permutation()
         self.etp_expansion = EtpExpansion(ps)
         self.buffer, self.fused, self.pad_to = buffer, fused, pad_to
         self._stream = SideStream(priority=-1 if high_priority else 0)
@@ -282,6 +284,10 @@ class HybridEPDispatcher(TokenDispatcher):
         """Wait for the tokens, which the library has sorted."""
         x_RH, probs_R = finish_exchange(state.handle.exchange, (state.x_RH, state.probs_R))
         return replace(state, x_RH=x_RH, probs_R=probs_R)
+
+    def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        """Make the results as wide as tokens: the library sums nothing else."""
+        return self.permutation.widen(y_RH, state.tokens_per_expert_e)
 
     def start_token_combine(self, y_RH: Tensor, state: DispatchState) -> tuple[Tensor, Any]:
         """Start to return the results to the ranks of their tokens; those of one token are summed."""
@@ -326,4 +332,5 @@ def make_dispatcher(settings: FlexSettings) -> HybridEPDispatcher:
         pad_to=spec.max_tokens if moe.moe_hybridep_pad_uneven_dispatch_inputs else None,
         mxfp8=settings.mxfp8,
         high_priority=spec.high_priority,
+        permutation=settings.permutation,
     )

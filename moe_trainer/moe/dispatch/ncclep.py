@@ -39,7 +39,7 @@ from moe_trainer.moe.dispatch.base import (
 from moe_trainer.moe.dispatch.flex import FlexSettings
 from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
-from moe_trainer.ops.permute import dense_to_topk
+from moe_trainer.ops.permute import Permutation, dense_to_topk
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
@@ -153,8 +153,8 @@ class NcclEPDispatcher(TokenDispatcher):
     supports_routing_padding = False  # the library takes top-k experts per token
     fixed_buffer_problem = None
 
-    def __init__(self, ps: ParallelState, context: Context, topk: int):
-        self.etp_expansion = EtpExpansion(ps)
+    def __init__(self, ps: ParallelState, context: Context, topk: int, permutation: Permutation):
+        self.etp_expansion, self.permutation = EtpExpansion(ps), permutation
         self.topk, self.context = topk * ps.etp.size, context
 
     def dispatch_preprocess(
@@ -183,6 +183,10 @@ class NcclEPDispatcher(TokenDispatcher):
             overflow = (buffer.total_recv_tokens > context.capacity).to(torch.int32)
             return DispatchState(x_RH, probs_R, counts_e, record, overflow)
         return DispatchState(x_RH, probs_R, record.cache_fn(counts_e.tolist), record)
+
+    def combine_preprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
+        """Make the results as wide as tokens: the library sums nothing else."""
+        return self.permutation.widen(y_RH, state.tokens_per_expert_e)
 
     def finish_token_combine(self, y_RH: Tensor, handle: Any, state: DispatchState) -> Tensor:
         """Return the results to the ranks of their tokens; those of one token are summed."""
@@ -220,4 +224,4 @@ def make_dispatcher(settings: FlexSettings) -> NcclEPDispatcher:
         ),
         moe.moe_ncclep_zero_copy,
     )
-    return NcclEPDispatcher(ps, context, moe.moe_router_topk)
+    return NcclEPDispatcher(ps, context, moe.moe_router_topk, settings.permutation)

@@ -47,11 +47,11 @@ def build_dispatcher(
     """
     backends, kernels = backends or BackendPolicy(), kernels or Kernels()
     kind = _select_kind(moe, ps, backends)
-    if moe.finermoe is None:
-        permutation = build_permutation(moe, backends, kernels)
-    else:  # of this rank's experts where received tokens are permuted, else of all
-        first = ps.ep.rank * (moe.num_experts // ps.ep.size) if kind in ("allgather", "hierarchical") else 0
-        permutation = SlicedPermutation(moe.finermoe.slices, moe.num_experts // moe.finermoe.slices, first)
+    permutation = build_permutation(moe, backends, kernels)
+    if moe.finermoe is not None:  # of all experts where tokens are permuted before they are sent, else of this rank's
+        first = 0 if kind in ("local", "alltoall") else ps.ep.rank * (moe.num_experts // ps.ep.size)
+        per_slice = moe.num_experts // moe.finermoe.slices
+        permutation = SlicedPermutation(moe.finermoe.slices, per_slice, first, permutation)
     mxfp8 = Mxfp8Transport(
         moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8", kernels.row_casts
     )

@@ -34,8 +34,9 @@ def compare_with_ours(theirs, folder):
         {"G_O": 1, "R_O": 1, "G_I": 2, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 28},
         {"G_O": 4, "R_O": 1, "num_experts": 16, "mlp_only_layers": []},
         {"tie_word_embeddings": True},
+        {"moe_router_enable_expert_bias": True},
     ],
-    ids=["noshare", "expanded", "one slice", "four slices", "tied"],
+    ids=["noshare", "expanded", "one slice", "four slices", "tied", "expert bias"],
 )
 def test_logits_equal_for_every_grid(changes, tmp_path):
     theirs = make("finer_moe", **changes)
@@ -107,7 +108,7 @@ def test_published_config_is_read():
 
 def test_exported_folder_generates_in_bf16(tmp_path):
     """In a process that knows nothing of this program."""
-    make("finer_moe").save_pretrained(tmp_path / "hf")
+    make("finer_moe", moe_router_enable_expert_bias=True).save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--dtype", "bf16", "--max-shard-size", "0.0001") == 0
     shutil.rmtree(tmp_path / "hf")
@@ -115,6 +116,8 @@ def test_exported_folder_generates_in_bf16(tmp_path):
         "import sys, torch, transformers as t\n"
         "model = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "assert model.dtype == torch.bfloat16 and 'moe_trainer' not in sys.modules\n"
+        "bias = model.model.layers[0].mlp.gate.e_score_correction_bias\n"
+        "assert bias.dtype == torch.float32 and bias.count_nonzero() == 24\n"
         "prompt = torch.tensor([[3, 1, 4, 1, 5]])\n"
         "for cached in (True, False):\n"
         "    print(model.float().generate(prompt, max_new_tokens=8, do_sample=False, use_cache=cached).tolist())\n"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moe_trainer.moe.finermoe import SlicedPermutation
 from moe_trainer.ops import permute as plain
 from moe_trainer.ops import triton_permute
 
@@ -77,6 +78,27 @@ def test_permutation_with_an_upper_bound_of_rows(spare):
     torch.testing.assert_close(x.grad, torch.zeros_like(x).index_add(0, routes.token_R[filled], grad[filled]))
     torch.testing.assert_close(probs.grad.flatten()[routes.cell_R[filled]], torch.arange(num_rows).float()[filled])
     assert probs.grad.count_nonzero() <= filled.sum()
+
+
+@pytest.mark.parametrize("spare", [0, 5])
+def test_slices_equal_those_of_torch(spare):
+    """FineRMoE: rows as wide as a slice, of experts from the third on; spare rows hold rubbish."""
+    routing = draw_routing(15, 6, 0.4, 3)
+    x, probs = torch.randn(15, 9), torch.rand(15, 6)
+    results = []
+    for inner, more in ((triton_permute.TritonPermutation(), spare), (plain.Permutation(), 0)):
+        permutation = SlicedPermutation(4, 3, first=3, inner=inner)
+        leaf = x.clone().requires_grad_()
+        num_rows = int(routing.sum()) + more
+        x_RH, probs_R, routes = permutation.permute(leaf, probs, routing, num_rows=num_rows)
+        y_RW = x_RH[:, :4] * probs_R.unsqueeze(1)
+        filled = torch.arange(num_rows) < routing.sum()
+        y = permutation.unpermute(torch.where(filled.unsqueeze(1), y_RW, 1e6), routes)
+        y.square().sum().backward()
+        results.append((y, leaf.grad))
+    assert results[0][0].shape == (15, 16)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_too_many_experts_are_refused():

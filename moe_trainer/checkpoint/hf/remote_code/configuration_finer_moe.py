@@ -19,6 +19,8 @@ class FineRMoeConfig(Qwen2Config):
         R_I: dense-layer widths in a group; 0 means as G_I.
         R_O: groups that a slice chooses from; 0 means as G_O.
         moe_concat_proj: multiply the concatenated slices by a square matrix.
+        moe_router_enable_expert_bias: add a bias to the logits that groups and experts are chosen by. Not in the
+            published models.
         mlp_only_layers: numbers of the layers with a dense network.
         decoder_sparse_step: only every such layer has experts.
     """
@@ -36,6 +38,7 @@ class FineRMoeConfig(Qwen2Config):
         R_I=1,
         R_O=2,
         moe_concat_proj=False,
+        moe_router_enable_expert_bias=False,
         mlp_only_layers=None,
         decoder_sparse_step=1,
         **kwargs,
@@ -47,6 +50,7 @@ class FineRMoeConfig(Qwen2Config):
         self.G_I, self.G_O = G_I, G_O
         self.R_I, self.R_O = R_I or G_I, R_O or G_O
         self.moe_concat_proj = moe_concat_proj
+        self.moe_router_enable_expert_bias = moe_router_enable_expert_bias
         self.mlp_only_layers = list(mlp_only_layers or ())
         self.decoder_sparse_step = decoder_sparse_step or 1
         super().__init__(**kwargs)

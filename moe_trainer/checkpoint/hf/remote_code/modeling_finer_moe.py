@@ -42,6 +42,8 @@ class FineRMoeSparseMoeBlock(nn.Module):
         self.top_k, self.slices, self.candidates = config.num_experts_per_tok, config.G_O, config.R_O
         self.group_size = config.G_I * config.R_I
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
+        self.gate.register_buffer("e_score_correction_bias", bias)
         width = config.hidden_size // config.G_O
         self.experts = nn.ModuleList(
             FineRMoeMLP(config, config.moe_intermediate_size, width) for _ in range(config.num_experts)
@@ -56,13 +58,15 @@ class FineRMoeSparseMoeBlock(nn.Module):
     def route(self, x_TH):
         """Return the chosen experts and their weights, both [T, K], the experts of a slice side by side."""
         logits_TE = F.linear(x_TH.float(), self.gate.weight.float())
-        groups = logits_TE.unflatten(1, (self.slices, self.candidates, self.group_size))
+        bias_E = self.gate.e_score_correction_bias
+        biased_TE = logits_TE if bias_E is None else logits_TE + bias_E
+        groups = biased_TE.unflatten(1, (self.slices, self.candidates, self.group_size))
         winner = groups.sum(-1).argmax(-1)  # [T, slices]
         of_winner = groups.gather(2, winner[..., None, None].expand(-1, -1, 1, self.group_size)).squeeze(2)
-        values, members = of_winner.topk(self.top_k // self.slices, dim=-1)
+        members = of_winner.topk(self.top_k // self.slices, dim=-1)[1]
         first_group = torch.arange(self.slices, device=x_TH.device) * self.candidates
-        chosen = (first_group + winner).unsqueeze(-1) * self.group_size + members
-        return chosen.flatten(1), values.flatten(1).softmax(-1)
+        chosen_TK = ((first_group + winner).unsqueeze(-1) * self.group_size + members).flatten(1)
+        return chosen_TK, logits_TE.gather(1, chosen_TK).softmax(-1)
 
     def forward(self, hidden_states):
         """Return the output, in the shape of the input."""
@@ -98,6 +102,7 @@ class FineRMoeForCausalLM(Qwen2ForCausalLM):
     """The language model."""
 
     config_class = FineRMoeConfig
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
 
     def __init__(self, config):
         super(Qwen2ForCausalLM, self).__init__(config)  # not Qwen2ForCausalLM's own, which would build a dense model
