@@ -29,7 +29,7 @@ SHAPE = tuple(
     kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers mtp_use_repeated_layer num_experts
     moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
-    moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_grouped_gemm moe_latent_size
+    moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_n_hash_layers moe_grouped_gemm moe_latent_size
     finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion
     finermoe_output_expansion vocab_size padded_vocab_size make_vocab_size_divisible_by
     """.split()

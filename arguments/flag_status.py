@@ -319,7 +319,7 @@ REQUIRES = (
         "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_apply_probs_on_input "
         "moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
         "moe_router_dtype moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_force_biased "
-        "moe_input_jitter_eps moe_router_padding_for_quantization moe_router_load_balancing_type "
+        "moe_n_hash_layers moe_input_jitter_eps moe_router_padding_for_quantization moe_router_load_balancing_type "
         "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
         "moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type moe_dispatch_fwd_dtype "
         "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash moe_routing_trace_path "
@@ -589,7 +589,6 @@ _MISSING = (
     ("--rotary-base-per-layer=+", "a rotary base per layer", ()),
     ("--head-wise-attn-gate", "gated attention", ()),
     ("--csa-compress-ratios=1", "compressed sparse attention", ()),
-    ("--moe-n-hash-layers=1", "hash routing", ("0",)),
     ("--enable-hyper-connections", "hyper-connections", ()),
     ("--original-max-position-embeddings=1", "another original context of YaRN with MLA", ("4096",)),
     ("--cp-partition-mode=1", "another partition of sequences", ("zigzag",)),
@@ -705,9 +704,9 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = MappingProxyType(
     {
-        "the layers of DeepSeek-V4 (compressed sparse attention, hash routing, hyper-connections)": Architecture(
-            named_by="""--experimental-attention-variant --csa-compress-ratios --moe-n-hash-layers
-            --enable-hyper-connections --enable-mhc-connections""",
+        "the layers of DeepSeek-V4 (compressed sparse attention, hyper-connections)": Architecture(
+            named_by="""--experimental-attention-variant --csa-compress-ratios --enable-hyper-connections
+            --enable-mhc-connections""",
             tuned_by="""--mhc-num-residual-streams --mhc-sinkhorn-iterations --mhc-init-gating-factor
             --mhc-recompute-layer-num --original-max-position-embeddings --recompute-modules""",
         )

@@ -99,6 +99,9 @@ class MoEArgs:
     moe_router_force_biased: float | None = None
     """Skew the routing for benchmarks: standard deviation of a random bias per expert, drawn in every step (once if
     negative)."""
+    moe_n_hash_layers: int = 0
+    """Number of first layers, dense ones included, that choose experts by token id from a fixed table instead of by
+    score (DeepSeek-V4). The weights of the chosen experts still come from the router."""
     moe_input_jitter_eps: float | None = None
     """Multiply the router's input by uniform noise from 1 - X to 1 + X in training."""
     moe_router_padding_for_quantization: bool = False

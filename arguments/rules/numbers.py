@@ -56,7 +56,7 @@ NOT_NEGATIVE = tuple(
     fine_grained_offloading_max_inflight_offloads num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
     error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
-    replication_jump object_storage_read_ahead
+    replication_jump object_storage_read_ahead moe_n_hash_layers
     """.split()
 )
 MAX_SAMPLES = 10**12

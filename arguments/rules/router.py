@@ -100,6 +100,25 @@ def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation
         )
 
 
+def check_hash_layers(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if f.experts is None or not positive(s.moe_n_hash_layers):
+        return
+    if f.layers is not None and s.moe_n_hash_layers > f.layers:
+        yield s.violation("{moe_n_hash_layers} is more than {num_layers}.")
+    if s.moe_router_topk == 1 and s.moe_router_score_function != "softmax":
+        yield s.violation(
+            "{moe_n_hash_layers} needs {moe_router_topk:flag} of at least 2 with {moe_router_score_function}: the "
+            "normalized weight of a single expert is always 1, and the router would not learn."
+        )
+
+
+def limit_hash_routing(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    yield Limit(
+        f.experts is not None and positive(s.moe_n_hash_layers) and s.moe_use_upcycling,
+        "{moe_n_hash_layers} cannot be combined with {moe_use_upcycling:flag}: a dense model has no table of experts.",
+    )
+
+
 def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     topk, groups = s.moe_router_group_topk, s.moe_router_num_groups
     if f.experts is None or topk is None:

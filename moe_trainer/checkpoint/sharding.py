@@ -107,6 +107,7 @@ class KeyScheme:
         alike = not isinstance(freq, (list, tuple)) and int(freq or 1) == 1
         linear_freq = record.get("linear_attention_freq")
         alike = alike and not isinstance(linear_freq, (list, tuple)) and int(linear_freq or 1) == 1
+        alike = alike and not record.get("moe_n_hash_layers")  # only these layers have a table
         return cls(
             num_layers=int(record["num_layers"]),
             num_experts=int(record.get("num_experts") or 0),

@@ -30,6 +30,7 @@ _KNOWN = re.compile(
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
 _ANY_EXPERT = "local_experts.*."
+_TABLE, _BIASES = "mlp.router.tid2eid", {"mlp.router.expert_bias", "mlp.router.qb_beta"}
 
 
 @dataclass
@@ -174,7 +175,8 @@ def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_ex
                 f"{'MoE' if is_moe[number] else 'dense'}"
             )
             continue
-        yield from (f"{prefix}{rest} is missing" for rest in sorted(common[is_moe[number]] - set(held)))
+        other = _BIASES if _TABLE in held else {_TABLE}  # a hash-routed layer has its table instead of a bias
+        yield from (f"{prefix}{rest} is missing" for rest in sorted(common[is_moe[number]] - set(held) - other))
         for rest, experts in sorted(held.items()):
             if _ANY_EXPERT in rest:
                 yield from (

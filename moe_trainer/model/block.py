@@ -88,6 +88,7 @@ class TransformerLayer(nn.Module):
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
         valid: ValidTokens | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> Tensor:
         """Run the layer.
 
@@ -96,14 +97,15 @@ class TransformerLayer(nn.Module):
             rope: cos and sin.
             visible: see CoreAttention.
             grad_scale: factor of the auxiliary losses' gradients.
-            valid: see TopKRouter.forward.
+            valid, token_ids_T: see TopKRouter.forward.
         """
+        routed_by = {"valid": valid, "token_ids_T": token_ids_T}
         scale = self.graphs.scale_tensor(grad_scale)
         forced = self.mlp.draw_forced_logits(x_SBH) if self.is_moe else ()
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
             x_SBH = self._attention_sublayer(x_SBH, rope, visible, scale)
-            return self._mlp_sublayer(x_SBH, scale, forced, valid)
+            return self._mlp_sublayer(x_SBH, scale, forced, routed_by)
 
         return self.graphs.run("layer", run, [self], x_SBH, *forced)
 
@@ -123,9 +125,16 @@ class TransformerLayer(nn.Module):
         return self.graphs.run("attn", run, [self.input_layernorm, self.self_attention], x_SBH)
 
     def _mlp_sublayer(
-        self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], valid: ValidTokens | None
+        self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], routed_by: dict[str, Any]
     ) -> Tensor:
-        """Run norm, MLP or experts, and residual; `forced` are logits that replace the router's, or nothing."""
+        """Run norm, MLP or experts, and residual.
+
+        Args:
+            x_SBH: the attention sublayer's output.
+            grad_scale: factor of the auxiliary losses' gradients.
+            forced: logits that replace the router's, or nothing.
+            routed_by: further arguments of the router.
+        """
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
             with self.activations.offload_scope("mlp_norm"):
@@ -134,10 +143,10 @@ class TransformerLayer(nn.Module):
                 if not self.is_moe:
                     y_SBH = self.activations.run_in_chunks("mlp", self.mlp, normed)
                 elif self.activations.mlp_chunks > 1:  # the layer routes all tokens, then runs its experts in chunks
-                    y_SBH = self.mlp(normed, grad_scale, None, *forced, valid=valid)
+                    y_SBH = self.mlp(normed, grad_scale, None, *forced, **routed_by)
                 else:
                     y_SBH = self.activations.recompute_region(
-                        "moe", lambda x: self.mlp(x, grad_scale, None, *forced, valid=valid), normed
+                        "moe", lambda x: self.mlp(x, grad_scale, None, *forced, **routed_by), normed
                     )
             return self._add_residual(x_SBH, normed, y_SBH)
 
@@ -145,7 +154,7 @@ class TransformerLayer(nn.Module):
             with self.activations.offload_scope("mlp_norm"):
                 normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, x_SBH)
             with scope:
-                routed = self.mlp.route(normed, grad_scale, *forced, valid=valid)
+                routed = self.mlp.route(normed, grad_scale, *forced, **routed_by)
             return normed if self.residual_after_norm or self.mlp.overlap_shared else None, routed
 
         if self.is_moe and self.graphs.is_captured("moe_router"):

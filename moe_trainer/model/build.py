@@ -96,6 +96,7 @@ def build_chunks(
             )
             add_adapters(chunk, args.model, chunk.stream)
         _materialize(chunk, device, dtype, args.training.seed)
+        chunk.make_hash_tables(device)
         if device.type != "meta":
             _check_initialized(chunk)
         chunks.append(chunk)

@@ -224,6 +224,8 @@ class Transformer(nn.Module):
         self.output_layer = None
         if layout.has_loss:
             self.output_layer = _make_output_head(args, ps, padded_vocab_size, factory, self.tied, queue)
+        self.has_hash_routing = any(layer.router.is_hash_routed for layer in self.moe_layers())
+        self.vocab_size = padded_vocab_size
         self.quantized = find_quantized_gemms(self)
         # FSDP gathers weights per layer; a graph of a part would hold the first microbatch's cast or none
         varies = args.parallel.has_sharded_params or not self.graphs.parts <= {"iteration"}
@@ -311,6 +313,10 @@ class Transformer(nn.Module):
             valid = self._valid_tokens(read).map_tensors(self.graphs.hold)
         elif row_lengths is not None:
             valid = self._valid_rows(row_lengths, tokens_BS.shape[1])
+        token_ids_T = None
+        if self.has_hash_routing:
+            (token_ids_T,) = self._shard_for_router(shard_of(self.sequence, packed), tokens_BS.t())
+            token_ids_T = self.graphs.hold(token_ids_T)
         rope = None
         if self.rotary is not None and cache is not None and not cache.is_prefill:
             rope = self.rotary.tables_at(cache.last_positions)
@@ -319,7 +325,7 @@ class Transformer(nn.Module):
             rope = rope if packed is None else (self.graphs.hold(rope[0]), self.graphs.hold(rope[1]))
         self.activations.begin_pass(*(rope or ()))
         assert x_SBH is not None
-        x_SBH = self._layers(x_SBH, rope, visible, grad_scale, valid)
+        x_SBH = self._layers(x_SBH, rope, visible, grad_scale, valid, token_ids_T)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)
         if self.mtp is not None and with_mtp:
@@ -381,13 +387,14 @@ class Transformer(nn.Module):
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
         valid: ValidTokens | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> Tensor:
         """Run the decoder's layers; those of a span are one recomputed region."""
 
         def run(first: int, stop: int, x_SBH: Tensor) -> Tensor:
             for index in range(first, stop):
                 with self.activations.offload_scope("layer") if index < self.offloaded_layers else nullcontext():
-                    x_SBH = self.decoder.layers[index](x_SBH, rope, visible, grad_scale, valid)
+                    x_SBH = self.decoder.layers[index](x_SBH, rope, visible, grad_scale, valid, token_ids_T)
             return x_SBH
 
         for first, stop, recomputed in self.spans:
@@ -414,6 +421,12 @@ class Transformer(nn.Module):
         if self.mtp is not None:
             layers += [depth.mtp_model_layer for depth in self.mtp.layers]
         return [layer.mlp for layer in layers if layer.is_moe]
+
+    def make_hash_tables(self, device: torch.device) -> None:
+        """Make the tables of hash routing; a checkpoint may replace them."""
+        for layer in self.moe_layers():
+            if layer.router.is_hash_routed:
+                layer.router.make_hash_table(self.vocab_size, device)
 
     def sparse_attentions(self) -> list[SparseAttention]:
         return [*iter_sparse_attentions([self])]

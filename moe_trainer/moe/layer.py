@@ -170,6 +170,7 @@ class MoELayer(nn.Module):
         routed: RoutingOutput | None = None,
         forced_TE: Tensor | None = None,
         valid: ValidTokens | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> Tensor:
         """Run the layer.
 
@@ -178,7 +179,7 @@ class MoELayer(nn.Module):
             grad_scale: factor of the auxiliary losses' gradients.
             routed: output of `route`, if that has run.
             forced_TE: output of `draw_forced_logits`.
-            valid: see TopKRouter.forward.
+            valid, token_ids_T: see TopKRouter.forward.
 
         Raises:
             ValueError: without sequence parallelism, if tp does not divide S.
@@ -186,7 +187,7 @@ class MoELayer(nn.Module):
         Shapes: x_SBH [S, B, hidden] -> y_SBH.
         """
         if routed is None:
-            routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid)
+            routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid, token_ids_T)
         if self.activations.mlp_chunks == 1:
             y_SBH, shared_SBH = self._run_routed(routed, x_SBH)
         else:
@@ -248,13 +249,14 @@ class MoELayer(nn.Module):
         grad_scale: float | Tensor = 1.0,
         forced_TE: Tensor | None = None,
         valid: ValidTokens | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> RoutingOutput:
         """Run the part that can be captured apart from the experts; nothing in it waits for other ranks' tokens.
 
         This is routing, dispatch_preprocess if that is captured too, and the shared experts unless they overlap the
         dispatch.
         """
-        routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid)
+        routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid, token_ids_T)
         known = self._known_counts(routed.shape)
         if known is not None and self.dispatcher.uses_known_counts and self.graphs.is_captured("moe_preprocess"):
             self._count_sent_tokens(routed.routing_TE)
@@ -276,10 +278,15 @@ class MoELayer(nn.Module):
         return [module for module in modules if module is not None]
 
     def _route_tokens(
-        self, x_SBH: Tensor, grad_scale: float | Tensor, forced_TE: Tensor | None, valid: ValidTokens | None
+        self,
+        x_SBH: Tensor,
+        grad_scale: float | Tensor,
+        forced_TE: Tensor | None,
+        valid: ValidTokens | None,
+        token_ids_T: Tensor | None,
     ) -> RoutingOutput:
         x_SBH = scatter_rows_to_group(x_SBH, self.replicas)
-        probs_TE, routing_TE = self.router(x_SBH, grad_scale, forced_TE, valid)
+        probs_TE, routing_TE = self.router(x_SBH, grad_scale, forced_TE, valid, token_ids_T)
         if self._pads_routing and self.activations.mlp_chunks == 1:
             routing_TE = pad_routing(routing_TE, self.padding_multiple)
         shape = x_SBH.shape
@@ -400,8 +407,10 @@ class MoELayer(nn.Module):
         return self.activations.run_in_chunks("shared_experts", self.shared_experts, x_SBH)
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers that a checkpoint stores, by global name: expert bias, bias of quantile balancing."""
+        """Yield the buffers that a checkpoint stores, by global name: biases of the choice, table of hash routing."""
         if self.router.expert_bias is not None:
             yield f"{self.router.name}.expert_bias", self.router.expert_bias
         if self.router.quantile is not None:
             yield f"{self.router.name}.qb_beta", self.router.quantile.bias_E
+        if self.router.tid2eid is not None:
+            yield f"{self.router.name}.tid2eid", self.router.tid2eid

@@ -89,8 +89,8 @@ class TopKRouter(nn.Module):
     """Route tokens to experts.
 
     Buffers: expert_bias [E] fp32 (persistent) and local_tokens_per_expert [E] with --moe-router-enable-expert-bias;
-    global_tokens_per_expert [E] and ga_steps with global_aux_loss; tokens_per_expert [E], selected before drops, with
-    --moe-per-layer-logging.
+    tid2eid [V, K] int32 (persistent), the experts of every token id, with --moe-n-hash-layers; global_tokens_per_expert
+    [E] and ga_steps with global_aux_loss; tokens_per_expert [E], selected before drops, with --moe-per-layer-logging.
 
     Attributes:
         quantile: bias of quantile balancing, None otherwise.
@@ -135,18 +135,29 @@ class TopKRouter(nn.Module):
             if model.add_bias_linear
             else None
         )
+        self.is_hash_routed = layer_number <= moe.moe_n_hash_layers
+        self.register_buffer("tid2eid", None)
         self._make_buffers()
         self.quantile = (
             QuantileBias(self.num_experts, ps.tp_cp)
-            if moe.moe_router_load_balancing_type == QUANTILE_BALANCING
+            if moe.moe_router_load_balancing_type == QUANTILE_BALANCING and not self.is_hash_routed
             else None
         )
+
+    def make_hash_table(self, vocab_size: int, device: torch.device) -> None:
+        """Let token t choose the experts (t + k) mod E, k = 0 ... K-1.
+
+        Source: Megatron-Core's dev branch, TopKRouter. DeepSeek-V4's checkpoints bring tables of their own.
+        """
+        ids_V1 = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(1)
+        ids_K = torch.arange(self.topk, dtype=torch.int32, device=device)
+        self.tid2eid = (ids_V1 + ids_K) % self.num_experts
 
     def _make_buffers(self):
         def counts(buffer_name, persistent=False, shape=(self.num_experts,)):
             self.register_buffer(buffer_name, torch.zeros(shape, dtype=torch.float32), persistent=persistent)
 
-        if self.moe.moe_router_enable_expert_bias:
+        if self.moe.moe_router_enable_expert_bias and not self.is_hash_routed:
             counts("expert_bias", persistent=True)
             counts("local_tokens_per_expert")
         else:
@@ -170,7 +181,7 @@ class TopKRouter(nn.Module):
         # counts and biases stay fp32 whatever the model is cast to: bf16 counts stop growing at 256
         super()._apply(fn, recurse)
         for buffer_name, buffer in self.named_buffers(recurse=False):
-            setattr(self, buffer_name, buffer.float())
+            setattr(self, buffer_name, buffer.float() if buffer.is_floating_point() else buffer)
         return self
 
     def draw_forced_logits(self, num_tokens: int, device: torch.device) -> Tensor | None:
@@ -193,6 +204,7 @@ class TopKRouter(nn.Module):
         grad_scale: float | Tensor = 1.0,
         forced_TE: Tensor | None = None,
         valid: ValidTokens | None = None,
+        token_ids_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Route the tokens of one microbatch.
 
@@ -202,6 +214,7 @@ class TopKRouter(nn.Module):
             forced_TE: output of `draw_forced_logits`; with None they are drawn here, if they are needed.
             valid: tokens that are no padding; padding is routed but counts in no loss or bias, and in no
                 expert's capacity. None for all.
+            token_ids_T: ids of the tokens, which hash routing reads.
 
         Returns:
             probs_TE in the dtype of the logits and routing_TE bool.
@@ -223,10 +236,13 @@ class TopKRouter(nn.Module):
             )
             attach = attach_gradient if self.balancing is None else self.balancing.attach
             logits_TE = attach(logits_TE, grad_TE, grad_scale)
-        given_TK = None
-        if self.moe.moe_enable_routing_replay:
-            given_TK = self.activations.cached_for_recompute(lambda: self.given_TK)
-        probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE, given_TK)
+        if self.is_hash_routed:
+            probs_TE, routing_TE = self._route_by_token_id(logits_TE, token_ids_T)
+        else:
+            given_TK = None
+            if self.moe.moe_enable_routing_replay:
+                given_TK = self.activations.cached_for_recompute(lambda: self.given_TK)
+            probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE, given_TK)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
         if self._drops_tokens:
@@ -329,10 +345,26 @@ class TopKRouter(nn.Module):
             given_TK=given_TK,
         )
 
+    def _route_by_token_id(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        moe = self.moe
+        if moe.moe_router_force_load_balancing or moe.moe_router_force_biased is not None:
+            chosen_TK = self.activations.cached_for_recompute(lambda: logits_TE.detach().topk(self.topk, dim=1)[1])
+        else:
+            assert token_ids_T is not None
+            chosen_TK = self.tid2eid[token_ids_T].long()
+        return score_topk(
+            logits_TE,
+            self.topk,
+            score_function=moe.moe_router_score_function,
+            pre_softmax=True,  # upstream's only softmax here: over all experts
+            scaling_factor=moe.moe_router_topk_scaling_factor,
+            chosen_TK=chosen_TK,
+        )
+
     def margin(self, logits_TE: Tensor) -> Tensor | None:
         """Return the routing margin of tokens; None if selection does not order a token's own scores."""
         moe = self.moe
-        if self.grid is not None or moe.moe_router_load_balancing_type == "sinkhorn":
+        if self.grid is not None or self.is_hash_routed or moe.moe_router_load_balancing_type == "sinkhorn":
             return None
         if self.quantile is not None:  # selects by biased logits, whatever the score function
             return compute_routing_margin(logits_TE.float() - self.quantile.bias_E, self.topk, "softmax")

@@ -190,6 +190,9 @@ INVALID_LINES = (
     ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1e-2", "", "--moe-aux-loss-coeff"),
     ("--moe-router-load-balancing-type quantile_balancing --moe-router-fusion", "", "--moe-router-fusion"),
     ("--moe-router-load-balancing-type fair", "", "--moe-router-load-balancing-type"),
+    ("--moe-n-hash-layers -1", "", "--moe-n-hash-layers"),
+    ("--moe-n-hash-layers 99", "", "--moe-n-hash-layers"),
+    ("--moe-n-hash-layers 1 --moe-router-topk 1 --moe-router-score-function sigmoid", "", "--moe-router-topk"),
     # dispatcher and experts
     ("--moe-expert-capacity-factor 1.0 --moe-router-load-balancing-type sinkhorn", "", "--moe-expert-capacity-factor"),
     ("--moe-expert-capacity-factor -1.0 --moe-pad-expert-input-to-capacity", "", "--moe-pad-expert-input-to-capacity"),

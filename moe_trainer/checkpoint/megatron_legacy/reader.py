@@ -34,7 +34,7 @@ FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
 _DEFAULT_BUCKET = 40_000_000
 # names of saved tensors that are not parameters
-BUFFERS = ("expert_bias", "qb_beta", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+BUFFERS = ("expert_bias", "qb_beta", "tid2eid", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
 def is_legacy_folder(folder: Path) -> bool:
