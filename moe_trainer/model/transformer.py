@@ -315,7 +315,7 @@ class Transformer(nn.Module):
             valid = self._valid_rows(row_lengths, tokens_BS.shape[1])
         token_ids_T = None
         if self.has_hash_routing:
-            (token_ids_T,) = self._shard_for_router(shard_of(self.sequence, packed), tokens_BS.t())
+            (token_ids_T,) = self.shard_for_router(shard_of(self.sequence, packed), tokens_BS.t())
             token_ids_T = self.graphs.hold(token_ids_T)
         rope = None
         if self.rotary is not None and cache is not None and not cache.is_prefill:
