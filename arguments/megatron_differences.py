@@ -119,6 +119,14 @@ MORE_PERMISSIVE = (
         "that is what they are for",
     ),
     Difference(
+        "expert_bias_of_softmax",
+        "refuses --moe-router-enable-expert-bias with --moe-router-score-function softmax",
+        "chooses experts by their softmax over all experts plus the bias, and computes weights without it; rejected "
+        "only with --moe-router-group-topk",
+        "ERNIE-4.5 is trained so",
+        ("expert_bias_softmax",),
+    ),
+    Difference(
         "conversion_without_training",
         "asks for --lr, --micro-batch-size and the length of training with --ckpt-convert-format too",
         "needs none of them, and takes the schedules from the checkpoint",

@@ -269,6 +269,16 @@ class ModelArgs:
     mup_attn_scale_power: float = 1.0
     """muP: divide attention scores by the head size to this power (without muP 0.5)."""
 
+    # ---- multipliers (Granite)
+    embedding_multiplier: float = 1.0
+    """Multiply the embedding's output by this."""
+    residual_multiplier: float = 1.0
+    """Multiply the output of every attention and feed-forward sublayer by this before it is added to the residual."""
+    attention_multiplier: float | None = None
+    """Multiply attention scores by this. Unset: 1 / root of the head size."""
+    logits_scaling: float = 1.0
+    """Divide the logits by this."""
+
     # ---- loss and fused kernels
     cross_entropy_loss_fusion: bool = False
     """Use a fused cross-entropy kernel."""
@@ -312,11 +322,23 @@ class ModelArgs:
 
     @property
     def softmax_scale(self) -> float | None:
-        """Factor of attention scores under muP; None for 1 / sqrt(key size), which latent attention always has."""
+        """Factor of attention scores; None for 1 / sqrt(key size), which latent attention always has."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
         if not self.use_mup or self.multi_latent_attention:
             return None
         base = 1.0 if self.mup_base_head_dim is None else self.mup_base_head_dim**0.5
         return base / self.kv_channels**self.mup_attn_scale_power
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the embedding's output."""
+        return self.embedding_multiplier * (self.mup_embedding_mult if self.use_mup else 1.0)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the logits."""
+        return (self.mup_output_mult if self.use_mup else 1.0) / self.logits_scaling
 
     @property
     def query_groups(self) -> int:

@@ -496,7 +496,7 @@ def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping:
     import torch
 
     from moe_trainer.checkpoint.hf.families import families_with, get_family
-    from moe_trainer.checkpoint.hf.files import CONFIG
+    from moe_trainer.checkpoint.hf.files import CONFIG, read_json
     from moe_trainer.checkpoint.hf.folder import read_text_config
 
     families = families_with(hf_mapping)
@@ -512,7 +512,14 @@ def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping:
         )
     # how stored names become those of the class follows from the model type, which may be another name of the family
     config = model_class.config_class.from_dict({**written, "model_type": family.name})
-    return model_class.from_pretrained(folder, config=config, dtype=torch.float32, experts_implementation="eager")
+    part = family.text_parts.get(str(read_json(folder / CONFIG).get("model_type")))
+    return model_class.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        experts_implementation="eager",
+        key_mapping={f"^{re.escape(part.prefix)}": part.own_prefix} if part else None,
+    )
 
 
 def _available_bytes() -> int | None:

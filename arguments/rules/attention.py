@@ -89,6 +89,20 @@ def check_qk_clip_alpha(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{qk_clip_alpha} must be above 0 and below 1 with {qk_clip}.")
 
 
+def limit_attention_multiplier(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    scaled = s.attention_multiplier is not None
+    yield Limit(
+        scaled and s.multi_latent_attention,
+        "{attention_multiplier:flag} cannot be combined with {multi_latent_attention:flag}, whose scores are divided "
+        "by the root of the key size.",
+    )
+    yield Limit(
+        scaled and s.use_mup,
+        "{attention_multiplier:flag} cannot be combined with {use_mup:flag}, whose factor of scores follows from "
+        "{mup_attn_scale_power:flag}.",
+    )
+
+
 def limit_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest in ("qk_clip", "log_max_attention_logit"):
         yield Limit(

@@ -27,7 +27,8 @@ POSITIVE = tuple(
     loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda activation_func_clamp_value yarn_beta_fast
     yarn_beta_slow qk_clip_threshold muon_extra_scale_factor muon_num_ns_steps mup_base_hidden_size
-    mup_width_mult mup_embedding_mult mup_output_mult mup_base_head_dim
+    mup_width_mult mup_embedding_mult mup_output_mult mup_base_head_dim embedding_multiplier residual_multiplier
+    attention_multiplier logits_scaling
     moe_hierarchical_domain_size moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms
     moe_hybridep_num_blocks_permute
     moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing num_dataset_builder_threads

@@ -6,7 +6,6 @@ from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types
 from arguments.settings import Limit, Settings, Violation
 
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
-BIAS_SCORES = ("sigmoid", "sqrtsoftplus")
 MANY_EXPERTS = 32
 
 
@@ -91,12 +90,11 @@ def check_top1_pre_softmax(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    is_finermoe = s.finermoe_intermediate_granularity is not None or s.finermoe_output_granularity is not None
-    fits = s.moe_router_score_function in BIAS_SCORES or is_finermoe
-    if f.experts and s.moe_router_enable_expert_bias and not fits:
+    softmax = s.moe_router_score_function == "softmax"
+    if f.experts and s.moe_router_enable_expert_bias and softmax and s.moe_router_group_topk:
         yield s.violation(
-            "{moe_router_enable_expert_bias} needs {moe_router_score_function:flag} sigmoid or sqrtsoftplus, not "
-            "{moe_router_score_function:value}."
+            "{moe_router_enable_expert_bias} with {moe_router_score_function} cannot be combined with "
+            "{moe_router_group_topk}: groups with a bias need sigmoid or sqrtsoftplus."
         )
 
 
@@ -240,6 +238,7 @@ SCORING = (
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
 )
 """How scores become weights and a choice, where sinkhorn does not do both."""
 

@@ -204,7 +204,7 @@ class OutputHead(nn.Module):
         kernels: passes over the logits.
         logit_dtype: of the logits; None for the weight's.
         queue, quantize: see layers/linear.py.
-        multiplier: of the logits (muP).
+        multiplier: of the logits (muP, Granite).
     """
 
     def __init__(

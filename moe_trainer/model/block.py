@@ -6,6 +6,7 @@ Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
@@ -35,6 +36,7 @@ class TransformerLayer(nn.Module):
         has_local_tokens = sp and ps.tp.size > 1
         self.activations, self.graphs = factory.activations, factory.graphs
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
+        self.residual_multiplier = model.residual_multiplier
         self.fp32_residual = model.fp32_residual_connection
         self.hidden_dropout = Dropout(model.hidden_dropout, factory.stream if has_local_tokens else None)
         self.input_layernorm = factory.norm(
@@ -170,4 +172,5 @@ class TransformerLayer(nn.Module):
             assert normed is not None
             residual = normed
         y_SBH = self.hidden_dropout(y_SBH)
-        return (residual.float() if self.fp32_residual else residual) + y_SBH
+        residual = residual.float() if self.fp32_residual else residual
+        return torch.add(residual, y_SBH, alpha=self.residual_multiplier)

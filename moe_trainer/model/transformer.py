@@ -67,7 +67,7 @@ class Embedding(nn.Module):
         model, sp = args.model, args.parallel.sequence_parallel
         self.dropout = Dropout(model.hidden_dropout, factory.stream if sp else None)
         self.fp32_residual = model.fp32_residual_connection
-        self.multiplier = model.mup_embedding_mult if model.use_mup else 1.0
+        self.multiplier = model.embedding_scale
         self.word_embeddings = VocabParallelEmbedding(
             padded_vocab_size,
             model.hidden_size,
@@ -153,7 +153,7 @@ def _make_output_head(
         kernels=factory.kernels.logit_kernels,
         logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype or ""),
         quantize=factory.lm_head_quantizer(),
-        multiplier=model.mup_output_mult if model.use_mup else 1.0,
+        multiplier=model.logit_scale,
     )
 
 

@@ -295,6 +295,7 @@ class TopKRouter(nn.Module):
         if (
             moe.moe_router_score_function != "softmax"
             or moe.moe_router_group_topk
+            or self.expert_bias is not None
             or self.grid is not None
             or self.quantile is not None
             or self.fused_topk is not None

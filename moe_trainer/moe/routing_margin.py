@@ -34,6 +34,8 @@ def compute_routing_margin(
         )
 
     logits_TE = logits_TE.float()
+    if score_function == "softmax" and expert_bias_E is not None:
+        return _biased_share_margin(logits_TE, topk, expert_bias_E) / _size(logits_TE)
     if score_function == "softmax":
         scores_TE, slope = (logits_TE if not group_topk else torch.softmax(logits_TE, dim=-1)), 1.0
     else:
@@ -51,7 +53,27 @@ def compute_routing_margin(
             margin_T = torch.minimum(lead(best_TE.clamp(min=0.0).log(), topk), lead(sums_TG.log(), group_topk))
         else:
             margin_T = torch.minimum(lead(best_TE, topk), lead(sums_TG, group_topk) / (topk // group_topk)) / slope
-    return margin_T / logits_TE.square().mean(-1).sqrt().clamp(min=1e-30)
+    return margin_T / _size(logits_TE)
+
+
+def _size(logits_TE: Tensor) -> Tensor:
+    return logits_TE.square().mean(-1).sqrt().clamp(min=1e-30)
+
+
+def _biased_share_margin(logits_TE: Tensor, topk: int, expert_bias_E: Tensor) -> Tensor:
+    """Return the change of logits until a share plus its bias reaches the middle between the chosen and the others.
+
+    If no logit changes by more than half of x, a share changes by a factor between exp(-x) and exp(x).
+    """
+    shares_TE = torch.softmax(logits_TE, dim=-1)
+    keys_TE = shares_TE + expert_bias_E
+    if topk == keys_TE.shape[1]:
+        return torch.full_like(keys_TE[:, 0], float("inf"))
+    best_TK = keys_TE.topk(topk + 1, dim=-1)[0]
+    middle_T1 = best_TK[:, -2:].mean(-1, keepdim=True)
+    distance_TE = (keys_TE - middle_T1) / shares_TE.clamp(min=1e-30)
+    fall_TE = -torch.log1p(-distance_TE.clamp(max=1.0))  # infinite if the bias alone is above
+    return torch.where(keys_TE > middle_T1, fall_TE, torch.log1p(-distance_TE.clamp(max=0.0))).amin(-1)
 
 
 def mask_to_best_groups(scores_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,8 @@ def score_topk(
         biased_TE = logits_TE.to(wide) + expert_bias_E
     elif pre_softmax:
         biased_TE = scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
+    if score_function == "softmax" and expert_bias_E is not None:  # ERNIE-4.5: the bias is one of shares
+        biased_TE = torch.softmax(logits_TE.detach(), dim=-1, dtype=wide) + expert_bias_E
     if chosen_TK is None:
         chosen_TK = cache_fn(lambda: _select(biased_TE, topk, num_groups, group_topk, grid))
     if given_TK is not None:

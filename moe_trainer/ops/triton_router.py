@@ -135,6 +135,8 @@ def choose_kernel(
         scores = _raw_scores(value, SCORE)
     keys = tl.where(inside, scores, float("-inf"))
     if bias is not None:
+        if SCORE == "softmax" and not PRE_SOFTMAX:
+            keys = tl.where(inside, _softmax(value, inside), float("-inf"))
         keys = keys + tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(WIDE)[None, :]
     if GROUP_TOPK > 0:
         allowed = _in_best_groups(keys, expert, inside, NUM_GROUPS, PER_GROUP, K // GROUP_TOPK, GROUP_TOPK)
@@ -415,10 +417,8 @@ def fused_topk(
 ) -> tuple[Tensor, Tensor]:
     """Choose top-k experts per token and weigh them; as moe/topk.py: score_topk, in the form of TopKRouter.fused_topk.
 
-    The bias takes part in the choice only, and only of sigmoid and sqrtsoftplus scores. Returns: probs_TE, routing_TE
-    bool.
+    The bias takes part in the choice only. Returns: probs_TE, routing_TE bool.
     """
-    bias_E = None if score_function == "softmax" else expert_bias
     return _ScoreTopK.apply(
         logits,
         topk,
@@ -426,7 +426,7 @@ def fused_topk(
         bool(use_pre_softmax),
         (num_groups, group_topk or 0),
         float(scaling_factor or 1.0),
-        bias_E,
+        expert_bias,
     )
 
 

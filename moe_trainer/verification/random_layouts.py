@@ -67,6 +67,7 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     values |= _optimizer_state(separate_rng(), values)
     values |= _scaled_widths(separate_rng(), values)
     values |= _packed_sequences(separate_rng(), mapping, values)
+    values |= _multipliers(separate_rng(), values)
     set_values = {dest: value for dest, value in values.items() if value is not None}
     try:
         return make_case(mapping, set_values, bool(values.get("bf16")))
@@ -298,6 +299,19 @@ def _scaled_widths(rng: random.Random, values: dict[str, object]) -> dict[str, o
         "mup_output_mult": rng.choice((1.0, 0.7)),
         "mup_base_head_dim": rng.choice((None, 4.0)),
         "mup_attn_scale_power": rng.choice((1.0, 0.5)),
+    }
+
+
+def _multipliers(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Draw Granite's multipliers sometimes."""
+    if not _chance(rng, 0.1):
+        return {}
+    free = not values.get("multi_latent_attention") and not values.get("use_mup")
+    return {
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+        "attention_multiplier": rng.choice((None, 0.3)) if free else None,
     }
 
 

@@ -90,7 +90,8 @@ def test_every_rule_function_is_registered():
 
 def test_all_violations_at_once():
     line = changed(
-        "--moe-router-topk 9 --moe-router-enable-expert-bias --global-batch-size 12 --save out --split 1,2,3,4",
+        "--moe-router-topk 9 --moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
+        "--global-batch-size 12 --save out --split 1,2,3,4",
         "--moe-router-topk --global-batch-size",
     )
     _, violations = findings(line, 8)

@@ -111,6 +111,15 @@ def test_expert_bias_affects_selection_but_not_weights():
     torch.testing.assert_close(probs, torch.tensor([[0.0, 0.5, 0.0, 0.5]]))
 
 
+@pytest.mark.parametrize("pre_softmax", [False, True])
+def test_expert_bias_is_added_to_shares_of_softmax(pre_softmax):
+    shares = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    bias = torch.tensor([0.0, 0.0, 0.15, 0.15])  # added to logits, it would change nothing
+    probs, _ = score_topk(shares.log(), 2, pre_softmax=pre_softmax, expert_bias_E=bias)
+    expected = torch.tensor([[0.4, 0.0, 0.2, 0.0]])
+    torch.testing.assert_close(probs, expected if pre_softmax else expected / 0.6)
+
+
 def test_group_limit_excludes_experts_of_unselected_groups():
     logits = torch.tensor([[5.0, -5.0, 3.0, 2.9]])  # the best expert is next to the worst
     assert score_topk(logits, 2, num_groups=2, group_topk=1)[1].tolist() == [[False, False, True, True]]

@@ -12,6 +12,7 @@ CASES = {
     "softmax, groups": {"pre_softmax": True, "num_groups": 4, "group_topk": 2},
     "sigmoid": {"score_function": "sigmoid"},
     "sigmoid, groups, bias": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2, "bias": True},
+    "softmax, bias": {"score_function": "softmax", "bias": True},
     "sqrtsoftplus, bias": {"score_function": "sqrtsoftplus", "bias": True},
 }
 

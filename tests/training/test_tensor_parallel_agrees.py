@@ -29,6 +29,11 @@ MODELS = {
         "--group-query-attention --num-query-groups 4 --qk-layernorm --qk-layernorm-all-heads --apply-layernorm-1p",
     ),
     "two groups, biases": ("plain", "--group-query-attention --num-query-groups 2 --add-qkv-bias"),
+    "expert bias of softmax, multipliers": (
+        "plain",
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 --embedding-multiplier 3 "
+        "--residual-multiplier 0.4 --attention-multiplier 0.3 --logits-scaling 1.5",
+    ),
     "deepseek without a query latent": ("deepseek", "--mtp-use-repeated-layer --mtp-num-layers 2"),
 }
 

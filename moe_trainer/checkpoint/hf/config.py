@@ -41,8 +41,8 @@ _LATENT_ONLY = frozenset(
 _KINDS = MappingProxyType(
     {
         "whole": "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace "
-        "n_shared_experts shared_expert_intermediate_size n_group topk_group num_nextn_predict_layers num_mtp_layers "
-        "full_attention_interval",
+        "n_shared_experts shared_expert_intermediate_size moe_num_shared_experts moe_layer_start_index "
+        "moe_layer_interval n_group topk_group num_nextn_predict_layers num_mtp_layers full_attention_interval",
         "number": "rope_theta partial_rotary_factor",
         "table": "rope_scaling rope_parameters",
         "list": "layer_types mlp_only_layers",
@@ -126,7 +126,7 @@ def _remarks(family: Family, flags: Flags) -> list[str]:
                 f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in "
                 f"Megatron-LM), by {there} in transformers"
             )
-    if family.name == "deepseek_v32":
+    if converters.INDEXER in family.converters:
         notes.append(
             "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, "
             "any in transformers"

@@ -181,14 +181,35 @@ def _write_first_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern)}
 
 
-def _shared(key: str) -> ConfigConverter:
-    """Return the converter of a number of shared experts."""
+def _read_ernie_layers(config: Config) -> Flags:
+    """Read which layers have experts: those of a range whose number is a multiple of an interval."""
+    layers, every = config["num_hidden_layers"], config.get("moe_layer_interval") or 1
+    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    last = layers - 1 if last == -1 else last
+    pattern = [int((layer + 1) % every == 0 and first <= layer <= last) for layer in range(layers)]
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _write_ernie_layers(flags: Mapping[str, Any]) -> dict[str, Any]:
+    sparse = [layer for layer, is_moe in enumerate(expert_layers(flags)) if is_moe]
+    return {
+        "moe_layer_start_index": sparse[0],
+        "moe_layer_end_index": sparse[-1],
+        "moe_layer_interval": sparse[1] - sparse[0] if len(sparse) > 1 else 1,
+    }
+
+
+def _shared(key: str, optional: bool = False) -> ConfigConverter:
+    """Return the converter of a number of shared experts; `optional`: there may be none."""
 
     def read(config: Config) -> Flags:
         width = (config.get(key) or 0) * config["moe_intermediate_size"]
         return {"moe_shared_expert_intermediate_size": width or None}
 
-    return ConfigConverter(read, lambda flags: {key: _num_shared(flags)})
+    def write(flags: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: 0 if optional and not flags.get("moe_shared_expert_intermediate_size") else _num_shared(flags)}
+
+    return ConfigConverter(read, write)
 
 
 def _num_shared(flags: Mapping[str, Any]) -> int:
@@ -275,6 +296,16 @@ def _read_indexer(config: Config) -> Flags:
             f"config.json: layer_types has {', '.join(sorted(set(kinds)))}; 'indexed_attention' is needed in "
             "every layer"
         )
+    pattern = config.get("index_topk_pattern") or ""
+    if (
+        "shared" in (config.get("indexer_types") or ())
+        or (config.get("index_topk_freq") or 1) > 1
+        or any(kind in ("S", "shared") for kind in pattern)
+    ):
+        raise CheckpointError(
+            "config.json: some layers take the choice of an earlier indexer (indexer_types, index_topk_freq or "
+            "index_topk_pattern); an indexer in every layer is needed"
+        )
     dense = config.get("first_k_dense_replace") or 0
     if experts is not None and list(experts) != ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense):
         raise CheckpointError(
@@ -293,11 +324,11 @@ def _read_indexer(config: Config) -> Flags:
 def _write_indexer(flags: Mapping[str, Any]) -> dict[str, Any]:
     if flags.get("experimental_attention_variant") != "dsa":
         raise CheckpointError(
-            "a DeepSeek-V3.2 model has sparse attention; --experimental-attention-variant dsa is needed"
+            "a DeepSeek-V3.2 or GLM-5 model has sparse attention; --experimental-attention-variant dsa is needed"
         )
     if not flags.get("q_lora_rank"):
         raise CheckpointError(
-            "the indexer of a DeepSeek-V3.2 model reads the latent of queries; --q-lora-rank is needed"
+            "the indexer of a DeepSeek-V3.2 or GLM-5 model reads the latent of queries; --q-lora-rank is needed"
         )
     return {
         "index_n_heads": flags["dsa_indexer_n_heads"],
@@ -329,6 +360,8 @@ LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)
 FIRST_DENSE = ConfigConverter(_read_first_dense, _write_first_dense)
 SHARED, NUM_SHARED = _shared("n_shared_experts"), _shared("num_shared_experts")
 OPTIONAL_GATED_SHARED = ConfigConverter(_read_gated_shared, _write_gated_shared)
+ERNIE_SHARED = _shared("moe_num_shared_experts", optional=True)
+ERNIE_LAYERS = ConfigConverter(_read_ernie_layers, _write_ernie_layers)
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)
 LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)

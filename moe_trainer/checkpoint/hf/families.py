@@ -12,7 +12,8 @@ from moe_trainer.checkpoint.hf.rotary import Config
 Families = Mapping[str, Family]
 NAMES = tuple(
     "llama mistral qwen2 qwen3 mixtral minimax_m2 olmoe qwen2_moe finer_moe qwen3_moe qwen3_next qwen3_5_moe_text "
-    "gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe glm4_moe_lite exaone_moe solar_open dots1".split()
+    "granite granitemoe granitemoeshared gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe "
+    "glm4_moe_lite exaone_moe ernie4_5_moe hy_v3 solar_open dots1".split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""
 # keys without influence on the function of the model
@@ -30,7 +31,13 @@ IGNORED = tuple(
     "task_specific_params finetuning_task tokenizer_class prefix pruned_heads per_layer_config".split()
 )
 ALIASES = MappingProxyType(
-    {"num_experts": "num_local_experts", "num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
+    {
+        "num_experts": "num_local_experts",
+        "num_local_experts": "num_experts",
+        "n_routed_experts": "num_local_experts",
+        "moe_num_experts": "num_experts",
+        "moe_k": "num_experts_per_tok",
+    }
 )
 """Other spellings of keys."""
 

@@ -25,16 +25,22 @@ class Key:
 
 @dataclass(frozen=True)
 class TextPart:
-    """The language model inside a model that also reads images: its tensors' prefix, and that of all others."""
+    """The language model inside a model that also reads images.
+
+    Attributes:
+        prefix: of its tensors; `own_prefix` is theirs in a language model alone.
+        others: prefixes of all other tensors.
+    """
 
     prefix: str
-    others: str
+    own_prefix: str
+    others: tuple[str, ...]
 
     def rename(self, name: str) -> str | None:
         """Return the name that the tensor has in a language model alone; None if it is not of it."""
         if name.startswith(self.others):
             return None
-        return f"model.{name.removeprefix(self.prefix)}" if name.startswith(self.prefix) else name
+        return self.own_prefix + name.removeprefix(self.prefix) if name.startswith(self.prefix) else name
 
 
 @dataclass(frozen=True)

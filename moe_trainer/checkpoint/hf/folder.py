@@ -176,7 +176,8 @@ def open_hf_model(
     source = SafetensorsFolder(folder, None if text_part is None else text_part.rename)
     family, flags, notes = read_flags(folder, config, source.names, families)
     if text_part is not None:
-        notes.append(f"only the language model is read; the tensors {text_part.others}* are left out")
+        left_out = " and ".join(f"{prefix}*" for prefix in text_part.others)
+        notes.append(f"only the language model is read; the tensors {left_out} are left out")
     if flags["num_layers"] > len(source.names):
         raise CheckpointError(
             f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "

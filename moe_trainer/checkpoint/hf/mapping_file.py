@@ -232,10 +232,17 @@ class _Reader:
         parts = {}
         for name, (_, node) in self._table_of(tables, "text_parts").items():
             what = f"text_parts: {name}"
-            table = self._table(node, what, ("prefix", "others"))
-            if len(table) < 2:
+            table = self._table(node, what, ("prefix", "own_prefix", "others"))
+            if not {"prefix", "others"} <= table.keys():
                 self._fail(node, f"{what} needs prefix, of the language model's tensors, and others, of all others")
-            parts[name] = TextPart(*(self._text(table[key][1], f"{what}: {key}") for key in ("prefix", "others")))
+            own = self._value(table["own_prefix"][1]) if "own_prefix" in table else "model."
+            if not isinstance(own, str):
+                self._fail(table["own_prefix"][1], f"{what}: own_prefix is {own!r}, and text is needed")
+            parts[name] = TextPart(
+                self._text(table["prefix"][1], f"{what}: prefix"),
+                own,
+                self._texts(table["others"][1], f"{what}: others"),
+            )
         return MappingProxyType(parts)
 
     def _names(self, node: yaml.Node, inherited: Names) -> Names:

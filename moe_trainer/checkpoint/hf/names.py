@@ -60,6 +60,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
     head = flags.get("kv_channels") or hidden // heads
     ffn = flags.get("ffn_hidden_size") or 0
     expert = flags.get("moe_ffn_hidden_size") or ffn
+    shared = flags.get("moe_shared_expert_intermediate_size") or 0
     sizes = {
         "H": hidden,
         "N": heads,
@@ -73,7 +74,8 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "F": ffn,
         "E": expert,
         "2E": 2 * expert,
-        "S": flags.get("moe_shared_expert_intermediate_size") or 0,
+        "S": shared,
+        "2S": 2 * shared,
         "X": flags.get("num_experts") or 0,
         "W": hidden // (flags.get("finermoe_output_granularity") or 1),
     }

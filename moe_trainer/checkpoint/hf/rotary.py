@@ -9,7 +9,16 @@ from moe_trainer.checkpoint.errors import CheckpointError
 Flags = dict[str, Any]
 Config = Mapping[str, Any]
 # Defaults of transformers for missing keys; for the scaling also for null.
-_BASES = MappingProxyType({"mixtral": 1000000.0, "gpt_oss": 150000.0, "solar_open": 1000000.0, "minimax_m2": 5000000.0})
+_BASES = MappingProxyType(
+    {
+        "mixtral": 1000000.0,
+        "gpt_oss": 150000.0,
+        "solar_open": 1000000.0,
+        "minimax_m2": 5000000.0,
+        "hy_v3": 11158840.0,
+        "ernie4_5_moe": 500000.0,
+    }
+)
 _LLAMA3_SCALING = MappingProxyType(
     {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 )

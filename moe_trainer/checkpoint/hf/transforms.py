@@ -109,6 +109,8 @@ TRANSFORMS = MappingProxyType(
         ),
         # inputs x outputs in Hugging Face, which multiplies from the right
         "TRANSPOSED": Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),)),
+        # a vector; Hugging Face: a matrix of one row
+        "ROW": Transform(lambda parts, _: parts[0].squeeze(0), lambda full, _: (full.unsqueeze(0),)),
         # gate above up; Hugging Face: transposed, gate and up interleaved
         "INTERLEAVED": Transform(_join_interleaved, _part_interleaved),
         # a gain around zero; Hugging Face: around one

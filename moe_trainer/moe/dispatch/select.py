@@ -162,6 +162,8 @@ def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
         limitation = "the kernel computes in fp32, and --moe-router-dtype is fp64"
     elif moe.moe_router_load_balancing_type == "sinkhorn":
         limitation = "the kernel does not support --moe-router-load-balancing-type sinkhorn"
+    elif moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
+        limitation = "the kernel adds no expert bias to --moe-router-score-function softmax"
     is_usable = _use_te_kernels(
         "--moe-router-fusion",
         "moe_router_fusion",

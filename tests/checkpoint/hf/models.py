@@ -27,6 +27,12 @@ _SIZES = {
 }
 _GROUPED = {"num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_MULTIPLIERS = {
+    "embedding_multiplier": 1.5,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -57,6 +63,16 @@ _SIGMOID = {
     "routed_scaling_factor": 1.5,
     "n_group": 4,
     "topk_group": 2,
+}
+# 16 heads, so that no score is exactly zero, among which the library takes any
+_INDEXED = {
+    **_LATENT,
+    "q_lora_rank": 20,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "index_topk": 7,
 }
 _YARN = {
     "rope_type": "yarn",
@@ -120,6 +136,18 @@ MODELS = {
     "qwen3_moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}),
     "qwen3_next": ("Qwen3Next", _HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
+    "granite": ("Granite", _GROUPED | _MULTIPLIERS),
+    "granitemoe": ("GraniteMoe", _GROUPED | _MULTIPLIERS | {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        _GROUPED
+        | _MULTIPLIERS
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 40,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         _GROUPED
@@ -183,6 +211,21 @@ MODELS = {
             "sliding_window_pattern": 2,
         },
     ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        _GROUPED
+        | {
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 24,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+        },
+    ),
+    "hy_v3": (
+        "HYV3",
+        _GROUPED | _EXPERTS | {"head_dim": 12, "num_shared_experts": 2, "router_scaling_factor": 1.7},
+    ),
     "solar_open": ("SolarOpen", _GROUPED | _SIGMOID | {"head_dim": 12, "attention_bias": True}),
     "dots1": (
         "Dots1",
@@ -208,21 +251,8 @@ MODELS = {
             "num_mtp_layers": 0,
         },
     ),
-    # 16 heads, so that no score is exactly zero, among which the library takes any
-    "deepseek_v32": (
-        "DeepseekV32",
-        _LATENT
-        | {
-            "q_lora_rank": 20,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "n_shared_experts": 1,
-            "index_n_heads": 16,
-            "index_head_dim": 8,
-            "index_topk": 7,
-        },
-    ),
+    "deepseek_v32": ("DeepseekV32", _INDEXED | {"n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": ("GlmMoeDsa", _INDEXED | {"rms_norm_eps": 1e-6}),
     # as deepseek_v3, with one group of experts and yarn
     "kimi_k2": (
         "DeepseekV3",

@@ -32,7 +32,7 @@ from scripts import convert
 transformers = pytest.importorskip("transformers")
 
 SMALL = "0.0001"  # GB: many files
-SAME_AS_ANOTHER = ("glm4_moe_lite", "qwen3_5_moe_text")  # DeepSeek-V3 and Qwen3-Next with other sizes or names
+SAME_AS_ANOTHER = ("glm4_moe_lite", "qwen3_5_moe_text", "hy_v3")  # other families with other sizes or names
 
 
 def read_tensors(folder):
@@ -798,18 +798,40 @@ def test_peak_memory_is_independent_of_model_size(workers, tmp_path):
         assert seconds > 0 and peak < 0.7e9, f"{peak / 1e9:.2f} GB"
 
 
-def test_language_model_of_a_model_that_reads_images(tmp_path, caplog):
+@pytest.mark.parametrize(
+    "name, prefix, vision, left_out",
+    [
+        (
+            "qwen3_5_moe_text",
+            "Qwen3_5Moe",
+            {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
+            "model.visual.*",
+        ),
+        (
+            "kimi_k2",
+            "Kimi_K25",
+            {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16},
+            "vision_tower.* and mm_projector.*",
+        ),
+    ],
+)
+def test_language_model_of_a_model_that_reads_images(name, prefix, vision, left_out, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    text = make("qwen3_5_moe_text")
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
-    config = transformers.Qwen3_5MoeConfig(text_config=text.config.to_dict(), vision_config=vision)
-    theirs = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    text = make(name)
+    config = getattr(transformers, f"{prefix}Config")(text_config=text.config.to_dict(), vision_config=vision)
+    theirs = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
     theirs.model.language_model.load_state_dict(text.model.state_dict())
     theirs.lm_head.load_state_dict(text.lm_head.state_dict())
     theirs.save_pretrained(tmp_path / "hf")
-    assert any("visual" in name for name in read_tensors(tmp_path / "hf"))
+    # Kimi's tensors as it is published; transformers saves others' names for some of them
+    stored = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers.").replace("model.mm_", "mm_"): value
+        for name, value in read_tensors(tmp_path / "hf").items()
+    }
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
+    assert any(name.startswith(left_out.split("*")[0]) for name in stored)
     assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
-    assert "only the language model is read; the tensors model.visual.* are left out" in caplog.text
+    assert f"only the language model is read; the tensors {left_out} are left out" in caplog.text
     tokens, _, positions = batch()
     expected = compute_logits(theirs, tokens)
     with torch.no_grad():

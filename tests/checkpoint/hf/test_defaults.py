@@ -45,12 +45,21 @@ _SIZES = {
     "G_O": 2,
     "R_I": 1,
     "R_O": 2,
+    "moe_k": 4,
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 5.0,
+    "moe_num_shared_experts": 3,
 }
 _EXPERTS = {
     "mixtral": "num_local_experts",
     "gpt_oss": "num_local_experts",
     "minimax_m2": "num_local_experts",
     "olmoe": "num_experts",
+    "granitemoe": "num_local_experts",
+    "granitemoeshared": "num_local_experts",
     "qwen2_moe": "num_experts",
     "finer_moe": "num_experts",
     "qwen3_moe": "num_experts",
@@ -61,9 +70,12 @@ _EXPERTS = {
     "deepseek_v32": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
     "glm4_moe_lite": "n_routed_experts",
+    "glm_moe_dsa": "n_routed_experts",
     "dots1": "n_routed_experts",
     "solar_open": "n_routed_experts",
     "exaone_moe": "num_experts",
+    "hy_v3": "num_experts",
+    "ernie4_5_moe": "moe_num_experts",
 }
 _VARIANTS = {
     "mistral": [{"sliding_window": 9}],
@@ -71,6 +83,11 @@ _VARIANTS = {
     "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
     "exaone_moe": [{}, {"sliding_window": 9, "sliding_window_pattern": 3, "num_shared_experts": 2}],
     "minimax_m2": [{}, {"rotary_dim": 6}],
+    "ernie4_5_moe": [
+        {},
+        {"moe_num_shared_experts": 0, "moe_layer_end_index": 6},
+        {"moe_layer_start_index": 2, "moe_layer_interval": 3},
+    ],
     "dots1": [{}, {"sliding_window": 9, "max_window_layers": 5}],
     "finer_moe": [
         {"shared_expert_intermediate_size": 0},
@@ -104,7 +121,9 @@ def test_missing_config_keys_have_transformers_defaults(kind):
     for variant in variants:
         used = {key.name for key in family.keys} | set(family.defaults) | {"rms_norm_eps", "tie_word_embeddings"}
         used |= {"n_group", "topk_group"} if kind == "deepseek_v2" else set()
-        used |= {name for name in _SIZES if name.startswith("index_")} if kind == "deepseek_v32" else set()
+        used |= (
+            {name for name in _SIZES if name.startswith("index_")} if kind in ("deepseek_v32", "glm_moe_dsa") else set()
+        )
         config = {"model_type": kind} | {name: value for name, value in _SIZES.items() if name in used} | variant
         if kind in _EXPERTS:
             config[_EXPERTS[kind]] = 16
