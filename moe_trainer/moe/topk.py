@@ -76,7 +76,7 @@ def score_topk(
         num_groups: number of expert groups.
         group_topk: groups per token.
         scaling_factor: factor of the weights.
-        expert_bias_E: bias of the selection; weights come from unbiased scores. With the softmax for a grid only.
+        expert_bias_E: bias of the selection; weights come from unbiased scores.
         cache_fn: wraps the selection.
         grid: FineRMoE's, which selects by logits.
         chosen_TK: experts that the caller has selected.
@@ -92,12 +92,12 @@ def score_topk(
         raw_TE = logits_TE.to(wide)
         scores_TE = torch.sigmoid(raw_TE) if score_function == "sigmoid" else F.softplus(raw_TE).sqrt()
         biased_TE = scores_TE if expert_bias_E is None else scores_TE + expert_bias_E
-    elif grid is not None and expert_bias_E is not None:
-        biased_TE = logits_TE.to(wide) + expert_bias_E
     elif pre_softmax:
         biased_TE = scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
-    if score_function == "softmax" and expert_bias_E is not None:  # ERNIE-4.5: the bias is one of shares
-        biased_TE = torch.softmax(logits_TE.detach(), dim=-1, dtype=wide) + expert_bias_E
+    if score_function == "softmax" and expert_bias_E is not None:
+        # FineRMoE's grid adds logits; elsewhere (ERNIE-4.5) the bias is one of shares
+        summed_TE = logits_TE.to(wide) if grid is not None else torch.softmax(logits_TE.detach(), dim=-1, dtype=wide)
+        biased_TE = summed_TE + expert_bias_E
     if chosen_TK is None:
         chosen_TK = cache_fn(lambda: _select(biased_TE, topk, num_groups, group_topk, grid))
     if given_TK is not None:

@@ -64,11 +64,8 @@ def test_every_file_of_the_package_is_a_family():
     assert list(FAMILIES) == list(built_in.NAMES)
 
 
-def test_family_of_the_manual_converts_both_ways(hf, mapping, tmp_path, capsys):
+def test_family_of_the_manual_converts_both_ways(hf, mapping, tmp_path):
     model, folder = hf
-    assert "hy_v3" not in FAMILIES
-    assert run_convert(folder, tmp_path / "ours") == 2
-    assert "--hf-mapping" in capsys.readouterr().err
     assert run_convert(folder, "--check", "--hf-mapping", mapping) == 0
     assert run_convert(folder, tmp_path / "ours", "--hf-mapping", mapping, "--verify") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "hf", "--hf-mapping", mapping, "--verify") == 0
