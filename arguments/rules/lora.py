@@ -57,3 +57,9 @@ def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         "{lora_dropout:flag} cannot be combined with {mlp_chunks_for_training}: chunks draw no random numbers.",
         ("mlp_chunks_for_training",),
     )
+    yield Limit(
+        has_dropout and s.experimental_attention_variant == "dsa",
+        "{lora_dropout:flag} cannot be combined with {experimental_attention_variant:flag} dsa: it multiplies by the "
+        "weights of latents directly, where an adapter has no input.",
+        ("experimental_attention_variant",),
+    )

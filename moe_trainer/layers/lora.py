@@ -24,6 +24,7 @@ from arguments.lora import LORA_A, LORA_B
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from moe_trainer.parallel.mappings import copy_to_group
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.rng import ShardRNG
 
@@ -76,10 +77,6 @@ class LoRA(nn.Module):
         """Return what the adapter adds to the output of its linear for the input x."""
         return self.lora_B(self.lora_A(self.dropout(x))) * self.scale
 
-    def weight_update(self) -> Tensor:
-        """Return what the adapter adds to this rank's shard of the weight, without a gradient."""
-        return (self.lora_B.weight @ self.lora_A.weight).detach() * self.scale
-
 
 def add_lora(linear: nn.Module, adapter: LoRA) -> None:
     """Attach an adapter to a linear, of this program or of a library: its output is the sum of both."""
@@ -92,6 +89,14 @@ def _add_output(linear: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> Ten
 
 
 def effective_weight(linear: nn.Module) -> Tensor:
-    """Return the weight of a linear with its adapter, if it has one; the sum has no gradient."""
+    """Return the weight of a column linear with its adapter, if it has one, for what multiplies by it directly.
+
+    Gradients reach the adapter; its dropout is left out.
+    """
     adapter = getattr(linear, "lora", None)
-    return linear.weight if adapter is None else linear.weight.detach() + adapter.weight_update()
+    if adapter is None:
+        return linear.weight
+    down = adapter.lora_A.weight
+    if not linear.sequence_parallel:  # with it, gradients of A are summed over the group anyway
+        down = copy_to_group(down, linear.group)
+    return linear.weight + (adapter.lora_B.weight @ down) * adapter.scale

@@ -27,6 +27,7 @@ from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.lora import effective_weight
 from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.layers.sparse_attention import SparseAttention
@@ -296,7 +297,7 @@ class MultiLatentAttention(nn.Module):
         Args:
             keys: k_SBND and v_SBNE, or latents alone.
         """
-        keys_or_latents = CompressedKV(*keys, self.linear_kv_up_proj.weight) if len(keys) == 1 else keys
+        keys_or_latents = CompressedKV(*keys, effective_weight(self.linear_kv_up_proj)) if len(keys) == 1 else keys
         with rng_context(self.stream if self.training else None, q_SBND.device):
             return self.core_attention(q_SBND, keys_or_latents, visible, x_SBH, latent, rope, grad_scale)
 
@@ -322,6 +323,6 @@ class MultiLatentAttention(nn.Module):
         scale, visible_BK, sink_N = self.core_attention.decode_options(q_SBND, cache, self.softmax_offset)
         if index is not None:
             visible_BK = self.core_attention.select_in_cache(*index, visible_BK)
-        weight_NFR = self.linear_kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        weight_NFR = effective_weight(self.linear_kv_up_proj).unflatten(0, (self.num_heads, -1))
         out_BNE = attend_to_latents(q_SBND[:, 0], latents_BKW, weight_NFR, scale, visible_BK, sink_N)
         return out_BNE.flatten(1).unsqueeze(1)

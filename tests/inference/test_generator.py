@@ -27,14 +27,17 @@ VARIANTS = {
     "off by one": "--position-embedding-type rope --softmax-type off-by-one",
     "gate": "--position-embedding-type rope --attention-output-gate --qk-layernorm",
     "capacity": "--position-embedding-type rope --moe-expert-capacity-factor 4.0",
+    "adapters": "--position-embedding-type rope --lora-dim 4",
+    "latent, adapters": "--position-embedding-type rope --lora-dim 4 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 8",
 }
 
 
 def build(flags="--position-embedding-type rope"):
     torch.manual_seed(3)
-    (chunk,) = build_chunks(
-        arguments.parse_args([*FLAGS.split(), *flags.split()], world_size=1), ParallelState.single(), VOCAB
-    )
+    shared = FLAGS.replace("--group-query-attention --num-query-groups 2", "") if "latent" in flags else FLAGS
+    args = arguments.parse_args([*shared.split(), *flags.split()], world_size=1)
+    (chunk,) = build_chunks(args, ParallelState.single(), VOCAB)
     return chunk
 
 
@@ -57,6 +60,9 @@ def continued_without_cache(chunk, prompt, count):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_cache_changes_no_token(name):
     chunk = build(VARIANTS[name])
+    for path, param in chunk.named_parameters():
+        if path.endswith("lora_B.weight"):  # zeros have no effect
+            param.data = 0.3 * torch.randn(param.shape)
     found = generator(chunk).generate(PROMPTS, GenerationOptions(12, never_finished))
     assert found == [continued_without_cache(chunk, prompt, 12) for prompt in PROMPTS]
     assert len({token for tokens in found for token in tokens}) > 3

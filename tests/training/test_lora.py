@@ -24,6 +24,10 @@ DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 4 "
     "--linear-value-head-dim 4 --linear-num-key-heads 4 --linear-num-value-heads 8 --norm-epsilon 1e-2"
 )
+SPARSE = (
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 "
+    "--mtp-num-layers 0"
+).split()
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 300"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TP2, EP2, PP2 = (f"--{name}-model-parallel-size 2" for name in ("tensor", "expert", "pipeline"))
@@ -42,6 +46,8 @@ LAYOUTS = {
         2,
     ),
     "zero bubble": (PLAIN, f"{PP2} --pipeline-schedule zero-bubble", 2),
+    "gathered latents": ([*DEEPSEEK, *SPARSE], f"{TP2} --dsa-attention-form gathered", 2),
+    "gathered latents, sequence": ([*DEEPSEEK, *SPARSE], f"{TP2} --sequence-parallel --dsa-attention-form gathered", 2),
     "shared expert overlap": (DEEPSEEK, f"{EP2} --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall", 2),
 }
 
@@ -101,6 +107,11 @@ def test_dropout_resumes_bitwise(base, tuned, tmp_path):
 def test_first_loss_is_that_of_the_base(base, tuned, tmp_path):
     records, _ = pretrain([*BASE, "--train-iters", "1", "--load", base[0], "--finetune"], tmp_path)
     assert records[0]["lm loss"] == tuned[1][0]["lm loss"]
+
+
+def test_recomputed_dropout_draws_the_same_numbers(base, tuned, tmp_path):
+    records, _ = pretrain([*TUNED, *FULL.split(), "--load", base[0], "--finetune"], tmp_path)
+    assert [record["lm loss"] for record in records] == [record["lm loss"] for record in tuned[1]]
 
 
 def test_dropout_acts_in_training_only(base, tuned, tmp_path):
