@@ -3,9 +3,11 @@
 import pytest
 import torch
 from commands import run
+from harness import run_ranks
 from safetensors.torch import load_file
 from training.forked import pretrain
 from training.layouts import make_argv, make_run, shallow
+from training.resuming import assert_alike, load_and_save, train_and_save
 
 from arguments.lora import is_adapter
 from moe_trainer.errors import UserError
@@ -154,3 +156,12 @@ def test_targets_are_names_and_patterns(tmp_path):
     assert names("*.mlp.experts.linear_fc2") == experts
     with pytest.raises(UserError, match="no linear"):
         names("decoder.layers.7.*")
+
+
+def test_checkpoint_resumes_under_another_layout(tmp_path):
+    """Weights and optimizer states of adapters, of experts too."""
+    argv = [*PLAIN, "--use-distributed-optimizer"]
+    flags = f"{TP2} --sequence-parallel --expert-tensor-parallel-size 2".split()
+    expected = run_ranks(train_and_save, 2, [*argv, *flags], tmp_path / "saved")[0]
+    resumed = run_ranks(load_and_save, 1, argv, tmp_path / "saved", tmp_path / "again")[0]
+    assert_alike(resumed, expected)

@@ -25,7 +25,7 @@ from moe_trainer.parallel.rng import named_generator
 
 _PREFIX = "base_model.model."
 # settings of PEFT that change what an adapter computes, with the value that this program has
-_NEEDED: tuple[tuple[str, Any], ...] = (
+_NEEDED = (
     ("peft_type", "LORA"),
     ("bias", "none"),
     ("use_dora", False),
