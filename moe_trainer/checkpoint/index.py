@@ -144,7 +144,9 @@ def truncated_files(folder: Path, index: Metadata) -> list[str]:
 
 
 def stored_bytes(folder: Path, index: Metadata) -> int:
-    """Return the size of everything in the index; for a legacy checkpoint, the size of the files."""
+    """Return the size of everything in the index; for legacy checkpoints and Hugging Face folders, of the files."""
+    if isinstance(index, hf_folder.HFMetadata):
+        return sum(path.stat().st_size for path in index.model.source.files)
     if isinstance(index, legacy_reader.LegacyMetadata):
         return sum(path.stat().st_size for path in index.files)
     return sum(info.length for info in index.storage_data.values())

@@ -4,10 +4,10 @@
     python -m moe_trainer.checkpoint.inspect verify PATH
     python -m moe_trainer.checkpoint.inspect diff PATH PATH [--rtol X] [--atol X] [--weights-only]
 
-PATH is a checkpoint folder (iter_0000010) or the folder above it, in which the tracker file (or --ckpt-step N) selects
-one. Reads checkpoints of this program and of Megatron-LM: torch_dist, and the legacy format (mp_rank_* folders), whose
-shards are combined. Exit codes: 0 valid or equal; 1 incomplete, damaged or different; 2 not readable. One logical
-tensor is in memory at a time.
+PATH is a checkpoint folder (iter_0000010), the folder above it, in which the tracker file (or --ckpt-step N) selects
+one, or a Hugging Face folder. Reads checkpoints of this program and of Megatron-LM: torch_dist, and the legacy format
+(mp_rank_* folders), whose shards are combined. Exit codes: 0 valid or equal; 1 incomplete, damaged or different; 2 not
+readable. One logical tensor is in memory at a time.
 """
 
 import argparse
@@ -26,6 +26,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import TRACKER, describe_complete, folder_name, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.files import is_hf_folder
+from moe_trainer.checkpoint.hf.folder import FORMAT as HUGGING_FACE
+from moe_trainer.checkpoint.hf.folder import HFMetadata
 from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, read_index, stored_bytes
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
@@ -58,6 +61,7 @@ def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
         ckpt_step is not None
         or not any((path / name).exists() for name in (COMPLETE, INDEX))
         and not legacy_reader.is_legacy_folder(path)
+        and not is_hf_folder(path)
     ):
         wanted = ckpt_step if ckpt_step is not None else read_tracker(path)
         if wanted is None:
@@ -69,10 +73,10 @@ def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist. " + describe_complete(path))
     kind = detect_format(folder)
-    if kind not in (None, "torch_dist", "torch_dcp", legacy_reader.FORMAT):
+    if kind not in (None, "torch_dist", "torch_dcp", legacy_reader.FORMAT, HUGGING_FACE):
         raise CheckpointError(
-            f"{folder} is in the format {kind!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) "
-            "can be looked at"
+            f"{folder} is in the format {kind!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) and "
+            "Hugging Face folders can be looked at"
         )
     return folder
 
@@ -211,12 +215,19 @@ def _bytes(count: float) -> str:
 
 
 def _header(folder: Path, index: Metadata) -> Iterator[str]:
-    state, _, from_megatron = common_state.parse(common_state.read(folder, index))
-    layout = ", ".join(f"{name} {state.args[name]}" for name in _SHOWN_FLAGS if state.args.get(name) is not None)
-    yield (
-        f"{folder}: iteration {state.iteration}, {state.consumed_train_samples} samples, written by "
-        f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({layout})"
-    )
+    if isinstance(index, HFMetadata):
+        encodings = index.model.source.encodings
+        quantized = ", ".join(f"{count} in {name}" for name, count in encodings.items())
+        yield f"{folder}: a Hugging Face model of type {index.model.family.name}"
+        if encodings:
+            yield f"quantized weights, listed as they are read: {quantized}"
+    else:
+        state, _, from_megatron = common_state.parse(common_state.read(folder, index))
+        layout = ", ".join(f"{name} {state.args[name]}" for name in _SHOWN_FLAGS if state.args.get(name) is not None)
+        yield (
+            f"{folder}: iteration {state.iteration}, {state.consumed_train_samples} samples, written by "
+            f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({layout})"
+        )
     tensors = [
         (key, entry) for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
     ]

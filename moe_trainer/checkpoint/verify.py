@@ -18,6 +18,7 @@ from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.folder import HFMetadata
 from moe_trainer.checkpoint.index import check_mark, modified_files, read_index, stored_bytes, truncated_files
 from moe_trainer.checkpoint.logical import LogicalTensor, coverage, logical_tensors
 from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
@@ -105,6 +106,8 @@ def _read_everything(folder: Path, index: Metadata, report: VerificationReport) 
 
 
 def _foreign_files(folder: Path, index: Metadata) -> list[str]:
+    if isinstance(index, HFMetadata):  # config.json, tokenizer and more belong there
+        return []
     stored = {info.relative_path for info in index.storage_data.values()}
     known = {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE, *stored}
     paths = list(folder.iterdir())

@@ -306,7 +306,7 @@ def test_errors_exit_with_code_2_and_one_line(tmp_path, call):
         (("verify", tmp_path / "ckpt", "--ckpt-step", 4), "iter_0000004 does not exist. Complete checkpoints"),
         (
             ("ls", tmp_path / "zarr"),
-            "'zarr'; only torch_dist and legacy checkpoints (mp_rank_* folders) can be looked at",
+            "'zarr'; only torch_dist and legacy checkpoints (mp_rank_* folders) and Hugging Face folders can be looked at",
         ),
         (("diff", tmp_path / "ckpt", tmp_path / "nowhere"), "does not exist"),
     ):

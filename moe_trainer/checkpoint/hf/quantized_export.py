@@ -17,6 +17,7 @@ quantization/utils/fp8_utils.py, validate_fp8_block_shape): they stay in the mod
 an engine has one kernel for all of a layer.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class QuantizedExport:
         natives: names of the native tensors that are quantized.
         config: quantization_config of config.json.
         notes: remarks for the user.
+        num_weights: of the model, quantized or not.
     """
 
     scaling: Scaling
@@ -79,6 +81,7 @@ class QuantizedExport:
     natives: frozenset[str]
     config: Mapping[str, Any]
     notes: tuple[str, ...]
+    num_weights: int
     _last: tuple[str, Sequence[Encoded]] = ("", ())
     _errors: dict[str, tuple[str, float, float]] = field(default_factory=dict)
 
@@ -154,7 +157,7 @@ class QuantizedExport:
             f"{kind}: {int(count)} tensors, error {(error / size) ** 0.5 if size else 0.0:.2%} (RMS, relative)"
             for kind, (error, size, count) in sums.items()
         ]
-        return [*lines, f"{num_bytes / 1e9:.3f} GB"]
+        return [*lines, f"{num_bytes / 1e9:.3f} GB, {8 * num_bytes / self.num_weights:.2f} bits per weight"]
 
 
 def plan_quantization(name: str, family: str, mappings: Sequence[TensorMapping]) -> QuantizedExport:
@@ -187,7 +190,8 @@ def plan_quantization(name: str, family: str, mappings: Sequence[TensorMapping])
         if len(ref.shape) == 2 and ref.name.endswith(WEIGHT)
     ]
     config = _config(chosen, is_stacked, list(dict.fromkeys([*kept, "lm_head"])))
-    return QuantizedExport(chosen.scaling, is_stacked, natives, config, notes)
+    num_weights = sum(math.prod(mapping.shape) for mapping in mappings)
+    return QuantizedExport(chosen.scaling, is_stacked, natives, config, notes, num_weights)
 
 
 def _find_problem(scaling: Scaling, mapping: TensorMapping, is_stacked: bool) -> str | None:
