@@ -31,7 +31,7 @@ SHAPE = tuple(
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
     moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_n_hash_layers moe_grouped_gemm moe_latent_size
     finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion
-    finermoe_output_expansion vocab_size padded_vocab_size make_vocab_size_divisible_by
+    finermoe_output_expansion moe_concat_proj vocab_size padded_vocab_size make_vocab_size_divisible_by
     """.split()
 )
 """Flags that define the model of the weights."""

@@ -334,9 +334,9 @@ REQUIRES = (
     ),
     (
         ("finermoe_intermediate_granularity", "finermoe_output_granularity"),
-        "finermoe_intermediate_expansion finermoe_output_expansion",
+        "finermoe_intermediate_expansion finermoe_output_expansion moe_concat_proj",
     ),
-    (("moe_use_upcycling",), "moe_upcycling_granularity"),
+    (("moe_use_upcycling",), "moe_upcycling_granularity moe_upcycling_expert_init"),
     (
         ("moe_paged_stash",),
         "moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu",

@@ -61,6 +61,9 @@ class MoEArgs:
     """FineRMoE: number of dense-layer widths in a group of experts. 0: --finermoe-intermediate-granularity."""
     finermoe_output_expansion: int = flag(0, "--finermoe-output-expansion", "--R-O")
     """FineRMoE: number of expert groups that a slice of the output chooses from. 0: the number of slices."""
+    moe_concat_proj: bool = False
+    """FineRMoE: multiply the concatenated slices by a square matrix, before the shared expert is added. A flag of
+    FineRMoE's code."""
     moe_apply_probs_on_input: bool = False
     """Multiply the router's probability into the expert's input instead of its activation (top-1 only)."""
     moe_grouped_gemm: bool = False
@@ -197,6 +200,9 @@ class MoEArgs:
     """Turn the dense checkpoint of --load into a MoE model and save it before training."""
     moe_upcycling_granularity: int = 1
     """Number of experts that one dense feed-forward layer is split into."""
+    moe_upcycling_expert_init: Literal["dense", "normal"] = "dense"
+    """Weights of the routed experts that upcycling makes: of the dense layer, or random ones as the router's. A flag of
+    this program."""
 
     # ---- routing traces
     moe_routing_trace_path: str | None = None
@@ -224,6 +230,11 @@ class MoEArgs:
         return ExpertGrid(
             slices, self.finermoe_output_expansion or slices, cuts * (self.finermoe_intermediate_expansion or cuts)
         )
+
+    @property
+    def has_concat_proj(self) -> bool:
+        """Whether a matrix follows the concatenation of slices."""
+        return self.moe_concat_proj and self.finermoe is not None
 
     def expert_widths(self, hidden_size: int) -> tuple[int, int]:
         """Return the widths of a routed expert's input and output: the model's, the latent's, or a slice."""

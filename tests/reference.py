@@ -215,6 +215,8 @@ def moe_layer(
             parts[e // (moe.num_experts // slices)] += out if moe.moe_apply_probs_on_input else weight * out
         y = torch.cat(parts)
         y = y if up is None else up @ y + up_bias
+        concat = params.get(f"{name}.concat_proj.weight")
+        y = y if concat is None else concat @ y
         shared = f"{name}.shared_experts"
         if f"{shared}.linear_fc1.weight" in params:
             out = feed_forward(

@@ -17,6 +17,8 @@ At step 0 the model computes what the dense one does
 * not with softmax before top-k, whose scale holds for equal scores of all experts on average, nor with
   --moe-router-topk-scaling-factor.
 
+With --moe-upcycling-expert-init normal the routed experts are random too; only the rest is the dense model's.
+
 FineRMoE's experts are split along the output too and have no virtual groups; next to the shared expert, which is the
 full dense MLP, they add to the output from the first step.
 
@@ -26,8 +28,9 @@ with its weight; fc2's is divided by the sum of the weights of a token's experts
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +84,8 @@ class UpcyclingSpec:
         grid: of FineRMoE.
         fc1: factor of the weight, as fc2.
         bias: factor of fc2's bias.
-        std: of the router and the gate of the shared expert, None for xavier_uniform.
+        std: of what is drawn: the router, the gate of the shared expert, the projection of slices, and with
+            `draws_experts` the routed experts, whose biases are zero then. None for xavier_uniform.
     """
 
     experts: int
@@ -93,24 +97,26 @@ class UpcyclingSpec:
     bias: float
     std: float | None
     seed: int
+    draws_experts: bool = False
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> "UpcyclingSpec":
         """Derive it from the flags of the MoE model, by destination."""
         experts, topk, gated = args["num_experts"], args["moe_router_topk"], bool(args["swiglu"])
-        pieces, seed = args["ffn_hidden_size"] // args["moe_ffn_hidden_size"], int(args["seed"])
+        pieces = args["ffn_hidden_size"] // args["moe_ffn_hidden_size"]
+        random = {"seed": int(args["seed"]), "draws_experts": args["moe_upcycling_expert_init"] == "normal"}
         if args["finermoe_intermediate_granularity"] is not None:
             slices, candidates = args["finermoe_output_granularity"], args["finermoe_output_expansion"]
             grid = ExpertGrid(slices, candidates, pieces * args["finermoe_intermediate_expansion"])
             alone = args["moe_shared_expert_intermediate_size"] is None
-            return cls(experts, pieces, grid, gated, 1.0, float(pieces) if alone else 1.0, 1.0, _FINE_STD, seed)
+            return cls(experts, pieces, grid, gated, 1.0, float(pieces) if alone else 1.0, 1.0, _FINE_STD, **random)
         before = args["moe_router_pre_softmax"] and args["moe_router_score_function"] == "softmax"
         scale = experts / pieces * pieces**2 / topk if before else float(pieces)
         each = scale ** (1 / 3 if gated or args["squared_relu"] else 1 / 2)
         std = None
         if not args["init_method_xavier_uniform"]:
             std = args["init_method_std"] / math.sqrt(recorded_width_mult(args))
-        return cls(experts, pieces, None, gated, each, each, scale / pieces, std, seed)
+        return cls(experts, pieces, None, gated, each, each, scale / pieces, std, **random)
 
     def make_fc1(self, expert: int, dense: Tensor) -> Tensor:
         """Return an expert's rows of the dense weight or bias; gate and up are split separately."""
@@ -132,6 +138,10 @@ class UpcyclingSpec:
         """Return the weight [experts, hidden]: one row per virtual group, repeated."""
         repeats = self.pieces if self.grid is None else 1
         return self.draw(name, self.experts // repeats, hidden).repeat_interleave(repeats, 0)
+
+    def draw_expert(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return random weights of an expert, or biases of zero."""
+        return torch.zeros(shape) if name.endswith(".bias") else self.draw(name, *shape)
 
     def draw(self, name: str, *shape: int) -> Tensor:
         """Return random fp32 numbers that depend on the seed and the name only, whatever the layout."""
@@ -211,19 +221,26 @@ def _expand_mlp(
     }[linear, kind]
     shape = make(0, torch.empty(tensor.shape, device="meta")).shape
     for expert in range(spec.experts):
-        yield TensorRecipe(
-            f"{mlp}.experts.local_experts.{expert}.linear_{linear}.{kind}",
-            tuple(shape),
-            tensor.dtype,
-            tensor,
-            lambda full, expert=expert: make(expert, full.float()),  # type: ignore[misc]
-        )
+        name = f"{mlp}.experts.local_experts.{expert}.linear_{linear}.{kind}"
+        if spec.draws_experts:
+            yield _drawn_tensor(name, tuple(shape), tensor, partial(spec.draw_expert, name, shape), tensor.dtype)
+        else:
+            yield TensorRecipe(
+                name,
+                tuple(shape),
+                tensor.dtype,
+                tensor,
+                lambda full, expert=expert: make(expert, full.float()),  # type: ignore[misc]
+            )
     shared = args["moe_shared_expert_intermediate_size"] is not None
     if shared and kind == "weight":
         yield _copy(f"{mlp}.shared_experts.linear_{linear}.weight", tensor)
     if (linear, kind) != ("fc1", "weight"):
         return
     hidden, router, gate = tensor.shape[1], f"{mlp}.router", f"{mlp}.shared_experts.gate_weight"
+    concat = f"{mlp}.concat_proj.weight"
+    if args["moe_concat_proj"] and spec.grid is not None:
+        yield _drawn_tensor(concat, (hidden, hidden), tensor, lambda: spec.draw(concat, hidden, hidden))
     yield _drawn_tensor(
         f"{router}.weight", (spec.experts, hidden), tensor, lambda: spec.router(f"{router}.weight", hidden)
     )
@@ -239,10 +256,14 @@ def _expand_mlp(
 
 
 def _drawn_tensor(
-    name: str, shape: tuple[int, ...], stored_with: LogicalTensor, make: Callable[[], Tensor]
+    name: str,
+    shape: tuple[int, ...],
+    stored_with: LogicalTensor,
+    make: Callable[[], Tensor],
+    dtype: torch.dtype = torch.float32,
 ) -> TensorRecipe:
     """Return a tensor without a dense counterpart; it is read together with `stored_with`."""
-    return TensorRecipe(name, shape, torch.float32, stored_with, lambda _: make(), drawn=True)
+    return TensorRecipe(name, shape, dtype, stored_with, lambda _: make(), drawn=True)
 
 
 def _check(

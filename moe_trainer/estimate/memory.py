@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from arguments.training import TrainingArgs
     from moe_trainer.estimate.hardware import Hardware
 
-_IN_CHUNKS = ("mlp.", "experts.", "shared_experts.", "routes.", "fc2_latent_proj.")
+_IN_CHUNKS = ("mlp.", "experts.", "shared_experts.", "routes.", "fc2_latent_proj.", "concat_proj.")
 """Saved tensors of what runs in chunks (--mlp-chunks-for-training)."""
 _MODULES = (
     ("logits", ("head.",)),

@@ -193,9 +193,10 @@ class LayerParams:
         return reads * up + width * makes + (up + makes if self._bias else 0)
 
     def projections(self) -> int:
-        """Return the parameters of the projections of tokens to the experts' latents and back."""
-        latent = self.moe.moe_latent_size or 0
-        return 2 * latent * self.model.hidden_size + (latent + self.model.hidden_size if latent and self._bias else 0)
+        """Return the parameters of the projections of tokens to the experts' latents and back, and of slices."""
+        latent, hidden = self.moe.moe_latent_size or 0, self.model.hidden_size
+        slices = hidden**2 if self.moe.has_concat_proj else 0
+        return slices + 2 * latent * hidden + (latent + hidden if latent and self._bias else 0)
 
     def shared(self) -> int:
         """Return the parameters of a layer's shared experts and their gate."""

@@ -45,6 +45,8 @@ def experts(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("experts.order", (2, layer.received), INDEX)
     if moe.moe_latent_size:
         yield SavedTensor("fc2_latent_proj.x", (layer.own, moe.moe_latent_size), layer.size)
+    if moe.has_concat_proj:
+        yield SavedTensor("concat_proj.x", (layer.own, layer.hidden), layer.size)
     shared = moe.moe_shared_expert_intermediate_size
     if shared and "shared_experts" not in layer.parts:
         yield from mlp(layer, "shared_experts", shared // layer.tp)

@@ -29,6 +29,7 @@ _ALWAYS = (
     "experts.linear_fc2.x",
     "shared_experts.linear_fc2.x",
     "fc2_latent_proj.x",
+    "concat_proj.x",
 )
 
 

@@ -432,7 +432,7 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
         notes.append(f"{s.shown('cuda_graph_impl')}: left out; {reason}")
     if s.moe_use_upcycling:
         flags = [s.flag("moe_use_upcycling")]
-        flags += [s.shown("moe_upcycling_granularity")] if s.given("moe_upcycling_granularity") else []
+        flags += [s.shown(dest) for dest in ("moe_upcycling_granularity", "moe_upcycling_expert_init") if s.given(dest)]
         notes.append(f"{', '.join(flags)}: left out; the weights are random, not those of a dense model")
     flags = [s.flag(dest) for dest in ("moe_enable_routing_replay", "moe_routing_replay_path") if s.given(dest)]
     if flags:

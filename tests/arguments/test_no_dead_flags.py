@@ -26,8 +26,8 @@ USED_BY_THE_PROGRAM = (
     "vocabulary",
 )
 """Modules of `arguments` that compute what the model is built from, and where its data are."""
-READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path"}
-"""Read as f"{split}_data_path" in arguments/blend.py."""
+READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_upcycling_expert_init"}
+"""Read as f"{split}_data_path" in arguments/blend.py, and by key in checkpoint/upcycling.py."""
 READ_FOR_THE_RECORD = {
     "use_gigatoken",  # part of the tokenizer's identity in the names of index files, as in Megatron
 }

@@ -54,6 +54,12 @@ def test_flops_of_finermoe_experts(gate, matrices):
     )
 
 
+def test_flops_of_the_matrix_behind_slices():
+    words = f"{MOE} --G-I 4 --G-O 2 --R-I 1 --R-O 2".split()
+    plain, projected = (training_flops(parse(*words, *more), 1, 4, 16) for more in ([], ["--moe-concat-proj"]))
+    assert projected - plain == 6 * 4 * 8 * 8
+
+
 @pytest.mark.parametrize("q_lora", [None, 5])
 def test_flops_of_mla_with_mtp(q_lora):
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention"

@@ -105,6 +105,10 @@ KINDS = {
     "latent experts, shared": (f"{GROUPED} --moe-latent-size 20 --moe-shared-expert-intermediate-size 40 --moe-router-pre-softmax",
                                (*FEW, "moe_act", *CHUNKED)),
     "fine experts": (f"{GROUPED} {FINE} --moe-router-load-balancing-type seq_aux_loss", (*FEW, "moe_act", "3 chunks", "4 chunks, moe")),
+    "fine experts, concat_proj, expert bias": (
+        f"{GROUPED} {FINE} --moe-concat-proj --moe-router-enable-expert-bias", ("all kept", "moe", "layernorm", "3 chunks")),
+    "fine experts, concat_proj, tensorwise": (
+        f"{GROUPED} {FINE} --moe-concat-proj --bf16 --fp8-format e4m3 --fp8-recipe tensorwise", ("all kept",)),
     "blockwise": (
         f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --moe-shared-expert-intermediate-size 40 --moe-layer-freq ([0]*1+[1]*2)",
         (*FEW, "core_attn", "offload large", "pages")),

@@ -69,6 +69,7 @@ KINDS = {
     "fine, bias, drops": {
         "finermoe_output_granularity": 2,
         "finermoe_output_expansion": 4,
+        "moe_concat_proj": True,
         "moe_router_enable_expert_bias": True,
         "moe_expert_capacity_factor": 0.6,
         "moe_pad_expert_input_to_capacity": True,

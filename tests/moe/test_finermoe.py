@@ -40,6 +40,7 @@ KINDS = {
     "2-4-2-3": fine(2, 4, 2, 3, **AUX),
     "3-1-1-2, two of a group": fine(3, 1, 1, 2, 2, **SEQUENCE),
     "1-4-1-1": fine(1, 4, 1, 1, **SEQUENCE),
+    "2-2-1-2, concat_proj": fine(2, 2, 1, 2, moe_concat_proj=True, **SHARED, **SEQUENCE),
     "2-2-1-2, expert bias": fine(2, 2, 1, 2, 2, moe_router_enable_expert_bias=True, **ALL),
     "2-2-1-2, drops": fine(2, 2, 1, 2, moe_expert_capacity_factor=0.7, **SHARED, **SEQUENCE),
     "2-2-1-2, padded": fine(

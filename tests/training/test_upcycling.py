@@ -140,6 +140,25 @@ def test_finermoe_experts_follow_the_published_layout(shared, factor, dense, tmp
     assert torch.equal(new[f"{LAYER}self_attention.linear_qkv.weight"], old[f"{LAYER}self_attention.linear_qkv.weight"])
 
 
+def test_random_experts_next_to_the_dense_network(dense, tmp_path):
+    """All-normal initialization, and the matrix behind the slices."""
+    source, old, _ = dense(GATED)
+    flags = f"{GATED} {FINE} {SHARED} --moe-concat-proj --moe-upcycling-expert-init normal"
+    _, new = upcycle(source, flags, tmp_path)
+    assert torch.equal(new[f"{LAYER}mlp.shared_experts.linear_fc2.weight"], old[f"{LAYER}mlp.linear_fc2.weight"])
+    drawn = [name for name in new if ".experts.local_experts." in name or ".concat_proj." in name]
+    assert len(drawn) == 2 * (2 * 24 + 1)  # layers
+    for name in drawn:
+        assert 0.015 < new[name].std() < 0.025 and abs(new[name].mean()) < 0.007, name
+    assert len({value.sum().item() for name, value in new.items() if name in drawn}) == len(drawn)
+
+
+def test_random_experts_have_no_biases():
+    random = UpcyclingSpec.from_args(FORM | {"moe_upcycling_expert_init": "normal"})
+    assert random.draw_expert("fc1.bias", (6,)).count_nonzero() == 0
+    assert 0.05 < random.draw_expert("fc1.weight", (6, 8)).std() < 0.15
+
+
 @pytest.mark.parametrize(
     ("model", "experts", "layout"),
     [
@@ -313,6 +332,7 @@ FORM = {
     "moe_ffn_hidden_size": 6,
     "seed": 5,
     "finermoe_intermediate_granularity": None,
+    "moe_upcycling_expert_init": "dense",
     "moe_router_pre_softmax": False,
     "moe_router_score_function": "softmax",
     "init_method_xavier_uniform": False,
@@ -324,6 +344,7 @@ LAYERS = {
     "moe_layer_freq": 1,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
+    "moe_concat_proj": False,
     "add_bias_linear": False,
     "moe_router_enable_expert_bias": False,
     "moe_router_load_balancing_type": "aux_loss",

@@ -347,7 +347,7 @@ REQUIRED_FLAGS = {
     "dsa_attention_form": f"{SPARSE} --dsa-indexer-use-sparse-loss --attention-dropout 0",
     **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
     "experimental_attention_variant": "--linear-attention-freq 4",
-    **dict.fromkeys(FOUR, FINE),
+    **dict.fromkeys((*FOUR, "moe_concat_proj"), FINE),
     "num_query_groups": "--group-query-attention", "sequence_parallel": "--tensor-model-parallel-size 2",
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"),
@@ -371,7 +371,7 @@ REQUIRED_FLAGS = {
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     **dict.fromkeys(("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"), "--moe-token-dispatcher-type alltoall"),
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
-    **dict.fromkeys(("moe_use_upcycling", "moe_upcycling_granularity"), UPCYCLING),
+    **dict.fromkeys(("moe_use_upcycling", "moe_upcycling_granularity", "moe_upcycling_expert_init"), UPCYCLING),
     **dict.fromkeys(("max_seqlen_per_dp_cp_rank", "sequence_packing_scheduler", "thd_max_packed_sequences"), "--use-varlen-dataset"),
     **dict.fromkeys(
         ("hybrid_context_parallel", "dynamic_context_parallel"), "--use-varlen-dataset --calculate-per-token-loss"

@@ -35,8 +35,9 @@ def compare_with_ours(theirs, folder):
         {"G_O": 4, "R_O": 1, "num_experts": 16, "mlp_only_layers": []},
         {"tie_word_embeddings": True},
         {"moe_router_enable_expert_bias": True},
+        {"moe_concat_proj": True},
     ],
-    ids=["noshare", "expanded", "one slice", "four slices", "tied", "expert bias"],
+    ids=["noshare", "expanded", "one slice", "four slices", "tied", "expert bias", "concat_proj"],
 )
 def test_logits_equal_for_every_grid(changes, tmp_path):
     theirs = make("finer_moe", **changes)
