@@ -326,6 +326,7 @@ REQUIRES = (
         "moe_routing_replay_path "
         "save_tokens_per_expert_interval use_transformer_engine_op_fuser",
     ),
+    (("stream_weights_to",), "stream_weights_model_type"),
     (("moe_routing_replay_path",), "moe_enable_routing_replay"),
     (
         ("moe_routing_trace_path",),

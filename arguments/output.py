@@ -43,6 +43,15 @@ class OutputArgs:
     """Take initial weights from this safetensors file, under Megatron-Core's names."""
     export_weights: str | None = None
     """Write the final weights to this safetensors file, under Megatron-Core's names."""
+    stream_weights_to: str | None = None
+    """Directory for the weights during training, as Hugging Face folders that an inference engine loads; shm:NAME is a
+    directory in the shared memory of rank 0's host. Unset: none. A flag of this program."""
+    stream_weights_interval: int | None = None
+    """Number of iterations between the writes of --stream-weights-to; the weights at the start and at the end are
+    written too. A flag of this program."""
+    stream_weights_model_type: str | None = None
+    """Hugging Face model type of --stream-weights-to. Unset: the first that expresses the model. A flag of this
+    program."""
     dump_step: list[str] | None = flag(None, nargs=2, metavar=("N", "DIR"))
     """Write gradients, routing maps and probabilities of iteration N to DIR."""
     record_step: int | None = None

@@ -38,7 +38,8 @@ POSITIVE = tuple(
     distributed_timeout_minutes distributed_timeout_seconds_after_init tensorboard_queue_size
     train_sync_interval fp8_interval moe_routing_trace_max_training_iters straggler_ctrlr_port
     straggler_minmax_count object_storage_cache_gb document_streams mlp_chunks_for_training
-    eval_tasks_interval eval_tasks_limit sample_interval sample_max_new_tokens lora_dim lora_alpha
+    stream_weights_interval eval_tasks_interval eval_tasks_limit sample_interval sample_max_new_tokens lora_dim
+    lora_alpha
     """.split()
 )
 NOT_NEGATIVE = tuple(

@@ -46,6 +46,7 @@ TRAINING_ONLY = (
     "record_step",
     "eval_tasks",
     "sample_prompts",
+    "stream_weights_to",
     "dump_step",
     "error_injection_rate",
     "rampup_batch_size",
@@ -270,6 +271,16 @@ def check_sample_prompts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "{sample_prompts:flag} and {sample_interval:flag} belong together: which texts, and every how many "
             "iterations."
         )
+
+
+def check_stream_weights(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    if (s.stream_weights_to is None) != (s.stream_weights_interval is None):
+        yield s.violation(
+            "{stream_weights_to:flag} and {stream_weights_interval:flag} belong together: where weights are written, "
+            "and every how many iterations."
+        )
+    if s.stream_weights_to in ("", "shm:"):
+        yield s.violation("{stream_weights_to:flag} needs a directory, or shm:NAME.")
 
 
 def limit_eval_tasks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

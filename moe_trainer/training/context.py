@@ -38,6 +38,7 @@ from moe_trainer.resilience.save_failures import SaveHistory
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.monitors import RankMonitors
 from moe_trainer.training.routing_replay import RoutingReplay
+from moe_trainer.training.stream_weights import WeightStream
 
 
 @dataclass
@@ -79,6 +80,7 @@ class TrainContext:
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
         tasks: of --eval-tasks.
         samples: of --sample-prompts.
+        stream: of --stream-weights-to.
         replay: gives routers the experts of training batches; None: they choose.
         train_stream: what yields `train_batches` with --dataloader-type external.
     """
@@ -112,6 +114,7 @@ class TrainContext:
     tasks: TaskEvaluation | None = None
     samples: PromptCompleter | None = None
     replay: RoutingReplay | None = None
+    stream: WeightStream | None = None
 
     @property
     def ps(self) -> ParallelState:

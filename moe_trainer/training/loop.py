@@ -66,6 +66,9 @@ def train(
     set_training(ctx.chunks, True)
     is_first = True
     ctx.monitors.run_due_checks(ctx.chunks, ctx.optimizer, state.iteration)
+    if ctx.stream is not None:
+        with timeouts.extended():
+            ctx.stream.write(state.iteration)
     while state.iteration < ctx.train_iters:
         with timeouts.extended() if recording_is_due(ctx, state) else nullcontext():
             train_iteration(ctx, state)
@@ -75,6 +78,9 @@ def train(
         if evaluation_is_due(ctx, state):
             with timeouts.extended():
                 validate(ctx, state, f"iteration {state.iteration}")
+        if ctx.stream is not None and is_due_or_last(ctx, state, ctx.args.output.stream_weights_interval):
+            with timeouts.extended():
+                ctx.stream.write(state.iteration)
         if ctx.tasks is not None and is_due_or_last(ctx, state, training.eval_tasks_interval):
             with timeouts.extended():
                 evaluate_tasks(ctx, state)

@@ -52,6 +52,7 @@ from moe_trainer.training.context import TrainContext, named_transformer_layers,
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
+from moe_trainer.training.stream_weights import WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,10 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         schedule = build_schedule(args, runtime, chunks)
         if waiting := deadlocking_batch_sizes(args, ps.dp.size):
             raise ValueError("; ".join(waiting))
+    stream = None
+    if args.output.stream_weights_to is not None and not args.training.skip_train:
+        with as_user_error("--stream-weights-to"):
+            stream = WeightStream(args, chunks, ps, vocab, optimizer, args.output.stream_weights_to)
     iteration_graph = _iteration_graph(args, runtime.device, chunks)
     if iteration_graph is not None and optimizer is not None:
         optimizer.defer_param_gather()
@@ -128,6 +133,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         profiler=Profiler(args.output, runtime.launch_env.rank),
         iteration_graph=iteration_graph,
         dumps=Dumps(args.output, args.moe, runtime.launch_env.rank),
+        stream=stream,
         replay=RoutingReplay.of_folder(args, chunks, runtime.launch_env.rank, ps.world.size),
     )
 

@@ -178,6 +178,8 @@ INVALID_LINES = (
     ("--moe-router-topk 9", "--moe-router-topk", "--num-experts"),
     ("--moe-router-topk 0", "--moe-router-topk", "--moe-router-topk"),
     ("--moe-router-topk 1", "--moe-router-topk", "--moe-router-pre-softmax"),
+    ("--stream-weights-to d", "", "--stream-weights-interval"),
+    ("--stream-weights-to shm: --stream-weights-interval 1", "", "--stream-weights-to"),
     ("--moe-routing-replay-path d", "", "--moe-enable-routing-replay"),
     ("--moe-router-group-topk 2", "", "--moe-router-num-groups"),
     ("--moe-router-group-topk 2 --moe-router-num-groups 3", "", "--num-experts"),

@@ -28,6 +28,7 @@ OWN = {
     "qk_layernorm_all_heads", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "moe_concat_proj", "moe_upcycling_expert_init",
+    "stream_weights_to", "stream_weights_interval", "stream_weights_model_type",
     "sample_prompts", "sample_interval", "sample_max_new_tokens",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
     "moe_n_hash_layers",  # too

@@ -30,6 +30,7 @@ OWNERS = {
             "scripts/bench_baselines.py",
             "scripts/bench_gpu.py",
             "scripts/convert.py",
+            "scripts/follow_weights.py",
         ),
         False,
     ),

@@ -52,7 +52,7 @@ _SCALING = "fp8."
 _SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer")
 
 
-def _yarn_length(config: Mapping[str, Any]) -> dict[str, Any]:
+def yarn_length(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the positions that YaRN's factor reaches, which transformers expects in max_position_embeddings."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "yarn":
@@ -111,7 +111,7 @@ def plan_hf_folder(
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
     flags = dict(state.args) | {"rows": stored}
     family, config = write_config(flags, rows or stored, kind, families)
-    config |= _yarn_length(config)
+    config |= yarn_length(config)
     mappings = tensor_mappings(family.names, flags)
     _check_native(mappings, tensors)
     cut = rows if rows not in (None, stored) else None

@@ -21,7 +21,7 @@ import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.config import read_config, write_config
 from moe_trainer.checkpoint.hf.encodings import decode_block_fp8, decode_fp4
-from moe_trainer.checkpoint.hf.export import _yarn_length
+from moe_trainer.checkpoint.hf.export import yarn_length
 from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
@@ -606,13 +606,11 @@ def test_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path, caplog)
 
 def test_yarn_max_position_embeddings_is_written():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-    assert _yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {
-        "max_position_embeddings": 16384
-    }
+    assert yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {"max_position_embeddings": 16384}
     assert (
-        _yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
+        yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
         == {}
-        == _yarn_length({"rope_scaling": None})
+        == yarn_length({"rope_scaling": None})
     )
 
 

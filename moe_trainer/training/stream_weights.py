@@ -1,0 +1,109 @@
+"""--stream-weights-interval: weights for other programs during training, such as an inference engine's.
+
+Tensors are gathered one by one over TP, PP, EP and FSDP to rank 0, which converts them to Hugging Face names and writes
+or passes them on in buckets. No rank holds more of the model than before, plus a bucket.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor
+
+from arguments import Arguments
+from moe_trainer.checkpoint.hf.weight_stream import HFWeights, SnapshotFolder, split_into_buckets
+from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.weights import export_named_weights
+from moe_trainer.optim.optimizer import Optimizer
+from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
+from moe_trainer.parallel.state import ParallelState
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 2**29
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what the flag names
+Bucket = list[tuple[str, Tensor]]
+Result = TypeVar("Result")
+
+
+class WeightStream:
+    """Streams the weights of a run.
+
+    Args:
+        args: of the run.
+        chunks: of the model on this rank.
+        ps: parallel state.
+        padded_vocab_size: rows of the embedding; those after --vocab-size are left out.
+        optimizer: whose updates the parameters receive; None if nothing is trained.
+        target: --stream-weights-to; None if weights are passed to a function only.
+        bucket_bytes: largest size of a bucket with several tensors.
+
+    Attributes:
+        config: the content of config.json.
+
+    Raises:
+        CheckpointError: if no Hugging Face model type expresses the model.
+    """
+
+    def __init__(
+        self,
+        args: Arguments,
+        chunks: Sequence[Transformer],
+        ps: ParallelState,
+        padded_vocab_size: int,
+        optimizer: Optimizer | None = None,
+        target: str | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        self._chunks, self._ps, self._optimizer, self._bucket_bytes = chunks, ps, optimizer, bucket_bytes
+        # the ids of a null tokenizer do not end there
+        vocabulary = None if args.data.tokenizer_type == "NullTokenizer" else args.data.vocab_size
+        rows = None if vocabulary is None else min(vocabulary, padded_vocab_size)
+        kind = args.output.stream_weights_model_type
+        self._weights = HFWeights(args.as_dict(), padded_vocab_size, rows, chunks[0].params_dtype, kind)
+        self.config = self._weights.config
+        self._folder = None if target is None else SnapshotFolder(find_folder(target))
+
+    def write(self, iteration: int) -> None:
+        """Write a snapshot of the weights after an iteration to the target. Collective over the world.
+
+        Raises:
+            UserError: on every rank, if it cannot be written.
+        """
+        begin, folder = time.perf_counter(), self._folder
+        assert folder is not None
+        path = self._receive(lambda buckets: folder.publish(iteration, self.config, buckets))
+        if path is not None:
+            logger.info("weights after iteration %d are in %s (%.1f s)", iteration, path, time.perf_counter() - begin)
+
+    def send(self, receive: Callable[[Bucket], None]) -> None:
+        """Call `receive` on rank 0 with every bucket of (Hugging Face name, tensor). Collective over the world.
+
+        Tensors are on this rank's device and may be views of parameters: copy what is needed after `receive` returns.
+        An error of `receive` is raised on every rank.
+        """
+
+        def receive_all(buckets: Iterator[Bucket]) -> None:
+            for bucket in buckets:
+                receive(bucket)
+
+        self._receive(receive_all)
+
+    def _receive(self, consume: Callable[[Iterator[Bucket]], Result]) -> Result | None:
+        if self._optimizer is not None:
+            self._optimizer.wait_params()
+        weights = export_named_weights(self._chunks, self._ps)
+        with raise_on_all_ranks(self._ps.world, "--stream-weights-to"), drain_on_exit(weights):
+            if self._ps.world.rank == 0:
+                return consume(split_into_buckets(self._weights.convert(weights), self._bucket_bytes))
+        return None
+
+
+def find_folder(target: str) -> Path:
+    """Return the folder of --stream-weights-to: "shm:NAME" is a folder in the shared memory of this host."""
+    kind, separator, name = target.partition(":")
+    return SHARED_MEMORY / name if separator and kind == "shm" else Path(target)
