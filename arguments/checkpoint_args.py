@@ -23,7 +23,8 @@ SHAPE = tuple(
     activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier logits_scaling
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights experimental_attention_variant
     linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
+    linear_num_value_heads hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     dsa_indexer_k_norm_epsilon attention_output_gate softmax_type multi_latent_attention q_lora_rank
     kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers mtp_use_repeated_layer num_experts

@@ -266,6 +266,7 @@ RENAMED = MappingProxyType(
         "cuda_graph_scope_deprecated": "--cuda-graph-modules",
         "no_weight_decay_cond_type": "--apply-wd-to-qk-layernorm",
         "batch_size": "--micro-batch-size",
+        "hybrid_override_pattern": "--hybrid-layer-pattern",
         "model_parallel_size": "--tensor-model-parallel-size",
         "warmup": "--lr-warmup-fraction",
     }
@@ -428,6 +429,7 @@ REQUIRES = (
         "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
         "linear_num_value_heads",
     ),
+    (("hybrid_layer_pattern",), "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"),
     (
         ("experimental_attention_variant=dsa",),
         "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_warmup "
@@ -627,7 +629,7 @@ _REMOVED = (
     ),
     (
         "--hybrid-attention-ratio=1 --hybrid-mlp-ratio=1",
-        "hybrid models are not supported; --moe-layer-freq selects the MoE layers",
+        "--hybrid-layer-pattern lists the layers",
     ),
     ("--mrope-interleaved", "multimodal positions are not supported"),
     ("--inference-dynamic-batching-cuda-graph-max-tokens=1", "this program trains, it does not serve"),
@@ -769,12 +771,12 @@ PRODUCTS = (
         "--ict- --biencoder- --retriever-",
     ),
     Product(
-        "hybrid state-space models (Mamba)",
-        "this program trains transformers; see --moe-layer-freq for mixed layers",
-        """--mtp-hybrid-override-pattern=1 --is-hybrid-model --disable-mamba-mem-eff-path --hybrid-layer-pattern=1
-        --hybrid-override-pattern=1 --inference-dynamic-batching-mamba-memory-ratio=1
+        "options of other state-space kernels",
+        "--hybrid-layer-pattern has Mamba-2 layers, with states in fp32",
+        """--mtp-hybrid-override-pattern=1 --is-hybrid-model --disable-mamba-mem-eff-path
+        --mamba-training-ssm-states-dtype=1 --inference-dynamic-batching-mamba-memory-ratio=1
         --inference-dynamic-batching-prefix-caching-mamba-gb=1""",
-        "--mamba- --gdp-",
+        "--mamba-inference- --gdp-",
     ),
     Product(
         "model optimization: quantization, pruning, distillation, export",

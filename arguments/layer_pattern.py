@@ -1,4 +1,4 @@
-"""Which decoder layers are MoE layers, and which have linear attention or a window."""
+"""Which decoder layers are MoE layers, and which have linear attention, a window, or one sublayer only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from arguments.model import ModelArgs
+
+MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+"""Letters of --hybrid-layer-pattern."""
+STAGE, DEPTH = "|", "/"
+"""What separates pipeline stages there, and depths of multi-token prediction."""
 
 
 def moe_layer_pattern(
@@ -55,6 +60,34 @@ def is_linear(model: ModelArgs, number: int) -> bool:
     """Whether a layer (counted from 0; those of multi-token prediction copy the last one) is a gated DeltaNet layer."""
     pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
     return pattern[min(number, model.num_layers - 1)]
+
+
+def hybrid_letters(pattern: str) -> str:
+    """Return one letter per decoder layer of a --hybrid-layer-pattern."""
+    return pattern.partition(DEPTH)[0].replace(STAGE, "")
+
+
+def layer_letter(model: ModelArgs, number: int) -> str:
+    """Return the letter of a decoder layer, counted from 0, in --hybrid-layer-pattern; "" for one of two sublayers."""
+    letters = hybrid_letters(model.hybrid_layer_pattern or "")
+    return letters[min(number, len(letters) - 1)] if letters else ""
+
+
+def has_attention(model: ModelArgs, number: int) -> bool:
+    """Whether a decoder layer has softmax or linear attention."""
+    return layer_letter(model, number) in ("", ATTENTION)
+
+
+def has_mlp(model: ModelArgs, number: int) -> bool:
+    """Whether a decoder layer has a feed-forward sublayer, dense or of experts."""
+    return layer_letter(model, number) in ("", MLP, MOE)
+
+
+def typical_layers(model: ModelArgs, pattern: Sequence[bool], is_moe: bool) -> tuple[int, ...]:
+    """Return a decoder layer of every letter that is, or is not, an MoE layer; layer 0 unless the model is hybrid."""
+    letters = hybrid_letters(model.hybrid_layer_pattern or "")
+    first = {letter: letters.index(letter) for letter in letters}
+    return tuple(number for number in first.values() if pattern[number] == is_moe) or (0,)
 
 
 def uses_window(model: ModelArgs, layer_number: int) -> bool:

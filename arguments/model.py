@@ -178,6 +178,19 @@ class ModelArgs:
     """Number of key heads of a gated DeltaNet layer."""
     linear_num_value_heads: int = 32
     """Number of value heads of a gated DeltaNet layer."""
+    hybrid_layer_pattern: str | None = None
+    """Layers of one sublayer each, one letter per layer: M (Mamba-2), * (attention), - (feed-forward), E (experts).
+    A | begins the next pipeline stage. Determines --num-layers and --moe-layer-freq. Unset: transformer layers."""
+    hybrid_override_pattern: str | None = None
+    """Deprecated spelling of --hybrid-layer-pattern."""
+    mamba_state_dim: int = 128
+    """Number of channels of the state of a Mamba layer."""
+    mamba_head_dim: int = 64
+    """Number of channels of a head of a Mamba layer."""
+    mamba_num_groups: int = 8
+    """Number of groups of heads of a Mamba layer, which share what reads and writes the state."""
+    mamba_num_heads: int | None = None
+    """Number of heads of a Mamba layer. Unset: 2 x hidden size / --mamba-head-dim."""
     dsa_indexer_n_heads: int = flag(None)
     """Sparse attention: number of heads of the indexer that selects keys."""
     dsa_indexer_head_dim: int = flag(None)
@@ -339,6 +352,11 @@ class ModelArgs:
     def logit_scale(self) -> float:
         """Factor of the logits."""
         return (self.mup_output_mult if self.use_mup else 1.0) / self.logits_scaling
+
+    @property
+    def mamba_heads(self) -> int:
+        """Number of heads of a Mamba layer."""
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
     def query_groups(self) -> int:

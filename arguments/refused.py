@@ -15,6 +15,7 @@ from arguments.settings import Limit, Settings
 
 TOPICS = MappingProxyType(
     {
+        "hybrid": "Hybrid models",
         "finermoe": "FineRMoE",
         "attention": "Attention",
         "sparse_attention": "Sparse attention",

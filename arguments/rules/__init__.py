@@ -22,6 +22,7 @@ from arguments.rules import (
     finermoe,
     graph_limits,
     graphs,
+    hybrid,
     kernels,
     lora,
     mup,
@@ -47,6 +48,7 @@ from arguments.settings import Limit, Settings, Violation
 __all__ = ["AREAS", "CHECKS", "LIMITS", "RESOLVERS", "check", "derived", "limits", "resolve"]
 
 AREAS = (
+    hybrid,
     numbers,
     finermoe,
     sizes,

@@ -17,7 +17,8 @@ POSITIVE = tuple(
     linear_key_head_dim linear_value_head_dim dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     ddp_num_buckets ddp_bucket_size max_seqlen_per_dp_cp_rank thd_max_packed_sequences num_query_groups
     linear_num_key_heads
-    linear_num_value_heads dsa_indexer_topk_freq dsa_indexer_k_norm_epsilon
+    linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    dsa_indexer_topk_freq dsa_indexer_k_norm_epsilon
     yarn_original_max_position_embeddings moe_router_num_groups finermoe_intermediate_granularity
     finermoe_output_granularity moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
     suggested_communication_unit_size world_size model_parallel_size batch_size

@@ -14,25 +14,28 @@ do not, but their checkpoints name the two norms of a layer as if they did (not 
 Transformer Engine's norms and attention have an `_extra_state` each, as linears have in both: a separate object,
 empty without fp8 scales, which Megatron's loader requires.
 
-Experimental attention variants have Transformer Engine's spec only. An MTP layer is like the last decoder layer.
+Experimental attention variants and hybrid models have Transformer Engine's spec only. A hybrid model's layer has one
+norm: that of a Mamba mixer is in its in_proj, the others are as above. An MTP layer is like the last decoder layer.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import ATTENTION, MAMBA, hybrid_letters, linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import MLP as DENSE
 
 Spelling = tuple[str, str]
 """Prefix of a name inside a layer, and its prefix if the norm is fused."""
 
 INPUT: Spelling = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 IN_PROJ: Spelling = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
+MIXER: Spelling = ("norm.", "mixer.in_proj.layer_norm_")
 MLP: Spelling = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 LATENT: tuple[Spelling, ...] = (
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
-FUSED: tuple[Spelling, ...] = (INPUT, IN_PROJ, MLP, *LATENT)
+FUSED: tuple[Spelling, ...] = (INPUT, IN_PROJ, MIXER, MLP, *LATENT)
 
 
 def has_te_names(record: Mapping[str, Any]) -> bool:
@@ -40,6 +43,7 @@ def has_te_names(record: Mapping[str, Any]) -> bool:
     return (
         record.get("transformer_impl") == "transformer_engine"
         or record.get("experimental_attention_variant") is not None
+        or bool(record.get("hybrid_layer_pattern"))
     )
 
 
@@ -63,6 +67,9 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
     Raises:
         ValueError: if a list of layers does not have one entry per layer.
     """
+    if record.get("hybrid_layer_pattern"):
+        by_letter = {MAMBA: (MIXER,), ATTENTION: (INPUT,), DENSE: (MLP,)}
+        return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(record["hybrid_layer_pattern"]))
     num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
     routed = moe_layer_pattern(
         num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
@@ -86,9 +93,10 @@ def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
 def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:
     """Yield the `_extra_state` that belongs to a stored weight, by `te_modules`.
 
-    That of a norm follows its weight, that of attention the weight of the following linear.
+    That of a norm follows its weight, that of attention the weight of the following linear. The gated norm of a Mamba
+    mixer is not Transformer Engine's.
     """
-    if "norm" in parts and stored.endswith("norm.weight"):
+    if "norm" in parts and stored.endswith("norm.weight") and not stored.endswith("mixer.norm.weight"):
         yield stored.removesuffix("weight") + "_extra_state"
     elif "attention" in parts and stored.endswith("self_attention.linear_proj.weight"):
         yield stored.removesuffix("linear_proj.weight") + "core_attention._extra_state"

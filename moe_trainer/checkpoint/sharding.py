@@ -106,8 +106,13 @@ class KeyScheme:
         freq = record.get("moe_layer_freq", 1)
         alike = not isinstance(freq, (list, tuple)) and int(freq or 1) == 1
         linear_freq = record.get("linear_attention_freq")
-        alike = alike and not isinstance(linear_freq, (list, tuple)) and int(linear_freq or 1) == 1
-        alike = alike and not record.get("moe_n_hash_layers")  # only these layers have a table
+        alike = (
+            alike
+            and not record.get("hybrid_layer_pattern")
+            and not record.get("moe_n_hash_layers")  # only these layers have a table
+            and not isinstance(linear_freq, (list, tuple))
+            and int(linear_freq or 1) == 1
+        )
         return cls(
             num_layers=int(record["num_layers"]),
             num_experts=int(record.get("num_experts") or 0),
@@ -126,6 +131,7 @@ class KeyScheme:
         every = tuple(
             (
                 layer_spec.IN_PROJ if layer_spec.IN_PROJ in layer else layer_spec.INPUT,
+                layer_spec.MIXER,
                 layer_spec.MLP,
                 *layer_spec.LATENT,
             )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import hybrid_letters, moe_layer_pattern, mtp_is_moe
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -136,7 +136,8 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     """Return missing and unexpected tensors, by the recorded flags and the other layers."""
     weights = {tensor.name: tensor for tensor in tensors if tensor.state is None and "optimizer." not in tensor.name}
     problems = [f"{name} is foreign: no part of such a model" for name in weights if not _KNOWN.match(name)]
-    wanted = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"]
+    final = "final_norm" if args.get("hybrid_layer_pattern") else "final_layernorm"
+    wanted = ["embedding.word_embeddings.weight", f"decoder.{final}.weight"]
     wanted += ["output_layer.weight"] if args.get("untie_embeddings_and_output_weights") else []
     problems += [f"{name} is missing" for name in wanted if name not in weights]
     num_layers, num_experts = int(args["num_layers"]), int(args.get("num_experts") or 0)
@@ -146,12 +147,15 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     except (TypeError, ValueError) as error:
         return [*problems, f"the recorded flags are damaged: {error}"]
     mtp = (mtp_is_moe(pattern),) * int(args.get("mtp_num_layers") or 0)
+    letters = hybrid_letters(args.get("hybrid_layer_pattern") or "")
     for block, kinds in (("decoder", pattern), ("mtp", mtp)):
-        problems += _layers(block, weights, kinds, num_experts)
+        problems += _layers(block, weights, kinds, num_experts, letters)
     return [*problems, *_states(tensors, weights)]
 
 
-def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_experts: int) -> Iterator[str]:
+def _layers(
+    block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_experts: int, letters: str
+) -> Iterator[str]:
     """Check that layers of one kind hold the same tensors, and that every expert exists."""
     by_layer: dict[int, dict[str, set[int]]] = {number: {} for number in range(len(is_moe))}
     for name in weights:
@@ -160,9 +164,10 @@ def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_ex
             expert = _EXPERT.search(match[3])
             experts = by_layer.setdefault(int(match[2]), {}).setdefault(_EXPERT.sub(_ANY_EXPERT, match[3]), set())
             experts.update({int(expert[1])} if expert else ())
+    kinds = letters or is_moe  # what is alike: the letters of a hybrid model say more
     common = {
-        moe: set().union(*(by_layer[number] for number, kind in enumerate(is_moe) if kind == moe))
-        for moe in (True, False)
+        kind: set().union(*(by_layer[number] for number, each in enumerate(kinds) if each == kind))
+        for kind in set(kinds)
     }
     for number, held in sorted(by_layer.items()):
         prefix = f"{block}.layers.{number}."
@@ -179,7 +184,7 @@ def _layers(block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_ex
             )
             continue
         other = _BIASES if _TABLE in held else {_TABLE}  # a hash-routed layer has its table instead of a bias
-        yield from (f"{prefix}{rest} is missing" for rest in sorted(common[is_moe[number]] - set(held) - other))
+        yield from (f"{prefix}{rest} is missing" for rest in sorted(common[kinds[number]] - set(held) - other))
         for rest, experts in sorted(held.items()):
             if _ANY_EXPERT in rest:
                 yield from (

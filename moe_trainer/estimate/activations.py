@@ -27,10 +27,18 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import (
+    MAMBA,
+    has_attention,
+    has_mlp,
+    is_linear,
+    layer_letter,
+    moe_layer_pattern,
+    mtp_is_moe,
+)
 from arguments.training import is_offloaded
 from moe_trainer.estimate.lora import adapted_linears
-from moe_trainer.estimate.saved_attention import grouped_attention, latent_attention, linear_attention
+from moe_trainer.estimate.saved_attention import grouped_attention, latent_attention, linear_attention, mamba
 from moe_trainer.estimate.saved_mlp import experts, experts_in_chunks, mlp, recompute_cache
 from moe_trainer.estimate.saved_quantized import with_quantized_inputs
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
@@ -137,15 +145,29 @@ def _tensors_with_adapters(layer: LayerSizes, entries: Iterator[SavedTensor]) ->
 
 
 def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
-    discards = "layernorm" in layer.parts
-    yield from layer.norm("attn_norm", "input_layernorm", layer.rows, layer.hidden, layer.residual)
-    if not discards:
+    is_mamba = layer_letter(layer.model, layer.number) == MAMBA
+    if is_mamba or has_attention(layer.model, layer.number):
+        yield from _mixing_tensors(layer, is_mamba)
+    if has_mlp(layer.model, layer.number):
+        yield from _mlp_tensors(layer)
+
+
+def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
+    name, module = ("norm", "mixer") if is_mamba else ("input_layernorm", "self_attention")
+    yield from layer.norm("attn_norm", name, layer.rows, layer.hidden, layer.residual)
+    if "layernorm" not in layer.parts:
         yield SavedTensor("normed", (layer.rows, layer.hidden), layer.size, "qkv_linear")
-    if is_linear(layer.model, layer.number):
+    if is_mamba:
+        yield from mamba(layer)
+    elif is_linear(layer.model, layer.number):
         yield from linear_attention(layer)
     else:
         yield from latent_attention(layer) if layer.model.multi_latent_attention else grouped_attention(layer)
-    yield from _dropout(layer, "self_attention")
+    yield from _dropout(layer, module)
+
+
+def _mlp_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
+    discards = "layernorm" in layer.parts
     yield from layer.norm("mlp_norm", "pre_mlp_layernorm", layer.rows, layer.hidden, layer.residual)
     region = "moe" if layer.is_moe else "mlp"
     # routed experts read a copy of this rank's tokens; shared experts and recomputed regions read all of them

@@ -14,6 +14,8 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
                         (r or h) * i*e  +  h * (e + i)  +  s * i*(e + 1) / 2
 * gated DeltaNet, per layer, with k channels of keys, n heads of w value channels each, v = n*w, and a convolution of c:
                         h * (2k + 3v + 2n)  +  c * (2k + v)  +  4 * n * w^2
+* Mamba, per layer, of i channels of all heads, w groups of heads and a state of e channels:
+                        h * (2i + 2w*e + heads)  +  i * h  +  3.5 * i * e; layers of a hybrid model count what they have
 * feed-forward, per layer: h * f * m, m = 3 with SwiGLU and 2 without; an MoE layer counts
                         f = topk * expert width + shared width; experts of latents of l channels take l for h, and their
                         projections 2*h*l; those that make a slice of w channels take (h*(m-1) + w) for h * m
@@ -31,9 +33,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import (
+    MAMBA,
+    has_attention,
+    has_mlp,
+    is_linear,
+    layer_letter,
+    moe_layer_pattern,
+    mtp_is_moe,
+)
 from moe_trainer.estimate.lora import adapter_macs
-from moe_trainer.estimate.parameters import gated_delta_net_params, indexer_params
+from moe_trainer.estimate.parameters import gated_delta_net_params, indexer_params, mamba_params
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -97,6 +107,12 @@ def _delta_rule_macs(args: Arguments) -> int:
     return 4 * args.model.linear_num_value_heads * args.model.linear_value_head_dim**2
 
 
+def _mamba_macs(args: Arguments) -> float:
+    """Return the multiply-adds of one Mamba mixer per token."""
+    model = args.model
+    return mamba_params(model, matrices=True) + 3.5 * model.mamba_heads * model.mamba_head_dim * model.mamba_state_dim
+
+
 def _routed_macs(args: Arguments) -> int:
     """Return the multiply-adds of the routed experts of one layer per token."""
     model, moe = args.model, args.moe
@@ -119,15 +135,20 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     num_layers = model.num_layers + num_mtp
 
     shared = moe.moe_shared_expert_intermediate_size or 0 if moe.num_experts else 0
-    ffn_width = (num_layers - num_moe) * model.ffn_hidden_size + num_moe * shared
+    numbers = range(model.num_layers)
+    without_mlp = sum(not has_mlp(model, number) for number in numbers)
+    without_attention = sum(not has_attention(model, number) for number in numbers)
+    ffn_width = (num_layers - num_moe - without_mlp) * model.ffn_hidden_size + num_moe * shared
     ffn = model.hidden_size * ffn_width * (3 if model.swiglu else 2) + num_moe * _routed_macs(args)
     ffn += num_moe * 2 * model.hidden_size * (moe.moe_latent_size or 0)
     ffn += num_moe * model.hidden_size**2 if moe.has_concat_proj else 0
     mtp = num_mtp * (2 * model.hidden_size**2 + 3 * model.hidden_size)
     logits = model.hidden_size * padded_vocab_size * (1 + num_mtp)
     linear = sum(is_linear(model, number) for number in range(num_layers))
-    attention = linear * _linear_macs(args) + (num_layers - linear) * _attention_macs(args, seq_length)
-    macs = ffn + attention + mtp + logits
+    attention: float = linear * _linear_macs(args)
+    attention += (num_layers - linear - without_attention) * _attention_macs(args, seq_length)
+    attention += sum(layer_letter(model, number) == MAMBA for number in numbers) * _mamba_macs(args)
+    macs: float = ffn + attention + mtp + logits
     if model.experimental_attention_variant == "dsa":
         macs /= 3 if model.dsa_indexer_warmup else 1
         macs += num_layers * _indexer_macs(args, seq_length)

@@ -14,11 +14,12 @@ import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, uses_window
+from arguments.layer_pattern import MAMBA, MOE, has_attention, has_mlp, is_linear, layer_letter, uses_window
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
+from moe_trainer.ops.block_sizes import DELTA_CHUNK
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -194,7 +195,13 @@ class LayerTime:
         self.pairs = self.tokens * self.length / 2  # pairs of queries and visible keys
         linear = [is_linear(model, number) for number in range(model.num_layers)]
         self.linear_share = sum(linear) / len(linear)  # share of layers with a gated DeltaNet
-        softmax_layers = [number for number, without in enumerate(linear, start=1) if not without]
+        numbers, count = range(model.num_layers), model.num_layers
+        softmax_layers = [number + 1 for number in numbers if not linear[number] and has_attention(model, number)]
+        self.softmax_share = len(softmax_layers) / count
+        self.mamba_share = sum(layer_letter(model, number) == MAMBA for number in numbers) / count
+        # of the layers without experts, those that have a feed-forward sublayer
+        dense = [has_mlp(model, number) for number in numbers if layer_letter(model, number) != MOE]
+        self.mlp_share = sum(dense) / max(1, len(dense))
         seen = [window_share(model, self.length, number) for number in softmax_layers]
         self.visible_share = sum(seen) / len(seen) if seen else 0.0  # share of pairs that softmax attention scores
 
@@ -232,8 +239,20 @@ class LayerTime:
         """Return forward and backward of core attention, averaged over the layers."""
         fwd, bwd = self._softmax_attention()
         delta = self._delta_rule() if self.linear_share else 0.0
-        fwd, bwd = self.visible_share * fwd, self.visible_share * bwd
-        return fwd + self.linear_share * (delta - fwd), bwd + self.linear_share * (2 * delta - bwd)
+        scanned = self._scan() if self.mamba_share else 0.0
+        visible = self.softmax_share * self.visible_share
+        fwd, bwd = visible * fwd + self.linear_share * delta, visible * bwd + self.linear_share * 2 * delta
+        # backward computes a scan again
+        return fwd + self.mamba_share * scanned, bwd + self.mamba_share * 3 * scanned
+
+    def _scan(self) -> float:
+        """Return the seconds of a chunked state-space scan in TF32: scores in a chunk, and the state."""
+        model, heads = self.model, self.model.mamba_heads // self.tp
+        widths = 2 * model.mamba_head_dim * model.mamba_state_dim + DELTA_CHUNK * (
+            model.mamba_head_dim + model.mamba_state_dim
+        )
+        peak = self.hardware.peak("bf16") * self.constants.gemm_bf16 / TF32_SLOWDOWN
+        return 2.0 * self.tokens * heads * widths / peak
 
     def _delta_rule(self) -> float:
         """Return the seconds of a chunked gated delta rule: four GEMMs of each head's state width (flops.py)."""
@@ -285,7 +304,7 @@ class LayerTime:
 
     def _attention_gemms(self) -> float:
         """Return the forward seconds of the attention's projections, averaged over the layers."""
-        seconds = self._softmax_projections()
+        seconds = self.softmax_share * self._softmax_projections() + self.mamba_share * self._mamba_projections()
         if not self.linear_share:
             return seconds
         model, hidden = self.model, self.model.hidden_size
@@ -293,7 +312,14 @@ class LayerTime:
         keys = model.linear_num_key_heads * model.linear_key_head_dim // self.tp
         heads = model.linear_num_value_heads // self.tp
         delta = self.gemm(self.tokens, 2 * (keys + values + heads), hidden) + self.gemm(self.tokens, hidden, values)
-        return seconds + self.linear_share * (delta - seconds)
+        return seconds + self.linear_share * delta
+
+    def _mamba_projections(self) -> float:
+        model, hidden = self.model, self.model.hidden_size
+        heads, groups = model.mamba_heads // self.tp, model.mamba_num_groups // self.tp
+        inner = heads * model.mamba_head_dim
+        into = 2 * inner + 2 * groups * model.mamba_state_dim + heads
+        return self.gemm(self.tokens, into, hidden) + self.gemm(self.tokens, hidden, inner)
 
     def _softmax_projections(self) -> float:
         model, hidden = self.model, self.model.hidden_size
@@ -401,7 +427,10 @@ class LayerTime:
         latents = model.multi_latent_attention and model.q_lora_rank is not None
         into = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim if latents else hidden
         shared = bool(self.moe.moe_shared_expert_intermediate_size)
-        widths = [into, hidden] + ([hidden, hidden] if not is_moe or shared else [])
+        mixing = self.softmax_share + self.linear_share + self.mamba_share
+        widths = [mixing * into, mixing * hidden]
+        if not is_moe or shared:
+            widths += [hidden * (1 if is_moe else self.mlp_share)] * 2
         keys = self.tokens * model.dsa_indexer_topk if self.gathers_keys else int(self.pairs)
         # the indexer's target sums the heads of all ranks
         target = 2 * self.interconnect.ring(keys * 4, 1, self.tp) if self.trains_indexer else 0.0
@@ -437,7 +466,8 @@ class LayerTime:
             )
             mlp, permute = self._routed_experts() + self._shared_experts(), self._permute()
         else:
-            exchange, exchange_back, mlp, permute = 0.0, 0.0, self._mlp(self.model.ffn_hidden_size), 0.0
+            exchange, exchange_back, mlp, permute = 0.0, 0.0, 0.0, 0.0
+            mlp = self.mlp_share * self._mlp(self.model.ffn_hidden_size)
         attention = self._attention_gemms()
         (core, core_back), (matrices, indexer) = self._core_attention(), self._indexer()
         saved = self.sizes.moved_by_layer(is_moe) / self.memory_bandwidth  # seconds to write or read all saved tensors

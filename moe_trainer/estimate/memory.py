@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe, typical_layers
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
@@ -188,8 +188,9 @@ class ChunkBytes:
     def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
         """Return the bytes of one chunk and microbatch by (module, whether on the host)."""
         kinds: object = tuple(self.pattern[number] for number in layout.layers)
-        if len(self.args.parallel.cp_comm_type) > 1 or self.args.model.linear_attention_freq is not None:
-            kinds = layout.layers  # kinds of attention that differ by number
+        model = self.args.model
+        if len(self.args.parallel.cp_comm_type) > 1 or model.linear_attention_freq or model.hybrid_layer_pattern:
+            kinds = layout.layers  # kinds of layers that differ by number
         key = (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
         if key not in self._chunks:
             sizes: defaultdict[tuple[str, bool], float] = defaultdict(int)
@@ -236,24 +237,37 @@ class ChunkBytes:
 
     def _chunk_bytes(self, is_moe: bool, args: Arguments) -> float:
         """Return the bytes of one layer, of what runs in chunks those of one."""
-        return sum(
-            entry.num_bytes / (self.mlp_chunks if entry.name.startswith(_IN_CHUNKS) else 1)
-            for entry in layer_activations(args, is_moe=is_moe, received=self.received)
+        return max(
+            sum(
+                entry.num_bytes / (self.mlp_chunks if entry.name.startswith(_IN_CHUNKS) else 1)
+                for entry in layer_activations(args, is_moe=is_moe, number=number, received=self.received)
+            )
+            for number in typical_layers(args.model, self.pattern, is_moe)
+        )
+
+    def _layer_bytes(self, args: Arguments, is_moe: bool, as_moved: bool = False) -> float:
+        """Return the bytes of one layer; of the letters of a hybrid model, those of the largest."""
+        return max(
+            sum(
+                entry.num_bytes
+                for entry in layer_activations(
+                    args, is_moe=is_moe, number=number, received=self.received, as_moved=as_moved
+                )
+            )
+            for number in typical_layers(args.model, self.pattern, is_moe)
         )
 
     def layer(self, is_moe: bool) -> float:
         """Return the device bytes of one layer."""
         if is_moe not in self._layers:
-            entries = layer_activations(self.args, is_moe=is_moe, received=self.received)
-            self._layers[is_moe] = sum(entry.num_bytes for entry in entries)
+            self._layers[is_moe] = self._layer_bytes(self.args, is_moe)
         return self._layers[is_moe]
 
     def moved_by_layer(self, is_moe: bool) -> float:
         """Return the device bytes that forward moves of what one layer saves, without recompute (LayerSizes)."""
         if is_moe not in self._moved:
             args = replace(self.args, training=without_recompute(self.args.training))
-            entries = layer_activations(args, is_moe=is_moe, received=self.received, as_moved=True)
-            self._moved[is_moe] = sum(entry.num_bytes for entry in entries)
+            self._moved[is_moe] = self._layer_bytes(args, is_moe, as_moved=True)
         return self._moved[is_moe]
 
 

@@ -205,6 +205,8 @@ def divisors(number: int, limit: int) -> list[int]:
 
 def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
     """Return what may be recomputed, from nothing to everything."""
+    if args.model.hybrid_layer_pattern:
+        return (), FULL_RECOMPUTE
     latent = ("mla_up_proj",) if args.model.multi_latent_attention else ()
     pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
     dense = ("mlp",) if not all(pattern) else ()

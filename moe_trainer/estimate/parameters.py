@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import ATTENTION, MAMBA, has_mlp, is_linear, layer_letter, moe_layer_pattern, mtp_is_moe
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
 from moe_trainer.estimate.lora import adapter_params
+from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -83,6 +84,15 @@ def gated_delta_net_params(model: ModelArgs, matrices: bool = False) -> int:
     if matrices:
         return projections
     return projections + (2 * keys + values) * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
+
+
+def mamba_params(model: ModelArgs, matrices: bool = False) -> int:
+    """Return the parameters of one Mamba mixer, or of its two matrices only."""
+    inner, states = model.mamba_heads * model.mamba_head_dim, model.mamba_num_groups * model.mamba_state_dim
+    count = model.hidden_size * (3 * inner + 2 * states + model.mamba_heads)
+    if matrices:
+        return count
+    return count + (inner + 2 * states) * (MAMBA_CONV_WIDTH + 1) + 3 * model.mamba_heads + inner
 
 
 def indexer_params(model: ModelArgs, matrices: bool = False) -> int:
@@ -166,11 +176,18 @@ class LayerParams:
         return count + heads * model.v_head_dim * hidden // self.tp + rest
 
     def more(self, number: int) -> ParamsPerRank:
-        """Return what a layer (from 0) has more than `layers` state, for linear attention and adapters.
+        """Return what a layer (from 0) that is not as `layers` state has more than that, and its adapters.
 
         It may be negative.
         """
-        model = self.model
+        model, letter = self.model, layer_letter(self.model, number)
+        if letter:
+            one, norm = self.layers[False].dense, self.norm(model.hidden_size)
+            if letter == MAMBA:
+                return ParamsPerRank(mamba_params(model) // self.tp + norm - one, 0)
+            return ParamsPerRank(
+                (self.attention() + norm - one) if letter == ATTENTION else -self.attention() - norm, 0
+            )
         if not is_linear(model, number):
             return self.adapters(number)
         linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)
@@ -295,7 +312,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
         dense_ffn_per_layer=params.layers[False].total - params.attention() - norms,
         moe_ffn_per_layer=params.layers[True].total - params.attention() - norms if params.num_experts else 0,
         per_expert=expert,
-        num_dense_layers=len(pattern) - num_moe,
+        num_dense_layers=sum(has_mlp(model, number) for number in range(len(pattern))) - num_moe,
         num_moe_layers=num_moe,
     )
 

@@ -56,6 +56,16 @@ def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("out_proj.x", (tokens, heads * width), layer.size, "attn_proj")
 
 
+def mamba(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """Yield the tensors of a Mamba mixer (layers/mamba.py), which computes all between its matrices again."""
+    model = layer.model
+    heads, groups = model.mamba_heads // layer.tp, model.mamba_num_groups // layer.tp
+    inner = heads * model.mamba_head_dim
+    channels = 2 * inner + 2 * groups * model.mamba_state_dim + heads
+    yield SavedTensor("in_proj.y", (layer.tokens, channels), layer.size, "core_attn")
+    yield SavedTensor("out_proj.x", (layer.tokens, inner), layer.size, "attn_proj")
+
+
 def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
     """Yield the tensors of latent attention (layers/mla.py), with its indexer if it is sparse."""
     model = layer.model

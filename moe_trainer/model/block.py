@@ -1,21 +1,25 @@
 """One transformer layer: an attention sublayer and an MLP sublayer, each norm, module and residual.
 
+A layer of a hybrid model (--hybrid-layer-pattern) has one of the two, or a Mamba mixer instead of attention.
+
 Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, H hidden.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from arguments.layer_pattern import is_linear
+from arguments.layer_pattern import MAMBA, has_attention, has_mlp, is_linear, layer_letter
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.mamba import MambaMixer
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.rotary import Tables
@@ -39,28 +43,30 @@ class TransformerLayer(nn.Module):
         self.residual_multiplier = model.residual_multiplier
         self.fp32_residual = model.fp32_residual_connection
         self.hidden_dropout = Dropout(model.hidden_dropout, factory.stream if has_local_tokens else None)
-        self.input_layernorm = factory.norm(
-            model.hidden_size, model, name=f"{name}.input_layernorm", partial=has_local_tokens
-        )
-        attention: Callable[..., nn.Module] = MultiLatentAttention if model.multi_latent_attention else SelfAttention
-        if is_linear(model, layer_number - 1):
-            attention = GatedDeltaNet
+        number = layer_number - 1
+        self.is_mamba = layer_letter(model, number) == MAMBA
+        self.has_mixer, self.has_mlp = self.is_mamba or has_attention(model, number), has_mlp(model, number)
         self.is_sparse = model.experimental_attention_variant == "dsa"  # with the indexer's loss
-        loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
-        self.self_attention = (factory.self_attention or attention)(
-            model,
-            ps,
-            name=f"{name}.self_attention",
-            layer_number=layer_number,
-            factory=factory,
-            sequence_parallel=sp,
-            **loss,
-        )
-        self.pre_mlp_layernorm = factory.norm(
-            model.hidden_size, model, name=f"{name}.pre_mlp_layernorm", partial=has_local_tokens
-        )
+        options: dict[str, Any] = {"layer_number": layer_number, "factory": factory, "sequence_parallel": sp}
+        norm = partial(factory.norm, model.hidden_size, model, partial=has_local_tokens)
+        if self.is_mamba:
+            self.norm = norm(name=f"{name}.norm")
+            self.mixer = MambaMixer(model, ps, name=f"{name}.mixer", **options)
+        elif self.has_mixer:
+            self.input_layernorm = norm(name=f"{name}.input_layernorm")
+            attention: Callable[..., nn.Module] = (
+                MultiLatentAttention if model.multi_latent_attention else SelfAttention
+            )
+            if is_linear(model, number):
+                attention = GatedDeltaNet
+            loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
+            make = factory.self_attention or attention
+            self.self_attention = make(model, ps, name=f"{name}.self_attention", **options, **loss)
         self.is_moe = is_moe
-        self.mlp: Any
+        self.mlp: Any = None
+        if not self.has_mlp:
+            return
+        self.pre_mlp_layernorm = norm(name=f"{name}.pre_mlp_layernorm")
         if is_moe:
             self.mlp = (factory.moe or MoELayer)(
                 model,
@@ -82,6 +88,17 @@ class TransformerLayer(nn.Module):
                 bias=model.add_bias_linear,
                 sequence_parallel=sp,
             )
+
+    @property
+    def mixing_modules(self) -> tuple[nn.Module, nn.Module]:
+        """The norm and the module that mix positions; only with `has_mixer`."""
+        return (self.norm, self.mixer) if self.is_mamba else (self.input_layernorm, self.self_attention)
+
+    @property
+    def sublayers(self) -> dict[str, nn.Module]:
+        """The modules that write to the residual stream, by their names in the layer."""
+        names = [("mixer" if self.is_mamba else "self_attention")] * self.has_mixer + ["mlp"] * self.has_mlp
+        return {name: getattr(self, name) for name in names}
 
     def forward(
         self,
@@ -106,8 +123,9 @@ class TransformerLayer(nn.Module):
         forced = self.mlp.draw_forced_logits(x_SBH) if self.is_moe else ()
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
-            x_SBH = self._attention_sublayer(x_SBH, rope, visible, scale)
-            return self._mlp_sublayer(x_SBH, scale, forced, routed_by)
+            if self.has_mixer:
+                x_SBH = self._attention_sublayer(x_SBH, rope, visible, scale)
+            return self._mlp_sublayer(x_SBH, scale, forced, routed_by) if self.has_mlp else x_SBH
 
         return self.graphs.run("layer", run, [self], x_SBH, *forced)
 
@@ -117,14 +135,16 @@ class TransformerLayer(nn.Module):
     def _attention_sublayer(
         self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
     ) -> Tensor:
+        norm, attention = self.mixing_modules
+
         def run(x_SBH: Tensor) -> Tensor:
             with self.activations.offload_scope("attn_norm"):
-                normed, scope = self.activations.recompute_output("layernorm", self.input_layernorm, x_SBH)
+                normed, scope = self.activations.recompute_output("layernorm", norm, x_SBH)
             with scope:
-                y_SBH = self.self_attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
+                y_SBH = attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
             return self._add_residual(x_SBH, normed, y_SBH)
 
-        return self.graphs.run("attn", run, [self.input_layernorm, self.self_attention], x_SBH)
+        return self.graphs.run("attn", run, [norm, attention], x_SBH)
 
     def _mlp_sublayer(
         self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], routed_by: dict[str, Any]

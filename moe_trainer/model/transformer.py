@@ -114,12 +114,14 @@ class Decoder(nn.Module):
             )
             for i in layout.layers
         )
+        # Megatron-Core's hybrid models have another name for it
+        self.final_norm_name = f"decoder.{'final_norm' if args.model.hybrid_layer_pattern else 'final_layernorm'}"
         self.final_layernorm = None
         if layout.has_final_norm:
             self.final_layernorm = factory.norm(
                 args.model.hidden_size,
                 args.model,
-                name="decoder.final_layernorm",
+                name=self.final_norm_name,
                 partial=args.parallel.sequence_parallel and ps.tp.size > 1,
             )
 

@@ -37,12 +37,14 @@ class Heads:
         return [self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim]
 
 
-def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None = None) -> Tensor:
-    """Return SiLU of y[t] = sum over w of weight[:, w] x[t - W + 1 + w], within a document."""
+def causal_convolution(
+    x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None = None, bias_C: Tensor | None = None
+) -> Tensor:
+    """Return SiLU of y[t] = bias + sum over w of weight[:, w] x[t - W + 1 + w], within a document."""
     width, length = weight_CW.shape[1], x_SBC.shape[0]
     if x_SBC.is_cuda and ids_BS is None:
         x_BCS = x_SBC.permute(1, 2, 0).contiguous()
-        y_BCS = F.conv1d(x_BCS, weight_CW.unsqueeze(1), padding=width - 1, groups=len(weight_CW))[..., :length]
+        y_BCS = F.conv1d(x_BCS, weight_CW.unsqueeze(1), bias_C, padding=width - 1, groups=len(weight_CW))[..., :length]
         return F.silu(y_BCS.permute(2, 0, 1))
     y = x_SBC * weight_CW[:, -1]
     for back in range(1, min(width, length)):
@@ -50,7 +52,7 @@ def causal_convolution(x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None =
         if ids_BS is not None:
             term = term * (ids_BS[:, back:] == ids_BS[:, :-back]).t().unsqueeze(-1)
         y = y + F.pad(term, (0, 0, 0, 0, back, 0))
-    return F.silu(y)
+    return F.silu(y if bias_C is None else y + bias_C)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
 
 
-def _chunked(x: Tensor, pad: int, size: int, heads: tuple[int, ...]) -> Tensor:
+def chunked(x: Tensor, pad: int, size: int, heads: tuple[int, ...]) -> Tensor:
     """Reshape [S, B, heads, ...] to [B, *heads, M, L, ...], padded with zeros."""
     if pad:
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, pad))
@@ -70,7 +72,7 @@ def _chunked(x: Tensor, pad: int, size: int, heads: tuple[int, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Borders:
+class ChunkBorders:
     """Factors of a chunk that document boundaries leave nonzero.
 
     Attributes:
@@ -86,11 +88,11 @@ class _Borders:
     carried: Tensor
 
     @staticmethod
-    def of(ids_BS: Tensor, previous_B: Tensor, pad: int, size: int) -> "_Borders":
+    def of(ids_BS: Tensor, previous_B: Tensor, pad: int, size: int) -> "ChunkBorders":
         ids = torch.cat([ids_BS, ids_BS[:, -1:].expand(-1, pad)], 1).unflatten(1, (-1, size))[:, None, None]
         last = ids[..., -1:]
         previous = torch.cat([previous_B[:, None, None, None, None], last[..., :-1, :]], -2)
-        return _Borders(
+        return ChunkBorders(
             ids.unsqueeze(-1) == ids.unsqueeze(-2), ids == previous, ids == last, (last == previous).unsqueeze(-1)
         )
 
@@ -117,15 +119,15 @@ def delta_rule(
     size = min(CHUNK, length)
     pad = -length % size
     shared = (keys, v_SBNE.shape[2] // keys)
-    q, k = (_chunked(_unit(x), pad, size, (keys, 1)) for x in (q_SBKD, k_SBKD))
-    v, g, beta = (_chunked(x, pad, size, shared) for x in (v_SBNE, g_SBN, beta_SBN))
+    q, k = (chunked(_unit(x), pad, size, (keys, 1)) for x in (q_SBKD, k_SBKD))
+    v, g, beta = (chunked(x, pad, size, shared) for x in (v_SBNE, g_SBN, beta_SBN))
     q, beta = q * key_dim**-0.5, beta.unsqueeze(-1)
     total = g.cumsum(-1)
     # the decay between two positions, at most one; what is above the diagonal would be more
     pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp(max=0.0).exp().tril()
     before, after, carried = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:, None].exp()
     if ids_BS is not None:
-        borders = _Borders.of(ids_BS, previous_B, pad, size)
+        borders = ChunkBorders.of(ids_BS, previous_B, pad, size)
         pairs, before, after, carried = (
             pairs * borders.pairs,
             before * borders.before,

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from moe_trainer.parallel.state import Group, ParallelState
 
 KINDS = ("dense", "expert")
-INITS = ("normal", "zeros", "ones", "xavier_uniform", "uniform", "log_uniform")
+INITS = ("normal", "zeros", "ones", "xavier_uniform", "uniform", "log_uniform", "log_step")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class ParamInfo:
         is_replica: an earlier stage owns it; not counted in norms and not saved.
         stacked: the leading dimension enumerates `names` (local experts).
         row_counts: rows of each of `names`, if the parameter is their concatenation; it is not sharded then.
-        init: initial distribution; "log_uniform" is the logarithm of uniform values (decay of a gated DeltaNet head).
+        init: initial distribution; "log_uniform" is the logarithm of uniform values (decay of a gated DeltaNet head),
+            "log_step" what softplus maps to log-uniform step sizes (Mamba).
         init_std: used by "normal" and "uniform" only.
     """
 

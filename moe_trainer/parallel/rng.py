@@ -18,6 +18,7 @@ from moe_trainer.parallel.params import ParamInfo, get_param_info, named_slices,
 
 BLOCK_NUMEL = 1 << 16
 LOG_RANGE = (1.0, 16.0)
+STEP_RANGE = (1e-3, 0.1)
 
 
 def name_seed(seed: int, *parts: str | int) -> int:
@@ -88,6 +89,10 @@ def _fill(values: Tensor, full_shape: list[int], info: ParamInfo, generator: tor
         values.uniform_(-math.sqrt(3.0) * info.init_std, math.sqrt(3.0) * info.init_std, generator=generator)
     elif info.init == "log_uniform":
         values.uniform_(*LOG_RANGE, generator=generator).log_()
+    elif info.init == "log_step":
+        low, high = STEP_RANGE
+        values.uniform_(math.log(low), math.log(high), generator=generator).exp_()
+        values.add_(torch.log(-torch.expm1(-values)))  # the inverse of softplus
     else:
         fan_out, fan_in = full_shape[:2] if len(full_shape) > 1 else (full_shape[0], full_shape[0])
         bound = math.sqrt(6.0 / (fan_in + fan_out))

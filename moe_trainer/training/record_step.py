@@ -273,14 +273,14 @@ class StepRecorder:
                 self._hook(chunk, chunk.embedding, names)
             for name, layer in named_transformer_layers([chunk]):
                 passes = ahead if name.startswith("mtp.") and repeated else [name]
-                self._hook(chunk, layer.self_attention, [f"{each}.self_attention" for each in passes])
-                self._hook(chunk, layer.mlp, [f"{each}.mlp" for each in passes])
+                for part, module in layer.sublayers.items():
+                    self._hook(chunk, module, [f"{each}.{part}" for each in passes])
                 if layer.is_moe:
                     layer.mlp.router.recorder = _RouterRecordAdapter(
                         self, [f"{each}.mlp.router" for each in passes], layer.mlp.router
                     )
             if chunk.decoder.final_layernorm is not None:
-                self._hook(chunk, chunk.decoder.final_layernorm, ["decoder.final_layernorm"])
+                self._hook(chunk, chunk.decoder.final_layernorm, [chunk.decoder.final_norm_name])
             for depth, mtp_layer in enumerate([] if chunk.mtp is None else chunk.mtp.layers):
                 self._hook(chunk, mtp_layer, ahead if repeated else [ahead[depth]])
             if layout.has_loss:

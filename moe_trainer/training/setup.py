@@ -165,8 +165,8 @@ def mark_layers(ranges: NvtxRanges, chunks: list[Transformer]) -> None:
     """Mark layers and the phases of MoE layers for nsys."""
     for name, layer in named_transformer_layers(chunks):
         ranges.mark_module(name, layer)
-        ranges.mark_module(f"{name}.self_attention", layer.self_attention)
-        ranges.mark_module(f"{name}.mlp", layer.mlp)
+        for part, module in layer.sublayers.items():
+            ranges.mark_module(f"{name}.{part}", module)
         if layer.is_moe:
             for part in ("router", "experts", "shared_experts"):
                 if (module := getattr(layer.mlp, part)) is not None:

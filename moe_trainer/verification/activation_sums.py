@@ -45,12 +45,10 @@ class ActivationSums:
         """Call `add(name, output)` for every output of the attentions and MLPs of all layers."""
         for chunk in run.chunks:
             for _, layer in named_transformer_layers([chunk]):
-                norm_name = get_param_info(next(layer.input_layernorm.parameters())).names[0]
-                for part in ("self_attention", "mlp"):
-                    name = f"{norm_name.removesuffix('.input_layernorm.weight')}.{part}"
-                    self.tracer.on_output(
-                        getattr(layer, part), lambda _inputs, y, name=name: add(name, y), chunk.activations
-                    )
+                norm_name = get_param_info(next(layer.parameters())).names[0]  # a layer begins with a norm
+                for part, module in layer.sublayers.items():
+                    name = f"{norm_name.rsplit('.', 2)[0]}.{part}"
+                    self.tracer.on_output(module, lambda _inputs, y, name=name: add(name, y), chunk.activations)
         return self
 
 

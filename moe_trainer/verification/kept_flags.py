@@ -32,7 +32,8 @@ _REPLACED = frozenset(
     global_batch_size train_iters train_samples lr min_lr lr_decay_style adam_eps decoupled_lr decoupled_min_lr
     seq_length recompute_num_layers overlap_p2p_comm align_param_gather overlap_moe_expert_parallel_comm
     delay_wgrad_compute linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
+    linear_num_value_heads hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
     dsa_attention_form no_rope_freq window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule
     sequence_packing_scheduler max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_tail_padding_policy
     thd_max_packed_sequences hybrid_context_parallel dynamic_context_parallel min_dynamic_context_parallel_size

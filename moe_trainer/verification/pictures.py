@@ -94,7 +94,8 @@ def _locate(row: ComparisonRow) -> tuple[tuple[int, int], int, str]:
         elif rest.startswith(("mlp", "pre_mlp_layernorm")):
             part = "experts or MLP"
         else:
-            part = "attention" if rest.startswith(("self_attention", "input_layernorm")) else rest.partition(".")[0]
+            mixers = ("self_attention", "input_layernorm", "mixer", "norm")
+            part = "attention" if rest.startswith(mixers) else rest.partition(".")[0]
         return execution_order(name)[:2], half, part
     if name.startswith(("embedding", "decoder.", "output_layer", "mtp.")):
         inner = name.removesuffix(".weight").split(".")

@@ -381,7 +381,9 @@ def _ranks(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, obj
 def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[str, object]:
     """Return per-layer patterns for fewer layers."""
     patterns: dict[str, object] = {}
-    if s.num_experts and s.moe_layer_freq != 1:
+    if s.hybrid_layer_pattern:
+        patterns["hybrid_layer_pattern"] = sizes.letters(s.hybrid_layer_pattern, layers)
+    elif s.num_experts and s.moe_layer_freq != 1:
         patterns["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
     if s.num_experts and s.moe_n_hash_layers:
         patterns["moe_n_hash_layers"] = min(s.moe_n_hash_layers, layers)

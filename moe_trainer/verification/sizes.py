@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from arguments.layer_pattern import MOE, hybrid_letters
 from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
 from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, PipelineLayout, read_layout
@@ -41,6 +42,8 @@ def stages(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str,
 
 
 def _fewest_layers(s: Settings) -> int:
+    if s.hybrid_layer_pattern:
+        return len(set(hybrid_letters(s.hybrid_layer_pattern)))
     pattern = moe_pattern(s.moe_layer_freq, s.num_layers) if s.num_experts else None
     return 3 if pattern is not None and len(set(pattern)) > 1 else 2
 
@@ -105,6 +108,18 @@ def pattern(freq: int | list[int], old_layers: int, layers: int) -> int | list[i
     return short + [short[-1]] * (layers - len(short))
 
 
+def letters(pattern: str, layers: int) -> str:
+    """Return the letters of a hybrid model with fewer layers: all kinds, or those that fit, experts first."""
+    old = hybrid_letters(pattern)
+    kinds = sorted(dict.fromkeys(old), key=lambda letter: (letter != MOE, old.index(letter)))[:layers]
+    short = [letter for letter in (old * layers)[:layers]]
+    for kind in kinds:
+        if kind not in short:
+            at = max(i for i, letter in enumerate(short) if short.count(letter) > 1 or letter not in kinds)
+            short[at] = kind
+    return "".join(short)
+
+
 def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
     unit = new.tp * (new.cp if any("a2a" in kind for kind in s.cp_comm_type) else 1)
     heads = groups = max(2, unit)
@@ -136,6 +151,9 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
             "linear_key_head_dim": 16,
             "linear_value_head_dim": value_dim,
         }
+    if s.hybrid_layer_pattern:
+        values |= {"mamba_num_groups": max(2, new.tp), "mamba_num_heads": 2 * max(2, new.tp)}
+        values |= {"mamba_head_dim": 8, "mamba_state_dim": 12}
     if s.experimental_attention_variant == "dsa":
         values |= {"dsa_indexer_n_heads": min(s.dsa_indexer_n_heads, 2), "dsa_indexer_head_dim": 8}
         values |= {"dsa_indexer_topk": 5 if s.dsa_indexer_topk < s.seq_length else _length(new)}

@@ -22,6 +22,10 @@ DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 3 --linear-key-head-dim 8 --linear-value-head-dim 12 "
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu"
 )
+HYBRID = (
+    "--hybrid-layer-pattern M*-E --mamba-num-heads 4 --mamba-head-dim 12 --mamba-num-groups 2 --mamba-state-dim 10 "
+    "--position-embedding-type none"
+)
 QUERIES = "--group-query-attention --num-query-groups 2"
 FINE = (
     "--G-I 5 --G-O 4 --R-I 1 --R-O 2 --num-experts 40 --moe-router-topk 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 80 "
@@ -79,6 +83,7 @@ KINDS = {
     "dense, dropout": ("--disable-bias-linear --moe-layer-freq ([0]*3) --hidden-dropout 0.1", ("all kept", "mlp", "layernorm")),
     "sinks": (f"{GROUPED} {QUERIES} --softmax-type learnable", (*FEW, "core_attn")),
     "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
+    "hybrid": (f"{GROUPED} {HYBRID}", ("all kept", "uniform", "block")),
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
     "gated DeltaNet, long, bf16": (
         f"{GROUPED} {DELTA} --bf16 --seq-length 1100 --max-position-embeddings 1100 --micro-batch-size 1", ("all kept", "gdn_norm_out")),

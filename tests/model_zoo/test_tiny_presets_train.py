@@ -14,6 +14,7 @@ LOSSES = {
     "deepseek_v3_2_tiny": {"lm loss", "seq_load_balancing_loss", "mtp_1 loss", "indexer loss"},
     "finermoe_tiny": {"lm loss", "seq_load_balancing_loss"},
     "latentmoe_tiny": {"lm loss", "seq_load_balancing_loss"},
+    "nemotron_3_tiny": {"lm loss", "seq_load_balancing_loss"},
     "gpt_oss_tiny": {"lm loss", "load_balancing_loss"},
     "qwen3_next_tiny": {"lm loss", "global_load_balancing_loss", "mtp_1 loss"},
     "qwen3_tiny": {"lm loss", "global_load_balancing_loss"},

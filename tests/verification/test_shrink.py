@@ -332,6 +332,7 @@ FOUR = {
     "finermoe_output_expansion": "2",
 }
 DELTA = "--experimental-attention-variant gdn --linear-attention-freq 4"
+HYBRID = "--hybrid-layer-pattern M*-EME*E"
 LINEAR = {
     "linear_num_key_heads": "8",
     "linear_num_value_heads": "64",
@@ -368,6 +369,7 @@ REQUIRED_FLAGS = {
     "moe_paged_stash": f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5",
     **dict.fromkeys(("moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
                     f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash"),
+    **dict.fromkeys(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), HYBRID),
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     **dict.fromkeys(("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"), "--moe-token-dispatcher-type alltoall"),
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",
@@ -382,6 +384,7 @@ REQUIRED_FLAGS = {
     "overlap_moe_expert_parallel_comm": OVERLAP, "delay_wgrad_compute": OVERLAP, "use_megatron_fsdp": "--ckpt-format fsdp_dtensor",
 }  # fmt: skip
 VALUES = {
+    "hybrid_layer_pattern": "M*-EME*E", "mamba_num_groups": "4", "mamba_head_dim": "32", "mamba_num_heads": "64",
     "max_seqlen_per_dp_cp_rank": "8192",
     **FOUR, **LINEAR, "dsa_indexer_n_heads": "32", "dsa_indexer_head_dim": "256", "dsa_indexer_topk": "512", "dsa_attention_form": "gathered",
     "hidden_size": "14336", "max_position_embeddings": "8192", "num_experts": "128", "cp_comm_type": "a2a",

@@ -1,0 +1,158 @@
+"""The mixer of a Mamba-2 layer (M of --hybrid-layer-pattern).
+
+in_proj makes [z; x; b; c; dt], each of all heads or groups, as in Megatron-Core. ops/state_space.py computes the rest,
+then out_proj. No rotary embedding. Tensor parallelism shards heads and groups. Packed documents start with an empty
+state; explicit attention masks are rejected.
+
+Source: arXiv 2405.21060; names and initialization of Megatron-Core.
+Shapes: S sequence, B microbatch, H hidden, and those of ops/state_space.py.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from arguments.model import ModelArgs
+from moe_trainer.layers.core_attention import AttentionMask
+from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
+from moe_trainer.layers.kv_cache import KVCache
+from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.rotary import Tables
+from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH as CONV_WIDTH
+from moe_trainer.ops.state_space import StateSpaceSizes, continue_state_space, state_space
+from moe_trainer.parallel.params import ParamInfo, get_param_info
+from moe_trainer.parallel.state import ParallelState
+
+PROJECTIONS = ("z", "x", "B", "C", "dt")
+
+
+class _Convolution(nn.Module):
+    """Weight [C / tp, 1, width] and bias of the causal convolution, in torch's layout."""
+
+    def __init__(self, channels: tuple[int, ...], name: str, cut: dict):
+        super().__init__()
+        # torch's default for a convolution: uniform, up to 1 / sqrt(inputs of an output)
+        info = ParamInfo(
+            (f"{name}.weight",),
+            parts=3,
+            part_sizes=channels,
+            part_names=PROJECTIONS[1:4],
+            init="uniform",
+            init_std=(3 * CONV_WIDTH) ** -0.5,
+            **cut,
+        )
+        count = sum(channels) // cut["shard_count"]
+        self.weight = make_parameter((count, 1, CONV_WIDTH), info)
+        self.bias = make_parameter((count,), replace(info, names=(f"{name}.bias",)))
+
+
+class _Gain(nn.Module):
+    """The weight of the gated norm, of this rank's heads."""
+
+    def __init__(self, size: int, name: str, cut: dict):
+        super().__init__()
+        self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init="ones", **cut))
+
+
+class MambaMixer(nn.Module):
+    """Mamba-2 of one layer.
+
+    Args:
+        name: global name, e.g. "decoder.layers.0.mixer".
+        layer_number: counted from 1.
+        sequence_parallel: see layers/linear.py.
+    """
+
+    def __init__(
+        self,
+        model: ModelArgs,
+        ps: ParallelState,
+        *,
+        name: str,
+        layer_number: int,
+        factory: LayerFactory,
+        sequence_parallel: bool = False,
+    ):
+        super().__init__()
+        heads, groups, tp = model.mamba_heads, model.mamba_num_groups, ps.tp
+        full = StateSpaceSizes(heads, groups, model.mamba_head_dim, model.mamba_state_dim)
+        if groups % tp.size or heads % groups:
+            raise ValueError(
+                f"{name}: {heads} heads and {groups} groups do not divide over {tp.size} tensor-parallel ranks"
+            )
+        self.sizes = replace(full, heads=heads // tp.size, groups=groups // tp.size)
+        self.activations, self.layer_number = factory.activations, layer_number
+        cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        options = {"group": tp, "sequence_parallel": sequence_parallel}
+        sizes = (full.inner, *full.channels, heads)
+        self.in_proj = factory.column_linear(
+            model.hidden_size,
+            sum(sizes),
+            name=f"{name}.in_proj",
+            init=hidden_init(model),
+            save_original_input="layernorm" in self.activations.recomputed,
+            **options,
+        )
+        self.in_proj.weight.info = replace(
+            get_param_info(self.in_proj.weight), parts=5, part_sizes=sizes, part_names=PROJECTIONS
+        )
+        self.conv1d = _Convolution(full.channels, f"{name}.conv1d", cut)
+        count = (self.sizes.heads,)
+        self.dt_bias = make_parameter(count, ParamInfo((f"{name}.dt_bias",), init="log_step", **cut))
+        self.A_log = make_parameter(count, ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
+        self.D = make_parameter(count, ParamInfo((f"{name}.D",), init="ones", **cut))
+        self.norm = _Gain(self.sizes.inner, f"{name}.norm", cut)
+        self.out_proj = factory.row_linear(
+            full.inner, model.hidden_size, name=f"{name}.out_proj", init=residual_init(model), **options
+        )
+
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:
+        """Return the mixed x_SBH, in its shape; `rope` is not used.
+
+        Raises:
+            ValueError: for an explicit mask.
+        """
+        if visible is not None and visible.mask is not None:
+            raise ValueError("Mamba layers know no explicit attention mask; give document ids")
+        with self.activations.offload_scope("qkv_linear"):
+            z_SBI, x_SBC, dt_SBH = self.in_proj(x_SBH).split(
+                [self.sizes.inner, sum(self.sizes.channels), self.sizes.heads], -1
+            )
+        params = (
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.A_log,
+            self.dt_bias,
+            self.D,
+            self.norm.weight,
+        )
+        with self.activations.offload_scope("core_attn"):
+            if visible is not None and visible.cache is not None:
+                y_SBI = self._mix_with_cache(z_SBI, x_SBC, dt_SBH, params, visible.cache)
+            else:
+                documents = None if visible is None else visible.documents
+                ids_BS = None if documents is None else documents.ids_BS
+                y_SBI = state_space(z_SBI, x_SBC, dt_SBH, *params, self.sizes, ids_BS)
+        with self.activations.offload_scope("attn_proj"):
+            return self.out_proj(y_SBI)
+
+    def _mix_with_cache(
+        self, z_SBI: Tensor, x_SBC: Tensor, dt_SBH: Tensor, params: tuple[Tensor, ...], cache: KVCache
+    ) -> Tensor:
+        """Continue from the cached state, and store the state after every sequence's last token."""
+        halo, number, state = CONV_WIDTH - 1, self.layer_number, None
+        if cache.is_prefill:
+            positions_S11 = torch.arange(x_SBC.shape[0], device=x_SBC.device)[:, None, None]
+            dt_SBH = dt_SBH.masked_fill(positions_S11 >= cache.lengths_B[:, None], float("-inf"))
+            x_SBC, ends_B = F.pad(x_SBC, (0, 0, 0, 0, halo, 0)), cache.lengths_B
+        else:  # one token of each sequence, laid out as one sequence
+            z_SBI, x_SBC, dt_SBH = (each.transpose(0, 1) for each in (z_SBI, x_SBC, dt_SBH))
+            x_SBC, state = torch.cat([cache.get(number, "inputs"), x_SBC]), cache.get(number, "state")
+            ends_B = torch.ones_like(cache.lengths_B)
+        y_SBI, state = continue_state_space(z_SBI, x_SBC, dt_SBH, params, self.sizes, state)
+        last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
+        cache.put(number, "inputs", x_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
+        cache.put(number, "state", state)
+        return y_SBI if cache.is_prefill else y_SBI.transpose(0, 1)
