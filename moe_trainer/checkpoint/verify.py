@@ -31,7 +31,7 @@ _KNOWN = re.compile(
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
 _ANY_EXPERT = "local_experts.*."
-_TABLE, _BIASES = "mlp.router.tid2eid", {"mlp.router.expert_bias", "mlp.router.qb_beta"}
+_TABLE, _BIASES = "mlp.router.tid2eid", frozenset({"mlp.router.expert_bias", "mlp.router.qb_beta"})
 
 
 @dataclass
