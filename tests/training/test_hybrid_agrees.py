@@ -1,0 +1,75 @@
+"""Hybrid models on ranks: training equals one process, and a stopped run resumes bit for bit, in another layout too."""
+
+import pytest
+import torch
+from harness import run_ranks
+from training.layouts import assert_equal, make_argv, train_one_process, train_ranks
+from training.test_resume import assert_same_end, outputs, run
+
+PATTERN = "ME*M-E"
+FLAGS = (
+    "--mamba-num-heads 8 --mamba-head-dim 6 --mamba-num-groups 4 --mamba-state-dim 10 --position-embedding-type none "
+    "--moe-latent-size 8 --moe-shared-expert-intermediate-size 8 --expert-tensor-parallel-size 1"
+).split()
+
+
+def argv(pattern=PATTERN, *more):
+    words = make_argv("plain")
+    at = words.index("--num-layers")
+    return [*words[:at], *words[at + 2 :], f"--hybrid-layer-pattern={pattern}", *FLAGS, *more]
+
+
+MAPPINGS = {
+    "tp, sp, ep": (4, PATTERN, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+    "uneven stages, tp": (4, "M|E*M-E", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+    "virtual stages, dp": (
+        4,
+        "M|E*|M-|E",
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_ranks_equal_one_process(name):
+    n, pattern, flags = MAPPINGS[name]
+    (outcome,), *_ = run_ranks(train_ranks, n, [argv(pattern, *flags.split())])
+    assert_equal(outcome, train_one_process(*argv()), name)
+    assert any("mixer.A_log" in key for key in outcome.grads)
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    flags = [
+        "--preset",
+        "nemotron_3_tiny",
+        "--hybrid-layer-pattern=ME*-M",
+        "--mock-data",
+        "--seq-length",
+        "32",
+        "--bf16",
+    ]
+    flags += "--global-batch-size 2 --eval-iters 0 --log-interval 1 --lr-decay-iters 4".split()
+    done = [
+        run([*flags, *outputs(whole, "--train-iters", "4")], tmp_path),
+        run([*flags, *outputs(parts, "--train-iters", "2")], tmp_path),
+        run([*flags, *outputs(parts, "--train-iters", "4")], tmp_path),
+    ]
+    assert [each.returncode for each in done] == [0, 0, 0], "".join(each.stdout + each.stderr for each in done)
+    assert_same_end(whole, parts)
+    reader = torch.distributed.checkpoint.FileSystemReader(parts / "ckpt" / "iter_0000004")
+    keys = reader.read_metadata().state_dict_metadata
+    stored = {f"mixer.in_proj.weight.{part}" for part in ("z", "x", "B", "C", "dt")} | {
+        "mixer.in_proj.layer_norm_weight", "mixer.A_log", "mixer.D", "mixer.dt_bias", "mixer.norm.weight", "mixer.out_proj.weight",
+        *(f"mixer.conv1d.{name}.{part}" for name in ("weight", "bias") for part in ("x", "B", "C")),
+    }  # fmt: skip
+    prefix = "decoder.layers.0."
+    named = {key.removeprefix(prefix) for key in keys if key.startswith(prefix) and "extra_state" not in key}
+    assert named == stored, "as Megatron-Core's hybrid models"
+    assert {"decoder.final_norm.weight", "decoder.layers.3.mlp.linear_fc1.layer_norm_weight"} <= set(keys)
+    assert {
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+        "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+    } <= set(keys)
