@@ -88,6 +88,16 @@ def test_te_training_equals_local_layers(fake_package, kind, model, flags):
     )
 
 
+def test_te_linears_compute_frozen_weights_next_to_adapters(fake_package):
+    """Experts with adapters are this program's."""
+    lora = "--lora-dim 4 --lr 3e-3"
+    local = train([*make_argv("plain"), *lora.split()], 0, ParallelState.single(), 2)
+    fused = train(te_argv("plain", lora), 0, ParallelState.single(), 2)
+    assert as_strings(compare(local, fused)) == []
+    called = without_packages(fake_package.called())
+    assert "Linear.forward" in called and "GroupedLinear.forward" not in called
+
+
 @pytest.mark.parametrize("flags", ["", f"{GROUPS} 2 --window-size 3,0"])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_te_attention_of_packed_sequences_equals_local_attention(fake_package, flags, on_device):
