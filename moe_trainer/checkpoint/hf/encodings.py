@@ -6,8 +6,8 @@
 | MXFP4 | E2M1, two per byte, the first in the low bits | E8M0 (a byte, exponent + 127), 1 x 32, to multiply by | |
 | NVFP4 | E2M1, likewise | E4M3, 1 x 16, to multiply by | fp32 |
 
-Rounding and scales are those of moe_trainer/quantization/quantize.py, so a model that was trained in a format is stored
-with the numbers that it computed with. Dequantized weights are bf16: MXFP4 exactly, the others rounded.
+Rounding and scales are those of moe_trainer/quantization/quantize.py. Dequantized weights are bf16: MXFP4 exactly, the
+others rounded.
 
 Sources: deepseek-ai/DeepSeek-V3 README_WEIGHTS.md; OCP Microscaling Formats 1.0; compressed-tensors at ac8e2ba,
 compressors/nvfp4/base.py and compressors/mxfp4/base.py.
