@@ -19,7 +19,8 @@ SHAPE = tuple(
     rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings yarn_beta_fast
     yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq
     normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
-    qk_layernorm qk_layernorm_all_heads qk_l2_norm swiglu squared_relu quick_geglu glu_linear_offset
+    qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu
+    quick_geglu glu_linear_offset
     activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier logits_scaling
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights experimental_attention_variant
     linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads

@@ -53,6 +53,8 @@ class ModelArgs:
     """Normalize the queries and keys of each head."""
     qk_layernorm_all_heads: bool = False
     """Normalize queries over all heads together, and keys (OLMoE, MiniMax-M2), instead of each head."""
+    qk_layernorm_after_rope: bool = False
+    """Normalize queries and keys after they are rotated (Hunyuan), instead of before."""
     qk_l2_norm: bool = False
     """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
     swiglu: bool = False

@@ -125,9 +125,23 @@ def limit_max_logits(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         )
 
 
-def check_norm_of_all_heads(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.qk_layernorm_all_heads and not s.qk_layernorm:
-        yield s.violation("{qk_layernorm_all_heads:flag} needs {qk_layernorm:flag}.")
+def check_kinds_of_head_norms(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    for dest in ("qk_layernorm_all_heads", "qk_layernorm_after_rope"):
+        if getattr(s, dest) and not s.qk_layernorm:
+            yield s.violation("{:flag} needs {qk_layernorm:flag}.", dest)
+
+
+def limit_norm_after_rope(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """List what norms after the rotation are not built for."""
+    yield Limit(
+        s.qk_layernorm_after_rope and s.multi_latent_attention,
+        "{qk_layernorm_after_rope:flag} cannot be combined with {multi_latent_attention:flag}, whose norms are of "
+        "latents.",
+    )
+    yield Limit(
+        s.qk_layernorm_after_rope and s.qk_layernorm_all_heads,
+        "{qk_layernorm_after_rope:flag} cannot be combined with {qk_layernorm_all_heads:flag}.",
+    )
 
 
 def limit_norm_of_all_heads(s: Settings, f: DerivedSizes) -> Iterator[Limit]:

@@ -99,6 +99,7 @@ class SelfAttention(nn.Module):
         self.ranks_per_group = max(1, tp.size // groups)
         self.gated = model.attention_output_gate
         self.rope = not skips_rope(model, layer_number)
+        self.normed_after_rope = model.qk_layernorm_after_rope
         self.interleaved = model.rotary_interleaved
         self.stream = factory.stream if model.attention_dropout > 0.0 else None
         self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
@@ -175,12 +176,14 @@ class SelfAttention(nn.Module):
         v_SBGD = compact(v_SBGD)
         if self.q_layernorm is not None or rope is None or not self.rope:
             k_SBGD = compact(k_SBGD)  # else rotated at once, into a separate storage
-        if self.q_layernorm is not None:
+        if self.q_layernorm is not None and not self.normed_after_rope:
             q, k_SBGD = self.q_layernorm(q), self.k_layernorm(k_SBGD)
         q_SBND = q.reshape(*q.shape[:2], self.num_heads, self.head_dim)
         if rope is not None and self.rope:
             q_SBND = self.apply_rope(q_SBND, *rope, self.interleaved)
             k_SBGD = self.apply_rope(k_SBGD, *rope, self.interleaved)
+        if self.q_layernorm is not None and self.normed_after_rope:
+            q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
         with self.activations.offload_scope("core_attn"):
             y = self.activations.recompute_region(
                 "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD

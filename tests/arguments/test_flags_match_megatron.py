@@ -25,7 +25,7 @@ OWN = {
     "moe_hierarchical_domain_size", "phase_data_args_path", "object_storage_cache_gb", "object_storage_read_ahead", "document_source", "document_text_key", "document_streams",
     "mlp_chunks_for_training", "length_histogram", "report_html",
     "eval_tasks", "eval_tasks_interval", "eval_tasks_path", "eval_tasks_limit",
-    "qk_layernorm_all_heads", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "qk_layernorm_all_heads", "qk_layernorm_after_rope", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "moe_concat_proj", "moe_upcycling_expert_init",
     "stream_weights_to", "stream_weights_interval", "stream_weights_model_type",

@@ -23,7 +23,7 @@ GPT2 = "--normalization LayerNorm --position-embedding-type learned_absolute"
 MODELS = {
     **{kind: (kind, "") for kind in KINDS if "capacity" not in kind},
     "gpt2": ("biases, tied head", f"{GPT2} --expert-tensor-parallel-size 1"),
-    "one group": ("plain", "--group-query-attention --num-query-groups 1 --qk-layernorm"),
+    "one group": ("plain", "--group-query-attention --num-query-groups 1 --qk-layernorm --qk-layernorm-after-rope"),
     "norm of all heads": (
         "plain",
         "--group-query-attention --num-query-groups 4 --qk-layernorm --qk-layernorm-all-heads --apply-layernorm-1p",

@@ -353,7 +353,7 @@ REQUIRED_FLAGS = {
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"),
     "mla_down_proj_fusion": "--multi-latent-attention --q-lora-rank 12",
-    "qk_layernorm_all_heads": "--qk-layernorm",
+    **dict.fromkeys(("qk_layernorm_all_heads", "qk_layernorm_after_rope"), "--qk-layernorm"),
     "pipeline_schedule": PIPE, "microbatch_group_size_per_vp_stage": VIRTUAL, "overlap_p2p_comm": VIRTUAL,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), f"{PIPE} --num-layers 63"),
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), f"{PIPE} --num-layers 62"),

@@ -181,6 +181,28 @@ def _write_first_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern)}
 
 
+def _read_hunyuan_experts(config: Config) -> Flags:
+    """Read numbers that files may repeat for every layer; one shared expert is as wide as the others."""
+    numbers = {}
+    for key in ("num_experts", "moe_topk", "num_shared_expert"):
+        value = config.get(key, 1)
+        values = set(value) if isinstance(value, (list, tuple)) else {value}
+        if len(values) != 1:
+            raise CheckpointError(f"config.json: {key} is {value!r}, and the same number in all layers is needed")
+        numbers[key] = values.pop()
+    if numbers["num_shared_expert"] != 1:
+        raise CheckpointError(f"config.json: num_shared_expert is {numbers['num_shared_expert']}, and 1 is needed")
+    return {
+        "num_experts": numbers["num_experts"],
+        "moe_router_topk": numbers["moe_topk"],
+        "moe_shared_expert_intermediate_size": config["intermediate_size"],
+    }
+
+
+def _write_hunyuan_experts(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"num_experts": flags["num_experts"], "moe_topk": flags["moe_router_topk"]}
+
+
 def _read_ernie_layers(config: Config) -> Flags:
     """Read which layers have experts: those of a range whose number is a multiple of an interval."""
     layers, every = config["num_hidden_layers"], config.get("moe_layer_interval") or 1
@@ -360,6 +382,7 @@ LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)
 FIRST_DENSE = ConfigConverter(_read_first_dense, _write_first_dense)
 SHARED, NUM_SHARED = _shared("n_shared_experts"), _shared("num_shared_experts")
 OPTIONAL_GATED_SHARED = ConfigConverter(_read_gated_shared, _write_gated_shared)
+HUNYUAN_EXPERTS = ConfigConverter(_read_hunyuan_experts, _write_hunyuan_experts)
 ERNIE_SHARED = _shared("moe_num_shared_experts", optional=True)
 ERNIE_LAYERS = ConfigConverter(_read_ernie_layers, _write_ernie_layers)
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)

@@ -45,6 +45,10 @@ def read_rotary(config: Config) -> Flags:
         rope = dict(_GPT_OSS_SCALING)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     base = rope.get("rope_theta") or config.get("rope_theta") or _BASES.get(str(config.get("model_type")), 10000.0)
+    if kind == "dynamic" and rope.get("alpha") and config.get("model_type") == "hunyuan_v1_moe":
+        # a fixed alpha is another base; rounded, it differs by less than fp32 resolves
+        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        base, kind = round(base * rope["alpha"] ** (width / (width - 2))), "default"
     if float(base) != int(base):
         raise CheckpointError(f"config.json: rope_theta {base} is not an integer, as --rotary-base needs")
     flags: Flags = {"rotary_base": int(base)}

@@ -222,6 +222,16 @@ MODELS = {
             "moe_layer_interval": 2,
         },
     ),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "num_experts": 8,
+            "moe_topk": [3, 3, 3],
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0},
+        },
+    ),
     "hy_v3": (
         "HYV3",
         _GROUPED | _EXPERTS | {"head_dim": 12, "num_shared_experts": 2, "router_scaling_factor": 1.7},

@@ -75,6 +75,7 @@ _EXPERTS = {
     "solar_open": "n_routed_experts",
     "exaone_moe": "num_experts",
     "hy_v3": "num_experts",
+    "hunyuan_v1_moe": "num_experts",
     "ernie4_5_moe": "moe_num_experts",
 }
 _VARIANTS = {
@@ -88,6 +89,7 @@ _VARIANTS = {
         {"moe_num_shared_experts": 0, "moe_layer_end_index": 6},
         {"moe_layer_start_index": 2, "moe_layer_interval": 3},
     ],
+    "hunyuan_v1_moe": [{"moe_topk": 4}, {"moe_topk": [2] * 8, "num_key_value_heads": 2}],
     "dots1": [{}, {"sliding_window": 9, "max_window_layers": 5}],
     "finer_moe": [
         {"shared_expert_intermediate_size": 0},
