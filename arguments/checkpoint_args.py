@@ -19,12 +19,12 @@ SHAPE = tuple(
     rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings yarn_beta_fast
     yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq
     normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
-    qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu
-    quick_geglu glu_linear_offset
-    activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier logits_scaling
-    add_bias_linear add_qkv_bias untie_embeddings_and_output_weights experimental_attention_variant
-    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu quick_geglu
+    glu_linear_offset activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier
+    logits_scaling add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
+    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     dsa_indexer_k_norm_epsilon attention_output_gate softmax_type multi_latent_attention q_lora_rank
