@@ -6,7 +6,7 @@ from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Limit, Settings, Violation
 
-DIM, TARGETS = "lora_dim", "lora_target_modules"
+DIM = "lora_dim"
 NOT_BUILT = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
@@ -23,6 +23,10 @@ NOT_BUILT = (
     ("moe_expert_rank_capacity_factor", "experts with adapters need their token counts on the host"),
     ("use_transformer_engine_op_fuser", "nothing can be added between its fused operations"),
     ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
+    (
+        "stream_weights_to",
+        "it writes the weights of a model without adapters; scripts/convert.py merges those of a checkpoint",
+    ),
     ("init_from", "its file has all parameters; --load with --finetune takes a model without adapters"),
 )
 
