@@ -127,3 +127,14 @@ def test_flops_per_token_match_published_throughput(name, vocab, tflops, tokens_
     args = arguments.parse_args(["--preset", name, "--mock-data"])
     per_token = training_flops(args, 1, 4096, vocab) / 4096
     assert per_token == pytest.approx(tflops * 1e12 / tokens_per_s, rel=1e-3)
+
+
+def test_flops_of_a_hybrid_model():
+    """Layers count what they have: two Mamba mixers, one attention, one feed-forward layer."""
+    args = parse(
+        *"--hybrid-layer-pattern M*M- --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --mamba-num-heads 6 "
+        "--mamba-head-dim 2 --mamba-num-groups 3 --mamba-state-dim 5 --position-embedding-type none".split()
+    )
+    mamba = 8 * (2 * 12 + 2 * 15 + 6) + 12 * 8 + 3.5 * 12 * 5
+    attention = 8 * 3 * 8 + 8 * 8 + 8 * 4
+    assert training_flops(args, 1, 4, 16) == pytest.approx(6 * 4 * (2 * mamba + attention + 8 * 16 * 2 + 8 * 16))
