@@ -144,8 +144,7 @@ class QuantizedExport:
 
     def write(self, path: Path, items: Sequence[PlannedTensor]) -> dict[str, tuple[str, float, float] | None]:
         """Write a safetensors file. Returns the names in it, with kind, squared error and squared size if quantized."""
-        self._errors.clear()
-        return {name: self._errors.get(name) for name in write_safetensors(path, items)}
+        return {name: self._errors.pop(name, None) for name in write_safetensors(path, items)}
 
     def report(self, notes: Mapping[str, Mapping[str, Any]], num_bytes: int) -> list[str]:
         """Return lines on the finished folder from what `write` returned for its files."""
@@ -202,11 +201,7 @@ def _find_problem(scaling: Scaling, mapping: TensorMapping, is_stacked: bool) ->
             if columns % scaling.cols:
                 return f"{ref.name} has {columns} columns, and a multiple of {scaling.cols} is needed"
             continue
-        needs_full_blocks = (
-            position < len(mapping.sources) - 1
-            or mapping.native.endswith(_BEFORE_ANOTHER)
-            or (_EXPERT in mapping.native and len(mapping.sources) > 1)
-        )
+        needs_full_blocks = position < len(mapping.sources) - 1 or mapping.native.endswith(_BEFORE_ANOTHER)
         if rows % BLOCK_SIZE and needs_full_blocks:
             return f"{ref.name} has {rows} rows, and a multiple of {BLOCK_SIZE} is needed"
     return None

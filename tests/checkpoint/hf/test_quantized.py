@@ -328,6 +328,10 @@ def test_parts_without_full_blocks_stay_unquantized():
     assert len(plan.notes) == 3 and "q_proj.weight has 192 rows" in plan.notes[0]
     assert {"model.layers.0.self_attn.k_proj", "model.layers.0.mlp.gate"} <= set(plan.config["modules_to_not_convert"])
     assert "decoder.layers.0.self_attention.linear_proj.weight" in plan.natives
+    _, mappings = mappings_of("deepseek_v3", q_lora_rank=96)  # before the keys and values, of 20 rows
+    plan = plan_quantization("fp8-block", "deepseek_v3", mappings)
+    skipped = {name.rpartition(".")[2] for name in plan.config["modules_to_not_convert"]}
+    assert skipped == {"q_a_proj", "gate", "lm_head"}
 
 
 @pytest.mark.parametrize(
