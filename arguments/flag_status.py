@@ -325,7 +325,7 @@ REQUIRES = (
         "moe_expert_rank_capacity_factor moe_per_layer_logging moe_token_dispatcher_type moe_dispatch_fwd_dtype "
         "moe_combine_bwd_dtype moe_permute_fusion moe_router_fusion moe_paged_stash moe_routing_trace_path "
         "moe_routing_replay_path "
-        "save_tokens_per_expert_interval use_transformer_engine_op_fuser",
+        "save_tokens_per_expert_interval use_transformer_engine_op_fuser freeze_backbone",
     ),
     (("stream_weights_to",), "stream_weights_model_type"),
     (("moe_routing_replay_path",), "moe_enable_routing_replay"),

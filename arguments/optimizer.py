@@ -45,6 +45,9 @@ class OptimizerArgs:
     """Deprecated way to choose the parameters without weight decay."""
     freeze_all_layers: bool = False
     """Run training batches forward only, and update no weights."""
+    freeze_backbone: bool = False
+    """Train the embedding, norms, routers and routed experts only, as FineRMoE's code does to train upcycled experts
+    (its --only-train-list embedding+router+mlp.experts+layernorm). A flag of this program."""
 
     # ---- learning rate
     lr: float | None = None

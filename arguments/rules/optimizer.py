@@ -14,6 +14,23 @@ MUON_COEFFICIENTS = ("simple", "quintic", "polar_express", "cans", "aol", "deeps
 """Those of ops/newton_schulz.py, which this floor does not see."""
 
 
+NOT_WITH_FROZEN_BACKBONE = (
+    ("freeze_all_layers", "it trains nothing"),
+    ("lora_dim", "adapters are trained alone"),
+    ("use_torch_fsdp2", "it shards parameters that do not change"),
+    ("use_megatron_fsdp", "it shards parameters that do not change"),
+    ("fp8", "it would quantize frozen weights in every iteration again"),
+    ("fp4", "it would quantize frozen weights in every iteration again"),
+    ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
+    ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
+    ("qk_clip", "it scales weights, which are frozen"),
+    ("multi_latent_attention", "its norms belong to frozen projections"),
+    ("experimental_attention_variant", "its small parameters are neither norms nor projections"),
+    ("mtp_num_layers", "its projections are neither backbone nor experts"),
+    ("hybrid_layer_pattern", "its Mamba layers are not sorted into backbone and rest"),
+)
+
+
 def is_layer_wise(s: Settings) -> bool:
     """Return whether the optimizer works layer by layer in Megatron-LM's terms (distributed muon and relatives)."""
     return s.optimizer not in PLAIN and (s.optimizer == "dist_muon" or s.use_distributed_optimizer)
@@ -128,6 +145,12 @@ def limit_record_without_update(s: Settings, _f: DerivedSizes) -> Iterator[Limit
         s.freeze_all_layers and s.record_step is not None,
         "{record_step:flag} records an update, and {freeze_all_layers} makes none.",
     )
+
+
+def limit_frozen_backbone(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    for other, why in NOT_WITH_FROZEN_BACKBONE:
+        applies = s.freeze_backbone and s.values[other] != s.default(other)
+        yield Limit(applies, "{freeze_backbone:flag} cannot be combined with {}: " + why + ".", (other,))
 
 
 def check_lr_order(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

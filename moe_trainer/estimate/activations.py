@@ -78,9 +78,17 @@ _READ_BY_INDEXERS = frozenset({"normed", "q_latent", "choice"})
 def _layer(layer: LayerSizes) -> Iterator[SavedTensor]:
     """Yield everything that a layer saves, in the order of forward."""
     entries = with_quantized_inputs(layer, _all_tensors(layer))
+    if layer.args.optimizer.freeze_backbone:
+        return (entry for entry in entries if not _is_read_by_backbone(layer, entry.name))
     if layer.model.lora_dim is not None:
         return _tensors_with_adapters(layer, entries)
     return _warmup_tensors(layer, entries) if layer.model.dsa_indexer_warmup else entries
+
+
+def _is_read_by_backbone(layer: LayerSizes, name: str) -> bool:
+    """Whether a tensor is saved for the gradients of weights alone that --freeze-backbone freezes."""
+    starts_region = name == "pre_mlp.normed" and (layer.is_moe or "mlp" in layer.parts)  # routers read it
+    return not starts_region and (name == "concat_proj.x" or name in _READ_BY_LINEARS) and name != "experts.x"
 
 
 def _warmup_tensors(layer: LayerSizes, entries: Iterator[SavedTensor]) -> Iterator[SavedTensor]:

@@ -155,6 +155,9 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     if model.lora_dim is not None:  # two of three GEMMs of a frozen weight, all of attention and of the adapters
         core = linear * _delta_rule_macs(args) + (num_layers - linear) * _core_attention_macs(args, seq_length)
         macs = (macs - core) * 2 / 3 + core + adapter_macs(args)
+    if args.optimizer.freeze_backbone:  # likewise, and all of the routed experts
+        trained = num_moe * _routed_macs(args) + num_layers * _core_attention_macs(args, seq_length)
+        macs = (macs - trained) * 2 / 3 + trained
     return 6.0 * batch_size * seq_length * macs
 
 

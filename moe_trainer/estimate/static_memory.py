@@ -34,7 +34,7 @@ def stage_states(
         if args.stored_weight_format == "mxfp8":
             linears, experts = args.te_quantizes  # Transformer Engine's layers keep theirs in the model's format
             stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
-        if args.model.dsa_indexer_warmup or args.model.lora_dim is not None:
+        if args.model.dsa_indexer_warmup or args.model.lora_dim is not None or args.optimizer.freeze_backbone:
             state = _frozen_state(args, world_size, held, trained_params(args, chunks, held))
         else:
             tables, in_fp8 = sum(map(params.tables, chunks)), (stored.dense, stored.expert)
@@ -87,11 +87,24 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
     if args.model.lora_dim is not None:
         layers = LayerParams(args, 0)
         return sum((layers.adapters(number) for chunk in chunks for number in chunk.layers), ParamsPerRank(0, 0))
+    if args.optimizer.freeze_backbone:
+        return held + ParamsPerRank(-_backbone_params(args, chunks), 0)
     if not args.model.dsa_indexer_warmup:
         return held
     depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
     count = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
     return ParamsPerRank(count, 0)
+
+
+def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
+    """Return the parameters that --freeze-backbone freezes: attention, shared experts, dense networks, an own head."""
+    rows = padded_vocab_size_from_flags(args) or 0
+    layers = LayerParams(replace(args, model=replace(args.model, qk_layernorm=False)), rows)  # norms are trained
+    rest = {False: layers.layers[False].dense - layers.attention() - 2 * layers.norm(args.model.hidden_size)}
+    rest[True] = layers.shared() + layers.projections()
+    count = sum(layers.attention() + rest[layers.pattern[number]] for chunk in chunks for number in chunk.layers)
+    has_head = args.model.untie_embeddings_and_output_weights and any(chunk.has_loss for chunk in chunks)
+    return count + (layers.table() if has_head else 0)
 
 
 def _frozen_state(args: Arguments, world_size: int, held: ParamsPerRank, trained: ParamsPerRank) -> StateBytes:

@@ -16,10 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arguments.moe import ExpertGrid
 from moe_trainer.ops.permute import Permutation, PermuteMap
+from moe_trainer.parallel.params import get_param_info
+
+TRAINED_NAMES = ("embedding", "router", "mlp.experts", "layernorm")
+"""Parts of the names of parameters that --freeze-backbone trains. Source: FineRMoE's script for a frozen backbone."""
+
+
+def freeze_backbone(chunks: Sequence[nn.Module]) -> None:
+    """Freeze all other parameters, so that none has a gradient or an optimizer state."""
+    for param in (param for chunk in chunks for param in chunk.parameters()):
+        name = get_param_info(param).names[0]
+        param.requires_grad_(any(part in name for part in TRAINED_NAMES))
 
 
 @torch.no_grad()

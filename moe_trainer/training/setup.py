@@ -34,6 +34,7 @@ from moe_trainer.model.build import DTYPES, build_chunks
 from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
+from moe_trainer.moe.finermoe import freeze_backbone
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
@@ -146,6 +147,8 @@ def build_model(args: Arguments, runtime: Runtime, vocab_size: int) -> list[Tran
         freeze_all_but_indexers(chunks)
     elif args.model.lora_dim is not None:
         freeze_all_but_adapters(chunks, args.model)
+    elif args.optimizer.freeze_backbone:
+        freeze_backbone(chunks)
     register_layer_trace_hooks(ps.trace, named_transformer_layers(chunks))
     if args.output.init_from is not None:
         with as_user_error(f"--init-from {args.output.init_from}"):

@@ -49,7 +49,7 @@ _KEPT_TRAINING = frozenset(
 )
 _KEPT_OPTIMIZER = frozenset(
     """
-    optimizer adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm
+    optimizer freeze_backbone adam_beta1 adam_beta2 sgd_momentum clip_grad weight_decay apply_wd_to_qk_layernorm
     use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction
     overlap_cpu_optimizer_d2h_h2d chunked_optimizer_state_offload optimizer_state_offload_fraction lion_beta1
     lion_beta2 muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_coefficient_type

@@ -263,6 +263,7 @@ INVALID_LINES = (
     (f"{FINE} --moe-permute-fusion", FREE, "--moe-permute-fusion"),
     (f"{FINE} --moe-latent-size 128", FREE, "--moe-latent-size"),
     (f"{FINE} --moe-router-load-balancing-type sinkhorn", FREE, "--moe-router-load-balancing-type"),
+    (f"{FINE} --freeze-backbone --lora-dim 4", FREE, "--freeze-backbone"),
     (f"{FINE} --moe-concat-proj --ckpt-format torch", FREE, "--ckpt-format"),
     (f"{FINE} --triton-kernels norm router", FREE, "--triton-kernels"),
     ("--triton-kernels none norm", "", "--triton-kernels"),

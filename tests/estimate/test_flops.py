@@ -60,6 +60,13 @@ def test_flops_of_the_matrix_behind_slices():
     assert projected - plain == 6 * 4 * 8 * 8
 
 
+def test_flops_of_a_frozen_backbone():
+    """Frozen weights have two of three GEMMs; attention itself (4 of 32 tokens x 8) and the routed experts have all."""
+    words = f"{MOE} --G-I 4 --G-O 2 --R-I 1 --R-O 2 --moe-concat-proj".split()
+    full, frozen = (training_flops(parse(*words, *more), 1, 4, 16) for more in ([], ["--freeze-backbone"]))
+    assert full - frozen == pytest.approx(2 * 4 * (8 * 24 + 8 * 8 + 7 * 8 * 2 + 8 * 8 + 8 * 16))
+
+
 @pytest.mark.parametrize("q_lora", [None, 5])
 def test_flops_of_mla_with_mtp(q_lora):
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention"

@@ -32,6 +32,12 @@ CASES = (
     (2, "plain", f"{TP2} --moe-latent-size 64"),
     (2, "deepseek", f"{TP2} --mtp-num-layers 1 --lora-dim 64 --bf16 --use-distributed-optimizer"),
     (4, "plain", f"{TP2} --pipeline-model-parallel-size 2 --lora-dim 64 --lora-target-modules linear_qkv *.experts.*"),
+    (
+        2,
+        "plain",
+        f"{TP2} --freeze-backbone --qk-layernorm --moe-layer-freq [0,1,1] --moe-shared-expert-intermediate-size 64",
+    ),
+    (2, "plain", "--pipeline-model-parallel-size 2 --freeze-backbone --bf16 --use-distributed-optimizer"),
     (2, "plain", f"{TP2} --mtp-num-layers 1 {DELTA}"),
     (2, "plain", f"--pipeline-model-parallel-size 2 {DELTA}"),
     (2, "plain", "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --expert-model-parallel-size 2"),

@@ -15,6 +15,7 @@ from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.model.lora import freeze_all_but_adapters
+from moe_trainer.moe.finermoe import freeze_backbone
 from moe_trainer.training.initialize import make_groups
 
 SIZES = "--hidden-size 32 --ffn-hidden-size 80 --moe-ffn-hidden-size 48 --moe-router-dtype fp32"
@@ -112,6 +113,8 @@ KINDS = {
     "fine experts": (f"{GROUPED} {FINE} --moe-router-load-balancing-type seq_aux_loss", (*FEW, "moe_act", "3 chunks", "4 chunks, moe")),
     "fine experts, concat_proj, expert bias": (
         f"{GROUPED} {FINE} --moe-concat-proj --moe-router-enable-expert-bias", ("all kept", "moe", "layernorm", "3 chunks")),
+    "fine experts, frozen backbone": (
+        f"{GROUPED} {FINE} --moe-concat-proj --freeze-backbone --moe-layer-freq ([0]*1+[1]*2)", ("all kept", "moe", "layernorm")),
     "fine experts, concat_proj, tensorwise": (
         f"{GROUPED} {FINE} --moe-concat-proj --bf16 --fp8-format e4m3 --fp8-recipe tensorwise", ("all kept",)),
     "blockwise": (
@@ -149,6 +152,8 @@ def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
         freeze_all_but_indexers([chunk])
     if args.model.lora_dim is not None:
         freeze_all_but_adapters([chunk], args.model)
+    if args.optimizer.freeze_backbone:
+        freeze_backbone([chunk])
     trains_all = not warmup and args.model.lora_dim is None
     x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=trains_all)
     rope = None if chunk.rotary is None else chunk.rotary.tables(length, torch.device("cpu"))
