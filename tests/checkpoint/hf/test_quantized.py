@@ -301,7 +301,7 @@ def test_report_names_size_and_error(tmp_path, caplog):
 def mappings_of(name, **changes):
     config = make(name, **(SIZES | MORE.get(name, {}) | changes)).config.to_dict()
     family, flags, _ = read_config(config)
-    return family.name, tensor_mappings(family.name, flags | {"rows": flags["vocab_size"]})
+    return family.name, tensor_mappings(family.names, flags | {"rows": flags["vocab_size"]})
 
 
 def test_prediction_layers_stay_unquantized_in_fp4_only():
