@@ -290,6 +290,7 @@ REQUIRES = (
     (("validate_only", "dry_run", "fake_process_group"), "hardware length_histogram"),
     (("dry_run", "fake_process_group"), "report_html"),
     (("mtp_num_layers",), "mtp_loss_scaling_factor mtp_detach_heads"),
+    (("enable_hyper_connections",), "num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor"),
     (("moe_router_enable_expert_bias",), "moe_router_bias_update_rate"),
     (("group_query_attention",), "num_query_groups"),
     (
@@ -548,7 +549,7 @@ _WITHOUT_EFFECT = (
     ),
     ("--linear-cp-mode=1", "without linear attention under context parallelism"),
     ("--cuda-graph-dynamic-microbatches", "without CUDA graphs"),
-    ("--num-residual-streams=1 --use-fused-mhc", "without --enable-hyper-connections"),
+    ("--use-fused-mhc", _ONE_PATH),
     ("--disable-grad-buffers-cpu-backup --disable-param-buffers-cpu-backup", "without optimizer offload"),
     ("--use-layer-wise-param-layout", "without --optimizer muon"),
     (
@@ -592,7 +593,13 @@ _MISSING = (
     ("--rotary-base-per-layer=+", "a rotary base per layer", ()),
     ("--head-wise-attn-gate", "gated attention", ()),
     ("--csa-compress-ratios=1", "compressed sparse attention", ()),
-    ("--enable-hyper-connections", "hyper-connections", ()),
+    (
+        "--enable-mhc-connections --mhc-num-residual-streams=1",
+        "Megatron-LM main's form of hyper-connections, without experts and stages (--enable-hyper-connections has "
+        "DeepSeek-V4's, and --num-residual-streams the number)",
+        (),
+    ),
+    ("--mhc-recompute-layer-num=1", "recompute of hyper-connections alone", ()),
     ("--original-max-position-embeddings=1", "another original context of YaRN with MLA", ("4096",)),
     ("--cp-partition-mode=1", "another partition of sequences", ("zigzag",)),
 )
@@ -707,11 +714,9 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = MappingProxyType(
     {
-        "the layers of DeepSeek-V4 (compressed sparse attention, hyper-connections)": Architecture(
-            named_by="""--experimental-attention-variant --csa-compress-ratios --enable-hyper-connections
-            --enable-mhc-connections""",
-            tuned_by="""--mhc-num-residual-streams --mhc-sinkhorn-iterations --mhc-init-gating-factor
-            --mhc-recompute-layer-num --original-max-position-embeddings --recompute-modules""",
+        "the layers of DeepSeek-V4 (compressed sparse attention)": Architecture(
+            named_by="--experimental-attention-variant --csa-compress-ratios",
+            tuned_by="""--mhc-recompute-layer-num --original-max-position-embeddings --recompute-modules""",
         )
     }
 )
@@ -788,7 +793,6 @@ PRODUCTS = (
         "--export-kd-",
     ),
     Product("distillation from logits", "this program trains on text", prefixes="--logits-save- --logits-load-"),
-    Product("hyper-connections", "this program has one residual stream", "--enable-mhc-connections", "--mhc-"),
     Product(
         "weight-sharded tensor parallelism", "--use-distributed-optimizer shards the optimizer state", prefixes="--gtp-"
     ),

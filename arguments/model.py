@@ -65,6 +65,14 @@ class ModelArgs:
     """Use gated feed-forward layers with the sigmoid approximation of GELU."""
     glu_linear_offset: float = 0.0
     """Constant added to the linear half of a gated feed-forward layer."""
+    enable_hyper_connections: bool = False
+    """Use several residual streams instead of one; weights of every token mix them (DeepSeek-V4)."""
+    num_residual_streams: int = 4
+    """Number of residual streams of hyper-connections."""
+    mhc_sinkhorn_iterations: int = 20
+    """Number of normalizations that make a mixing matrix of streams doubly stochastic."""
+    mhc_init_gating_factor: float = 0.01
+    """First value of the factors of what a hyper-connection computes from its token."""
     activation_func_clamp_value: float | None = None
     """Clamp both halves of a gated activation to this magnitude. Unset: no limit."""
     use_fused_weighted_squared_relu: bool = False

@@ -20,6 +20,7 @@ TOPICS = MappingProxyType(
         "attention": "Attention",
         "sparse_attention": "Sparse attention",
         "lora": "Low-rank adapters",
+        "hyper_connections": "Hyper-connections",
         "pipeline": "Pipeline schedules",
         "router": "Routing",
         "dispatcher": "Dispatchers and experts",

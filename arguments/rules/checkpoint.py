@@ -95,7 +95,12 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             "{:flag} torch has the state of {optimizer:flag} adam and sgd only; use {:flag} torch_dist.",
             (dest, dest),
         )
-        for layers in ("experimental_attention_variant", "moe_latent_size", "moe_concat_proj"):
+        for layers in (
+            "experimental_attention_variant",
+            "moe_latent_size",
+            "moe_concat_proj",
+            "enable_hyper_connections",
+        ):
             yield Limit(
                 is_legacy and getattr(s, layers) not in (None, False, "dsa"),
                 "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",

@@ -41,6 +41,7 @@ POSITIVE = tuple(
     straggler_minmax_count object_storage_cache_gb document_streams mlp_chunks_for_training
     stream_weights_interval eval_tasks_interval eval_tasks_limit sample_interval sample_max_new_tokens lora_dim
     lora_alpha
+    num_residual_streams mhc_sinkhorn_iterations
     """.split()
 )
 NOT_NEGATIVE = tuple(
@@ -59,7 +60,7 @@ NOT_NEGATIVE = tuple(
     fine_grained_offloading_max_inflight_offloads num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
     error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
-    replication_jump object_storage_read_ahead moe_n_hash_layers
+    replication_jump object_storage_read_ahead moe_n_hash_layers mhc_init_gating_factor
     """.split()
 )
 MAX_SAMPLES = 10**12

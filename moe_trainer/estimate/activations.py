@@ -162,6 +162,7 @@ def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
     name, module = ("norm", "mixer") if is_mamba else ("input_layernorm", "self_attention")
+    yield from _hyper_connection(layer, "self_attention")
     yield from layer.norm("attn_norm", name, layer.rows, layer.hidden, layer.residual)
     if "layernorm" not in layer.parts:
         yield SavedTensor("normed", (layer.rows, layer.hidden), layer.size, "qkv_linear")
@@ -176,6 +177,7 @@ def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
 
 def _mlp_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
     discards = "layernorm" in layer.parts
+    yield from _hyper_connection(layer, "mlp")
     yield from layer.norm("mlp_norm", "pre_mlp_layernorm", layer.rows, layer.hidden, layer.residual)
     region = "moe" if layer.is_moe else "mlp"
     # routed experts read a copy of this rank's tokens; shared experts and recomputed regions read all of them
@@ -192,9 +194,24 @@ def _mlp_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
     yield from _dropout(layer, "mlp")
 
 
+def _hyper_connection(layer: LayerSizes, name: str) -> Iterator[SavedTensor]:
+    """Yield the streams, the sublayer's output, weights of every token, and fp32 copies of streams and parameters."""
+    if layer.streams == 1:
+        return
+    name, streams = f"{name}_hyper_connection", layer.streams
+    shape, numbers = (layer.rows, streams * layer.hidden), streams * streams + 2 * streams
+    yield SavedTensor(f"{name}.x", shape, layer.size)
+    if layer.size != WIDE:
+        yield SavedTensor(f"{name}.x_fp32", shape, WIDE)
+        yield SavedTensor(f"{name}.weight_fp32", (numbers, shape[1]), WIDE)
+    yield SavedTensor(f"{name}.y", (layer.rows, layer.hidden), layer.size)
+    yield SavedTensor(f"{name}.weights", (layer.rows, 3 * numbers + 1), WIDE)
+    yield SavedTensor(f"{name}.rounded_weights", (layer.rows, numbers), layer.size)
+
+
 def _dropout(layer: LayerSizes, name: str) -> Iterator[SavedTensor]:
     if layer.model.hidden_dropout:
-        yield SavedTensor(f"{name}.dropout", (layer.rows, layer.hidden), layer.size if layer.cpu else 1)
+        yield SavedTensor(f"{name}.dropout", (layer.rows, layer.streams * layer.hidden), layer.size if layer.cpu else 1)
 
 
 def layer_activations(
@@ -271,7 +288,7 @@ def _recomputed_layer_tensors(layer: LayerSizes, first: bool) -> Iterator[SavedT
     """Yield what a fully recomputed layer saves: the input of the region, and its routing."""
     if first:
         share = layer.tp if layer.args.training.distribute_saved_activations else 1
-        yield SavedTensor("x", (layer.rows * layer.hidden // share,), layer.residual)
+        yield SavedTensor("x", (layer.rows * layer.streams * layer.hidden // share,), layer.residual)
     if layer.is_moe:
         yield from recompute_cache(layer)
 

@@ -22,10 +22,11 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 * MTP, per depth:       one more layer of the last layer's kind, 2*h*h for its projection and 3*h for its norms
 * logits:               h * v * (1 + number of MTP layers)
 
-Not counted: recomputation, the router, the norms of the layers; of sparse attention, its loss and what kernels multiply
-beyond the selected keys. During the warm-up of indexers (--dsa-indexer-warmup) attention is dense, and everything but
-the indexers runs forward only: a third. With low-rank adapters (--lora-dim) a frozen weight has no gradient: its GEMMs
-count twice, not three times, and an adapter of dim d from i to o features adds d * (i + o) multiply-adds.
+Not counted: recomputation, the router, the norms of the layers, hyper-connections; of sparse attention, its loss and
+what kernels multiply beyond the selected keys. During the warm-up of indexers (--dsa-indexer-warmup) attention is
+dense, and everything but the indexers runs forward only: a third. With low-rank adapters (--lora-dim) a frozen weight
+has no gradient: its GEMMs count twice, not three times, and an adapter of dim d from i to o features adds d * (i + o)
+multiply-adds.
 Source: the throughput figure that Megatron-LM prints; formula rederived from its published definition.
 """
 

@@ -202,7 +202,9 @@ class ChunkBytes:
 
     def _final_tensors(self, layout: ChunkLayout) -> Iterator[SavedTensor]:
         """Yield the tensors of the final norm, and of head and loss for the model and each MTP depth."""
-        hidden = self.args.model.hidden_size
+        model, hidden = self.args.model, self.args.model.hidden_size
+        if layout.has_final_norm and model.enable_hyper_connections:
+            yield SavedTensor("hyper_connection_head.x", (self.rows, model.num_residual_streams * hidden), self.size)
         if layout.has_final_norm:
             yield SavedTensor("final_layernorm.x", (self.rows, hidden), self.size)
             yield SavedTensor("final_layernorm.statistics", (self.rows,), WIDE)

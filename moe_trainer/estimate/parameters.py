@@ -149,6 +149,18 @@ class LayerParams:
         """Return the parameters of a norm: a weight, and with LayerNorm a bias."""
         return 2 * width if self.model.normalization == "LayerNorm" else width
 
+    def hyper_connection(self) -> int:
+        """Return the parameters of one sublayer's hyper-connection; 0 with one residual stream."""
+        streams = self.model.num_residual_streams
+        numbers = streams * streams + 2 * streams
+        return numbers * (streams * self.model.hidden_size + 1) + 3 if self.model.enable_hyper_connections else 0
+
+    def final_norm(self) -> int:
+        """Return the parameters of the final norm, and of the sum of residual streams before it."""
+        streams = self.model.num_residual_streams
+        head = streams * (streams * self.model.hidden_size + 1) + 1 if self.model.enable_hyper_connections else 0
+        return self.norm(self.model.hidden_size) + head
+
     def attention(self) -> int:
         """Return the parameters of one softmax attention, without the norm before it."""
         model = self.model
@@ -223,7 +235,7 @@ class LayerParams:
 
     def _layer(self, is_moe: bool) -> ParamsPerRank:
         model = self.model
-        dense = self.attention() + 2 * self.norm(model.hidden_size)
+        dense = self.attention() + 2 * (self.norm(model.hidden_size) + self.hyper_connection())
         if not is_moe:
             return ParamsPerRank(dense + self._mlp(model.ffn_hidden_size, self.tp, self._bias), 0)
         router = self.num_experts * (model.hidden_size + (1 if self._bias else 0))
@@ -269,7 +281,7 @@ class LayerParams:
         if layout.mtp:
             count += self.mtp()
         if layout.has_final_norm:
-            count += ParamsPerRank(self.norm(self.model.hidden_size), 0)
+            count += ParamsPerRank(self.final_norm(), 0)
         return count
 
 
@@ -288,7 +300,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     params = LayerParams(args, vocab, is_sharded=False)
     hidden, pattern = model.hidden_size, params.pattern
     num_moe = sum(pattern)
-    norms = 2 * params.norm(hidden)
+    norms = 2 * (params.norm(hidden) + params.hyper_connection())
     expert = params.expert() if params.num_experts else 0
     layers = ParamsPerRank(0, 0)
     for number, is_moe in enumerate(pattern):
@@ -296,7 +308,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     embedding = params.table()
     positions = model.max_position_embeddings * hidden if model.position_embedding_type == "learned_absolute" else 0
     head = embedding if model.untie_embeddings_and_output_weights else 0
-    total = embedding + positions + layers.total + params.norm(hidden) + head
+    total = embedding + positions + layers.total + params.final_norm() + head
     active = total - num_moe * (params.num_experts - moe.moe_router_topk) * expert
     if params.num_experts:
         adapters = sum(params.adapters(number).expert for number in range(len(pattern))) // params.num_experts

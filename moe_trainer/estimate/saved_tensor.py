@@ -75,6 +75,7 @@ class LayerSizes:
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.residual = 4 if model.fp32_residual_connection else self.size
         self.hidden = model.hidden_size
+        self.streams = model.num_residual_streams if model.enable_hyper_connections else 1
         self.batch, self.length = training.micro_batch_size, args.data.seq_length // self.cp
         self.tokens = self.batch * self.length
         self.own = self.tokens // self.tp

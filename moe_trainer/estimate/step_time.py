@@ -221,7 +221,8 @@ def _action_times(
 ) -> ActionTimes:
     parallel, pp, message = args.parallel, args.parallel.pipeline_model_parallel_size, 0.0
     if pp > 1 and not parallel.overlap_p2p_comm:
-        message = Interconnect(hardware).message(sizes.rows * args.model.hidden_size * sizes.size, world_size // pp)
+        width = args.model.hidden_size * (args.model.num_residual_streams if args.model.enable_hyper_connections else 1)
+        message = Interconnect(hardware).message(sizes.rows * width * sizes.size, world_size // pp)
     has_wgrad_actions = parallel.pipeline_schedule == "zero-bubble"
     return ActionTimes(passes, message, exchange_slowdown(args, hardware), has_wgrad_actions, head_wgrad)
 

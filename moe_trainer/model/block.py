@@ -18,6 +18,7 @@ from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
+from moe_trainer.layers.hyper_connection import HyperConnection
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mamba import MambaMixer
 from moe_trainer.layers.mla import MultiLatentAttention
@@ -62,6 +63,12 @@ class TransformerLayer(nn.Module):
             loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
             make = factory.self_attention or attention
             self.self_attention = make(model, ps, name=f"{name}.self_attention", **options, **loss)
+        self.self_attention_hyper_connection = self.mlp_hyper_connection = None
+        if model.enable_hyper_connections:
+            self.self_attention_hyper_connection, self.mlp_hyper_connection = (
+                HyperConnection(model, name=f"{name}.{sublayer}_hyper_connection", partial=has_local_tokens)
+                for sublayer in ("self_attention", "mlp")
+            )
         self.is_moe = is_moe
         self.mlp: Any = None
         if not self.has_mlp:
@@ -138,11 +145,12 @@ class TransformerLayer(nn.Module):
         norm, attention = self.mixing_modules
 
         def run(x_SBH: Tensor) -> Tensor:
+            read_SBH, weights = self._read_streams(self.self_attention_hyper_connection, x_SBH)
             with self.activations.offload_scope("attn_norm"):
-                normed, scope = self.activations.recompute_output("layernorm", norm, x_SBH)
+                normed, scope = self.activations.recompute_output("layernorm", norm, read_SBH)
             with scope:
                 y_SBH = attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
-            return self._add_residual(x_SBH, normed, y_SBH)
+            return self._add_residual(x_SBH, normed, y_SBH, weights)
 
         return self.graphs.run("attn", run, [norm, attention], x_SBH)
 
@@ -159,8 +167,9 @@ class TransformerLayer(nn.Module):
         """
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
+            read_SBH, weights = self._read_streams(self.mlp_hyper_connection, x_SBH)
             with self.activations.offload_scope("mlp_norm"):
-                normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, x_SBH)
+                normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, read_SBH)
             with scope:
                 if not self.is_moe:
                     y_SBH = self.activations.run_in_chunks("mlp", self.mlp, normed)
@@ -170,7 +179,7 @@ class TransformerLayer(nn.Module):
                     y_SBH = self.activations.recompute_region(
                         "moe", lambda x: self.mlp(x, grad_scale, None, *forced, **routed_by), normed
                     )
-            return self._add_residual(x_SBH, normed, y_SBH)
+            return self._add_residual(x_SBH, normed, y_SBH, weights)
 
         def route(x_SBH: Tensor, *forced: Tensor) -> tuple[Tensor | None, RoutingOutput]:
             with self.activations.offload_scope("mlp_norm"):
@@ -186,7 +195,21 @@ class TransformerLayer(nn.Module):
         part = "moe" if self.is_moe else "mlp"
         return self.graphs.run(part, run, [self.pre_mlp_layernorm, self.mlp], x_SBH, *forced)
 
-    def _add_residual(self, x_SBH: Tensor, normed: Tensor | None, y_SBH: Tensor) -> Tensor:
+    @staticmethod
+    def _read_streams(connection: HyperConnection | None, x_SBH: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return a sublayer's input, and what `_add_residual` needs of the hyper-connection."""
+        if connection is None:
+            return x_SBH, ()
+        x_SBH, *weights = connection(x_SBH)
+        return x_SBH, tuple(weights)
+
+    def _add_residual(
+        self, x_SBH: Tensor, normed: Tensor | None, y_SBH: Tensor, weights: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        if weights:
+            post_SBN1, mixing_SBNN = weights
+            y_SBF = self.hidden_dropout(HyperConnection.spread(y_SBH, post_SBN1))
+            return HyperConnection.mix(x_SBH, mixing_SBNN) + y_SBF
         residual = x_SBH
         if self.residual_after_norm:
             assert normed is not None

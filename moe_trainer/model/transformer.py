@@ -20,6 +20,7 @@ from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.stage_layout import ChunkLayout
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
+from moe_trainer.layers.hyper_connection import StreamContraction, expand_streams
 from moe_trainer.layers.init import embedding_init, output_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
@@ -116,7 +117,11 @@ class Decoder(nn.Module):
         )
         # Megatron-Core's hybrid models have another name for it
         self.final_norm_name = f"decoder.{'final_norm' if args.model.hybrid_layer_pattern else 'final_layernorm'}"
-        self.final_layernorm = None
+        self.final_layernorm = self.hyper_connection_head = None
+        if layout.has_final_norm and args.model.enable_hyper_connections:
+            self.hyper_connection_head = StreamContraction(
+                args.model, name="decoder", partial=args.parallel.sequence_parallel and ps.tp.size > 1
+            )
         if layout.has_final_norm:
             self.final_layernorm = factory.norm(
                 args.model.hidden_size,
@@ -210,6 +215,7 @@ class Transformer(nn.Module):
         self.sequence, self.tp = SequenceShard.over(ps.context), ps.tp
         self.num_packs = 0.0  # of this iteration; this rank's shares of those of groups (moe/balancing.py)
         self.num_tensor_shards = ps.tp.size if args.parallel.sequence_parallel else 1
+        self.num_streams = model.num_residual_streams if model.enable_hyper_connections else 1
         self.hidden_size, self.max_packed_sequences = model.hidden_size, args.parallel.thd_max_packed_sequences or 0
         self.fp32_residual = model.fp32_residual_connection
         self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
@@ -248,7 +254,8 @@ class Transformer(nn.Module):
         """Return shape and dtype of the x_SBH of a microbatch that this chunk receives in its current mode."""
         num_states = 1 + (self.layout.receives_depths if self.training else 0)
         num_shards = shard_of(self.sequence, packed).cp.size * self.num_tensor_shards
-        shape = (num_states * seq_length // num_shards, micro_batch_size, self.hidden_size)
+        width = self.hidden_size * (1 if self.layout.receives_normed else self.num_streams)
+        shape = (num_states * seq_length // num_shards, micro_batch_size, width)
         is_fp32 = self.fp32_residual and not self.layout.receives_normed
         return shape, torch.float32 if is_fp32 else self.params_dtype
 
@@ -294,6 +301,8 @@ class Transformer(nn.Module):
         if self.layout.has_embedding:
             assert self.embedding is not None
             x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
+            if self.num_streams > 1:
+                x_SBH = expand_streams(x_SBH, self.num_streams)
         elif self.layout.receives_depths and with_mtp:
             assert x_SBH is not None
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
@@ -328,6 +337,8 @@ class Transformer(nn.Module):
         self.activations.begin_pass(*(rope or ()))
         assert x_SBH is not None
         x_SBH = self._layers(x_SBH, rope, visible, grad_scale, valid, token_ids_T)
+        if self.decoder.hyper_connection_head is not None:
+            x_SBH = self.decoder.hyper_connection_head(x_SBH)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)
         if self.mtp is not None and with_mtp:

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from moe_trainer.parallel.state import Group, ParallelState
 
 KINDS = ("dense", "expert")
-INITS = ("normal", "zeros", "ones", "xavier_uniform", "uniform", "log_uniform", "log_step")
+INITS = ("normal", "zeros", "ones", "constant", "xavier_uniform", "uniform", "log_uniform", "log_step")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ParamInfo:
         init: initial distribution; "log_uniform" is the logarithm of uniform values (decay of a gated DeltaNet head),
             "log_step" what softplus maps to log-uniform step sizes (Mamba).
         init_std: used by "normal" and "uniform" only.
+        init_value: used by "constant" only.
     """
 
     names: tuple[str, ...]
@@ -52,6 +53,7 @@ class ParamInfo:
     row_counts: tuple[int, ...] = ()
     init: str = "normal"
     init_std: float = 0.0
+    init_value: float = 0.0
 
     def __post_init__(self):
         assert self.names and all(isinstance(name, str) for name in self.names), f"ParamInfo.names: {self.names!r}"

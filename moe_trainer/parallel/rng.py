@@ -43,6 +43,8 @@ def init_parameter(param: Parameter, seed: int) -> None:
             local.zero_()
         elif info.init == "ones":
             local.fill_(1.0)
+        elif info.init == "constant":
+            local.fill_(info.init_value)
         else:
             _draw(local, name, info, seed)
 

@@ -242,10 +242,10 @@ TABLE_11 = (
 """The nine rows of table 11 of arXiv 2603.07685 (mappings: tables 11, 17 and 20; further flags: the public model zoo)."""
 REFUSED = {
     "deepseek_v3/h100 BF16": "--num-layers 61 must be a multiple of --pipeline-model-parallel-size 16",  # upstream, too
-    "deepseek_v4_flash/gb200 MXFP8": "the layers of DeepSeek-V4",
-    "deepseek_v4_pro/gb300 MXFP8": "the layers of DeepSeek-V4",
+    "deepseek_v4_flash/gb200 MXFP8": ("the layers of DeepSeek-V4", "--mtp-num-layers"),
+    "deepseek_v4_pro/gb300 MXFP8": ("the layers of DeepSeek-V4", "--mtp-num-layers"),
 }
-"""Those that are refused -> the one reason."""
+"""Those that are refused -> the reason, or several."""
 
 
 def as_file(preset_text: str, settings: str) -> str:

@@ -33,7 +33,8 @@ OWN = {
     "freeze_backbone",
     "sample_prompts", "sample_interval", "sample_max_new_tokens",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
-    "moe_n_hash_layers",  # too
+    "moe_n_hash_layers", "enable_hyper_connections", "num_residual_streams",  # too
+    "mhc_sinkhorn_iterations", "mhc_init_gating_factor",
 }  # fmt: skip
 OWN_CHOICES = {"moe_flex_dispatcher_backend": ["hierarchical"]}
 

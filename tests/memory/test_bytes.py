@@ -132,6 +132,8 @@ KINDS = {
     "adapters of experts": (f"{GROUPED} --lora-dim 4 --lora-target-modules *.experts.*", ("all kept", "moe_act", "offload everything")),
     "latent, adapters": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --lora-dim 4", ("all kept", "mla_up_proj", "all parts", "offload everything")),
+    "hyper-connections": (f"{GROUPED} --enable-hyper-connections --num-residual-streams 3", ("all kept", "layernorm", "uniform")),
+    "hyper-connections, bf16": (f"{GROUPED} --bf16 --enable-hyper-connections --moe-layer-freq ([0]*3)", ("all kept",)),
     "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
     "latent, long": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --seq-length 600 --max-position-embeddings 600", ("all kept", "mla_up_proj")),
@@ -155,7 +157,9 @@ def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
     if args.optimizer.freeze_backbone:
         freeze_backbone([chunk])
     trains_all = not warmup and args.model.lora_dim is None
-    x_SBH = torch.randn(length, batch, args.model.hidden_size, dtype=chunk.params_dtype, requires_grad=trains_all)
+    x_SBH = torch.randn(
+        length, batch, args.model.hidden_size * chunk.num_streams, dtype=chunk.params_dtype, requires_grad=trains_all
+    )
     rope = None if chunk.rotary is None else chunk.rotary.tables(length, torch.device("cpu"))
     packed = kind == "packed documents"
     visible = AttentionMask.of(None, torch.arange(length).expand(batch, length) // 5) if packed else None
