@@ -783,6 +783,36 @@ def test_unsupported_sparse_attention_key_is_named(changes, named):
         read_config(config)
 
 
+@pytest.mark.parametrize(
+    "name, changes, named",
+    [
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}, "indexer_types"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 2}, "index_topk_freq"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FSF"}, "index_topk_pattern"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+        ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, "moe_topk"),
+        ("hunyuan_v1_moe", {"num_shared_expert": [2, 2, 2]}, "num_shared_expert"),
+        ("hunyuan_v1_moe", {"use_cla": True}, "use_cla"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
+        ("ernie4_5_moe", {"moe_layer_interval": "2"}, "moe_layer_interval"),
+    ],
+)
+def test_unsupported_key_of_a_family_is_named(name, changes, named):
+    config = make(name).config.to_dict()
+    read_config(config)
+    with pytest.raises(CheckpointError, match=named):
+        read_config(config | changes)
+
+
+def test_ernie_without_shared_experts_is_converted(tmp_path):
+    theirs = make("ernie4_5_moe", moe_num_shared_experts=0, moe_layer_start_index=1, moe_layer_interval=1)
+    theirs.save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    before, after = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_peak_memory_is_independent_of_model_size(workers, tmp_path):
