@@ -13,14 +13,13 @@ Names are those of checkpoints, decoder.layers.7.mlp.experts.linear_fc1: layers 
 experts of a layer share a name. Operands of a GEMM in different formats are multiplied by definition, in fp32.
 """
 
-import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_trainer.errors import UserError
 from moe_trainer.quantization.recipe import QuantizationRecipe, make_recipe
+from moe_trainer.user_function import import_function
 
 FORMATS = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
 HIGH_PRECISION = "high_precision"
@@ -69,18 +68,7 @@ class CustomRecipe:
             QuantizerFactoryError: if there is no such function.
         """
         where = f"{flag} {path}"
-        module, _, name = path.replace(":", ".").rpartition(".")
-        if not re.fullmatch(r"(\w+[.:])+\w+", path):
-            raise QuantizerFactoryError(f"{where}: needs the form package.module.function")
-        try:
-            found = getattr(importlib.import_module(module), name, None)
-        except (Exception, SystemExit) as error:  # the module is the user's code, and may be a script
-            raise QuantizerFactoryError(
-                f"{where}: module {module} cannot be imported ({type(error).__name__}: {error})"
-            ) from error
-        if not callable(found):
-            raise QuantizerFactoryError(f"{where}: module {module} has no function {name}")
-        return CustomRecipe(where, found, hybrid, wgrad)
+        return CustomRecipe(where, import_function(where, path, QuantizerFactoryError), hybrid, wgrad)
 
     def names_formats(self) -> bool:
         """Return whether the factory returns names of formats, as this program's layers need."""

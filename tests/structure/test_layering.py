@@ -16,6 +16,7 @@ LEVELS = {
     "exit_codes": 0,
     "io": 0,
     "launch_env": 0,
+    "user_function": 0,
     "version": 0,
     "backends": 0,
     "model_zoo": 0,
@@ -61,6 +62,7 @@ FORBIDDEN = frozenset(
 SAME_LEVEL = frozenset(
     {
         ("launch_env", "errors"),
+        ("user_function", "errors"),
         ("backends", "errors"),
         ("pipeline", "memory"),
         ("estimate", "data"),

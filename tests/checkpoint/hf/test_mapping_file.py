@@ -38,17 +38,62 @@ HY_V3 = {
 }
 
 
+MAPPING = """
+model_type: hy_v3
+class_prefix: HYV3
+like: glm4_moe
+
+config:
+  num_experts: num_experts
+  n_routed_experts: null
+  router_scaling_factor: {flag: moe_router_topk_scaling_factor, default: 2.826}
+  routed_scaling_factor: null
+  attention_bias: null
+  use_qk_norm: null
+
+converters: [rope, tied, grouped, listed_dense, num_shared]
+
+flags:
+  qk_layernorm: true
+
+required:
+  attention_bias: [false]
+  mlp_bias: [false]
+  norm_topk_prob: null
+
+ignored: [num_shared_experts, enable_moe_fp32_combine]
+
+defaults:
+  head_dim: 128
+  initializer_range: 0.006
+  rope_theta: 11158840.0
+  num_shared_experts: 1
+  n_shared_experts: null
+  first_k_dense_replace: null
+  partial_rotary_factor: null
+
+tensors:
+  moe:
+    mlp.router.weight: mlp.router.gate.weight X H
+    mlp.router.expert_bias: mlp.expert_bias X
+    mlp.shared_experts.linear_fc1.weight:
+      hf: mlp.shared_mlp.gate_proj.weight S H, mlp.shared_mlp.up_proj.weight S H
+      transform: halves
+    mlp.shared_experts.linear_fc2.weight: mlp.shared_mlp.down_proj.weight H S
+  mtp: null
+"""
+
+
 @pytest.fixture(scope="module")
 def mapping(tmp_path_factory):
-    """The file of the manual."""
     path = tmp_path_factory.mktemp("mapping") / "hy_v3.yaml"
-    path.write_text(re.search(r"```yaml\n(model_type: hy_v3\n.*?)```", PAGE, re.DOTALL)[1])
+    path.write_text(MAPPING)
     return path
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
-    """A small random model of a family that is not built in."""
+    """A small random model with experts, and its folder."""
     pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.MODELS, "hy_v3", ("HYV3", HY_V3))
@@ -64,18 +109,39 @@ def test_every_file_of_the_package_is_a_family():
     assert list(FAMILIES) == list(built_in.NAMES)
 
 
-def test_family_of_the_manual_converts_both_ways(hf, mapping, tmp_path):
+def test_family_of_the_manual_converts_both_ways(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    sizes = {"num_key_value_heads": 2, "head_dim": 12, "hidden_act": "relu2"}
+    monkeypatch.setitem(models.MODELS, "nemotron", ("Nemotron", sizes))
+    model = models.make("nemotron")
+    model.save_pretrained(tmp_path / "original")
+    mapping = tmp_path / "nemotron.yaml"
+    mapping.write_text(re.search(r"```yaml\n(model_type: nemotron\n.*?)```", PAGE, re.DOTALL)[1])
+    assert "nemotron" not in FAMILIES
+    assert run_convert(tmp_path / "original", tmp_path / "ours") == 2
+    assert "--hf-mapping" in capsys.readouterr().err
+    given = ("--hf-mapping", mapping)
+    assert run_convert(tmp_path / "original", "--check", *given) == 0
+    assert run_convert(tmp_path / "original", tmp_path / "ours", *given, "--verify") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "hf", *given, "--verify") == 0
+    _assert_equal_models(type(model).from_pretrained(tmp_path / "hf", dtype=model.dtype), model)
+
+
+def test_family_with_experts_converts_both_ways(hf, mapping, tmp_path):
     model, folder = hf
-    assert run_convert(folder, "--check", "--hf-mapping", mapping) == 0
     assert run_convert(folder, tmp_path / "ours", "--hf-mapping", mapping, "--verify") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "hf", "--hf-mapping", mapping, "--verify") == 0
     written = type(model).from_pretrained(tmp_path / "hf", dtype=model.dtype)
+    _assert_equal_models(written, model)
+    for key in ("router_scaling_factor", "num_shared_experts", "mlp_layer_types", "head_dim"):
+        assert getattr(written.config, key) == getattr(model.config, key), key
+
+
+def _assert_equal_models(written, model):
     tokens_BS, _, _ = batch()
     assert (compute_logits(written, tokens_BS) - compute_logits(model, tokens_BS)).abs().max() < 1e-4
     expected = model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in written.state_dict().items())
-    for key in ("router_scaling_factor", "num_shared_experts", "mlp_layer_types", "head_dim"):
-        assert getattr(written.config, key) == getattr(model.config, key), key
 
 
 def test_folder_of_another_family_loads_with_its_mapping_file(hf, mapping):
