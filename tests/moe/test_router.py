@@ -242,3 +242,32 @@ def test_per_token_loss_multiplies_by_the_token_count():
 def test_errors_name_the_flag(changes, named):
     with pytest.raises(ValueError, match=named):
         loss_coefficients(sections(**changes).moe)
+
+
+@pytest.mark.parametrize("score, bias", [("softmax", False), ("sigmoid", True)])
+def test_given_experts_take_the_routers_probabilities(score, bias):
+    """Losses count what the router would choose, and the expert bias what was given; a fused kernel is left out."""
+    flags = {"moe_router_score_function": score, "moe_router_enable_expert_bias": bias, "moe_aux_loss_coeff": 0.1}
+    layer = build_layer(sections(moe_enable_routing_replay=True, **flags))
+    router, x = layer.router, torch.randn(6, 1, 16, dtype=torch.float64)
+    router.loss_sums.zero_()
+    own_probs, own_routing = router(x)
+    losses = router.loss_sums.clone()
+    given = torch.tensor([[7, 0], [1, 2], [-1, -1], [6, 5], [0, 4], [3, 2]])
+    router.fused_topk, router.given_TK = None if score == "softmax" else pytest.fail, given
+    if bias:
+        router.local_tokens_per_expert.zero_()
+    router.loss_sums.zero_()
+    probs, routing = router(x)
+    assert torch.equal(router.loss_sums, losses)
+    assert torch.equal(probs[2], own_probs[2]) and torch.equal(routing[2], own_routing[2])
+    logits = x.flatten(0, 1) @ router.weight.t()
+    for token, experts in enumerate(given.tolist()):
+        if token != 2:
+            scores = logits[token, experts].exp() if score == "softmax" else logits[token, experts].sigmoid()
+            assert routing[token].nonzero().flatten().tolist() == sorted(experts)
+            torch.testing.assert_close(probs[token, experts], scores / scores.sum())
+    if bias:
+        assert torch.equal(router.local_tokens_per_expert, routing.sum(0).float())
+    probs.square().sum().backward()
+    assert router.weight.grad.norm() > 0

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,10 +67,12 @@ def test_streaming_does_not_change_training(tmp_path):
 def test_buckets_go_to_a_function(tmp_path):
     args = arguments.parse_args(JOB, 1)
     chunks = build_chunks(args, ParallelState.single(), 128, torch.device("cpu"))
-    stream = WeightStream(args, chunks, ParallelState.single(), 128, bucket_bytes=20_000)
+    optimizer = Mock()  # whose gather of parameters may be in flight
+    stream = WeightStream(args, chunks, ParallelState.single(), 128, optimizer, bucket_bytes=20_000)
     buckets = []
     stream.send(lambda bucket: buckets.append([(name, tensor.clone()) for name, tensor in bucket]))
     tensors = dict(each for bucket in buckets for each in bucket)
+    optimizer.wait_params.assert_called_once()
     assert len(buckets) > 3 and all(sum(tensor.nbytes for _, tensor in bucket) <= 20_000 for bucket in buckets)
     tokens = torch.arange(32)[None]
     with torch.no_grad():

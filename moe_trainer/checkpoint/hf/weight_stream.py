@@ -109,8 +109,7 @@ class HFWeights:
                 return
             native = [waiting.pop(sibling) for sibling in mapping.siblings]
         for ref, part in zip(mapping.sources, mapping.transform.to_hf(native, self._sizes), strict=True):
-            part = part[: self._rows] if mapping.native in _VOCABULARY else part
-            yield ref, part.float() if mapping.keeps_fp32 else part
+            yield ref, part[: self._rows] if mapping.native in _VOCABULARY else part
 
     def _complete(
         self, ref: HFTensor, part: Tensor, stacks: dict[str, list[Tensor | None]]
