@@ -317,7 +317,7 @@ class TopKRouter(nn.Module):
             chosen_TK = self.activations.cached_for_recompute(
                 lambda: self.quantile.choose(logits_TE.detach(), self.topk, estimate)
             )
-        elif self.fused_topk is not None:
+        elif self.fused_topk is not None and given_TK is None:
             # the kernel cannot be given a selection, so a recomputed layer gives it the same numbers
             bias_E = None if self.expert_bias is None else self.activations.cached_for_recompute(self.expert_bias.clone)
             return self.fused_topk(
