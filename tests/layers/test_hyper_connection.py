@@ -30,11 +30,11 @@ def make_argv_with_streams():
     return [*shallow(make_argv("plain")), *FLAGS.split()]
 
 
-def reference_config():
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "DeepseekV4Config"):
-        pytest.skip("this version of transformers has no DeepSeek-V4")
-    return transformers.DeepseekV4Config(hidden_size=10, hc_mult=3, hc_sinkhorn_iters=4, hc_eps=1e-6, rms_norm_eps=1e-6)
+def make_reference(name):
+    """Return a module of transformers' DeepSeek-V4; skip the test where this version has none."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    config = modeling.DeepseekV4Config(hidden_size=10, hc_mult=3, hc_sinkhorn_iters=4, hc_eps=1e-6, rms_norm_eps=1e-6)
+    return getattr(modeling, name)(config)
 
 
 def randomize(module):
@@ -43,9 +43,7 @@ def randomize(module):
 
 
 def test_hyper_connection_equals_transformers():
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
-
-    reference, module = DeepseekV4HyperConnection(reference_config()), HyperConnection(MODEL, name="a")
+    reference, module = make_reference("DeepseekV4HyperConnection"), HyperConnection(MODEL, name="a")
     randomize(module)
     with torch.no_grad():
         reference.fn.copy_(module.mapping_proj.weight)
@@ -70,9 +68,7 @@ def test_hyper_connection_equals_transformers():
 
 
 def test_contraction_equals_transformers():
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperHead
-
-    reference, module = DeepseekV4HyperHead(reference_config()), StreamContraction(MODEL, name="a")
+    reference, module = make_reference("DeepseekV4HyperHead"), StreamContraction(MODEL, name="a")
     randomize(module)
     with torch.no_grad():
         for leaf in ("fn", "base", "scale"):
