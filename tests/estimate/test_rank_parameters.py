@@ -35,7 +35,7 @@ CASES = (
     (
         2,
         "plain",
-        f"{TP2} --freeze-backbone --qk-layernorm --moe-layer-freq [0,1,1] --moe-shared-expert-intermediate-size 64",
+        f"{TP2} --freeze-backbone --qk-layernorm --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 64",
     ),
     (2, "plain", "--pipeline-model-parallel-size 2 --freeze-backbone --bf16 --use-distributed-optimizer"),
     (2, "plain", f"{TP2} --mtp-num-layers 1 {DELTA}"),
