@@ -42,6 +42,7 @@ KINDS = {
     "mtp": f"{GQA} --mtp-num-layers 2",
     "linear attention": LINEAR,
     "sparse": SPARSE,
+    "hash routing": f"{GQA} --moe-n-hash-layers 1 --moe-router-score-function sqrtsoftplus",
     "indexer loss": f"{SPARSE} --dsa-indexer-loss-coeff 0.5",
     "recompute": f"{GQA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective recompute": f"{MLA} --recompute-granularity selective --recompute-modules core_attn moe mla_up_proj",
