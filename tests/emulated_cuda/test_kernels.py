@@ -72,9 +72,9 @@ def kernels(kind: str, flags: str, layers: int) -> Counter:
     argv = [word.replace("([0]*1+[1]*3)", f"([0]*1+[1]*{layers - 1})") for word in argv]
     run_microbatches, ledgers = step.run_microbatches, []
 
-    def watched(*args):
+    def watched(*args, **options):
         with emulation.Ledger(emulation.DEVICE()) as ledger:
-            result = run_microbatches(*args)
+            result = run_microbatches(*args, **options)
         ledgers.append(ledger)
         return result
 

@@ -103,7 +103,9 @@ def states_with(argv: list[str], once: bool) -> int:
     from moe_trainer.verification import training_trace
 
     found, run_microbatches = [], step.run_microbatches
-    step.run_microbatches = lambda *args: found.append(torch.cuda.memory_allocated()) or run_microbatches(*args)
+    step.run_microbatches = lambda *args, **options: (
+        found.append(torch.cuda.memory_allocated()) or run_microbatches(*args, **options)
+    )
     if not once:
         step.cached_weight_casts = lambda *_: nullcontext()
     training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
