@@ -28,6 +28,17 @@ settings.load_profile("suite")
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def restored_environment():
+    """Undo what a module's tests leave in the environment: programs that run in this process set variables."""
+    before = dict(os.environ)
+    yield
+    own = {"PYTEST_CURRENT_TEST"}  # pytest's own
+    for name in os.environ.keys() - before.keys() - own:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name not in own})
+
+
 def pytest_configure(config):
     """Hide the GPUs unless only tests/gpu is run.
 

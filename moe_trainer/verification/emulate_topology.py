@@ -40,6 +40,7 @@ def emulate_topology(run: TrainContext, sharding: SequenceSharding) -> None:
     for chunk in run.chunks:
         for layer in chunk.moe_layers():
             layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, get_tokens)
+            layer.capacity = None  # each shard rounds it up, so the counts of all come from the routing
             if run.args.moe.moe_router_load_balancing_type == "sinkhorn":
                 layer.router._route = route_by_shard(layer.router._route, get_tokens)
     losses = run.chunks[-1].mtp_losses

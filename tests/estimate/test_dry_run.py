@@ -93,7 +93,7 @@ GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --use-torch-fsdp2"
     "flags",
     [
         GRAPHS,
-        "--moe-n-hash-layers 3",
+        "--moe-n-hash-layers 9999",
         "--overlap-moe-expert-parallel-comm --moe-shared-expert-overlap",
         "--replication",
     ],
