@@ -258,7 +258,7 @@ CONTRADICTIONS = (
     "--optimizer sgd --optimizer-cpu-offload",
     "--untie-embeddings-and-output-weights=maybe",
     "--overlap-param-gather --bf16",
-    "--moe-router-enable-expert-bias --reset-position-ids",
+    "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1",
 )
 
 

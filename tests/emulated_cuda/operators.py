@@ -276,7 +276,8 @@ def _windows(x, weight, padding, groups):
 
 
 def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
-    return (_windows(x, weight, padding, groups) * weight.transpose(0, 1).unsqueeze(2)).sum(-1)
+    y = (_windows(x, weight, padding, groups) * weight.transpose(0, 1).unsqueeze(2)).sum(-1)
+    return y if bias is None else y + bias.unsqueeze(1)
 
 
 def convolution_backward(
@@ -285,7 +286,8 @@ def convolution_backward(
     grad_weight = (_windows(x, weight, padding, groups) * grad.unsqueeze(-1)).sum((0, 2)).unsqueeze(1)
     width = weight.shape[2]
     grad_x = F.pad(grad, (width - 1, width - 1)).unfold(2, width, 1) * weight.flip(2).transpose(0, 1).unsqueeze(2)
-    return grad_x.sum(-1)[..., padding[0] : padding[0] + x.shape[2]], grad_weight, None
+    grad_bias = grad.sum((0, 2)) if output_mask[2] else None
+    return grad_x.sum(-1)[..., padding[0] : padding[0] + x.shape[2]], grad_weight, grad_bias
 
 
 BLOCKS = {
