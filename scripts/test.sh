@@ -11,6 +11,7 @@
 #   MOE_TRAINER_TEST_WITH="moto[server] s3fs pyarrow"    the tests of data in object storage, against a real S3 server, and in Parquet files
 #   MOE_TRAINER_TEST_WITH="gcsfs gcp-storage-emulator multi-storage-client"    those of gs:// and msc://
 #   MOE_TRAINER_TEST_WITH=lm-eval      those of benchmark tasks, with EleutherAI's harness
+#   MOE_TRAINER_TEST_WITH=peft         those of low-rank adapters that PEFT loads
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh
@@ -26,7 +27,7 @@ for package in ${more[@]+"${more[@]}"}; do
         packages+=("$package")
     fi
 done
-make_environment test transformers peft tiktoken zstandard hypothesis ${packages[@]+"${packages[@]}"}
+make_environment test transformers tiktoken zstandard hypothesis ${packages[@]+"${packages[@]}"}
 for package in ${wheels[@]+"${wheels[@]}"}; do
     download_wheel "$package"
 done
