@@ -43,7 +43,7 @@ from moe_trainer.ops.sparse_attention import (
 from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.mappings import gather_rows, reduce_scatter_rows
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import freeze_all_but
 from moe_trainer.parallel.sequence import SequenceShard, sequential_to_zigzag
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -298,9 +298,7 @@ def iter_sparse_attentions(chunks: Sequence[nn.Module]) -> Iterator[SparseAttent
 
 def freeze_all_but_indexers(chunks: Sequence[nn.Module]) -> None:
     """Freeze all other parameters for the warm-up, so that none has an optimizer state."""
-    for chunk in chunks:
-        for param in chunk.parameters():
-            param.requires_grad_(INDEXER in get_param_info(param).names[0])
+    freeze_all_but(chunks, lambda name: INDEXER in name)
 
 
 def reset_indexer_loss(chunks: Sequence[nn.Module]) -> None:

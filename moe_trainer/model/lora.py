@@ -11,7 +11,7 @@ from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, Ro
 from moe_trainer.layers.lora import LoRA, add_lora
 from moe_trainer.moe.expert_lora import ExpertLoRA
 from moe_trainer.moe.experts import Experts
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import freeze_all_but, get_param_info
 from moe_trainer.parallel.rng import ShardRNG
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
@@ -48,10 +48,8 @@ def freeze_all_but_adapters(chunks: Sequence[nn.Module], model: ModelArgs) -> No
     Raises:
         UserError: if this rank has no adapter.
     """
-    params = [param for chunk in chunks for param in chunk.parameters()]
-    for param in params:
-        param.requires_grad_(is_adapter(get_param_info(param).names[0]))
-    if not any(param.requires_grad for param in params):
+    freeze_all_but(chunks, is_adapter)
+    if not any(param.requires_grad for chunk in chunks for param in chunk.parameters()):
         raise UserError(
             f"--lora-target-modules {' '.join(model.lora_target_modules)} selects no linear of this rank's layers; "
             "every pipeline stage needs one"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from arguments.moe import ExpertGrid
 from moe_trainer.ops.permute import Permutation, PermuteMap
-from moe_trainer.parallel.params import get_param_info
+from moe_trainer.parallel.params import freeze_all_but
 
 TRAINED_NAMES = ("embedding", "router", "mlp.experts", "layernorm")
 """Parts of the names of parameters that --freeze-backbone trains. Source: FineRMoE's script for a frozen backbone."""
@@ -28,9 +28,7 @@ TRAINED_NAMES = ("embedding", "router", "mlp.experts", "layernorm")
 
 def freeze_backbone(chunks: Sequence[nn.Module]) -> None:
     """Freeze all other parameters, so that none has a gradient or an optimizer state."""
-    for param in (param for chunk in chunks for param in chunk.parameters()):
-        name = get_param_info(param).names[0]
-        param.requires_grad_(any(part in name for part in TRAINED_NAMES))
+    freeze_all_but(chunks, lambda name: any(part in name for part in TRAINED_NAMES))
 
 
 @torch.no_grad()

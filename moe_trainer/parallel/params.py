@@ -1,9 +1,9 @@
 """Parameter metadata: `param.info`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from moe_trainer.parallel.state import Group, ParallelState
@@ -102,6 +102,12 @@ def get_param_info(param: Parameter) -> ParamInfo:
     if info.stacked and len(info.names) != param.shape[0]:
         raise ValueError(f"{info.names[0]}: {len(info.names)} names for a stack of {param.shape[0]}")
     return info
+
+
+def freeze_all_but(modules: Iterable[nn.Module], is_trained: Callable[[str], bool]) -> None:
+    """Freeze the parameters whose global name is not trained, so that none has a gradient or an optimizer state."""
+    for param in (param for module in modules for param in module.parameters()):
+        param.requires_grad_(is_trained(get_param_info(param).names[0]))
 
 
 def is_quantized_param(param: Parameter) -> bool:
