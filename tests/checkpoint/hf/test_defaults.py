@@ -113,7 +113,7 @@ def _completed(kind, config):
     return config_class(**{key: value for key, value in config.items() if key != "model_type"}).to_dict()
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"deepseek"}))  # transformers has no such class
 def test_missing_config_keys_have_transformers_defaults(kind):
     family = FAMILIES[kind]
     variants = _VARIANTS.get(kind, []) + (
