@@ -16,7 +16,7 @@ NEW, SEED = 20, 5
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_transformers_logits(name, tmp_path):
+def test_tokens_are_those_of_transformers_logits(name, tmp_path, record_property):
     theirs = make(name)
     theirs.save_pretrained(tmp_path, safe_serialization=True)
     generator = make_generator(load_ours(tmp_path), VOCAB, batch_size=2)
@@ -29,3 +29,4 @@ def test_tokens_are_those_of_transformers_logits(name, tmp_path):
                 draws = torch.tensor(np.random.default_rng((SEED, number)).random(NEW), dtype=torch.float32)
                 assert len(set(tokens)) > NEW // 2
             assert tokens == choose_tokens(logits, sampling, draws).tolist()
+    record_property("tokens", 2 * NEW * len(PROMPTS))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, VOCAB, batch, compute_logits, load_ours, make, run_convert
+from checkpoint.hf.models import MODELS, VOCAB, batch, compute_logits, flags_for, load_ours, make, run_convert
 from commands import REPOSITORY, environment, run
 from safetensors.torch import load_file, save_file
 from training.tiny import MOCK, TINY
@@ -27,6 +27,7 @@ from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
 from moe_trainer.checkpoint.hf.names import duplicated_tensors, tensor_mappings
 from moe_trainer.checkpoint.resolve import read_saved_args
+from moe_trainer.estimate.parameters import count_parameters
 from scripts import convert
 
 transformers = pytest.importorskip("transformers")
@@ -47,7 +48,7 @@ def write_folder(folder, tensors, config):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_conversion_round_trip_of_every_family(name, tmp_path, caplog):
+def test_conversion_round_trip_of_every_family(name, tmp_path, caplog, record_property):
     caplog.set_level(logging.INFO)
     theirs = make(name)
     theirs.save_pretrained(tmp_path / "hf")
@@ -75,6 +76,11 @@ def test_conversion_round_trip_of_every_family(name, tmp_path, caplog):
     torch.testing.assert_close(compute_logits(again, tokens), expected)  # memory of another alignment, other last bits
     difference = float(re.search(r"logits differ by at most (\S+),", caplog.text)[1])
     assert difference < 1e-5 * expected.abs().max() and "MB/s" in caplog.text
+    record_property("logits", difference / expected.abs().max().item())
+    counts = count_parameters(flags_for(tmp_path / "hf"), padded_vocab_size=VOCAB)
+    # the bias of ERNIE's router is a parameter there and a buffer here, as in all other families
+    assert counts.total == sum(p.numel() for key, p in theirs.named_parameters() if "correction_bias" not in key)
+    record_property("parameters", counts.total)
 
 
 def hub_like_deepseek(folder, eight_bits=False, name="deepseek_v3"):

@@ -28,7 +28,7 @@ def common_name(name):
 
 # gradients of gated DeltaNet are compared in tests/model/test_qwen3_next.py, its weights here in test_convert.py
 @pytest.mark.parametrize("name", [name for name in MODELS if "layer_types" not in MODELS[name][1]])
-def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, caplog):
+def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, caplog, record_property):
     theirs = make(name)
     theirs.save_pretrained(tmp_path, safe_serialization=True)
     ours = load_ours(tmp_path)
@@ -55,7 +55,7 @@ def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, 
         gradients["lm_head.weight"] = gradients["model.embed_tokens.weight"]
     groups = None if "kv_lora_rank" in MODELS[name][1] else 2
     wanted = convert(gradients, groups)
-    seen = set()
+    seen, errors = set(), []
     for param in ours.parameters():
         if ".indexer." in param.info.names[0]:  # without a separate loss it has no gradient, here as there
             assert param.grad is None and all(wanted[key] is None for key in param.info.names)
@@ -64,12 +64,15 @@ def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, 
         grads = param.grad.unbind(0) if param.info.stacked else (param.grad,)
         for key, grad in zip(param.info.names, grads, strict=True):
             seen.add(key)
-            assert (grad - wanted[key]).abs().max() <= 1e-5 * wanted[key].abs().max() + 1e-7, key
+            error, largest = (grad - wanted[key]).abs().max(), wanted[key].abs().max()
+            assert error <= 1e-5 * largest + 1e-7, key
+            errors.append((error / largest.clamp(min=1e-2)).item())
     assert seen >= set(wanted) - {"output_layer.weight"}
+    record_property("gradients", max(errors))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_logits_are_as_exact_as_those_of_transformers(name, tmp_path):
+def test_bf16_logits_are_as_exact_as_those_of_transformers(name, tmp_path, record_property):
     theirs = make(name).bfloat16()
     theirs.save_pretrained(tmp_path)
     tokens, _, positions = batch()
@@ -79,4 +82,6 @@ def test_bf16_logits_are_as_exact_as_those_of_transformers(name, tmp_path):
     with torch.no_grad():
         actual = ours.eval()(tokens, positions).float()
     # medians: where bf16 changes the experts of a token, no bound holds
-    assert (actual - in_fp32).abs().median() < 2 * (in_bf16 - in_fp32).abs().median()
+    ours_error, their_error = (actual - in_fp32).abs().median(), (in_bf16 - in_fp32).abs().median()
+    assert ours_error < 2 * their_error
+    record_property("bf16", (ours_error / their_error).item())
