@@ -1,16 +1,17 @@
-"""How quantized Hugging Face folders store a weight: values in fp8 or fp4, and scales of blocks.
+"""How quantized Hugging Face folders store a weight: values in fp8, fp4 or int4, and scales of blocks.
 
 | encoding | values | scales of blocks | scale of the tensor |
 |---|---|---|---|
 | block fp8 | E4M3 | fp32, 128 x 128, to multiply by | |
 | MXFP4 | E2M1, two per byte, the first in the low bits | E8M0 (a byte, exponent + 127), 1 x 32, to multiply by | |
 | NVFP4 | E2M1, likewise | E4M3, 1 x 16, to multiply by | fp32 |
+| int4 (read only) | value + 8, eight per int32, the first in the low bits | bf16, 1 x group, to multiply by | |
 
 Rounding and scales are those of moe_trainer/quantization/quantize.py. Dequantized weights are bf16: MXFP4 exactly, the
 others rounded.
 
 Sources: deepseek-ai/DeepSeek-V3 README_WEIGHTS.md; OCP Microscaling Formats 1.0; compressed-tensors at ac8e2ba,
-compressors/nvfp4/base.py and compressors/mxfp4/base.py.
+compressors/nvfp4/base.py, compressors/mxfp4/base.py and compressors/pack_quantized/helpers.py.
 
 Shape letters: N rows, K columns (the contraction), B blocks of a row.
 """
@@ -119,6 +120,21 @@ def decode_fp4(packed: Tensor, scales: Tensor, factor: Tensor | None = None) -> 
         inverse = inverse if factor is None else inverse * factor.float()
         values = unpack_e2m1(packed[rows]).unflatten(1, (inverse.shape[1], -1))
         out[rows] = (values * inverse[..., None]).flatten(1).to(torch.bfloat16)
+    return out
+
+
+def decode_int4(packed: Tensor, scales: Tensor) -> Tensor:
+    """Return a weight in bf16 of its values and scales in int4.
+
+    Shapes: packed int32 [N, K / 8], scales [N, B] -> [N, K].
+    """
+    out = torch.empty(packed.shape[0], 8 * packed.shape[1], dtype=torch.bfloat16)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    for rows in _portions(out):
+        values = (packed[rows, :, None] >> shifts & 15) - 8
+        inverse = scales[rows].float()
+        groups = values.flatten(1).unflatten(1, (inverse.shape[1], -1))
+        out[rows] = (groups * inverse[..., None]).flatten(1).to(torch.bfloat16)
     return out
 
 

@@ -1,14 +1,16 @@
 """The safetensors files of a Hugging Face model folder, read tensor by tensor, and the format's header for writers.
 
-Weights in fp8 and fp4 (encodings.py) are read as bf16:
+Weights in fp8, fp4 and int4 (encodings.py) are read as bf16:
 
 * block fp8 as DeepSeek-V3 is published: `NAME` and `NAME_scale_inv`;
 * MXFP4 experts as gpt-oss is published: `NAME_blocks` and `NAME_scales`, read as a stack NAME of experts, each
   transposed, as in the model's bf16 form;
 * MXFP4 and NVFP4 as compressed-tensors writes them: `weight_packed`, `weight_scale`, and for NVFP4
   `weight_global_scale`, to divide by;
-* the same as ModelOpt and Quark write them: `weight` in bytes, `weight_scale`, and for NVFP4 `weight_scale_2`, to
-  multiply by.
+* int4 as compressed-tensors writes it (Kimi-K2-Thinking and K2.5): `weight_packed` in int32, `weight_scale`,
+  `weight_shape`;
+* MXFP4 and NVFP4 as ModelOpt and Quark write them: `weight` in bytes, `weight_scale`, and for NVFP4 `weight_scale_2`,
+  to multiply by.
 
 Scales of activations (`input_scale`, `input_global_scale`) are left out.
 """
@@ -21,6 +23,7 @@ Scales of activations (`input_scale`, `input_global_scale`) are left out.
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.hf.encodings import MXFP4, NVFP4, decode_block_fp8, decode_fp4
+from moe_trainer.checkpoint.hf.encodings import MXFP4, NVFP4, decode_block_fp8, decode_fp4, decode_int4
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -41,6 +44,7 @@ SCALE = "_scale_inv"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 WEIGHT, PACKED, GROUP_SCALE = ".weight", ".weight_packed", ".weight_scale"
 DIVISOR, MULTIPLIER = ".weight_global_scale", ".weight_scale_2"
+STORED_SHAPE, ZERO_POINT = ".weight_shape", ".weight_zero_point"
 _INPUT_SCALES = (".input_scale", ".input_global_scale")
 DTYPES = MappingProxyType(
     {
@@ -146,11 +150,11 @@ class SafetensorsFolder:
             for name, stored in self._tensors.items()
             if name.endswith(BLOCKS) and stored.dtype == torch.uint8 and len(stored.shape) == 4
         }
-        self._fp4 = {
+        self._four_bits = {
             name.removesuffix(ending) + WEIGHT: stored
-            for ending in (PACKED, WEIGHT)
+            for ending, dtypes in ((PACKED, (torch.uint8, torch.int32)), (WEIGHT, (torch.uint8,)))
             for name, stored in self._tensors.items()
-            if name.endswith(ending) and stored.dtype == torch.uint8 and len(stored.shape) == 2
+            if name.endswith(ending) and stored.dtype in dtypes and len(stored.shape) == 2
         }
 
     def _read_table(self, path: Path, index: dict[str, str] | None) -> None:
@@ -214,49 +218,48 @@ class SafetensorsFolder:
         parts = {name + end for name in self._packed for end in (BLOCKS, BLOCK_SCALES)}
         parts |= {
             name.removesuffix(WEIGHT) + end
-            for name in self._fp4
-            for end in (WEIGHT, PACKED, GROUP_SCALE, DIVISOR, MULTIPLIER, *_INPUT_SCALES)
+            for name in self._four_bits
+            for end in (WEIGHT, PACKED, GROUP_SCALE, DIVISOR, MULTIPLIER, STORED_SHAPE, ZERO_POINT, *_INPUT_SCALES)
         }
         plain = [name for name in self._tensors if name not in self._scales and name not in parts]
-        return plain + sorted(self._packed) + list(self._fp4)
+        return plain + sorted(self._packed) + list(self._four_bits)
 
     @property
     def encodings(self) -> dict[str, int]:
         """Number of the tensors in each encoding, without plain ones."""
-        counts = {
-            "block fp8": len(self._scales),
-            "MXFP4": len(self._packed) + sum(not self._is_nvfp4(name) for name in self._fp4),
-            "NVFP4": sum(map(self._is_nvfp4, self._fp4)),
-        }
-        return {name: count for name, count in counts.items() if count}
+        counts = Counter(map(self._four_bit_encoding, self._four_bits))
+        counts += Counter({"block fp8": len(self._scales), "MXFP4": len(self._packed)})
+        return {name: counts[name] for name in ("block fp8", "MXFP4", "NVFP4", "int4") if counts[name]}
 
-    def _is_nvfp4(self, name: str) -> bool:
+    def _four_bit_encoding(self, name: str) -> str:
+        if self._four_bits[name].dtype == torch.int32:
+            return "int4"
         scales = self._tensors.get(name.removesuffix(WEIGHT) + GROUP_SCALE)
-        return scales is not None and scales.dtype in _FP8_DTYPES
+        return "NVFP4" if scales is not None and scales.dtype in _FP8_DTYPES else "MXFP4"
 
     @property
     def files(self) -> list[Path]:
         return sorted({stored.path for stored in self._tensors.values()})
 
     def __contains__(self, name: str) -> bool:
-        return name in self._packed or name in self._fp4 or (name in self._tensors and name not in self._scales)
+        return name in self._packed or name in self._four_bits or (name in self._tensors and name not in self._scales)
 
     def tensor(self, name: str) -> StoredTensor:
         """Return where a weight is, or where its values are."""
-        return self._fp4.get(name) or self._tensors[name + BLOCKS if name in self._packed else name]
+        return self._four_bits.get(name) or self._tensors[name + BLOCKS if name in self._packed else name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self.tensor(name).shape
-        if name in self._fp4:
-            return shape[0], 2 * shape[1]
+        if name in self._four_bits:
+            return shape[0], 2 * self._four_bits[name].dtype.itemsize * shape[1]
         if name not in self._packed:
             return shape
         experts, rows, groups, size = shape
         return experts, groups * size * 2, rows
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type that `read` returns: bf16 for fp8 and fp4 weights."""
-        if name in self._packed or name in self._fp4:
+        """Return the type that `read` returns: bf16 for fp8, fp4 and int4 weights."""
+        if name in self._packed or name in self._four_bits:
             return torch.bfloat16
         dtype = self._tensors[name].dtype
         return torch.bfloat16 if dtype in _FP8_DTYPES else dtype
@@ -269,8 +272,8 @@ class SafetensorsFolder:
         """
         if name in self._packed:
             return self._unpacked(name, index)
-        if name in self._fp4:
-            return self._grouped(name)
+        if name in self._four_bits:
+            return self._int4(name) if self._four_bits[name].dtype == torch.int32 else self._grouped(name)
         stored = self._tensors[name]
         value = read_values(stored, index)
         if stored.dtype in _FP8_DTYPES:
@@ -301,7 +304,7 @@ class SafetensorsFolder:
         return torch.stack(values) if index is None else values[0]
 
     def _grouped(self, name: str) -> Tensor:
-        stored, module = self._fp4[name], name.removesuffix(WEIGHT)
+        stored, module = self._four_bits[name], name.removesuffix(WEIGHT)
         scales = self._tensors.get(module + GROUP_SCALE)
         if scales is None:
             raise CheckpointError(f"{name} is stored in fp4, and its scales {module + GROUP_SCALE} are missing")
@@ -328,6 +331,30 @@ class SafetensorsFolder:
                 raise CheckpointError(f"{module + ending} has {len(factor)} elements, and one is needed")
             factor = 1 / factor if ending == DIVISOR else factor
         value = decode_fp4(read_values(stored), read_values(scales), factor)
+        if not torch.isfinite(value).all():
+            raise DamagedError(f"{scales.path} is damaged: the scales of {name} yield values that are not finite")
+        return value
+
+    def _int4(self, name: str) -> Tensor:
+        stored, module = self._four_bits[name], name.removesuffix(WEIGHT)
+        if module + ZERO_POINT in self._tensors:
+            raise CheckpointError(f"{name} is stored with zero points ({module + ZERO_POINT}); int4 without is read")
+        for ending in (GROUP_SCALE, STORED_SHAPE):
+            if module + ending not in self._tensors:
+                raise CheckpointError(f"{name} is stored in int4, and {module + ending} is missing")
+        shape, scales = self.shape(name), self._tensors[module + GROUP_SCALE]
+        original = tuple(read_values(self._tensors[module + STORED_SHAPE]).flatten().tolist())
+        if original != shape:
+            raise CheckpointError(
+                f"{module + STORED_SHAPE} is {list(original)}, and {list(stored.shape)} packed integers hold "
+                f"{list(shape)} weights of 4 bits; other widths are not read"
+            )
+        if len(scales.shape) != 2 or scales.shape[0] != shape[0] or not scales.shape[1] or shape[1] % scales.shape[1]:
+            raise CheckpointError(
+                f"{module + GROUP_SCALE} has the shape {list(scales.shape)}, and equal groups of the {shape[1]} "
+                f"columns of each of {shape[0]} rows are needed"
+            )
+        value = decode_int4(read_values(stored), read_values(scales))
         if not torch.isfinite(value).all():
             raise DamagedError(f"{scales.path} is damaged: the scales of {name} yield values that are not finite")
         return value

@@ -386,3 +386,89 @@ def test_damaged_nvfp4_is_named(part, change, words, tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=words):
         SafetensorsFolder(folder).read("a.weight")
+
+
+def to_int4(weight, group):
+    """Return the tensors of a weight in int4 and what they mean, by definition, in bf16."""
+    groups = weight.float().unflatten(1, (-1, group))
+    scales = (groups.abs().amax(-1) / 7).bfloat16()
+    values = (groups / scales[..., None].float()).round().clamp(-8, 7)
+    meaning = (values * scales[..., None].float()).flatten(1).bfloat16()
+    codes = (values.flatten(1).long() + 8).unflatten(1, (-1, 8))
+    words = (codes * 16 ** torch.arange(8)).sum(-1)
+    packed = torch.where(words >= 2**31, words - 2**32, words).int()
+    shape = torch.tensor(weight.shape, dtype=torch.int32)
+    return {"weight_packed": packed, "weight_scale": scales, "weight_shape": shape}, meaning
+
+
+def test_kimi_k2_5_with_experts_in_int4_is_read(tmp_path, capsys):
+    """As published: experts in int4, groups of 32, the language model in a folder that reads images."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    make("kimi_k2", **sizes).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    tensors, meant = {}, {}
+    for name, value in read_all(tmp_path / "plain").items():
+        meant[name] = value
+        if ".mlp.experts." not in name:
+            tensors[f"language_model.{name}"] = value
+            continue
+        parts, meant[name] = to_int4(value, 32)
+        prefix = "language_model." + name.removesuffix("weight")
+        tensors |= {prefix + part: each for part, each in parts.items()}
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    for folder, files in (("int4", tensors), ("meant", meant)):
+        (tmp_path / folder).mkdir()
+        save_file(files, tmp_path / folder / "model.safetensors")
+    (tmp_path / "meant" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "int4" / "config.json").write_text(
+        json.dumps({"model_type": "kimi_k25", "text_config": config | {"model_type": "kimi_k2"}})
+    )
+    tokens, _, positions = batch()
+    with torch.no_grad():
+        found, expected, unquantized = (
+            load_ours(tmp_path / folder).eval()(tokens, positions) for folder in ("int4", "meant", "plain")
+        )
+    assert torch.equal(found, expected) and not torch.equal(found, unquantized)
+    assert inspect.main(["ls", str(tmp_path / "int4"), "--match", "router"]) == 0
+    assert "48 in int4" in capsys.readouterr().out
+
+
+def test_int4_of_compressed_tensors(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weight = sample(48, 320)
+    parts, _ = to_int4(weight, 32)
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=True)
+    )
+    scales = {"weight_scale": parts["weight_scale"], "weight_zero_point": torch.zeros(48, 10, dtype=torch.int8)}
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    stored = compressor.compress({"weight": weight, **scales}, scheme)
+    save_file(
+        {f"a.{name}": value.contiguous() for name, value in stored.items()},
+        tmp_path / "model.safetensors",
+    )
+    assert torch.equal(SafetensorsFolder(tmp_path).read("a.weight"), compressor.decompress(stored, scheme)["weight"])
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("weight_scale", None, "weight_scale is missing"),
+        ("weight_shape", None, "weight_shape is missing"),
+        ("weight_shape", lambda value: value // torch.tensor([1, 2]), r"is \[64, 64\].*other widths"),
+        ("weight_scale", lambda value: value[:, :-1].contiguous(), "equal groups of the 128 columns"),
+        ("weight_scale", lambda value: value[:-1].contiguous(), "equal groups"),
+        ("weight_scale", lambda value: value * math.inf, "not finite"),
+        ("weight_zero_point", lambda _: torch.zeros(8, 4, dtype=torch.int32), "zero points"),
+    ],
+)
+def test_int4_that_cannot_be_read_is_named(part, change, words, tmp_path):
+    parts, _ = to_int4(sample(64, 128), 32)
+    value = parts.pop(part, None)
+    if change is not None:
+        parts[part] = change(value)
+    save_file({f"a.{name}": each for name, each in parts.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words):
+        SafetensorsFolder(tmp_path).read("a.weight")
