@@ -11,6 +11,7 @@ from typing import Any
 
 from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
+from arguments.layer_pattern import hybrid_letters
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import config_converters as converters
 from moe_trainer.checkpoint.hf.config_converters import expert_layers, linear_layers, sliding_layers
@@ -95,7 +96,7 @@ def read_config(
         raise CheckpointError(f"{source}: {error}") from error
     known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored}
     notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
-    return family, flags, notes + _remarks(family, flags)
+    return family, flags, notes + _remarks(family, config, flags)
 
 
 def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
@@ -110,9 +111,15 @@ def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
         raise CheckpointError(f"{source}: {name} is {value!r}, and {expected} is needed")
 
 
-def _remarks(family: Family, flags: Flags) -> list[str]:
+def _remarks(family: Family, config: Config, flags: Flags) -> list[str]:
     """Return where this program and the library compute something else from the same weights."""
     notes = []
+    limit = config.get("time_step_min", 0.001) or 0.0
+    if converters.STATE_SPACE in family.converters and limit > converters.NO_STEP_LIMIT:
+        notes.append(
+            f"time_step_min {limit}: transformers limits the step sizes of Mamba layers to at least this; here, as in "
+            f"Megatron-LM, nothing limits them. An exported config.json has {converters.NO_STEP_LIMIT:g}"
+        )
     if converters.EXPERT_GROUPS in family.converters:
         if flags.get("multi_latent_attention") and flags["layernorm_epsilon"] != 1e-6:
             notes.append(
@@ -214,6 +221,10 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return sliding_layers(expected) == sliding_layers(actual)
     if dest == "moe_layer_freq":
         return expert_layers(expected) == expert_layers(actual)
+    if dest == "hybrid_layer_pattern" and expected.get(dest) and actual.get(dest):
+        return hybrid_letters(expected[dest]) == hybrid_letters(actual[dest])
+    if dest == "mamba_num_heads":
+        return not expected.get(dest) and 2 * expected["hidden_size"] == actual[dest] * actual["mamba_head_dim"]
     if dest == "linear_attention_freq":
         return linear_layers(expected) == linear_layers(actual)
     if dest == "mtp_num_layers" and actual.get("experimental_attention_variant") == "gdn":

@@ -5,14 +5,16 @@ multi-token prediction; rotary positions have a separate file. A reader gets the
 by destination, a writer gets all flags and returns keys. Mapping files list the converters of each family.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, hybrid_letters, linear_layer_pattern, moe_layer_pattern
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.rotary import Config, Flags, read_rotary, write_explicit_rotary, write_rotary
+from moe_trainer.ops.state_space import NORM_EPS
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,88 @@ def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
     )
 
 
+_BLOCK_LETTERS = MappingProxyType(
+    {
+        "linear_attention": MAMBA,
+        "full_attention": ATTENTION,
+        "mlp": MLP,
+        "moe": MOE,
+        "mamba": MAMBA,
+        "attention": ATTENTION,
+    }
+)
+
+
+_OF_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size")
+
+
+def _read_block_types(config: Config) -> Flags:
+    """Read the layers of one sublayer each, which files list by name or, older ones, as letters."""
+    kinds, letters = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    if kinds is None and letters is None:
+        kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+    key, found, known = (
+        ("hybrid_override_pattern", letters, {letter: letter for letter in _BLOCK_LETTERS.values()})
+        if kinds is None
+        else ("layers_block_type", kinds, _BLOCK_LETTERS)
+    )
+    if not found or not isinstance(found, (str, list, tuple)) or any(each not in known for each in found):
+        raise CheckpointError(f"config.json: {key} is {found!r}, and one of {', '.join(known)} per layer is needed")
+    return _hybrid_flags([known[each] for each in found])
+
+
+def _hybrid_flags(letters: Sequence[str]) -> Flags:
+    flags: Flags = {"hybrid_layer_pattern": "".join(letters), "num_layers": len(letters)}
+    if MOE not in letters:
+        return flags | dict.fromkeys(_OF_EXPERTS)
+    return flags | {"moe_layer_freq": [int(letter == MOE) for letter in letters]}
+
+
+def _write_block_types(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Write both spellings: programs read one or the other."""
+    letters = _letters(flags)
+    names = {letter: name for name, letter in list(_BLOCK_LETTERS.items())[::-1]}  # the first spelling of each
+    return {
+        "layers_block_type": [names[letter] for letter in letters],
+        "hybrid_override_pattern": letters,
+        "n_routed_experts": flags.get("num_experts") or 8,  # without experts any number, not null
+        "moe_shared_expert_intermediate_size": flags.get("moe_shared_expert_intermediate_size") or 8,
+    }
+
+
+def _letters(flags: Mapping[str, Any]) -> str:
+    letters = hybrid_letters(flags.get("hybrid_layer_pattern") or "")
+    if not letters:
+        raise CheckpointError("such a model has layers of one sublayer each; --hybrid-layer-pattern is needed")
+    return letters
+
+
+NO_STEP_LIMIT = 1e-30
+"""Smaller step sizes leave a state as it is, in fp32."""
+
+
+def _read_state_space(config: Config) -> Flags:
+    """Read what Mamba-2 layers must have; here nothing limits their step sizes, as in Megatron-Core."""
+    low, high = config.get("time_step_limit") or (0.0, math.inf)
+    if (low, high) != (0.0, math.inf):
+        raise CheckpointError(
+            f"config.json: time_step_limit is {[low, high]}, and [0.0, Infinity], no limit, is needed"
+        )
+    key = "layer_norm_epsilon" if "layer_norm_epsilon" in config else "rms_norm_eps"
+    if config.get(key, NORM_EPS) != NORM_EPS:
+        raise CheckpointError(
+            f"config.json: {key} is {config[key]}, and {NORM_EPS} is needed, that of the gated norm of Mamba layers"
+        )
+    return {}
+
+
+def _write_state_space(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "mamba_num_heads": flags.get("mamba_num_heads") or 2 * flags["hidden_size"] // flags["mamba_head_dim"],
+        "time_step_min": NO_STEP_LIMIT,
+    }
+
+
 def _read_indexer(config: Config) -> Flags:
     """Read the indexers, which every layer has.
 
@@ -387,6 +471,8 @@ ERNIE_SHARED = _shared("moe_num_shared_experts", optional=True)
 ERNIE_LAYERS = ConfigConverter(_read_ernie_layers, _write_ernie_layers)
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)
 LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
+BLOCK_TYPES = ConfigConverter(_read_block_types, _write_block_types)
+STATE_SPACE = ConfigConverter(_read_state_space, _write_state_space)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)
 NEXT = ConfigConverter(_read_next, _write_next)
 MTP = ConfigConverter(_read_mtp, _write_mtp)

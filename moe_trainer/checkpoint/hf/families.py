@@ -11,9 +11,38 @@ from moe_trainer.checkpoint.hf.rotary import Config
 
 Families = Mapping[str, Family]
 NAMES = tuple(
-    "llama mistral qwen2 qwen3 mixtral minimax_m2 olmoe qwen2_moe finer_moe qwen3_moe qwen3_next qwen3_5_moe_text "
-    "granite granitemoe granitemoeshared gpt_oss deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe "
-    "glm4_moe_lite exaone_moe ernie4_5_moe hunyuan_v1_moe hy_v3 solar_open dots1 deepseek".split()
+    """
+    llama
+    mistral
+    qwen2
+    qwen3
+    mixtral
+    minimax_m2
+    olmoe
+    qwen2_moe
+    finer_moe
+    qwen3_moe
+    qwen3_next
+    qwen3_5_moe_text
+    granite
+    granitemoe
+    granitemoeshared
+    nemotron_h
+    gpt_oss
+    deepseek_v2
+    deepseek_v3
+    deepseek_v32
+    glm_moe_dsa
+    glm4_moe
+    glm4_moe_lite
+    exaone_moe
+    ernie4_5_moe
+    hunyuan_v1_moe
+    hy_v3
+    solar_open
+    dots1
+    deepseek
+    """.split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""
 # keys without influence on the function of the model

@@ -91,6 +91,11 @@ def is_hf_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))
 
 
+def _untagged(table: dict[str, Any]) -> Any:
+    """Return the number of {"__float__": "Infinity"}, as transformers writes numbers that JSON lacks."""
+    return float(table["__float__"]) if table.keys() == {"__float__"} else table
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
@@ -98,7 +103,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: naming the file.
     """
     try:
-        value = json.loads(regular_file(path).read_text(encoding="utf-8"))
+        value = json.loads(regular_file(path).read_text(encoding="utf-8"), object_hook=_untagged)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -37,8 +37,8 @@ KEYS = (
     "defaults",
     "tensors",
 )
-SECTIONS = ("model", "layer", "linear", "dense", "moe", "mtp", "head")
-_PREFIXES = ("layer_prefix", "mtp_prefixes", "mtp_copies")
+SECTIONS = ("model", "layer", "linear", "mamba", "dense", "moe", "mtp", "head")
+_PREFIXES = ("layer_prefix", "mtp_prefixes", "mtp_copies", "native_layers")
 _NEEDED_FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "layernorm_epsilon")
 _PART = re.compile(r"([\w.{}]+)((?: [A-Z0-9]+)+)")
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
@@ -266,7 +266,18 @@ class _Reader:
         for name, (key_node, value) in self._table_of(tables, "mtp_copies").items():
             if not self._removes(key_node, value, name, copies):
                 copies[name] = self._text(value, f"mtp_copies: {name}")
-        return Names(**rules, layer_prefix=prefix, mtp_prefixes=mtp_prefixes, mtp_copies=MappingProxyType(copies))
+        count = inherited.native_layers
+        if "native_layers" in tables:
+            count = self._value(tables["native_layers"][1])
+            if count not in (1, 2):
+                self._fail(tables["native_layers"][1], f"native_layers is {count!r}, and 1 or 2 is needed")
+        return Names(
+            **rules,
+            layer_prefix=prefix,
+            mtp_prefixes=mtp_prefixes,
+            mtp_copies=MappingProxyType(copies),
+            native_layers=count,
+        )
 
     def _prefix(self, node: yaml.Node, what: str, needed: str) -> str:
         text = self._text(node, what)
@@ -431,8 +442,11 @@ def _is_bad(choices: tuple[Any, ...] | None, value: Any) -> bool:
 
 
 def _empty_names() -> Names:
-    return Names((), (), (), (), (), (), (), "model.layers.{l}.", ("", ""), MappingProxyType({}))
+    return Names((), (), (), (), (), (), (), (), "model.layers.{l}.", ("", ""), MappingProxyType({}))
 
 
 def _layer_rules(names: Names) -> Iterable[tuple[Rule, ...]]:
-    return (first + second for first in (names.layer, names.linear) for second in (names.dense, names.moe))
+    if names.mamba and names.native_layers == 1:  # one sublayer per layer
+        return (names.layer, names.mamba, names.dense, names.moe)
+    mixing = (names.layer, names.linear, names.mamba)
+    return (first + second for first in mixing for second in (names.dense, names.moe))

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    MOE,
+    hybrid_letters,
+    linear_layer_pattern,
+    moe_layer_pattern,
+    mtp_is_moe,
+)
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.rules import Names, Rule
 from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
@@ -78,6 +87,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "2S": 2 * shared,
         "X": flags.get("num_experts") or 0,
         "W": hidden // (flags.get("finermoe_output_granularity") or 1),
+        "L": flags.get("moe_latent_size") or hidden,
     }
     if flags.get("experimental_attention_variant") == "gdn":
         keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
@@ -92,6 +102,15 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
             "LB": 2 * values,
             "LC": 2 * keys * key + values * value,
             "LW": flags["linear_conv_kernel_dim"],
+        }
+    if MAMBA in hybrid_letters(flags.get("hybrid_layer_pattern") or ""):
+        inner, states, mamba_heads = state_space_sizes(flags)
+        sizes |= {
+            "MH": mamba_heads,
+            "MI": inner,
+            "MG": states,
+            "MC": inner + 2 * states,
+            "MP": 2 * inner + 2 * states + mamba_heads,
         }
     if flags.get("multi_latent_attention"):
         nope, rope, value = flags["qk_head_dim"], flags["qk_pos_emb_head_dim"], flags["v_head_dim"]
@@ -111,6 +130,13 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
+def state_space_sizes(flags: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the channels of all heads and those of all states, and the heads, of a Mamba-2 layer."""
+    width = flags["mamba_head_dim"]
+    heads = flags.get("mamba_num_heads") or 2 * flags["hidden_size"] // width
+    return heads * width, flags["mamba_num_groups"] * flags["mamba_state_dim"], heads
+
+
 def tensor_mappings(
     names: Names, flags: Mapping[str, Any], present: Callable[[str], bool] | None = None
 ) -> list[TensorMapping]:
@@ -123,23 +149,33 @@ def tensor_mappings(
     """
     sizes = model_sizes(flags)
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
-    pattern = moe_layer_pattern(layers, flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
-    linear = linear_layer_pattern(
-        layers, flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
-    )
+    by_layer, mtp_rules = _layer_rules(names, flags)
     mappings = list(_expand(names.model, "", "", flags, sizes, present))
-    for layer in range(layers):
-        rules = (names.linear if linear[layer] else names.layer) + (names.moe if pattern[layer] else names.dense)
-        mappings += _expand(
-            rules, f"decoder.layers.{layer}.", names.layer_prefix.format(l=layer), flags, sizes, present
-        )
+    for layer, rules in enumerate(by_layer):
+        prefix = names.layer_prefix.format(l=layer // names.native_layers)
+        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, flags, sizes, present)
     mappings += _expand(names.head, "", "", flags, sizes, present)
     for depth in range(depths):
         depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.mtp_prefixes)
         mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
-        rules = (names.linear if linear[-1] else names.layer) + (names.moe if mtp_is_moe(pattern) else names.dense)
-        mappings += _expand(rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, flags, sizes, present)
+        mappings += _expand(mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, flags, sizes, present)
     return mappings
+
+
+def _layer_rules(names: Names, flags: Mapping[str, Any]) -> tuple[list[tuple[Rule, ...]], tuple[Rule, ...]]:
+    """Return the rules of every decoder layer, and of the layer of a multi-token-prediction depth."""
+    layers = flags["num_layers"]
+    letters = hybrid_letters(flags.get("hybrid_layer_pattern") or "")
+    if letters:
+        sections = {MAMBA: names.mamba, ATTENTION: names.layer, MLP: names.dense, MOE: names.moe}
+        return [sections[letter] for letter in letters], ()
+    pattern = moe_layer_pattern(layers, flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
+    linear = linear_layer_pattern(
+        layers, flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
+    )
+    mixing = [names.linear if is_linear else names.layer for is_linear in linear]
+    rules = [first + (names.moe if is_moe else names.dense) for first, is_moe in zip(mixing, pattern, strict=True)]
+    return rules, mixing[-1] + (names.moe if mtp_is_moe(pattern) else names.dense)
 
 
 def duplicated_tensors(names: Names, flags: Mapping[str, Any]) -> dict[str, str]:

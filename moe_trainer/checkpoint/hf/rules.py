@@ -54,9 +54,11 @@ class Names:
         dense: of dense layers.
         mtp: of a multi-token prediction depth, besides its layer.
         linear: replaces `layer` for layers with linear attention.
+        mamba: of Mamba-2 layers.
         layer_prefix: of the tensors of layer {l}.
         mtp_prefixes: of the tensors of an MTP depth and of its layer; {l} continues the layers, {d} starts at zero.
         mtp_copies: tensors of an MTP depth that repeat another one of the model, with its name.
+        native_layers: native layers that one Hugging Face layer makes.
     """
 
     model: tuple[Rule, ...]
@@ -66,6 +68,8 @@ class Names:
     dense: tuple[Rule, ...]
     mtp: tuple[Rule, ...]
     linear: tuple[Rule, ...]
+    mamba: tuple[Rule, ...]
     layer_prefix: str
     mtp_prefixes: tuple[str, str]
     mtp_copies: Mapping[str, str]
+    native_layers: int = 1

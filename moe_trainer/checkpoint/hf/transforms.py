@@ -78,6 +78,11 @@ def _delta_widths(sizes: ModelSizes) -> list[int]:
     return [sizes["LK"] * sizes["LKD"], sizes["LK"] * sizes["LKD"], sizes["LV"] * sizes["LVD"]]
 
 
+def _state_space_rows(sizes: ModelSizes) -> list[int]:
+    """Return the rows of z, x, B, C and dt."""
+    return [sizes["MI"], sizes["MI"], sizes["MG"], sizes["MG"], sizes["MH"]]
+
+
 def _join_interleaved(parts: Sequence[Tensor], _sizes: ModelSizes) -> Tensor:
     rows = parts[0].t()  # a bias is its own transpose
     return torch.cat([rows[0::2], rows[1::2]])
@@ -104,6 +109,17 @@ TRANSFORMS = MappingProxyType(
         # the channels of query, key and value
         "DELTA_PARTS": Transform(
             lambda parts, sizes: parts[0].split(_delta_widths(sizes)),
+            lambda full, _: (torch.cat(tuple(full)),),
+            num_natives=3,
+        ),
+        # z, x, B, C and dt of Mamba-2, and the channels of x, B and C
+        "STATE_SPACE": Transform(
+            lambda parts, sizes: parts[0].split(_state_space_rows(sizes)),
+            lambda full, _: (torch.cat(tuple(full)),),
+            num_natives=5,
+        ),
+        "STATE_SPACE_CHANNELS": Transform(
+            lambda parts, sizes: parts[0].split(_state_space_rows(sizes)[1:4]),
             lambda full, _: (torch.cat(tuple(full)),),
             num_natives=3,
         ),

@@ -66,7 +66,7 @@ class HFWeights:
         self._parts: dict[str, list[TensorMapping]] = {}
         for name, mapping in self._mappings.items():
             whole, _, _ = name.rpartition(".")
-            if whole.endswith(".weight"):
+            if whole.endswith((".weight", ".bias")):
                 self._parts.setdefault(whole, []).append(mapping)
         self._copies: dict[str, list[str]] = {}
         for name, original in duplicated_tensors(family.names, flags).items():

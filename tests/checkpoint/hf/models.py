@@ -148,6 +148,27 @@ MODELS = {
             "shared_intermediate_size": 40,
         },
     ),
+    # their step sizes have a lower limit, time_step_min, and Megatron-Core's have none
+    "nemotron_h": (
+        "NemotronH",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+            "ssm_state_size": 10,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 6,
+            "n_groups": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "moe_latent_size": 16,
+            "routed_scaling_factor": 1.5,
+            "time_step_min": 1e-30,
+            "rescale_prenorm_residual": False,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         _GROUPED

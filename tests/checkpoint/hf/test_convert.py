@@ -799,6 +799,11 @@ def test_unsupported_sparse_attention_key_is_named(changes, named):
         ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, "moe_topk"),
         ("hunyuan_v1_moe", {"num_shared_expert": [2, 2, 2]}, "num_shared_expert"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla"),
+        ("nemotron_h", {"layers_block_type": ["moe", "attn"]}, "layers_block_type"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MG"}, "hybrid_override_pattern"),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.5]}, "time_step_limit"),
+        ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
+        ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias"),
         ("ernie4_5_moe", {"moe_layer_interval": "2"}, "moe_layer_interval"),
     ],
@@ -817,6 +822,23 @@ def test_ernie_without_shared_experts_is_converted(tmp_path):
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
     before, after = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("pattern", ["M-*M", "E*EM"])
+def test_hybrid_models_of_other_layers_are_converted(pattern, tmp_path):
+    """Without experts, and with experts that read the hidden state; named by letters, with the usual lower limit of steps."""
+    changes = {"layers_block_type": None, "hybrid_override_pattern": pattern, "moe_latent_size": None}
+    make("nemotron_h", **changes).save_pretrained(tmp_path / "plain")
+    tensors = read_tensors(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text()) | changes | {"time_step_min": 0.001}
+    write_folder(tmp_path / "hf", tensors, config)
+    assert any("time_step_min" in note for note in open_hf_model(tmp_path / "hf").notes)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--verify") == 0
+    after = read_tensors(tmp_path / "back")
+    assert tensors.keys() == after.keys() and all(torch.equal(tensors[key], after[key]) for key in tensors)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["hybrid_override_pattern"] == pattern and written["num_hidden_layers"] == 4
 
 
 @pytest.mark.slow

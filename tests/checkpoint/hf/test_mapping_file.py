@@ -408,4 +408,6 @@ def test_manual_lists_the_whole_vocabulary():
     )
     symbols = set(model_sizes(sizes | latent | sparse | {"experimental_attention_variant": "dsa"}))
     symbols |= set(model_sizes(sizes | dict.fromkeys(linear.split(), 2) | {"experimental_attention_variant": "gdn"}))
+    mamba = {"mamba_head_dim": 2, "mamba_num_groups": 2, "mamba_state_dim": 2}
+    symbols |= set(model_sizes(sizes | mamba | {"hybrid_layer_pattern": "M|*/M"}))
     assert sorted(_table("Layouts")) == sorted(symbol for symbol in symbols if symbol.isupper())
