@@ -1,8 +1,10 @@
 """Parameter counts against published ones, and against models counted by hand."""
 
 import pytest
+import torch
 
 import arguments
+from moe_trainer.checkpoint.hf.config import write_config
 from moe_trainer.estimate.parameters import count_parameters, params_report
 
 # Source: public checkpoints and their reports; total without multi-token prediction, active with embedding and head.
@@ -18,6 +20,7 @@ PUBLISHED = {
     "qwen3_235b_a22b": (235_093_634_560, 0, 22_190_763_520, 21_568_433_664, 18_874_368),
     "qwen3_next_80b_a3b": (79_674_391_296, 1_650_471_424, 3_874_929_408, 3_563_764_480, 3_145_728),
     "qwen3_5_35b_a3b": (34_660_610_688, 844_640_768, 3_454_988_928, 2_946_429_568, 3_145_728),
+    "nemotron_3_nano_30b_a3b": (31_577_937_344, 0, 3_580_073_408, 3_227_751_872, 9_977_856),
     "glm_4_5": (352_797_814_784, 0, 33_632_251_904, 32_856_305_664, 23_592_960),
     "glm_4_5_air": (106_852_245_504, 0, 13_424_123_904, 12_803_366_912, 17_301_504),
     "dots_llm1": (142_774_373_888, 0, 14_016_581_120, 13_393_726_976, 17_301_504),
@@ -64,6 +67,15 @@ def test_preset_counts_are_the_published_ones(name):
         assert counts.attention_per_layer == ATTENTION[name]
     report = params_report(preset(name))
     assert report == dict(zip(("total", "mtp", "active", "active_no_embedding"), found, strict=False))
+
+
+def test_counts_of_a_hybrid_model_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    family, config = write_config(preset("nemotron_3_nano_30b_a3b").as_dict(), 131072)
+    model_class = getattr(transformers, family.architecture)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class.from_dict(config))
+    assert sum(param.numel() for param in model.parameters()) == PUBLISHED["nemotron_3_nano_30b_a3b"][0]
 
 
 @pytest.mark.parametrize(("name", "total", "active"), [("0_5b", 1.68, 0.65), ("1_5b", 5.64, 1.85), ("7b", 26.65, 7.94)])

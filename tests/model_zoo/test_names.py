@@ -5,14 +5,50 @@ import yaml
 
 import model_zoo
 
-NAMES = (
-    "deepseek_moe_16b deepseek_v2 deepseek_v2_lite deepseek_v3 deepseek_v3_2 deepseek_v3_2_tiny "
-    "deepseek_v3_proxy deepseek_v3_tiny dots_llm1 ernie_4_5_21b_a3b finermoe_qwen2_5_0_5b finermoe_qwen2_5_1_5b "
-    "finermoe_qwen2_5_7b finermoe_tiny glm_4_5 glm_4_5_air glm_4_7_flash glm_5 gpt_oss_120b gpt_oss_20b "
-    "gpt_oss_tiny granite_3_1_3b_a800m hunyuan_a13b kimi_k2 latentmoe_tiny minimax_m2 mixtral_8x22b mixtral_8x2b "
-    "mixtral_8x7b mixtral_tiny moonlight_16b nemotron_3_tiny olmoe_1b_7b qwen2_57b_a14b qwen3_235b_a22b "
-    "qwen3_30b_a3b qwen3_5_35b_a3b qwen3_next_80b_a3b qwen3_next_tiny qwen3_tiny solar_open_100b"
-).split()
+NAMES = """
+    deepseek_moe_16b
+    deepseek_v2
+    deepseek_v2_lite
+    deepseek_v3
+    deepseek_v3_2
+    deepseek_v3_2_tiny
+    deepseek_v3_proxy
+    deepseek_v3_tiny
+    dots_llm1
+    ernie_4_5_21b_a3b
+    finermoe_qwen2_5_0_5b
+    finermoe_qwen2_5_1_5b
+    finermoe_qwen2_5_7b
+    finermoe_tiny
+    glm_4_5
+    glm_4_5_air
+    glm_4_7_flash
+    glm_5
+    gpt_oss_120b
+    gpt_oss_20b
+    gpt_oss_tiny
+    granite_3_1_3b_a800m
+    hunyuan_a13b
+    kimi_k2
+    latentmoe_tiny
+    minimax_m2
+    mixtral_8x22b
+    mixtral_8x2b
+    mixtral_8x7b
+    mixtral_tiny
+    moonlight_16b
+    nemotron_3_nano_30b_a3b
+    nemotron_3_tiny
+    olmoe_1b_7b
+    qwen2_57b_a14b
+    qwen3_235b_a22b
+    qwen3_30b_a3b
+    qwen3_5_35b_a3b
+    qwen3_next_80b_a3b
+    qwen3_next_tiny
+    qwen3_tiny
+    solar_open_100b
+""".split()
 PARALLEL_FLAGS = ("-parallel", "--sequence-parallel", "-pipeline-")
 
 
