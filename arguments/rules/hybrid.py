@@ -73,8 +73,14 @@ def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         heads = 2 * s.hidden_size // s.mamba_head_dim
     if not divides(s.mamba_num_groups, heads):
         yield s.violation("{mamba_num_groups} must divide the {heads} heads of a Mamba layer.", heads=heads)
-    if not divides(f.tp, s.mamba_num_groups):
-        yield s.violation("{mamba_num_groups} must be a multiple of {tensor_model_parallel_size}.")
+    if not divides(f.tp * f.largest_cp, s.mamba_num_groups):
+        yield s.violation(
+            "{mamba_num_groups} must be a multiple of {ranks} ({tensor_model_parallel_size} * {cp} context-parallel "
+            "ranks).",
+            "context_parallel_size",
+            ranks=f.tp * f.largest_cp,
+            cp=f.largest_cp,
+        )
 
 
 def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
@@ -89,11 +95,6 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         DEPTH in pattern or (pattern and s.mtp_num_layers),
         "{hybrid_layer_pattern:flag} cannot be combined with multi-token prediction (/ or --mtp-num-layers), whose "
         "depths have several layers there.",
-    )
-    yield Limit(
-        pattern and f.largest_cp > 1,
-        "{hybrid_layer_pattern:flag} cannot be combined with context parallelism: the recurrence of Mamba layers is "
-        "not sharded by positions.",
     )
     reasons = (
         ("multi_latent_attention", "* is grouped-query attention"),

@@ -315,11 +315,15 @@ class LayerTime:
         return seconds + self.linear_share * delta
 
     def _mamba_projections(self) -> float:
-        model, hidden = self.model, self.model.hidden_size
+        hidden, (into, inner) = self.model.hidden_size, self._mamba_channels()
+        return self.gemm(self.tokens, into, hidden) + self.gemm(self.tokens, hidden, inner)
+
+    def _mamba_channels(self) -> tuple[int, int]:
+        """Return the channels that a Mamba mixer's projections make and read, of a rank."""
+        model = self.model
         heads, groups = model.mamba_heads // self.tp, model.mamba_num_groups // self.tp
         inner = heads * model.mamba_head_dim
-        into = 2 * inner + 2 * groups * model.mamba_state_dim + heads
-        return self.gemm(self.tokens, into, hidden) + self.gemm(self.tokens, hidden, inner)
+        return 2 * inner + 2 * groups * model.mamba_state_dim + heads, inner
 
     def _softmax_projections(self) -> float:
         model, hidden = self.model, self.model.hidden_size
@@ -447,11 +451,13 @@ class LayerTime:
             keys, queries = 2 * max(1, model.query_groups // self.tp) * model.kv_channels, 2 * heads * model.kv_channels
         if self.gathers_keys:
             keys = model.kv_lora_rank + model.qk_pos_emb_head_dim
-        kind = self.args.parallel.cp_comm_type[0]
-        if kind == "a2a":
-            return self.interconnect.ring(self.tokens * (keys + queries) * self.size, self.tp, self.cp), 0.0
-        seconds = self.interconnect.ring(self.tokens * self.cp * keys * self.size, self.tp, self.cp)
-        return seconds, seconds if kind in ("p2p", "a2a+p2p") else 0.0
+        kind, share = self.args.parallel.cp_comm_type[0], self.softmax_share + self.linear_share
+        width = keys + queries if kind == "a2a" else self.cp * keys
+        seconds = share * self.interconnect.ring(self.tokens * width * self.size, self.tp, self.cp)
+        # Mamba layers exchange positions for heads, whatever the kind is
+        exchanged = self.tokens * sum(self._mamba_channels()) * self.size if self.mamba_share else 0.0
+        overlapped = seconds if kind in ("p2p", "a2a+p2p") else 0.0
+        return seconds + self.mamba_share * self.interconnect.ring(exchanged, self.tp, self.cp), overlapped
 
     def passes(self, is_moe: bool) -> tuple[PassTime, PassTime]:
         """Return forward and backward of one layer, with recompute; the exchange of tokens is a separate part."""

@@ -1,8 +1,9 @@
 """The mixer of a Mamba-2 layer (M of --hybrid-layer-pattern).
 
 in_proj makes [z; x; b; c; dt], each of all heads or groups, as in Megatron-Core. ops/state_space.py computes the rest,
-then out_proj. No rotary embedding. Tensor parallelism shards heads and groups. Packed documents start with an empty
-state; explicit attention masks are rejected.
+then out_proj. No rotary embedding. Tensor parallelism shards heads and groups. A recurrence cannot be sharded by
+positions, so context parallelism always exchanges positions for heads and groups (a2a), as Megatron-Core does. Packed
+documents start with an empty state; explicit attention masks are rejected.
 
 Source: arXiv 2405.21060; names and initialization of Megatron-Core.
 Shapes: S sequence, B microbatch, H hidden, and those of ops/state_space.py.
@@ -15,15 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.context_parallel import all_to_all_heads_to_seq, all_to_all_seq_to_heads
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables
+from moe_trainer.ops.block_attention import Documents
 from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH as CONV_WIDTH
 from moe_trainer.ops.state_space import StateSpaceSizes, continue_state_space, state_space
 from moe_trainer.parallel.params import ParamInfo, get_param_info
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 PROJECTIONS = ("z", "x", "B", "C", "dt")
 
@@ -78,12 +81,13 @@ class MambaMixer(nn.Module):
         super().__init__()
         heads, groups, tp = model.mamba_heads, model.mamba_num_groups, ps.tp
         full = StateSpaceSizes(heads, groups, model.mamba_head_dim, model.mamba_state_dim)
-        if groups % tp.size or heads % groups:
+        if groups % (tp.size * ps.context.max_size) or heads % groups:
             raise ValueError(
-                f"{name}: {heads} heads and {groups} groups do not divide over {tp.size} tensor-parallel ranks"
+                f"{name}: {heads} heads and {groups} groups do not divide over {tp.size} tensor-parallel and "
+                f"{ps.context.max_size} context-parallel ranks"
             )
         self.sizes = replace(full, heads=heads // tp.size, groups=groups // tp.size)
-        self.activations, self.layer_number = factory.activations, layer_number
+        self.context, self.activations, self.layer_number = ps.context, factory.activations, layer_number
         cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options = {"group": tp, "sequence_parallel": sequence_parallel}
         sizes = (full.inner, *full.channels, heads)
@@ -132,11 +136,40 @@ class MambaMixer(nn.Module):
             if visible is not None and visible.cache is not None:
                 y_SBI = self._mix_with_cache(z_SBI, x_SBC, dt_SBH, params, visible.cache)
             else:
-                documents = None if visible is None else visible.documents
-                ids_BS = None if documents is None else documents.ids_BS
-                y_SBI = state_space(z_SBI, x_SBC, dt_SBH, *params, self.sizes, ids_BS)
+                documents, size = (None, None) if visible is None else (visible.documents, visible.cp_size)
+                y_SBI = self._mix(z_SBI, x_SBC, dt_SBH, params, documents, self.context.of(size))
         with self.activations.offload_scope("attn_proj"):
             return self.out_proj(y_SBI)
+
+    def _mix(
+        self,
+        z_SBI: Tensor,
+        x_SBC: Tensor,
+        dt_SBH: Tensor,
+        params: tuple[Tensor, ...],
+        documents: Documents | None,
+        cp: Group,
+    ) -> Tensor:
+        """Apply the state space to the full sequence; return [S, B, I] of the local positions."""
+        ids_BS, lengths = (None, ()) if documents is None else (documents.ids_BS, documents.lengths)
+        if cp.size == 1:
+            return state_space(z_SBI, x_SBC, dt_SBH, *params, self.sizes, ids_BS)
+        sizes, (size, rank) = self.sizes, (cp.size, cp.rank)
+        x, b, c = x_SBC.split(sizes.channels, -1)
+        by_head = (each.unflatten(-1, (sizes.heads, -1)) for each in (z_SBI, x, dt_SBH))
+        by_group = (each.unflatten(-1, (sizes.groups, -1)) for each in (b, c))
+        z, x, dt, b, c = (each.flatten(2) for each in all_to_all_seq_to_heads(cp, *by_head, *by_group, lengths=lengths))
+        convolution, others = params[:2], params[2:]
+        y = state_space(
+            z,
+            torch.cat([x, b, c], -1),
+            dt,
+            *(torch.cat([part.chunk(size)[rank] for part in full.split(sizes.channels)]) for full in convolution),
+            *(full.chunk(size)[rank] for full in others),
+            replace(sizes, heads=sizes.heads // size, groups=sizes.groups // size),
+            ids_BS,
+        )
+        return all_to_all_heads_to_seq(cp, y, lengths)
 
     def _mix_with_cache(
         self, z_SBI: Tensor, x_SBC: Tensor, dt_SBH: Tensor, params: tuple[Tensor, ...], cache: KVCache

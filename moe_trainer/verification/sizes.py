@@ -152,7 +152,8 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
             "linear_value_head_dim": value_dim,
         }
     if s.hybrid_layer_pattern:
-        values |= {"mamba_num_groups": max(2, new.tp), "mamba_num_heads": 2 * max(2, new.tp)}
+        groups = max(2, new.tp * new.cp)
+        values |= {"mamba_num_groups": groups, "mamba_num_heads": 2 * groups}
         values |= {"mamba_head_dim": 8, "mamba_state_dim": 12}
     if s.experimental_attention_variant == "dsa":
         values |= {"dsa_indexer_n_heads": min(s.dsa_indexer_n_heads, 2), "dsa_indexer_head_dim": 8}

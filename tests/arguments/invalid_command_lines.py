@@ -443,7 +443,7 @@ INVALID_LINES = (
     ("--hybrid-layer-pattern ME --mamba-num-groups 1 --tensor-model-parallel-size 2", "", "--mamba-num-groups"),
     ("--hybrid-layer-pattern GE", "", "--hybrid-layer-pattern"),
     ("--hybrid-layer-pattern ME/M", "", "--hybrid-layer-pattern"),
-    ("--hybrid-layer-pattern ME --context-parallel-size 2", "", "--hybrid-layer-pattern"),
+    ("--hybrid-layer-pattern ME --mamba-num-groups 2 --context-parallel-size 4", "", "--mamba-num-groups"),
     ("--qk-layernorm --qk-layernorm-all-heads --multi-latent-attention", "", "--multi-latent-attention"),
     ("--qk-layernorm --qk-layernorm-all-heads --normalization LayerNorm", "--normalization", "--normalization"),
     ("--qk-layernorm-after-rope", "", "--qk-layernorm"),

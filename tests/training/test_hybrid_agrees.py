@@ -4,7 +4,10 @@ import pytest
 import torch
 from harness import run_ranks
 from training.layouts import assert_equal, make_argv, train_one_process, train_ranks
+from training.resuming import assert_alike, load_and_save, train_and_save
 from training.test_resume import assert_same_end, outputs, run
+
+from moe_trainer.checkpoint.inspect import differences
 
 PATTERN = "ME*M-E"
 FLAGS = (
@@ -21,6 +24,7 @@ def argv(pattern=PATTERN, *more):
 
 MAPPINGS = {
     "tp, sp, ep": (4, PATTERN, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
+    "cp, tp, sp": (4, PATTERN, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     "uneven stages, tp": (4, "M|E*M-E", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
     "virtual stages, dp": (
         4,
@@ -36,6 +40,19 @@ def test_ranks_equal_one_process(name):
     (outcome,), *_ = run_ranks(train_ranks, n, [argv(pattern, *flags.split())])
     assert_equal(outcome, train_one_process(*argv()), name)
     assert any("mixer.A_log" in key for key in outcome.grads)
+
+
+def test_a_checkpoint_resumes_under_other_layouts(tmp_path):
+    """The stored tensors are bitwise equal, and the next losses are those of the uninterrupted run."""
+    source = tmp_path / "source"
+    stages = argv("M|E*M-E", *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
+    expected = run_ranks(train_and_save, 4, stages, source)[0]
+    experts = "--expert-model-parallel-size 2 --context-parallel-size 2 --use-distributed-optimizer".split()
+    for n, words in ((1, argv()), (2, argv(PATTERN, *experts))):
+        target = tmp_path / str(n)
+        assert_alike(run_ranks(load_and_save, n, words, source, target)[0], expected)
+        assert differences(source / "iter_0000002", target / "iter_0000002") == []
+        source = target
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
