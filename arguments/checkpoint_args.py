@@ -15,9 +15,11 @@ SHAPE = tuple(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
     num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent
-    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor rope_type
+    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
+    rope_scaling_high_freq_factor rope_type attn_temperature_tuning attn_temperature_scale attn_temperature_floor
     rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings yarn_beta_fast
-    yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq
+    yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size attention_chunk_size
+    window_attn_skip_freq qk_l2_norm_rope_layers_only
     normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
     qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu quick_geglu
     glu_linear_offset activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier
@@ -31,6 +33,7 @@ SHAPE = tuple(
     dsa_indexer_k_norm_epsilon attention_output_gate softmax_type multi_latent_attention q_lora_rank
     kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers mtp_use_repeated_layer num_experts
     moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_apply_probs_on_input
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
     moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_n_hash_layers moe_grouped_gemm moe_latent_size
     finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion

@@ -314,7 +314,8 @@ REQUIRES = (
     (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
-    (("use_rope_scaling",), "rope_scaling_factor"),
+    (("use_rope_scaling",), "rope_scaling_factor rope_scaling_high_freq_factor"),
+    (("attn_temperature_tuning",), "attn_temperature_scale attn_temperature_floor"),
     (
         ("num_experts",),
         "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff "

@@ -91,14 +91,22 @@ def typical_layers(model: ModelArgs, pattern: Sequence[bool], is_moe: bool) -> t
 
 
 def uses_window(model: ModelArgs, layer_number: int) -> bool:
-    """Whether this layer (counted from 1) attends to a window only: --window-size, --window-attn-skip-freq.
+    """Whether this layer (counted from 1) attends to a window only: --window-size, --window-attn-skip-freq."""
+    return model.window_size is not None and _is_local(model, layer_number)
+
+
+def uses_chunks(model: ModelArgs, layer_number: int) -> bool:
+    """Whether this layer (counted from 1) attends to a chunk only: --attention-chunk-size, --window-attn-skip-freq."""
+    return model.attention_chunk_size is not None and _is_local(model, layer_number)
+
+
+def _is_local(model: ModelArgs, layer_number: int) -> bool:
+    """Whether --window-attn-skip-freq leaves this layer its window or its chunks.
 
     An integer frequency N makes every N-th layer a full one; a list holds one flag per layer, the last one for
     multi-token prediction too.
     """
     freq = model.window_attn_skip_freq
-    if model.window_size is None:
-        return False
     if freq is None:
         return True
     if isinstance(freq, int):

@@ -57,6 +57,9 @@ class ModelArgs:
     """Normalize queries and keys after they are rotated (Hunyuan), instead of before."""
     qk_l2_norm: bool = False
     """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
+    qk_l2_norm_rope_layers_only: bool = False
+    """Normalize them so only in layers with rotary positions (see --no-rope-freq), as published Llama 4 models do. A
+    flag of this program."""
     swiglu: bool = False
     """Use gated SiLU feed-forward layers (dense and experts)."""
     squared_relu: bool = False
@@ -107,6 +110,9 @@ class ModelArgs:
     """Scale rotary frequencies as Llama 3 does, low ones most."""
     rope_scaling_factor: float = 8.0
     """Factor by which --use-rope-scaling extends the context."""
+    rope_scaling_high_freq_factor: float = 4.0
+    """Rotations per 8192 tokens above which --use-rope-scaling leaves a channel alone: 4 in Llama 3, 1 in Llama 4
+    Scout. A flag of this program."""
     rope_type: Literal["rope", "yarn"] | None = None
     """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
     no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
@@ -135,9 +141,20 @@ class ModelArgs:
     """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
     window_size: tuple[int, int] | None = flag(None, parse=int_pair)
     """Attend to a sliding window only: LEFT,RIGHT tokens around the query; -1 is unlimited. Unset: no window."""
+    attention_chunk_size: int | None = None
+    """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
+    Unset: no chunks. A flag of this program."""
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Layers with full attention instead of the window: every N-th, or a pattern with 0 for each of them and 1 for
-    the others."""
+    """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
+    and 1 for the others."""
+    attn_temperature_tuning: Literal["llama4", "mistral4"] | None = None
+    """Multiply queries by 1 + scale * log(1 + floor(p / floor)): p is the position plus one in layers without rotary
+    positions (llama4; other layers have no factor), or the position in all layers (mistral4). Unset: no factor. A flag
+    of this program."""
+    attn_temperature_scale: float = 0.1
+    """Scale of --attn-temperature-tuning. A flag of this program."""
+    attn_temperature_floor: int = 8192
+    """Number of positions after which --attn-temperature-tuning changes its factor. A flag of this program."""
     attention_output_gate: bool = False
     """Multiply the attention output by a sigmoid gate of the layer's input."""
     apply_query_key_layer_scaling: bool = False

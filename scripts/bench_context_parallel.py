@@ -28,7 +28,13 @@ CASES = (
     *((kind, 2) for kind in ("p2p", "allgather", "a2a")),
     *((kind, 4) for kind in ("p2p", "allgather", "a2a", "a2a+p2p")),
 )
-MODEL = SimpleNamespace(softmax_type="vanilla", attention_dropout=0.0, window_attn_skip_freq=None, window_size=None)
+MODEL = SimpleNamespace(
+    softmax_type="vanilla",
+    attention_dropout=0.0,
+    window_attn_skip_freq=None,
+    window_size=None,
+    attention_chunk_size=None,
+)
 
 
 class SentBytes(TorchDispatchMode):

@@ -164,6 +164,23 @@ def limit_norm_of_all_heads(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
+def check_parts_of_llama4(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Check that flags that act in some layers have such layers."""
+    if s.qk_l2_norm_rope_layers_only and not s.qk_l2_norm:
+        yield s.violation("{qk_l2_norm_rope_layers_only:flag} needs {qk_l2_norm:flag}.")
+    if s.attn_temperature_tuning == "llama4" and s.no_rope_freq is None:
+        yield s.violation(
+            "{attn_temperature_tuning} needs {no_rope_freq:flag}: layers without rotary positions have the factor."
+        )
+    if s.attention_chunk_size is not None and s.window_size is not None:
+        yield s.violation("{attention_chunk_size} contradicts {window_size}: a layer has a window or chunks.")
+    high = s.rope_scaling_high_freq_factor
+    if s.use_rope_scaling and high is not None and 0 < high < 1:
+        yield s.violation(
+            "{rope_scaling_high_freq_factor} must be at least 1, the factor below which channels are scaled fully."
+        )
+
+
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if s.experimental_attention_variant not in DELTA_NETS:
         return

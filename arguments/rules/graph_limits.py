@@ -8,6 +8,7 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
+from arguments.rules.packing import is_packed
 from arguments.settings import Limit, Settings, Violation
 from arguments.stored_weights import stored_weight_format
 from arguments.te_support import can_quantize_experts, fused_experts_problem
@@ -265,6 +266,15 @@ def limit_param_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             "sharded parameters are gathered at a different address every time; a graph of the full iteration contains "
             "the gathers.",
         )
+
+
+def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    yield _not_captured(
+        s.attention_chunk_size is not None and is_packed(s) and captured_parts(s) & {"attn", "layer"},
+        "attention to packed sequences",
+        "attention_chunk_size",
+        "their chunks begin at other tokens in every microbatch.",
+    )
 
 
 def limit_mamba(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

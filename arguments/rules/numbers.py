@@ -42,6 +42,7 @@ POSITIVE = tuple(
     stream_weights_interval eval_tasks_interval eval_tasks_limit sample_interval sample_max_new_tokens lora_dim
     lora_alpha
     num_residual_streams mhc_sinkhorn_iterations
+    attention_chunk_size attn_temperature_floor rope_scaling_high_freq_factor
     """.split()
 )
 NOT_NEGATIVE = tuple(
@@ -61,6 +62,7 @@ NOT_NEGATIVE = tuple(
     fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
     error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
     replication_jump object_storage_read_ahead moe_n_hash_layers mhc_init_gating_factor
+    attn_temperature_scale
     """.split()
 )
 MAX_SAMPLES = 10**12

@@ -14,6 +14,7 @@ NOT_BUILT = (
     ("log_max_attention_logit", "it reads the logits of all keys, not of the selected ones"),
     ("softmax_type", "the loss of the indexers has no place for an attention sink"),
     ("window_size", "the indexers select the keys"),
+    ("attention_chunk_size", "the indexers select the keys"),
     ("linear_attention_freq", "every layer has an indexer"),
     ("cuda_graph_impl", "the loss of the indexers is recorded outside of graphs"),
 )

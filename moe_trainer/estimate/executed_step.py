@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from arguments.layer_pattern import is_linear, layer_letter, moe_layer_pattern, uses_window
+from arguments.layer_pattern import is_linear, layer_letter, moe_layer_pattern, uses_chunks, uses_window
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.interconnect import dispatcher_name
@@ -34,7 +34,7 @@ def stage_kinds(args: Arguments) -> list[tuple]:
             (
                 pattern[number],
                 is_linear(args.model, number),
-                uses_window(args.model, number + 1),
+                uses_window(args.model, number + 1) or uses_chunks(args.model, number + 1),
                 layer_letter(args.model, number),
             )
             for number in chunk.layers

@@ -14,7 +14,16 @@ import operator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import MAMBA, MOE, has_attention, has_mlp, is_linear, layer_letter, uses_window
+from arguments.layer_pattern import (
+    MAMBA,
+    MOE,
+    has_attention,
+    has_mlp,
+    is_linear,
+    layer_letter,
+    uses_chunks,
+    uses_window,
+)
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
 from moe_trainer.estimate.memory import ChunkBytes
@@ -112,6 +121,8 @@ class PassTime:
 
 def window_share(model: ModelArgs, length: float, layer_number: int) -> float:
     """Return the share of causal (query, key) pairs that a layer (from 1) scores; a window counts full tiles."""
+    if model.attention_chunk_size is not None and uses_chunks(model, layer_number):
+        return min(1.0, model.attention_chunk_size / length)
     left = model.window_size[0] if model.window_size is not None and uses_window(model, layer_number) else -1
     return min(1.0, 2.0 * (left + ATTENTION_TILE_KEYS) / length) if left >= 0 else 1.0
 

@@ -23,6 +23,7 @@ from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.norm import AllHeadsNorm, L2Norm
+from moe_trainer.layers.query_temperature import QueryTemperature
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.ops.attention import compact
 from moe_trainer.ops.cached_attention import attend_to_keys
@@ -100,6 +101,7 @@ class SelfAttention(nn.Module):
         self.gated = model.attention_output_gate
         self.rope = not skips_rope(model, layer_number)
         self.normed_after_rope = model.qk_layernorm_after_rope
+        self.temperature = QueryTemperature.of(model, layer_number, ps.context)
         self.interleaved = model.rotary_interleaved
         self.stream = factory.stream if model.attention_dropout > 0.0 else None
         self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
@@ -137,7 +139,7 @@ class SelfAttention(nn.Module):
         )
 
     def _qk_norm(self, model: ModelArgs, factory: LayerFactory, name: str, num_heads: int) -> nn.Module | None:
-        if model.qk_l2_norm:
+        if model.qk_l2_norm and (self.rope or not model.qk_l2_norm_rope_layers_only):
             return L2Norm(model.layernorm_epsilon, factory.kernels.rms_norm)
         if not model.qk_layernorm:
             return None
@@ -184,6 +186,8 @@ class SelfAttention(nn.Module):
             k_SBGD = self.apply_rope(k_SBGD, *rope, self.interleaved)
         if self.q_layernorm is not None and self.normed_after_rope:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
+        if self.temperature is not None:
+            q_SBND = (q_SBND * self.temperature.factors(q_SBND.shape[0], visible, q_SBND.device)).to(q_SBND.dtype)
         with self.activations.offload_scope("core_attn"):
             y = self.activations.recompute_region(
                 "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD

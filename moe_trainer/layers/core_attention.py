@@ -1,6 +1,7 @@
 """The parameter-free heart of attention: scores, mask, softmax, values."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend
 
-from arguments.layer_pattern import uses_window
+from arguments.layer_pattern import uses_chunks, uses_window
 from arguments.model import ModelArgs
 from moe_trainer.errors import UserError
 from moe_trainer.layers.init import hidden_std, make_parameter
@@ -19,7 +20,7 @@ from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.ops import varlen_attention
-from moe_trainer.ops.attention import attention, should_pad_values, sliding_window_mask
+from moe_trainer.ops.attention import attention, chunk_mask, should_pad_values, sliding_window_mask
 from moe_trainer.ops.block_attention import BlockMask, Documents
 from moe_trainer.ops.flash_attention import CUDA_WIDTH
 from moe_trainer.ops.packed_sequences import Packed, PackedOnDevice
@@ -114,6 +115,15 @@ class AttentionMask:
         """Number of ranks that share the sequences; None for that of all microbatches."""
         return None if self.packed is None else self.packed.cp_size
 
+    def chunk_borders(self, size: int, device: torch.device) -> Tensor:
+        """Return the cumulative lengths of packed sequences cut into chunks, int32, the same for all layers."""
+        assert self.documents is not None
+        derived = self.documents.derived
+        if -size not in derived:  # groups have positive sizes
+            cut = [min(size, each - first) for each in self.lengths for first in range(0, each, size)]
+            derived[-size] = to_device(torch.tensor([0, *itertools.accumulate(cut)], dtype=torch.int32), device)
+        return derived[-size]
+
     def static_copy(self, graphs: CudaGraphs) -> "AttentionMask":
         """Return the mask with what changes from batch to batch in the static inputs that captured parts read."""
         if self.documents is None or not self.documents.is_static:
@@ -159,8 +169,8 @@ def _without_traceback(backend: SDPBackend | None, q_SBND: Tensor) -> Iterator[N
 class CoreAttention(nn.Module):
     """Causal attention of one layer over the full sequence.
 
-    Supports a sliding window, an explicit mask or packed documents, and dropout. With sinks (--softmax-type) every head
-    has an extra key whose value is zero. The softmax is always fp32, so --attention-softmax-in-fp32 and
+    Supports a sliding window or chunks, an explicit mask or packed documents, and dropout. With sinks (--softmax-type)
+    every head has an extra key whose value is zero. The softmax is always fp32, so --attention-softmax-in-fp32 and
     --apply-query-key-layer-scaling (which guards fp16 scores against overflow) have no effect.
     """
 
@@ -189,6 +199,7 @@ class CoreAttention(nn.Module):
         self.should_save_inputs = False  # instead of what is made of them: where inputs are not saved
         self.value_width: int | None = None  # of values that may come padded; see should_pad_values
         self.window = model.window_size[0] if uses_window(model, layer_number) else None
+        self.chunk = model.attention_chunk_size if uses_chunks(model, layer_number) else None
         self._local_group = Group.single("one rank")
 
     def forward(
@@ -216,8 +227,25 @@ class CoreAttention(nn.Module):
             return ring_attention(
                 q_SBND, k_SBGD, v_SBGE, self.scale, block_mask, self._local_group, self.sinks(q_SBND, sink_N)
             )
-        dropout_p = self.dropout_p if self.training else 0.0
         mask = None if visible is None else visible.mask
+        if self.chunk is not None and q_SBND.shape[0] > self.chunk:
+            if mask is None:
+                return self._attend_to_chunks(self.chunk, q_SBND, k_SBGD, v_SBGE)
+            mask = mask & chunk_mask(q_SBND.shape[0], self.chunk, q_SBND.device)
+        return self._attend(q_SBND, k_SBGD, v_SBGE, mask)
+
+    def _attend_to_chunks(self, size: int, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+        """Attend in chunks as if they were sequences of a batch; the last one may be shorter."""
+        whole = q_SBND.shape[0] // size * size
+        first = [x[:whole].unflatten(0, (-1, size)).transpose(0, 1).flatten(1, 2) for x in (q_SBND, k_SBGD, v_SBGE)]
+        out_SBH = self._attend(*first).unflatten(1, (-1, q_SBND.shape[1])).transpose(0, 1).flatten(0, 1)
+        if whole == q_SBND.shape[0]:
+            return out_SBH
+        return torch.cat([out_SBH, self._attend(q_SBND[whole:], k_SBGD[whole:], v_SBGE[whole:])])
+
+    def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend by torch's kernels, or by matmuls."""
+        dropout_p = self.dropout_p if self.training else 0.0
         if self._window_cuts(q_SBND.shape[0]):
             window = sliding_window_mask(q_SBND.shape[0], self.window, q_SBND.device)
             mask = window if mask is None else mask & window
@@ -245,7 +273,7 @@ class CoreAttention(nn.Module):
         self, q_SBND: Tensor, cache: KVCache, learned_N: Tensor | None
     ) -> tuple[float, Tensor, Tensor | None]:
         """Return what attention to a cache depends on besides its tensors: scale, visible positions, sinks."""
-        return self.scale, cache.visible_positions(self.window), self.sinks(q_SBND, learned_N)
+        return self.scale, cache.visible_positions(self.window, self.chunk), self.sinks(q_SBND, learned_N)
 
     def _goes_by_blocks(self, visible: AttentionMask | None) -> bool:
         if self.has_sinks and visible is not None and visible.mask is not None:
@@ -263,12 +291,15 @@ class CoreAttention(nn.Module):
 
     def _attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
         assert visible.packed is not None and visible.cu_seqlens is not None
+        borders, longest = visible.cu_seqlens, visible.packed.max_seqlen
+        if self.chunk is not None and self.chunk < longest:
+            borders, longest = visible.chunk_borders(self.chunk, q_SBND.device), self.chunk
         out_SNE = varlen_attention.varlen_attention(
             q_SBND[:, 0],
             k_SBGD[:, 0],
             v_SBGE[:, 0],
-            visible.cu_seqlens,
-            visible.packed.max_seqlen,
+            borders,
+            longest,
             self.scale,
             -1 if self.window is None else self.window,
         )
@@ -279,6 +310,7 @@ class CoreAttention(nn.Module):
         if self._goes_by_blocks(visible):
             return False
         masked = visible is not None or self._window_cuts(length)
+        length = length if masked or self.chunk is None else min(length, self.chunk)
         return should_pad_values(length, masked, self.dropout_p if self.training else 0.0, device)
 
     def _window_cuts(self, length: int) -> bool:
@@ -289,6 +321,7 @@ class CoreAttention(nn.Module):
         dropout_p = self.dropout_p if self.training else 0.0
         return BlockMask(
             left=-1 if self.window is None else self.window,
+            chunk=self.chunk or 0,
             documents=None if visible is None else visible.documents,
             dropout_p=dropout_p,
             seed=int(torch.randint(1 << 62, (), device=device)) if dropout_p > 0.0 else 0,

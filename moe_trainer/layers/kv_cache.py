@@ -59,15 +59,19 @@ class KVCache:
             self._tensors[key][numbers_B, self.last_positions] = x.squeeze(1)
         return self._tensors[key][:, : self._longest]
 
-    def visible_positions(self, window: int | None = None) -> Tensor:
+    def visible_positions(self, window: int | None = None, chunk: int | None = None) -> Tensor:
         """Return which positions the last token sees: True = visible.
 
-        `window`: number of positions before it; None for all.
+        Args:
+            window: number of positions before it; None for all.
+            chunk: size of the chunks, of which it sees its own; None for all positions.
         """
         positions_K = torch.arange(self._longest, device=self.lengths_B.device)
         visible_BK = positions_K < self.lengths_B.unsqueeze(1)
         if window is not None and window >= 0:
             visible_BK &= positions_K >= self.last_positions.unsqueeze(1) - window
+        if chunk is not None:
+            visible_BK &= positions_K // chunk == self.last_positions.unsqueeze(1) // chunk
         return visible_BK
 
     def put(self, layer_number: int, name: str, state: Tensor) -> None:

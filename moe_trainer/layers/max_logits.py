@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arguments.layer_pattern import uses_window
+from arguments.layer_pattern import uses_chunks, uses_window
 from arguments.model import ModelArgs
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.ops.block_attention import BlockMask, PositionRange
@@ -22,6 +22,7 @@ class MaxLogitTracker:
         self.enabled = False
         self._scale, self._sequence = scale, SequenceShard.over(groups)
         self._left = model.window_size[0] if uses_window(model, layer_number) else -1
+        self._chunk = model.attention_chunk_size or 0 if uses_chunks(model, layer_number) else 0
         self._max_N: Tensor | None = None
 
     def reset(self) -> None:
@@ -37,9 +38,8 @@ class MaxLogitTracker:
         keys, cp = shard.full(k_SBGD, 0), shard.cp
         mine = [PositionRange(*ends) for ends in zigzag_ranges(cp.rank, cp.size, keys.shape[0], shard.lengths)]
         mask, documents = (None, None) if visible is None else (visible.mask, visible.documents)
-        new_N = max_logits_per_head(
-            q_SBND, keys, self._scale, BlockMask(left=self._left, documents=documents), mine, mask
-        )
+        block_mask = BlockMask(left=self._left, chunk=self._chunk, documents=documents)
+        new_N = max_logits_per_head(q_SBND, keys, self._scale, block_mask, mine, mask)
         self._max_N = new_N if self._max_N is None else torch.maximum(self._max_N, new_N)
 
     def value(self, num_heads: int, device: torch.device) -> Tensor:

@@ -29,6 +29,7 @@ from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.lora import effective_weight
 from moe_trainer.layers.max_logits import MaxLogitTracker
+from moe_trainer.layers.query_temperature import QueryTemperature
 from moe_trainer.layers.rotary import Tables, skips_rope
 from moe_trainer.layers.sparse_attention import SparseAttention
 from moe_trainer.ops.attention import compact, pad_values
@@ -72,6 +73,7 @@ class MultiLatentAttention(nn.Module):
         self.nope_dim, self.rope_dim = model.qk_head_dim, model.qk_pos_emb_head_dim
         self.value_dim, self.kv_rank = model.v_head_dim, model.kv_lora_rank
         self.rope = not skips_rope(model, layer_number)
+        self.temperature = QueryTemperature.of(model, layer_number, ps.context)
         self.stream = factory.stream if model.attention_dropout > 0.0 else None
         self.activations, self.apply_rope = factory.activations, factory.kernels.apply_rope
         key_dim = self.nope_dim + self.rope_dim
@@ -178,15 +180,15 @@ class MultiLatentAttention(nn.Module):
             kv = self.linear_kv_down_proj(x_SBH)
         return q_latent if self.q_layernorm is None else self.q_layernorm(q_latent), kv
 
-    def _queries(self, rope: Tables | None, q_latent: Tensor) -> Tensor:
-        """Return q_SBND, rotated."""
+    def _queries(self, rope: Tables | None, visible: AttentionMask | None, q_latent: Tensor) -> Tensor:
+        """Return q_SBND, rotated and multiplied by its temperature."""
         q = q_latent if self.linear_q_proj is not None else self.linear_q_up_proj(q_latent)
         q_SBND = q.view(*q.shape[:2], self.num_heads, -1)
-        return (
-            q_SBND
-            if rope is None or not self.rope
-            else self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
-        )
+        if rope is not None and self.rope:
+            q_SBND = self.apply_rope(q_SBND, *rope, interleaved=True, offset=self.nope_dim)
+        if self.temperature is None:
+            return q_SBND
+        return (q_SBND * self.temperature.factors(q_SBND.shape[0], visible, q_SBND.device)).to(q_SBND.dtype)
 
     def _to_all_heads(self, x: Tensor) -> Tensor:
         """Return all tokens; backward sums the gradient over the ranks' heads."""
@@ -205,7 +207,7 @@ class MultiLatentAttention(nn.Module):
         Args:
             k_rope: [S, B, rope_dim] of the local tokens.
         """
-        q_SBND = self._queries(rope, q_latent)
+        q_SBND = self._queries(rope, visible, q_latent)
         heads = q_SBND.shape[:3]
         kv = self.linear_kv_up_proj(latent_SBC).view(*heads, -1)
         k_nope, v_SBNE = kv.split([self.nope_dim, self.value_dim], dim=-1)
@@ -218,12 +220,13 @@ class MultiLatentAttention(nn.Module):
         return q_SBND, torch.cat([k_nope, k_rope.expand(*heads, -1)], dim=-1), v_SBNE
 
     def _leave(
-        self, rope: Tables | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor
+        self, rope: Tables | None, visible: AttentionMask | None, q_latent: Tensor, latent_SBC: Tensor, k_rope: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return q_SBND, and latents with their rotated key [S, B, C + rope_dim]."""
         all_SBC = self._to_all_heads(torch.cat([latent_SBC, k_rope], dim=-1))
         latent_SBC, k_rope = all_SBC.split([self.kv_rank, self.rope_dim], dim=-1)
-        return self._queries(rope, q_latent), torch.cat([latent_SBC, self._rotated(rope, k_rope).squeeze(2)], dim=-1)
+        queries = self._queries(rope, visible, q_latent)
+        return queries, torch.cat([latent_SBC, self._rotated(rope, k_rope).squeeze(2)], dim=-1)
 
     def forward(
         self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor = 1.0
@@ -241,7 +244,7 @@ class MultiLatentAttention(nn.Module):
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
             sparse = isinstance(self.core_attention, SparseAttention)
-            cache = None if visible is None else visible.cache
+            given, cache = visible, None if visible is None else visible.cache
             if cache is None:
                 by_latents = sparse and self.core_attention.uses_gathered_form(
                     x_SBH.shape[0] * (self.tp.size if self.sequence_parallel else 1), visible
@@ -249,7 +252,9 @@ class MultiLatentAttention(nn.Module):
             else:
                 by_latents, visible = not cache.is_prefill, None
             make = (
-                functools.partial(self._leave, rope) if by_latents else functools.partial(self._expand, rope, visible)
+                functools.partial(self._leave, rope, given)
+                if by_latents
+                else functools.partial(self._expand, rope, visible)
             )
             (q_SBND, *keys), inside = self.activations.recompute_output(
                 "mla_up_proj", make, q_latent, latent_SBC, k_rope

@@ -65,8 +65,8 @@ class PackedRing:
         lengths = block_mask.lengths
         if not lengths or not block_mask.fused or block_mask.dropout_p > 0.0 or block_mask.selection is not None:
             return None
-        if size > 1 and block_mask.left >= 0:
-            return None  # a window begins at other keys for every rank
+        if (size > 1 and block_mask.left >= 0) or block_mask.chunk:
+            return None  # a window or a chunk begins at other keys for every rank
         if q_SBND.shape[1] != 1 or not varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0]):
             return None
         assert block_mask.documents is not None, "its lengths are those of documents"

@@ -81,7 +81,8 @@ def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rota
         return _make_yarn(model, dim, sequence)
     inv_freq = inverse_frequencies(dim, model.rotary_base)
     if model.use_rope_scaling and not model.multi_latent_attention:
-        inv_freq = llama3_scaling(inv_freq, model.rope_scaling_factor)
+        high = model.rope_scaling_high_freq_factor
+        inv_freq = llama3_scaling(inv_freq, model.rope_scaling_factor, high_freq_factor=high)
     factor = None if model.multi_latent_attention else model.rotary_seq_len_interpolation_factor
     return Rotary(inv_freq, position_scale=1.0 / factor if factor else 1.0, sequence=sequence)
 

@@ -237,6 +237,8 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
         return f"attention sinks (--softmax-type {model.softmax_type}) are not used with it"
     if model.experimental_attention_variant == "dsa":
         return "it has no sparse attention (--experimental-attention-variant dsa)"
+    if model.attention_chunk_size is not None:
+        return "it has no chunks (--attention-chunk-size)"
     if ps.cp.size == 1:
         return None
     what = {

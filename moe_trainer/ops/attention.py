@@ -30,6 +30,12 @@ def sliding_window_mask(length: int, left: int, device: torch.device | str = "cp
     return visible.triu_(-left) if left >= 0 else visible
 
 
+def chunk_mask(length: int, size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the bool mask [length, length], True = visible: key j for query i in the same chunk if j <= i."""
+    numbers = torch.arange(length, device=device) // size
+    return (numbers[:, None] == numbers).tril_()
+
+
 def compact(x: Tensor) -> Tensor:
     """Return x, or a copy if x is a view of a larger storage, which saving x would keep alive."""
     return (

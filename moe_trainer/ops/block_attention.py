@@ -133,12 +133,15 @@ class BlockMask:
 
     Attributes:
         left: query i sees keys i - left .. i; negative for all up to i.
+        chunk: it sees its own chunk of this number of positions only; 0 for no chunks. Packed sequences have their own
+            chunks, documents in a sequence those of the sequence.
         documents: of the full sequence; a query sees its own document only. None for a single one.
         selection: keys that count among the visible ones; None for all.
         fused: flash kernels may compute blocks.
     """
 
     left: int = -1
+    chunk: int = 0
     documents: Documents | None = None
     dropout_p: float = 0.0
     seed: int = 0
@@ -150,26 +153,38 @@ class BlockMask:
         """Lengths of packed sequences, () for one sequence."""
         return () if self.documents is None else self.documents.lengths
 
+    def _chunk_start(self, position: int) -> int:
+        """Return the first position of the chunk of a position; 0 without chunks."""
+        if not self.chunk:
+            return 0
+        origin = self.documents.earliest[position] if self.documents is not None and self.lengths else 0
+        return position - (position - origin) % self.chunk
+
     def clip(self, queries: PositionRange, keys: PositionRange) -> PositionRange | None:
         """Return the keys that some of the queries may see, or None."""
         start = keys.start if self.left < 0 else max(keys.start, queries.start - self.left)
         if self.documents is not None:
             start = max(start, self.documents.earliest[queries.start])
+        start = max(start, self._chunk_start(queries.start))
         stop = min(keys.stop, queries.stop)
         return PositionRange(start, stop) if start < stop else None
 
     def split(self, queries: PositionRange) -> list[PositionRange]:
-        """Split queries at document boundaries if the documents are long, so that each block needs no mask."""
+        """Split queries at boundaries of documents or chunks if these are long, so that each block needs no mask."""
         begins = () if self.documents is None else self.documents.begins
-        inside = [place for place in begins if queries.start < place < queries.stop]
+        inside = {place for place in begins if queries.start < place < queries.stop}
+        if self.chunk:
+            for start, stop in itertools.pairwise([queries.start, *sorted(inside), queries.stop]):
+                inside.update(range(self._chunk_start(start) + self.chunk, stop, self.chunk))
         if (len(inside) + 1) * flash_attention.CPU_LENGTH > queries.size:
             return [queries]
-        return [PositionRange(*ends) for ends in itertools.pairwise([queries.start, *inside, queries.stop])]
+        return [PositionRange(*ends) for ends in itertools.pairwise([queries.start, *sorted(inside), queries.stop])]
 
     def flash_causal(self, queries: PositionRange, keys: PositionRange) -> bool | None:
         """Return None if the block needs tiles; else whether a flash kernel computes it with a causal mask."""
         outside = self.left >= 0 and keys.start < queries.stop - 1 - self.left
         apart = self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start
+        apart |= self._chunk_start(queries.stop - 1) > keys.start
         if not self.fused or outside or apart or self.dropout_p > 0.0 or self.selection is not None:
             return None
         if keys.stop - 1 <= queries.start:
@@ -190,6 +205,16 @@ class BlockMask:
             if outside:
                 hidden |= k < q - self.left
             hidden = hidden[None, None]
+        if self._chunk_start(queries.stop - 1) > keys.start:
+            k = torch.arange(keys.start, keys.stop, device=device)
+            if self.lengths:
+                starts = torch.tensor([self._chunk_start(place) for place in range(queries.start, queries.stop)])
+                starts = to_device(starts, device)
+            else:
+                starts = torch.arange(queries.start, queries.stop, device=device)
+                starts = starts - starts % self.chunk
+            earlier = k < starts[:, None]
+            hidden = earlier[None, None] if hidden is None else hidden | earlier
         if self.documents is not None and self.documents.latest[queries.stop - 1] > keys.start:
             ids_BS = self.documents.ids_BS
             other = ids_BS[:, None, queries.start : queries.stop, None] != ids_BS[:, None, None, keys.start : keys.stop]

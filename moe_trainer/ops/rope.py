@@ -27,6 +27,7 @@ def llama3_scaling(
 ) -> Tensor:
     """Slow the frequencies whose wavelength exceeds the original context, blending in between.
 
+    With equal factors there is nothing in between.
     Source: Llama 3.1 release; Megatron-LM --use-rope-scaling.
     """
     wavelength = 2 * math.pi / inv_freq

@@ -68,6 +68,7 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     values |= _scaled_widths(separate_rng(), values)
     values |= _packed_sequences(separate_rng(), mapping, values)
     values |= _multipliers(separate_rng(), values)
+    values |= _chunks(separate_rng(), values)
     set_values = {dest: value for dest, value in values.items() if value is not None}
     try:
         return make_case(mapping, set_values, bool(values.get("bf16")))
@@ -312,6 +313,20 @@ def _multipliers(rng: random.Random, values: dict[str, object]) -> dict[str, obj
         "residual_multiplier": 0.5,
         "logits_scaling": 1.5,
         "attention_multiplier": rng.choice((None, 0.3)) if free else None,
+    }
+
+
+def _chunks(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Draw chunks of attention and temperatures of queries sometimes."""
+    is_free = not values.get("window_size") and values.get("experimental_attention_variant") != "dsa"
+    if not is_free or _chance(rng, 0.9):  # where no multipliers are drawn, this number is the one that they drew
+        return {}
+    return {
+        "attention_chunk_size": 6,
+        "window_attn_skip_freq": rng.choice((None, 2)),
+        "attn_temperature_tuning": "mistral4",
+        "attn_temperature_scale": 1.0,
+        "attn_temperature_floor": 5,
     }
 
 

@@ -164,6 +164,10 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
         values |= {"dsa_attention_form": "masked" if masked else "gathered"}
     if s.window_size is not None:
         values["window_size"] = tuple(min(side, 5) for side in s.window_size)
+    if s.attention_chunk_size is not None:
+        values["attention_chunk_size"] = 5 if s.attention_chunk_size < s.seq_length else _length(new)
+    if s.attn_temperature_tuning is not None:  # a factor that small sequences have too
+        values["attn_temperature_floor"] = min(s.attn_temperature_floor, 7)
     return values
 
 

@@ -25,6 +25,8 @@ OWN = {
     "moe_hierarchical_domain_size", "phase_data_args_path", "object_storage_cache_gb", "object_storage_read_ahead", "document_source", "document_text_key", "document_streams",
     "mlp_chunks_for_training", "length_histogram", "report_html",
     "eval_tasks", "eval_tasks_interval", "eval_tasks_path", "eval_tasks_limit",
+    "qk_l2_norm_rope_layers_only", "rope_scaling_high_freq_factor", "attention_chunk_size",
+    "attn_temperature_tuning", "attn_temperature_scale", "attn_temperature_floor",
     "qk_layernorm_all_heads", "qk_layernorm_after_rope", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "moe_concat_proj", "moe_upcycling_expert_init",

@@ -24,11 +24,14 @@ LAYOUTS = [("p2p", 2), ("p2p", 4), ("allgather", 2), ("allgather", 4), ("a2a", 2
 
 
 def model(window=None, dropout=0.0, softmax="vanilla"):
+    """`window`: keys before a query, or "chunks of 5"."""
+    chunk = int(window.split()[-1]) if isinstance(window, str) else None
     return SimpleNamespace(
         softmax_type=softmax,
         attention_dropout=dropout,
         window_attn_skip_freq=None,
-        window_size=None if window is None else (window, 0),
+        window_size=None if window is None or chunk else (window, 0),
+        attention_chunk_size=chunk,
     )
 
 
@@ -52,7 +55,9 @@ def explicit_mask(ids, window):
     """Return causal, window and document rules as an explicit mask."""
     i = torch.arange(ids.shape[1])
     mask = i[:, None] >= i
-    if window is not None:
+    if isinstance(window, str):
+        mask &= i // int(window.split()[-1]) == i[:, None] // int(window.split()[-1])
+    elif window is not None:
         mask &= i >= i[:, None] - window
     return (mask & (ids[:, :, None] == ids[:, None]))[:, None]
 
@@ -91,7 +96,7 @@ def assert_equal(results, expected, case=""):
 
 @pytest.mark.parametrize("kind, n", LAYOUTS)
 def test_every_cp_comm_type_equals_one_process(kind, n):
-    cases = list(itertools.product(WIDTHS, (None, 3, 5), (False, True)))
+    cases = list(itertools.product(WIDTHS, (None, 3, 5, "chunks of 5", "chunks of 4"), (False, True)))
     outcomes = run_ranks(run_on_ranks, n, kind, cases)
     for number, case in enumerate(cases):
         expected = run_one_process(*case)
@@ -99,19 +104,45 @@ def test_every_cp_comm_type_equals_one_process(kind, n):
             assert_equal(outcome[number], expected, case)
 
 
+@pytest.mark.parametrize("window", [70, "chunks of 110"])
 @pytest.mark.parametrize("kind", ["p2p", "allgather"])
-def test_ring_of_three_ranks_with_multi_tile_chunks(kind):
-    case, length = ("grouped queries", 70, True), 3 * 2 * 80
+def test_ring_of_three_ranks_with_multi_tile_chunks(kind, window):
+    case, length = ("grouped queries", window, True), 3 * 2 * 80
     for (outcome,) in run_ranks(run_on_ranks, 3, kind, [case], length):
         assert_equal(outcome, run_one_process(*case, length), case)
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, 4, "chunks of 3"])
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_packed_documents_of_one_rank_equal_the_explicit_mask(widths, window):
     *qkv, grad = inputs(widths)
     core = CoreAttention(model(window), 1, head_dim=WIDTHS[widths][2])
     assert_equal(run(core, *qkv, grad, AttentionMask.of(None, documents())), run_one_process(widths, window, True))
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, S, S + 1])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_chunks_of_one_rank_equal_the_explicit_mask(widths, size):
+    *qkv, grad = inputs(widths)
+    chunks = f"chunks of {size}"
+    core, expected = (
+        CoreAttention(model(chunks), 1, head_dim=WIDTHS[widths][2]),
+        run_one_process(widths, chunks, False),
+    )
+    assert_equal(run(core, *qkv, grad, None), expected)
+    ids = torch.zeros(B, S, dtype=torch.int64)  # the causal rule alone, as a mask
+    assert_equal(run(core, *qkv, grad, AttentionMask(mask=explicit_mask(ids, None))), expected)
+
+
+def test_chunks_of_a_long_sequence_use_the_flash_kernel(monkeypatch):
+    size, calls = flash_attention.CPU_LENGTH, []
+    length, original = 3 * size, flash_attention.flash_block
+    monkeypatch.setattr(flash_attention, "flash_block", lambda *args: calls.append(args[4]) or original(*args))
+    *qkv, grad = inputs("grouped queries", length)
+    chunks, ids = f"chunks of {size}", torch.zeros(B, length, dtype=torch.int64)
+    core = CoreAttention(model(chunks, softmax="off-by-one"), 1, head_dim=6)
+    run(core, *qkv, grad, AttentionMask.of(None, ids))
+    assert calls == [True, True, True], "one square block per chunk"
 
 
 def with_sinks(core, q, k, v, grad, sinks, visible=None):
@@ -158,7 +189,7 @@ def sinks_on_ranks(rank, n, kind, cases):
     return outcomes
 
 
-SINKS = list(itertools.product(WIDTHS, (None, 3), (False, True), ("learnable", "off-by-one")))
+SINKS = list(itertools.product(WIDTHS, (None, 3, "chunks of 6"), (False, True), ("learnable", "off-by-one")))
 
 
 @pytest.mark.parametrize("kind, n", [("p2p", 1), *LAYOUTS])

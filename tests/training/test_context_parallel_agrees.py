@@ -32,6 +32,13 @@ CASES = {
         4,
         f"{CP4} --cp-comm-type p2p allgather a2a a2a+p2p --hierarchical-context-parallel-sizes 2 2",
     ),
+    "chunks and temperatures": (
+        "plain",
+        f"{GQA} --attention-chunk-size 7 --window-attn-skip-freq 2 --no-rope-freq 2 --attn-temperature-tuning llama4 "
+        "--attn-temperature-floor 3 --attn-temperature-scale 1 --qk-l2-norm --qk-l2-norm-rope-layers-only",
+        4,
+        f"{CP2} {TP2} --expert-tensor-parallel-size 1",
+    ),
     "ring of 4, window": ("plain", f"{GQA} {WINDOW}", 4, CP4),
     "a2a+p2p, latent attention, MTP": ("deepseek", "", 4, f"{CP4} {A2A_P2P}"),
     "experts over cp": ("deepseek", "", 2, f"{CP2} --cp-comm-type allgather --expert-model-parallel-size 2"),

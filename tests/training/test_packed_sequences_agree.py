@@ -36,8 +36,15 @@ MAMBA = (
 SPARSE = (
     f"{MLA} --experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4"
 )
+LLAMA4 = (
+    f"{GQA} --attention-chunk-size 4 --window-attn-skip-freq 2 --no-rope-freq 2 --attn-temperature-tuning llama4 "
+    "--attn-temperature-floor 3 --attn-temperature-scale 1 --qk-l2-norm --qk-l2-norm-rope-layers-only"
+)
+MISTRAL4 = f"{MLA} --attn-temperature-tuning mistral4 --attn-temperature-floor 3 --attn-temperature-scale 1"
 KINDS = {
     "gqa": GQA,
+    "llama 4": LLAMA4,
+    "mistral 4": MISTRAL4,
     "window": f"{GQA} --window-size 3,0",
     "sinks": f"{GQA} --softmax-type learnable",
     "yarn": f"{GQA} --position-embedding-type yarn --rotary-scaling-factor 4",
@@ -141,6 +148,9 @@ def assert_layout_agrees(argv: list[str], flags: list[str], ranks: int, num_data
         ("gqa", "--context-parallel-size 2 --cp-comm-type a2a", 2, 1, 1),
         ("window", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
         ("indexer loss", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
+        ("llama 4", "--context-parallel-size 2", 2, 1, 1),
+        ("llama 4", "--context-parallel-size 2 --cp-comm-type a2a", 2, 1, 1),
+        ("mistral 4", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
         ("gqa", "--pad-packed-seq-alignment 8 --thd-max-packed-sequences 3", 1, 1, 1),
     ],
 )

@@ -14,7 +14,12 @@ from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import config_converters as converters
-from moe_trainer.checkpoint.hf.config_converters import expert_layers, linear_layers, sliding_layers
+from moe_trainer.checkpoint.hf.config_converters import (
+    expert_layers,
+    layers_without_rope,
+    linear_layers,
+    sliding_layers,
+)
 from moe_trainer.checkpoint.hf.families import ALIASES, FAMILIES, IGNORED, Families, get_family
 from moe_trainer.checkpoint.hf.family import NEEDED, Family
 from moe_trainer.checkpoint.hf.rotary import Config, Flags
@@ -217,8 +222,14 @@ def _meaning(dest: str, value: Any, default: Any) -> Any:
 
 
 def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bool:
-    if dest == "window_attn_skip_freq" and expected.get("window_size"):
+    if dest == "window_attn_skip_freq" and (expected.get("window_size") or expected.get("attention_chunk_size")):
         return sliding_layers(expected) == sliding_layers(actual)
+    if dest == "no_rope_freq":
+        return layers_without_rope(expected) == layers_without_rope(actual)
+    if dest == "qk_l2_norm_rope_layers_only":
+        return not any(layers_without_rope(expected)) or not expected.get("qk_l2_norm")
+    if dest in ("attn_temperature_scale", "attn_temperature_floor"):
+        return not expected.get("attn_temperature_tuning") and not actual.get("attn_temperature_tuning")
     if dest == "moe_layer_freq":
         return expert_layers(expected) == expert_layers(actual)
     if dest == "hybrid_layer_pattern" and expected.get(dest) and actual.get(dest):
@@ -236,7 +247,7 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return here == there
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
         return not _limits(expected) and not _limits(actual)
-    if dest == "rope_scaling_factor":
+    if dest in ("rope_scaling_factor", "rope_scaling_high_freq_factor"):
         return not expected.get("use_rope_scaling") and not actual.get("use_rope_scaling")
     if dest in ("mscale", "rotary_scaling_factor", "mscale_all_dim"):
         plain = expected.get("rope_type") == "rope" and actual.get("rope_type") == "rope"

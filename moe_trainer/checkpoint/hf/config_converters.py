@@ -121,8 +121,78 @@ def _write_hybrid_window(flags: Mapping[str, Any]) -> dict[str, Any]:
     return config | {"sliding_window_pattern": every}
 
 
+def _read_llama4_attention(config: Config) -> Flags:
+    """Read layers without rotary positions, layers with chunks (those with positions, unless listed), norms, factors.
+
+    Norms act with positions only, factors of queries without.
+    """
+    layers, every = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
+    has_rope = config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    skipped = [int(not each) for each in has_rope[:layers]]
+    chunked = [not each for each in skipped]
+    if config.get("layer_types") is not None:
+        chunked = [kind == "chunked_attention" for kind in config["layer_types"]]
+    flags: Flags = {"no_rope_freq": skipped} if any(skipped) else {}
+    if config.get("attention_chunk_size") and any(chunked):
+        flags["attention_chunk_size"] = config["attention_chunk_size"]
+        flags |= {} if all(chunked) else {"window_attn_skip_freq": [int(each) for each in chunked]}
+    if config.get("use_qk_norm", True) and not all(skipped):
+        flags |= {"qk_l2_norm": True, "qk_l2_norm_rope_layers_only": True}
+    if config.get("attn_temperature_tuning", True) and any(skipped):
+        flags |= {
+            "attn_temperature_tuning": "llama4",
+            "attn_temperature_scale": config.get("attn_scale", 0.1),
+            "attn_temperature_floor": config.get("floor_scale", 8192),
+        }
+    return flags
+
+
+def _write_llama4_attention(flags: Mapping[str, Any]) -> dict[str, Any]:
+    skipped, size = layers_without_rope(flags), flags.get("attention_chunk_size")
+    chunked = sliding_layers(flags) if size else [False] * len(skipped)
+    # all ones would mean the default in some versions of the library, which takes no empty list
+    return {
+        "no_rope_layers": [int(not each) for each in skipped],
+        "attention_chunk_size": size,
+        "layer_types": _layer_types(chunked, "chunked_attention"),
+        "use_qk_norm": bool(flags.get("qk_l2_norm")),
+        "attn_temperature_tuning": flags.get("attn_temperature_tuning") == "llama4",
+        "attn_scale": flags.get("attn_temperature_scale", 0.1),
+        "floor_scale": flags.get("attn_temperature_floor", 8192),
+    }
+
+
+def _read_llama4_experts(config: Config) -> Flags:
+    """Read which layers have experts; experts and the shared expert have `intermediate_size`."""
+    layers, every = config["num_hidden_layers"], config.get("interleave_moe_layer_step") or 1
+    listed = config.get("moe_layers")
+    sparse = range(every - 1, layers, every) if listed is None else listed
+    pattern = [int(layer in sparse) for layer in range(layers)]
+    width = config["intermediate_size"]
+    return {
+        "moe_layer_freq": 1 if all(pattern) else pattern,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width,
+    }
+
+
+def _write_llama4_experts(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "moe_layers": [layer for layer, is_moe in enumerate(expert_layers(flags)) if is_moe],
+        "intermediate_size": flags.get("moe_ffn_hidden_size") or flags["ffn_hidden_size"],
+    }
+
+
+def layers_without_rope(flags: Mapping[str, Any]) -> list[bool]:
+    """Return which layers have no rotary positions."""
+    pattern, layers = flags.get("no_rope_freq"), flags["num_layers"]
+    if isinstance(pattern, int):
+        return [(layer + 1) % pattern == 0 for layer in range(layers)]
+    return [bool(skips) for skips in pattern or [0] * layers]
+
+
 def sliding_layers(flags: Mapping[str, Any]) -> list[bool]:
-    """Return which layers have the window, if there is one."""
+    """Return which layers have the window or the chunks, if there are any."""
     pattern, layers = flags.get("window_attn_skip_freq"), flags["num_layers"]
     if isinstance(pattern, int):
         return [(layer + 1) % pattern != 0 for layer in range(layers)]
@@ -460,6 +530,8 @@ QWEN_WINDOW = ConfigConverter(_read_qwen_window, _write_qwen_window)
 LATE_WINDOW = ConfigConverter(_read_late_window, _write_listed_window)
 HYBRID_WINDOW = ConfigConverter(_read_hybrid_window, _write_hybrid_window)
 ALTERNATING = ConfigConverter(_read_alternating, _write_listed_window)
+LLAMA4_ATTENTION = ConfigConverter(_read_llama4_attention, _write_llama4_attention)
+LLAMA4_EXPERTS = ConfigConverter(_read_llama4_experts, _write_llama4_experts)
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
 SPARSE_STEP = ConfigConverter(_read_sparse_step, _write_sparse_step)
 LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)

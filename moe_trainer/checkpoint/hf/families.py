@@ -42,6 +42,7 @@ NAMES = tuple(
     solar_open
     dots1
     deepseek
+    llama4_text
     """.split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""

@@ -17,11 +17,10 @@ _BASES = MappingProxyType(
         "minimax_m2": 5000000.0,
         "hy_v3": 11158840.0,
         "ernie4_5_moe": 500000.0,
+        "llama4_text": 500000.0,
     }
 )
-_LLAMA3_SCALING = MappingProxyType(
-    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-)
+_LLAMA3_SCALING = MappingProxyType({"low_freq_factor": 1.0, "original_max_position_embeddings": 8192})
 _GPT_OSS_SCALING = MappingProxyType(
     {
         "rope_type": "yarn",
@@ -89,7 +88,9 @@ def read_rotary(config: Config) -> Flags:
             raise CheckpointError(
                 f"config.json: --use-rope-scaling means {dict(_LLAMA3_SCALING)}, and the model has {rope}"
             )
-        return flags | {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+        high = float(rope.get("high_freq_factor", 4.0))
+        flags |= {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+        return flags | ({} if high == 4.0 else {"rope_scaling_high_freq_factor": high})
     if kind != "default":
         raise CheckpointError(f"config.json: no flag stands for the rotary scaling {rope}")
     return flags
@@ -114,7 +115,9 @@ def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
             scaling["truncate"] = False
         config["rope_scaling"] = _typed("yarn", scaling)
     elif flags.get("use_rope_scaling") and not latent:
-        config["rope_scaling"] = _typed("llama3", {"factor": flags["rope_scaling_factor"], **_LLAMA3_SCALING})
+        scaling = {"factor": flags["rope_scaling_factor"], **_LLAMA3_SCALING}
+        scaling["high_freq_factor"] = flags.get("rope_scaling_high_freq_factor", 4.0)
+        config["rope_scaling"] = _typed("llama3", scaling)
     elif (flags.get("rotary_seq_len_interpolation_factor") or 1) != 1 and not latent:
         factor = float(flags["rotary_seq_len_interpolation_factor"])
         config["rope_scaling"] = _typed("linear", {"factor": factor})

@@ -214,6 +214,30 @@ MODELS = {
             "num_mtp_layers": 0,
         },
     ),
+    "llama4_text": (
+        "Llama4",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 56,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 5,
+            "floor_scale": 7,
+            "attn_scale": 0.5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
         _LATENT | _SIGMOID | {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 20},

@@ -185,7 +185,7 @@ def test_rope_values_that_no_flag_can_express_are_named():
     assert read_config(config)[1]["rotary_base"] == 500000
     for changed, message in (
         ({"rope_theta": 1.5}, "rope_theta"),
-        ({"high_freq_factor": 5.0}, "--use-rope-scaling"),
+        ({"original_max_position_embeddings": 4096}, "--use-rope-scaling"),
         ({"low_freq_factor": 2.0}, "--use-rope-scaling"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -56,6 +56,7 @@ _SIZES = {
 _EXPERTS = {
     "mixtral": "num_local_experts",
     "gpt_oss": "num_local_experts",
+    "llama4_text": "num_local_experts",
     "minimax_m2": "num_local_experts",
     "olmoe": "num_experts",
     "granitemoe": "num_local_experts",
@@ -85,6 +86,19 @@ _VARIANTS = {
     "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
     "exaone_moe": [{}, {"sliding_window": 9, "sliding_window_pattern": 3, "num_shared_experts": 2}],
     "minimax_m2": [{}, {"rotary_dim": 6}],
+    "llama4_text": [
+        {"num_experts_per_tok": 1},
+        {
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "use_qk_norm": False,
+            "floor_scale": 99,
+            "attn_scale": 0.3,
+            "intermediate_size_mlp": 80,
+        },
+        {"num_experts_per_tok": 1, "attn_temperature_tuning": False, "attention_chunk_size": None},
+    ],
     "ernie4_5_moe": [
         {},
         {"moe_num_shared_experts": 0, "moe_layer_end_index": 6},
