@@ -87,7 +87,8 @@ DATA = tuple(
 """Taken for --skip-train if the command line names no data at all."""
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
-"""Taken too, unless --no-use-tokenizer-model-from-checkpoint-args."""
+"""Taken too, unless --no-use-tokenizer-model-from-checkpoint-args. A tokenizer of the command line wins over that of a
+Hugging Face folder, and with --sft over that of a run, which need not have read conversations."""
 
 MAPPING = tuple(
     """
@@ -121,6 +122,15 @@ def _evaluates(settings: Settings) -> bool:
     return settings.is_eval_only
 
 
+def _takes_tokenizer(settings: Settings) -> bool:
+    return settings.use_tokenizer_model_from_checkpoint_args
+
+
+def _keeps_tokenizer(settings: Settings, recorded: Mapping[str, object]) -> bool:
+    """Whether a tokenizer of the command line stays."""
+    return "tokenizer_type" in settings.typed and (settings.sft or bool(recorded.get("hf_model_type")))
+
+
 def _no_data_given(settings: Settings, _recorded: Mapping[str, object]) -> bool:
     return not any(settings.given(dest) for dest in DATA)
 
@@ -128,7 +138,9 @@ def _no_data_given(settings: Settings, _recorded: Mapping[str, object]) -> bool:
 GROUPS = (
     ArgumentGroup(SHAPE, overrides=True),
     ArgumentGroup(LORA, recorded=lambda settings, recorded: recorded.get("lora_dim") is not None, overrides=True),
-    ArgumentGroup(TOKENIZER, lambda settings: settings.use_tokenizer_model_from_checkpoint_args, overrides=True),
+    ArgumentGroup(TOKENIZER, _takes_tokenizer, _keeps_tokenizer),
+    ArgumentGroup(TOKENIZER, _takes_tokenizer, lambda *both: not _keeps_tokenizer(*both), overrides=True),
+    ArgumentGroup(("sft_tokenizer_prompt_format",), _takes_tokenizer),
     ArgumentGroup(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
     ArgumentGroup(WHERE_NOT_GIVEN),
     ArgumentGroup(DROPOUT, recorded=lambda settings, recorded: bool(recorded.get("hf_model_type"))),

@@ -22,6 +22,7 @@ import arguments
 from arguments import Arguments
 from moe_trainer.checkpoint.hf.conversion_job import finish_job, open_job, write_share
 from moe_trainer.checkpoint.hf.export import plan_hf_folder
+from moe_trainer.checkpoint.hf.families import Families, families_with
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.resolve import resolve_checkpoint
 from moe_trainer.data.tokenizer import build_tokenizer
@@ -138,16 +139,17 @@ def save_hf_folder(model: LanguageModel, folder: str | Path, model_type: str | N
     staging = target.parent / f".{target.name}.checkpoint"
     save_checkpoint(model, staging)
     try:
-        run_on_rank0(lambda: _convert(staging, target, model_type), model.ps.world)
+        families = families_with(model.args.output.hf_mapping)
+        run_on_rank0(lambda: _convert(staging, target, model_type, families), model.ps.world)
     finally:
         if model.ps.world.rank == 0:
             shutil.rmtree(staging)
 
 
-def _convert(checkpoint: Path, target: Path, model_type: str | None) -> None:
+def _convert(checkpoint: Path, target: Path, model_type: str | None, families: Families) -> None:
     source = resolve_checkpoint(checkpoint, None)
     assert source is not None  # it has just been written
-    job = plan_hf_folder(source, target, _MAX_FILE_BYTES, model_type)
+    job = plan_hf_folder(source, target, _MAX_FILE_BYTES, model_type, families=families)
     open_job(job)
     write_share(job)
     finish_job(job)

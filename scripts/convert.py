@@ -372,9 +372,15 @@ def _special_tokens(record: Mapping[str, object], folder: Path, options: argpars
     from moe_trainer.data.tokenizer import build_tokenizer
 
     kind, single_file = record.get("tokenizer_type"), folder / "tokenizer.model"
+    if kind == "NullTokenizer":
+        logger.info("  bos_token_id, eos_token_id: null (the run had a NullTokenizer); --config copies them")
+        return {"eos_token_id": None}
     model = single_file if kind != "HuggingFaceTokenizer" and single_file.is_file() else folder
     try:
-        tokenizer = build_tokenizer(DataArgs(tokenizer_type=kind, tokenizer_model=str(model)))
+        form = record.get("sft_tokenizer_prompt_format") or DataArgs.sft_tokenizer_prompt_format
+        tokenizer = build_tokenizer(
+            DataArgs(tokenizer_type=kind, tokenizer_model=str(model), sft_tokenizer_prompt_format=str(form))
+        )
     except (ValueError, OSError) as error:
         logger.info("  bos_token_id, eos_token_id: null (--tokenizer-type %s: %s); --config copies them", kind, error)
         return {"eos_token_id": None}
@@ -446,6 +452,7 @@ def _verify(options: argparse.Namespace) -> int:
         logger.info(text, needed_gb, available_gb)
         return ExitCode.OK
     config = read_json(hf_folder / CONFIG)
+    _check_full_blocks(hf_folder)
     # with few indexer heads scores tie, and the two models select different keys
     loose = options.dtype is not None or "quantization_config" in config or "index_n_heads" in config
     step = None if options.quantize else options.ckpt_step
@@ -455,6 +462,21 @@ def _verify(options: argparse.Namespace) -> int:
         _print_error(f"--verify: {options.source} and {options.target} are not the same model")
         return ExitCode.FAILED
     return ExitCode.OK
+
+
+def _check_full_blocks(folder: Path) -> None:
+    """Raise a ValueError if transformers, which derives block sizes from shapes, would misread a weight in fp8."""
+    from moe_trainer.checkpoint.hf.encodings import BLOCK_SIZE
+    from moe_trainer.checkpoint.hf.files import SCALE, SafetensorsFolder
+
+    source = SafetensorsFolder(folder)
+    for name in source.names:
+        shape = source.shape(name)
+        if f"{name}{SCALE}" in source.scales and any(size > BLOCK_SIZE and size % BLOCK_SIZE for size in shape):
+            raise ValueError(
+                f"--verify: {name} has the shape {list(shape)}, whose last block of {BLOCK_SIZE} is not full: "
+                "transformers takes blocks of another size and misreads it, so the models are not compared"
+            )
 
 
 def compare_logits(
@@ -515,7 +537,8 @@ def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping:
     model_class = getattr(classes, family.architecture, None)
     if model_class is None:
         raise ValueError(
-            f"--verify: transformers {transformers.__version__} has no {family.architecture}; a newer release is needed"
+            f"--verify: transformers {transformers.__version__} has no {family.architecture}; "
+            + ("`class_prefix` of the mapping file names its classes" if hf_mapping else "a newer release is needed")
         )
     # how stored names become those of the class follows from the model type, which may be another name of the family
     config = model_class.config_class.from_dict({**written, "model_type": family.name})

@@ -161,8 +161,12 @@ def test_spec_replaces_the_router_in_training_and_after(tmp_path, monkeypatch):
     assert abs(scale.item() - 1.0) > 1e-3, "the scale is trained"
     with pytest.raises(ValueError, match="router.scale"):  # HF models have no such weight
         moe_trainer.save_hf_folder(model, "hf")
-    with pytest.raises(ValueError, match="router.scale"):
-        moe_trainer.load_model("own_ck", ["--dist-ckpt-strictness", "raise_all"])
+    with pytest.raises(ValueError, match="written with --spec own.layers:spec, which replaces modules: give it again"):
+        moe_trainer.load_model("own_ck")
+    resumed = run([*argv, "--load", "own_ck"], tmp_path)
+    assert resumed.returncode == 2 and "written with --spec own.layers:spec" in resumed.stderr
+    tuned = run([*argv, "--load", "own_ck", "--finetune"], tmp_path)
+    assert tuned.returncode == 0 and "this model is built without it" in tuned.stderr + tuned.stdout
 
 
 @pytest.mark.parametrize(

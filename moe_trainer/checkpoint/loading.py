@@ -59,12 +59,19 @@ class Loader:
         options: LoadOptions,
         saved_args: Mapping[str, Any],
         log_warnings: bool = True,
+        from_megatron: bool = False,
     ):
-        """Collect the keys of a checkpoint. `log_warnings`: log warnings that are equal on all ranks."""
+        """Collect the keys of a checkpoint.
+
+        Args:
+            log_warnings: log warnings that are equal on all ranks.
+            from_megatron: Megatron-LM wrote it, so its --spec names no modules of this program.
+        """
         self._folder = folder
         self._warn = logger.warning if log_warnings else logger.debug
         self._options = options
         self._saved_args = saved_args
+        self._spec = None if from_megatron else saved_args.get("spec")
         self._index = index
         self._stored = {
             key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
@@ -188,6 +195,7 @@ class Loader:
         differing = self._differing_flags()
         fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
         lines = list(self._mismatched)
+        self._check_spec()
         self._initialize_indexers()
         self._initialize_adapters()
         tolerant = strictness in ("log_all", "return_all", "ignore_all")
@@ -213,6 +221,18 @@ class Loader:
             )
         if differing and not self._options.finetune:
             self._warn("flags differ from those of the checkpoint:\n%s", _format_flags(differing, title="").rstrip())
+
+    def _check_spec(self) -> None:
+        """Never compute with other modules than those that were trained, unless --finetune asks for it."""
+        if not self._spec or self._options.args.get("spec"):
+            return
+        written = f"the checkpoint {self._folder} was written with --spec {' '.join(self._spec)}"
+        if not self._options.finetune:
+            raise CheckpointError(
+                f"{written}, which replaces modules: give it again (no code is taken from a checkpoint). --finetune "
+                "takes the weights without its modules"
+            )
+        self._warn("%s; this model is built without it", written)
 
     def _initialize_indexers(self) -> None:
         """Keep the initial values of indexers that the checkpoint lacks, with --finetune."""

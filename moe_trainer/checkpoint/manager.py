@@ -169,7 +169,7 @@ def load(
         index = _raise_on_all_ranks(lambda: UpcycledMetadata(folder, index, state.args, options.args), ps)
     with_optim = optimizer is not None and options.load_optim and not options.finetune
     with_main = optimizer is not None and options.load_main_params and not with_optim
-    loader = Loader(folder, index, options, state.args, log_warnings=ps.world.rank == 0)
+    loader = Loader(folder, index, options, state.args, ps.world.rank == 0, from_megatron)
     _raise_on_all_ranks(lambda: loader.request_model(chunks), ps)
     if not options.finetune:
         loader.request_scaling(chunks)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from arguments import Arguments
+from moe_trainer.checkpoint.hf.families import families_with
 from moe_trainer.checkpoint.hf.weight_stream import HFWeights, SnapshotFolder, split_into_buckets
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights
@@ -64,9 +65,13 @@ class WeightStream:
         vocabulary = None if args.data.tokenizer_type == "NullTokenizer" else args.data.vocab_size
         rows = None if vocabulary is None else min(vocabulary, padded_vocab_size)
         kind = args.output.stream_weights_model_type
-        self._weights = HFWeights(args.as_dict(), padded_vocab_size, rows, chunks[0].params_dtype, kind)
+        families = families_with(args.output.hf_mapping)
+        self._weights = HFWeights(args.as_dict(), padded_vocab_size, rows, chunks[0].params_dtype, kind, families)
         self.config = self._weights.config
         self._folder = None if target is None else SnapshotFolder(find_folder(target))
+        with raise_on_all_ranks(ps.world, "--stream-weights-to"):
+            if self._folder is not None and ps.world.rank == 0:
+                self._folder.withdraw()
 
     def write(self, iteration: int) -> None:
         """Write a snapshot of the weights after an iteration to the target. Collective over the world.

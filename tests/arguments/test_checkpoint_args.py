@@ -63,6 +63,27 @@ def test_tokenizer_is_taken_from_checkpoint_unless_disabled():
     assert parse_args(line, 1, checkpoint=recorded).data.tokenizer_type == "NullTokenizer"
 
 
+SFT = "--sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format assistant".split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "recorded", "expected"),
+    [
+        (["--tokenizer-type", "SentencePieceTokenizer"], {"hf_model_type": "llama"}, "SentencePieceTokenizer"),
+        ([], {"hf_model_type": "llama"}, "HuggingFaceTokenizer"),
+        (["--tokenizer-type", "SentencePieceTokenizer"], {}, "HuggingFaceTokenizer"),
+        (SFT, {}, "SFTTokenizer"),
+    ],
+)
+def test_tokenizer_of_the_command_line_wins_where_no_run_used_the_recorded_one(typed, recorded, expected):
+    recorded = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder", **recorded}
+    line = [word for word in LINE if "Null" not in word and word != "--tokenizer-type"]
+    data = ["--mock-data"] if typed is not SFT else ["--data-path", "chats.jsonl", "--split", "9,1,0"]
+    line = [*(word for word in line if word != "--mock-data"), *data]
+    args = parse_args([*line, *typed], 1, checkpoint=recorded)
+    assert (args.data.tokenizer_type, args.data.tokenizer_model) == (expected, "folder")
+
+
 def test_command_line_is_used_when_no_checkpoint_exists():
     args = parse_args(LINE, 1, checkpoint={})
     assert args.model.num_layers == 2 and args.output.use_checkpoint_args is False

@@ -64,6 +64,16 @@ def test_streaming_does_not_change_training(tmp_path):
     assert losses[0] == losses[1] and all(torch.equal(weights[name], same[name]) for name in weights)
 
 
+def test_snapshots_of_an_earlier_run_are_withdrawn(tmp_path):
+    (tmp_path / "latest.json").write_text(json.dumps({"iteration": 3, "folder": "weights_0000003"}))
+    args = arguments.parse_args(JOB, 1)
+    chunks = build_chunks(args, ParallelState.single(), 128, torch.device("cpu"))
+    WeightStream(args, chunks, ParallelState.single(), 128)
+    assert (tmp_path / "latest.json").exists()
+    WeightStream(args, chunks, ParallelState.single(), 128, target=str(tmp_path))
+    assert not (tmp_path / "latest.json").exists()
+
+
 def test_buckets_go_to_a_function(tmp_path):
     args = arguments.parse_args(JOB, 1)
     chunks = build_chunks(args, ParallelState.single(), 128, torch.device("cpu"))

@@ -14,7 +14,17 @@ from typing import Any
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.families import Families
 from moe_trainer.checkpoint.hf.family import Family, TextPart
-from moe_trainer.checkpoint.hf.files import BLOCK_SCALES, BLOCKS, INDEX, SCALE, SafetensorsFolder, read_json
+from moe_trainer.checkpoint.hf.files import (
+    BLOCK_SCALES,
+    BLOCKS,
+    INDEX,
+    PACKED,
+    PARTS,
+    SCALE,
+    WEIGHT,
+    SafetensorsFolder,
+    read_json,
+)
 from moe_trainer.checkpoint.hf.folder import is_computed, read_flags, read_text_config
 from moe_trainer.checkpoint.hf.names import TensorMapping, duplicated_tensors, tensor_mappings
 
@@ -77,8 +87,11 @@ def _stored_shapes(folder: Path, text_part: TextPart | None) -> tuple[dict[str, 
 
 
 def _unquantized(names: set[str]) -> Iterator[str]:
-    """Yield the names of weights: those of fp8 without their scales, those of fp4 for their blocks and scales."""
-    for name in sorted(names):
+    """Yield the names of weights: those of fp8 without their scales, those of fp4 and int4 for their parts."""
+    packed = {name.removesuffix(PACKED) for name in names if name.endswith(PACKED)}
+    yield from (module + WEIGHT for module in sorted(packed))
+    parts = {module + ending for module in packed for ending in (PACKED, *PARTS)}
+    for name in sorted(names - parts):
         of_blocks = name.removesuffix(BLOCKS) + BLOCK_SCALES
         of_scales = name.removesuffix(BLOCK_SCALES) + BLOCKS
         if name.endswith(BLOCKS) and of_blocks in names:

@@ -45,7 +45,8 @@ BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 WEIGHT, PACKED, GROUP_SCALE = ".weight", ".weight_packed", ".weight_scale"
 DIVISOR, MULTIPLIER = ".weight_global_scale", ".weight_scale_2"
 STORED_SHAPE, ZERO_POINT = ".weight_shape", ".weight_zero_point"
-_INPUT_SCALES = (".input_scale", ".input_global_scale")
+PARTS = (GROUP_SCALE, DIVISOR, MULTIPLIER, STORED_SHAPE, ZERO_POINT, ".input_scale", ".input_global_scale")
+"""What a module of a weight in four bits has next to its values."""
 DTYPES = MappingProxyType(
     {
         "F64": torch.float64,
@@ -112,7 +113,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class SafetensorsFolder:
-    """All tensors of a folder; `names` has the weights only, since `read` applies their scales."""
+    """All tensors of a folder; `names` has the weights only, since `read` applies their scales.
+
+    Attributes:
+        scales: names of the scales of weights in block fp8.
+    """
 
     def __init__(self, folder: Path, rename: Callable[[str], str | None] | None = None):
         """Read the tables of all files. `rename` gives tensors other names; None leaves one out.
@@ -143,7 +148,7 @@ class SafetensorsFolder:
         if rename is not None:
             renamed = ((rename(name), stored) for name, stored in self._tensors.items())
             self._tensors = {name: stored for name, stored in renamed if name is not None}
-        self._scales = {
+        self.scales = {
             name
             for name in self._tensors
             if name.endswith(SCALE)
@@ -221,19 +226,15 @@ class SafetensorsFolder:
     @property
     def names(self) -> list[str]:
         parts = {name + end for name in self._packed for end in (BLOCKS, BLOCK_SCALES)}
-        parts |= {
-            name.removesuffix(WEIGHT) + end
-            for name in self._four_bits
-            for end in (WEIGHT, PACKED, GROUP_SCALE, DIVISOR, MULTIPLIER, STORED_SHAPE, ZERO_POINT, *_INPUT_SCALES)
-        }
-        plain = [name for name in self._tensors if name not in self._scales and name not in parts]
+        parts |= {name.removesuffix(WEIGHT) + end for name in self._four_bits for end in (WEIGHT, PACKED, *PARTS)}
+        plain = [name for name in self._tensors if name not in self.scales and name not in parts]
         return plain + sorted(self._packed) + list(self._four_bits)
 
     @property
     def encodings(self) -> dict[str, int]:
         """Number of the tensors in each encoding, without plain ones."""
         counts = Counter(map(self._four_bit_encoding, self._four_bits))
-        counts += Counter({"block fp8": len(self._scales), "MXFP4": len(self._packed)})
+        counts += Counter({"block fp8": len(self.scales), "MXFP4": len(self._packed)})
         return {name: counts[name] for name in ("block fp8", "MXFP4", "NVFP4", "int4") if counts[name]}
 
     def _four_bit_encoding(self, name: str) -> str:
@@ -247,7 +248,7 @@ class SafetensorsFolder:
         return sorted({stored.path for stored in self._tensors.values()})
 
     def __contains__(self, name: str) -> bool:
-        return name in self._packed or name in self._four_bits or (name in self._tensors and name not in self._scales)
+        return name in self._packed or name in self._four_bits or (name in self._tensors and name not in self.scales)
 
     def tensor(self, name: str) -> StoredTensor:
         """Return where a weight is, or where its values are."""

@@ -147,7 +147,7 @@ class _Reader:
         name = self._text(node, "like")
         family = self._get_family(name)
         if family is None:
-            self._fail(node, f"like: {name} is no built-in family (docs/add_a_family.md lists them)")
+            self._fail(node, f"like: {name} is no built-in family (docs/families.md lists them)")
         return family
 
     def _keys(self, tables: _Table, keys: dict[str, Key]) -> tuple[Key, ...]:

@@ -21,6 +21,7 @@ from moe_trainer.checkpoint.errors import CheckpointError, StorageError
 from moe_trainer.checkpoint.hf.config import write_config
 from moe_trainer.checkpoint.hf.conversion_job import write_text
 from moe_trainer.checkpoint.hf.export import yarn_length
+from moe_trainer.checkpoint.hf.families import FAMILIES, Families
 from moe_trainer.checkpoint.hf.files import CONFIG, INDEX
 from moe_trainer.checkpoint.hf.names import (
     HFTensor,
@@ -45,6 +46,7 @@ class HFWeights:
         rows: of the embedding that are converted; None for all.
         dtype: of the weights, for config.json.
         kind: model type, by default the first that expresses the model.
+        families: those that can be written.
 
     Attributes:
         config: the content of config.json.
@@ -54,10 +56,16 @@ class HFWeights:
     """
 
     def __init__(
-        self, flags: Mapping[str, Any], padded_rows: int, rows: int | None, dtype: torch.dtype, kind: str | None = None
+        self,
+        flags: Mapping[str, Any],
+        padded_rows: int,
+        rows: int | None,
+        dtype: torch.dtype,
+        kind: str | None = None,
+        families: Families = FAMILIES,
     ):
         flags = {**flags, "rows": padded_rows}
-        family, config = write_config(flags, rows or padded_rows, kind)
+        family, config = write_config(flags, rows or padded_rows, kind, families)
         words = {"bos_token_id": None, "eos_token_id": None, "torch_dtype": str(dtype).removeprefix("torch.")}
         self.config = config | yarn_length(config) | words
         self._rows, self._sizes = rows, model_sizes(flags)
@@ -150,6 +158,21 @@ class SnapshotFolder:
 
     def __init__(self, folder: Path):
         self._folder = folder
+        self._withdrawn: str | None = None
+
+    def withdraw(self) -> None:
+        """Remove latest.json of an earlier run; its last snapshot stays until the second new one is published.
+
+        Raises:
+            StorageError: if it cannot be removed.
+        """
+        self._withdrawn = self._latest()
+        try:
+            (self._folder / LATEST).unlink(missing_ok=True)
+        except NotADirectoryError:
+            pass  # `publish` says so
+        except OSError as error:
+            raise StorageError(f"{self._folder / LATEST} cannot be removed: {error.strerror or error}") from error
 
     def publish(self, iteration: int, config: Mapping[str, Any], buckets: Iterable[list[tuple[str, Tensor]]]) -> Path:
         """Write a snapshot, a file per bucket, and return its folder.
@@ -166,7 +189,7 @@ class SnapshotFolder:
             part.mkdir()
             self._write(part, config, buckets)
             os.rename(part, target)
-            before = self._latest()
+            before = self._latest() or self._withdrawn
             write_text(self._folder / LATEST, json.dumps({"iteration": iteration, "folder": target.name}) + "\n")
             for path in self._folder.glob(f"{_PREFIX}*"):
                 if path.name not in (target.name, before):

@@ -23,8 +23,10 @@ from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.resolve import saved_padded_vocab_size
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.training.stream_weights import WeightStream
 
 ROOT = Path(moe_trainer.__file__).parents[1]
+ENDS = ("packed", "scale", "shape")
 PAGE = (ROOT / "docs" / "add_a_family.md").read_text(encoding="utf-8")
 HY_V3 = {
     "num_key_value_heads": 2,
@@ -151,6 +153,8 @@ def test_folder_of_another_family_loads_with_its_mapping_file(hf, mapping):
     source = arguments.find_checkpoint_args_source(["--load", str(folder), "--use-checkpoint-args", *flag])
     assert source.hf_mapping == str(mapping)
     args = models.flags_for(folder, *flag, hf_mapping=source.hf_mapping)
+    (own,) = build_chunks(args, ParallelState.single(), VOCAB)
+    assert WeightStream(args, [own], ParallelState.single(), VOCAB).config["model_type"] == "hy_v3"
     assert saved_padded_vocab_size(folder, None, mapping) == VOCAB
     ps = ParallelState.single()
     (ours,) = build_chunks(args, ps, VOCAB)
@@ -363,6 +367,10 @@ def test_check_needs_only_config_and_index(hf, mapping, tmp_path, capsys, caplog
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     index.write_text(json.dumps({"weight_map": dict.fromkeys([*others, *stacks], "model.safetensors")}))
     assert _checked(tmp_path, mapping, capsys, caplog)[0] == 0
+    # experts in packed integers
+    parts = {name.replace("weight", f"weight_{end}") for name in names if ".mlp.experts." in name for end in ENDS}
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*others, *sorted(parts)], "model.safetensors")}))
+    assert parts and _checked(tmp_path, mapping, capsys, caplog)[0] == 0
     (tmp_path / "config.json").write_text(json.dumps(config))
     table = dict.fromkeys([*names[1:], "model.layers.0.extra"], "model-00001-of-00001.safetensors")
     index.write_text(json.dumps({"weight_map": table}))

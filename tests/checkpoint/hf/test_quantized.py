@@ -288,6 +288,13 @@ def test_modelopt_folder_is_read(tmp_path, capsys):
     assert "type qwen3_moe" in out and "51 in NVFP4" in out
 
 
+def test_blocks_that_transformers_misreads_are_not_compared(tmp_path, capfd):
+    """It takes 192 rows in two rows of scales for blocks of 96."""
+    export(tmp_path, "qwen3_moe", "fp8-block", hidden_size=192)
+    assert run_convert(tmp_path / "ours", tmp_path / "second", "--quantize", "fp8-block", "--verify") == 2
+    assert "[192, 256], whose last block of 128 is not full" in capfd.readouterr().err
+
+
 def test_report_names_size_and_error(tmp_path, caplog):
     caplog.set_level("INFO")
     tensors = export(tmp_path, "qwen3_moe", "mxfp4", "--workers", "2", "--max-shard-size", "0.0002")

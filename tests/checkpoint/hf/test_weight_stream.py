@@ -76,7 +76,10 @@ def test_failed_snapshot_leaves_the_last_one(tmp_path):
     with pytest.raises(CheckpointError, match="weights_0000004 cannot be written: No space left on device"):
         folder.publish(4, {}, buckets(4.0, fails=True))
     assert published() == expected
-    # a restarted run repeats an iteration: a reader of the old snapshot keeps it
+    # a restarted run repeats an iteration: a reader of the old snapshot keeps it, and no other takes it for a new one
+    folder = SnapshotFolder(tmp_path / "weights")
+    folder.withdraw()
+    assert not (tmp_path / "weights" / "latest.json").exists()
     again = folder.publish(3, {}, [[("a", torch.zeros(2))]])
     assert again.name == "weights_0000003.1" and published()[1] == [
         "latest.json",
