@@ -19,7 +19,8 @@ SHAPE = tuple(
     rope_scaling_high_freq_factor rope_type attn_temperature_tuning attn_temperature_scale attn_temperature_floor
     rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings yarn_beta_fast
     yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size attention_chunk_size
-    window_attn_skip_freq qk_l2_norm_rope_layers_only
+    window_attn_skip_freq rotary_base_per_layer window_rotary_percent window_rope_unscaled
+    qk_l2_norm_rope_layers_only
     normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
     qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu quick_geglu
     glu_linear_offset activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier

@@ -315,6 +315,7 @@ REQUIRES = (
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
     (("use_rope_scaling",), "rope_scaling_factor rope_scaling_high_freq_factor"),
+    (("window_size",), "window_rotary_percent window_rope_unscaled"),
     (("attn_temperature_tuning",), "attn_temperature_scale attn_temperature_floor"),
     (
         ("num_experts",),
@@ -592,7 +593,6 @@ _WITHOUT_EFFECT = (
 
 _MISSING = (
     # (spelling, feature, values that request nothing)
-    ("--rotary-base-per-layer=+", "a rotary base per layer", ()),
     ("--head-wise-attn-gate", "gated attention", ()),
     ("--csa-compress-ratios=1", "compressed sparse attention", ()),
     (

@@ -117,6 +117,12 @@ class ModelArgs:
     """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
     no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
     """Layers without rotary embedding: every N-th, or a pattern with 1 for each of them and 0 for the others."""
+    rotary_base_per_layer: list[float] | None = None
+    """Base of the rotary frequencies of each layer, one number for each. Unset: --rotary-base in all."""
+    window_rotary_percent: float | None = None
+    """Fraction of each head's channels that layers with a window rotate. Unset: --rotary-percent."""
+    window_rope_unscaled: bool = False
+    """Leave positions of layers with a window as they are; YaRN and other scalings act on the others."""
     yarn_original_max_position_embeddings: int | None = None
     """Context length, in tokens, that YaRN extends."""
     yarn_beta_fast: float | None = None

@@ -213,7 +213,7 @@ def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]
 
 
 def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    for dest in ("linear_attention_freq", "no_rope_freq", "window_attn_skip_freq"):
+    for dest in ("linear_attention_freq", "no_rope_freq", "rotary_base_per_layer", "window_attn_skip_freq"):
         value = getattr(s, dest)
         if isinstance(value, list | tuple) and f.layers is not None and len(value) != f.layers:
             yield s.violation(

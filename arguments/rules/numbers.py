@@ -24,6 +24,7 @@ POSITIVE = tuple(
     suggested_communication_unit_size world_size model_parallel_size batch_size
     hierarchical_context_parallel_sizes min_dynamic_context_parallel_size fp8_amax_history_len replication_factor
     rotary_base rotary_scaling_factor rope_scaling_factor rotary_seq_len_interpolation_factor rotary_percent
+    rotary_base_per_layer window_rotary_percent
     moe_router_topk_scaling_factor layernorm_epsilon loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda activation_func_clamp_value yarn_beta_fast
@@ -90,7 +91,8 @@ BELOW_ONE = tuple(
 )
 AT_MOST_ONE = tuple(
     """
-    rotary_percent optimizer_offload_fraction optimizer_state_offload_fraction activation_offload_fraction
+    rotary_percent window_rotary_percent optimizer_offload_fraction optimizer_state_offload_fraction
+    activation_offload_fraction
     qk_clip_alpha moe_router_quantile_balancing_ema fim_rate fim_spm_rate fim_fragment_rate
     """.split()
 )

@@ -107,16 +107,19 @@ def check_rotary_channels(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         if positive(s.qk_pos_emb_head_dim) and s.qk_pos_emb_head_dim % 2:
             yield s.violation("{qk_pos_emb_head_dim} must be even: positions rotate channels in pairs.")
         return
-    if not positive(s.kv_channels) or not 0 < s.rotary_percent <= 1:
-        return
-    rotated = int(s.kv_channels * s.rotary_percent)
-    if rotated == 0:
-        yield s.violation(
-            "{rotary_percent} of {kv_channels} leaves no channel to rotate; give --position-embedding-type none for "
-            "attention without positions."
-        )
-    elif rotated + rotated % 2 > s.kv_channels:
-        yield s.violation("{kv_channels} must be even: positions rotate channels in pairs.", "num_attention_heads")
+    for dest in ("rotary_percent", "window_rotary_percent"):
+        share = getattr(s, dest)
+        if not positive(s.kv_channels) or share is None or not 0 < share <= 1:
+            continue
+        rotated = int(s.kv_channels * share)
+        if rotated == 0:
+            yield s.violation(
+                "{} of {kv_channels} leaves no channel to rotate; give --position-embedding-type none for attention "
+                "without positions.",
+                dest,
+            )
+        elif rotated + rotated % 2 > s.kv_channels:
+            yield s.violation("{kv_channels} must be even: positions rotate channels in pairs.", "num_attention_heads")
 
 
 def check_query_groups(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

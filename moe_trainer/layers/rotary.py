@@ -5,10 +5,14 @@ position ids. Only packed sequences (THD) have positions of their own.
 """
 
 import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
 from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
@@ -85,6 +89,43 @@ def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rota
         inv_freq = llama3_scaling(inv_freq, model.rope_scaling_factor, high_freq_factor=high)
     factor = None if model.multi_latent_attention else model.rotary_seq_len_interpolation_factor
     return Rotary(inv_freq, position_scale=1.0 / factor if factor else 1.0, sequence=sequence)
+
+
+def make_layer_rotaries(
+    model: ModelArgs, layer_numbers: Iterable[int], sequence: SequenceShard | None = None
+) -> list[Rotary | None]:
+    """Return the rotary embedding of each of the layers (counted from 1); those with the same settings share it.
+
+    --rotary-base-per-layer, and --window-rotary-percent and --window-rope-unscaled of layers with a window. Layers of
+    multi-token prediction copy the last one.
+    """
+    made: dict[tuple, Rotary | None] = {}
+    rotaries = []
+    for number in layer_numbers:
+        changes = _layer_changes(model, number)
+        key = tuple(changes.items())
+        if key not in made:
+            made[key] = make_rotary(replace(model, **changes), sequence)
+        rotaries.append(made[key])
+    return rotaries
+
+
+def _layer_changes(model: ModelArgs, layer_number: int) -> dict[str, Any]:
+    """Return the rotary settings of a layer that are not those of the model."""
+    changes: dict[str, Any] = {}
+    if bases := model.rotary_base_per_layer:
+        changes["rotary_base"] = bases[min(layer_number, len(bases)) - 1]
+    if not uses_window(model, layer_number):
+        return changes
+    if model.window_rotary_percent is not None:
+        changes["rotary_percent"] = model.window_rotary_percent
+    if model.window_rope_unscaled:
+        changes |= {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+        if model.position_embedding_type == "yarn":
+            changes["position_embedding_type"] = "rope"
+        if model.rope_type == "yarn":
+            changes["rope_type"] = "rope"
+    return changes
 
 
 def _note_unused_scalings(model: ModelArgs) -> None:

@@ -6,7 +6,7 @@ Shapes: S sequence (sharded in hidden states, full in tokens, labels and masks),
 vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from moe_trainer.layers.hyper_connection import StreamContraction, expand_stream
 from moe_trainer.layers.init import embedding_init, output_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
-from moe_trainer.layers.rotary import Tables, make_rotary
+from moe_trainer.layers.rotary import Rotary, Tables, make_layer_rotaries
 from moe_trainer.layers.sparse_attention import SparseAttention, iter_sparse_attentions
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
 from moe_trainer.memory.activations import ActivationPolicy
@@ -219,7 +219,10 @@ class Transformer(nn.Module):
         self.hidden_size, self.max_packed_sequences = model.hidden_size, args.parallel.thd_max_packed_sequences or 0
         self.fp32_residual = model.fp32_residual_connection
         self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
-        self.rotary = make_rotary(model, self.sequence)
+        # one per decoder layer, and that of multi-token prediction
+        numbers = (*(number + 1 for number in layout.layers), model.num_layers + 1)
+        self.rotaries = make_layer_rotaries(model, numbers, self.sequence)
+        self.rotary = self.rotaries[0]
         self.tied = not model.untie_embeddings_and_output_weights
         self.embedding = None
         if layout.has_word_embeddings or (layout.has_loss and self.tied):
@@ -328,22 +331,18 @@ class Transformer(nn.Module):
         if self.has_hash_routing:
             (token_ids_T,) = self.shard_for_router(shard_of(self.sequence, packed), tokens_BS.t())
             token_ids_T = self.graphs.hold(token_ids_T)
-        rope = None
-        if self.rotary is not None and cache is not None and not cache.is_prefill:
-            rope = self.rotary.tables_at(cache.last_positions)
-        elif self.rotary is not None:
-            rope = self.rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
-            rope = rope if packed is None else (self.graphs.hold(rope[0]), self.graphs.hold(rope[1]))
-        self.activations.begin_pass(*(rope or ()))
+        tables = {rotary: self._rope(rotary, tokens_BS, packed, cache) for rotary in dict.fromkeys(self.rotaries)}
+        ropes = [tables[rotary] for rotary in self.rotaries]
+        self.activations.begin_pass(*(table for rope in tables.values() for table in rope or ()))
         assert x_SBH is not None
-        x_SBH = self._layers(x_SBH, rope, visible, grad_scale, valid, token_ids_T)
+        x_SBH = self._layers(x_SBH, ropes, visible, grad_scale, valid, token_ids_T)
         if self.decoder.hyper_connection_head is not None:
             x_SBH = self.decoder.hyper_connection_head(x_SBH)
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)
         if self.mtp is not None and with_mtp:
             states = self.mtp(
-                x_SBH, tokens_BS, position_ids_BS, self.embedding, rope, visible, grad_scale, packed, valid
+                x_SBH, tokens_BS, position_ids_BS, self.embedding, ropes[-1], visible, grad_scale, packed, valid
             )
         if not self.layout.has_loss:
             return torch.cat([x_SBH, *states]) if states else x_SBH
@@ -393,10 +392,21 @@ class Transformer(nn.Module):
             shard = sequence.local(table, 0).tensor_split(self.tp.size)[self.tp.rank]
             yield to_device(shard.flatten(0, min(1, shard.dim() - 1)), self.device)
 
+    def _rope(
+        self, rotary: Rotary | None, tokens_BS: Tensor, packed: Packed | None, cache: KVCache | None
+    ) -> Tables | None:
+        """Return cos and sin of the local positions, or of the last ones in a cache."""
+        if rotary is None:
+            return None
+        if cache is not None and not cache.is_prefill:
+            return rotary.tables_at(cache.last_positions)
+        rope = rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
+        return rope if packed is None else (self.graphs.hold(rope[0]), self.graphs.hold(rope[1]))
+
     def _layers(
         self,
         x_SBH: Tensor,
-        rope: Tables | None,
+        ropes: Sequence[Tables | None],
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
         valid: ValidTokens | None = None,
@@ -407,7 +417,7 @@ class Transformer(nn.Module):
         def run(first: int, stop: int, x_SBH: Tensor) -> Tensor:
             for index in range(first, stop):
                 with self.activations.offload_scope("layer") if index < self.offloaded_layers else nullcontext():
-                    x_SBH = self.decoder.layers[index](x_SBH, rope, visible, grad_scale, valid, token_ids_T)
+                    x_SBH = self.decoder.layers[index](x_SBH, ropes[index], visible, grad_scale, valid, token_ids_T)
             return x_SBH
 
         for first, stop, recomputed in self.spans:

@@ -34,8 +34,8 @@ _REPLACED = frozenset(
     delay_wgrad_compute linear_attention_freq linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
-    dsa_attention_form attention_chunk_size attn_temperature_floor no_rope_freq window_attn_skip_freq
-    use_tp_pp_dp_mapping transformer_impl pipeline_schedule
+    dsa_attention_form attention_chunk_size attn_temperature_floor no_rope_freq rotary_base_per_layer
+    window_attn_skip_freq use_tp_pp_dp_mapping transformer_impl pipeline_schedule
     sequence_packing_scheduler max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_tail_padding_policy
     thd_max_packed_sequences hybrid_context_parallel dynamic_context_parallel min_dynamic_context_parallel_size
     moe_enable_routing_replay moe_routing_replay_path moe_n_hash_layers

@@ -387,7 +387,7 @@ def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[st
         patterns["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
     if s.num_experts and s.moe_n_hash_layers:
         patterns["moe_n_hash_layers"] = min(s.moe_n_hash_layers, layers)
-    for dest in ("no_rope_freq", "window_attn_skip_freq", "linear_attention_freq"):
+    for dest in ("no_rope_freq", "rotary_base_per_layer", "window_attn_skip_freq", "linear_attention_freq"):
         if s.values[dest] is not None:
             patterns[dest] = sizes.pattern(s.values[dest], s.num_layers, layers)
     return patterns

@@ -27,6 +27,7 @@ OWN = {
     "eval_tasks", "eval_tasks_interval", "eval_tasks_path", "eval_tasks_limit",
     "qk_l2_norm_rope_layers_only", "rope_scaling_high_freq_factor", "attention_chunk_size",
     "attn_temperature_tuning", "attn_temperature_scale", "attn_temperature_floor",
+    "rotary_base_per_layer", "window_rotary_percent", "window_rope_unscaled",
     "qk_layernorm_all_heads", "qk_layernorm_after_rope", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "moe_concat_proj", "moe_upcycling_expert_init",

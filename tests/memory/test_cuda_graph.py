@@ -114,7 +114,11 @@ PACKED_CASES = {
     "attention": ("plain", "", local("attn moe_router")),
     "routers": ("plain", BALANCED, local("moe_router moe_preprocess")),
     "latent attention, MTP": ("deepseek", "", local(f"mlp {ROUTED}")),
-    "layers": ("padded capacity", f"{BALANCED} --window-size 3,0", local()),
+    "layers": (
+        "padded capacity",
+        f"{BALANCED} --window-size 3,0 --window-rotary-percent 0.5 --window-attn-skip-freq 2",
+        local(),
+    ),
     "sinks": ("padded capacity", "--softmax-type learnable", local("attn moe")),
     "full iteration": (
         "padded capacity",

@@ -22,7 +22,10 @@ A2A_P2P = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 GQA = "--group-query-attention --num-query-groups 2"
-WINDOW = "--window-size 5,0 --window-attn-skip-freq 2"
+WINDOW = (
+    "--window-size 5,0 --window-attn-skip-freq 2 --rotary-base-per-layer 100 10 --window-rotary-percent 0.5 "
+    "--window-rope-unscaled --position-embedding-type yarn --rotary-scaling-factor 4 "
+)
 # name: (kind of model, flags of both, ranks, flags of the ranks)
 CASES = {
     "p2p": ("plain", GQA, 2, CP2),

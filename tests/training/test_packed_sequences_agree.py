@@ -45,7 +45,7 @@ KINDS = {
     "gqa": GQA,
     "llama 4": LLAMA4,
     "mistral 4": MISTRAL4,
-    "window": f"{GQA} --window-size 3,0",
+    "window": f"{GQA} --window-size 3,0 --window-attn-skip-freq 2 --window-rotary-percent 0.5",
     "sinks": f"{GQA} --softmax-type learnable",
     "yarn": f"{GQA} --position-embedding-type yarn --rotary-scaling-factor 4",
     "learned positions": "--position-embedding-type learned_absolute",

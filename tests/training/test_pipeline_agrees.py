@@ -9,6 +9,7 @@ PP2, PP4 = (["--pipeline-model-parallel-size", size] for size in "24")
 LATE_HEAD = ["--defer-embedding-wgrad-compute"]
 ZERO_BUBBLE = ["--pipeline-schedule", "zero-bubble"]
 MTP = ["--mtp-num-layers", "1", "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"]
+BASES = ["--mtp-num-layers", "1", "--rotary-base-per-layer", "10", "100", "40", "70"]
 MTP2 = ["--mtp-num-layers", "2", "--position-embedding-type", "rope"]
 
 
@@ -20,7 +21,7 @@ def layout(text):
 CASES = {
     "pp2": (2, "plain", [], PP2),
     "pp2, one microbatch": (2, "plain", ["--global-batch-size", "2"], PP2),
-    "pp2, uneven": (2, "plain", [], [*PP2, "--decoder-first-pipeline-num-layers", "1"]),
+    "pp2, uneven": (2, "plain", BASES, [*PP2, "--decoder-first-pipeline-num-layers", "1"]),
     "pp2 vpp2": (2, "accumulation", [], [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
     "pp2 vpp2, groups of 3": (
         2,

@@ -357,6 +357,7 @@ REQUIRED_FLAGS = {
     "qk_l2_norm_rope_layers_only": "--qk-l2-norm",
     "attn_temperature_tuning": "--no-rope-freq 4", "attn_temperature_floor": "--attn-temperature-tuning mistral4",
     "attn_temperature_scale": "--attn-temperature-tuning mistral4",
+    **dict.fromkeys(("window_rotary_percent", "window_rope_unscaled"), "--window-size 8,0"),
     "pipeline_schedule": PIPE, "microbatch_group_size_per_vp_stage": VIRTUAL, "overlap_p2p_comm": VIRTUAL,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), f"{PIPE} --num-layers 63"),
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), f"{PIPE} --num-layers 62"),
@@ -395,7 +396,7 @@ VALUES = {
     "pipeline_model_parallel_layout": None,  # has separate tests
     "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
     "squared_relu": None, "quick_geglu": None,  # excluded by --swiglu
-    "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4", "lora_target_modules": "linear_qkv",
+    "rotary_base_per_layer": " ".join(["10000"] * 60 + ["500000"]), "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4", "lora_target_modules": "linear_qkv",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
 WITHOUT_EFFECT_ON_NUMBERS = set(

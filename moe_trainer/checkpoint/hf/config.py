@@ -23,6 +23,7 @@ from moe_trainer.checkpoint.hf.config_converters import (
 from moe_trainer.checkpoint.hf.families import ALIASES, FAMILIES, IGNORED, Families, get_family
 from moe_trainer.checkpoint.hf.family import NEEDED, Family
 from moe_trainer.checkpoint.hf.rotary import Config, Flags
+from moe_trainer.checkpoint.hf.rotary_by_layer import layer_bases
 
 # flags of the record that do not change the function of the model
 _FREE = frozenset(
@@ -47,11 +48,12 @@ _LATENT_ONLY = frozenset(
 _KINDS = MappingProxyType(
     {
         "whole": "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace "
-        "n_shared_experts shared_expert_intermediate_size moe_num_shared_experts moe_layer_start_index "
-        "moe_layer_interval n_group topk_group num_nextn_predict_layers num_mtp_layers full_attention_interval",
+        "n_shared_experts shared_expert_intermediate_size shared_intermediate_size moe_num_shared_experts "
+        "moe_layer_start_index moe_layer_interval n_group topk_group num_nextn_predict_layers num_mtp_layers "
+        "full_attention_interval",
         "number": "rope_theta partial_rotary_factor",
         "table": "rope_scaling rope_parameters",
-        "list": "layer_types mlp_only_layers",
+        "list": "layer_types mlp_layer_types mlp_only_layers layer_rope_theta",
     }
 )
 
@@ -230,6 +232,8 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return not any(layers_without_rope(expected)) or not expected.get("qk_l2_norm")
     if dest in ("attn_temperature_scale", "attn_temperature_floor"):
         return not expected.get("attn_temperature_tuning") and not actual.get("attn_temperature_tuning")
+    if dest in ("rotary_base", "rotary_base_per_layer"):
+        return layer_bases(expected) == layer_bases(actual)
     if dest == "moe_layer_freq":
         return expert_layers(expected) == expert_layers(actual)
     if dest == "hybrid_layer_pattern" and expected.get(dest) and actual.get(dest):

@@ -14,6 +14,12 @@ from typing import Any
 from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, hybrid_letters, linear_layer_pattern, moe_layer_pattern
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.rotary import Config, Flags, read_rotary, write_explicit_rotary, write_rotary
+from moe_trainer.checkpoint.hf.rotary_by_layer import (
+    read_listed_rotary,
+    read_typed_rotary,
+    write_listed_rotary,
+    write_typed_rotary,
+)
 from moe_trainer.ops.state_space import NORM_EPS
 
 
@@ -211,9 +217,25 @@ def _read_listed_window(config: Config, window: int, slides: Iterable[bool]) -> 
     return _read_window({"sliding_window": config.get("sliding_window", window), "layer_types": layer_types})
 
 
+def _read_full_unless_listed(config: Config) -> Flags:
+    return _read_listed_window(config, 0, (False for _ in range(config["num_hidden_layers"])))
+
+
+def _read_quarter_window(config: Config) -> Flags:
+    """Read the window of Granite: all layers but every fourth from the first, unless `layer_types` differs."""
+    return _read_listed_window(config, 128, (layer % 4 != 0 for layer in range(config["num_hidden_layers"])))
+
+
+def _write_typed_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return write_typed_rotary(flags, _windowed_layers(flags))
+
+
+def _windowed_layers(flags: Mapping[str, Any]) -> list[bool]:
+    return sliding_layers(flags) if flags.get("window_size") else [False] * flags["num_layers"]
+
+
 def _write_listed_window(flags: Mapping[str, Any]) -> dict[str, Any]:
-    slides = sliding_layers(flags) if flags.get("window_size") else [False] * flags["num_layers"]
-    return _write_window(flags) | {"layer_types": _layer_types(slides, "sliding_attention")}
+    return _write_window(flags) | {"layer_types": _layer_types(_windowed_layers(flags), "sliding_attention")}
 
 
 def _read_sparse_step(config: Config) -> Flags:
@@ -242,6 +264,11 @@ def _read_listed_dense(config: Config) -> Flags:
     if kinds is None:
         return _read_first_dense({"first_k_dense_replace": 1, **config})
     return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
+
+
+def _read_sparse_unless_listed(config: Config) -> Flags:
+    pattern = [int(kind == "sparse") for kind in config.get("mlp_layer_types") or ()]
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
 
 def _write_listed_dense(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -523,6 +550,8 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 ROPE = ConfigConverter(read_rotary, write_rotary)
 EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
+TYPED_ROPE = ConfigConverter(read_typed_rotary, _write_typed_rotary)
+LISTED_ROPE = ConfigConverter(read_listed_rotary, write_listed_rotary)
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 GROUPED = ConfigConverter(_read_groups, _write_groups)
 WINDOW = ConfigConverter(_read_window, _write_window)
@@ -532,12 +561,19 @@ HYBRID_WINDOW = ConfigConverter(_read_hybrid_window, _write_hybrid_window)
 ALTERNATING = ConfigConverter(_read_alternating, _write_listed_window)
 LLAMA4_ATTENTION = ConfigConverter(_read_llama4_attention, _write_llama4_attention)
 LLAMA4_EXPERTS = ConfigConverter(_read_llama4_experts, _write_llama4_experts)
+LISTED_WINDOW = ConfigConverter(_read_full_unless_listed, _write_listed_window)
+QUARTER_WINDOW = ConfigConverter(_read_quarter_window, _write_listed_window)
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
 SPARSE_STEP = ConfigConverter(_read_sparse_step, _write_sparse_step)
 LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)
+LISTED_SPARSE = ConfigConverter(_read_sparse_unless_listed, _write_listed_dense)
 FIRST_DENSE = ConfigConverter(_read_first_dense, _write_first_dense)
 SHARED, NUM_SHARED = _shared("n_shared_experts"), _shared("num_shared_experts")
 OPTIONAL_GATED_SHARED = ConfigConverter(_read_gated_shared, _write_gated_shared)
+OPTIONAL_SHARED = ConfigConverter(
+    lambda config: {"moe_shared_expert_intermediate_size": config.get("shared_intermediate_size") or None},
+    lambda flags: {"shared_intermediate_size": flags.get("moe_shared_expert_intermediate_size") or 0},
+)
 HUNYUAN_EXPERTS = ConfigConverter(_read_hunyuan_experts, _write_hunyuan_experts)
 ERNIE_SHARED = _shared("moe_num_shared_experts", optional=True)
 ERNIE_LAYERS = ConfigConverter(_read_ernie_layers, _write_ernie_layers)

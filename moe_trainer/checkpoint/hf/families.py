@@ -43,6 +43,8 @@ NAMES = tuple(
     dots1
     deepseek
     llama4_text
+    mellum
+    granitemoe_swa
     """.split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""

@@ -84,6 +84,7 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+_WINDOWED = ["full_attention", "sliding_attention", "sliding_attention"]
 MODELS = {
     "llama": (
         "Llama",
@@ -167,6 +168,38 @@ MODELS = {
             "routed_scaling_factor": 1.5,
             "time_step_min": 1e-30,
             "rescale_prenorm_residual": False,
+        },
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        _GROUPED
+        | _MULTIPLIERS
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 40,
+            "sliding_window": 5,
+            "layer_rope_theta": [0, 10000.0, 500.0],
+        },
+    ),
+    "mellum": (
+        "Mellum",
+        _GROUPED
+        | _EXPERTS
+        | {
+            "head_dim": 12,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "layer_types": _WINDOWED,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
         },
     ),
     "gpt_oss": (

@@ -61,6 +61,8 @@ _EXPERTS = {
     "olmoe": "num_experts",
     "granitemoe": "num_local_experts",
     "granitemoeshared": "num_local_experts",
+    "granitemoe_swa": "num_local_experts",
+    "mellum": "num_experts",
     "qwen2_moe": "num_experts",
     "finer_moe": "num_experts",
     "qwen3_moe": "num_experts",
@@ -114,6 +116,8 @@ _VARIANTS = {
         {"layers_block_type": ["mamba", "mlp", "attention", "linear_attention"]},
         {"hybrid_override_pattern": "ME*-ME", "moe_latent_size": 24},
     ],
+    "mellum": [{}, {"layer_types": ["full_attention", "sliding_attention"] * 4}],
+    "granitemoe_swa": [{}, {"shared_intermediate_size": 0}, {"layer_rope_theta": [0] + [10000.0] * 6 + [500.0]}],
     "glm4_moe": [{"attention_bias": True, "use_qk_norm": True}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}],
 }

@@ -31,7 +31,7 @@ def common_name(name):
 # gradients of layers of several kinds are compared in tests/model/test_qwen3_next.py and test_hybrid.py, the weights
 # here in test_convert.py
 @pytest.mark.parametrize(
-    "name", [name for name in MODELS if not {"layer_types", "layers_block_type"} & MODELS[name][1].keys()]
+    "name", [name for name in MODELS if not {"linear_key_head_dim", "layers_block_type"} & MODELS[name][1].keys()]
 )
 def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, caplog, record_property):
     theirs = make(name)
