@@ -166,7 +166,7 @@ def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
 
     def forward():
         chunk.activations.begin_pass(*(rope or ()))
-        return chunk._layers(x_SBH.clone(), rope, visible, 1.0)
+        return chunk._layers(x_SBH.clone(), [rope] * len(chunk.rotaries), visible, 1.0)
 
     forward().sum().backward()
     listed, stash = chunk_activations(args, chunk.layout, device="cpu", packed=packed), chunk.activations.stash
@@ -252,7 +252,7 @@ def _on_ranks(rank, n, cases):
 
         def forward(chunk=chunk, x_SBH=x_SBH, rope=rope):
             chunk.activations.begin_pass(*rope)
-            return chunk._layers(x_SBH.clone(), rope, None, 1.0)
+            return chunk._layers(x_SBH.clone(), [rope] * len(chunk.rotaries), None, 1.0)
 
         forward().sum().backward()
         left, result = measure_retained(forward)
