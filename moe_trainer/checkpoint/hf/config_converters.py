@@ -462,6 +462,66 @@ def _letters(flags: Mapping[str, Any]) -> str:
     return letters
 
 
+def _read_granite_layers(config: Config) -> Flags:
+    """Read layers of Mamba-2 or attention, each followed by experts and a shared MLP, or by this MLP alone."""
+    count = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["linear_attention"] * count
+    mixers = [_BLOCK_LETTERS.get(kind, "") for kind in kinds]
+    if len(mixers) != count or not {*mixers} <= {MAMBA, ATTENTION}:
+        raise CheckpointError(
+            f"config.json: layer_types is {list(kinds)}, and linear_attention or full_attention for each of {count} "
+            "layers is needed"
+        )
+    has_experts = bool(config.get("num_local_experts", 8))
+    letters = [letter for mixer in mixers for letter in (mixer, MOE if has_experts else MLP)]
+    heads, width = config.get("mamba_n_heads", 128), config.get("mamba_d_head", "auto")
+    if width == "auto":
+        width = config.get("mamba_expand", 2) * config["hidden_size"] // heads
+    rotates = config.get("position_embedding_type") == "rope"
+    return _hybrid_flags(letters) | {
+        "mamba_num_heads": heads,
+        "mamba_head_dim": width,
+        "position_embedding_type": "rope" if rotates else "none",
+        # without experts the other width is that of nothing
+        "ffn_hidden_size": config["intermediate_size" if has_experts else "shared_intermediate_size"],
+    }
+
+
+def _write_granite_layers(flags: Mapping[str, Any]) -> dict[str, Any]:
+    letters = _letters(flags)
+    mixers, others = letters[::2], letters[1::2]
+    if (
+        len(mixers) != len(others)
+        or not {*mixers} <= {MAMBA, ATTENTION}
+        or others
+        not in (
+            MOE * len(others),
+            MLP * len(others),
+        )
+    ):
+        raise CheckpointError(
+            f"--hybrid-layer-pattern {letters}: such a model has Mamba-2 (M) or attention (*), and after each of them "
+            "experts (E), or after each a feed-forward layer (-)"
+        )
+    width, heads, hidden = flags["mamba_head_dim"], state_space_heads(flags), flags["hidden_size"]
+    if heads * width % hidden:
+        raise CheckpointError(
+            f"--mamba-num-heads {heads} x --mamba-head-dim {width}: such a model needs a multiple of --hidden-size "
+            f"{hidden}"
+        )
+    names = {MAMBA: "linear_attention", ATTENTION: "full_attention"}
+    return {
+        "num_hidden_layers": len(mixers),
+        "layer_types": [names[letter] for letter in mixers],
+        "num_local_experts": flags.get("num_experts") or 0,
+        "shared_intermediate_size": flags.get("moe_shared_expert_intermediate_size") or flags["ffn_hidden_size"],
+        "position_embedding_type": "rope" if flags.get("position_embedding_type") == "rope" else "nope",
+        "mamba_n_heads": heads,
+        "mamba_d_head": width,
+        "mamba_expand": heads * width // hidden,
+    }
+
+
 NO_STEP_LIMIT = 1e-30
 """Smaller step sizes leave a state as it is, in fp32."""
 
@@ -482,10 +542,12 @@ def _read_state_space(config: Config) -> Flags:
 
 
 def _write_state_space(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "mamba_num_heads": flags.get("mamba_num_heads") or 2 * flags["hidden_size"] // flags["mamba_head_dim"],
-        "time_step_min": NO_STEP_LIMIT,
-    }
+    return {"mamba_num_heads": state_space_heads(flags), "time_step_min": NO_STEP_LIMIT}
+
+
+def state_space_heads(flags: Mapping[str, Any]) -> int:
+    """Return the heads of a Mamba-2 layer."""
+    return flags.get("mamba_num_heads") or 2 * flags["hidden_size"] // flags["mamba_head_dim"]
 
 
 def _read_indexer(config: Config) -> Flags:
@@ -580,6 +642,7 @@ ERNIE_LAYERS = ConfigConverter(_read_ernie_layers, _write_ernie_layers)
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)
 LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
 BLOCK_TYPES = ConfigConverter(_read_block_types, _write_block_types)
+GRANITE_LAYERS = ConfigConverter(_read_granite_layers, _write_granite_layers)
 STATE_SPACE = ConfigConverter(_read_state_space, _write_state_space)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)
 NEXT = ConfigConverter(_read_next, _write_next)

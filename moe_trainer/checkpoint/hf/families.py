@@ -27,6 +27,7 @@ NAMES = tuple(
     granite
     granitemoe
     granitemoeshared
+    granitemoehybrid
     nemotron_h
     gpt_oss
     deepseek_v2

@@ -22,6 +22,7 @@ from arguments.layer_pattern import (
     mtp_is_moe,
 )
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.config_converters import state_space_heads
 from moe_trainer.checkpoint.hf.rules import Names, Rule
 from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
 
@@ -81,6 +82,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "2Q": 2 * heads * head,
         "K": groups * head,
         "F": ffn,
+        "2F": 2 * ffn,
         "E": expert,
         "2E": 2 * expert,
         "S": shared,
@@ -132,9 +134,8 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
 
 def state_space_sizes(flags: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the channels of all heads and those of all states, and the heads, of a Mamba-2 layer."""
-    width = flags["mamba_head_dim"]
-    heads = flags.get("mamba_num_heads") or 2 * flags["hidden_size"] // width
-    return heads * width, flags["mamba_num_groups"] * flags["mamba_state_dim"], heads
+    heads = state_space_heads(flags)
+    return heads * flags["mamba_head_dim"], flags["mamba_num_groups"] * flags["mamba_state_dim"], heads
 
 
 def tensor_mappings(

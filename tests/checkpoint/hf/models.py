@@ -149,6 +149,22 @@ MODELS = {
             "shared_intermediate_size": 40,
         },
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        _GROUPED
+        | _MULTIPLIERS
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "rms_norm_eps": 1e-5,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 4,
+            "mamba_d_state": 10,
+        },
+    ),
     # their step sizes have a lower limit, time_step_min, and Megatron-Core's have none
     "nemotron_h": (
         "NemotronH",

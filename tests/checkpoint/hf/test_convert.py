@@ -799,6 +799,9 @@ def test_unsupported_sparse_attention_key_is_named(changes, named):
         ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, "moe_topk"),
         ("hunyuan_v1_moe", {"num_shared_expert": [2, 2, 2]}, "num_shared_expert"),
         ("hunyuan_v1_moe", {"use_cla": True}, "use_cla"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention", "moe", "full_attention"]}, "layer_types"),
+        ("granitemoehybrid", {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+        ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias"),
         ("nemotron_h", {"layers_block_type": ["moe", "attn"]}, "layers_block_type"),
         ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MG"}, "hybrid_override_pattern"),
         ("nemotron_h", {"time_step_limit": [0.0, 0.5]}, "time_step_limit"),
@@ -822,6 +825,30 @@ def test_ernie_without_shared_experts_is_converted(tmp_path):
     assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
     before, after = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "back")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_hybrid_granite_without_experts_and_positions_is_converted(tmp_path):
+    make("granitemoehybrid", num_local_experts=0, position_embedding_type=None).save_pretrained(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--verify") == 0
+    before, after = read_tensors(tmp_path / "hf"), read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"hybrid_layer_pattern": "ME*EM-"}, "after each of them experts"),
+        ({"hybrid_layer_pattern": "MEM*"}, "after each of them experts"),
+        ({"mamba_num_heads": 6}, "multiple of --hidden-size 32"),
+        ({"hybrid_layer_pattern": None}, "--hybrid-layer-pattern is needed"),
+    ],
+)
+def test_hybrid_model_that_granite_does_not_express_is_named(changes, named):
+    flags = read_config(make("granitemoehybrid").config.to_dict())[1] | {"rows": VOCAB}
+    write_config(flags, VOCAB, "granitemoehybrid")
+    with pytest.raises(CheckpointError, match=named):
+        write_config(flags | changes, VOCAB, "granitemoehybrid")
 
 
 @pytest.mark.parametrize("pattern", ["M-*M", "E*EM"])

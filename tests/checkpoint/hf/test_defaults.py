@@ -68,6 +68,7 @@ _EXPERTS = {
     "qwen3_moe": "num_experts",
     "qwen3_next": "num_experts",
     "qwen3_5_moe_text": "num_experts",
+    "granitemoehybrid": "num_local_experts",
     "nemotron_h": "n_routed_experts",
     "deepseek_v2": "n_routed_experts",
     "deepseek_v3": "n_routed_experts",
@@ -111,6 +112,13 @@ _VARIANTS = {
     "finer_moe": [
         {"shared_expert_intermediate_size": 0},
         {"shared_expert_intermediate_size": 48, "R_I": 2, "G_I": 2},
+    ],
+    "granitemoehybrid": [
+        {"rms_norm_eps": 1e-5, "mamba_n_heads": 96, "mamba_expand": 4} | changes
+        for changes in (
+            {"layer_types": ["mamba", "attention"] * 4, "position_embedding_type": "rope"},
+            {"mamba_n_groups": 2, "mamba_d_state": 16},
+        )
     ],
     "nemotron_h": [
         {"layers_block_type": ["mamba", "mlp", "attention", "linear_attention"]},

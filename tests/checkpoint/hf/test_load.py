@@ -2,8 +2,13 @@
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, batch, compute_logits, load_ours, make
+from checkpoint.hf.models import MODELS, VOCAB, batch, compute_logits, flags_for, load_ours, make
 from model.test_against_transformers import convert
+from safetensors.torch import load_file
+
+from moe_trainer.checkpoint.hf.weight_stream import HFWeights
+from moe_trainer.model.weights import export_named_weights
+from moe_trainer.parallel.state import ParallelState
 
 pytest.importorskip("transformers")
 
@@ -77,6 +82,26 @@ def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, 
             errors.append((error / largest.clamp(min=1e-2)).item())
     assert seen >= set(wanted) - {"output_layer.weight"}
     record_property("gradients", max(errors))
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h"])
+def test_gradients_of_hybrid_models_are_converted_to_those_of_transformers(name, tmp_path):
+    """Gradients in the place of weights go through the same conversion."""
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "weights")
+    ours = load_ours(tmp_path / "weights")
+    tokens, labels, positions = batch()
+    torch.nn.functional.cross_entropy(theirs.train()(tokens).logits.flatten(0, 1), labels.flatten()).backward()
+    ours.train()(tokens, positions, labels).mean().backward()
+    for param in (*theirs.parameters(), *ours.parameters()):
+        param.data = param.grad
+    theirs.save_pretrained(tmp_path / "grads")
+    native = export_named_weights([ours], ParallelState.single())
+    found = dict(HFWeights(flags_for(tmp_path / "weights").as_dict(), VOCAB, None, torch.float32, name).convert(native))
+    expected = load_file(tmp_path / "grads" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, grad in expected.items():
+        assert (found[key] - grad).abs().max() <= 2e-5 * grad.abs().max() + 1e-7, key
 
 
 @pytest.mark.parametrize("name", MODELS)
