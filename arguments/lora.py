@@ -17,7 +17,7 @@ LINEARS = (
     "in_proj",
     "out_proj",
 )
-"""Linears of attention, gated DeltaNet, feed-forward layers and experts: what `all-linear` selects."""
+"""Linears of attention, gated DeltaNet, Mamba-2, feed-forward layers and experts: what `all-linear` selects."""
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 """Names of an adapter's two linears inside its linear."""

@@ -13,7 +13,6 @@ NOT_BUILT = (
     ("fp8", "it would quantize frozen weights in every iteration again"),
     ("fp4", "it would quantize frozen weights in every iteration again"),
     ("mla_down_proj_fusion", "an adapter belongs to one projection"),
-    ("hybrid_layer_pattern", "Mamba layers have no adapters"),
     ("qk_clip", "it scales weights, which are frozen"),
     ("use_mup", "its learning rates are those of complete weights"),
     ("dsa_indexer_warmup", "it trains the indexers alone"),

@@ -53,18 +53,21 @@ _FOR_WEIGHTS = frozenset(
     {"mlp.linear_fc2.x", "shared_experts.linear_fc2.x", "core_attn.y", "pre_mlp.normed", "kv_latent"}
 )
 """Inputs of weight gradients only, unless a recomputed region starts with them."""
-_ATTENTION = "self_attention"
+_ATTENTION, _MAMBA = "self_attention", "mixer"
 _READ_BY_LINEARS = MappingProxyType(
     {
-        "normed": tuple(
-            f"{_ATTENTION}.{leaf}"
-            for leaf in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "in_proj")
+        "normed": (
+            *(
+                f"{_ATTENTION}.{leaf}"
+                for leaf in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "in_proj")
+            ),
+            f"{_MAMBA}.in_proj",
         ),
         "q_latent": (f"{_ATTENTION}.linear_q_up_proj",),
         "kv_latent": (f"{_ATTENTION}.linear_kv_up_proj",),
         "core_attn.y": (f"{_ATTENTION}.linear_proj",),
         "linear_proj.x": (f"{_ATTENTION}.linear_proj",),
-        "out_proj.x": (f"{_ATTENTION}.out_proj",),
+        "out_proj.x": (f"{_ATTENTION}.out_proj", f"{_MAMBA}.out_proj"),
         "pre_mlp.normed": ("mlp.linear_fc1", "mlp.shared_experts.linear_fc1"),
         "mlp.linear_fc2.x": ("mlp.linear_fc2",),
         "shared_experts.linear_fc2.x": ("mlp.shared_experts.linear_fc2",),
@@ -117,8 +120,8 @@ def _tensors_with_adapters(layer: LayerSizes, entries: Iterator[SavedTensor]) ->
     is_before_first = not any(adapted_linears(layer.args, number) for number in range(layer.number))
     if is_before_first and not linears:
         return
-    skips_attention = is_before_first and not any(name.startswith(_ATTENTION) for name in linears)
-    first_norm, has_passed = "pre_mlp_layernorm." if skips_attention else "input_layernorm.", False
+    skips_attention = is_before_first and not any(name.startswith((_ATTENTION, _MAMBA)) for name in linears)
+    first_norm, has_passed = ("pre_mlp_layernorm.",) if skips_attention else ("input_layernorm.", "norm."), False
     for entry in entries:
         if is_before_first and entry.name.startswith(first_norm):
             has_passed = True

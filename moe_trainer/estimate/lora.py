@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, moe_layer_pattern
+from arguments.layer_pattern import MAMBA, has_attention, has_mlp, is_linear, layer_letter, moe_layer_pattern
 from arguments.lora import is_lora_target
 
 if TYPE_CHECKING:
@@ -42,10 +42,15 @@ def adapted_linears(args: Arguments, number: int) -> list[AdaptedLinear]:
     """Return the linears of decoder layer `number` (from 0) that have adapters; none of MTP layers."""
     if args.model.lora_dim is None or number >= args.model.num_layers:
         return []
-    linears = _delta_net(args) if is_linear(args.model, number) else _attention(args)
-    pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
-    found = [*linears, *(_moe(args) if pattern[number] else _mlp(args, "mlp", args.model.ffn_hidden_size))]
-    targets = args.model.lora_target_modules
+    model, found = args.model, list[AdaptedLinear]()
+    if layer_letter(model, number) == MAMBA:
+        found += _mamba(args)
+    elif has_attention(model, number):
+        found += _delta_net(args) if is_linear(model, number) else _attention(args)
+    if has_mlp(model, number):
+        pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+        found += _moe(args) if pattern[number] else _mlp(args, "mlp", model.ffn_hidden_size)
+    targets = model.lora_target_modules
     return [each for each in found if is_lora_target(f"decoder.layers.{number}.{each.name}", targets)]
 
 
@@ -77,6 +82,13 @@ def _delta_net(args: Arguments) -> Iterator[AdaptedLinear]:
     rows = 2 * keys + 2 * values + 2 * model.linear_num_value_heads
     yield AdaptedLinear(f"{path}.in_proj", model.hidden_size, rows, "out")
     yield AdaptedLinear(f"{path}.out_proj", values, model.hidden_size, "in")
+
+
+def _mamba(args: Arguments) -> Iterator[AdaptedLinear]:
+    model, path = args.model, "mixer"
+    inner, states = model.mamba_heads * model.mamba_head_dim, model.mamba_num_groups * model.mamba_state_dim
+    yield AdaptedLinear(f"{path}.in_proj", model.hidden_size, 2 * inner + 2 * states + model.mamba_heads, "out")
+    yield AdaptedLinear(f"{path}.out_proj", inner, model.hidden_size, "in")
 
 
 def _mlp(args: Arguments, path: str, width: int) -> Iterator[AdaptedLinear]:

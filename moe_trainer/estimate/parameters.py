@@ -195,11 +195,9 @@ class LayerParams:
         model, letter = self.model, layer_letter(self.model, number)
         if letter:
             one, norm = self.layers[False].dense, self.norm(model.hidden_size)
-            if letter == MAMBA:
-                return ParamsPerRank(mamba_params(model) // self.tp + norm - one, 0)
-            return ParamsPerRank(
-                (self.attention() + norm - one) if letter == ATTENTION else -self.attention() - norm, 0
-            )
+            mixing = {MAMBA: mamba_params(model) // self.tp, ATTENTION: self.attention()}
+            count = mixing[letter] + norm - one if letter in mixing else -self.attention() - norm
+            return ParamsPerRank(count, 0) + self.adapters(number)
         if not is_linear(model, number):
             return self.adapters(number)
         linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)

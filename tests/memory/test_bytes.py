@@ -130,6 +130,7 @@ KINDS = {
     "dense, adapters of attention": (
         "--disable-bias-linear --moe-layer-freq ([0]*3) --lora-dim 4 --lora-target-modules linear_qkv", ("all kept", "mlp", "layernorm")),
     "adapters of experts": (f"{GROUPED} --lora-dim 4 --lora-target-modules *.experts.*", ("all kept", "moe_act", "offload everything")),
+    "hybrid, adapters": (f"{GROUPED} {HYBRID} --lora-dim 4", ("all kept", "uniform")),
     "latent, adapters": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --lora-dim 4", ("all kept", "mla_up_proj", "all parts", "offload everything")),
     "hyper-connections": (f"{GROUPED} --enable-hyper-connections --num-residual-streams 3", ("all kept", "layernorm", "uniform")),

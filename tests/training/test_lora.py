@@ -26,6 +26,10 @@ DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 4 "
     "--linear-value-head-dim 4 --linear-num-key-heads 4 --linear-num-value-heads 8 --norm-epsilon 1e-2"
 )
+MAMBA = (
+    "--hybrid-layer-pattern M*ME --position-embedding-type none --mamba-num-heads 8 --mamba-head-dim 6 "
+    "--mamba-num-groups 4 --mamba-state-dim 10"
+)
 SPARSE = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 "
     "--mtp-num-layers 0"
@@ -41,6 +45,7 @@ LAYOUTS = {
     "pipeline, recompute": (DEEPSEEK, f"{PP2} {FULL}", 2),
     "context": (PLAIN, "--context-parallel-size 2", 2),
     "linear attention": ([*PLAIN, *DELTA.split()], f"{TP2} --sequence-parallel", 2),
+    "mamba": ([*PLAIN, *MAMBA.split()], f"{TP2} --sequence-parallel --context-parallel-size 2", 4),
     "selective recompute": (
         DEEPSEEK,
         f"{EP2} --recompute-granularity selective --recompute-modules core_attn moe_act mla_up_proj layernorm "

@@ -6,15 +6,18 @@ parameters. The experts of transformers since release 5 are stacked parameters, 
 [experts * dim, in] and [out, dim * experts], the rank before the expert. Two parameters of one module are nested: the
 second one (down_proj) is the outer one, and the first one's tensors are named after its base_layer. In models with
 experts PEFT takes a module named gate_proj, up_proj, down_proj, w1, w2 or w3 for what the experts had before; those of
-dense layers and shared experts are therefore named as parameters too, which have the same tensors.
+dense layers and shared experts are therefore named as parameters too, which have the same tensors. So are the output
+projections of Mamba layers, whose kernels multiply by the weight and do not call the module; of nemotron_h PEFT rejects
+them.
 Source: PEFT 0.21 (ParamWrapper, transformers_weight_conversion).
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,12 +35,16 @@ from moe_trainer.checkpoint.hf.conversion_job import (
     write_text,
 )
 from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, raise_problems, tensor_mappings
+from moe_trainer.checkpoint.hf.rules import Names
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EXPERT_LEAVES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-_STACKS = (".experts.gate_up_proj", ".experts.down_proj")
+_STACKS = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
+_MAMBA_OUTPUT = ".mamba.out_proj.weight"
+_REJECTED = MappingProxyType({"nemotron_h": ".mixer.out_proj.weight"})
+"""What PEFT rejects as a target, by model type."""
 _A, _B = f".{LORA_A}.weight", f".{LORA_B}.weight"
 Read = Callable[[LogicalTensor], Tensor]
 
@@ -123,9 +130,17 @@ def plan_peft_folder(
         raise CheckpointError(f"{folder} has no adapters: it is not of a run with --lora-dim")
     flags["rows"] = tensors["embedding.word_embeddings.weight"].shape[0]
     family, _ = write_config(flags, flags["rows"], kind)
-    mappings = tensor_mappings(family.names, flags, lambda name: name.endswith(_STACKS))
+    mappings = module_mappings(family.names, flags, lambda name: name.endswith(_STACKS))
     read = partial(read_logical, folder, index)
     parts = [part for mapping in mappings for part in _parts(mapping, adapters, read, model_sizes(flags))]
+    rejected = _REJECTED.get(family.name)
+    names = [part.ref.name for part in parts if rejected is not None and part.ref.name.endswith(rejected)]
+    if names:
+        raise CheckpointError(
+            f"{names[0]}: PEFT rejects adapters of the output projections of Mamba layers in models of type "
+            f"{family.name}. Merge the adapters (without --to peft), or train without them: --lora-target-modules "
+            "in_proj linear_qkv linear_proj linear_fc1 linear_fc2"
+        )
     known = {part.down for part in parts}
     raise_problems(
         [
@@ -145,6 +160,15 @@ def plan_peft_folder(
         write_text(staging / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
     return ConversionJob(target, source, ((ADAPTER_WEIGHTS, tuple(items)),), write_safetensors, finish)
+
+
+def module_mappings(names: Names, flags: Mapping[str, Any], present: Callable[[str], bool]) -> list[TensorMapping]:
+    """Return `tensor_mappings` with the names that tensors have in the model of transformers."""
+    found = tensor_mappings(names, flags, lambda name: present(names.module_name(name)))
+    return [
+        replace(each, sources=tuple(replace(ref, name=names.module_name(ref.name)) for ref in each.sources))
+        for each in found
+    ]
 
 
 def is_transposed(mapping: TensorMapping, sizes: Mapping[str, int]) -> bool:
@@ -216,7 +240,8 @@ def _config(
     for name in adapted:
         path = name.removesuffix(".weight")
         leaf = path.rpartition(".")[2]
-        if not name.endswith(".weight") or (has_experts and leaf in _EXPERT_LEAVES):
+        is_expert = has_experts and leaf in _EXPERT_LEAVES
+        if is_expert or not name.endswith(".weight") or name.endswith(_MAMBA_OUTPUT):
             parameters.append(name)
         elif all(other in adapted for other in weights if other.endswith(f".{leaf}.weight")):
             modules.append(leaf)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from arguments.lora import LINEARS, LORA_A, LORA_B
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.adapters import ADAPTER_CONFIG, is_transposed
+from moe_trainer.checkpoint.hf.adapters import ADAPTER_CONFIG, is_transposed, module_mappings
 from moe_trainer.checkpoint.hf.family import Family
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder, read_json
-from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, raise_problems, tensor_mappings
+from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, raise_problems
 from moe_trainer.parallel.rng import named_generator
 
 _PREFIX = "base_model.model."
@@ -60,7 +60,7 @@ class _Source:
         self.files = SafetensorsFolder(folder)
         self.used: set[str] = set()
         targets = [str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()]
-        self._stacks = [leaf for leaf in ("gate_up_proj", "down_proj") if leaf in targets]
+        self._stacks = [leaf for leaf in ("gate_up_proj", "up_proj", "down_proj") if leaf in targets]
 
     def path(self, name: str) -> str:
         """Return the path of a tensor's adapter; the last parameter of a module is the outer one."""
@@ -121,7 +121,7 @@ def read_peft_folder(folder: Path, family: Family, flags: Mapping[str, Any]) -> 
     if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
         raise CheckpointError(f"{folder / ADAPTER_CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; numbers are needed")
     source = _Source(folder, config)
-    mappings, sizes = tensor_mappings(family.names, flags, source.__contains__), model_sizes(flags)
+    mappings, sizes = module_mappings(family.names, flags, source.__contains__), model_sizes(flags)
     joined: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     for mapping in mappings:
         natives = mapping.siblings or (mapping.native,)

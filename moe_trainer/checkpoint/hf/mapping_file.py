@@ -38,7 +38,7 @@ KEYS = (
     "tensors",
 )
 SECTIONS = ("model", "layer", "linear", "mamba", "dense", "moe", "mtp", "head")
-_PREFIXES = ("layer_prefix", "mtp_prefixes", "mtp_copies", "native_layers")
+_PREFIXES = ("layer_prefix", "mtp_prefixes", "mtp_copies", "module_prefixes", "native_layers")
 _NEEDED_FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "layernorm_epsilon")
 _PART = re.compile(r"([\w.{}]+)((?: [A-Z0-9]+)+)")
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
@@ -262,10 +262,7 @@ class _Reader:
                 self._fail(pair, "mtp_prefixes must be a list of two: of a prediction depth, and of its layer")
             first, second = (self._prefix(each, "mtp_prefixes", "") for each in pair.value)
             mtp_prefixes = first, second
-        copies = dict(inherited.mtp_copies)
-        for name, (key_node, value) in self._table_of(tables, "mtp_copies").items():
-            if not self._removes(key_node, value, name, copies):
-                copies[name] = self._text(value, f"mtp_copies: {name}")
+        copies = self._names_of(tables, "mtp_copies", inherited.mtp_copies)
         count = inherited.native_layers
         if "native_layers" in tables:
             count = self._value(tables["native_layers"][1])
@@ -275,9 +272,17 @@ class _Reader:
             **rules,
             layer_prefix=prefix,
             mtp_prefixes=mtp_prefixes,
-            mtp_copies=MappingProxyType(copies),
+            mtp_copies=copies,
+            module_prefixes=self._names_of(tables, "module_prefixes", inherited.module_prefixes),
             native_layers=count,
         )
+
+    def _names_of(self, tables: _Table, what: str, inherited: Mapping[str, str]) -> Mapping[str, str]:
+        names = dict(inherited)
+        for name, (key_node, value) in self._table_of(tables, what).items():
+            if not self._removes(key_node, value, name, names):
+                names[name] = self._text(value, f"{what}: {name}")
+        return MappingProxyType(names)
 
     def _prefix(self, node: yaml.Node, what: str, needed: str) -> str:
         text = self._text(node, what)
@@ -442,7 +447,8 @@ def _is_bad(choices: tuple[Any, ...] | None, value: Any) -> bool:
 
 
 def _empty_names() -> Names:
-    return Names((), (), (), (), (), (), (), (), "model.layers.{l}.", ("", ""), MappingProxyType({}))
+    nothing: Mapping[str, str] = MappingProxyType({})
+    return Names((), (), (), (), (), (), (), (), "model.layers.{l}.", ("", ""), nothing, nothing)
 
 
 def _layer_rules(names: Names) -> Iterable[tuple[Rule, ...]]:

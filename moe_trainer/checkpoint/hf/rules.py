@@ -58,6 +58,7 @@ class Names:
         layer_prefix: of the tensors of layer {l}.
         mtp_prefixes: of the tensors of an MTP depth and of its layer; {l} continues the layers, {d} starts at zero.
         mtp_copies: tensors of an MTP depth that repeat another one of the model, with its name.
+        module_prefixes: prefixes of tensors in files, with those that the modules of transformers have instead.
         native_layers: native layers that one Hugging Face layer makes.
     """
 
@@ -72,4 +73,12 @@ class Names:
     layer_prefix: str
     mtp_prefixes: tuple[str, str]
     mtp_copies: Mapping[str, str]
+    module_prefixes: Mapping[str, str]
     native_layers: int = 1
+
+    def module_name(self, name: str) -> str:
+        """Return the name of a tensor in the model of transformers."""
+        for stored, own in self.module_prefixes.items():
+            if name.startswith(stored):
+                return own + name.removeprefix(stored)
+        return name

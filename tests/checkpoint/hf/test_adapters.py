@@ -16,13 +16,14 @@ from moe_trainer.parallel.state import ParallelState
 
 transformers = pytest.importorskip("transformers")
 LORA = "--lora-dim 3 --lora-alpha 6".split()
+TARGETS = {"nemotron_h": "--lora-target-modules in_proj linear_qkv linear_proj linear_fc1 linear_fc2".split()}
 
 
 def adapted(name, folder, *flags):
     """A model of transformers, and ours with its weights and random adapters, saved: (theirs, ours, checkpoint)."""
     theirs = make(name)
     theirs.save_pretrained(folder / "hf")
-    args, ps = flags_for(folder / "hf", *LORA, *flags), ParallelState.single()
+    args, ps = flags_for(folder / "hf", *LORA, *(flags or TARGETS.get(name, ()))), ParallelState.single()
     (ours,) = build_chunks(args, ps, theirs.config.get_text_config().vocab_size)
     load(folder / "hf", [ours], None, ps, LoadOptions(args=args.as_dict(), load_optim=False, load_rng=False))
     torch.manual_seed(5)
@@ -43,7 +44,20 @@ def assert_same_logits(ours, theirs, base):
     assert (compute_logits(base, tokens) - expected).abs().max() > 0.05 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt_oss",
+        "qwen3_next",
+        "nemotron_h",
+        "granitemoehybrid",
+    ],
+)
 def test_adapters_have_the_same_effect_merged_and_in_peft(name, tmp_path):
     peft = pytest.importorskip("peft")
     base, ours, checkpoint = adapted(name, tmp_path)
@@ -59,7 +73,9 @@ def test_adapters_have_the_same_effect_merged_and_in_peft(name, tmp_path):
     assert_same_logits(ours, loaded, base)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "granitemoehybrid"]
+)
 def test_an_exported_adapter_is_imported_as_it_was(name, tmp_path):
     _, ours, checkpoint = adapted(name, tmp_path)
     assert run_convert(checkpoint, tmp_path / "adapter", "--to", "peft", "--model-type", name) == 0
@@ -68,6 +84,15 @@ def test_an_exported_adapter_is_imported_as_it_was(name, tmp_path):
     names = dict(ours.named_parameters())
     assert names.keys() == dict(again.named_parameters()).keys() and any("lora" in each for each in names)
     assert all(torch.equal(param, names[path]) for path, param in again.named_parameters())
+
+
+def test_adapters_that_peft_rejects_are_named_and_can_be_merged(tmp_path, capsys):
+    base, ours, checkpoint = adapted("nemotron_h", tmp_path, "--lora-target-modules", "all-linear")
+    assert run_convert(checkpoint, tmp_path / "adapter", "--to", "peft") == 2
+    assert "model.layers.0.mixer.out_proj.weight: PEFT rejects" in capsys.readouterr().err
+    assert run_convert(checkpoint, tmp_path / "merged") == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert_same_logits(ours, merged, base)
 
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
