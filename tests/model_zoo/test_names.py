@@ -31,6 +31,8 @@ NAMES = """
     hunyuan_a13b
     kimi_k2
     latentmoe_tiny
+    llama_4_maverick
+    llama_4_scout
     minimax_m2
     mixtral_8x22b
     mixtral_8x2b
