@@ -13,7 +13,15 @@ from typing import Any
 
 from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, hybrid_letters, linear_layer_pattern, moe_layer_pattern
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.rotary import Config, Flags, read_rotary, write_explicit_rotary, write_rotary
+from moe_trainer.checkpoint.hf.rotary import (
+    Config,
+    Flags,
+    read_rotary,
+    read_rotary_and_temperature,
+    write_explicit_rotary,
+    write_rotary,
+    write_rotary_and_temperature,
+)
 from moe_trainer.checkpoint.hf.rotary_by_layer import (
     read_listed_rotary,
     read_typed_rotary,
@@ -313,6 +321,8 @@ def _read_ernie_layers(config: Config) -> Flags:
 
 def _write_ernie_layers(flags: Mapping[str, Any]) -> dict[str, Any]:
     sparse = [layer for layer, is_moe in enumerate(expert_layers(flags)) if is_moe]
+    if not sparse:
+        raise CheckpointError("an ERNIE model has experts; --num-experts is needed")
     return {
         "moe_layer_start_index": sparse[0],
         "moe_layer_end_index": sparse[-1],
@@ -614,6 +624,7 @@ ROPE = ConfigConverter(read_rotary, write_rotary)
 EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
 TYPED_ROPE = ConfigConverter(read_typed_rotary, _write_typed_rotary)
 LISTED_ROPE = ConfigConverter(read_listed_rotary, write_listed_rotary)
+TEMPERED_ROPE = ConfigConverter(read_rotary_and_temperature, write_rotary_and_temperature)
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 GROUPED = ConfigConverter(_read_groups, _write_groups)
 WINDOW = ConfigConverter(_read_window, _write_window)

@@ -44,6 +44,8 @@ NAMES = tuple(
     dots1
     deepseek
     llama4_text
+    mistral4
+    ministral3
     mellum
     granitemoe_swa
     """.split()
@@ -105,15 +107,18 @@ def families_with(mapping_file: str | Path | None) -> Families:
 
 
 def get_family(config: Config, source: str, families: Families = FAMILIES) -> Family:
-    """Return the family of a config.json.
+    """Return the family of a config.json; of several with the same model around them, the one that it contains.
 
     Raises:
         CheckpointError: for an unknown model type.
     """
-    kind = config.get("model_type")
-    for family in families.values():
-        if kind in family.model_types:
-            return family
+    kind, text = config.get("model_type"), config.get("text_config")
+    found = [family for family in families.values() if kind in family.model_types]
+    if len(found) > 1 and isinstance(text, Mapping):
+        found = [family for family in found if text.get("model_type") in (family.name, *family.other_names)]
+        kind = f"{kind} of {text.get('model_type')}"
+    if found:
+        return found[0]
     known = ", ".join(dict.fromkeys(name for family in families.values() for name in family.model_types))
     raise CheckpointError(
         f"{source}: the model type {kind!r} cannot be converted; there are {known}. A mapping file (--hf-mapping FILE, "

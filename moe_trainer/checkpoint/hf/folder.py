@@ -131,14 +131,15 @@ def read_text_config(folder: Path, families: Families = FAMILIES) -> tuple[dict[
         CheckpointError: if it cannot be read, its model type is unknown, or it has no such part.
     """
     config = read_json(folder / CONFIG)
-    part = get_family(config, str(folder / CONFIG), families).text_parts.get(config["model_type"])
+    family = get_family(config, str(folder / CONFIG), families)
+    part = family.text_parts.get(config["model_type"])
     if part is None:
         return config, None
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise CheckpointError(f"{folder / CONFIG}: a model of type {config['model_type']} needs the table text_config")
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {**text, **tied, "model_type": config["model_type"]}, part
+    return {**text, **tied, "model_type": family.name}, part
 
 
 def read_flags(

@@ -21,14 +21,34 @@ _BASES = MappingProxyType(
     }
 )
 _LLAMA3_SCALING = MappingProxyType({"low_freq_factor": 1.0, "original_max_position_embeddings": 8192})
-_GPT_OSS_SCALING = MappingProxyType(
+_SCALINGS = MappingProxyType(
     {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
+        "gpt_oss": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "mistral4": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "ministral3": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     }
 )
 
@@ -40,8 +60,8 @@ def read_rotary(config: Config) -> Flags:
         CheckpointError: for a scaling that no flag supports.
     """
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    if not rope and config.get("model_type") == "gpt_oss":
-        rope = dict(_GPT_OSS_SCALING)
+    if not rope and config.get("model_type") in _SCALINGS:
+        rope = dict(_SCALINGS[config["model_type"]])
     kind = rope.get("rope_type") or rope.get("type") or "default"
     base = rope.get("rope_theta") or config.get("rope_theta") or _BASES.get(str(config.get("model_type")), 10000.0)
     if kind == "dynamic" and rope.get("alpha") and config.get("model_type") == "hunyuan_v1_moe":
@@ -54,9 +74,11 @@ def read_rotary(config: Config) -> Flags:
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if not share and config.get("rotary_dim"):  # files of MiniMax-M2
         share = config["rotary_dim"] / config["head_dim"]
+    latent = "kv_lora_rank" in config
+    if latent and share == config["qk_rope_head_dim"] / (config["qk_rope_head_dim"] + config["qk_nope_head_dim"]):
+        share = None  # of whole heads: the sizes say it already
     if share not in (None, 1, 1.0):
         flags["rotary_percent"] = float(share)
-    latent = "kv_lora_rank" in config
     if latent:
         flags["rope_type"] = "yarn" if kind == "yarn" else "rope"
     if kind == "yarn":
@@ -94,6 +116,30 @@ def read_rotary(config: Config) -> Flags:
     if kind != "default":
         raise CheckpointError(f"config.json: no flag stands for the rotary scaling {rope}")
     return flags
+
+
+def read_rotary_and_temperature(config: Config) -> Flags:
+    """Convert positions and the factor of queries that Mistral 4 has among the rotary settings."""
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    rope = rope or dict(_SCALINGS.get(config["model_type"], {}))
+    flags = read_rotary(config)
+    if rope.get("llama_4_scaling_beta"):
+        flags |= {
+            "attn_temperature_tuning": "mistral4",
+            "attn_temperature_scale": float(rope["llama_4_scaling_beta"]),
+            "attn_temperature_floor": rope["original_max_position_embeddings"],
+        }
+    return flags
+
+
+def write_rotary_and_temperature(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the table that the library reads, without which it takes that of one model."""
+    config = write_explicit_rotary(flags)
+    table = {"rope_theta": config["rope_theta"], **config["rope_scaling"]}
+    is_tuned = flags.get("attn_temperature_tuning") == "mistral4"
+    table["llama_4_scaling_beta"] = flags.get("attn_temperature_scale", 0.1) if is_tuned else 0.0
+    table.setdefault("original_max_position_embeddings", flags.get("attn_temperature_floor", 8192))
+    return {"rope_parameters": table}
 
 
 def write_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -287,6 +287,26 @@ MODELS = {
             },
         },
     ),
+    "mistral4": (
+        "Mistral4",
+        _LATENT
+        | {
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.6, "original_max_position_embeddings": 7},
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "sliding_window": 9,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.6, "original_max_position_embeddings": 7},
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
         _LATENT | _SIGMOID | {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 20},

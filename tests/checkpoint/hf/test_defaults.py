@@ -57,6 +57,7 @@ _EXPERTS = {
     "mixtral": "num_local_experts",
     "gpt_oss": "num_local_experts",
     "llama4_text": "num_local_experts",
+    "mistral4": "n_routed_experts",
     "minimax_m2": "num_local_experts",
     "olmoe": "num_experts",
     "granitemoe": "num_local_experts",
@@ -83,12 +84,23 @@ _EXPERTS = {
     "hunyuan_v1_moe": "num_experts",
     "ernie4_5_moe": "moe_num_experts",
 }
+_TEMPERED = {
+    "rope_type": "default",
+    "rope_theta": 500000.0,
+    "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.2,
+}
 _VARIANTS = {
     "mistral": [{"sliding_window": 9}],
     "mixtral": [{"sliding_window": 9}],
     "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
     "exaone_moe": [{}, {"sliding_window": 9, "sliding_window_pattern": 3, "num_shared_experts": 2}],
     "minimax_m2": [{}, {"rotary_dim": 6}],
+    "mistral4": [
+        {"n_group": 1, "topk_group": 1},
+        {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_parameters": _TEMPERED},
+    ],
+    "ministral3": [{}, {"sliding_window": 9, "rope_parameters": _TEMPERED}],
     "llama4_text": [
         {"num_experts_per_tok": 1},
         {
