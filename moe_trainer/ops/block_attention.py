@@ -133,20 +133,20 @@ class BlockMask:
 
     Attributes:
         left: query i sees keys i - left .. i; negative for all up to i.
-        chunk: it sees its own chunk of this number of positions only; 0 for no chunks. Packed sequences have their own
-            chunks, documents in a sequence those of the sequence.
         documents: of the full sequence; a query sees its own document only. None for a single one.
         selection: keys that count among the visible ones; None for all.
         fused: flash kernels may compute blocks.
+        chunk: a query sees its own chunk of this number of positions only; 0 for no chunks. Packed sequences have
+            their own chunks, documents in a sequence those of the sequence.
     """
 
     left: int = -1
-    chunk: int = 0
     documents: Documents | None = None
     dropout_p: float = 0.0
     seed: int = 0
     selection: Selection | None = None
     fused: bool = True
+    chunk: int = 0
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -88,6 +88,26 @@ def test_packed_sequences_are_by_the_flash_kernel_unless_unfused(backend, flash)
     assert on_device(chooses_packed_kernel, backend) == flash
 
 
+def attends_to_chunks_of_sequences() -> list[int]:
+    """One kernel computes the chunks of all packed sequences; return their borders."""
+    model = parse_args([*make_argv("plain"), "--attention-chunk-size", "3"], 1).model
+    packed = PackedSequences.of([2, 8, 5], 1)
+    inputs = torch.randn(3, packed.num_tokens, 1, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    outputs = []
+    with mock.patch.object(varlen_attention, "varlen_attention", wraps=varlen_attention.varlen_attention) as kernel:
+        for device in map(torch.device, ("cpu", "cuda")):
+            core = CoreAttention(model, 1, head_dim=8)
+            outputs.append(core(*inputs.to(device), AttentionMask.of(None, None, device, packed)).cpu())
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+    (call,) = kernel.call_args_list
+    assert call.args[4] == 3, "the longest chunk"
+    return call.args[3].tolist()
+
+
+def test_chunks_of_packed_sequences_are_sequences_of_the_flash_kernel():
+    assert on_device(attends_to_chunks_of_sequences) == [0, 2, 5, 8, 10, 13, 15]
+
+
 def attends_within_sequences(window: int) -> None:
     """The flash kernel for variable lengths computes, forward and backward, what every sequence gives alone."""
     lengths, starts = [3, 8, 5], [0, 3, 11, 16]

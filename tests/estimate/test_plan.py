@@ -327,6 +327,7 @@ def test_window_and_linear_attention_scale_better_than_full():
 
     for preset, without in (
         ("gpt_oss_120b", "--window-attn-skip-freq 1"),
+        ("llama_4_scout", "--window-attn-skip-freq 1"),
         ("qwen3_next_80b_a3b", "--linear-attention-freq 1"),
     ):
         mixed, full = (f"--preset {preset} {more}" for more in ("", without))

@@ -1,6 +1,7 @@
 """Options of the layers that no reference model covers."""
 
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from moe_trainer.layers.layer_factory import LOCAL, select_layer_factory
 from moe_trainer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from moe_trainer.layers.mlp import make_activation
 from moe_trainer.layers.norm import Norm
+from moe_trainer.layers.query_temperature import QueryTemperature
 from moe_trainer.layers.rotary import make_rotary, skips_rope
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
@@ -80,6 +82,38 @@ def test_window_attn_skip_freq_selects_layers_with_full_attention(freq, windowed
 def test_no_rope_freq_selects_layers_without_rope(freq, skipped):
     model = replace(MODEL, no_rope_freq=freq)
     assert [skips_rope(model, number) for number in range(1, 5)] == skipped
+
+
+def test_layers_with_chunks_norms_and_temperatures():
+    """Of eight layers every second one is full, without positions and norms, and has the factors."""
+    model = replace(
+        MODEL,
+        attention_chunk_size=4,
+        window_attn_skip_freq=2,
+        no_rope_freq=2,
+        qk_l2_norm=True,
+        qk_l2_norm_rope_layers_only=True,
+        attn_temperature_tuning="llama4",
+    )
+    for number in range(1, 5):
+        layer = SelfAttention(model, SINGLE, name="a", layer_number=number, factory=LOCAL)
+        is_full = number % 2 == 0
+        assert (layer.core_attention.chunk is None) == is_full
+        assert (layer.q_layernorm is None) == is_full
+        assert (layer.temperature is not None) == is_full
+        everywhere = replace(model, qk_l2_norm_rope_layers_only=False, attn_temperature_tuning="mistral4")
+        layer = SelfAttention(everywhere, SINGLE, name="a", layer_number=number, factory=LOCAL)
+        assert layer.q_layernorm is not None and layer.temperature is not None
+
+
+@pytest.mark.parametrize(("kind", "first"), [("llama4", 1), ("mistral4", 0)])
+def test_temperature_grows_with_the_logarithm_of_the_position(kind, first):
+    model = replace(
+        MODEL, attn_temperature_tuning=kind, attn_temperature_scale=0.5, attn_temperature_floor=4, no_rope_freq=1
+    )
+    factors = QueryTemperature.of(model, 1, SINGLE.context).factors(10, None, torch.device("cpu"))
+    expected = [1 + 0.5 * math.log(1 + (position + first) // 4) for position in range(10)]
+    torch.testing.assert_close(factors, torch.tensor(expected).view(10, 1, 1, 1))
 
 
 def test_a_layer_without_rope_ignores_the_tables():

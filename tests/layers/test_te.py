@@ -98,6 +98,12 @@ def test_te_linears_compute_frozen_weights_next_to_adapters(fake_package):
     assert "Linear.forward" in called and "GroupedLinear.forward" not in called
 
 
+def test_te_leaves_chunks_to_the_local_attention(fake_package):
+    options = make_options("--attention-chunk-size 8")
+    made = select_factory(CUDA, **options).core_attention(options["model"], 1, head_dim=4)
+    assert type(made) is CoreAttention and made.chunk == 8
+
+
 @pytest.mark.parametrize("flags", ["", f"{GROUPS} 2 --window-size 3,0"])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_te_attention_of_packed_sequences_equals_local_attention(fake_package, flags, on_device):

@@ -34,6 +34,7 @@ NAMES = """
     llama_4_maverick
     llama_4_scout
     minimax_m2
+    mistral_small_4
     mixtral_8x22b
     mixtral_8x2b
     mixtral_8x7b
