@@ -47,6 +47,12 @@ class ModelArgs:
     """Store the norm's gain minus one, so that weight decay pulls it towards one."""
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the norm instead of before it (the original transformer)."""
+    pre_layernorm: bool = flag(True, off=("--disable-pre-layernorm",))
+    """Normalize the input of attention and of the feed-forward layer."""
+    post_self_attn_layernorm: bool = False
+    """Normalize the output of attention before it is added to the residual stream."""
+    post_mlp_layernorm: bool = False
+    """Normalize the output of the feed-forward layer or of all experts before it is added to the residual stream."""
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
     qk_layernorm: bool = False

@@ -17,6 +17,7 @@ TOPICS = MappingProxyType(
     {
         "hybrid": "Hybrid models",
         "finermoe": "FineRMoE",
+        "norms": "Norms",
         "attention": "Attention",
         "sparse_attention": "Sparse attention",
         "lora": "Low-rank adapters",

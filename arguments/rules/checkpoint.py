@@ -100,6 +100,8 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             "moe_latent_size",
             "moe_concat_proj",
             "enable_hyper_connections",
+            "post_self_attn_layernorm",
+            "post_mlp_layernorm",
         ):
             yield Limit(
                 is_legacy and getattr(s, layers) not in (None, False, "dsa"),

@@ -101,6 +101,8 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         ("experimental_attention_variant", "* is softmax attention"),
         ("overlap_moe_expert_parallel_comm", "it interleaves layers of two sublayers"),
         ("apply_residual_connection_post_layernorm", "a layer has one norm and one residual"),
+        ("post_self_attn_layernorm", "a layer has one norm and one residual"),
+        ("post_mlp_layernorm", "a layer has one norm and one residual"),
         ("fp8", "Mamba layers are computed in high precision only"),
         ("fp4", "Mamba layers are computed in high precision only"),
         ("fine_grained_activation_offloading", "single parts are not offloaded"),

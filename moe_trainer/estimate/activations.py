@@ -166,8 +166,9 @@ def _all_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
 def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
     name, module = ("norm", "mixer") if is_mamba else ("input_layernorm", "self_attention")
     yield from _hyper_connection(layer, "self_attention")
-    yield from layer.norm("attn_norm", name, layer.rows, layer.hidden, layer.residual)
-    if "layernorm" not in layer.parts:
+    if layer.model.pre_layernorm:
+        yield from layer.norm("attn_norm", name, layer.rows, layer.hidden, layer.residual)
+    if "layernorm" not in layer.parts or not layer.model.pre_layernorm:
         yield SavedTensor("normed", (layer.rows, layer.hidden), layer.size, "qkv_linear")
     if is_mamba:
         yield from mamba(layer)
@@ -175,13 +176,16 @@ def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
         yield from linear_attention(layer)
     else:
         yield from latent_attention(layer) if layer.model.multi_latent_attention else grouped_attention(layer)
+    if layer.model.post_self_attn_layernorm:
+        yield from layer.norm("", "post_self_attn_layernorm", layer.rows, layer.hidden, layer.size)
     yield from _dropout(layer, module)
 
 
 def _mlp_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
-    discards = "layernorm" in layer.parts
+    discards = "layernorm" in layer.parts and layer.model.pre_layernorm
     yield from _hyper_connection(layer, "mlp")
-    yield from layer.norm("mlp_norm", "pre_mlp_layernorm", layer.rows, layer.hidden, layer.residual)
+    if layer.model.pre_layernorm:
+        yield from layer.norm("mlp_norm", "pre_mlp_layernorm", layer.rows, layer.hidden, layer.residual)
     region = "moe" if layer.is_moe else "mlp"
     # routed experts read a copy of this rank's tokens; shared experts and recomputed regions read all of them
     reads_all = layer.own == layer.rows or region in layer.parts or layer.moe.moe_shared_expert_intermediate_size
@@ -194,6 +198,8 @@ def _mlp_tensors(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield from experts(layer)
     else:
         yield from mlp(layer, "mlp", layer.model.ffn_hidden_size // layer.tp)
+    if layer.model.post_mlp_layernorm:
+        yield from layer.norm("", "post_mlp_layernorm", layer.rows, layer.hidden, layer.size)
     yield from _dropout(layer, "mlp")
 
 

@@ -149,6 +149,12 @@ class LayerParams:
         """Return the parameters of a norm: a weight, and with LayerNorm a bias."""
         return 2 * width if self.model.normalization == "LayerNorm" else width
 
+    def layer_norms(self) -> int:
+        """Return the parameters of the norms before and after the two sublayers of a layer."""
+        model = self.model
+        count = 2 * model.pre_layernorm + model.post_self_attn_layernorm + model.post_mlp_layernorm
+        return count * self.norm(model.hidden_size)
+
     def hyper_connection(self) -> int:
         """Return the parameters of one sublayer's hyper-connection; 0 with one residual stream."""
         streams = self.model.num_residual_streams
@@ -233,7 +239,7 @@ class LayerParams:
 
     def _layer(self, is_moe: bool) -> ParamsPerRank:
         model = self.model
-        dense = self.attention() + 2 * (self.norm(model.hidden_size) + self.hyper_connection())
+        dense = self.attention() + self.layer_norms() + 2 * self.hyper_connection()
         if not is_moe:
             return ParamsPerRank(dense + self._mlp(model.ffn_hidden_size, self.tp, self._bias), 0)
         router = self.num_experts * (model.hidden_size + (1 if self._bias else 0))
@@ -298,7 +304,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
     params = LayerParams(args, vocab, is_sharded=False)
     hidden, pattern = model.hidden_size, params.pattern
     num_moe = sum(pattern)
-    norms = 2 * (params.norm(hidden) + params.hyper_connection())
+    norms = params.layer_norms() + 2 * params.hyper_connection()
     expert = params.expert() if params.num_experts else 0
     layers = ParamsPerRank(0, 0)
     for number, is_moe in enumerate(pattern):

@@ -100,7 +100,7 @@ def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
     """Return the parameters that --freeze-backbone freezes: attention, shared experts, dense networks, an own head."""
     rows = padded_vocab_size_from_flags(args) or 0
     layers = LayerParams(replace(args, model=replace(args.model, qk_layernorm=False)), rows)  # norms are trained
-    rest = {False: layers.layers[False].dense - layers.attention() - 2 * layers.norm(args.model.hidden_size)}
+    rest = {False: layers.layers[False].dense - layers.attention() - layers.layer_norms()}
     rest[True] = layers.shared() + layers.projections()
     count = sum(layers.attention() + rest[layers.pattern[number]] for chunk in chunks for number in chunk.layers)
     has_head = args.model.untie_embeddings_and_output_weights and any(chunk.has_loss for chunk in chunks)
@@ -141,7 +141,7 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
 def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
     """Return the quantized matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
     hidden, moe = plain.model.hidden_size, plain.moe
-    rest = 2 * plain.norm(hidden) + indexer_params(plain.model)
+    rest = plain.layer_norms() + indexer_params(plain.model)
     if is_moe:
         has_gate = moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate
         rest += (plain.num_experts + (1 if has_gate else 0)) * hidden

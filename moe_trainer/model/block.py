@@ -1,11 +1,15 @@
 """One transformer layer: an attention sublayer and an MLP sublayer, each norm, module and residual.
 
+The output of a sublayer may have a norm too (--post-self-attn-layernorm, --post-mlp-layernorm), or its output alone
+(--disable-pre-layernorm). The residual stream itself is never normalized.
+
 A layer of a hybrid model (--hybrid-layer-pattern) has one of the two, or a Mamba mixer instead of attention.
 
 Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, H hidden.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,7 +43,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         model, sp, factory = args.model, args.parallel.sequence_parallel, factory.for_layer(layer_number)
         has_local_tokens = sp and ps.tp.size > 1
-        self.activations, self.graphs = factory.activations, factory.graphs
+        self.name, self.activations, self.graphs = name, factory.activations, factory.graphs
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.residual_multiplier = model.residual_multiplier
         self.fp32_residual = model.fp32_residual_connection
@@ -50,11 +54,12 @@ class TransformerLayer(nn.Module):
         self.is_sparse = model.experimental_attention_variant == "dsa"  # with the indexer's loss
         options: dict[str, Any] = {"layer_number": layer_number, "factory": factory, "sequence_parallel": sp}
         norm = partial(factory.norm, model.hidden_size, model, partial=has_local_tokens)
+        self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if self.is_mamba:
             self.norm = norm(name=f"{name}.norm")
             self.mixer = MambaMixer(model, ps, name=f"{name}.mixer", **options)
         elif self.has_mixer:
-            self.input_layernorm = norm(name=f"{name}.input_layernorm")
+            self.input_layernorm = norm(name=f"{name}.input_layernorm") if model.pre_layernorm else None
             attention: Callable[..., nn.Module] = (
                 MultiLatentAttention if model.multi_latent_attention else SelfAttention
             )
@@ -63,6 +68,8 @@ class TransformerLayer(nn.Module):
             loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
             make = factory.self_attention or attention
             self.self_attention = make(model, ps, name=f"{name}.self_attention", **options, **loss)
+            if model.post_self_attn_layernorm:
+                self.post_self_attn_layernorm = norm(name=f"{name}.post_self_attn_layernorm")
         self.self_attention_hyper_connection = self.mlp_hyper_connection = None
         if model.enable_hyper_connections:
             self.self_attention_hyper_connection, self.mlp_hyper_connection = (
@@ -73,7 +80,7 @@ class TransformerLayer(nn.Module):
         self.mlp: Any = None
         if not self.has_mlp:
             return
-        self.pre_mlp_layernorm = norm(name=f"{name}.pre_mlp_layernorm")
+        self.pre_mlp_layernorm = norm(name=f"{name}.pre_mlp_layernorm") if model.pre_layernorm else None
         if is_moe:
             self.mlp = (factory.moe or MoELayer)(
                 model,
@@ -95,10 +102,12 @@ class TransformerLayer(nn.Module):
                 bias=model.add_bias_linear,
                 sequence_parallel=sp,
             )
+        if model.post_mlp_layernorm:
+            self.post_mlp_layernorm = norm(name=f"{name}.post_mlp_layernorm")
 
     @property
-    def mixing_modules(self) -> tuple[nn.Module, nn.Module]:
-        """The norm and the module that mix positions; only with `has_mixer`."""
+    def mixing_modules(self) -> tuple[nn.Module | None, nn.Module]:
+        """The norm before, and the module that mix positions; only with `has_mixer`."""
         return (self.norm, self.mixer) if self.is_mamba else (self.input_layernorm, self.self_attention)
 
     @property
@@ -142,17 +151,16 @@ class TransformerLayer(nn.Module):
     def _attention_sublayer(
         self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
     ) -> Tensor:
-        norm, attention = self.mixing_modules
+        (norm, attention), post_norm = self.mixing_modules, self.post_self_attn_layernorm
 
         def run(x_SBH: Tensor) -> Tensor:
             read_SBH, weights = self._read_streams(self.self_attention_hyper_connection, x_SBH)
-            with self.activations.offload_scope("attn_norm"):
-                normed, scope = self.activations.recompute_output("layernorm", norm, read_SBH)
+            normed, scope = self._normalize("attn_norm", norm, read_SBH)
             with scope:
                 y_SBH = attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
-            return self._add_residual(x_SBH, normed, y_SBH, weights)
+            return self._add_residual(x_SBH, normed, post_norm, y_SBH, weights)
 
-        return self.graphs.run("attn", run, [norm, attention], x_SBH)
+        return self.graphs.run("attn", run, _present(norm, attention, post_norm), x_SBH)
 
     def _mlp_sublayer(
         self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], routed_by: dict[str, Any]
@@ -165,11 +173,11 @@ class TransformerLayer(nn.Module):
             forced: logits that replace the router's, or nothing.
             routed_by: further arguments of the router.
         """
+        norm, post_norm = self.pre_mlp_layernorm, self.post_mlp_layernorm
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
             read_SBH, weights = self._read_streams(self.mlp_hyper_connection, x_SBH)
-            with self.activations.offload_scope("mlp_norm"):
-                normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, read_SBH)
+            normed, scope = self._normalize("mlp_norm", norm, read_SBH)
             with scope:
                 if not self.is_moe:
                     y_SBH = self.activations.run_in_chunks("mlp", self.mlp, normed)
@@ -179,21 +187,29 @@ class TransformerLayer(nn.Module):
                     y_SBH = self.activations.recompute_region(
                         "moe", lambda x: self.mlp(x, grad_scale, None, *forced, **routed_by), normed
                     )
-            return self._add_residual(x_SBH, normed, y_SBH, weights)
+            return self._add_residual(x_SBH, normed, post_norm, y_SBH, weights)
 
         def route(x_SBH: Tensor, *forced: Tensor) -> tuple[Tensor | None, RoutingOutput]:
-            with self.activations.offload_scope("mlp_norm"):
-                normed, scope = self.activations.recompute_output("layernorm", self.pre_mlp_layernorm, x_SBH)
+            normed, scope = self._normalize("mlp_norm", norm, x_SBH)
             with scope:
                 routed = self.mlp.route(normed, grad_scale, *forced, **routed_by)
             return normed if self.residual_after_norm or self.mlp.overlap_shared else None, routed
 
         if self.is_moe and self.graphs.is_captured("moe_router"):
-            modules = [self.pre_mlp_layernorm, *self.mlp.routing_modules]
+            modules = _present(norm, *self.mlp.routing_modules)
             normed, routed = self.graphs.run("moe_router", route, modules, x_SBH, *forced)
-            return self._add_residual(x_SBH, normed, self.mlp(normed, grad_scale, routed))
+            return self._add_residual(x_SBH, normed, post_norm, self.mlp(normed, grad_scale, routed))
         part = "moe" if self.is_moe else "mlp"
-        return self.graphs.run(part, run, [self.pre_mlp_layernorm, self.mlp], x_SBH, *forced)
+        return self.graphs.run(part, run, _present(norm, self.mlp, post_norm), x_SBH, *forced)
+
+    def _normalize(
+        self, part: str, norm: nn.Module | None, x_SBH: Tensor
+    ) -> tuple[Tensor, AbstractContextManager[None]]:
+        """Return a sublayer's input, and the scope in which the sublayer reads it."""
+        if norm is None:
+            return x_SBH, nullcontext()
+        with self.activations.offload_scope(part):
+            return self.activations.recompute_output("layernorm", norm, x_SBH)
 
     @staticmethod
     def _read_streams(connection: HyperConnection | None, x_SBH: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -204,12 +220,19 @@ class TransformerLayer(nn.Module):
         return x_SBH, tuple(weights)
 
     def _add_residual(
-        self, x_SBH: Tensor, normed: Tensor | None, y_SBH: Tensor, weights: tuple[Tensor, ...] = ()
+        self,
+        x_SBH: Tensor,
+        normed: Tensor | None,
+        post_norm: nn.Module | None,
+        y_SBH: Tensor,
+        weights: tuple[Tensor, ...] = (),
     ) -> Tensor:
         if weights:
             post_SBN1, mixing_SBNN = weights
             y_SBF = self.hidden_dropout(HyperConnection.spread(y_SBH, post_SBN1))
             return HyperConnection.mix(x_SBH, mixing_SBNN) + y_SBF
+        if post_norm is not None:
+            y_SBH = post_norm(y_SBH)
         residual = x_SBH
         if self.residual_after_norm:
             assert normed is not None
@@ -217,3 +240,7 @@ class TransformerLayer(nn.Module):
         y_SBH = self.hidden_dropout(y_SBH)
         residual = residual.float() if self.fp32_residual else residual
         return torch.add(residual, y_SBH, alpha=self.residual_multiplier)
+
+
+def _present(*modules: nn.Module | None) -> list[nn.Module]:
+    return [module for module in modules if module is not None]

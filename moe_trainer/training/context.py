@@ -30,7 +30,6 @@ from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.schedules import BatchSizeSchedule, LrSchedule, WeightDecaySchedule
-from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, RerunStatistics
@@ -147,8 +146,7 @@ def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, T
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
-                name = get_param_info(next(module.parameters())).names[0]
-                yield ".".join(name.split(".")[:3]), module
+                yield ".".join(module.name.split(".")[:3]), module
 
 
 def print_rank_0(runtime: Runtime, text: str) -> None:

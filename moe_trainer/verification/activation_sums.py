@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from moe_trainer.debug.module_tracer import ModuleTracer
-from moe_trainer.parallel.params import get_param_info
 from moe_trainer.training.context import TrainContext, named_transformer_layers
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
@@ -45,9 +44,8 @@ class ActivationSums:
         """Call `add(name, output)` for every output of the attentions and MLPs of all layers."""
         for chunk in run.chunks:
             for _, layer in named_transformer_layers([chunk]):
-                norm_name = get_param_info(next(layer.parameters())).names[0]  # a layer begins with a norm
                 for part, module in layer.sublayers.items():
-                    name = f"{norm_name.rsplit('.', 2)[0]}.{part}"
+                    name = f"{layer.name}.{part}"
                     self.tracer.on_output(module, lambda _inputs, y, name=name: add(name, y), chunk.activations)
         return self
 

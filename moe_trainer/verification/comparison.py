@@ -15,8 +15,8 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _ORDER_IN_LAYER = tuple(
     """
     embedding enorm hnorm eh_proj input_layernorm linear_q_down linear_q_up linear_q_proj linear_kv_down linear_kv_up
-    layernorm_qkv linear_qkv q_layernorm k_layernorm linear_proj self_attention pre_mlp_layernorm router.logits router
-    mlp
+    layernorm_qkv linear_qkv q_layernorm k_layernorm linear_proj self_attention post_self_attn_layernorm
+    pre_mlp_layernorm router.logits router mlp post_mlp_layernorm
     """.split()
 )
 

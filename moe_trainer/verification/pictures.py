@@ -91,10 +91,10 @@ def _locate(row: ComparisonRow) -> tuple[tuple[int, int], int, str]:
         rest = name[layer.end() :]
         if "router" in rest:
             part = "router"
-        elif rest.startswith(("mlp", "pre_mlp_layernorm")):
+        elif rest.startswith(("mlp", "pre_mlp_layernorm", "post_mlp_layernorm")):
             part = "experts or MLP"
         else:
-            mixers = ("self_attention", "input_layernorm", "mixer", "norm")
+            mixers = ("self_attention", "input_layernorm", "post_self_attn_layernorm", "mixer", "norm")
             part = "attention" if rest.startswith(mixers) else rest.partition(".")[0]
         return execution_order(name)[:2], half, part
     if name.startswith(("embedding", "decoder.", "output_layer", "mtp.")):

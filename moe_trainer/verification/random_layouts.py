@@ -69,6 +69,7 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     values |= _packed_sequences(separate_rng(), mapping, values)
     values |= _multipliers(separate_rng(), values)
     values |= _chunks(separate_rng(), values)
+    values |= _norms_of_layers(separate_rng())
     set_values = {dest: value for dest, value in values.items() if value is not None}
     try:
         return make_case(mapping, set_values, bool(values.get("bf16")))
@@ -328,6 +329,15 @@ def _chunks(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
         "attn_temperature_scale": 1.0,
         "attn_temperature_floor": 5,
     }
+
+
+def _norms_of_layers(rng: random.Random) -> dict[str, object]:
+    """Draw norms after attention, after the MLP, or both sometimes; and sometimes these alone."""
+    if not _chance(rng, 0.1):
+        return {}
+    attention, mlp = rng.choice(((True, False), (False, True), (True, True)))
+    alone = attention and mlp and _chance(rng, 0.5)
+    return {"post_self_attn_layernorm": attention, "post_mlp_layernorm": mlp, "pre_layernorm": not alone}
 
 
 def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:

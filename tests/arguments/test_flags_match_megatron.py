@@ -29,6 +29,7 @@ OWN = {
     "attn_temperature_tuning", "attn_temperature_scale", "attn_temperature_floor",
     "rotary_base_per_layer", "window_rotary_percent", "window_rope_unscaled",
     "qk_layernorm_all_heads", "qk_layernorm_after_rope", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "pre_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "moe_concat_proj", "moe_upcycling_expert_init",
     "stream_weights_to", "stream_weights_interval", "stream_weights_model_type",

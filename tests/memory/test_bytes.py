@@ -135,6 +135,18 @@ KINDS = {
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --lora-dim 4", ("all kept", "mla_up_proj", "all parts", "offload everything")),
     "hyper-connections": (f"{GROUPED} --enable-hyper-connections --num-residual-streams 3", ("all kept", "layernorm", "uniform")),
     "hyper-connections, bf16": (f"{GROUPED} --bf16 --enable-hyper-connections --moe-layer-freq ([0]*3)", ("all kept",)),
+    "norms before and after": (
+        f"{GROUPED} --moe-layer-freq ([0]*1+[1]*2) --post-self-attn-layernorm --post-mlp-layernorm", (*FEW, "core_attn", "mlp")),
+    "norms after only, bf16": (
+        f"{GROUPED} --bf16 --moe-layer-freq ([0]*1+[1]*2) --disable-pre-layernorm --post-self-attn-layernorm --post-mlp-layernorm "
+        "--seq-length 128 --max-position-embeddings 128",
+        (*FEW, "mlp")),
+    "latent, norms after only": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --disable-pre-layernorm --post-self-attn-layernorm --post-mlp-layernorm",
+        ("all kept", "all parts")),
+    "gated DeltaNet, norm after experts": (f"{GROUPED} {DELTA} --post-mlp-layernorm", ("all kept",)),
+    "adapters, norms before and after": (
+        f"{GROUPED} {QUERIES} --post-self-attn-layernorm --post-mlp-layernorm --moe-shared-expert-intermediate-size 40 --lora-dim 4", ("all kept", "moe")),
     "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
     "latent, long": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --seq-length 600 --max-position-embeddings 600", ("all kept", "mla_up_proj")),

@@ -24,6 +24,14 @@ MOE = (
     "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-shared-expert-intermediate-size 24 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-layer-freq [0,1]"
 ).split()
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 8 --qk-layernorm --rope-type rope --no-rope-fusion"
+)
+LINEAR = (
+    "--experimental-attention-variant gdn --linear-attention-freq ([1]*2) --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
+)
 UNTIED = ["--untie-embeddings-and-output-weights"]
 
 
@@ -131,6 +139,33 @@ def test_residual_connection_post_layernorm():
         normed = layer.pre_mlp_layernorm(middle)
         torch.testing.assert_close(layer(x, None, None, 1.0), normed + layer.mlp(normed))
         assert not torch.allclose(layer(x, None, None, 1.0), plain.decoder.layers[0](x, None, None, 1.0))
+
+
+@pytest.mark.parametrize(
+    "kind", ["", f"{' '.join(MOE)} --moe-layer-freq 1", LATENT, LINEAR], ids=["dense", "moe", "latent", "linear"]
+)
+@pytest.mark.parametrize("before", [True, False], ids=["before and after", "after"])
+def test_norms_after_sublayers(kind, before):
+    after = "--post-self-attn-layernorm --post-mlp-layernorm".split()
+    model = build(*kind.split(), *after, *([] if before else ["--disable-pre-layernorm"]))
+    layer = model.decoder.layers[0]
+    assert [name.split(".")[0] for name, _ in layer.named_parameters() if name.endswith("layernorm.weight")] == [
+        *(["input_layernorm"] if before else []),
+        *["self_attention"] * sum("_layernorm" in name for name, _ in layer.self_attention.named_parameters()),
+        "post_self_attn_layernorm",
+        *(["pre_mlp_layernorm"] if before else []),
+        "post_mlp_layernorm",
+    ]
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.add_(torch.randn_like(param), alpha=0.1)  # no gain is one
+        x = torch.randn(16, 2, 32)
+        rope = model.rotary.tables(16, x.device) if model.rotary else None
+        out = layer.self_attention(layer.input_layernorm(x) if before else x, rope, None)
+        middle = x + layer.post_self_attn_layernorm(out)
+        out = layer.mlp(layer.pre_mlp_layernorm(middle) if before else middle)
+        expected = middle + layer.post_mlp_layernorm(out)
+        torch.testing.assert_close(layer(x, rope, None, 1.0), expected)
 
 
 def test_dropout_is_reproducible_and_off_in_evaluation():

@@ -65,6 +65,8 @@ FEATURES = {
     "grouped queries": lambda a: a.model.group_query_attention and a.model.num_query_groups > 1,
     "one query group": lambda a: a.model.group_query_attention and a.model.num_query_groups == 1,
     "qk norm": lambda a: a.model.qk_layernorm,
+    "norms after sublayers": lambda a: a.model.post_self_attn_layernorm and a.model.pre_layernorm,
+    "norms after sublayers only": lambda a: not a.model.pre_layernorm,
     "shared expert": lambda a: a.moe.moe_shared_expert_intermediate_size,
     "shared expert with gate under TP": lambda a: (
         a.moe.moe_shared_expert_gate and a.parallel.tensor_model_parallel_size > 1

@@ -358,6 +358,7 @@ REQUIRED_FLAGS = {
     "attn_temperature_tuning": "--no-rope-freq 4", "attn_temperature_floor": "--attn-temperature-tuning mistral4",
     "attn_temperature_scale": "--attn-temperature-tuning mistral4",
     **dict.fromkeys(("window_rotary_percent", "window_rope_unscaled"), "--window-size 8,0"),
+    "pre_layernorm": "--post-self-attn-layernorm --post-mlp-layernorm",
     "pipeline_schedule": PIPE, "microbatch_group_size_per_vp_stage": VIRTUAL, "overlap_p2p_comm": VIRTUAL,
     **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), f"{PIPE} --num-layers 63"),
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), f"{PIPE} --num-layers 62"),
