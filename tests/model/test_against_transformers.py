@@ -37,9 +37,9 @@ GQA = "--group-query-attention --num-query-groups 2 --kv-channels 8".split()
 
 
 def grouped_qkv(state, prefix, groups, leaf="weight"):
-    """[q..q, k, v] per key-value group."""
-    q, k, v = (state[f"{prefix}.{name}_proj.{leaf}"].unflatten(0, (groups, -1)) for name in "qkv")
-    return torch.cat([q, k, v], 1).flatten(0, 1)
+    """[q..q, k, v] per key-value group, after queries their gates if there are any."""
+    keys = (f"{prefix}.{name}_proj.{leaf}" for name in ("q", "gate", "k", "v"))
+    return torch.cat([state[key].unflatten(0, (groups, -1)) for key in keys if key in state], 1).flatten(0, 1)
 
 
 def convert_gpt_oss_experts(out, ours, last, value):
@@ -69,7 +69,7 @@ def convert_mlp(out, state, ours, name, value):
         leaf = "linear_fc1" if last == "gate_up_proj" else "linear_fc2"
         for expert, weight in enumerate(value):
             out[f"{ours}.experts.local_experts.{expert}.{leaf}.weight"] = weight
-    elif last == "gate" or last == "e_score_correction_bias":
+    elif last in ("gate", "e_score_correction_bias", "expert_bias"):
         out[f"{ours}.router.weight" if last == "gate" else f"{ours}.router.expert_bias"] = value
     elif last == "shared_expert_gate":
         out[f"{ours}.shared_experts.gate_weight"] = value
@@ -78,6 +78,14 @@ def convert_mlp(out, state, ours, name, value):
     elif last == "up_proj":
         gate = name.replace("up_proj", "gate_proj")
         out[f"{target}.linear_fc1.weight"] = torch.cat([state[gate], value]) if gate in state else value
+
+
+def layer_norms(state, layer):
+    """Hugging Face's norms of a layer -> Megatron-Core's: post_attention_layernorm has two meanings."""
+    norms = {"input_layernorm": "input_layernorm", "post_mlp_layernorm": "post_mlp_layernorm"}
+    norms |= {"post_feedforward_layernorm": "post_mlp_layernorm", "pre_mlp_layernorm": "pre_mlp_layernorm"}
+    is_after = any(f"{layer}.{name}.weight" in state for name in ("post_feedforward_layernorm", "pre_mlp_layernorm"))
+    return norms | {"post_attention_layernorm": "post_self_attn_layernorm" if is_after else "pre_mlp_layernorm"}
 
 
 def convert(state, groups=None):
@@ -108,15 +116,14 @@ def convert(state, groups=None):
                 if f"{theirs}.self_attn.q_proj.{leaf}" in state:
                     qkv = grouped_qkv(state, f"{theirs}.self_attn", groups, leaf)
                     out[f"{ours}.self_attention.linear_qkv.{leaf}"] = qkv
+        norms = layer_norms(state, theirs)
         for name, value in state.items():
             module, _, leaf = name.removeprefix(theirs + ".").rpartition(".")
             parent, _, child = module.rpartition(".")
             if not name.startswith(theirs + "."):
                 continue
-            if module == "input_layernorm":
-                out[f"{ours}.input_layernorm.{leaf}"] = value
-            elif module == "post_attention_layernorm":
-                out[f"{ours}.pre_mlp_layernorm.{leaf}"] = value
+            if module in norms:
+                out[f"{ours}.{norms[module]}.{leaf}"] = value
             elif name.endswith(".sinks"):
                 out[f"{ours}.self_attention.core_attention.softmax_offset"] = value
             elif parent == "self_attn.indexer":

@@ -123,8 +123,9 @@ def _read_hybrid_window(config: Config) -> Flags:
             )
         kinds = ((layer + 1) % every != 0 for layer in range(config["num_hidden_layers"]))
         layer_types = _layer_types(kinds, "sliding_attention")
-    flags = _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": layer_types})
-    if flags and "full_attention" in layer_types:
+    window = config.get("sliding_window", 4096)
+    flags = _read_window({"sliding_window": window, "layer_types": layer_types})
+    if window and "full_attention" in layer_types:
         flags["no_rope_freq"] = [int(kind == "full_attention") for kind in layer_types]
     return flags
 
@@ -612,6 +613,20 @@ def _write_indexer(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_scaled_embedding(config: Config) -> Flags:
+    """Read the switch of AFMoE: embeddings times the root of the hidden size."""
+    return {"embedding_multiplier": config["hidden_size"] ** 0.5} if config.get("mup_enabled") else {}
+
+
+def _write_scaled_embedding(flags: Mapping[str, Any]) -> dict[str, Any]:
+    factor, root = flags.get("embedding_multiplier") or 1.0, flags["hidden_size"] ** 0.5
+    if factor not in (1.0, root):
+        raise CheckpointError(
+            f"--embedding-multiplier {factor}: an AFMoE model has 1 or the root of --hidden-size {root}"
+        )
+    return {"mup_enabled": factor == root}
+
+
 def _read_mtp(config: Config) -> Flags:
     return {"mtp_num_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or None}
 
@@ -657,6 +672,7 @@ GRANITE_LAYERS = ConfigConverter(_read_granite_layers, _write_granite_layers)
 STATE_SPACE = ConfigConverter(_read_state_space, _write_state_space)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)
 NEXT = ConfigConverter(_read_next, _write_next)
+SCALED_EMBEDDING = ConfigConverter(_read_scaled_embedding, _write_scaled_embedding)
 MTP = ConfigConverter(_read_mtp, _write_mtp)
 CONVERTERS: Mapping[str, ConfigConverter] = MappingProxyType(
     {name.lower(): value for name, value in list(globals().items()) if isinstance(value, ConfigConverter)}

@@ -123,7 +123,9 @@ def plan_hf_folder(
     for note in read_config(config, families=families)[2]:
         logger.info("  %s", note)
     config |= (
-        {"bos_token_id": None, "eos_token_id": None} | dict(extra or {}) | {"torch_dtype": words, **family.auto_map}
+        {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        | dict(extra or {})
+        | {"torch_dtype": words, **family.auto_map}
     )
     if quantized is not None:
         config["quantization_config"] = quantized.config

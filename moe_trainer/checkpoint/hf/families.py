@@ -35,6 +35,8 @@ NAMES = tuple(
     deepseek_v32
     glm_moe_dsa
     glm4_moe
+    flex_olmo
+    afmoe
     glm4_moe_lite
     exaone_moe
     ernie4_5_moe

@@ -12,6 +12,7 @@ Config = Mapping[str, Any]
 _BASES = MappingProxyType(
     {
         "mixtral": 1000000.0,
+        "flex_olmo": 500000.0,
         "gpt_oss": 150000.0,
         "solar_open": 1000000.0,
         "minimax_m2": 5000000.0,

@@ -34,9 +34,10 @@ def _join_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
 
 
 def _part_groups(full: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
-    head, groups = sizes["D"], sizes["groups"]
+    head, groups, rows = sizes["D"], sizes["groups"], sizes["Q"] // sizes["groups"]
     grouped = full.unflatten(0, (groups, -1))
-    return [part.flatten(0, 1) for part in grouped.split([sizes["Q"] // groups, head, head], 1)]
+    widths = [rows] * ((grouped.shape[1] - 2 * head) // rows) + [head, head]
+    return [part.flatten(0, 1) for part in grouped.split(widths, 1)]
 
 
 def _join_gated_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
@@ -99,8 +100,8 @@ TRANSFORMS = MappingProxyType(
     {
         "SAME": SAME,
         "HALVES": HALVES,
-        # [q..q, k, v] per key-value group
-        "GROUPS": Transform(_join_groups, _part_groups, (3,)),
+        # [q..q, k, v] per key-value group, or [q..q, g..g, k, v]; Hugging Face: one tensor each
+        "GROUPS": Transform(_join_groups, _part_groups, (3, 4)),
         # [q..q, g..g, k, v] per key-value group; Hugging Face: [q, g] per head
         "GATED_GROUPS": Transform(_join_gated_groups, _part_gated_groups, (3,)),
         # query, key, value, gate, beta and alpha of all heads; Hugging Face: grouped by key head, the last two in a

@@ -66,7 +66,8 @@ class HFWeights:
     ):
         flags = {**flags, "rows": padded_rows}
         family, config = write_config(flags, rows or padded_rows, kind, families)
-        words = {"bos_token_id": None, "eos_token_id": None, "torch_dtype": str(dtype).removeprefix("torch.")}
+        words = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        words |= {"torch_dtype": str(dtype).removeprefix("torch.")}
         self.config = config | yarn_length(config) | words
         self._rows, self._sizes = rows, model_sizes(flags)
         self._mappings = {mapping.native: mapping for mapping in tensor_mappings(family.names, flags)}

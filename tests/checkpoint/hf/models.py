@@ -118,6 +118,21 @@ MODELS = {
         },
     ),
     "olmoe": ("Olmoe", _GROUPED | {"num_experts": 8, "num_experts_per_tok": 3}),
+    "flex_olmo": ("FlexOlmo", _GROUPED | {"num_experts": 8, "num_experts_per_tok": 3}),
+    "afmoe": (
+        "Afmoe",
+        _GROUPED
+        | _EXPERTS
+        | {
+            "head_dim": 12,
+            "num_dense_layers": 1,
+            "num_shared_experts": 2,
+            "route_scale": 1.7,
+            "sliding_window": 6,
+            "global_attn_every_n_layers": 2,
+            "mup_enabled": True,
+        },
+    ),
     "qwen2_moe": ("Qwen2Moe", _GROUPED | _EXPERTS | {"shared_expert_intermediate_size": 40}),
     "finer_moe": (
         "FineRMoe",
@@ -427,7 +442,7 @@ def make(name, seed=1, **changes):
         if param.dim() == 1 or param_name.endswith("_bias"):
             param.data += 0.3 * torch.randn(param.shape)
     for buffer_name, buffer in model.named_buffers():
-        if "correction_bias" in buffer_name:
+        if "correction_bias" in buffer_name or "expert_bias" in buffer_name:
             buffer += 0.1 * torch.randn(buffer.shape)
     return model
 

@@ -60,6 +60,8 @@ _EXPERTS = {
     "mistral4": "n_routed_experts",
     "minimax_m2": "num_local_experts",
     "olmoe": "num_experts",
+    "flex_olmo": "num_experts",
+    "afmoe": "num_experts",
     "granitemoe": "num_local_experts",
     "granitemoeshared": "num_local_experts",
     "granitemoe_swa": "num_local_experts",
@@ -95,6 +97,7 @@ _VARIANTS = {
     "mixtral": [{"sliding_window": 9}],
     "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
     "exaone_moe": [{}, {"sliding_window": 9, "sliding_window_pattern": 3, "num_shared_experts": 2}],
+    "afmoe": [{}, {"num_dense_layers": 3, "num_shared_experts": 1, "mup_enabled": True, "sliding_window": 9}],
     "minimax_m2": [{}, {"rotary_dim": 6}],
     "mistral4": [
         {"n_group": 1, "topk_group": 1},
@@ -166,6 +169,7 @@ def test_missing_config_keys_have_transformers_defaults(kind):
     for variant in variants:
         used = {key.name for key in family.keys} | set(family.defaults) | {"tie_word_embeddings"}
         used -= {"tie_word_embeddings"} & family.required_values.keys()
+        used -= set(family.renamed.values())
         used |= {"n_group", "topk_group"} if kind == "deepseek_v2" else set()
         used |= (
             {name for name in _SIZES if name.startswith("index_")} if kind in ("deepseek_v32", "glm_moe_dsa") else set()
