@@ -503,7 +503,7 @@ def compare_logits(
     (model,) = build_chunks(args, ps, saved_padded_vocab_size(native, step))
     load(native, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False))
     other = _load_transformers_model(transformers, hf_folder, hf_mapping)
-    rows = other.config.vocab_size
+    rows = other.config.get_text_config().vocab_size
     if tokens_BS is None:
         generator = torch.Generator().manual_seed(1)
         tokens_BS = torch.randint(rows, (_VERIFY_BATCH_SIZE, args.data.seq_length), generator=generator)
@@ -531,18 +531,24 @@ def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping:
     families = families_with(hf_mapping)
     written, _ = read_text_config(folder, families)
     family = get_family(written, str(folder / CONFIG), families)
+    # how stored names become those of the class follows from the model type, which may be another name of the family
+    whole, kind = read_json(folder / CONFIG), family.name
+    part = family.text_parts.get(str(whole.get("model_type")))
     classes = transformers
     if family.code_files:
         classes = importlib.import_module(f"moe_trainer.checkpoint.hf.remote_code.modeling_{family.name}")
     model_class = getattr(classes, family.architecture, None)
+    if model_class is None and part is not None:  # no class has the language model alone
+        model_class = getattr(
+            classes, f"{family.architecture.removesuffix('ForCausalLM')}ForConditionalGeneration", None
+        )
+        written, kind, part = whole, whole["model_type"], None
     if model_class is None:
         raise ValueError(
             f"--verify: transformers {transformers.__version__} has no {family.architecture}; "
             + ("`class_prefix` of the mapping file names its classes" if hf_mapping else "a newer release is needed")
         )
-    # how stored names become those of the class follows from the model type, which may be another name of the family
-    config = model_class.config_class.from_dict({**written, "model_type": family.name})
-    part = family.text_parts.get(str(read_json(folder / CONFIG).get("model_type")))
+    config = model_class.config_class.from_dict({**written, "model_type": kind})
     dtype = torch.float32
     if getattr(config, "quantization_config", None) is not None:
         config.quantization_config["dequantize"] = True

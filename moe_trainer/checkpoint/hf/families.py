@@ -22,6 +22,7 @@ NAMES = tuple(
     qwen2_moe
     finer_moe
     qwen3_moe
+    qwen3_vl_moe_text
     qwen3_next
     qwen3_5_moe_text
     granite

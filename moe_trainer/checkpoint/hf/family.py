@@ -25,16 +25,20 @@ class Key:
 
 @dataclass(frozen=True)
 class TextPart:
-    """The language model inside a model that also reads images.
+    """The language model inside a model that also reads images or sound.
 
     Attributes:
         prefix: of its tensors; `own_prefix` is theirs in a language model alone.
         others: prefixes of all other tensors.
+        config: path to its table in config.json.
+        defaults: values that transformers uses for keys that this table lacks, if they differ from the family's.
     """
 
     prefix: str
     own_prefix: str
     others: tuple[str, ...]
+    config: tuple[str, ...]
+    defaults: Mapping[str, Any]
 
     def rename(self, name: str) -> str | None:
         """Return the name that the tensor has in a language model alone; None if it is not of it."""
@@ -56,7 +60,7 @@ class Family:
         class_prefix: of its classes in transformers; "" for the name in their spelling.
         other_names: model types that are read as this one.
         renamed: keys of its config.json, with the names that other families and the converters have for them.
-        text_parts: by model type, those that contain this one, described by "text_config" of their config.json.
+        text_parts: by model type, those that contain this one.
     """
 
     name: str

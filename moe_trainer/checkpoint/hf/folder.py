@@ -135,11 +135,15 @@ def read_text_config(folder: Path, families: Families = FAMILIES) -> tuple[dict[
     part = family.text_parts.get(config["model_type"])
     if part is None:
         return config, None
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"{folder / CONFIG}: a model of type {config['model_type']} needs the table text_config")
-    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {**text, **tied, "model_type": family.name}, part
+    text: Any = config
+    for key in part.config:
+        whole, text = text, text.get(key)
+        if not isinstance(text, Mapping):
+            raise CheckpointError(
+                f"{folder / CONFIG}: a model of type {config['model_type']} needs the table {'.'.join(part.config)}"
+            )
+    tied = {"tie_word_embeddings": whole["tie_word_embeddings"]} if "tie_word_embeddings" in whole else {}
+    return {**part.defaults, **text, **tied, "model_type": family.name}, part
 
 
 def read_flags(

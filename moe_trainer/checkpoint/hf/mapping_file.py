@@ -232,16 +232,19 @@ class _Reader:
         parts = {}
         for name, (_, node) in self._table_of(tables, "text_parts").items():
             what = f"text_parts: {name}"
-            table = self._table(node, what, ("prefix", "own_prefix", "others"))
+            table = self._table(node, what, ("prefix", "own_prefix", "others", "config", "defaults"))
             if not {"prefix", "others"} <= table.keys():
                 self._fail(node, f"{what} needs prefix, of the language model's tensors, and others, of all others")
             own = self._value(table["own_prefix"][1]) if "own_prefix" in table else "model."
             if not isinstance(own, str):
                 self._fail(table["own_prefix"][1], f"{what}: own_prefix is {own!r}, and text is needed")
+            place = self._text(table["config"][1], f"{what}: config") if "config" in table else "text_config"
             parts[name] = TextPart(
                 self._text(table["prefix"][1], f"{what}: prefix"),
                 own,
                 self._texts(table["others"][1], f"{what}: others"),
+                tuple(place.split(".")),
+                self._values(table, "defaults", {}),
             )
         return MappingProxyType(parts)
 

@@ -884,18 +884,35 @@ def test_peak_memory_is_independent_of_model_size(workers, tmp_path):
         assert seconds > 0 and peak < 0.7e9, f"{peak / 1e9:.2f} GB"
 
 
+_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+_SECTIONS = {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [2, 2, 2]}
+
+
 @pytest.mark.parametrize(
-    "name, prefix, vision, left_out",
+    "name, prefix, changes, vision, left_out",
     [
+        ("qwen3_5_moe_text", "Qwen3_5Moe", {}, _VISION, "model.visual.*"),
         (
-            "qwen3_5_moe_text",
-            "Qwen3_5Moe",
-            {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
+            "qwen3_moe",
+            "Qwen3VLMoe",
+            {"rope_parameters": _SECTIONS | {"mrope_interleaved": True}},
+            _VISION | {"deepstack_visual_indexes": [0]},
+            "model.visual.*",
+        ),
+        (
+            "glm4_moe",
+            "Glm4vMoe",
+            {
+                "use_qk_norm": False,
+                "rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5},
+            },
+            _VISION,
             "model.visual.*",
         ),
         (
             "kimi_k2",
             "Kimi_K25",
+            {},
             {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16},
             "vision_tower.* and mm_projector.*",
         ),
@@ -926,10 +943,12 @@ def test_peak_memory_is_independent_of_model_size(workers, tmp_path):
         ),
     ],
 )
-def test_language_model_of_a_model_that_reads_images(name, prefix, vision, left_out, tmp_path, caplog):
+def test_language_model_of_a_model_that_reads_images(name, prefix, changes, vision, left_out, tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    text = make(name)
-    config = getattr(transformers, f"{prefix}Config")(text_config=text.config.to_dict(), vision_config=vision)
+    text = make(name, **changes)
+    config_class = getattr(transformers, f"{prefix}Config")
+    text_config = {key: value for key, value in text.config.to_dict().items() if key != "model_type"}
+    config = config_class(text_config=text_config, vision_config=vision)
     theirs = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
     if name == "llama4_text":
         theirs.language_model.load_state_dict(text.state_dict())
@@ -937,10 +956,12 @@ def test_language_model_of_a_model_that_reads_images(name, prefix, vision, left_
         theirs.model.language_model.load_state_dict(text.model.state_dict())
         theirs.lm_head.load_state_dict(text.lm_head.state_dict())
     theirs.save_pretrained(tmp_path / "hf")
-    # Kimi's tensors as it is published; transformers saves others' names for some of them
+    # tensors as they are published: transformers saves other names for some of Kimi's, and other stacks of Qwen3-VL's
     stored = {
-        name.replace("language_model.model.blocks.", "language_model.model.layers.").replace("model.mm_", "mm_"): value
-        for name, value in read_tensors(tmp_path / "hf").items()
+        key.replace("language_model.model.blocks.", "language_model.model.layers.").replace("model.mm_", "mm_"): (
+            value.transpose(1, 2).contiguous() if prefix == "Qwen3VLMoe" and ".experts." in key else value
+        )
+        for key, value in read_tensors(tmp_path / "hf").items()
     }
     save_file(stored, tmp_path / "hf" / "model.safetensors")
     assert any(name.startswith(left_out.split("*")[0]) for name in stored)
@@ -953,4 +974,34 @@ def test_language_model_of_a_model_that_reads_images(name, prefix, vision, left_
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**written, "text_config": 3}))
+    assert run_convert(tmp_path / "hf", tmp_path / "again") == 2
+
+
+def test_text_model_of_qwen3_omni(tmp_path, caplog):
+    """Its thinker, in a folder that also has the layers that read images and sound, and those that speak."""
+    caplog.set_level(logging.INFO)
+    text = make("qwen3_moe", rope_parameters=_SECTIONS | {"mrope_interleaved": True})
+    text.save_pretrained(tmp_path / "text")
+    stored = {f"thinker.{key}": value for key, value in read_tensors(tmp_path / "text").items()}
+    others = {"thinker.visual.merger.weight", "thinker.audio_tower.proj.bias", "talker.model.norm.weight", "code2wav.a"}
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    # on, by default, in this family
+    table = {key: value for key, value in config.items() if key != "norm_topk_prob"} | {"num_experts": 8}
+    whole = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": table, "tie_word_embeddings": False}}
+    write_folder(tmp_path / "hf", stored | dict.fromkeys(others, torch.ones(3)), whole)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    before, after = read_tensors(tmp_path / "text"), read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+    thinker_config = transformers.Qwen3OmniMoeThinkerConfig(text_config=table).text_config
+    thinker = transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeThinkerTextModel(thinker_config)
+    thinker.load_state_dict(text.model.state_dict())
+    tokens, _, positions = batch()
+    with torch.no_grad():
+        expected = text.lm_head(thinker.eval()(tokens).last_hidden_state)
+        actual = load_ours(tmp_path / "ours").eval()(tokens, positions)
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+    whole["thinker_config"] = {}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(whole))
     assert run_convert(tmp_path / "hf", tmp_path / "again") == 2

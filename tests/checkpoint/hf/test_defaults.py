@@ -69,6 +69,7 @@ _EXPERTS = {
     "qwen2_moe": "num_experts",
     "finer_moe": "num_experts",
     "qwen3_moe": "num_experts",
+    "qwen3_vl_moe_text": "num_experts",
     "qwen3_next": "num_experts",
     "qwen3_5_moe_text": "num_experts",
     "granitemoehybrid": "num_local_experts",
@@ -163,7 +164,9 @@ def _completed(kind, config):
 def test_missing_config_keys_have_transformers_defaults(kind):
     family = FAMILIES[kind]
     variants = _VARIANTS.get(kind, []) + (
-        _WINDOWS if kind.startswith("qwen") and kind not in ("qwen3_next", "qwen3_5_moe_text") else []
+        _WINDOWS
+        if kind.startswith("qwen") and kind not in ("qwen3_vl_moe_text", "qwen3_next", "qwen3_5_moe_text")
+        else []
     ) or [{}]
     compared = 0
     for variant in variants:
