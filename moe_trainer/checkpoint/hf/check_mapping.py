@@ -6,7 +6,7 @@ mapping file can be checked before the weights are downloaded.
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from moe_trainer.checkpoint.hf.files import (
     SafetensorsFolder,
     read_json,
 )
-from moe_trainer.checkpoint.hf.folder import is_computed, read_flags, read_text_config
+from moe_trainer.checkpoint.hf.folder import is_unread, read_flags, read_text_config
 from moe_trainer.checkpoint.hf.names import TensorMapping, duplicated_tensors, tensor_mappings
 
 Shape = tuple[int, ...]
@@ -64,7 +64,8 @@ def compare_folder(folder: Path, families: Families) -> Comparison:
     mappings = tuple(tensor_mappings(family.names, flags, stored.__contains__))
     if not has_shapes:
         notes.append(f"the files of {INDEX} are not all there: names are compared, and shapes are not")
-    problems = tuple(_problems(mappings, stored, set(duplicated_tensors(family.names, flags))))
+    repeated = set(duplicated_tensors(family.names, flags))
+    problems = tuple(_problems(mappings, stored, lambda name: name in repeated or is_unread(name, family.names)))
     return Comparison(family, flags, mappings, len(stored), has_shapes, tuple(notes), problems)
 
 
@@ -103,14 +104,14 @@ def _unquantized(names: set[str]) -> Iterator[str]:
 
 
 def _problems(
-    mappings: Iterable[TensorMapping], stored: Mapping[str, Shape | None], repeated: set[str]
+    mappings: Iterable[TensorMapping], stored: Mapping[str, Shape | None], is_unneeded: Callable[[str], bool]
 ) -> Iterator[str]:
     needed: dict[str, tuple[Shape, TensorMapping]] = {}
     for mapping in mappings:
         for ref in mapping.sources:
             shape = (ref.stack, *ref.shape) if ref.index is not None else ref.shape
             needed.setdefault(ref.name, (shape, mapping))
-    unused = [name for name in stored if name not in needed and name not in repeated and not is_computed(name)]
+    unused = [name for name in stored if name not in needed and not is_unneeded(name)]
     patterns = _by_pattern(unused)
     for pattern, names in _by_pattern(name for name in needed if name not in stored).items():
         shape, mapping = needed[names[0]]

@@ -34,6 +34,7 @@ from moe_trainer.checkpoint.hf.names import (
     raise_problems,
     tensor_mappings,
 )
+from moe_trainer.checkpoint.hf.rules import Names
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
 
@@ -100,6 +101,11 @@ class HFModel:
 def is_computed(name: str) -> bool:
     """Return whether a tensor is a table that follows from the flags."""
     return _COMPUTED.search(name) is not None
+
+
+def is_unread(name: str, names: Names) -> bool:
+    """Return whether no rule reads a tensor of a family, and none needs to."""
+    return is_computed(name) or name.startswith(names.left_out)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -190,7 +196,7 @@ def open_hf_model(
         )
     mappings = tuple(tensor_mappings(family.names, flags, source.__contains__))
     repeated = {name: original for name, original in duplicated_tensors(family.names, flags).items() if name in source}
-    unused = [name for name in source.names if is_computed(name) or ignore(name)]
+    unused = [name for name in source.names if is_unread(name, family.names) or ignore(name)]
     check_source(
         mappings,
         lambda name: source.shape(name) if name in source else None,
@@ -198,7 +204,12 @@ def open_hf_model(
         repeated,
         set(unused).__contains__,
     )
-    notes += [f"{name} is left out" for name in unused if not is_computed(name)]
+    notes += [f"{name} is left out" for name in unused if not is_unread(name, family.names)]
+    notes += [
+        f"the tensors {prefix}* are left out: there are no such layers here"
+        for prefix in family.names.left_out
+        if any(name.startswith(prefix) for name in unused)
+    ]
     if any(is_computed(name) for name in unused):
         notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
     notes += [f"{name} repeats {original}" for name, original in repeated.items()]

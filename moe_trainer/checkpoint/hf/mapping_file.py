@@ -38,7 +38,7 @@ KEYS = (
     "tensors",
 )
 SECTIONS = ("model", "layer", "linear", "mamba", "dense", "moe", "mtp", "head")
-_PREFIXES = ("layer_prefix", "mtp_prefixes", "mtp_copies", "module_prefixes", "native_layers")
+_PREFIXES = ("layer_prefix", "mtp_prefixes", "mtp_copies", "module_prefixes", "left_out", "native_layers")
 _NEEDED_FLAGS = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "layernorm_epsilon")
 _PART = re.compile(r"([\w.{}]+)((?: [A-Z0-9]+)+)")
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
@@ -277,6 +277,7 @@ class _Reader:
             mtp_prefixes=mtp_prefixes,
             mtp_copies=copies,
             module_prefixes=self._names_of(tables, "module_prefixes", inherited.module_prefixes),
+            left_out=self._texts_of(tables, "left_out", inherited.left_out),
             native_layers=count,
         )
 

@@ -59,6 +59,7 @@ class Names:
         mtp_prefixes: of the tensors of an MTP depth and of its layer; {l} continues the layers, {d} starts at zero.
         mtp_copies: tensors of an MTP depth that repeat another one of the model, with its name.
         module_prefixes: prefixes of tensors in files, with those that the modules of transformers have instead.
+        left_out: prefixes of tensors that are not read.
         native_layers: native layers that one Hugging Face layer makes.
     """
 
@@ -74,6 +75,7 @@ class Names:
     mtp_prefixes: tuple[str, str]
     mtp_copies: Mapping[str, str]
     module_prefixes: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
     native_layers: int = 1
 
     def module_name(self, name: str) -> str:

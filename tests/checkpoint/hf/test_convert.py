@@ -861,8 +861,10 @@ def test_hybrid_models_of_other_layers_are_converted(pattern, tmp_path):
     make("nemotron_h", **changes).save_pretrained(tmp_path / "plain")
     tensors = read_tensors(tmp_path / "plain")
     config = json.loads((tmp_path / "plain" / "config.json").read_text()) | changes | {"time_step_min": 0.001}
-    write_folder(tmp_path / "hf", tensors, config)
-    assert any("time_step_min" in note for note in open_hf_model(tmp_path / "hf").notes)
+    write_folder(tmp_path / "hf", tensors | {"mtp.layers.0.eh_proj.weight": torch.ones(32, 64)}, config)
+    notes = " ".join(open_hf_model(tmp_path / "hf").notes)
+    assert "time_step_min 0.001" in notes and notes.count("the tensors mtp.* are left out") == 1
+    assert run_convert(tmp_path / "hf", "--check") == 0
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--verify") == 0
     after = read_tensors(tmp_path / "back")
