@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator
 
 from arguments.flag_status import (
     ARCHITECTURE_FLAGS,
-    ARCHITECTURES,
     NO_EFFECT,
     NOT_IMPLEMENTED,
     RENAMED,
@@ -34,32 +33,6 @@ def _check_unsupported(s: Settings) -> Iterator[Violation]:
         value, values = s.values[dest], unsupported.values
         if value in values if values else value != s.default(dest):
             yield s.violation("{:shown}: {instead}", dest, kind="product", instead=unsupported.instead)
-
-
-def merge_architectures(s: Settings, violations: list[Violation]) -> list[Violation]:
-    """Replace the violations about parts of a missing architecture by one that names it.
-
-    Violations about CUDA graphs of its layers are dropped then.
-    """
-    for what, architecture in ARCHITECTURES.items():
-        parts = [
-            violation
-            for violation in violations
-            if violation.kind in ("later", "product") and set(violation.flags) & set(architecture.flags)
-        ]
-        named = [flag for violation in parts for flag in violation.flags if flag in architecture.flags]
-        if len(set(named) & set(architecture.named_by.split())) < 2:
-            continue
-        flags = tuple(dict.fromkeys(named))
-        merged = Violation(flags, f"{', '.join(flags)}: {what} are not implemented yet", "later")
-        first, graphs = violations.index(parts[0]), s.flag("cuda_graph_impl")
-        others = [
-            violation
-            for violation in violations
-            if violation not in parts and not (violation.kind == "later" and graphs in violation.flags)
-        ]
-        violations = [*others[:first], merged, *others[first:]]
-    return violations
 
 
 def note_flag_status(s: Settings, unread: Collection[str]) -> None:

@@ -186,11 +186,6 @@ NOT_IMPLEMENTED = MappingProxyType(
 ARCHITECTURE_FLAGS = ("experimental_attention_variant", "mtp_hsm")
 """Keys of NOT_IMPLEMENTED that would change the number of parameters."""
 
-NOT_IMPLEMENTED_VALUES = MappingProxyType(
-    {("experimental_attention_variant", "dsv4_hybrid"): "compressed sparse attention"}
-)
-"""(destination, value that only Megatron-LM's dev branch has) -> what it requests."""
-
 
 # ---- fields that are not supported: what to use instead
 
@@ -436,9 +431,17 @@ REQUIRES = (
     (("hybrid_layer_pattern",), "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"),
     (
         ("experimental_attention_variant=dsa",),
-        "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_warmup "
-        "dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_attention_form dsa_indexer_rope_interleaved "
-        "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon",
+        "dsa_indexer_loss_coeff dsa_indexer_warmup dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_attention_form "
+        "dsa_indexer_rope_interleaved dsa_indexer_k_norm_epsilon",
+    ),
+    (
+        ("experimental_attention_variant=dsa", "experimental_attention_variant=dsv4_hybrid"),
+        "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_rotate_activation "
+        "dsa_indexer_scoring_relu",
+    ),
+    (
+        ("experimental_attention_variant=dsv4_hybrid",),
+        "csa_compress_ratios csa_window_size csa_compress_rotary_base csa_dense_mode o_groups o_lora_rank",
     ),
     (("lora_dim",), "lora_alpha lora_dropout lora_target_modules"),
     (("fp8_recipe=delayed",), "fp8_margin fp8_amax_history_len fp8_amax_compute_algo"),
@@ -546,10 +549,6 @@ _WITHOUT_EFFECT = (
         "--no-contiguous-buffers-in-local-ddp --use-contiguous-buffers-in-ddp",
         "gradients are always in contiguous buffers",
     ),
-    (
-        "--csa-window-size=1 --csa-compress-rotary-base=1 --csa-dense-mode --o-groups=1 --o-lora-rank=1",
-        "without compressed sparse attention",
-    ),
     ("--linear-cp-mode=1", "without linear attention under context parallelism"),
     ("--cuda-graph-dynamic-microbatches", "without CUDA graphs"),
     ("--use-fused-mhc", _ONE_PATH),
@@ -594,7 +593,6 @@ _WITHOUT_EFFECT = (
 _MISSING = (
     # (spelling, feature, values that request nothing)
     ("--head-wise-attn-gate", "gated attention", ()),
-    ("--csa-compress-ratios=1", "compressed sparse attention", ()),
     (
         "--enable-mhc-connections --mhc-num-residual-streams=1",
         "Megatron-LM main's form of hyper-connections, without experts and stages (--enable-hyper-connections has "
@@ -697,31 +695,6 @@ def _old_spellings() -> Iterable[OldSpelling]:
 
 
 OLD_SPELLINGS = MappingProxyType({record.spelling: record for record in _old_spellings()})
-
-
-class Architecture(NamedTuple):
-    """Flags that request parts of an architecture that is not implemented.
-
-    Two flags of `named_by` request the architecture; those of `tuned_by` have other uses or adjust it.
-    """
-
-    named_by: str
-    tuned_by: str
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """All flags of the architecture."""
-        return (*self.named_by.split(), *self.tuned_by.split())
-
-
-ARCHITECTURES = MappingProxyType(
-    {
-        "the layers of DeepSeek-V4 (compressed sparse attention)": Architecture(
-            named_by="--experimental-attention-variant --csa-compress-ratios",
-            tuned_by="""--mhc-recompute-layer-num --original-max-position-embeddings --recompute-modules""",
-        )
-    }
-)
 
 
 # ---- flags of other products: their values are skipped, and they are rejected with the name of the product

@@ -12,6 +12,8 @@ MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 """Letters of --hybrid-layer-pattern."""
 STAGE, DEPTH = "|", "/"
 """What separates pipeline stages there, and depths of multi-token prediction."""
+OVERLAPPING_RATIO = 4
+"""The tokens of a compressed key whose windows overlap, and among which an indexer selects, as in Megatron-Core."""
 
 
 def moe_layer_pattern(
@@ -60,6 +62,12 @@ def is_linear(model: ModelArgs, number: int) -> bool:
     """Whether a layer (counted from 0; those of multi-token prediction copy the last one) is a gated DeltaNet layer."""
     pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
     return pattern[min(number, model.num_layers - 1)]
+
+
+def compress_ratio(model: ModelArgs, number: int) -> int:
+    """Return the tokens of a compressed key of a layer (from 0) with --experimental-attention-variant dsv4_hybrid."""
+    assert isinstance(model.csa_compress_ratios, list)
+    return model.csa_compress_ratios[min(number, len(model.csa_compress_ratios) - 1)]
 
 
 def hybrid_letters(pattern: str) -> str:

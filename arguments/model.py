@@ -201,9 +201,9 @@ class ModelArgs:
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
-    experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net"] | None = None
-    """Replace softmax attention in some layers by gated DeltaNet (gdn), or select keys in all layers (dsa: DeepSeek
-    sparse attention)."""
+    experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid"] | None = None
+    """Replace softmax attention in some layers by gated DeltaNet (gdn), select keys in all layers (dsa: DeepSeek
+    sparse attention), or attend to a window and to compressed keys (dsv4_hybrid: DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern)
     """Layers with linear attention: N keeps softmax attention in every N-th layer only, a pattern has 1 for each
     layer with linear attention and 0 for the others."""
@@ -266,6 +266,20 @@ class ModelArgs:
     dsa_attention_form: Literal["auto", "masked", "gathered"] = "auto"
     """Sparse attention: attend to all keys and mask the unselected ones, gather the latents of the selected ones, or
     whichever is cheaper for the shapes. A flag of this program."""
+
+    csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern)
+    """Compressed attention: tokens of a compressed key in each layer, as a list. 0: the window only; 4: overlapping
+    windows, among which an indexer selects; more: all of them are visible."""
+    csa_window_size: int = 128
+    """Compressed attention: number of recent tokens that a query sees uncompressed."""
+    csa_compress_rotary_base: float = 40000.0
+    """Compressed attention: base of the rotary frequencies of layers with compressed keys."""
+    csa_dense_mode: bool = False
+    """Compressed attention: no indexers; queries see all compressed keys of the past."""
+    o_groups: int = 8
+    """Compressed attention: number of groups of heads with an output projection of low rank."""
+    o_lora_rank: int = 1024
+    """Compressed attention: rank of the output projection of a group of heads."""
 
     # ---- low-rank adapters
     lora_dim: int | None = None

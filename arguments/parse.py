@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from arguments import checkpoint_args, rules
-from arguments.apply_flag_status import check_flag_status, merge_architectures, note_flag_status
+from arguments.apply_flag_status import check_flag_status, note_flag_status
 from arguments.container import OPTIONS, Arguments, freeze
 from arguments.settings import ArgumentError, Settings, Violation
 from arguments.tokens import parse_tokens
@@ -86,7 +86,7 @@ def resolve_command_line(
     rules.resolve(settings, world_size)
     names = {spelling for dest in unread for spelling in OPTIONS[dest].spellings}
     violations += [v for v in rules.check(settings, world_size) if not names.intersection(v.flags)]
-    violations = merge_architectures(settings, violations + check_flag_status(settings))
+    violations = violations + check_flag_status(settings)
     note_flag_status(settings, unread)
     return settings, violations
 

@@ -20,6 +20,7 @@ TOPICS = MappingProxyType(
         "norms": "Norms",
         "attention": "Attention",
         "sparse_attention": "Sparse attention",
+        "compressed_attention": "Compressed attention",
         "lora": "Low-rank adapters",
         "hyper_connections": "Hyper-connections",
         "pipeline": "Pipeline schedules",
@@ -72,15 +73,10 @@ def _not_implemented() -> Iterator[str]:
     yield "## Not yet\n"
     for dest, feature in flag_status.NOT_IMPLEMENTED.items():
         yield _entry([_values(dest, feature.values)], feature.what)
-    for (dest, value), what in flag_status.NOT_IMPLEMENTED_VALUES.items():
-        yield _entry([f"{_flag(dest)} {value}"], what)
     for old in flag_status.OLD_SPELLINGS.values():
         if old.status == "not implemented":
             accepted = f" (accepted: {', '.join(old.harmless)})" if old.harmless else ""
             yield _entry([old.spelling], old.text + accepted)
-    yield "\nTogether, these flags request one missing architecture:\n"
-    for what, architecture in flag_status.ARCHITECTURES.items():
-        yield f"- {what}: `{'`, `'.join(architecture.flags)}`"
 
 
 def _unsupported() -> Iterator[str]:

@@ -15,7 +15,6 @@ from typing import Any
 from arguments import schema
 from arguments.container import OPTIONS
 from arguments.flag_status import (
-    NOT_IMPLEMENTED_VALUES,
     OLD_SPELLINGS,
     RENAMED_VALUES,
     OldSpelling,
@@ -187,10 +186,6 @@ class _TokenParser:
                 return
             if not _is_text(bare):
                 self.reject(name, f"{name} {text}: the value is not valid UTF-8", "value", option.dest)
-                return
-            if (option.dest, bare) in NOT_IMPLEMENTED_VALUES:
-                what = NOT_IMPLEMENTED_VALUES[option.dest, bare]
-                self.reject(name, f"{name} {bare}: {what} is not implemented yet", "later", option.dest)
                 return
             new = RENAMED_VALUES.get((option.dest, bare))
             if new is not None:

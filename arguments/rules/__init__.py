@@ -16,6 +16,7 @@ from arguments import megatron_differences
 from arguments.rules import (
     attention,
     checkpoint,
+    compressed_attention,
     data,
     dispatcher,
     dynamic_context,
@@ -57,6 +58,7 @@ AREAS = (
     mup,
     norms,
     attention,
+    compressed_attention,
     sparse_attention,
     lora,
     hyper_connections,

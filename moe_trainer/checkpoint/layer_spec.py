@@ -8,7 +8,7 @@ do not, but their checkpoints name the two norms of a layer as if they did (not 
 |---|---|---|---|
 | input_layernorm | in linear_qkv | alone | in linear_qkv, in_proj of a gated DeltaNet; alone under MLA |
 | pre_mlp_layernorm | in mlp.linear_fc1 | alone | in mlp.linear_fc1 of a dense layer, alone before experts |
-| MLA's q_layernorm, kv_layernorm | | alone | in linear_q_up_proj, linear_kv_up_proj; alone with sparse attention |
+| MLA's q_layernorm, kv_layernorm | | alone | in linear_q_up_proj, linear_kv_up_proj; alone with dsa, dsv4_hybrid |
 | q_layernorm, k_layernorm of heads, all others | alone | alone | alone |
 
 Transformer Engine's norms and attention have an `_extra_state` each, as linears have in both: a separate object,
@@ -35,6 +35,7 @@ LATENT: tuple[Spelling, ...] = (
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
+_MEGATRON_ATTENTION = ("dsa", "dsv4_hybrid")  # its own module, which reads normalized latents
 FUSED: tuple[Spelling, ...] = (INPUT, IN_PROJ, MIXER, MLP, *LATENT)
 
 
@@ -55,7 +56,7 @@ def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -
     if linear:
         attention: tuple[Spelling, ...] = (IN_PROJ,)
     elif latent:
-        attention = () if record.get("experimental_attention_variant") == "dsa" else LATENT
+        attention = () if record.get("experimental_attention_variant") in _MEGATRON_ATTENTION else LATENT
     else:
         attention = (INPUT,)
     return attention if routed else (*attention, MLP)
@@ -83,11 +84,11 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
 def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Return which modules of the layers have an `_extra_state` besides linears.
 
-    They are those of Transformer Engine; sparse attention is Megatron-Core's.
+    They are those of Transformer Engine; sparse and compressed attention are Megatron-Core's.
     """
     if not has_te_names(record):
         return ()
-    return ("norm",) if record.get("experimental_attention_variant") == "dsa" else ("norm", "attention")
+    return ("norm",) if record.get("experimental_attention_variant") in _MEGATRON_ATTENTION else ("norm", "attention")
 
 
 def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:

@@ -110,6 +110,7 @@ class KeyScheme:
             alike
             and not record.get("hybrid_layer_pattern")
             and not record.get("moe_n_hash_layers")  # only these layers have a table
+            and not record.get("csa_compress_ratios")
             and not isinstance(linear_freq, (list, tuple))
             and int(linear_freq or 1) == 1
         )

@@ -6,7 +6,7 @@ named, although the files are not damaged.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,15 +148,21 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
         return [*problems, f"the recorded flags are damaged: {error}"]
     mtp = (mtp_is_moe(pattern),) * int(args.get("mtp_num_layers") or 0)
     letters = hybrid_letters(args.get("hybrid_layer_pattern") or "")
+    ratios = args.get("csa_compress_ratios") or ()
     for block, kinds in (("decoder", pattern), ("mtp", mtp)):
-        problems += _layers(block, weights, kinds, num_experts, letters)
+        alike = letters or (tuple(zip(kinds, ratios)) if ratios else kinds)
+        problems += _layers(block, weights, kinds, num_experts, alike)
     return [*problems, *_states(tensors, weights)]
 
 
 def _layers(
-    block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_experts: int, letters: str
+    block: str, weights: Iterable[str], is_moe: tuple[bool, ...], num_experts: int, kinds: Sequence[object]
 ) -> Iterator[str]:
-    """Check that layers of one kind hold the same tensors, and that every expert exists."""
+    """Check that layers of one kind hold the same tensors, and that every expert exists.
+
+    Args:
+        kinds: what is alike: the letters of a hybrid model and the ratios of compressed attention say more than is_moe.
+    """
     by_layer: dict[int, dict[str, set[int]]] = {number: {} for number in range(len(is_moe))}
     for name in weights:
         match = _LAYER.match(name)
@@ -164,7 +170,6 @@ def _layers(
             expert = _EXPERT.search(match[3])
             experts = by_layer.setdefault(int(match[2]), {}).setdefault(_EXPERT.sub(_ANY_EXPERT, match[3]), set())
             experts.update({int(expert[1])} if expert else ())
-    kinds = letters or is_moe  # what is alike: the letters of a hybrid model say more
     common = {
         kind: set().union(*(by_layer[number] for number, each in enumerate(kinds) if each == kind))
         for kind in set(kinds)

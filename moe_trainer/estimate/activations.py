@@ -38,7 +38,13 @@ from arguments.layer_pattern import (
 )
 from arguments.training import is_offloaded
 from moe_trainer.estimate.lora import adapted_linears
-from moe_trainer.estimate.saved_attention import grouped_attention, latent_attention, linear_attention, mamba
+from moe_trainer.estimate.saved_attention import (
+    compressed_attention,
+    grouped_attention,
+    latent_attention,
+    linear_attention,
+    mamba,
+)
 from moe_trainer.estimate.saved_mlp import experts, experts_in_chunks, mlp, recompute_cache
 from moe_trainer.estimate.saved_quantized import with_quantized_inputs
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
@@ -174,6 +180,8 @@ def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
         yield from mamba(layer)
     elif is_linear(layer.model, layer.number):
         yield from linear_attention(layer)
+    elif layer.model.experimental_attention_variant == "dsv4_hybrid":
+        yield from compressed_attention(layer)
     else:
         yield from latent_attention(layer) if layer.model.multi_latent_attention else grouped_attention(layer)
     if layer.model.post_self_attn_layernorm:

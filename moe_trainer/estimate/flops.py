@@ -12,6 +12,9 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 * sparse attention (of t keys, an index of i heads of e channels), per layer: MLA's, with the number of keys that a
                         query attends to, t - t*t / (2s) where s > t, for s/2; and
                         (r or h) * i*e  +  h * (e + i)  +  s * i*(e + 1) / 2
+* compressed attention (heads of e channels, query latents of rank r, outputs of rank o in g groups), per layer:
+                        n*e * (r + o)  +  h * (r + e + g*o), the matrices of compressors and indexers, and n * 2e for
+                        each key: of a window w - w*w / (2s), of s / c compressed keys half, or as in sparse attention
 * gated DeltaNet, per layer, with k channels of keys, n heads of w value channels each, v = n*w, and a convolution of c:
                         h * (2k + 3v + 2n)  +  c * (2k + v)  +  4 * n * w^2
 * Mamba, per layer, of i channels of all heads, w groups of heads and a state of e channels:
@@ -36,6 +39,8 @@ from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import (
     MAMBA,
+    OVERLAPPING_RATIO,
+    compress_ratio,
     has_attention,
     has_mlp,
     is_linear,
@@ -44,22 +49,31 @@ from arguments.layer_pattern import (
     mtp_is_moe,
 )
 from moe_trainer.estimate.lora import adapter_macs
-from moe_trainer.estimate.parameters import gated_delta_net_params, indexer_params, mamba_params
+from moe_trainer.estimate.parameters import (
+    compressed_attention_params,
+    gated_delta_net_params,
+    indexer_params,
+    mamba_params,
+)
 
 if TYPE_CHECKING:
     from arguments import Arguments
 
 
 def _attention_macs(args: Arguments, seq_length: int) -> float:
-    """Return the multiply-adds of one attention per token."""
+    """Return the multiply-adds of one attention per token, the mean over layers."""
     model = args.model
     hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.experimental_attention_variant == "dsv4_hybrid":
+        ratios = [compress_ratio(model, number) for number in range(model.num_layers)]
+        matrices = sum(compressed_attention_params(model, ratio, matrices=True) for ratio in ratios)
+        return matrices / len(ratios) + core_attention_macs(args, seq_length)
     if not model.multi_latent_attention:
         query_size = heads * model.kv_channels
         key_size = model.query_groups * model.kv_channels
         gate_size = query_size if model.attention_output_gate else 0
         projections = hidden * (query_size + gate_size + 2 * key_size) + query_size * hidden
-        return projections + _core_attention_macs(args, seq_length)
+        return projections + core_attention_macs(args, seq_length)
     query_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.q_lora_rank is None:
         query = hidden * heads * query_dim
@@ -67,12 +81,14 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
         query = model.q_lora_rank * (hidden + heads * query_dim + 1)
     key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
     key_value += hidden * model.qk_pos_emb_head_dim
-    return query + key_value + heads * model.v_head_dim * hidden + _core_attention_macs(args, seq_length)
+    return query + key_value + heads * model.v_head_dim * hidden + core_attention_macs(args, seq_length)
 
 
-def _core_attention_macs(args: Arguments, seq_length: int) -> float:
+def core_attention_macs(args: Arguments, seq_length: int) -> float:
     """Return the multiply-adds of the scores and values of one attention per token."""
     model = args.model
+    if model.experimental_attention_variant == "dsv4_hybrid":
+        return sum(_compressed_macs(args, number, seq_length) for number in range(model.num_layers)) / model.num_layers
     if not model.multi_latent_attention:
         return model.num_attention_heads * model.kv_channels * seq_length
     width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
@@ -81,10 +97,27 @@ def _core_attention_macs(args: Arguments, seq_length: int) -> float:
 
 def _keys(args: Arguments, seq_length: int) -> float:
     """Return the mean number of keys that a query attends to."""
-    model, topk = args.model, args.model.dsa_indexer_topk
-    if model.experimental_attention_variant != "dsa" or model.dsa_indexer_warmup or seq_length <= topk:
-        return seq_length / 2
-    return topk - topk * topk / (2 * seq_length)
+    model = args.model
+    is_dense = model.experimental_attention_variant != "dsa" or model.dsa_indexer_warmup
+    return _mean_keys(seq_length, float("inf") if is_dense else model.dsa_indexer_topk)
+
+
+def _compressed_macs(args: Arguments, number: int, seq_length: int) -> float:
+    """Return the multiply-adds of scores and values of DeepSeek-V4's attention in a layer (from 0) per token."""
+    model, ratio = args.model, compress_ratio(args.model, number)
+    keys, index = _mean_keys(seq_length, model.csa_window_size), 0.0
+    if ratio:
+        compressed, topk = seq_length / ratio, float("inf")
+        if ratio == OVERLAPPING_RATIO and not model.csa_dense_mode:
+            topk = model.dsa_indexer_topk
+            index = compressed * model.dsa_indexer_n_heads * (model.dsa_indexer_head_dim + 1) / 2
+        keys += _mean_keys(compressed, topk)
+    return keys * model.num_attention_heads * 2 * model.v_head_dim + index
+
+
+def _mean_keys(length: float, most: float) -> float:
+    """Return the mean number of keys of a causal query among `length`, of which it sees at most `most`."""
+    return length / 2 if length <= most else most - most * most / (2 * length)
 
 
 def _indexer_macs(args: Arguments, seq_length: int) -> float:
@@ -154,10 +187,10 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
         macs /= 3 if model.dsa_indexer_warmup else 1
         macs += num_layers * _indexer_macs(args, seq_length)
     if model.lora_dim is not None:  # two of three GEMMs of a frozen weight, all of attention and of the adapters
-        core = linear * _delta_rule_macs(args) + (num_layers - linear) * _core_attention_macs(args, seq_length)
+        core = linear * _delta_rule_macs(args) + (num_layers - linear) * core_attention_macs(args, seq_length)
         macs = (macs - core) * 2 / 3 + core + adapter_macs(args)
     if args.optimizer.freeze_backbone:  # likewise, and all of the routed experts
-        trained = num_moe * _routed_macs(args) + num_layers * _core_attention_macs(args, seq_length)
+        trained = num_moe * _routed_macs(args) + num_layers * core_attention_macs(args, seq_length)
         macs = (macs - trained) * 2 / 3 + trained
     return 6.0 * batch_size * seq_length * macs
 

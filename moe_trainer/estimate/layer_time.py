@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import (
     MAMBA,
     MOE,
+    compress_ratio,
     has_attention,
     has_mlp,
     is_linear,
@@ -25,8 +26,10 @@ from arguments.layer_pattern import (
     uses_window,
 )
 from arguments.sparse_attention import is_sparse, use_gathered_keys
+from moe_trainer.estimate.flops import core_attention_macs
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
 from moe_trainer.estimate.memory import ChunkBytes
+from moe_trainer.estimate.parameters import compressed_attention_params
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
 from moe_trainer.ops.block_sizes import DELTA_CHUNK
 
@@ -277,6 +280,8 @@ class LayerTime:
         latent_widths = self.key_width + model.v_head_dim
         widths = latent_widths if model.multi_latent_attention else 2 * model.kv_channels
         operations = self.tokens * self.length * heads * widths
+        if model.experimental_attention_variant == "dsv4_hybrid":
+            operations = 2.0 * self.tokens * core_attention_macs(self.args, int(self.length)) / self.tp
         rates = attention_rates(self.hardware, self.length / self.cp)
         fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
         if self.is_sparse:
@@ -344,12 +349,26 @@ class LayerTime:
             out = heads * model.kv_channels
             wide = (2 * out if model.attention_output_gate else out) + 2 * groups * model.kv_channels
             return self.gemm(self.tokens, wide, hidden) + self.gemm(self.tokens, hidden, out)
+        if model.experimental_attention_variant == "dsv4_hybrid":
+            return self._compressed_projections(heads)
         seconds = self._up_projections() + self.gemm(self.tokens, hidden, heads * model.v_head_dim)
         if model.q_lora_rank is None:
             seconds += self.gemm(self.tokens, heads * self.key_width, hidden)
         else:
             seconds += self.gemm(self.sizes.rows, model.q_lora_rank, hidden)
         return seconds + self.gemm(self.sizes.rows, model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden)
+
+    def _compressed_projections(self, heads: int) -> float:
+        """Return the seconds of the projections of DeepSeek-V4's attention; a compressor is one GEMM."""
+        model, hidden = self.model, self.model.hidden_size
+        width, latent, groups = model.v_head_dim, model.q_lora_rank or 0, model.o_groups // self.tp
+        ratios = [compress_ratio(model, number) for number in range(model.num_layers)]
+        matrices = sum(compressed_attention_params(model, ratio, matrices=True) for ratio in ratios) / len(ratios)
+        compressors = matrices - compressed_attention_params(model, 0, matrices=True)
+        seconds = self.gemm(self.sizes.rows, latent + width, hidden) + self.gemm(self.tokens, heads * width, latent)
+        seconds += self.gemm(self.tokens, model.o_lora_rank, heads * width // groups, groups)
+        seconds += self.gemm(self.tokens, hidden, groups * model.o_lora_rank)
+        return seconds + self.gemm(self.sizes.rows, compressors / hidden, hidden, plain=True)
 
     def _mlp(self, width: int) -> float:
         hidden = self.model.hidden_size
@@ -441,6 +460,8 @@ class LayerTime:
         hidden, model = self.model.hidden_size, self.model
         latents = model.multi_latent_attention and model.q_lora_rank is not None
         into = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim if latents else hidden
+        if model.experimental_attention_variant == "dsv4_hybrid":  # keys, and keys and logits of compressors
+            into = (model.q_lora_rank or 0) + 3 * model.v_head_dim
         shared = bool(self.moe.moe_shared_expert_intermediate_size)
         mixing = self.softmax_share + self.linear_share + self.mamba_share
         widths = [mixing * into, mixing * hidden]

@@ -27,7 +27,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import ATTENTION, MAMBA, has_mlp, is_linear, layer_letter, moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import (
+    ATTENTION,
+    MAMBA,
+    OVERLAPPING_RATIO,
+    compress_ratio,
+    has_mlp,
+    is_linear,
+    layer_letter,
+    moe_layer_pattern,
+    mtp_is_moe,
+)
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
 from moe_trainer.estimate.lora import adapter_params
 from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH
@@ -107,6 +117,27 @@ def indexer_params(model: ModelArgs, matrices: bool = False) -> int:
     return count if matrices else count + 2 * width
 
 
+def compressed_attention_params(model: ModelArgs, ratio: int, tp: int = 1, matrices: bool = False) -> int:
+    """Return the parameters of attention of DeepSeek-V4 with a compression ratio, on one of `tp` ranks.
+
+    With `matrices`, those of the matrices alone that multiply every token.
+    """
+    hidden, width, latent = model.hidden_size, model.v_head_dim, model.q_lora_rank or 0
+    heads = model.num_attention_heads // tp
+    count = heads * width * (latent + model.o_lora_rank)  # queries, and the first matrices of the output
+    count += hidden * (latent + width + model.o_groups // tp * model.o_lora_rank)
+    small = latent + width + heads
+    compressors = [width] if ratio else []
+    if ratio == OVERLAPPING_RATIO and not model.csa_dense_mode:
+        compressors.append(model.dsa_indexer_head_dim)
+        count += model.dsa_indexer_n_heads * (latent * model.dsa_indexer_head_dim + hidden)
+    factor = 2 if ratio == OVERLAPPING_RATIO else 1
+    for channels in compressors:
+        count += 2 * hidden * factor * channels
+        small += ratio * factor * channels + channels
+    return count if matrices else count + small
+
+
 @dataclass(frozen=True)
 class ParamsPerRank:
     """Parameters on one rank: those replicated over dp x cp ranks, and those of routed experts, replicated over edp."""
@@ -168,11 +199,13 @@ class LayerParams:
         return self.norm(self.model.hidden_size) + head
 
     def attention(self) -> int:
-        """Return the parameters of one softmax attention, without the norm before it."""
+        """Return the parameters of one softmax attention (of the first layer, if they differ), without its norm."""
         model = self.model
         hidden, heads = model.hidden_size, model.num_attention_heads
         rest = (hidden if self._bias else 0) + (heads // self.tp if model.softmax_type == "learnable" else 0)
         rest += indexer_params(model)
+        if model.experimental_attention_variant == "dsv4_hybrid":
+            return compressed_attention_params(model, compress_ratio(model, 0), self.tp)
         if not model.multi_latent_attention:
             queries = heads * model.kv_channels
             rows = queries * (1 + model.attention_output_gate) + 2 * model.query_groups * model.kv_channels
@@ -204,6 +237,10 @@ class LayerParams:
             mixing = {MAMBA: mamba_params(model) // self.tp, ATTENTION: self.attention()}
             count = mixing[letter] + norm - one if letter in mixing else -self.attention() - norm
             return ParamsPerRank(count, 0) + self.adapters(number)
+        if model.experimental_attention_variant == "dsv4_hybrid":
+            return ParamsPerRank(
+                compressed_attention_params(model, compress_ratio(model, number), self.tp) - self.attention(), 0
+            )
         if not is_linear(model, number):
             return self.adapters(number)
         linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from arguments.layer_pattern import OVERLAPPING_RATIO, compress_ratio
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 from moe_trainer.ops.block_sizes import BLOCKED_MAX_LENGTH, DELTA_CHUNK, DELTA_SEGMENT, QUERY_BLOCK
@@ -64,6 +65,47 @@ def mamba(layer: LayerSizes) -> Iterator[SavedTensor]:
     channels = 2 * inner + 2 * groups * model.mamba_state_dim + heads
     yield SavedTensor("in_proj.y", (layer.tokens, channels), layer.size, "core_attn")
     yield SavedTensor("out_proj.x", (layer.tokens, inner), layer.size, "attn_proj")
+
+
+def compressed_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
+    """Yield the tensors of DeepSeek-V4's attention (layers/compressed_attention.py), which computes scores again."""
+    model, tokens, part = layer.model, layer.tokens, "core_attn"
+    heads, width, angles = model.num_attention_heads // layer.tp, model.v_head_dim, model.qk_pos_emb_head_dim // 2
+    yield from layer.norm("qkv_linear", "q_layernorm", layer.rows, model.q_lora_rank or 0, layer.size)
+    yield SavedTensor("q_latent", (layer.rows, model.q_lora_rank or 0), layer.size, "qkv_linear")
+    yield from layer.norm("qkv_linear", "q_head_norm", tokens * heads, width, layer.size)
+    yield from layer.norm("qkv_linear", "kv_layernorm", layer.rows, width, layer.size)
+    yield SavedTensor("q", (tokens, heads, width), layer.size, part)
+    yield SavedTensor("kv", (tokens, width), layer.size, part)
+    if layer.size != WIDE:
+        yield SavedTensor("attn_sink", (heads,), WIDE, part)
+    ratio = compress_ratio(model, layer.number)
+    if ratio:
+        yield from _pooled(layer, ratio, width, angles)
+    yield SavedTensor("rotation.sin", (layer.length, angles), WIDE, "attn_proj")
+    yield SavedTensor("core_attn.y", (tokens, heads * width), layer.size, "attn_proj")
+    yield SavedTensor(
+        "linear_proj.x", (tokens, model.o_groups // layer.tp * model.o_lora_rank), layer.size, "attn_proj"
+    )
+
+
+def _pooled(layer: LayerSizes, ratio: int, width: int, angles: int) -> Iterator[SavedTensor]:
+    """Yield what a compressor saves: keys and weights of all windows, and its norm; and an indexer's selection."""
+    model, windows, part = layer.model, layer.length // ratio, "qkv_linear"
+    count, overlapping = windows * layer.batch, ratio == OVERLAPPING_RATIO
+    if overlapping:
+        yield SavedTensor("windows", (count, 2 * ratio, width), layer.size, part)
+    else:
+        yield SavedTensor("windows", (layer.tokens, 2 * width), layer.size, part)
+    shape = (count, ratio * (1 + overlapping), width)
+    yield SavedTensor("window_weights", shape, WIDE, part)
+    if layer.size != WIDE:
+        yield SavedTensor("window_weights.rounded", shape, layer.size, part)
+    yield from layer.norm(part, "pooled_norm", count, width, layer.size)
+    yield SavedTensor("pooled.rotation", (2, windows, angles), WIDE, part)
+    yield SavedTensor("pooled", (count, width), layer.size, part)
+    if overlapping and not model.csa_dense_mode and windows > model.dsa_indexer_topk:
+        yield SavedTensor("choice", (layer.tokens, windows), 1, "core_attn")
 
 
 def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:

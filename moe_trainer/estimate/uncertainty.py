@@ -40,6 +40,7 @@ Of models that were left out of the fit, 84 % of the runs then lie inside their 
 UNTESTED, PER_DOUBLING = 0.15, 0.05
 PUBLISHED_PARAMETERS = (16e9, 683e9)
 PUBLISHED_GPUS = (8, 1024)
+_WITH_INDEXERS = ("dsa", "dsv4_hybrid")
 FITTED_HARDWARE, PUBLISHED_HARDWARE = ("h100", "gb200", "gb300"), ("h100", "gb200", "gb300", "b200", "b300")
 ONE_RUN = 0.15
 """Base of a hardware file with a single run, which the fit meets exactly."""
@@ -112,8 +113,8 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
         "activations offloaded to the host": lambda plan: bool(plan.args.training.offloaded_modules),
         "optimizer state on the host": lambda plan: bool(plan.args.optimizer.optimizer_cpu_offload),
-        "sparse attention": lambda plan: plan.args.model.experimental_attention_variant == "dsa",
-        "linear attention": lambda plan: plan.args.model.experimental_attention_variant not in (None, "dsa"),
+        "sparse attention": lambda plan: plan.args.model.experimental_attention_variant in _WITH_INDEXERS,
+        "linear attention": lambda plan: plan.args.model.experimental_attention_variant not in (None, *_WITH_INDEXERS),
         "latent experts": lambda plan: bool(plan.args.moe.moe_latent_size),
         "no experts": lambda plan: not plan.args.moe.num_experts,
         "a CPU": lambda plan: plan.hardware.synchronous,

@@ -48,11 +48,11 @@ class _DoublyStochastic(torch.autograd.Function):
         return torch.autograd.grad(mixing_SBNN, logits_SBNN, grad_SBNN)[0], None
 
 
-def _normed_projection(x_SBNH: Tensor, weight: Tensor) -> Tensor:
+def _normed_projection(x_SBNH: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the projection of the streams of a token, together normalized to mean square 1."""
     x = x_SBNH.flatten(2)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.linear(x, weight.to(x.dtype)) * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return F.linear(x, weight.to(x.dtype)) * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def expand_streams(x_SBH: Tensor, num_streams: int) -> Tensor:
@@ -71,7 +71,7 @@ class HyperConnection(nn.Module):
         """Create the hyper-connection `name`; `partial`: it sees a part of the tensor-parallel group's tokens."""
         super().__init__()
         self.num_streams, self.iterations = model.num_residual_streams, model.mhc_sinkhorn_iterations
-        streams = self.num_streams
+        streams, self.eps = self.num_streams, model.layernorm_epsilon
 
         def param(leaf: str, *shape: int, init: str, value: float = 0.0) -> nn.Parameter:
             info = ParamInfo((f"{name}.{leaf}",), is_grad_partial=partial, init=init, init_value=value)
@@ -93,7 +93,7 @@ class HyperConnection(nn.Module):
         streams = self.num_streams
         x_SBNH = x_SBF.unflatten(-1, (streams, -1))
         parts = (streams, streams, streams * streams)
-        projected = _normed_projection(x_SBNH, self.mapping_proj.weight).split(parts, -1)
+        projected = _normed_projection(x_SBNH, self.mapping_proj.weight, self.eps).split(parts, -1)
         biases = self.bias.to(projected[0].dtype).split(parts)
         alphas = (self.alpha_pre, self.alpha_post, self.alpha_res)
         pre, post, mixing = (part * alpha.to(part.dtype) + bias for part, alpha, bias in zip(projected, alphas, biases))
@@ -125,6 +125,7 @@ class StreamContraction(nn.Module):
         """Create the contraction of `name`; see HyperConnection."""
         super().__init__()
         streams = self.num_streams = model.num_residual_streams
+        self.eps = model.layernorm_epsilon
         shapes = {"fn": (streams, streams * model.hidden_size), "base": (streams,), "scale": (1,)}
         inits = {"fn": "xavier_uniform", "base": "zeros", "scale": "ones"}
         for leaf, shape in shapes.items():
@@ -134,6 +135,6 @@ class StreamContraction(nn.Module):
     def forward(self, x_SBF: Tensor) -> Tensor:
         """Return [S, B, H] from [S, B, N*H]."""
         x_SBNH = x_SBF.unflatten(-1, (self.num_streams, -1))
-        projected_SBN = _normed_projection(x_SBNH, self.fn)
+        projected_SBN = _normed_projection(x_SBNH, self.fn, self.eps)
         weights = (projected_SBN * self.scale.to(projected_SBN.dtype) + self.base.to(projected_SBN.dtype)).sigmoid()
         return ((weights + EPS).unsqueeze(-2).to(x_SBF.dtype) @ x_SBNH).squeeze(-2)

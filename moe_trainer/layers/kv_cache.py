@@ -1,7 +1,8 @@
 """What attention keeps of earlier positions between the forward passes of generation.
 
 Grouped queries keep keys and values, latent attention its latents with their rotated key, an indexer its keys, gated
-DeltaNet its state and the inputs of its convolution. Every layer stores its tensors under its number.
+DeltaNet its state and the inputs of its convolution, compressed attention its inputs. Every layer stores its tensors
+under its number.
 
 The first pass reads prompts [B, S], padded on the right. Every other pass reads one token of each sequence, laid out as
 one sequence of T = B tokens [1, T], so that layers shard tokens as in training; each has its position.

@@ -59,7 +59,7 @@ class Rotary:
 
 
 def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rotary | None:
-    """Build the rotary embedding of the flags; None for learned or absent positions.
+    """Build the rotary embedding of the flags; None for learned or absent positions, and where layers have their own.
 
     Latent attention rotates --qk-pos-emb-head-dim features (--rope-type), others --rotary-percent of --kv-channels.
 
@@ -70,7 +70,7 @@ def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rota
         ValueError: for unsupported position types.
     """
     kind = model.position_embedding_type
-    if kind in ("learned_absolute", "none"):
+    if kind in ("learned_absolute", "none") or model.experimental_attention_variant == "dsv4_hybrid":
         return None
     if kind not in ("rope", "yarn"):
         raise ValueError(f"--position-embedding-type {kind} is not built; use rope, yarn, learned_absolute or none")
@@ -128,6 +128,20 @@ def _layer_changes(model: ModelArgs, layer_number: int) -> dict[str, Any]:
     return changes
 
 
+def make_compressed_rotary(model: ModelArgs, *, is_compressed: bool) -> Rotary:
+    """Build the rotary embedding of a layer of DeepSeek-V4: one base without compressed keys, another one with them.
+
+    --rope-type yarn scales the second kind only; without its temperature, as in the published model.
+    """
+    if not is_compressed:
+        return Rotary(inverse_frequencies(model.qk_pos_emb_head_dim, model.rotary_base))
+    if model.rope_type == "rope":
+        return Rotary(inverse_frequencies(model.qk_pos_emb_head_dim, model.csa_compress_rotary_base))
+    rotary = _make_yarn(model, model.qk_pos_emb_head_dim, None, model.csa_compress_rotary_base)
+    rotary.amplitude = 1.0
+    return rotary
+
+
 def _note_unused_scalings(model: ModelArgs) -> None:
     """Warn about scalings without effect: latent attention has only YaRN, as in Megatron-LM."""
     if model.use_rope_scaling:
@@ -140,12 +154,12 @@ def _note_unused_scalings(model: ModelArgs) -> None:
         )
 
 
-def _make_yarn(model: ModelArgs, dim: int, sequence: SequenceShard | None) -> Rotary:
+def _make_yarn(model: ModelArgs, dim: int, sequence: SequenceShard | None, base: float | None = None) -> Rotary:
     """Build YaRN. Defaults of unset flags: original context 4096, beta 32 and 1 (DeepSeek-V2/V3)."""
     factor = model.rotary_scaling_factor
     inv_freq = yarn_frequencies(
         dim,
-        model.rotary_base,
+        base or model.rotary_base,
         factor,
         model.yarn_original_max_position_embeddings or 4096,
         model.yarn_beta_fast or 32.0,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from arguments import Arguments
 from arguments.layer_pattern import MAMBA, has_attention, has_mlp, is_linear, layer_letter
 from moe_trainer.layers.attention import SelfAttention
+from moe_trainer.layers.compressed_attention import CompressedAttention
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
@@ -65,6 +66,8 @@ class TransformerLayer(nn.Module):
             )
             if is_linear(model, number):
                 attention = GatedDeltaNet
+            elif model.experimental_attention_variant == "dsv4_hybrid":
+                attention = CompressedAttention
             loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
             make = factory.self_attention or attention
             self.self_attention = make(model, ps, name=f"{name}.self_attention", **options, **loss)

@@ -387,6 +387,8 @@ def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[st
         patterns["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
     if s.num_experts and s.moe_n_hash_layers:
         patterns["moe_n_hash_layers"] = min(s.moe_n_hash_layers, layers)
+    if s.experimental_attention_variant == "dsv4_hybrid":
+        patterns["csa_compress_ratios"] = sizes.compress_ratios(s.csa_compress_ratios[: s.num_layers], layers)
     for dest in ("no_rope_freq", "rotary_base_per_layer", "window_attn_skip_freq", "linear_attention_freq"):
         if s.values[dest] is not None:
             patterns[dest] = sizes.pattern(s.values[dest], s.num_layers, layers)

@@ -44,6 +44,8 @@ def stages(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str,
 def _fewest_layers(s: Settings) -> int:
     if s.hybrid_layer_pattern:
         return len(set(hybrid_letters(s.hybrid_layer_pattern)))
+    if s.experimental_attention_variant == "dsv4_hybrid":
+        return max(2, len(set(s.csa_compress_ratios[: s.num_layers])))
     pattern = moe_pattern(s.moe_layer_freq, s.num_layers) if s.num_experts else None
     return 3 if pattern is not None and len(set(pattern)) > 1 else 2
 
@@ -108,6 +110,12 @@ def pattern(freq: int | list[int], old_layers: int, layers: int) -> int | list[i
     return short + [short[-1]] * (layers - len(short))
 
 
+def compress_ratios(ratios: list[int], layers: int) -> list[int]:
+    """Return compression ratios of fewer layers: all kinds in turn, with keys of few tokens."""
+    kinds = list(dict.fromkeys(min(ratio, 6) for ratio in ratios))
+    return (kinds * layers)[:layers]
+
+
 def letters(pattern: str, layers: int) -> str:
     """Return the letters of a hybrid model with fewer layers: all kinds, or those that fit, experts first."""
     old = hybrid_letters(pattern)
@@ -155,6 +163,10 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
         groups = max(2, new.tp * new.cp)
         values |= {"mamba_num_groups": groups, "mamba_num_heads": 2 * groups}
         values |= {"mamba_head_dim": 8, "mamba_state_dim": 12}
+    if s.experimental_attention_variant == "dsv4_hybrid":
+        values |= {"v_head_dim": 12, "o_groups": max(2, new.tp), "o_lora_rank": 6, "csa_window_size": 5}
+        if s.dsa_indexer_topk:
+            values |= {"dsa_indexer_n_heads": 16, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 2}
     if s.experimental_attention_variant == "dsa":
         values |= {"dsa_indexer_n_heads": min(s.dsa_indexer_n_heads, 2), "dsa_indexer_head_dim": 8}
         values |= {"dsa_indexer_topk": 5 if s.dsa_indexer_topk < s.seq_length else _length(new)}

@@ -12,6 +12,10 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 DYNAMIC = "--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss"
 DELTA = "--experimental-attention-variant gdn"
 SPARSE = "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 32"
+COMPRESSED = (
+    "--experimental-attention-variant dsv4_hybrid --multi-latent-attention --qk-layernorm --q-lora-rank 64 --o-groups 4 --attention-dropout 0 "
+    "--disable-bias-linear --csa-compress-ratios ([0,4,128]*8) --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 32"
+)
 WARMUP = f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --dsa-indexer-warmup"
 UPCYCLING = "--moe-use-upcycling --save out --save-interval 5 --load dense"
 
@@ -482,6 +486,23 @@ INVALID_LINES = (
     (f"{SPARSE} --dsa-attention-form gathered --fp8-format e4m3 --bf16", "", "--fp8-format"),
     (f"{SPARSE} --cuda-graph-impl local --cuda-graph-scope attn", "", "--cuda-graph-impl"),
     (f"{SPARSE} --dsa-indexer-warmup", "", "--dsa-indexer-loss-coeff"),
+    (COMPRESSED.replace("--multi-latent-attention", ""), "", "--multi-latent-attention"),
+    (COMPRESSED.replace("--qk-layernorm", ""), "", "--qk-layernorm"),
+    (f"{COMPRESSED} --normalization LayerNorm", "", "--normalization"),
+    (f"{COMPRESSED} --position-embedding-type none", "", "--position-embedding-type"),
+    (COMPRESSED.replace("--q-lora-rank 64", ""), "", "--q-lora-rank"),
+    (f"{COMPRESSED} --v-head-dim 32", "", "--qk-pos-emb-head-dim"),
+    (f"{COMPRESSED} --o-groups 3", "", "--o-groups"),
+    (f"{COMPRESSED} --o-groups 1 --tensor-model-parallel-size 2", "", "--o-groups"),
+    (f"{COMPRESSED} --csa-compress-ratios 4", "", "--csa-compress-ratios"),
+    (f"{COMPRESSED} --csa-compress-ratios [4]", "", "--csa-compress-ratios"),
+    (f"{COMPRESSED} --csa-compress-ratios ([1]*24)", "", "--csa-compress-ratios"),
+    (COMPRESSED.replace("--dsa-indexer-topk 32", ""), "", "--dsa-indexer-topk"),
+    (f"{COMPRESSED} --dsa-indexer-head-dim 96", "", "--dsa-indexer-head-dim"),
+    (f"{COMPRESSED} --dsa-indexer-head-dim 32", "", "--dsa-indexer-head-dim"),
+    (f"{COMPRESSED} --context-parallel-size 2", "", "--context-parallel-size"),
+    (f"{COMPRESSED} --dsa-indexer-loss-coeff 0.1", "", "--dsa-indexer-loss-coeff"),
+    (f"{COMPRESSED} --mtp-num-layers 1", "", "--mtp-num-layers"),
     ("--dsa-indexer-warmup --dsa-indexer-loss-coeff 0.1", "", "--dsa-indexer-warmup"),
     (f"{WARMUP} --bf16 --use-torch-fsdp2 --ckpt-format fsdp_dtensor", "", "--use-torch-fsdp2"),
     (f"{WARMUP} --bf16 --use-megatron-fsdp --ckpt-format fsdp_dtensor", "", "--use-megatron-fsdp"),
@@ -548,6 +569,8 @@ VALID_LINES = (
     (f"{SPARSE} --context-parallel-size 2 --cp-comm-type allgather --dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss", ""),
     (f"{SPARSE} --dsa-indexer-head-dim 96 --no-dsa-indexer-rotate-activation", ""),
     (f"{SPARSE} --context-parallel-size 2 --cp-comm-type all_gather", ""),
+    (f"{COMPRESSED} --tensor-model-parallel-size 2", ""),
+    (COMPRESSED.replace("--dsa-indexer-topk 32", "--csa-dense-mode"), ""),
     (f"{WARMUP} --dsa-indexer-use-sparse-loss", ""),
     (WARMUP, ""),
     ("--checkpoint-activations", ""),

@@ -24,7 +24,8 @@ SPLIT = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_sp
 V4 = (
     "experimental_attention_variant=dsv4_hybrid csa_window_size=128 csa_compress_rotary_base=40000 "
     "moe_n_hash_layers=3 enable_hyper_connections "
-    "mhc_sinkhorn_iterations=20 use_fused_mhc o_lora_rank=1024 original_max_position_embeddings=65536"
+    "mhc_sinkhorn_iterations=20 use_fused_mhc o_lora_rank=1024 original_max_position_embeddings=65536 "
+    "dsa_indexer_n_heads=64 dsa_indexer_head_dim=128 dsa_indexer_loss_coeff=1e-2 dsa_indexer_use_sparse_loss"
 )
 FIVE_PP4 = "pipeline_model_parallel_layout=Et*4|(tttt|)*14tmL"
 
@@ -72,7 +73,7 @@ RECIPES = (
         "deepseek_v4_flash/gb200 MXFP8",
         "deepseek_v3",
         128,
-        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([0,0,4]+[128,4]*20+[0]) o_groups=8 "
+        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([0,0,4]+[128,4]*20+[0]) o_groups=8 num_layers=43 moe_layer_freq=1 dsa_indexer_topk=512 "
         f"expert_model_parallel_size=64 {WHOLE} moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj, "
         "global_batch_size=2048",
     ),
@@ -80,7 +81,7 @@ RECIPES = (
         "deepseek_v4_pro/gb300 MXFP8",
         "deepseek_v3",
         256,
-        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([128,128,4]+[128,4]*29+[0]) o_groups=16 "
+        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([128,128,4]+[128,4]*29+[0]) o_groups=16 dsa_indexer_topk=1024 "
         f"pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {WHOLE} "
         f"moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj,mhc "
         "fine_grained_activation_offloading offload_modules=core_attn, "
@@ -242,8 +243,28 @@ TABLE_11 = (
 """The nine rows of table 11 of arXiv 2603.07685 (mappings: tables 11, 17 and 20; further flags: the public model zoo)."""
 REFUSED = {
     "deepseek_v3/h100 BF16": "--num-layers 61 must be a multiple of --pipeline-model-parallel-size 16",  # upstream, too
-    "deepseek_v4_flash/gb200 MXFP8": ("the layers of DeepSeek-V4", "--mtp-num-layers"),
-    "deepseek_v4_pro/gb300 MXFP8": ("the layers of DeepSeek-V4", "--mtp-num-layers"),
+    "deepseek_v4_flash/gb200 MXFP8": (
+        "--original-max-position-embeddings",
+        "its indexers do not learn yet",
+        "dsv4_hybrid cannot be combined with --mtp-num-layers",
+        "its blocks are not captured",
+        "dsv4_hybrid cannot be combined with --fp8-format",
+        "--recompute-modules mla_up_proj",
+        "--enable-hyper-connections cannot be combined with --mtp-num-layers",
+        "captured parts have one stream",
+    ),
+    "deepseek_v4_pro/gb300 MXFP8": (
+        "--original-max-position-embeddings",
+        "its indexers do not learn yet",
+        "dsv4_hybrid cannot be combined with --mtp-num-layers",
+        "its blocks are not captured",
+        "dsv4_hybrid cannot be combined with --fp8-format",
+        "dsv4_hybrid cannot be combined with --fine-grained-activation-offloading",
+        "--recompute-modules mla_up_proj",
+        "--enable-hyper-connections cannot be combined with --mtp-num-layers",
+        "captured parts have one stream",
+        "--recompute-modules mla_up_proj mhc: the layers that have these modules",
+    ),
 }
 """Those that are refused -> the reason, or several."""
 

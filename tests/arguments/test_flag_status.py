@@ -425,19 +425,3 @@ def test_dry_run_accepts_any_dispatcher():
         "8",
         world_size=2,
     )
-
-
-def test_missing_architecture_is_one_violation():
-    line = (
-        "--experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4,128] --csa-window-size 128 "
-        "--mhc-recompute-layer-num 2 --recompute-granularity selective "
-        "--recompute-modules mhc "
-        "--cuda-graph-impl local --cuda-graph-modules attn --reset-attention-mask"
-    )
-    errors = violations(*line.split())
-    assert len(errors) == 1 and errors[0].kind == "later" and "DeepSeek-V4" in errors[0].message
-    assert {"--csa-compress-ratios", "--mhc-recompute-layer-num", "--recompute-modules"} < set(errors[0].flags)
-    alone = violations("--csa-compress-ratios", "[4,128]")
-    assert (
-        len(alone) == 1 and "compressed sparse attention" in alone[0].message and "DeepSeek-V4" not in alone[0].message
-    )

@@ -14,7 +14,13 @@ from moe_trainer.layers.hyper_connection import HyperConnection, StreamContracti
 from moe_trainer.parallel.state import ParallelState
 
 FLAGS = "--enable-hyper-connections --num-residual-streams 3 --mhc-sinkhorn-iterations 4 --mhc-init-gating-factor 0.5"
-MODEL = ModelArgs(hidden_size=10, enable_hyper_connections=True, num_residual_streams=3, mhc_sinkhorn_iterations=4)
+MODEL = ModelArgs(
+    hidden_size=10,
+    layernorm_epsilon=1e-5,
+    enable_hyper_connections=True,
+    num_residual_streams=3,
+    mhc_sinkhorn_iterations=4,
+)
 MAPPINGS = {
     "tensor, sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
     "tensor": "--tensor-model-parallel-size 2",
@@ -33,7 +39,7 @@ def make_argv_with_streams():
 def make_reference(name):
     """Return a module of transformers' DeepSeek-V4; skip the test where this version has none."""
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
-    config = modeling.DeepseekV4Config(hidden_size=10, hc_mult=3, hc_sinkhorn_iters=4, hc_eps=1e-6, rms_norm_eps=1e-6)
+    config = modeling.DeepseekV4Config(hidden_size=10, hc_mult=3, hc_sinkhorn_iters=4, hc_eps=1e-6, rms_norm_eps=1e-5)
     return getattr(modeling, name)(config)
 
 

@@ -71,6 +71,11 @@ SPARSE = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.1 "
     "--dsa-indexer-use-sparse-loss"
 )
+COMPRESSED = (
+    "--experimental-attention-variant dsv4_hybrid --multi-latent-attention --qk-layernorm --csa-compress-ratios [0,4,6] --csa-window-size 5 "
+    "--q-lora-rank 10 --v-head-dim 12 --qk-pos-emb-head-dim 4 --o-groups 2 --o-lora-rank 6 --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 "
+    "--dsa-indexer-topk 2"
+)
 GATHERED = "--dsa-attention-form gathered"
 FEW = ("all kept", "layernorm", "moe", "uniform", "offload everything")
 KINDS = {
@@ -147,6 +152,8 @@ KINDS = {
     "gated DeltaNet, norm after experts": (f"{GROUPED} {DELTA} --post-mlp-layernorm", ("all kept",)),
     "adapters, norms before and after": (
         f"{GROUPED} {QUERIES} --post-self-attn-layernorm --post-mlp-layernorm --moe-shared-expert-intermediate-size 40 --lora-dim 4", ("all kept", "moe")),
+    "compressed": (f"{GROUPED} {COMPRESSED}", ("all kept", "core_attn", "layernorm", "uniform")),
+    "compressed, bf16": (f"{GROUPED} {COMPRESSED} --bf16 --moe-layer-freq ([0]*3)", ("all kept",)),
     "packed documents": (GROUPED, ("all kept", "core_attn", "layernorm")),
     "latent, long": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --seq-length 600 --max-position-embeddings 600", ("all kept", "mla_up_proj")),

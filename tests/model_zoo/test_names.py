@@ -14,6 +14,7 @@ NAMES = """
     deepseek_v3_2_tiny
     deepseek_v3_proxy
     deepseek_v3_tiny
+    deepseek_v4_tiny
     dots_llm1
     ernie_4_5_21b_a3b
     finermoe_qwen2_5_0_5b

@@ -12,6 +12,7 @@ LOSSES = {
     "mixtral_tiny": {"lm loss", "load_balancing_loss"},
     "deepseek_v3_tiny": {"lm loss", "seq_load_balancing_loss", "mtp_1 loss"},
     "deepseek_v3_2_tiny": {"lm loss", "seq_load_balancing_loss", "mtp_1 loss", "indexer loss"},
+    "deepseek_v4_tiny": {"lm loss", "seq_load_balancing_loss"},
     "finermoe_tiny": {"lm loss", "seq_load_balancing_loss"},
     "latentmoe_tiny": {"lm loss", "seq_load_balancing_loss"},
     "nemotron_3_tiny": {"lm loss", "seq_load_balancing_loss"},

@@ -332,6 +332,10 @@ FOUR = {
     "finermoe_output_expansion": "2",
 }
 DELTA = "--experimental-attention-variant gdn --linear-attention-freq 4"
+COMPRESSED = (
+    "--experimental-attention-variant dsv4_hybrid --multi-latent-attention --qk-layernorm --q-lora-rank 64 --attention-dropout 0 --disable-bias-linear "
+    "--csa-compress-ratios ([0,4,128]*30) --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 32 --normalization RMSNorm"
+)
 HYBRID = "--hybrid-layer-pattern M*-EME*E"
 LINEAR = {
     "linear_num_key_heads": "8",
@@ -346,6 +350,9 @@ REQUIRED_FLAGS = {
     **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"), "--lora-dim 8"),
     **dict.fromkeys((*INDEXERS, "dsa_kernel_backend"), SPARSE),
     "dsa_attention_form": f"{SPARSE} --dsa-indexer-use-sparse-loss --attention-dropout 0",
+    **dict.fromkeys(
+        ("csa_compress_ratios", "csa_window_size", "csa_compress_rotary_base", "csa_dense_mode", "o_groups", "o_lora_rank"), COMPRESSED
+    ),
     **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
     "experimental_attention_variant": "--linear-attention-freq 4",
     **dict.fromkeys((*FOUR, "moe_concat_proj"), FINE),
@@ -398,6 +405,7 @@ VALUES = {
     "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
     "squared_relu": None, "quick_geglu": None,  # excluded by --swiglu
     "rotary_base_per_layer": " ".join(["10000"] * 60 + ["500000"]), "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4", "lora_target_modules": "linear_qkv",
+    "csa_compress_ratios": "([4,0]*50)", "o_groups": "4", "csa_window_size": "64", "o_lora_rank": "32", "csa_compress_rotary_base": "160000",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
 WITHOUT_EFFECT_ON_NUMBERS = set(

@@ -197,7 +197,7 @@ def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any
 def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
     """Return the architecture flags whose meaning a config.json has lost."""
     moe, latent = bool(expected.get("num_experts")), bool(expected.get("multi_latent_attention"))
-    sparse = expected.get("experimental_attention_variant") == "dsa"
+    sparse = expected.get("experimental_attention_variant") in ("dsa", "dsv4_hybrid")
     differences = []
     for dest in SHAPE:
         if (

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, hybrid_letters, linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import (
+    ATTENTION,
+    MAMBA,
+    MLP,
+    MOE,
+    OVERLAPPING_RATIO,
+    hybrid_letters,
+    linear_layer_pattern,
+    moe_layer_pattern,
+)
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.rotary import (
     Config,
@@ -627,6 +636,90 @@ def _write_scaled_embedding(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"mup_enabled": factor == root}
 
 
+_SLIDING, _INDEXED, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+def _read_compressed(config: Config) -> Flags:
+    """Read DeepSeek-V4's kinds of layers and its two rotary embeddings."""
+    rates = dict(config.get("compress_rates") or {})
+    indexed = rates.get(_INDEXED, config.get("compress_rate_csa", OVERLAPPING_RATIO))
+    if indexed != OVERLAPPING_RATIO:
+        raise CheckpointError(
+            f"config.json: {_INDEXED} compresses {indexed} tokens, and {OVERLAPPING_RATIO} are needed"
+        )
+    by_kind = {_SLIDING: 0, _INDEXED: indexed, _HEAVY: rates.get(_HEAVY, config.get("compress_rate_hca", 128))}
+    layers, kinds = config["num_hidden_layers"], config.get("layer_types")
+    ratios = config.get("compress_ratios") if kinds is None else [by_kind[kind] for kind in kinds]
+    if ratios is None:
+        ratios = [by_kind[_HEAVY if layer < 2 or layer % 2 == 0 else _INDEXED] for layer in range(layers)]
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    main, scaling = rope.get("main") or {}, dict(rope.get("compress") or rope)
+    if scaling.pop("attention_factor", None) not in (None, 1.0):
+        raise CheckpointError("config.json: attention_factor of the rotary scaling must be 1.0, as published")
+    share = scaling.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    width, base = config.get("head_dim") or 512, scaling.pop("rope_theta", None)
+    rotated = config.get("qk_rope_head_dim") or int(width * (share or 0.125))
+    theta = main.get("rope_theta") or config.get("rope_theta") or 10000.0
+    flags = read_rotary({"rope_parameters": scaling, "rope_theta": theta, "kv_lora_rank": None})
+    own_base = {"csa_compress_rotary_base": float(base)} if rope.get("compress") and base else {}
+    return (
+        flags
+        | own_base
+        | {
+            "csa_compress_ratios": list(ratios[:layers]),
+            "qk_pos_emb_head_dim": rotated,
+            "kv_channels": width,
+            "dsa_indexer_rotate_activation": False,
+        }
+    )
+
+
+def _write_compressed(flags: Mapping[str, Any]) -> dict[str, Any]:
+    if flags.get("experimental_attention_variant") != "dsv4_hybrid":
+        raise CheckpointError("a DeepSeek-V4 model needs --experimental-attention-variant dsv4_hybrid")
+    if flags.get("csa_dense_mode"):
+        raise CheckpointError("--csa-dense-mode: a DeepSeek-V4 model has an indexer in every layer of ratio 4")
+    ratios = flags["csa_compress_ratios"][: flags["num_layers"]]
+    heavy = sorted({ratio for ratio in ratios if ratio not in (0, OVERLAPPING_RATIO)})
+    if len(heavy) > 1:
+        raise CheckpointError(f"--csa-compress-ratios has {heavy}; a DeepSeek-V4 model has 0, 4 and one other number")
+    kinds = {0: _SLIDING, OVERLAPPING_RATIO: _INDEXED}
+    share = flags["qk_pos_emb_head_dim"] / flags["v_head_dim"]
+    rope = write_rotary(flags)
+    scaling = rope["rope_scaling"]
+    both = {"rope_theta": float(flags["csa_compress_rotary_base"]), "partial_rotary_factor": share}
+    compress = {"rope_type": "default"} if scaling is None else {**scaling, "attention_factor": 1.0}
+    compress.pop("type", None)
+    return {
+        "layer_types": [kinds.get(ratio, _HEAVY) for ratio in ratios],
+        "compress_rates": {_INDEXED: OVERLAPPING_RATIO, _HEAVY: heavy[0] if heavy else 128},
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": share,
+        "qk_rope_head_dim": flags["qk_pos_emb_head_dim"],
+        "rope_parameters": {
+            "main": {"rope_type": "default", "rope_theta": rope["rope_theta"], "partial_rotary_factor": share},
+            "compress": {**compress, **both},
+        },
+    }
+
+
+def _read_hash_layers(config: Config) -> Flags:
+    """Read which layers are routed by token: the first ones, three by default."""
+    kinds, layers = config.get("mlp_layer_types"), config["num_hidden_layers"]
+    count = min(layers, config.get("num_hash_layers", 3)) if kinds is None else list(kinds).count("hash_moe")
+    if kinds is not None and list(kinds) != _mlp_kinds(count, layers):
+        raise CheckpointError(f"config.json: mlp_layer_types has {kinds}; layers of hash_moe must come first, then moe")
+    return {"moe_n_hash_layers": count}
+
+
+def _mlp_kinds(count: int, layers: int) -> list[str]:
+    return ["hash_moe"] * count + ["moe"] * (layers - count)
+
+
+def _write_hash_layers(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mlp_layer_types": _mlp_kinds(flags.get("moe_n_hash_layers") or 0, flags["num_layers"])}
+
+
 def _read_mtp(config: Config) -> Flags:
     return {"mtp_num_layers": config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 0)) or None}
 
@@ -673,6 +766,8 @@ STATE_SPACE = ConfigConverter(_read_state_space, _write_state_space)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)
 NEXT = ConfigConverter(_read_next, _write_next)
 SCALED_EMBEDDING = ConfigConverter(_read_scaled_embedding, _write_scaled_embedding)
+COMPRESSED = ConfigConverter(_read_compressed, _write_compressed)
+HASH_LAYERS = ConfigConverter(_read_hash_layers, _write_hash_layers)
 MTP = ConfigConverter(_read_mtp, _write_mtp)
 CONVERTERS: Mapping[str, ConfigConverter] = MappingProxyType(
     {name.lower(): value for name, value in list(globals().items()) if isinstance(value, ConfigConverter)}

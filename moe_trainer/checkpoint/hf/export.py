@@ -259,7 +259,7 @@ def _plan_hf_tensors(
     mapping: TensorMapping, last: _LastTensorCache, stored: torch.dtype, rows: int | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[HFTensor, PlannedTensor]]:
     """Yield the Hugging Face tensors of a mapping, or slices of them."""
-    kept = torch.float32 if mapping.keeps_fp32 else dtype or stored
+    kept = mapping.fixed_dtypes[1] if mapping.fixed_dtypes else dtype or stored
     vocabulary = mapping.native in ("embedding.word_embeddings.weight", "output_layer.weight")
     for position, ref in enumerate(mapping.sources):
 

@@ -34,6 +34,7 @@ NAMES = tuple(
     deepseek_v2
     deepseek_v3
     deepseek_v32
+    deepseek_v4
     glm_moe_dsa
     glm4_moe
     flex_olmo

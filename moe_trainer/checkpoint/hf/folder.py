@@ -95,7 +95,7 @@ class HFModel:
         return value
 
     def target_dtype(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> torch.dtype:
-        return torch.float32 if mapping.keeps_fp32 else dtype or self.dtype
+        return mapping.fixed_dtypes[0] if mapping.fixed_dtypes else dtype or self.dtype
 
 
 def is_computed(name: str) -> bool:
@@ -214,17 +214,18 @@ def open_hf_model(
         notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
     notes += [f"{name} repeats {original}" for name, original in repeated.items()]
     numbers = {ref.name: source.dtype(ref.name) for mapping in mappings for ref in mapping.sources}
+    tables = {ref.name for mapping in mappings for ref in mapping.sources if mapping.native.endswith("tid2eid")}
     strange = [
         f"{name} is stored as {dtype}, and floating-point numbers are needed"
         for name, dtype in numbers.items()
-        if not dtype.is_floating_point
+        if not dtype.is_floating_point and name not in tables
     ]
     raise_problems(strange)
     dtype = numbers[mappings[0].sources[0].name]
     wider = [
         ref.name
         for mapping in mappings
-        if not mapping.keeps_fp32
+        if not mapping.fixed_dtypes
         for ref in mapping.sources
         if numbers[ref.name].itemsize > dtype.itemsize
     ]

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.container import OPTIONS
 from arguments.layer_pattern import (
     ATTENTION,
     MAMBA,
     MLP,
     MOE,
+    OVERLAPPING_RATIO,
     hybrid_letters,
     linear_layer_pattern,
     moe_layer_pattern,
@@ -58,9 +60,11 @@ class TensorMapping:
         return joined[self.siblings.index(self.native)] if self.siblings else joined
 
     @property
-    def keeps_fp32(self) -> bool:
-        """Whether the tensor is fp32 for every dtype of weights: the router's expert bias."""
-        return self.native.endswith("expert_bias")
+    def fixed_dtypes(self) -> tuple[torch.dtype, torch.dtype] | None:
+        """The native and the Hugging Face dtype of what is no weight: expert biases, tables of hash routing."""
+        if self.native.endswith("tid2eid"):
+            return torch.int32, torch.int64
+        return (torch.float32, torch.float32) if self.native.endswith("expert_bias") else None
 
 
 def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
@@ -115,8 +119,10 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
             "MP": 2 * inner + 2 * states + mamba_heads,
         }
     if flags.get("multi_latent_attention"):
-        nope, rope, value = flags["qk_head_dim"], flags["qk_pos_emb_head_dim"], flags["v_head_dim"]
-        rank = flags["kv_lora_rank"]
+        nope, rope, value, rank = (
+            flags.get(dest, OPTIONS[dest].default)
+            for dest in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank")
+        )
         sizes |= {
             "A": flags.get("q_lora_rank") or 0,
             "C": rank,
@@ -126,7 +132,11 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
             "U": heads * (nope + value),
             "O": heads * value,
         }
-    if flags.get("experimental_attention_variant") == "dsa":
+    if flags.get("experimental_attention_variant") == "dsv4_hybrid":
+        groups, rank, streams = flags["o_groups"], flags["o_lora_rank"], flags["num_residual_streams"]
+        sizes |= {"VD": value, "OG": heads * value // groups, "OR": groups * rank, "TK": flags["moe_router_topk"]}
+        sizes |= {"ST": streams, "SM": streams * (streams + 2), "SH": streams * hidden}
+    if flags.get("dsa_indexer_n_heads"):
         heads, width = flags["dsa_indexer_n_heads"], flags["dsa_indexer_head_dim"]
         sizes |= {"IH": heads, "ID": width, "IQ": heads * width}
     return sizes
@@ -136,6 +146,26 @@ def state_space_sizes(flags: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the channels of all heads and those of all states, and the heads, of a Mamba-2 layer."""
     heads = state_space_heads(flags)
     return heads * flags["mamba_head_dim"], flags["mamba_num_groups"] * flags["mamba_state_dim"], heads
+
+
+def _layer_flags(flags: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
+    """Return the flags with what lists of layers say of one, counted from 0."""
+    ratios = flags.get("csa_compress_ratios")
+    own = {"moe_n_hash_layers": layer < (flags.get("moe_n_hash_layers") or 0)}
+    if ratios is None:
+        return {**flags, **own}
+    has_indexer = ratios[layer] == OVERLAPPING_RATIO and not flags.get("csa_dense_mode")
+    topk = flags.get("dsa_indexer_topk") if has_indexer else None
+    return {**flags, **own, "csa_compress_ratios": ratios[layer], "dsa_indexer_topk": topk}
+
+
+def _compressor_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of layout symbols that differ between layers, from the flags of one."""
+    ratio = flags.get("csa_compress_ratios")
+    if not ratio:
+        return {}
+    factor = 2 if ratio == OVERLAPPING_RATIO else 1
+    return {"CR": ratio, "CW": factor * flags["v_head_dim"], "CI": 2 * (flags.get("dsa_indexer_head_dim") or 0)}
 
 
 def tensor_mappings(
@@ -153,8 +183,8 @@ def tensor_mappings(
     by_layer, mtp_rules = _layer_rules(names, flags)
     mappings = list(_expand(names.model, "", "", flags, sizes, present))
     for layer, rules in enumerate(by_layer):
-        prefix = names.layer_prefix.format(l=layer // names.native_layers)
-        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, flags, sizes, present)
+        prefix, own = names.layer_prefix.format(l=layer // names.native_layers), _layer_flags(flags, layer)
+        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, own, sizes | _compressor_sizes(own), present)
     mappings += _expand(names.head, "", "", flags, sizes, present)
     for depth in range(depths):
         depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.mtp_prefixes)
@@ -221,7 +251,7 @@ def _expand(
         shapes: list[tuple[int, ...]] = []
         parts = _select_spelling(rule.spellings, hf_prefix, present).split(",")
         for expert in range(sizes["X"]) if "{e}" in rule.native[0] else (None,):
-            refs = tuple(_ref(part, hf_prefix, expert, sizes, rule) for part in parts)
+            refs = tuple(_ref(part, hf_prefix, expert, sizes, rule, present) for part in parts)
             # a stack holds both halves already
             transform = SAME if rule.transform is HALVES and len(refs) == 1 else rule.transform
             if not shapes:  # equal for all experts
@@ -248,12 +278,19 @@ def _select_spelling(spellings: Sequence[str], prefix: str, present: Callable[[s
     """Return the spelling whose first tensor exists, else the one that is written."""
     if present is not None:
         for spelling in spellings:
-            if present(prefix + spelling.split()[0].format(e=0)):
+            if _found(prefix + spelling.split()[0].format(e=0), present) is not None:
                 return spelling
     return spellings[0]
 
 
-def _ref(part: str, prefix: str, expert: int | None, sizes: ModelSizes, rule: Rule) -> HFTensor:
+def _found(name: str, present: Callable[[str], bool]) -> str | None:
+    """Return the name if it is there, or with the prefix that transformers writes before names of published files."""
+    return next((each for each in (name, f"model.{name}") if present(each)), None)
+
+
+def _ref(
+    part: str, prefix: str, expert: int | None, sizes: ModelSizes, rule: Rule, present: Callable[[str], bool] | None
+) -> HFTensor:
     name, *layout = part.split()
     unknown = [symbol for symbol in layout if symbol not in sizes and not symbol.isdigit()]
     if unknown:
@@ -263,9 +300,12 @@ def _ref(part: str, prefix: str, expert: int | None, sizes: ModelSizes, rule: Ru
             f"{known}"
         )
     shape = tuple(sizes[symbol] if symbol in sizes else int(symbol) for symbol in layout)
+    whole = prefix + name.format(e=expert)
+    if present is not None:
+        whole = _found(whole, present) or whole
     if expert is not None and "{e}" not in name:
-        return HFTensor(prefix + name, shape[1:], expert, shape[0])
-    return HFTensor(prefix + name.format(e=expert), shape)
+        return HFTensor(whole, shape[1:], expert, shape[0])
+    return HFTensor(whole, shape)
 
 
 def check_source(

@@ -9,7 +9,9 @@ FFN width, E expert and S shared FFN width, X experts, W outputs of a FineRMoE e
 attention: A query and C key-value rank, R rotary part, T C + R, P rows of queries, U rows of keys and values, O columns
 of values; sparse attention: IH heads of the indexer, ID their size, IQ rows of its queries; linear attention: LK key
 and LV value heads, LKD and LVD their sizes, LO outputs, LZ, LB and LC rows of its two projections and of its
-convolution, LW width of that.
+convolution, LW width of that; compressed attention: VD head dim, CR tokens of a compressed key, CW and CI rows of the
+compressor and of the indexer's, OG inputs and OR outputs of groups of heads, TK experts of a token; hyper-connections:
+ST streams, SM weights of a token, SH all streams together.
 Numbers are literal.
 """
 

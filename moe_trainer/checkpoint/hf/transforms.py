@@ -100,6 +100,7 @@ TRANSFORMS = MappingProxyType(
     {
         "SAME": SAME,
         "HALVES": HALVES,
+        "ELEMENTS": Transform(lambda parts, _: parts[0].split(1), lambda full, _: [torch.cat(tuple(full))], (1,), 3),
         # [q..q, k, v] per key-value group, or [q..q, g..g, k, v]; Hugging Face: one tensor each
         "GROUPS": Transform(_join_groups, _part_groups, (3, 4)),
         # [q..q, g..g, k, v] per key-value group; Hugging Face: [q, g] per head

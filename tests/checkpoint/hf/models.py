@@ -1,6 +1,7 @@
 """Tiny random models of transformers, one per convertible family, and functions to compare them with ours."""
 
 import importlib
+import re
 
 import torch
 
@@ -392,6 +393,32 @@ MODELS = {
     ),
     "deepseek_v32": ("DeepseekV32", _INDEXED | {"n_group": 4, "topk_group": 2}),
     "glm_moe_dsa": ("GlmMoeDsa", _INDEXED | {"rms_norm_eps": 1e-6}),
+    # 16 indexer heads, as above; the second layer selects 5 of 8 compressed keys
+    "deepseek_v4": (
+        "DeepseekV4",
+        {
+            "moe_intermediate_size": 24,
+            "head_dim": 12,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 20,
+            "num_experts_per_tok": 3,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+            "sliding_window": 5,
+            "o_groups": 2,
+            "o_lora_rank": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 8,
+            "index_topk": 5,
+            "hc_mult": 3,
+            "hc_sinkhorn_iters": 4,
+            "swiglu_limit": 2.0,
+        },
+    ),
     # as deepseek_v3, with one group of experts and yarn
     "kimi_k2": (
         "DeepseekV3",
@@ -444,7 +471,27 @@ def make(name, seed=1, **changes):
     for buffer_name, buffer in model.named_buffers():
         if "correction_bias" in buffer_name or "expert_bias" in buffer_name:
             buffer += 0.1 * torch.randn(buffer.shape)
+        if "tid2eid" in buffer_name:  # distinct experts of every token
+            buffer.copy_(torch.rand(len(buffer), config["n_routed_experts"]).argsort(-1)[:, : buffer.shape[1]])
     return model
+
+
+# transformers adds its prefix to names of published files, and changes some
+_PUBLISHED = {
+    "deepseek_v4": (
+        (r"^model\.", ""),
+        (r"\.attn\.norm\.", ".attn.kv_norm."),
+        (r"^embed_tokens\.", "embed."),
+        (r"^hc_head\.hc_", "hc_head_"),
+    )
+}
+
+
+def published_names(name, tensors):
+    """Return the tensors that transformers saves, with the names of published files."""
+    for old, new in _PUBLISHED.get(name, ()):
+        tensors = {re.sub(old, new, key): value for key, value in tensors.items()}
+    return tensors
 
 
 def run_convert(*words):

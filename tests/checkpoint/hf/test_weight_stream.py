@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, VOCAB, flags_for, load_ours, make
+from checkpoint.hf.models import MODELS, VOCAB, flags_for, load_ours, make, published_names
 from safetensors.torch import load_file
 
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 def test_streamed_tensors_of_every_family(name, tmp_path):
     make(name).save_pretrained(tmp_path, safe_serialization=True)
     source = {key: value for path in tmp_path.glob("*.safetensors") for key, value in load_file(path).items()}
-    model = load_ours(tmp_path)
+    source, model = published_names(name, source), load_ours(tmp_path)
     kind = json.loads((tmp_path / "config.json").read_text())["model_type"]
     weights = HFWeights(flags_for(tmp_path).as_dict(), VOCAB, None, torch.float32, kind)
     # the order of arrival does not matter: later layers may be on another rank

@@ -1,0 +1,116 @@
+"""Attention of DeepSeek-V4 (--experimental-attention-variant dsv4_hybrid): needs, and what it is not built for."""
+
+from collections.abc import Iterator
+
+from arguments.layer_pattern import OVERLAPPING_RATIO
+from arguments.rules.derived_sizes import DerivedSizes, divides, positive
+from arguments.settings import Limit, Settings, Violation
+
+VARIANT = "{experimental_attention_variant:flag} dsv4_hybrid"
+INDEXER_FLAGS = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+_EXCLUDED = (
+    ("dsa_indexer_loss_coeff", "its indexers do not learn yet"),
+    ("softmax_type", "every head has a learned sink already"),
+    ("window_size", "--csa-window-size has the window of all layers"),
+    ("no_rope_freq", "compressed keys need positions"),
+    ("rotary_percent", "--qk-pos-emb-head-dim channels are rotated"),
+    ("qk_clip", "it rescales weights of keys that have no values of their own here"),
+    ("log_max_attention_logit", "the logits of compressed keys are not tracked"),
+    ("linear_attention_freq", "every layer has this attention"),
+    ("mla_down_proj_fusion", "its down-projections are separate"),
+    ("mtp_num_layers", "prediction layers have one rotary embedding, that of the model"),
+    ("lora_dim", "adapters are not planned for its projections"),
+    ("use_mup", "nothing scales its compressors"),
+    ("freeze_backbone", "its compressors are neither norms nor projections"),
+    ("cuda_graph_impl", "its blocks are not captured"),
+    ("fp8", "its compressors are computed in high precision only"),
+    ("fp4", "its compressors are computed in high precision only"),
+    ("reset_attention_mask", "compressed keys would join documents"),
+    ("dataloader_inter_document_masking", "compressed keys would join documents"),
+    ("use_varlen_dataset", "compressed keys would join samples"),
+    ("sft", "compressed keys would join samples"),
+    ("fine_grained_activation_offloading", "single parts are not offloaded"),
+    ("use_torch_fsdp2", "parameters of compressors are not sharded so"),
+    ("use_megatron_fsdp", "parameters of compressors are not sharded so"),
+    ("moe_use_upcycling", "there is no dense model of such layers"),
+)
+
+
+def check_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if s.experimental_attention_variant != "dsv4_hybrid":
+        return
+    for dest in ("multi_latent_attention", "qk_layernorm"):
+        if not s.values[dest]:
+            yield s.violation("{experimental_attention_variant} needs {:flag}.", dest)
+    if s.normalization != "RMSNorm":
+        yield s.violation("{experimental_attention_variant} needs {normalization:flag} RMSNorm.")
+    if s.position_embedding_type != "rope":
+        yield s.violation("{experimental_attention_variant} needs {position_embedding_type:flag} rope.")
+    if s.q_lora_rank is None:
+        yield s.violation("{experimental_attention_variant} needs {q_lora_rank:flag}.")
+    if positive(s.v_head_dim) and positive(s.qk_pos_emb_head_dim) and s.qk_pos_emb_head_dim > s.v_head_dim:
+        yield s.violation(
+            "{qk_pos_emb_head_dim} must not exceed {v_head_dim}: that many channels of a head are rotated."
+        )
+    if positive(s.o_groups) and positive(s.num_attention_heads) and not divides(s.o_groups, s.num_attention_heads):
+        yield s.violation("{o_groups} must divide {num_attention_heads}.")
+    if positive(s.o_groups) and not divides(f.tp, s.o_groups):
+        yield s.violation("{o_groups} must be a multiple of {tensor_model_parallel_size}.")
+    yield from _check_ratios(s)
+
+
+def _check_ratios(s: Settings) -> Iterator[Violation]:
+    ratios = s.csa_compress_ratios
+    if not isinstance(ratios, list):
+        yield s.violation(
+            "{experimental_attention_variant} needs {csa_compress_ratios:flag} with a list of one number per layer, "
+            "such as ([0]*2+[4,128]*20)."
+        )
+        return
+    if positive(s.num_layers) and len(ratios) < s.num_layers:
+        yield s.violation(
+            "{csa_compress_ratios:flag} lists {count} layers, and {num_layers} needs one number each.",
+            count=len(ratios),
+        )
+    if any(ratio == 1 for ratio in ratios):
+        yield s.violation("{csa_compress_ratios:flag}: 1 would compress nothing; 0 leaves the window only.")
+    if OVERLAPPING_RATIO not in ratios or s.csa_dense_mode:
+        return
+    for dest in INDEXER_FLAGS:
+        if s.values[dest] is None:
+            yield s.violation(
+                "{csa_compress_ratios:flag} with layers of ratio 4 needs {:flag}, or {csa_dense_mode:flag}.", dest
+            )
+    width = s.dsa_indexer_head_dim
+    if not positive(width):
+        return
+    if s.dsa_indexer_rotate_activation and width & (width - 1):
+        yield s.violation(
+            "{dsa_indexer_head_dim} must be a power of two for the Hadamard rotation, or add "
+            "{dsa_indexer_rotate_activation:flag}."
+        )
+    if positive(s.qk_pos_emb_head_dim) and width < s.qk_pos_emb_head_dim:
+        yield s.violation(
+            "{dsa_indexer_head_dim} must be at least {qk_pos_emb_head_dim}: that many channels of the indexer are "
+            "rotated by position."
+        )
+
+
+def limit_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    is_on = s.experimental_attention_variant == "dsv4_hybrid"
+    for dest, why in _EXCLUDED:
+        is_given = s.values[dest] != s.default(dest)
+        yield Limit(is_on and is_given, f"{VARIANT} cannot be combined with {{}}: {why}.", (dest,))
+    yield Limit(
+        is_on and s.add_bias_linear, f"{VARIANT} needs {{add_bias_linear:flag}}: its projections have no biases."
+    )
+    yield Limit(is_on and s.attention_dropout, f"{VARIANT} needs {{attention_dropout:flag}} 0: its blocks have none.")
+    yield Limit(
+        is_on and f.largest_cp > 1,
+        f"{VARIANT} cannot be combined with {{context_parallel_size:flag}}: compressed keys join tokens of several "
+        "ranks.",
+    )
+    yield Limit(
+        is_on and s.recompute_granularity == "selective" and "mla_up_proj" in (s.recompute_modules or ()),
+        f"{VARIANT} cannot be combined with {{recompute_modules:flag}} mla_up_proj: keys have no up-projection.",
+    )
