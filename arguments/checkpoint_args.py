@@ -20,6 +20,7 @@ SHAPE = tuple(
     rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings yarn_beta_fast
     yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size attention_chunk_size
     window_attn_skip_freq rotary_base_per_layer window_rotary_percent window_rope_unscaled
+    window_num_query_groups window_softmax_type value_channels attention_value_scale
     qk_l2_norm_rope_layers_only
     normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
     pre_layernorm post_self_attn_layernorm post_mlp_layernorm

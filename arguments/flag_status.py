@@ -310,7 +310,7 @@ REQUIRES = (
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
     (("use_rope_scaling",), "rope_scaling_factor rope_scaling_high_freq_factor"),
-    (("window_size",), "window_rotary_percent window_rope_unscaled"),
+    (("window_size",), "window_rotary_percent window_rope_unscaled window_num_query_groups window_softmax_type"),
     (("attn_temperature_tuning",), "attn_temperature_scale attn_temperature_floor"),
     (
         ("num_experts",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -101,6 +102,18 @@ def typical_layers(model: ModelArgs, pattern: Sequence[bool], is_moe: bool) -> t
 def uses_window(model: ModelArgs, layer_number: int) -> bool:
     """Whether this layer (counted from 1) attends to a window only: --window-size, --window-attn-skip-freq."""
     return model.window_size is not None and _is_local(model, layer_number)
+
+
+def model_of_layer(model: ModelArgs, layer_number: int) -> ModelArgs:
+    """Return the model with the attention of a layer (counted from 1); those with a window may have other flags."""
+    groups, softmax = model.window_num_query_groups, model.window_softmax_type
+    if (groups is None and softmax is None) or not uses_window(model, layer_number):
+        return model
+    return replace(
+        model,
+        num_query_groups=model.num_query_groups if groups is None else groups,
+        softmax_type=softmax or model.softmax_type,
+    )
 
 
 def uses_chunks(model: ModelArgs, layer_number: int) -> bool:

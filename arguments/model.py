@@ -31,6 +31,10 @@ class ModelArgs:
     """Share each key/value head among a group of query heads."""
     num_query_groups: int = 1
     """Number of key/value heads, with --group-query-attention."""
+    window_num_query_groups: int | None = None
+    """Number of key/value heads of layers with a window. Unset: --num-query-groups."""
+    value_channels: int | None = None
+    """Number of channels of a value head. Unset: --kv-channels, as queries and keys have."""
     max_position_embeddings: int = flag(None)
     """Largest number of positions the model may see, in tokens; at least --seq-length."""
     make_vocab_size_divisible_by: int = 128
@@ -167,6 +171,10 @@ class ModelArgs:
     """Scale of --attn-temperature-tuning. A flag of this program."""
     attn_temperature_floor: int = 8192
     """Number of positions after which --attn-temperature-tuning changes its factor. A flag of this program."""
+    window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = None
+    """Attention softmax of layers with a window. Unset: --softmax-type."""
+    attention_value_scale: float | None = None
+    """Factor of the values that attention sums. Unset: 1."""
     attention_output_gate: bool = False
     """Multiply the attention output by a sigmoid gate of the layer's input."""
     apply_query_key_layer_scaling: bool = False
@@ -410,6 +418,11 @@ class ModelArgs:
     def mamba_heads(self) -> int:
         """Number of heads of a Mamba layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a value head of attention that is not latent."""
+        return self.value_channels or self.kv_channels
 
     @property
     def query_groups(self) -> int:

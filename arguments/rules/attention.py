@@ -131,6 +131,21 @@ def check_kinds_of_head_norms(s: Settings, _f: DerivedSizes) -> Iterator[Violati
             yield s.violation("{:flag} needs {qk_layernorm:flag}.", dest)
 
 
+def limit_heads_of_values(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """List what other heads of windows or of values are not built for."""
+    for dest in ("window_num_query_groups", "window_softmax_type", "value_channels", "attention_value_scale"):
+        yield Limit(
+            getattr(s, dest) is not None and s.multi_latent_attention,
+            "{:flag} cannot be combined with {multi_latent_attention:flag}: only attention to keys and values of its "
+            "own has it.",
+            (dest,),
+        )
+    yield Limit(
+        s.value_channels is not None and s.attention_output_gate,
+        "{value_channels:flag} cannot be combined with {attention_output_gate:flag}: gates have the width of queries.",
+    )
+
+
 def limit_norm_after_rope(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """List what norms after the rotation are not built for."""
     yield Limit(

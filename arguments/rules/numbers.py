@@ -24,7 +24,7 @@ POSITIVE = tuple(
     suggested_communication_unit_size world_size model_parallel_size batch_size
     hierarchical_context_parallel_sizes min_dynamic_context_parallel_size fp8_amax_history_len replication_factor
     rotary_base rotary_scaling_factor rope_scaling_factor rotary_seq_len_interpolation_factor rotary_percent
-    rotary_base_per_layer window_rotary_percent
+    rotary_base_per_layer window_rotary_percent window_num_query_groups value_channels attention_value_scale
     moe_router_topk_scaling_factor layernorm_epsilon loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda activation_func_clamp_value yarn_beta_fast
@@ -79,7 +79,8 @@ LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 SIZES = tuple(
     """
     hidden_size ffn_hidden_size moe_ffn_hidden_size moe_shared_expert_intermediate_size num_attention_heads
-    num_query_groups kv_channels q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim vocab_size
+    num_query_groups window_num_query_groups kv_channels value_channels
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim vocab_size
     padded_vocab_size make_vocab_size_divisible_by mtp_num_layers
     """.split()
 )

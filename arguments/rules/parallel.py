@@ -190,6 +190,8 @@ def check_heads_per_cp_rank(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     counts = {"num_attention_heads": s.num_attention_heads}
     if s.group_query_attention and positive(s.num_query_groups) and not s.multi_latent_attention:
         counts["num_query_groups"] = max(s.num_query_groups, f.tp)
+        if positive(s.window_num_query_groups):
+            counts["window_num_query_groups"] = max(s.window_num_query_groups, f.tp)
     for dest, count in counts.items():
         if count % f.tp == 0 and count // f.tp % ranks:
             yield s.violation(

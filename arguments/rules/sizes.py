@@ -122,6 +122,22 @@ def check_rotary_channels(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             yield s.violation("{kv_channels} must be even: positions rotate channels in pairs.", "num_attention_heads")
 
 
+def check_window_query_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    """Check the key-value heads of layers with a window as those of the others."""
+    groups = s.window_num_query_groups
+    if not positive(groups):
+        return
+    if not s.group_query_attention:
+        yield s.violation("{window_num_query_groups} needs {group_query_attention:flag}.")
+    elif not divides(groups, s.num_attention_heads):
+        yield s.violation("{num_attention_heads} must be a multiple of {window_num_query_groups}.")
+    elif groups % f.tp and f.tp % groups:
+        yield s.violation(
+            "{window_num_query_groups} must be a multiple or a divisor of {tensor_model_parallel_size}: groups are "
+            "sharded over tensor ranks, or several ranks share one."
+        )
+
+
 def check_query_groups(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.group_query_attention or s.multi_latent_attention:
         return

@@ -47,6 +47,7 @@ from arguments.layer_pattern import (
     layer_letter,
     moe_layer_pattern,
     mtp_is_moe,
+    uses_window,
 )
 from moe_trainer.estimate.lora import adapter_macs
 from moe_trainer.estimate.parameters import (
@@ -70,9 +71,9 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
         return matrices / len(ratios) + core_attention_macs(args, seq_length)
     if not model.multi_latent_attention:
         query_size = heads * model.kv_channels
-        key_size = model.query_groups * model.kv_channels
+        key_value_size = model.query_groups * (model.kv_channels + model.value_width)
         gate_size = query_size if model.attention_output_gate else 0
-        projections = hidden * (query_size + gate_size + 2 * key_size) + query_size * hidden
+        projections = hidden * (query_size + gate_size + key_value_size + heads * model.value_width)
         return projections + core_attention_macs(args, seq_length)
     query_dim = model.qk_head_dim + model.qk_pos_emb_head_dim
     if model.q_lora_rank is None:
@@ -90,7 +91,7 @@ def core_attention_macs(args: Arguments, seq_length: int) -> float:
     if model.experimental_attention_variant == "dsv4_hybrid":
         return sum(_compressed_macs(args, number, seq_length) for number in range(model.num_layers)) / model.num_layers
     if not model.multi_latent_attention:
-        return model.num_attention_heads * model.kv_channels * seq_length
+        return model.num_attention_heads * (model.kv_channels + model.value_width) / 2 * seq_length
     width = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
     return _keys(args, seq_length) * model.num_attention_heads * width
 
@@ -181,6 +182,10 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     linear = sum(is_linear(model, number) for number in range(num_layers))
     attention: float = linear * _linear_macs(args)
     attention += (num_layers - linear - without_attention) * _attention_macs(args, seq_length)
+    if model.window_num_query_groups is not None:
+        extra = model.window_num_query_groups - model.query_groups
+        windows = sum(uses_window(model, number + 1) and has_attention(model, number) for number in range(num_layers))
+        attention += windows * model.hidden_size * extra * (model.kv_channels + model.value_width)
     attention += sum(layer_letter(model, number) == MAMBA for number in numbers) * _mamba_macs(args)
     macs: float = ffn + attention + mtp + logits
     if model.experimental_attention_variant == "dsa":

@@ -22,6 +22,7 @@ from arguments.layer_pattern import (
     has_mlp,
     is_linear,
     layer_letter,
+    model_of_layer,
     uses_chunks,
     uses_window,
 )
@@ -217,6 +218,13 @@ class LayerTime:
         dense = [has_mlp(model, number) for number in numbers if layer_letter(model, number) != MOE]
         self.mlp_share = sum(dense) / max(1, len(dense))
         seen = [window_share(model, self.length, number) for number in softmax_layers]
+        groups = [max(1, model_of_layer(model, number).query_groups // self.tp) for number in softmax_layers]
+        # of keys and values of a rank, the mean over the layers
+        self.key_value_channels = (
+            sum(groups) / len(groups) * (model.kv_channels + model.value_width)
+            if groups and not model.multi_latent_attention
+            else 0.0
+        )
         self.visible_share = sum(seen) / len(seen) if seen else 0.0  # share of pairs that softmax attention scores
 
     def gemm(self, m: float, n: float, k: float, count: int = 1, plain: bool = False) -> float:
@@ -278,7 +286,7 @@ class LayerTime:
             return self._gathered_attention()
         model, heads = self.model, self.model.num_attention_heads // self.tp
         latent_widths = self.key_width + model.v_head_dim
-        widths = latent_widths if model.multi_latent_attention else 2 * model.kv_channels
+        widths = latent_widths if model.multi_latent_attention else model.kv_channels + model.value_width
         operations = self.tokens * self.length * heads * widths
         if model.experimental_attention_variant == "dsv4_hybrid":
             operations = 2.0 * self.tokens * core_attention_macs(self.args, int(self.length)) / self.tp
@@ -345,10 +353,9 @@ class LayerTime:
         model, hidden = self.model, self.model.hidden_size
         heads = model.num_attention_heads // self.tp
         if not model.multi_latent_attention:
-            groups = max(1, model.query_groups // self.tp)
-            out = heads * model.kv_channels
-            wide = (2 * out if model.attention_output_gate else out) + 2 * groups * model.kv_channels
-            return self.gemm(self.tokens, wide, hidden) + self.gemm(self.tokens, hidden, out)
+            queries = heads * model.kv_channels
+            wide = (2 * queries if model.attention_output_gate else queries) + self.key_value_channels
+            return self.gemm(self.tokens, wide, hidden) + self.gemm(self.tokens, hidden, heads * model.value_width)
         if model.experimental_attention_variant == "dsv4_hybrid":
             return self._compressed_projections(heads)
         seconds = self._up_projections() + self.gemm(self.tokens, hidden, heads * model.v_head_dim)
@@ -480,7 +487,7 @@ class LayerTime:
         if model.multi_latent_attention:
             keys, queries = heads * (self.key_width + model.v_head_dim), heads * MLA_QUERY_CHANNELS
         else:
-            keys, queries = 2 * max(1, model.query_groups // self.tp) * model.kv_channels, 2 * heads * model.kv_channels
+            keys, queries = round(self.key_value_channels), heads * (model.kv_channels + model.value_width)
         if self.gathers_keys:
             keys = model.kv_lora_rank + model.qk_pos_emb_head_dim
         kind, share = self.args.parallel.cp_comm_type[0], self.softmax_share + self.linear_share

@@ -10,11 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import MAMBA, has_attention, has_mlp, is_linear, layer_letter, moe_layer_pattern
+from arguments.layer_pattern import (
+    MAMBA,
+    has_attention,
+    has_mlp,
+    is_linear,
+    layer_letter,
+    model_of_layer,
+    moe_layer_pattern,
+)
 from arguments.lora import is_lora_target
 
 if TYPE_CHECKING:
     from arguments import Arguments
+    from arguments.model import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ def adapted_linears(args: Arguments, number: int) -> list[AdaptedLinear]:
     if layer_letter(model, number) == MAMBA:
         found += _mamba(args)
     elif has_attention(model, number):
-        found += _delta_net(args) if is_linear(model, number) else _attention(args)
+        found += _delta_net(args) if is_linear(model, number) else _attention(model_of_layer(model, number + 1))
     if has_mlp(model, number):
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
         found += _moe(args) if pattern[number] else _mlp(args, "mlp", model.ffn_hidden_size)
@@ -54,14 +63,15 @@ def adapted_linears(args: Arguments, number: int) -> list[AdaptedLinear]:
     return [each for each in found if is_lora_target(f"decoder.layers.{number}.{each.name}", targets)]
 
 
-def _attention(args: Arguments) -> Iterator[AdaptedLinear]:
-    model, path = args.model, "self_attention"
+def _attention(model: ModelArgs) -> Iterator[AdaptedLinear]:
+    path = "self_attention"
     hidden, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:
         queries = heads * model.kv_channels
-        rows = queries * (1 + model.attention_output_gate) + 2 * model.query_groups * model.kv_channels
+        rows = queries * (1 + model.attention_output_gate)
+        rows += model.query_groups * (model.kv_channels + model.value_width)
         yield AdaptedLinear(f"{path}.linear_qkv", hidden, rows, "out")
-        yield AdaptedLinear(f"{path}.linear_proj", queries, hidden, "in")
+        yield AdaptedLinear(f"{path}.linear_proj", heads * model.value_width, hidden, "in")
         return
     key = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
     if model.q_lora_rank is None:

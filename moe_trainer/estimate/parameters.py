@@ -35,6 +35,7 @@ from arguments.layer_pattern import (
     has_mlp,
     is_linear,
     layer_letter,
+    model_of_layer,
     moe_layer_pattern,
     mtp_is_moe,
 )
@@ -198,9 +199,12 @@ class LayerParams:
         head = streams * (streams * self.model.hidden_size + 1) + 1 if self.model.enable_hyper_connections else 0
         return self.norm(self.model.hidden_size) + head
 
-    def attention(self) -> int:
-        """Return the parameters of one softmax attention (of the first layer, if they differ), without its norm."""
-        model = self.model
+    def attention(self, number: int | None = None) -> int:
+        """Return the parameters of the softmax attention of layer `number` (from 0), without the norm before it.
+
+        By default of one without a window.
+        """
+        model = self.model if number is None else model_of_layer(self.model, number + 1)
         hidden, heads = model.hidden_size, model.num_attention_heads
         rest = (hidden if self._bias else 0) + (heads // self.tp if model.softmax_type == "learnable" else 0)
         rest += indexer_params(model)
@@ -208,8 +212,9 @@ class LayerParams:
             return compressed_attention_params(model, compress_ratio(model, 0), self.tp)
         if not model.multi_latent_attention:
             queries = heads * model.kv_channels
-            rows = queries * (1 + model.attention_output_gate) + 2 * model.query_groups * model.kv_channels
-            count = hidden * (rows + queries) // self.tp + rest
+            keys_values = model.query_groups * (model.kv_channels + model.value_width)
+            rows = queries * (1 + model.attention_output_gate) + keys_values
+            count = hidden * (rows + heads * model.value_width) // self.tp + rest
             count += rows // self.tp if self._bias or model.add_qkv_bias else 0
             norms = 2 * self.norm(model.kv_channels)
             if model.qk_layernorm_all_heads:
@@ -234,7 +239,7 @@ class LayerParams:
         model, letter = self.model, layer_letter(self.model, number)
         if letter:
             one, norm = self.layers[False].dense, self.norm(model.hidden_size)
-            mixing = {MAMBA: mamba_params(model) // self.tp, ATTENTION: self.attention()}
+            mixing = {MAMBA: mamba_params(model) // self.tp, ATTENTION: self.attention(number)}
             count = mixing[letter] + norm - one if letter in mixing else -self.attention() - norm
             return ParamsPerRank(count, 0) + self.adapters(number)
         if model.experimental_attention_variant == "dsv4_hybrid":
@@ -242,7 +247,7 @@ class LayerParams:
                 compressed_attention_params(model, compress_ratio(model, number), self.tp) - self.attention(), 0
             )
         if not is_linear(model, number):
-            return self.adapters(number)
+            return ParamsPerRank(self.attention(number) - self.attention(), 0) + self.adapters(number)
         linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)
         return ParamsPerRank(linear - self.attention(), 0) + self.adapters(number)
 

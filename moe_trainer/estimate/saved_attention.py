@@ -23,14 +23,14 @@ def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
     """Yield the tensors of multi-head or grouped-query attention (layers/attention.py)."""
     model = layer.model
     heads, groups = model.num_attention_heads // layer.tp, max(1, model.query_groups // layer.tp)
-    width = model.kv_channels
+    width, value = model.kv_channels, model.value_width
     if model.qk_layernorm or model.qk_l2_norm:
         numbers = 2 if model.normalization == "LayerNorm" and not model.qk_l2_norm else 1
         for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
             rows = layer.tokens * (1 if model.qk_layernorm_all_heads else count)
             yield SavedTensor(f"{name}.x", (layer.tokens * count, width), layer.size)
             yield SavedTensor(f"{name}.statistics", (rows, numbers), WIDE)
-    yield from _core(layer, heads, groups, width, width, discarded=False)
+    yield from _core(layer, heads, groups, width, value, discarded=False)
     if model.attention_output_gate:
         yield SavedTensor("gate", (layer.tokens, heads * width), layer.size, "qkv_linear")
         yield SavedTensor("linear_proj.x", (layer.tokens, heads * width), layer.size, "attn_proj")

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from arguments.layer_pattern import model_of_layer
+
 if TYPE_CHECKING:
     from arguments import Arguments
     from arguments.training import TrainingArgs
@@ -64,7 +66,7 @@ class LayerSizes:
         packed: bool,
         as_moved: bool = False,
     ):
-        model, parallel, training = args.model, args.parallel, args.training
+        model, parallel, training = model_of_layer(args.model, number + 1), args.parallel, args.training
         self.args, self.model, self.moe, self.is_moe, self.number = args, model, args.moe, is_moe, number
         self.cpu, self.packed = device == "cpu", packed
         self.as_moved, self.has_pages = as_moved, args.moe.moe_paged_stash and not as_moved

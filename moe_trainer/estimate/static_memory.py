@@ -102,7 +102,7 @@ def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
     layers = LayerParams(replace(args, model=replace(args.model, qk_layernorm=False)), rows)  # norms are trained
     rest = {False: layers.layers[False].dense - layers.attention() - layers.layer_norms()}
     rest[True] = layers.shared() + layers.projections()
-    count = sum(layers.attention() + rest[layers.pattern[number]] for chunk in chunks for number in chunk.layers)
+    count = sum(layers.attention(number) + rest[layers.pattern[number]] for chunk in chunks for number in chunk.layers)
     has_head = args.model.untie_embeddings_and_output_weights and any(chunk.has_loss for chunk in chunks)
     return count + (layers.table() if has_head else 0)
 
@@ -147,6 +147,8 @@ def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> Params
         rest += (plain.num_experts + (1 if has_gate else 0)) * hidden
     if is_linear(plain.model, number):
         rest += plain.attention() - gated_delta_net_params(plain.model, matrices=True) // plain.tp
+    else:
+        rest += plain.attention() - plain.attention(number)
     return plain.layers[is_moe] + ParamsPerRank(-rest, 0)
 
 

@@ -7,7 +7,7 @@ Tensor parallelism shards whole groups. With fewer groups than ranks, several ra
 sharded evenly, the projections are gathered, and every rank takes its queries and its group's key and value. Backward
 sums the shared gradients.
 
-Shapes: S sequence, B microbatch, H hidden, N query heads, G key-value groups (both local), D head dim.
+Shapes: S sequence, B microbatch, H hidden, N query heads, G key-value groups (both local), D head dim, E value dim.
 """
 
 from dataclasses import replace
@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from arguments.layer_pattern import model_of_layer
 from arguments.model import ModelArgs
 from moe_trainer.layers.core_attention import AttentionMask, make_attention_sinks
 from moe_trainer.layers.dropout import rng_context
@@ -88,13 +89,15 @@ class SelfAttention(nn.Module):
         sequence_parallel: bool = False,
     ):
         super().__init__()
+        model = model_of_layer(model, layer_number)
         heads, groups, tp = model.num_attention_heads, model.query_groups, ps.tp
         if heads % tp.size or (groups % tp.size and tp.size % groups):
             raise ValueError(
                 f"{name}: {heads} heads in {groups} groups do not divide over {tp.size} tensor-parallel ranks"
             )
         self.tp = tp
-        self.layer_number, self.head_dim = layer_number, model.kv_channels
+        self.layer_number, self.head_dim, self.value_dim = layer_number, model.kv_channels, model.value_width
+        self.value_scale = model.attention_value_scale
         self.num_heads = heads // tp.size
         self.num_groups = max(1, groups // tp.size)
         self.ranks_per_group = max(1, tp.size // groups)
@@ -108,7 +111,7 @@ class SelfAttention(nn.Module):
         options = {"group": tp, "sequence_parallel": sequence_parallel}
         self.linear_qkv = factory.column_linear(
             model.hidden_size,
-            (heads * (1 + self.gated) + 2 * groups) * self.head_dim,
+            (heads * (1 + self.gated) + groups) * self.head_dim + groups * self.value_dim,
             name=f"{name}.linear_qkv",
             init=hidden_init(model),
             bias=model.add_bias_linear or model.add_qkv_bias,
@@ -118,7 +121,7 @@ class SelfAttention(nn.Module):
         queries = heads // groups * self.head_dim
         self.linear_qkv.weight.info = replace(
             get_param_info(self.linear_qkv.weight),
-            row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.head_dim),
+            row_blocks=(*(queries,) * (1 + self.gated), self.head_dim, self.value_dim),
         )
         self.q_layernorm = self._qk_norm(model, factory, f"{name}.q_layernorm", heads)
         self.k_layernorm = self._qk_norm(model, factory, f"{name}.k_layernorm", groups)
@@ -130,7 +133,7 @@ class SelfAttention(nn.Module):
         self.softmax_offset = make_attention_sinks(model, name, tp)
         options |= {"init": residual_init(model), "bias": model.add_bias_linear}
         self.linear_proj = factory.row_linear(
-            heads * self.head_dim,
+            heads * self.value_dim,
             model.hidden_size,
             name=f"{name}.linear_proj",
             # attention saves its output too, unless it is recomputed
@@ -151,18 +154,24 @@ class SelfAttention(nn.Module):
         return factory.norm(self.head_dim, model, name=name, partial=self.tp.size > 1)
 
     def _queries_keys_values(self, x_SBH: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return q and its gates [S, B, G, N / G, D], k and v [S, B, G, D]."""
+        """Return q and its gates [S, B, G, N / G, D], k [S, B, G, D] and v [S, B, G, E]."""
         qkv = self.linear_qkv(x_SBH)
         if self.ranks_per_group == 1:
-            *queries, k_SBGD, v_SBGD = _SplitQKV.apply(
-                qkv.view(*qkv.shape[:2], self.num_groups, -1, self.head_dim), self.gated
-            )
+            *queries, k_SBGD, v_SBGE = self._split(qkv.view(*qkv.shape[:2], self.num_groups, -1))
         else:
             group, place = divmod(self.tp.rank, self.ranks_per_group)
             every = gather_last_dim(qkv, self.tp).chunk(self.tp.size // self.ranks_per_group, dim=-1)
-            *queries, k_SBGD, v_SBGD = _SplitQKV.apply(every[group].unflatten(-1, (1, -1, self.head_dim)), self.gated)
+            *queries, k_SBGD, v_SBGE = self._split(every[group].unsqueeze(2))
             queries = [every.narrow(3, place * self.num_heads, self.num_heads) for every in queries]
-        return queries[0], queries[1] if self.gated else None, k_SBGD, v_SBGD
+        return queries[0], queries[1] if self.gated else None, k_SBGD, v_SBGE
+
+    def _split(self, qkv_SBGR: Tensor) -> tuple[Tensor, ...]:
+        """Split the R rows of every group into q, its gates, k and v."""
+        if self.value_dim == self.head_dim:
+            return _SplitQKV.apply(qkv_SBGR.unflatten(-1, (-1, self.head_dim)), self.gated)
+        queries = qkv_SBGR.shape[-1] - self.head_dim - self.value_dim
+        q, k_SBGD, v_SBGE = qkv_SBGR.split([queries, self.head_dim, self.value_dim], dim=-1)
+        return q.unflatten(-1, (-1, self.head_dim)), k_SBGD, v_SBGE
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:
         """Return attention of x_SBH, in its shape.
@@ -175,7 +184,7 @@ class SelfAttention(nn.Module):
             q, gate, k_SBGD, v_SBGD = self._queries_keys_values(x_SBH)
             if gate is not None:
                 gate = compact(gate.reshape(*gate.shape[:2], -1))
-        v_SBGD = compact(v_SBGD)
+        v_SBGD = compact(v_SBGD) if self.value_scale is None else v_SBGD * self.value_scale
         if self.q_layernorm is not None or rope is None or not self.rope:
             k_SBGD = compact(k_SBGD)  # else rotated at once, into a separate storage
         if self.q_layernorm is not None and not self.normed_after_rope:

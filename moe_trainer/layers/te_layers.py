@@ -235,6 +235,10 @@ def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) ->
     """
     if model.softmax_type != "vanilla":
         return f"attention sinks (--softmax-type {model.softmax_type}) are not used with it"
+    if model.window_softmax_type not in (None, "vanilla"):
+        return f"attention sinks (--window-softmax-type {model.window_softmax_type}) are not used with it"
+    if model.value_width != model.kv_channels and not model.multi_latent_attention:
+        return "values of another width (--value-channels) are not used with it"
     if model.experimental_attention_variant == "dsa":
         return "it has no sparse attention (--experimental-attention-variant dsa)"
     if model.attention_chunk_size is not None:

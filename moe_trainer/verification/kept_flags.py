@@ -18,6 +18,7 @@ from moe_trainer.verification import low_precision
 _REPLACED = frozenset(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups
+    window_num_query_groups value_channels
     max_position_embeddings make_vocab_size_divisible_by window_size q_lora_rank kv_lora_rank qk_head_dim
     qk_pos_emb_head_dim v_head_dim mtp_num_layers init_method_std embedding_init_method_std hidden_dropout
     attention_dropout num_experts moe_layer_freq mup_base_hidden_size moe_latent_size finermoe_intermediate_granularity

@@ -140,6 +140,10 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
             groups = max(1, new.tp // 2)
         heads = groups if old_groups == s.num_attention_heads else max(2 * groups, unit)
         values = {"group_query_attention": True, "num_query_groups": groups}
+        if s.window_num_query_groups:
+            values["window_num_query_groups"] = heads if s.window_num_query_groups > old_groups else groups
+    if s.value_channels:
+        values["value_channels"] = HEAD_DIM if s.value_channels == s.kv_channels else HEAD_DIM // 2
     hidden = heads * HEAD_DIM
     if s.kv_channels and s.kv_channels * s.num_attention_heads != s.hidden_size and not s.multi_latent_attention:
         hidden += 2 * HEAD_DIM

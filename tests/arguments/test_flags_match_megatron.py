@@ -28,6 +28,7 @@ OWN = {
     "qk_l2_norm_rope_layers_only", "rope_scaling_high_freq_factor", "attention_chunk_size",
     "attn_temperature_tuning", "attn_temperature_scale", "attn_temperature_floor",
     "rotary_base_per_layer", "window_rotary_percent", "window_rope_unscaled",
+    "window_num_query_groups", "window_softmax_type", "value_channels", "attention_value_scale",
     "qk_layernorm_all_heads", "qk_layernorm_after_rope", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
     "pre_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",

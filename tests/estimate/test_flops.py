@@ -29,6 +29,14 @@ def test_flops_of_gqa_moe_swiglu_with_a_dense_layer():
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * attention + 8 * 3 * (10 + 2 * 6 + 7) + 8 * 16)
 
 
+def test_flops_of_other_heads_in_windows():
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 4 --ffn-hidden-size 10 --swiglu"
+    groups = "--group-query-attention --num-query-groups 2 --window-size 2,0 --window-attn-skip-freq 2"
+    args = parse(*f"{flags} {groups} --window-num-query-groups 4 --value-channels 2".split())
+    full, window = (8 * (4 * 4 + groups * (4 + 2)) + 4 * 2 * 8 + 4 * 4 * (4 + 2) / 2 for groups in (2, 4))
+    assert training_flops(args, 1, 4, 16) == 6 * 4 * (full + window + 2 * 8 * 3 * 10 + 8 * 16)
+
+
 MOE = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --disable-bias-linear --ffn-hidden-size 12 --moe-shared-expert-intermediate-size 7"
 CORE = 8 * 24 + 8 * 8 + 4 * 8
 

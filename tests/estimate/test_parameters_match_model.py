@@ -42,6 +42,8 @@ BASE = (
         "--group-query-attention --num-query-groups 2 --kv-channels 10 --attention-output-gate --add-qkv-bias",
         "--softmax-type learnable --position-embedding-type rope --mtp-num-layers 1",
         "--softmax-type off-by-one",
+        "--group-query-attention --num-query-groups 2 --window-size 4,0 --window-attn-skip-freq [0,1,1] --window-num-query-groups 4 "
+        "--window-softmax-type learnable --value-channels 5 --add-qkv-bias --position-embedding-type rope --mtp-num-layers 1 --lora-dim 3",
         "--swiglu --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 6 "
         "--linear-key-head-dim 5 --linear-value-head-dim 7 --linear-conv-kernel-dim 3 --position-embedding-type rope --mtp-num-layers 1",
         "--swiglu --experimental-attention-variant gdn --linear-attention-freq [1,0,0] --normalization RMSNorm",

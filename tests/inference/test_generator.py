@@ -24,7 +24,7 @@ VARIANTS = {
     "learned positions": "--position-embedding-type learned_absolute",
     "window": "--position-embedding-type rope --window-size 4,0",
     "window and sinks": "--position-embedding-type rope --window-size 4,0 --window-attn-skip-freq 2 --softmax-type learnable "
-    "--rotary-base-per-layer 10 50 --window-rotary-percent 0.5",
+    "--rotary-base-per-layer 10 50 --window-rotary-percent 0.5 --window-num-query-groups 4 --value-channels 6",
     "off by one": "--position-embedding-type rope --softmax-type off-by-one",
     "gate": "--position-embedding-type rope --attention-output-gate --qk-layernorm",
     "capacity": "--position-embedding-type rope --moe-expert-capacity-factor 4.0",

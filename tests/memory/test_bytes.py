@@ -88,6 +88,9 @@ KINDS = {
         "--max-position-embeddings 128", FEW),
     "dense, dropout": ("--disable-bias-linear --moe-layer-freq ([0]*3) --hidden-dropout 0.1", ("all kept", "mlp", "layernorm")),
     "sinks": (f"{GROUPED} {QUERIES} --softmax-type learnable", (*FEW, "core_attn")),
+    "other heads in windows": (
+        f"{GROUPED} {QUERIES} --window-size 7,0 --window-attn-skip-freq 2 --window-num-query-groups 4 "
+        "--window-softmax-type learnable --value-channels 4 --attention-value-scale 0.6", ("all kept", "core_attn")),
     "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
     "hybrid": (f"{GROUPED} {HYBRID}", ("all kept", "uniform", "block")),
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),

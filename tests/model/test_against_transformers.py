@@ -89,7 +89,7 @@ def layer_norms(state, layer):
 
 
 def convert(state, groups=None):
-    """Hugging Face names -> Megatron-Core names. groups None: latent attention."""
+    """Hugging Face names -> Megatron-Core names. groups may be a list over layers; None: latent attention."""
     out = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": state["model.norm.weight"],
@@ -114,7 +114,8 @@ def convert(state, groups=None):
         if groups:
             for leaf in ("weight", "bias"):
                 if f"{theirs}.self_attn.q_proj.{leaf}" in state:
-                    qkv = grouped_qkv(state, f"{theirs}.self_attn", groups, leaf)
+                    of_layer = groups[i] if isinstance(groups, list) else groups
+                    qkv = grouped_qkv(state, f"{theirs}.self_attn", of_layer, leaf)
                     out[f"{ours}.self_attention.linear_qkv.{leaf}"] = qkv
         norms = layer_norms(state, theirs)
         for name, value in state.items():

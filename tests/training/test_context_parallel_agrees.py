@@ -25,6 +25,7 @@ GQA = "--group-query-attention --num-query-groups 2"
 WINDOW = (
     "--window-size 5,0 --window-attn-skip-freq 2 --rotary-base-per-layer 100 10 --window-rotary-percent 0.5 "
     "--window-rope-unscaled --position-embedding-type yarn --rotary-scaling-factor 4 "
+    "--window-num-query-groups 4 --window-softmax-type learnable --value-channels 2 --attention-value-scale 0.6"
 )
 # name: (kind of model, flags of both, ranks, flags of the ranks)
 CASES = {

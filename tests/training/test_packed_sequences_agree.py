@@ -45,7 +45,8 @@ KINDS = {
     "gqa": GQA,
     "llama 4": LLAMA4,
     "mistral 4": MISTRAL4,
-    "window": f"{GQA} --window-size 3,0 --window-attn-skip-freq 2 --window-rotary-percent 0.5",
+    "window": f"{GQA} --window-size 3,0 --window-attn-skip-freq 2 --window-rotary-percent 0.5 "
+    "--window-num-query-groups 4 --window-softmax-type learnable --value-channels 2 --attention-value-scale 0.6",
     "sinks": f"{GQA} --softmax-type learnable",
     "yarn": f"{GQA} --position-embedding-type yarn --rotary-scaling-factor 4",
     "learned positions": "--position-embedding-type learned_absolute",

@@ -28,6 +28,15 @@ MODELS = {
         "plain",
         "--group-query-attention --num-query-groups 4 --qk-layernorm --qk-layernorm-all-heads --apply-layernorm-1p",
     ),
+    "other heads in windows": (
+        "plain",
+        "--group-query-attention --num-query-groups 2 --window-size 5,0 --window-attn-skip-freq 2 --add-qkv-bias "
+        "--window-num-query-groups 4 --window-softmax-type learnable --value-channels 2 --attention-value-scale 0.6",
+    ),
+    "one group in windows": (
+        "plain",
+        "--group-query-attention --num-query-groups 2 --window-size 5,0 --window-num-query-groups 1 --value-channels 2",
+    ),
     "two groups, biases": ("plain", "--group-query-attention --num-query-groups 2 --add-qkv-bias"),
     "expert bias of softmax, multipliers": (
         "plain",

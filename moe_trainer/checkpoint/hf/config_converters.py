@@ -244,6 +244,26 @@ def _read_quarter_window(config: Config) -> Flags:
     return _read_listed_window(config, 128, (layer % 4 != 0 for layer in range(config["num_hidden_layers"])))
 
 
+def _read_mimo_window(config: Config) -> Flags:
+    """Read the layers with a window, which have twice the key-value heads and attention sinks.
+
+    Without `layer_types` the first layer and every sixth have full attention. `sliding_window_size` leaves the query
+    out.
+    """
+    size = config.get("sliding_window_size")
+    window = config.get("sliding_window", 129) if size is None else size + 1
+    flags = _read_window({"sliding_window": window, "layer_types": _mimo_layer_types(config)})
+    if flags:
+        flags["window_num_query_groups"] = 2 * config["num_key_value_heads"]
+        flags["window_softmax_type"] = "learnable"
+    return flags
+
+
+def _mimo_layer_types(config: Config) -> list[str]:
+    full = ((layer + 1) % 6 == 0 or layer == 0 for layer in range(config["num_hidden_layers"]))
+    return config.get("layer_types") or _layer_types((not each for each in full), "sliding_attention")
+
+
 def _write_typed_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
     return write_typed_rotary(flags, _windowed_layers(flags))
 
@@ -731,6 +751,9 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
 ROPE = ConfigConverter(read_rotary, write_rotary)
 EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
 TYPED_ROPE = ConfigConverter(read_typed_rotary, _write_typed_rotary)
+MIMO_ROPE = ConfigConverter(
+    lambda config: read_typed_rotary({**config, "layer_types": _mimo_layer_types(config)}), _write_typed_rotary
+)
 LISTED_ROPE = ConfigConverter(read_listed_rotary, write_listed_rotary)
 TEMPERED_ROPE = ConfigConverter(read_rotary_and_temperature, write_rotary_and_temperature)
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
@@ -744,6 +767,7 @@ LLAMA4_ATTENTION = ConfigConverter(_read_llama4_attention, _write_llama4_attenti
 LLAMA4_EXPERTS = ConfigConverter(_read_llama4_experts, _write_llama4_experts)
 LISTED_WINDOW = ConfigConverter(_read_full_unless_listed, _write_listed_window)
 QUARTER_WINDOW = ConfigConverter(_read_quarter_window, _write_listed_window)
+MIMO_WINDOW = ConfigConverter(_read_mimo_window, _write_listed_window)
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
 SPARSE_STEP = ConfigConverter(_read_sparse_step, _write_sparse_step)
 LISTED_DENSE = ConfigConverter(_read_listed_dense, _write_listed_dense)

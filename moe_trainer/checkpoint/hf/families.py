@@ -52,6 +52,7 @@ NAMES = tuple(
     ministral3
     mellum
     granitemoe_swa
+    mimo_v2_flash
     """.split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""

@@ -24,7 +24,7 @@ from arguments.layer_pattern import (
     mtp_is_moe,
 )
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.config_converters import state_space_heads
+from moe_trainer.checkpoint.hf.config_converters import sliding_layers, state_space_heads
 from moe_trainer.checkpoint.hf.rules import Names, Rule
 from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
 
@@ -72,6 +72,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
     heads, hidden = flags["num_attention_heads"], flags["hidden_size"]
     groups = flags.get("num_query_groups") if flags.get("group_query_attention") else heads
     head = flags.get("kv_channels") or hidden // heads
+    value = flags.get("value_channels") or head
     ffn = flags.get("ffn_hidden_size") or 0
     expert = flags.get("moe_ffn_hidden_size") or ffn
     shared = flags.get("moe_shared_expert_intermediate_size") or 0
@@ -81,10 +82,13 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "M": 2 * hidden,
         "V": flags["rows"],
         "D": head,
-        "groups": groups,
+        "DV": value,
+        "gated": int(bool(flags.get("attention_output_gate"))),
         "Q": heads * head,
         "2Q": 2 * heads * head,
         "K": groups * head,
+        "KV": groups * value,
+        "QV": heads * value,
         "F": ffn,
         "2F": 2 * ffn,
         "E": expert,
@@ -180,17 +184,30 @@ def tensor_mappings(
     """
     sizes = model_sizes(flags)
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
+    of_layer = [(each, model_sizes(each)) for each in _flags_by_layer(flags)]
     by_layer, mtp_rules = _layer_rules(names, flags)
     mappings = list(_expand(names.model, "", "", flags, sizes, present))
     for layer, rules in enumerate(by_layer):
-        prefix, own = names.layer_prefix.format(l=layer // names.native_layers), _layer_flags(flags, layer)
-        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, own, sizes | _compressor_sizes(own), present)
+        prefix, own = names.layer_prefix.format(l=layer // names.native_layers), _layer_flags(of_layer[layer][0], layer)
+        own_sizes = of_layer[layer][1] | _compressor_sizes(own)
+        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, own, own_sizes, present)
     mappings += _expand(names.head, "", "", flags, sizes, present)
     for depth in range(depths):
         depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.mtp_prefixes)
         mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
-        mappings += _expand(mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, flags, sizes, present)
+        mappings += _expand(mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, *of_layer[-1], present)
     return mappings
+
+
+def _flags_by_layer(flags: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the flags of every decoder layer, where those with a window have flags of their own."""
+    own = {dest: flags.get(dest) for dest in ("window_num_query_groups", "window_softmax_type")}
+    if not any(own.values()) or not flags.get("window_size"):
+        return [flags] * flags["num_layers"]
+    plain = {**flags, **dict.fromkeys(own)}
+    groups = own["window_num_query_groups"] or flags.get("num_query_groups")
+    window = {**flags, "num_query_groups": groups}
+    return [window if slides else plain for slides in sliding_layers(flags)]
 
 
 def _layer_rules(names: Names, flags: Mapping[str, Any]) -> tuple[list[tuple[Rule, ...]], tuple[Rule, ...]]:

@@ -29,20 +29,24 @@ class Transform:
     num_natives: int = 1
 
 
+# layers may have different numbers of key-value groups, so these follow from the rows
+
+
 def _join_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
-    return torch.cat([part.unflatten(0, (sizes["groups"], -1)) for part in parts], 1).flatten(0, 1)
+    groups = len(parts[-2]) // sizes["D"]  # of the keys
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def _part_groups(full: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
-    head, groups, rows = sizes["D"], sizes["groups"], sizes["Q"] // sizes["groups"]
-    grouped = full.unflatten(0, (groups, -1))
-    widths = [rows] * ((grouped.shape[1] - 2 * head) // rows) + [head, head]
-    return [part.flatten(0, 1) for part in grouped.split(widths, 1)]
+    head, value, kinds = sizes["D"], sizes["DV"], 1 + sizes["gated"]  # of queries: they, and their gates
+    groups = (len(full) - kinds * sizes["Q"]) // (head + value)
+    widths = [sizes["Q"] // groups] * kinds + [head, value]
+    return [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(widths, 1)]
 
 
 def _join_gated_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
     queries, *others = parts
-    head, groups = sizes["D"], sizes["groups"]
+    head, groups = sizes["D"], sizes["K"] // sizes["D"]
     both = queries.unflatten(0, (groups, -1, 2, head))
     return torch.cat(
         [*(each.flatten(1, 2) for each in both.unbind(2)), *(part.unflatten(0, (groups, -1)) for part in others)], 1
@@ -50,7 +54,8 @@ def _join_gated_groups(parts: Sequence[Tensor], sizes: ModelSizes) -> Tensor:
 
 
 def _part_gated_groups(full: Tensor, sizes: ModelSizes) -> Sequence[Tensor]:
-    head, groups, rows = sizes["D"], sizes["groups"], sizes["Q"] // sizes["groups"]
+    head, groups = sizes["D"], sizes["K"] // sizes["D"]
+    rows = sizes["Q"] // groups
     *both, key, value = full.unflatten(0, (groups, -1)).split([rows, rows, head, head], 1)
     queries = torch.stack([each.unflatten(1, (-1, head)) for each in both], 2).flatten(0, 3)
     return queries, key.flatten(0, 1), value.flatten(0, 1)

@@ -214,6 +214,26 @@ MODELS = {
             "layer_rope_theta": [0, 10000.0, 500.0],
         },
     ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        _GROUPED
+        | {
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "attention_value_scale": 0.6,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            "layer_types": _WINDOWED,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+            },
+        },
+    ),
     "mellum": (
         "Mellum",
         _GROUPED
