@@ -209,7 +209,7 @@ class LayerParams:
         rest = (hidden if self._bias else 0) + (heads // self.tp if model.softmax_type == "learnable" else 0)
         rest += indexer_params(model)
         if model.experimental_attention_variant == "dsv4_hybrid":
-            return compressed_attention_params(model, compress_ratio(model, 0), self.tp)
+            return compressed_attention_params(model, compress_ratio(model, number or 0), self.tp)
         if not model.multi_latent_attention:
             queries = heads * model.kv_channels
             keys_values = model.query_groups * (model.kv_channels + model.value_width)
@@ -242,10 +242,6 @@ class LayerParams:
             mixing = {MAMBA: mamba_params(model) // self.tp, ATTENTION: self.attention(number)}
             count = mixing[letter] + norm - one if letter in mixing else -self.attention() - norm
             return ParamsPerRank(count, 0) + self.adapters(number)
-        if model.experimental_attention_variant == "dsv4_hybrid":
-            return ParamsPerRank(
-                compressed_attention_params(model, compress_ratio(model, number), self.tp) - self.attention(), 0
-            )
         if not is_linear(model, number):
             return ParamsPerRank(self.attention(number) - self.attention(), 0) + self.adapters(number)
         linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)

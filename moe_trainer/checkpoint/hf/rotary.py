@@ -82,7 +82,8 @@ def read_rotary(config: Config) -> Flags:
     if not share and config.get("rotary_dim"):  # files of MiniMax-M2
         share = config["rotary_dim"] / config["head_dim"]
     latent = "kv_lora_rank" in config
-    if latent and share == config["qk_rope_head_dim"] / (config["qk_rope_head_dim"] + config["qk_nope_head_dim"]):
+    rotated = config.get("qk_rope_head_dim") or 0
+    if latent and share == rotated / (rotated + config.get("qk_nope_head_dim", 1)):
         share = None  # of whole heads: the sizes say it already
     if share not in (None, 1, 1.0):
         flags["rotary_percent"] = float(share)
