@@ -21,6 +21,7 @@ NAMES = """
     finermoe_qwen2_5_1_5b
     finermoe_qwen2_5_7b
     finermoe_tiny
+    flex_olmo_7x7b
     glm_4_5
     glm_4_5_air
     glm_4_7_flash
@@ -52,6 +53,7 @@ NAMES = """
     qwen3_next_tiny
     qwen3_tiny
     solar_open_100b
+    trinity_mini
 """.split()
 PARALLEL_FLAGS = ("-parallel", "--sequence-parallel", "-pipeline-")
 
