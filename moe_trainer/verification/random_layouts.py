@@ -333,7 +333,7 @@ def _chunks(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
 
 def _norms_of_layers(rng: random.Random) -> dict[str, object]:
     """Draw norms after attention, after the MLP, or both sometimes; and sometimes these alone."""
-    if not _chance(rng, 0.1):
+    if not _chance(rng, 0.2):
         return {}
     attention, mlp = rng.choice(((True, False), (False, True), (True, True)))
     alone = attention and mlp and _chance(rng, 0.5)
