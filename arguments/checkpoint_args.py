@@ -30,6 +30,7 @@ SHAPE = tuple(
     experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads
     csa_compress_ratios csa_window_size csa_compress_rotary_base csa_dense_mode o_groups o_lora_rank
+    kda_gate_rank kda_decay_lower_bound
     enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations
     hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 """Letters of --hybrid-layer-pattern."""
+LINEAR = ("gdn", "kda")
+"""Values of --experimental-attention-variant that replace softmax attention in some layers."""
 STAGE, DEPTH = "|", "/"
 """What separates pipeline stages there, and depths of multi-token prediction."""
 OVERLAPPING_RATIO = 4
@@ -48,11 +50,11 @@ def moe_layer_pattern(
 def linear_layer_pattern(
     num_layers: int, variant: str | None, linear_attention_freq: int | Sequence[int] | None
 ) -> tuple[bool, ...]:
-    """Return for every decoder layer whether it is a gated DeltaNet layer; `variant` is the attention variant.
+    """Return for every decoder layer whether it has linear attention; `variant` is the attention variant.
 
     An integer N of --linear-attention-freq leaves every N-th layer its softmax attention; a list is per layer.
     """
-    if variant != "gdn" or linear_attention_freq is None:
+    if variant not in LINEAR or linear_attention_freq is None:
         return (False,) * num_layers
     if isinstance(linear_attention_freq, int):
         return tuple((layer + 1) % linear_attention_freq != 0 for layer in range(num_layers))
@@ -60,7 +62,7 @@ def linear_layer_pattern(
 
 
 def is_linear(model: ModelArgs, number: int) -> bool:
-    """Whether a layer (counted from 0; those of multi-token prediction copy the last one) is a gated DeltaNet layer."""
+    """Whether a layer (counted from 0; those of multi-token prediction copy the last one) has linear attention."""
     pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
     return pattern[min(number, model.num_layers - 1)]
 

@@ -16,8 +16,12 @@ LINEARS = (
     "linear_fc2",
     "in_proj",
     "out_proj",
+    "decay_down_proj",
+    "decay_up_proj",
+    "gate_down_proj",
+    "gate_up_proj",
 )
-"""Linears of attention, gated DeltaNet, Mamba-2, feed-forward layers and experts: what `all-linear` selects."""
+"""Linears of attention (softmax and linear), Mamba-2, feed-forward layers and experts: what `all-linear` selects."""
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 """Names of an adapter's two linears inside its linear."""

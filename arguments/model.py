@@ -209,22 +209,28 @@ class ModelArgs:
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
-    experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid"] | None = None
-    """Replace softmax attention in some layers by gated DeltaNet (gdn), select keys in all layers (dsa: DeepSeek
-    sparse attention), or attend to a window and to compressed keys (dsv4_hybrid: DeepSeek-V4)."""
+    experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid", "kda"] | None = None
+    """Replace softmax attention in some layers by gated DeltaNet (gdn) or Kimi delta attention (kda), select keys in
+    all layers (dsa: DeepSeek sparse attention), or attend to a window and to compressed keys (dsv4_hybrid: DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern)
     """Layers with linear attention: N keeps softmax attention in every N-th layer only, a pattern has 1 for each
     layer with linear attention and 0 for the others."""
     linear_conv_kernel_dim: int = 4
-    """Width of the causal convolution of a gated DeltaNet layer, in tokens."""
+    """Width of the causal convolution of a layer with linear attention, in tokens."""
     linear_key_head_dim: int = 128
-    """Number of channels of a key head of a gated DeltaNet layer."""
+    """Number of channels of a key head of a layer with linear attention."""
     linear_value_head_dim: int = 128
-    """Number of channels of a value head of a gated DeltaNet layer."""
+    """Number of channels of a value head of a layer with linear attention."""
     linear_num_key_heads: int = 16
-    """Number of key heads of a gated DeltaNet layer."""
+    """Number of key heads of a layer with linear attention."""
     linear_num_value_heads: int = 32
-    """Number of value heads of a gated DeltaNet layer."""
+    """Number of value heads of a layer with linear attention."""
+    kda_gate_rank: int | None = None
+    """Kimi delta attention: number of channels of the latents from which decays and output gates are made. Unset: no
+    latents, one matrix each."""
+    kda_decay_lower_bound: float | None = None
+    """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
+    bound."""
     hybrid_layer_pattern: str | None = None
     """Layers of one sublayer each, one letter per layer: M (Mamba-2), * (attention), - (feed-forward), E (experts).
     A | begins the next pipeline stage. Determines --num-layers and --moe-layer-freq. Unset: transformer layers."""

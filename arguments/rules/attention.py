@@ -1,12 +1,14 @@
 """Attention variants, positions, multi-token prediction."""
 
+import math
 from collections.abc import Iterator
 
+from arguments.layer_pattern import LINEAR
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
 MTP_POSITIONS = ("rope", "none")
-DELTA_NETS = ("gdn", "gdn2")
+DELTA_NETS = ("gdn", "gdn2", "kda")
 
 
 # Derived values.
@@ -221,10 +223,16 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
-        not s.swiglu and s.experimental_attention_variant == "gdn",
-        "{experimental_attention_variant:flag} gated_delta_net needs {swiglu:flag}: its convolution and its output "
-        "gate use the activation of the feed-forward layers, and only SiLU is built.",
+        not s.swiglu and s.experimental_attention_variant in LINEAR,
+        "{experimental_attention_variant} needs {swiglu:flag}: its convolution uses the activation of the feed-forward "
+        "layers, and only SiLU is built.",
     )
+
+
+def check_decay_bound(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    bound = s.kda_decay_lower_bound
+    if s.experimental_attention_variant == "kda" and bound is not None and not -math.inf < bound < 0:
+        yield s.violation("{kda_decay_lower_bound} must be below zero: it bounds the logarithm of a decay.")
 
 
 def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

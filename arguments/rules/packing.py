@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from types import MappingProxyType
 
+from arguments.layer_pattern import LINEAR
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import packed_alignment, sequence_padding_multiple
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
@@ -153,7 +154,7 @@ def check_max_sequences(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def check_linear_attention_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if (
-        s.experimental_attention_variant == "gdn"
+        s.experimental_attention_variant in LINEAR
         and s.pad_packed_seq_alignment is not None
         and s.thd_tail_padding_policy == "extend_last"
     ):

@@ -6,6 +6,7 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import LINEAR
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -153,9 +154,9 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     modules = as_list(s.recompute_modules)
     if "moe_act" in modules and not s.moe_grouped_gemm:
         yield s.violation("{recompute_modules:flag} moe_act needs {moe_grouped_gemm:flag}.")
-    if "gdn_norm_out" in modules and s.experimental_attention_variant != "gdn":
+    if "gdn_norm_out" in modules and s.experimental_attention_variant not in LINEAR:
         yield s.violation(
-            "{recompute_modules:flag} gdn_norm_out needs {experimental_attention_variant:flag} gated_delta_net."
+            "{recompute_modules:flag} gdn_norm_out needs {experimental_attention_variant:flag} gdn or kda."
         )
     if "mla_up_proj" in modules and not s.multi_latent_attention:
         yield s.violation("{recompute_modules:flag} mla_up_proj needs {multi_latent_attention:flag}.")

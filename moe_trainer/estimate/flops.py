@@ -49,10 +49,10 @@ from arguments.layer_pattern import (
     mtp_is_moe,
     uses_window,
 )
+from moe_trainer.estimate.linear_attention import conv_channels, linear_attention_params
 from moe_trainer.estimate.lora import adapter_macs
 from moe_trainer.estimate.parameters import (
     compressed_attention_params,
-    gated_delta_net_params,
     indexer_params,
     mamba_params,
 )
@@ -129,16 +129,14 @@ def _indexer_macs(args: Arguments, seq_length: int) -> float:
 
 
 def _linear_macs(args: Arguments) -> int:
-    """Return the multiply-adds of one gated DeltaNet per token."""
+    """Return the multiply-adds of one layer's linear attention per token."""
     model = args.model
-    heads, width = model.linear_num_value_heads, model.linear_value_head_dim
-    keys, values = model.linear_num_key_heads * model.linear_key_head_dim, heads * width
-    projections = gated_delta_net_params(model, matrices=True)
-    return projections + model.linear_conv_kernel_dim * (2 * keys + values) + _delta_rule_macs(args)
+    convolution = model.linear_conv_kernel_dim * conv_channels(model)
+    return linear_attention_params(model, matrices=True) + convolution + _delta_rule_macs(args)
 
 
 def _delta_rule_macs(args: Arguments) -> int:
-    """Return the multiply-adds of the state of one gated DeltaNet per token."""
+    """Return the multiply-adds of the state of linear attention per token."""
     return 4 * args.model.linear_num_value_heads * args.model.linear_value_head_dim**2
 
 

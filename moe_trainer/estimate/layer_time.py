@@ -29,6 +29,7 @@ from arguments.layer_pattern import (
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.flops import core_attention_macs
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
+from moe_trainer.estimate.linear_attention import linear_matrices
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.parameters import compressed_attention_params
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
@@ -331,12 +332,9 @@ class LayerTime:
         seconds = self.softmax_share * self._softmax_projections() + self.mamba_share * self._mamba_projections()
         if not self.linear_share:
             return seconds
-        model, hidden = self.model, self.model.hidden_size
-        values = model.linear_num_value_heads * model.linear_value_head_dim // self.tp
-        keys = model.linear_num_key_heads * model.linear_key_head_dim // self.tp
-        heads = model.linear_num_value_heads // self.tp
-        delta = self.gemm(self.tokens, 2 * (keys + values + heads), hidden) + self.gemm(self.tokens, hidden, values)
-        return seconds + self.linear_share * delta
+        sizes = (matrix.on_rank(self.tp) for matrix in linear_matrices(self.model))
+        linear = sum(self.gemm(self.tokens, outputs, inputs) for inputs, outputs in sizes)
+        return seconds + self.linear_share * linear
 
     def _mamba_projections(self) -> float:
         hidden, (into, inner) = self.model.hidden_size, self._mamba_channels()

@@ -20,6 +20,7 @@ from arguments.layer_pattern import (
     moe_layer_pattern,
 )
 from arguments.lora import is_lora_target
+from moe_trainer.estimate.linear_attention import linear_matrices
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -55,7 +56,7 @@ def adapted_linears(args: Arguments, number: int) -> list[AdaptedLinear]:
     if layer_letter(model, number) == MAMBA:
         found += _mamba(args)
     elif has_attention(model, number):
-        found += _delta_net(args) if is_linear(model, number) else _attention(model_of_layer(model, number + 1))
+        found += _linear_attention(args) if is_linear(model, number) else _attention(model_of_layer(model, number + 1))
     if has_mlp(model, number):
         pattern = moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
         found += _moe(args) if pattern[number] else _mlp(args, "mlp", model.ffn_hidden_size)
@@ -85,13 +86,9 @@ def _attention(model: ModelArgs) -> Iterator[AdaptedLinear]:
     yield AdaptedLinear(f"{path}.linear_proj", heads * model.v_head_dim, hidden, "in")
 
 
-def _delta_net(args: Arguments) -> Iterator[AdaptedLinear]:
-    model, path = args.model, "self_attention"
-    keys = model.linear_num_key_heads * model.linear_key_head_dim
-    values = model.linear_num_value_heads * model.linear_value_head_dim
-    rows = 2 * keys + 2 * values + 2 * model.linear_num_value_heads
-    yield AdaptedLinear(f"{path}.in_proj", model.hidden_size, rows, "out")
-    yield AdaptedLinear(f"{path}.out_proj", values, model.hidden_size, "in")
+def _linear_attention(args: Arguments) -> Iterator[AdaptedLinear]:
+    for name, *sizes in linear_matrices(args.model):
+        yield AdaptedLinear(f"self_attention.{name}", *sizes)
 
 
 def _mamba(args: Arguments) -> Iterator[AdaptedLinear]:

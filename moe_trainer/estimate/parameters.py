@@ -40,6 +40,7 @@ from arguments.layer_pattern import (
     mtp_is_moe,
 )
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
+from moe_trainer.estimate.linear_attention import linear_attention_params
 from moe_trainer.estimate.lora import adapter_params
 from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH
 
@@ -85,16 +86,6 @@ class ParamCounts:
     per_expert: int
     num_dense_layers: int
     num_moe_layers: int
-
-
-def gated_delta_net_params(model: ModelArgs, matrices: bool = False) -> int:
-    """Return the parameters of one gated DeltaNet without its norm, or of its two matrices only."""
-    keys = model.linear_num_key_heads * model.linear_key_head_dim
-    values = model.linear_num_value_heads * model.linear_value_head_dim
-    projections = model.hidden_size * (2 * keys + 3 * values + 2 * model.linear_num_value_heads)
-    if matrices:
-        return projections
-    return projections + (2 * keys + values) * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
 
 
 def mamba_params(model: ModelArgs, matrices: bool = False) -> int:
@@ -244,7 +235,7 @@ class LayerParams:
             return ParamsPerRank(count, 0) + self.adapters(number)
         if not is_linear(model, number):
             return ParamsPerRank(self.attention(number) - self.attention(), 0) + self.adapters(number)
-        linear = gated_delta_net_params(model) // self.tp + self.norm(model.linear_value_head_dim)
+        linear = linear_attention_params(model, self.tp) + self.norm(model.linear_value_head_dim)
         return ParamsPerRank(linear - self.attention(), 0) + self.adapters(number)
 
     def adapters(self, number: int) -> ParamsPerRank:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from arguments.layer_pattern import OVERLAPPING_RATIO, compress_ratio
 from arguments.sparse_attention import is_sparse, use_gathered_keys
+from moe_trainer.estimate.linear_attention import conv_channels, gate_rank, num_decays
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 from moe_trainer.ops.block_sizes import BLOCKED_MAX_LENGTH, DELTA_CHUNK, DELTA_SEGMENT, QUERY_BLOCK
 
@@ -37,14 +38,16 @@ def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 
 def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """Yield the tensors of a gated DeltaNet (layers/gated_delta_net.py).
+    """Yield the tensors of linear attention (layers/gated_delta_net.py, layers/kimi_delta_attention.py).
 
     In its core each cp rank has some of the heads of the full sequence.
     """
     model, tokens, part = layer.model, layer.tokens, "core_attn"
     heads, width = model.linear_num_value_heads // layer.tp, model.linear_value_head_dim
-    key_channels = model.linear_num_key_heads // layer.tp * model.linear_key_head_dim
-    yield SavedTensor("in_proj.y", (tokens, 2 * key_channels + 2 * heads * width + 2 * heads), layer.size, part)
+    channels = (conv_channels(model) + num_decays(model)) // layer.tp + heads * width + heads
+    yield SavedTensor("in_proj.y", (tokens, channels), layer.size, part)
+    if rank := gate_rank(model):
+        yield SavedTensor("latents", (layer.rows, 2 * rank), layer.size, "qkv_linear")
     later_segments = -(-layer.length * layer.cp // (DELTA_CHUNK * DELTA_SEGMENT)) - 1
     names = set(layer.args.precision.triton_kernels)
     by_torch = layer.cpu or bool(names) and not names & {"all", "delta-rule"}  # our kernel saves no state

@@ -11,7 +11,8 @@ from arguments.layer_pattern import is_linear, mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
-from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, gated_delta_net_params, indexer_params
+from moe_trainer.estimate.linear_attention import linear_attention_params
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, indexer_params
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes, has_known_state, rank_state_bytes
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> Params
         has_gate = moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate
         rest += (plain.num_experts + (1 if has_gate else 0)) * hidden
     if is_linear(plain.model, number):
-        rest += plain.attention() - gated_delta_net_params(plain.model, matrices=True) // plain.tp
+        rest += plain.attention() - linear_attention_params(plain.model, plain.tp, matrices=True)
     else:
         rest += plain.attention() - plain.attention(number)
     return plain.layers[is_moe] + ParamsPerRank(-rest, 0)

@@ -7,11 +7,13 @@ parallelism always exchanges positions for heads (a2a); z is not exchanged. Pack
 explicit attention masks are rejected.
 
 Source: arXiv 2412.06464; Qwen3-Next; names and initialization of Megatron-Core.
-Shapes: S sequence, B microbatch, H hidden, K key heads, N value heads, D and E their widths, C channels of the
-convolution.
+Shapes: S sequence, B microbatch, H hidden, K key heads, N value heads, D and E their widths, A decays, C channels of
+the convolution.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,20 +35,33 @@ from moe_trainer.parallel.state import Group, ParallelState
 PROJECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
 
-class _SiluGate(torch.autograd.Function):
-    """y * silu(z), computed in fp32; saves both inputs as they are."""
+class OutputGate(torch.autograd.Function):
+    """y * silu(z) or y * sigmoid(z), computed in fp32; saves both inputs as they are."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, z: Tensor) -> Tensor:
+    def forward(ctx, y: Tensor, z: Tensor, gate: "_Gate") -> Tensor:
         ctx.save_for_backward(y, z)
-        return torch.mul(y, F.silu(z.to(_wide(z))), out=torch.empty_like(y))
+        ctx.gate = gate
+        return torch.mul(y, gate.function(z.to(_wide(z))), out=torch.empty_like(y))
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         y, z = ctx.saved_tensors
         wide = z.to(_wide(z))
-        grad_y = torch.mul(grad, F.silu(wide), out=torch.empty_like(y))
-        return grad_y, torch.ops.aten.silu_backward(torch.mul(grad, y, out=torch.empty_like(wide)), wide).to(z.dtype)
+        grad_y = torch.mul(grad, ctx.gate.function(wide), out=torch.empty_like(y))
+        grad_z = ctx.gate.backward(torch.mul(grad, y, out=torch.empty_like(wide)), wide)
+        return grad_y, grad_z.to(z.dtype), None
+
+
+class _Gate(NamedTuple):
+    """A function of z, and its backward of (gradient, z)."""
+
+    function: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+SILU = _Gate(F.silu, torch.ops.aten.silu_backward)
+SIGMOID = _Gate(torch.sigmoid, lambda grad, z: torch.ops.aten.sigmoid_backward(grad, z.sigmoid()))
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -80,7 +95,14 @@ class GatedDeltaNet(nn.Module):
         name: global name, e.g. "decoder.layers.0.self_attention".
         layer_number: counted from 1.
         sequence_parallel: see layers/linear.py.
+
+    Attributes:
+        gate: of the output.
+        step_init: initial distribution of dt_bias.
     """
+
+    gate = SILU
+    step_init = "ones"
 
     def __init__(
         self,
@@ -100,12 +122,52 @@ class GatedDeltaNet(nn.Module):
                 f"{ps.context.max_size} context-parallel ranks"
             )
         self.context, self.activations, self.gated_delta = ps.context, factory.activations, factory.kernels.gated_delta
-        self.heads = Heads(keys // tp.size, values // tp.size, model.linear_key_head_dim, model.linear_value_head_dim)
-        key_rows, value_rows = keys * model.linear_key_head_dim, values * model.linear_value_head_dim
-        sizes = (key_rows, key_rows, value_rows, value_rows, values, values)
+        full = self._all_heads(model)
+        self.heads = replace(full, keys=keys // tp.size, values=values // tp.size)
         cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
-        options = {"group": tp, "sequence_parallel": sequence_parallel}
-        self.in_proj = factory.column_linear(
+        options: dict[str, Any] = {"group": tp, "sequence_parallel": sequence_parallel}
+        self.layer_number = layer_number
+        self._build_projections(model, full, name, factory, options)
+        self.conv1d = _Convolution(full.channels, model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
+        info = ParamInfo((f"{name}.dt_bias",), init=self.step_init, **cut)
+        self.dt_bias = make_parameter((values // tp.size * full.decays,), info)
+        self.A_log = make_parameter((values // tp.size,), ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
+        # one gain for all heads, of which this rank sees some
+        self.out_norm = factory.norm(model.linear_value_head_dim, model, name=f"{name}.out_norm", partial=tp.size > 1)
+        self.out_proj = factory.row_linear(
+            values * full.value_dim,
+            model.hidden_size,
+            name=f"{name}.out_proj",
+            init=residual_init(model),
+            save_original_input="gdn_norm_out" in self.activations.recomputed,
+            **options,
+        )
+
+    def _all_heads(self, model: ModelArgs) -> Heads:
+        return Heads(
+            model.linear_num_key_heads,
+            model.linear_num_value_heads,
+            model.linear_key_head_dim,
+            model.linear_value_head_dim,
+        )
+
+    def _build_projections(
+        self, model: ModelArgs, full: Heads, name: str, factory: LayerFactory, options: dict[str, Any]
+    ) -> None:
+        """Build what `_project` uses; `full` are the heads of all ranks."""
+        sizes = (*full.channels, full.values * full.value_dim, full.values, full.values * full.decays)
+        self.in_proj = self._make_in_proj(model, sizes, PROJECTIONS, name, factory, options)
+
+    def _make_in_proj(
+        self,
+        model: ModelArgs,
+        sizes: tuple[int, ...],
+        names: tuple[str, ...],
+        name: str,
+        factory: LayerFactory,
+        options: dict[str, Any],
+    ) -> nn.Module:
+        in_proj = factory.column_linear(
             model.hidden_size,
             sum(sizes),
             name=f"{name}.in_proj",
@@ -113,23 +175,14 @@ class GatedDeltaNet(nn.Module):
             save_original_input="layernorm" in self.activations.recomputed,
             **options,
         )
-        self.in_proj.weight.info = replace(
-            get_param_info(self.in_proj.weight), parts=6, part_sizes=sizes, part_names=PROJECTIONS
-        )
-        self.layer_number, self.rows = layer_number, [size // tp.size for size in sizes]
-        self.conv1d = _Convolution(sizes[:3], model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
-        self.dt_bias = make_parameter((values // tp.size,), ParamInfo((f"{name}.dt_bias",), init="ones", **cut))
-        self.A_log = make_parameter((values // tp.size,), ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
-        # one gain for all heads, of which this rank sees some
-        self.out_norm = factory.norm(model.linear_value_head_dim, model, name=f"{name}.out_norm", partial=tp.size > 1)
-        self.out_proj = factory.row_linear(
-            value_rows,
-            model.hidden_size,
-            name=f"{name}.out_proj",
-            init=residual_init(model),
-            save_original_input="gdn_norm_out" in self.activations.recomputed,
-            **options,
-        )
+        info = get_param_info(in_proj.weight)
+        in_proj.weight.info = replace(info, parts=len(sizes), part_sizes=sizes, part_names=names)
+        self.rows = [size // options["group"].size for size in sizes]
+        return in_proj
+
+    def _project(self, x_SBH: Tensor) -> tuple[Tensor, ...]:
+        """Return x_SBC, z [S, B, N E], beta_SBN and alpha_SBA of all tokens."""
+        return self.in_proj(x_SBH).split([sum(self.rows[:3]), *self.rows[3:]], -1)
 
     def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:
         """Return linear attention of x_SBH, in its shape; `rope` is not used.
@@ -142,7 +195,7 @@ class GatedDeltaNet(nn.Module):
         documents, size = (None, None) if visible is None else (visible.documents, visible.cp_size)
         cp = self.context.of(size)
         with self.activations.offload_scope("qkv_linear"):
-            x, z_SBN, beta, alpha = self.in_proj(x_SBH).split([sum(self.rows[:3]), *self.rows[3:]], -1)
+            x, z_SBN, beta, alpha = self._project(x_SBH)
         with self.activations.offload_scope("core_attn"):
             if visible is not None and visible.cache is not None:
                 y_SBN = self._mix_with_cache(x, beta, alpha, visible.cache)
@@ -154,24 +207,28 @@ class GatedDeltaNet(nn.Module):
             return self.out_proj(gated)
 
     def _mix(
-        self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, documents: Documents | None, cp: Group
+        self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBA: Tensor, documents: Documents | None, cp: Group
     ) -> Tensor:
         """Apply the delta rule over the full sequence; return [S, B, N * E] of the local positions."""
         ids_BS, lengths = (None, ()) if documents is None else (documents.ids_BS, documents.lengths)
         weight, rates = self.conv1d.weight.squeeze(1), (self.A_log, self.dt_bias)
         if cp.size == 1:
-            return self.gated_delta(x_SBC, beta_SBN, alpha_SBN, weight, *rates, self.heads, ids_BS).flatten(2)
+            return self.gated_delta(x_SBC, beta_SBN, alpha_SBA, weight, *rates, self.heads, ids_BS).flatten(2)
         heads, (size, rank) = self.heads, (cp.size, cp.rank)
         q, k, v = x_SBC.split(heads.channels, -1)
         q, k = (each.unflatten(-1, (heads.keys, -1)) for each in (q, k))
-        values = [v.unflatten(-1, (heads.values, -1)), beta_SBN.unsqueeze(-1), alpha_SBN.unsqueeze(-1)]
+        values = [
+            v.unflatten(-1, (heads.values, -1)),
+            beta_SBN.unsqueeze(-1),
+            alpha_SBA.unflatten(-1, (heads.values, -1)),
+        ]
         q, k, v, beta, alpha = all_to_all_seq_to_heads(cp, q, k, *values, lengths=lengths)
         mine = torch.cat([part.chunk(size)[rank] for part in weight.split(heads.channels)])
         few = replace(heads, keys=heads.keys // size, values=heads.values // size)
         y = self.gated_delta(
             torch.cat([each.flatten(2) for each in (q, k, v)], -1),
             beta.squeeze(-1),
-            alpha.squeeze(-1),
+            alpha.flatten(2),
             mine,
             *(rate.chunk(size)[rank] for rate in rates),
             few,
@@ -179,7 +236,7 @@ class GatedDeltaNet(nn.Module):
         )
         return all_to_all_heads_to_seq(cp, y.flatten(2), lengths)
 
-    def _mix_with_cache(self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBN: Tensor, cache: KVCache) -> Tensor:
+    def _mix_with_cache(self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBA: Tensor, cache: KVCache) -> Tensor:
         """Apply the delta rule from the cached state, and store the state after every sequence's last token."""
         halo, number = self.conv1d.weight.shape[-1] - 1, self.layer_number
         if cache.is_prefill:
@@ -187,15 +244,15 @@ class GatedDeltaNet(nn.Module):
             is_padding_SB1 = (
                 torch.arange(x_SBC.shape[0], device=x_SBC.device)[:, None, None] >= cache.lengths_B[:, None]
             )
-            beta_SBN, alpha_SBN = (x.masked_fill(is_padding_SB1, float("-inf")) for x in (beta_SBN, alpha_SBN))
+            beta_SBN, alpha_SBA = (x.masked_fill(is_padding_SB1, float("-inf")) for x in (beta_SBN, alpha_SBA))
             x_SBC, state = F.pad(x_SBC, (0, 0, 0, 0, halo, 0)), None
             ends_B = cache.lengths_B
         else:
-            x_SBC, beta_SBN, alpha_SBN = (x.transpose(0, 1) for x in (x_SBC, beta_SBN, alpha_SBN))
+            x_SBC, beta_SBN, alpha_SBA = (x.transpose(0, 1) for x in (x_SBC, beta_SBN, alpha_SBA))
             x_SBC, state = torch.cat([cache.get(number, "inputs"), x_SBC]), cache.get(number, "state")
             ends_B = torch.ones_like(cache.lengths_B)
         rates, weight_CW = (self.A_log, self.dt_bias), self.conv1d.weight.squeeze(1)
-        y, state = continue_gated_delta(x_SBC, beta_SBN, alpha_SBN, weight_CW, *rates, self.heads, state)
+        y, state = continue_gated_delta(x_SBC, beta_SBN, alpha_SBA, weight_CW, *rates, self.heads, state)
         last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
         cache.put(number, "inputs", x_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
         cache.put(number, "state", state)
@@ -203,4 +260,6 @@ class GatedDeltaNet(nn.Module):
         return y_SBN if cache.is_prefill else y_SBN.transpose(0, 1)
 
     def _gated_norm(self, y_SBN: Tensor, z_SBN: Tensor) -> Tensor:
-        return _SiluGate.apply(self.out_norm(y_SBN.unflatten(-1, (self.heads.values, -1))).flatten(2), z_SBN)
+        return OutputGate.apply(
+            self.out_norm(y_SBN.unflatten(-1, (self.heads.values, -1))).flatten(2), z_SBN, self.gate
+        )

@@ -8,9 +8,10 @@ A layer of a hybrid model (--hybrid-layer-pattern) has one of the two, or a Mamb
 Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, H hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.hyper_connection import HyperConnection
+from moe_trainer.layers.kimi_delta_attention import KimiDeltaAttention
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mamba import MambaMixer
 from moe_trainer.layers.mla import MultiLatentAttention
@@ -32,6 +34,11 @@ from moe_trainer.layers.rotary import Tables
 from moe_trainer.moe.layer import MoELayer, RoutingOutput
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.state import ParallelState
+
+LINEAR_ATTENTION: Mapping[str | None, Callable[..., nn.Module]] = MappingProxyType(
+    {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
+)
+"""The layers of --experimental-attention-variant."""
 
 
 class TransformerLayer(nn.Module):
@@ -65,7 +72,7 @@ class TransformerLayer(nn.Module):
                 MultiLatentAttention if model.multi_latent_attention else SelfAttention
             )
             if is_linear(model, number):
-                attention = GatedDeltaNet
+                attention = LINEAR_ATTENTION[model.experimental_attention_variant]
             elif model.experimental_attention_variant == "dsv4_hybrid":
                 attention = CompressedAttention
             loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}

@@ -1,13 +1,15 @@
-"""The core of a gated DeltaNet layer: short causal convolution, gates, and the gated delta rule in chunks.
+"""The core of linear attention: short causal convolution, gates, and the gated delta rule in chunks.
 
-A head's state maps keys to values: S <- exp(g) S;  S <- S + beta k (v - S^T k)^T;  y = S^T q. Inside a chunk of CHUNK
+A head's state maps keys to values: S <- exp(g) S;  S <- S + beta k (v - S^T k)^T;  y = S^T q. The decay exp(g) is a
+number of a head (gated DeltaNet), or of each of its key channels (Kimi delta attention). Inside a chunk of CHUNK
 positions the corrections solve one unit triangular system (arXiv 2412.06464, section 3.3), so all but one step per
 chunk are matmuls. Everything is fp32 or wider. Saved for backward: the inputs and the state before every segment of
 SEGMENT chunks; backward recomputes segment by segment. At a document's first position the state is empty. Kernels and
 formulas: docs/design/gated_delta_rule.md.
 
 Shapes: S sequence, B batch, C channels (queries, keys, values), W convolution width, K key heads, N value heads (each
-key head serves N / K consecutive ones), D and E widths of a key and a value; in chunks M chunks of L positions.
+key head serves N / K consecutive ones), D and E widths of a key and a value, A = N or N D decays; in chunks M chunks of
+L positions.
 """
 
 from dataclasses import dataclass
@@ -20,16 +22,25 @@ from moe_trainer.ops.block_sizes import DELTA_CHUNK as CHUNK
 from moe_trainer.ops.block_sizes import DELTA_SEGMENT as SEGMENT
 
 LENGTH_EPS = 1e-6
+BLOCK = 16
+"""Positions whose decays by channel are compared one by one (_decayed_products)."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Numbers and widths of the heads: K, N, D, E."""
+    """Numbers and widths of the heads: K, N, D, E.
+
+    Attributes:
+        decays: decays of a value head, 1 or D.
+        lower_bound: of the decays' logarithms g, which are then a sigmoid; None: they have none.
+    """
 
     keys: int
     values: int
     key_dim: int
     value_dim: int
+    decays: int = 1
+    lower_bound: float | None = None
 
     @property
     def channels(self) -> list[int]:
@@ -97,11 +108,33 @@ class ChunkBorders:
         )
 
 
+def _decayed_products(q: Tensor, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over channels of q[i] k[j] exp(total[i] - total[j]) for j up to i, and those of k[i] k[j].
+
+    exp(total) and exp(-total) alone may be zero and infinite. Between blocks of BLOCK positions the factors are
+    exp(total[i] - total[first]) and exp(total[first] - total[j]), at most one each (arXiv 2312.06635, section 4.3).
+
+    Args:
+        total: [..., L, D], the sums of g up to a position.
+    """
+    both, rows, length = torch.stack(torch.broadcast_tensors(q, k), -2), [], k.shape[-2]
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        read, mine, first = both[..., start:stop, :, :], total[..., start:stop, :], total[..., start : start + 1, :]
+        within = (mine.unsqueeze(-2) - mine.unsqueeze(-3)).clamp(max=0.0).exp() * k[..., None, start:stop, :]
+        earlier = k[..., :start, :] * (first - total[..., :start, :]).exp()
+        decayed = read * (mine - first).exp().unsqueeze(-2)
+        before = (decayed.flatten(-3, -2) @ earlier.mT).unflatten(-2, (-1, 2))
+        rows.append(F.pad(torch.cat([before, read @ within.mT], -1), (0, length - stop)))
+    scores, system = torch.cat(rows, -3).unbind(-2)
+    return scores.tril(), system.tril()
+
+
 def delta_rule(
     q_SBKD: Tensor,
     k_SBKD: Tensor,
     v_SBNE: Tensor,
-    g_SBN: Tensor,
+    g: Tensor,
     beta_SBN: Tensor,
     state: Tensor | None = None,
     ids_BS: Tensor | None = None,
@@ -110,6 +143,7 @@ def delta_rule(
     """Apply the gated delta rule from a state [B, K, N / K, D, E], or an empty one. Differentiable.
 
     Args:
+        g: [S, B, N], or [S, B, N, D] of the channels of keys.
         previous_B: document of the position before the first, for ids_BS.
 
     Returns:
@@ -120,27 +154,26 @@ def delta_rule(
     pad = -length % size
     shared = (keys, v_SBNE.shape[2] // keys)
     q, k = (chunked(_unit(x), pad, size, (keys, 1)) for x in (q_SBKD, k_SBKD))
-    v, g, beta = (chunked(x, pad, size, shared) for x in (v_SBNE, g_SBN, beta_SBN))
+    v, g, beta = (chunked(x, pad, size, shared) for x in (v_SBNE, g if g.dim() == 4 else g.unsqueeze(-1), beta_SBN))
     q, beta = q * key_dim**-0.5, beta.unsqueeze(-1)
-    total = g.cumsum(-1)
-    # the decay between two positions, at most one; what is above the diagonal would be more
-    pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).clamp(max=0.0).exp().tril()
-    before, after, carried = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:, None].exp()
+    total = g.cumsum(-2)
+    before, after, carried = total.exp(), (total[..., -1:, :] - total).exp(), total[..., -1, :, None].exp()
+    if g.shape[-1] == 1:
+        # the decay between two positions, at most one; what is above the diagonal would be more
+        pairs = (total - total.mT).clamp(max=0.0).exp().tril()
+        scores, system = (q @ k.mT) * pairs, (k @ k.mT) * pairs
+    else:
+        scores, system = _decayed_products(q, k, total)
     if ids_BS is not None:
         borders = ChunkBorders.of(ids_BS, previous_B, pad, size)
-        pairs, before, after, carried = (
-            pairs * borders.pairs,
-            before * borders.before,
-            after * borders.after,
-            carried * borders.carried,
-        )
-    before = before.unsqueeze(-1)
-    system = beta * (k @ k.mT) * pairs
+        scores, system = scores * borders.pairs, system * borders.pairs
+        before, after = before * borders.before.unsqueeze(-1), after * borders.after.unsqueeze(-1)
+        carried = carried * borders.carried
     solved = torch.linalg.solve_triangular(
-        system, torch.cat([beta * v, beta * before * k], -1), upper=False, unitriangular=True
+        beta * system, torch.cat([beta * v, beta * before * k], -1), upper=False, unitriangular=True
     )
     values, read_keys = solved.split([v.shape[-1], key_dim], -1)
-    scores, q, written = (q @ k.mT) * pairs, q * before, (k * after.unsqueeze(-1)).mT
+    q, written = q * before, (k * after).mT
     outputs = []
     # unbind, not indexing: the gradient of every indexed chunk would have the size of the full tensor
     for values_m, read_m, q_m, scores_m, written_m, carried_m in zip(
@@ -158,12 +191,16 @@ def delta_rule(
 
 
 def _segment(
-    x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, state, heads: Heads, halo: int, ids_BS: Tensor | None
+    x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A, state, heads: Heads, halo: int, ids_BS: Tensor | None
 ):
     """Return (y, final state) of one segment; x and ids start `halo` positions early, for the convolution."""
     x_SBC = causal_convolution(x_SBC, weight_CW, ids_BS)[halo:]
     q, k, v = x_SBC.split(heads.channels, -1)
-    g = -a_log_N.exp() * F.softplus(alpha_SBN + dt_bias_N)
+    steps, rate_N1 = (alpha_SBA + dt_bias_A).unflatten(-1, (heads.values, heads.decays)), a_log_N.exp().unsqueeze(-1)
+    if heads.lower_bound is None:
+        g = -rate_N1 * F.softplus(steps)
+    else:
+        g = heads.lower_bound * (rate_N1 * steps).sigmoid()
     keys = (heads.keys, heads.key_dim)
     documents = () if ids_BS is None else (ids_BS[:, halo:], ids_BS[:, max(halo - 1, 0)])
     return delta_rule(
@@ -179,9 +216,9 @@ def _segment(
 
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS):
+    def forward(ctx, x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A, heads, ids_BS):
         wide, states, outputs, state = torch.promote_types(x_SBC.dtype, torch.float32), [], [], None
-        tensors = (x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N)
+        tensors = (x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A)
         for start in range(0, x_SBC.shape[0], CHUNK * SEGMENT):
             if start:
                 states.append(state)
@@ -229,10 +266,10 @@ def _inputs(
     tensors: tuple[Tensor, ...], start: int, wide: torch.dtype, heads: Heads, ids_BS: Tensor | None
 ) -> tuple[list[Tensor], tuple[Heads, int, Tensor | None]]:
     """Return the inputs of _segment, without the state."""
-    x_SBC, beta_SBN, alpha_SBN, *params = tensors
+    x_SBC, beta_SBN, alpha_SBA, *params = tensors
     stop = start + CHUNK * SEGMENT
     halo = min(params[0].shape[1] - 1, start)
-    own = [x_SBC[start - halo : stop], beta_SBN[start:stop], alpha_SBN[start:stop], *params]
+    own = [x_SBC[start - halo : stop], beta_SBN[start:stop], alpha_SBA[start:stop], *params]
     return [x.to(wide) for x in own], (heads, halo, None if ids_BS is None else ids_BS[:, start - halo : stop])
 
 
@@ -240,10 +277,10 @@ def _inputs(
 def continue_gated_delta(
     x_SBC: Tensor,
     beta_SBN: Tensor,
-    alpha_SBN: Tensor,
+    alpha_SBA: Tensor,
     weight_CW: Tensor,
     a_log_N: Tensor,
-    dt_bias_N: Tensor,
+    dt_bias_A: Tensor,
     heads: Heads,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -255,8 +292,8 @@ def continue_gated_delta(
     halo, wide, outputs = weight_CW.shape[1] - 1, torch.promote_types(x_SBC.dtype, torch.float32), []
     for start in range(0, beta_SBN.shape[0], CHUNK * SEGMENT):
         stop = start + CHUNK * SEGMENT
-        tensors = (x_SBC[start : stop + halo], beta_SBN[start:stop], alpha_SBN[start:stop], weight_CW)
-        inputs = [x.to(wide) for x in (*tensors, a_log_N, dt_bias_N)]
+        tensors = (x_SBC[start : stop + halo], beta_SBN[start:stop], alpha_SBA[start:stop], weight_CW)
+        inputs = [x.to(wide) for x in (*tensors, a_log_N, dt_bias_A)]
         y, state = _segment(*inputs, state, heads, halo, None)
         outputs.append(y.to(x_SBC.dtype))
     assert state is not None
@@ -266,10 +303,10 @@ def continue_gated_delta(
 def gated_delta(
     x_SBC: Tensor,
     beta_SBN: Tensor,
-    alpha_SBN: Tensor,
+    alpha_SBA: Tensor,
     weight_CW: Tensor,
     a_log_N: Tensor,
-    dt_bias_N: Tensor,
+    dt_bias_A: Tensor,
     heads: Heads,
     ids_BS: Tensor | None = None,
 ) -> Tensor:
@@ -277,7 +314,8 @@ def gated_delta(
 
     Args:
         x_SBC: queries, keys and values before the convolution.
-        beta_SBN, alpha_SBN: before the sigmoid and the softplus; g = -exp(a_log) softplus(alpha + dt_bias).
+        beta_SBN, alpha_SBA: before the sigmoid and the softplus; g = -exp(a_log) softplus(alpha + dt_bias),
+            or heads.lower_bound sigmoid(exp(a_log) (alpha + dt_bias)).
         ids_BS: packed documents.
     """
-    return _GatedDelta.apply(x_SBC, beta_SBN, alpha_SBN, weight_CW, a_log_N, dt_bias_N, heads, ids_BS)
+    return _GatedDelta.apply(x_SBC, beta_SBN, alpha_SBA, weight_CW, a_log_N, dt_bias_A, heads, ids_BS)

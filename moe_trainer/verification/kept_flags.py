@@ -40,7 +40,7 @@ _REPLACED = frozenset(
     sequence_packing_scheduler max_seqlen_per_dp_cp_rank pad_packed_seq_alignment thd_tail_padding_policy
     thd_max_packed_sequences hybrid_context_parallel dynamic_context_parallel min_dynamic_context_parallel_size
     moe_enable_routing_replay moe_routing_replay_path moe_n_hash_layers csa_compress_ratios
-    csa_window_size o_groups o_lora_rank
+    csa_window_size o_groups o_lora_rank kda_gate_rank
     """.split()
 )
 _KEPT_TRAINING = frozenset(

@@ -175,8 +175,11 @@ def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict
 def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     keys = max(2, mapping.tp * mapping.cp)
     pattern = [rng.choice((0, 1)) for _ in range(int(str(values["num_layers"])))]
+    variant: dict[str, object] = {"experimental_attention_variant": rng.choice(("gdn", "kda"))}
+    if variant["experimental_attention_variant"] == "kda":
+        variant |= {"kda_gate_rank": rng.choice((None, 8)), "kda_decay_lower_bound": rng.choice((None, -5.0))}
     return {
-        "experimental_attention_variant": "gdn",
+        **variant,
         "linear_attention_freq": rng.choice((2, 3, pattern)),
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * rng.choice((1, 2)),

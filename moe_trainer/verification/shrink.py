@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
+from arguments.layer_pattern import LINEAR
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import as_list, derive_sizes
 from arguments.rules.layout_grammar import read_layout
@@ -399,7 +400,7 @@ def _small_training(s: Settings) -> dict[str, object]:
     values: dict[str, object] = dict(SMALL_TRAINING)
     if s.decoupled_lr is not None:
         values["decoupled_lr"] = 2 * LEARNING_RATE
-    if s.experimental_attention_variant == "gdn":
+    if s.experimental_attention_variant in LINEAR:
         values["layernorm_epsilon"] = LARGE_EPSILON
     if s.dsa_indexer_loss_coeff:
         values["dsa_indexer_loss_coeff"] = 1.0
@@ -418,7 +419,7 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     if half:
         reason = "the check computes in fp32 (fp64 with fp8), so that a difference is a mistake and not rounding"
         notes.append(f"{', '.join(half)}: {reason}")
-    if s.experimental_attention_variant == "gdn":
+    if s.experimental_attention_variant in LINEAR:
         notes.append(
             f"{s.flag('layernorm_epsilon')} is {LARGE_EPSILON}: a query nearly orthogonal to a key gives an output "
             "near zero, and the next norm would amplify the rounding of its gradient"

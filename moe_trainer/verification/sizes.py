@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from arguments.layer_pattern import MOE, hybrid_letters
+from arguments.layer_pattern import LINEAR, MOE, hybrid_letters
 from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
 from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, PipelineLayout, read_layout
@@ -154,7 +154,7 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
         values |= {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
         values |= {"v_head_dim": 8 if s.v_head_dim == s.qk_head_dim else 6}
         values |= {"q_lora_rank": 12} if s.q_lora_rank else {}
-    if s.experimental_attention_variant == "gdn":
+    if s.experimental_attention_variant in LINEAR:
         keys = max(2, new.tp * new.cp)
         value_dim = 16 if s.linear_key_head_dim == s.linear_value_head_dim else 8
         values |= {
@@ -163,6 +163,7 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
             "linear_key_head_dim": 16,
             "linear_value_head_dim": value_dim,
         }
+        values |= {"kda_gate_rank": 8} if s.kda_gate_rank else {}
     if s.hybrid_layer_pattern:
         groups = max(2, new.tp * new.cp)
         values |= {"mamba_num_groups": groups, "mamba_num_heads": 2 * groups}

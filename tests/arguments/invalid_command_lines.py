@@ -475,6 +475,8 @@ INVALID_LINES = (
     ("--log-max-attention-logit --cuda-graph-impl local", "", "--cuda-graph-impl"),
     (DELTA, "", "--linear-attention-freq"),
     (f"{DELTA} --linear-attention-freq 4", "--swiglu", "--swiglu"),
+    ("--experimental-attention-variant kda --linear-attention-freq 4 --kda-decay-lower-bound 0.5", "", "--kda-decay-lower-bound"),
+    ("--experimental-attention-variant kda --linear-attention-freq 4 --kda-gate-rank 0", "", "--kda-gate-rank"),
     (f"{DELTA} --linear-attention-freq 4 --linear-num-value-heads 24", "", "--linear-num-value-heads"),
     (SPARSE.replace("--multi-latent-attention", ""), "", "--multi-latent-attention"),
     ("--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64", "", "--dsa-indexer-topk"),

@@ -35,7 +35,7 @@ OWN = {
     "moe_concat_proj", "moe_upcycling_expert_init",
     "stream_weights_to", "stream_weights_interval", "stream_weights_model_type",
     "hybrid_layer_pattern", "hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads",
-    "freeze_backbone",
+    "freeze_backbone", "kda_gate_rank", "kda_decay_lower_bound",
     "sample_prompts", "sample_interval", "sample_max_new_tokens",
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
     "moe_n_hash_layers", "enable_hyper_connections", "num_residual_streams",  # too
@@ -44,7 +44,7 @@ OWN = {
 }  # fmt: skip
 OWN_CHOICES = {
     "moe_flex_dispatcher_backend": ["hierarchical"],
-    "experimental_attention_variant": ["dsv4_hybrid"],  # the dev branch's
+    "experimental_attention_variant": ["dsv4_hybrid", "kda"],  # the first: the dev branch's
 }
 
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from layers.test_tensor_parallel import DELTA, B, H, _fill
+from layers.test_tensor_parallel import DELTA, KDA, B, H, _fill
 
 from moe_trainer.layers.core_attention import AttentionMask
-from moe_trainer.layers.gated_delta_net import GatedDeltaNet
+from moe_trainer.layers.gated_delta_net import SIGMOID, SILU, OutputGate
 from moe_trainer.layers.layer_factory import LOCAL
+from moe_trainer.model.block import LINEAR_ATTENTION
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
@@ -23,7 +24,8 @@ IDS = torch.tensor([[0] * 5 + [1] * 11, [0] * 3 + [1] * 6 + [2] * 7])
 
 
 def make(ps=None, model=DELTA):
-    return GatedDeltaNet(model, ps or ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
+    kind = LINEAR_ATTENTION[model.experimental_attention_variant]
+    return kind(model, ps or ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
 
 
 def random_rows(seed):
@@ -37,26 +39,26 @@ def run_layer(layer, x, weight, packed):
     return y.detach(), x.grad, {name: param.grad for name, param in layer.named_parameters()}
 
 
-def _on_ranks(rank, n):
+def _on_ranks(rank, n, model):
     ps = ParallelState.create(n, rank, cp=n)
     shard, found = SequenceShard(ps.cp), []
     for packed in (False, True):
         y, grad, grads = run_layer(
-            _fill(make(ps)), shard.local(random_rows(1), 0), shard.local(random_rows(2), 0), packed
+            _fill(make(ps, model)), shard.local(random_rows(1), 0), shard.local(random_rows(2), 0), packed
         )
         found.append((shard.full(y, 0), shard.full(grad, 0), grads))
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_context_parallel_ranks_equal_one_process(n):
+@pytest.mark.parametrize(("n", "model"), [(2, DELTA), (4, DELTA), (2, KDA)], ids=["2", "4", "2, decays by channel"])
+def test_context_parallel_ranks_equal_one_process(n, model):
     """Heads are distributed, each with its own gates, rates and channels.
 
     Gradients of weights add up over the ranks.
     """
-    ranks = run_ranks(_on_ranks, n)
+    ranks = run_ranks(_on_ranks, n, model)
     for number, packed in enumerate((False, True)):
-        y, grad, grads = run_layer(_fill(make()), random_rows(1), random_rows(2), packed)
+        y, grad, grads = run_layer(_fill(make(model=model)), random_rows(1), random_rows(2), packed)
         for found in ranks:
             torch.testing.assert_close(found[number][0], y, rtol=0, atol=1e-11)
             torch.testing.assert_close(found[number][1], grad, rtol=0, atol=1e-11)
@@ -95,3 +97,21 @@ def test_initial_values_equal_megatron_core():
         0.99 * bound < layer.conv1d.weight.abs().max() <= bound
         and abs(layer.conv1d.weight.std() - bound / math.sqrt(3)) < 0.01 * bound
     )
+
+
+def test_initial_decays_by_channel_are_those_of_kimi_linear():
+    """As in transformers: steps from 1e-3 to 0.1, each channel its own."""
+    layer = make(model=replace(KDA, linear_num_key_heads=64, linear_num_value_heads=512))
+    for param in layer.parameters():
+        init_parameter(param, 1)
+    steps = torch.nn.functional.softplus(layer.dt_bias)
+    assert steps.shape == (512 * 6,)
+    assert 1e-3 <= steps.min() < 2e-3 and 0.09 < steps.max() <= 0.1 and steps.median() < 0.015
+
+
+def test_a_sigmoid_gates_the_output():
+    torch.manual_seed(3)
+    y, z = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for gate, function in ((SILU, torch.nn.functional.silu), (SIGMOID, torch.sigmoid)):
+        assert torch.allclose(OutputGate.apply(y, z, gate), y * function(z), rtol=0, atol=1e-12)
+        assert torch.autograd.gradcheck(lambda *x, gate=gate: OutputGate.apply(*x, gate), (y, z))

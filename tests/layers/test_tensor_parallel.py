@@ -20,7 +20,6 @@ from arguments.model import ModelArgs
 from arguments.parallel import ParallelArgs
 from moe_trainer.layers import linear, tp_overlap, vocab
 from moe_trainer.layers.attention import SelfAttention
-from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -30,6 +29,7 @@ from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.rotary import make_rotary
 from moe_trainer.layers.tp_overlap import LinearOverlap, OverlapFileError, TpOverlap
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
+from moe_trainer.model.block import LINEAR_ATTENTION
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.state import Group, ParallelState
@@ -73,6 +73,7 @@ DELTA = replace(
     normalization="RMSNorm",
     layernorm_epsilon=1e-2,
 )
+KDA = replace(DELTA, experimental_attention_variant="kda", kda_gate_rank=3)
 ROWS, COLUMNS, REPLICATED = "rows", "columns", "replicated"
 
 
@@ -117,7 +118,7 @@ def _mlp(**change) -> Case:
 
 def _attention(model: ModelArgs) -> Case:
     kind = MultiLatentAttention if model.multi_latent_attention else SelfAttention
-    kind = GatedDeltaNet if model.experimental_attention_variant == "gdn" else kind
+    kind = LINEAR_ATTENTION.get(model.experimental_attention_variant, kind)
     rotary = make_rotary(model)
 
     def run(layer, x, ps, sp):
@@ -183,6 +184,8 @@ CASES = {
     "attention, window": _attention(replace(MODEL, window_size=(3, 0), num_query_groups=2)),
     "attention, no positions": _attention(replace(MODEL, position_embedding_type="none")),
     "gated DeltaNet": _attention(DELTA),
+    "Kimi delta attention": _attention(KDA),
+    "Kimi delta attention, no latents": _attention(replace(KDA, kda_gate_rank=None, kda_decay_lower_bound=-5.0)),
     "gated DeltaNet, a value head a key head": _attention(replace(DELTA, linear_num_value_heads=4)),
     "latent attention": _attention(LATENT),
     "latent attention, biases": _attention(replace(LATENT, add_bias_linear=True)),

@@ -23,6 +23,7 @@ DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 3 --linear-key-head-dim 8 --linear-value-head-dim 12 "
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --swiglu"
 )
+KDA = f"{DELTA.replace('gated_delta_net', 'kda')} --kda-gate-rank 6"
 HYBRID = (
     "--hybrid-layer-pattern M*-E --mamba-num-heads 4 --mamba-head-dim 12 --mamba-num-groups 2 --mamba-state-dim 10 "
     "--position-embedding-type none"
@@ -94,6 +95,7 @@ KINDS = {
     "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
     "hybrid": (f"{GROUPED} {HYBRID}", ("all kept", "uniform", "block")),
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
+    "decays by channel, bf16": (f"{GROUPED} {KDA} --bf16", ("all kept", "gdn_norm_out")),
     "gated DeltaNet, long, bf16": (
         f"{GROUPED} {DELTA} --bf16 --seq-length 1100 --max-position-embeddings 1100 --micro-batch-size 1", ("all kept", "gdn_norm_out")),
     "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", (*LATENT_HOWS, *CHUNKED)),

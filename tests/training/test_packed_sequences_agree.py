@@ -41,6 +41,7 @@ LLAMA4 = (
     "--attn-temperature-floor 3 --attn-temperature-scale 1 --qk-l2-norm --qk-l2-norm-rope-layers-only"
 )
 MISTRAL4 = f"{MLA} --attn-temperature-tuning mistral4 --attn-temperature-floor 3 --attn-temperature-scale 1"
+KDA = f"{LINEAR.replace('gated_delta_net', 'kda')} --kda-gate-rank 3 --kda-decay-lower-bound -5"
 KINDS = {
     "gqa": GQA,
     "llama 4": LLAMA4,
@@ -54,6 +55,7 @@ KINDS = {
     "mtp": f"{GQA} --mtp-num-layers 2",
     "linear attention": LINEAR,
     "mamba": MAMBA,
+    "decays by channel": KDA,
     "sparse": SPARSE,
     "hash routing": f"{GQA} --moe-n-hash-layers 1 --moe-router-score-function sqrtsoftplus",
     "indexer loss": f"{SPARSE} --dsa-indexer-loss-coeff 0.5",

@@ -439,6 +439,42 @@ def _write_next(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_kimi_linear(config: Config) -> Flags:
+    """Read which layers have Kimi delta attention, and its sizes: from keys of transformers or from one table."""
+    table, layers = config.get("linear_attn_config") or {}, range(config["num_hidden_layers"])
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        pattern = [int(kind == "linear_attention") for kind in kinds]
+    elif "kda_layers" in table:  # counted from 1
+        pattern = [int(layer + 1 in table["kda_layers"]) for layer in layers]
+    else:
+        pattern = [int(not layer or layer % 4 != 0) for layer in layers]
+    heads = table.get("num_heads", config.get("linear_num_heads", 32))
+    width = table.get("head_dim", config.get("linear_head_dim", 128))
+    return {
+        "linear_attention_freq": pattern,
+        "linear_conv_kernel_dim": table.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim", 4)),
+        "kda_gate_rank": width,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width),
+    }
+
+
+def _write_kimi_linear(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the table of the published models, which vLLM reads too."""
+    linear = linear_layers(flags)
+    return {
+        "linear_attn_config": {
+            "kda_layers": [layer + 1 for layer, is_kda in enumerate(linear) if is_kda],
+            "full_attn_layers": [layer + 1 for layer, is_kda in enumerate(linear) if not is_kda],
+            "num_heads": flags["linear_num_key_heads"],
+            "head_dim": flags["linear_key_head_dim"],
+            "short_conv_kernel_size": flags["linear_conv_kernel_dim"],
+        },
+        **_write_first_dense(flags),
+    }
+
+
 def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return which layers have linear attention."""
     return linear_layer_pattern(
@@ -792,6 +828,9 @@ NEXT = ConfigConverter(_read_next, _write_next)
 SCALED_EMBEDDING = ConfigConverter(_read_scaled_embedding, _write_scaled_embedding)
 COMPRESSED = ConfigConverter(_read_compressed, _write_compressed)
 HASH_LAYERS = ConfigConverter(_read_hash_layers, _write_hash_layers)
+KIMI_LINEAR = ConfigConverter(_read_kimi_linear, _write_kimi_linear)
+# the default of transformers is a row of the published vocabulary, which this one may not have
+NO_PADDING = ConfigConverter(lambda _: {}, lambda _: {"pad_token_id": None})
 MTP = ConfigConverter(_read_mtp, _write_mtp)
 CONVERTERS: Mapping[str, ConfigConverter] = MappingProxyType(
     {name.lower(): value for name, value in list(globals().items()) if isinstance(value, ConfigConverter)}

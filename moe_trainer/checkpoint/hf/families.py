@@ -53,6 +53,7 @@ NAMES = tuple(
     mellum
     granitemoe_swa
     mimo_v2_flash
+    kimi_linear
     """.split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""

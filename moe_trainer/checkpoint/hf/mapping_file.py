@@ -339,11 +339,11 @@ class _Reader:
                     spelled,
                     f"{native}: {count} tensors in {spelling!r}, and the transform {transform_name} takes {needed}",
                 )
-        if len(natives) != transform.num_natives:
+        made = transform.num_natives or spellings[0].count(", ") + 1
+        if len(natives) != made:
             self._fail(
                 key_node,
-                f"{native}: {len(natives)} native tensors, and the transform {transform_name} makes "
-                f"{transform.num_natives}",
+                f"{native}: {len(natives)} native tensors, and the transform {transform_name} makes {made}",
             )
         return Rule(natives, spellings, transform, needs, f"{self._path}, line {_line(key_node)}")
 

@@ -19,8 +19,8 @@ class Transform:
     same sources, `to_native` returns and the inverse takes a sequence.
 
     Attributes:
-        num_sources: accepted numbers of Hugging Face tensors.
-        num_natives: number of native tensors.
+        num_sources: accepted numbers of Hugging Face tensors; none: all are.
+        num_natives: number of native tensors; 0: as many as Hugging Face tensors.
     """
 
     to_native: Callable[[Sequence[Tensor], ModelSizes], Any]
@@ -113,6 +113,8 @@ TRANSFORMS = MappingProxyType(
         # query, key, value, gate, beta and alpha of all heads; Hugging Face: grouped by key head, the last two in a
         # separate tensor
         "DELTA": Transform(_join_delta, _part_delta, (2,), 6),
+        # parts of one native tensor, adapted together
+        "EACH": Transform(lambda parts, _: parts, lambda full, _: full, (), 0),
         # the channels of query, key and value
         "DELTA_PARTS": Transform(
             lambda parts, sizes: parts[0].split(_delta_widths(sizes)),
@@ -134,6 +136,8 @@ TRANSFORMS = MappingProxyType(
         "TRANSPOSED": Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),)),
         # a vector; Hugging Face: a matrix of one row
         "ROW": Transform(lambda parts, _: parts[0].squeeze(0), lambda full, _: (full.unsqueeze(0),)),
+        # a number of each head; Hugging Face: [1, 1, heads, 1]
+        "HEADS": Transform(lambda parts, _: parts[0].flatten(), lambda full, _: (full.view(1, 1, -1, 1),)),
         # gate above up; Hugging Face: transposed, gate and up interleaved
         "INTERLEAVED": Transform(_join_interleaved, _part_interleaved),
         # a gain around zero; Hugging Face: around one

@@ -468,6 +468,21 @@ MODELS = {
             "routed_scaling_factor": 2.446,
         },
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {key: value for key, value in _LATENT.items() if key != "n_routed_experts"}
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "linear_head_dim": 8,
+            "linear_num_heads": 2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rms_norm_eps": 1e-6,
+        },
+    ),
 }
 """Family or model -> (prefix of its classes, its configuration)."""
 
@@ -503,7 +518,8 @@ _PUBLISHED = {
         (r"\.attn\.norm\.", ".attn.kv_norm."),
         (r"^embed_tokens\.", "embed."),
         (r"^hc_head\.hc_", "hc_head_"),
-    )
+    ),
+    "kimi_linear": ((r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1"),),  # of dense layers
 }
 
 

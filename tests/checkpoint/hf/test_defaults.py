@@ -88,6 +88,7 @@ _EXPERTS = {
     "hy_v3": "num_experts",
     "hunyuan_v1_moe": "num_experts",
     "ernie4_5_moe": "moe_num_experts",
+    "kimi_linear": "num_experts",
 }
 _TEMPERED = {
     "rope_type": "default",

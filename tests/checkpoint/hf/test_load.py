@@ -105,6 +105,23 @@ def test_gradients_of_hybrid_models_are_converted_to_those_of_transformers(name,
         assert (found[key] - grad).abs().max() <= 2e-5 * grad.abs().max() + 1e-7, key
 
 
+@pytest.mark.parametrize("name", ["kimi_linear"])
+def test_gradients_read_as_weights_are_those_of_transformers(name, tmp_path):
+    """A folder of gradients is read by the rules of the weights, which are linear."""
+    theirs = make(name)
+    theirs.save_pretrained(tmp_path / "weights")
+    ours, (tokens, labels, positions) = load_ours(tmp_path / "weights"), batch()
+    torch.nn.functional.cross_entropy(theirs.train()(tokens).logits.flatten(0, 1), labels.flatten()).backward()
+    ours.train()(tokens, positions, labels).mean().backward()
+    for param in theirs.parameters():
+        param.data = torch.zeros_like(param) if param.grad is None else param.grad
+    theirs.save_pretrained(tmp_path / "gradients")
+    wanted = dict(load_ours(tmp_path / "gradients").named_parameters())
+    for key, param in ours.named_parameters():
+        assert wanted[key].abs().max() > 0, key
+        assert (param.grad - wanted[key]).abs().max() <= 1e-5 * wanted[key].abs().max() + 1e-7, key
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_logits_are_as_exact_as_those_of_transformers(name, tmp_path, record_property):
     theirs = make(name).bfloat16()

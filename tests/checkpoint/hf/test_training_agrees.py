@@ -47,7 +47,7 @@ def test_five_steps_equal_transformers_with_adamw(name, mapping, tmp_path, recor
     assert finished.returncode == 0, finished.stderr
     records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "lm loss" in record]
     assert len(records) == STEPS
-    vectors = {key for key, param in theirs.named_parameters() if param.dim() == 1 or key.endswith("bias")}
+    vectors = {key for key, param in theirs.named_parameters() if param.dim() == 1 or key.endswith(("bias", "A_log"))}
     groups = [
         {
             "params": [param for key, param in theirs.named_parameters() if (key in vectors) == alone],
