@@ -4,7 +4,7 @@ A gated DeltaNet (gated_delta_net.py) with a decay for each channel of a key and
 --kda-gate-rank R, decays and output gates are made from two latents of R channels each: replicated matrices make the
 latents (under sequence parallelism of the local tokens), sharded ones all heads of them. Without, in_proj makes all.
 
-Source: arXiv 2510.26692; transformers' kimi_linear. Megatron-Core has no such layer: the names are ours.
+Source: arXiv 2510.26692; transformers' kimi_linear. The recorded Megatron-Core has no such layer: the names are ours.
 Shapes: as in gated_delta_net.py.
 """
 

@@ -32,6 +32,7 @@ NAMES = """
     granite_3_1_3b_a800m
     hunyuan_a13b
     kimi_k2
+    kimi_linear_48b_a3b
     latentmoe_tiny
     llama_4_maverick
     llama_4_scout
