@@ -716,7 +716,9 @@ def _read_compressed(config: Config) -> Flags:
     width, base = config.get("head_dim") or 512, scaling.pop("rope_theta", None)
     rotated = config.get("qk_rope_head_dim") or int(width * (share or 0.125))
     theta = main.get("rope_theta") or config.get("rope_theta") or 10000.0
-    flags = read_rotary({"rope_parameters": scaling, "rope_theta": theta, "kv_lora_rank": None})
+    # of latent attention, whose rotated channels are all of their own head
+    latent = {"kv_lora_rank": None, "qk_rope_head_dim": rotated, "qk_nope_head_dim": 0}
+    flags = read_rotary({"rope_parameters": scaling, "rope_theta": theta, **latent})
     own_base = {"csa_compress_rotary_base": float(base)} if rope.get("compress") and base else {}
     return (
         flags
