@@ -14,7 +14,6 @@ from torch import Tensor
 from arguments.container import OPTIONS
 from arguments.layer_pattern import (
     ATTENTION,
-    LINEAR,
     MAMBA,
     MLP,
     MOE,
@@ -100,7 +99,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "W": hidden // (flags.get("finermoe_output_granularity") or 1),
         "L": flags.get("moe_latent_size") or hidden,
     }
-    if flags.get("experimental_attention_variant") in LINEAR:
+    if flags.get("experimental_attention_variant") == "gdn":
         keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
         key, value = flags["linear_key_head_dim"], flags["linear_value_head_dim"]
         sizes |= {
@@ -113,9 +112,6 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
             "LB": 2 * values,
             "LC": 2 * keys * key + values * value,
             "LW": flags["linear_conv_kernel_dim"],
-            "LQ": keys * key,
-            "LD": values * key,
-            "LR": flags.get("kda_gate_rank") or 0,
         }
     if MAMBA in hybrid_letters(flags.get("hybrid_layer_pattern") or ""):
         inner, states, mamba_heads = state_space_sizes(flags)
@@ -159,7 +155,7 @@ def state_space_sizes(flags: Mapping[str, Any]) -> tuple[int, int, int]:
 def _layer_flags(flags: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
     """Return the flags with what lists of layers say of one, counted from 0."""
     ratios = flags.get("csa_compress_ratios")
-    own = {"moe_n_hash_layers": layer < (flags.get("moe_n_hash_layers") or 0)}
+    own = {"moe_n_hash_layers": layer < (flags.get("moe_n_hash_layers") or 0), **_window_flags(flags, layer)}
     if ratios is None:
         return {**flags, **own}
     has_indexer = ratios[layer] == OVERLAPPING_RATIO and not flags.get("csa_dense_mode")
@@ -167,8 +163,21 @@ def _layer_flags(flags: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
     return {**flags, **own, "csa_compress_ratios": ratios[layer], "dsa_indexer_topk": topk}
 
 
-def _compressor_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
+def _window_flags(flags: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """Return the flags of layers with a window as one layer, counted from 0, has them."""
+    groups, softmax = flags.get("window_num_query_groups"), flags.get("window_softmax_type")
+    if not groups and not softmax:
+        return {}
+    if not flags.get("window_size") or not sliding_layers(flags)[layer]:
+        return {"window_num_query_groups": None, "window_softmax_type": None}
+    return {"num_query_groups": groups or flags.get("num_query_groups")}
+
+
+def _layer_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of layout symbols that differ between layers, from the flags of one."""
+    if flags.get("window_num_query_groups"):
+        sizes = model_sizes(flags)
+        return {"K": sizes["K"], "KV": sizes["KV"]}
     ratio = flags.get("csa_compress_ratios")
     if not ratio:
         return {}
@@ -188,30 +197,21 @@ def tensor_mappings(
     """
     sizes = model_sizes(flags)
     layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
-    of_layer = [(each, model_sizes(each)) for each in _flags_by_layer(flags)]
+    last = {**flags, **_window_flags(flags, layers - 1)}  # which a layer of multi-token prediction copies
+    of_depth = last, sizes | _layer_sizes(last)
     by_layer, mtp_rules = _layer_rules(names, flags)
     mappings = list(_expand(names.model, "", "", flags, sizes, present))
     for layer, rules in enumerate(by_layer):
-        prefix, own = names.layer_prefix.format(l=layer // names.native_layers), _layer_flags(of_layer[layer][0], layer)
-        own_sizes = of_layer[layer][1] | _compressor_sizes(own)
-        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, own, own_sizes, present)
+        prefix, own = names.layer_prefix.format(l=layer // names.native_layers), _layer_flags(flags, layer)
+        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, own, sizes | _layer_sizes(own), present)
     mappings += _expand(names.head, "", "", flags, sizes, present)
     for depth in range(depths):
         depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.mtp_prefixes)
         mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
-        mappings += _expand(mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, *of_layer[-1], present)
+        mappings += _expand(
+            mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, last, sizes | _layer_sizes(last), present
+        )
     return mappings
-
-
-def _flags_by_layer(flags: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the flags of every decoder layer, where those with a window have flags of their own."""
-    own = {dest: flags.get(dest) for dest in ("window_num_query_groups", "window_softmax_type")}
-    if not any(own.values()) or not flags.get("window_size"):
-        return [flags] * flags["num_layers"]
-    plain = {**flags, **dict.fromkeys(own)}
-    groups = own["window_num_query_groups"] or flags.get("num_query_groups")
-    window = {**flags, "num_query_groups": groups}
-    return [window if slides else plain for slides in sliding_layers(flags)]
 
 
 def _layer_rules(names: Names, flags: Mapping[str, Any]) -> tuple[list[tuple[Rule, ...]], tuple[Rule, ...]]:
