@@ -211,7 +211,8 @@ class ModelArgs:
     # ---- linear and sparse attention
     experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid", "kda"] | None = None
     """Replace softmax attention in some layers by gated DeltaNet (gdn) or Kimi delta attention (kda), select keys in
-    all layers (dsa: DeepSeek sparse attention), or attend to a window and to compressed keys (dsv4_hybrid: DeepSeek-V4)."""
+    all layers (dsa: DeepSeek sparse attention), or attend to a window and to compressed keys (dsv4_hybrid:
+    DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern)
     """Layers with linear attention: N keeps softmax attention in every N-th layer only, a pattern has 1 for each
     layer with linear attention and 0 for the others."""

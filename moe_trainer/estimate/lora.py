@@ -87,8 +87,8 @@ def _attention(model: ModelArgs) -> Iterator[AdaptedLinear]:
 
 
 def _linear_attention(args: Arguments) -> Iterator[AdaptedLinear]:
-    for name, *sizes in linear_matrices(args.model):
-        yield AdaptedLinear(f"self_attention.{name}", *sizes)
+    for name, in_features, out_features, sharded in linear_matrices(args.model):
+        yield AdaptedLinear(f"self_attention.{name}", in_features, out_features, sharded)
 
 
 def _mamba(args: Arguments) -> Iterator[AdaptedLinear]:

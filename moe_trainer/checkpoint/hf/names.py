@@ -14,6 +14,7 @@ from torch import Tensor
 from arguments.container import OPTIONS
 from arguments.layer_pattern import (
     ATTENTION,
+    LINEAR,
     MAMBA,
     MLP,
     MOE,
@@ -99,7 +100,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "W": hidden // (flags.get("finermoe_output_granularity") or 1),
         "L": flags.get("moe_latent_size") or hidden,
     }
-    if flags.get("experimental_attention_variant") == "gdn":
+    if flags.get("experimental_attention_variant") in LINEAR:
         keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
         key, value = flags["linear_key_head_dim"], flags["linear_value_head_dim"]
         sizes |= {
@@ -112,6 +113,9 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
             "LB": 2 * values,
             "LC": 2 * keys * key + values * value,
             "LW": flags["linear_conv_kernel_dim"],
+            "LQ": keys * key,
+            "LD": values * key,
+            "LR": flags.get("kda_gate_rank") or 0,
         }
     if MAMBA in hybrid_letters(flags.get("hybrid_layer_pattern") or ""):
         inner, states, mamba_heads = state_space_sizes(flags)
@@ -208,9 +212,7 @@ def tensor_mappings(
     for depth in range(depths):
         depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.mtp_prefixes)
         mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
-        mappings += _expand(
-            mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, last, sizes | _layer_sizes(last), present
-        )
+        mappings += _expand(mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, *of_depth, present)
     return mappings
 
 
