@@ -145,6 +145,23 @@ def _write_hybrid_window(flags: Mapping[str, Any]) -> dict[str, Any]:
     return config | {"sliding_window_pattern": every}
 
 
+def _read_flint_window(config: Config) -> Flags:
+    """Read the window of Flint; only layers with a window have rotary positions.
+
+    Without `layer_types`, the first, the last and every fourth layer have none.
+    """
+    layers = config["num_hidden_layers"]
+    slides = (layer >= 2 and layer % 4 != 1 and layer != layers - 1 for layer in range(layers))
+    flags = _read_listed_window(config, 513, slides)
+    unrotated = [int(not each) for each in _windowed_layers(flags | {"num_layers": layers})]
+    return flags | ({"no_rope_freq": unrotated} if any(unrotated) else {})
+
+
+def _write_flint_window(flags: Mapping[str, Any]) -> dict[str, Any]:
+    config = _write_listed_window(flags)
+    return {key: value for key, value in config.items() if value is not None}  # the library takes no null
+
+
 def _read_llama4_attention(config: Config) -> Flags:
     """Read layers without rotary positions, layers with chunks (those with positions, unless listed), norms, factors.
 
@@ -360,11 +377,11 @@ def _write_ernie_layers(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shared(key: str, optional: bool = False) -> ConfigConverter:
+def _shared(key: str, optional: bool = False, width_key: str = "moe_intermediate_size") -> ConfigConverter:
     """Return the converter of a number of shared experts; `optional`: there may be none."""
 
     def read(config: Config) -> Flags:
-        width = (config.get(key) or 0) * config["moe_intermediate_size"]
+        width = (config.get(key) or 0) * config[width_key]
         return {"moe_shared_expert_intermediate_size": width or None}
 
     def write(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -799,6 +816,7 @@ GROUPED = ConfigConverter(_read_groups, _write_groups)
 WINDOW = ConfigConverter(_read_window, _write_window)
 QWEN_WINDOW = ConfigConverter(_read_qwen_window, _write_qwen_window)
 LATE_WINDOW = ConfigConverter(_read_late_window, _write_listed_window)
+FLINT_WINDOW = ConfigConverter(_read_flint_window, _write_flint_window)
 HYBRID_WINDOW = ConfigConverter(_read_hybrid_window, _write_hybrid_window)
 ALTERNATING = ConfigConverter(_read_alternating, _write_listed_window)
 LLAMA4_ATTENTION = ConfigConverter(_read_llama4_attention, _write_llama4_attention)
@@ -818,6 +836,7 @@ OPTIONAL_SHARED = ConfigConverter(
     lambda flags: {"shared_intermediate_size": flags.get("moe_shared_expert_intermediate_size") or 0},
 )
 HUNYUAN_EXPERTS = ConfigConverter(_read_hunyuan_experts, _write_hunyuan_experts)
+ARIA_SHARED = _shared("moe_num_shared_experts", width_key="intermediate_size")
 ERNIE_SHARED = _shared("moe_num_shared_experts", optional=True)
 ERNIE_LAYERS = ConfigConverter(_read_ernie_layers, _write_ernie_layers)
 EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)

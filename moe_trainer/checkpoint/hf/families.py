@@ -23,6 +23,7 @@ NAMES = tuple(
     finer_moe
     qwen3_moe
     qwen3_vl_moe_text
+    flint
     qwen3_next
     qwen3_5_moe_text
     granite
@@ -48,6 +49,7 @@ NAMES = tuple(
     dots1
     deepseek
     llama4_text
+    aria_text
     mistral4
     ministral3
     mellum

@@ -151,6 +151,20 @@ MODELS = {
         },
     ),
     "qwen3_moe": ("Qwen3Moe", _GROUPED | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    # sinks, and positions only where there is a window
+    "flint": (
+        "Flint",
+        _GROUPED
+        | _EXPERTS
+        | {
+            "head_dim": 12,
+            "layer_types": _WINDOWED,
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 6,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "aria_text": ("AriaText", _GROUPED | {"moe_num_experts": 8, "moe_topk": 3}),
     "qwen3_next": ("Qwen3Next", _HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
     "granite": ("Granite", _GROUPED | _MULTIPLIERS),

@@ -43,7 +43,12 @@ from scripts import convert
 transformers = pytest.importorskip("transformers")
 
 SMALL = "0.0001"  # GB: many files
-SAME_AS_ANOTHER = ("glm4_moe_lite", "qwen3_5_moe_text", "hy_v3")  # other families with other sizes or names
+SAME_AS_ANOTHER = (
+    "glm4_moe_lite",
+    "qwen3_5_moe_text",
+    "hy_v3",
+    "aria_text",
+)  # other families with other sizes or names
 
 
 def read_tensors(folder):
@@ -920,6 +925,21 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [2,
             },
             _VISION,
             "model.visual.*",
+        ),
+        (
+            "aria_text",
+            "Aria",
+            {},
+            {
+                "model_type": "idefics3_vision",
+                "num_hidden_layers": 1,
+                "hidden_size": 16,
+                "num_attention_heads": 2,
+                "intermediate_size": 16,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+            "vision_tower.* and multi_modal_projector.*",
         ),
         (
             "kimi_k2",
