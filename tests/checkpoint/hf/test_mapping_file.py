@@ -416,6 +416,9 @@ def test_manual_lists_the_whole_vocabulary():
     )
     symbols = set(model_sizes(sizes | latent | sparse | {"experimental_attention_variant": "dsa"}))
     symbols |= set(model_sizes(sizes | dict.fromkeys(linear.split(), 2) | {"experimental_attention_variant": "gdn"}))
+    compressed = dict.fromkeys(("o_groups", "o_lora_rank", "num_residual_streams", "moe_router_topk"), 2)
+    symbols |= set(model_sizes(sizes | latent | compressed | {"experimental_attention_variant": "dsv4_hybrid"}))
+    symbols |= {"CR", "CW", "CI"}  # which differ between layers
     mamba = {"mamba_head_dim": 2, "mamba_num_groups": 2, "mamba_state_dim": 2}
     symbols |= set(model_sizes(sizes | mamba | {"hybrid_layer_pattern": "M|*/M"}))
     assert sorted(_table("Layouts")) == sorted(symbol for symbol in symbols if symbol.isupper())
