@@ -975,6 +975,23 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 20000.0, "mrope_section": [2,
             )
             for name in ("mistral4", "ministral3")
         ),
+        *(
+            (
+                name,
+                "InternVL",
+                {},
+                {
+                    "num_hidden_layers": 1,
+                    "hidden_size": 16,
+                    "num_attention_heads": 2,
+                    "intermediate_size": 16,
+                    "image_size": [8, 8],
+                    "patch_size": [4, 4],
+                },
+                "vision_tower.* and multi_modal_projector.*",
+            )
+            for name in ("qwen3_moe", "gpt_oss")
+        ),
     ],
 )
 def test_language_model_of_a_model_that_reads_images(name, prefix, changes, vision, left_out, tmp_path, caplog):
@@ -982,7 +999,7 @@ def test_language_model_of_a_model_that_reads_images(name, prefix, changes, visi
     text = make(name, **changes)
     config_class = getattr(transformers, f"{prefix}Config")
     text_config = text.config.to_dict()
-    if prefix != "Mistral3":  # whose language model may be of several types
+    if prefix not in ("Mistral3", "InternVL"):  # whose language model may be of several types
         del text_config["model_type"]
     config = config_class(text_config=text_config, vision_config=vision)
     theirs = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
