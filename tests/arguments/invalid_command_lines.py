@@ -493,6 +493,7 @@ INVALID_LINES = (
     (f"{SPARSE} --dsa-attention-form gathered --fp8-format e4m3 --bf16", "", "--fp8-format"),
     (f"{SPARSE} --cuda-graph-impl local --cuda-graph-scope attn", "", "--cuda-graph-impl"),
     (f"{SPARSE} --dsa-indexer-warmup", "", "--dsa-indexer-loss-coeff"),
+    ("--disable-pre-layernorm --post-mlp-layernorm", "", "--post-self-attn-layernorm"),
     (COMPRESSED.replace("--multi-latent-attention", ""), "", "--multi-latent-attention"),
     (COMPRESSED.replace("--qk-layernorm", ""), "", "--qk-layernorm"),
     (f"{COMPRESSED} --normalization LayerNorm", "", "--normalization"),
