@@ -36,6 +36,7 @@ NAMES = """
     latentmoe_tiny
     llama_4_maverick
     llama_4_scout
+    mimo_v2_flash
     minimax_m2
     mistral_small_4
     mixtral_8x22b
