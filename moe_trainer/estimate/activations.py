@@ -63,10 +63,11 @@ _ATTENTION, _MAMBA = "self_attention", "mixer"
 _READ_BY_LINEARS = MappingProxyType(
     {
         "normed": (
-            *(
-                f"{_ATTENTION}.{leaf}"
-                for leaf in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "in_proj")
-            ),
+            f"{_ATTENTION}.linear_qkv",
+            f"{_ATTENTION}.linear_q_proj",
+            f"{_ATTENTION}.linear_q_down_proj",
+            f"{_ATTENTION}.linear_kv_down_proj",
+            f"{_ATTENTION}.in_proj",
             f"{_MAMBA}.in_proj",
         ),
         "q_latent": (f"{_ATTENTION}.linear_q_up_proj",),
