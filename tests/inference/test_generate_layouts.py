@@ -39,7 +39,9 @@ def generate(rank, n, folder, flags):
     return generator.generate(PROMPTS, GenerationOptions(20, never_finished, SAMPLING))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "qwen3_next", "kimi_linear", "gpt_oss", "llama4_text", "mistral4"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v32", "deepseek_v4", "qwen3_next", "kimi_linear", "gpt_oss", "llama4_text", "mistral4"]
+)
 def test_mapping_changes_no_token(name, tmp_path):
     assert name in MODELS
     make(name).save_pretrained(tmp_path, safe_serialization=True)
