@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -98,8 +99,13 @@ def attends_to_chunks_of_sequences() -> list[int]:
         for device in map(torch.device, ("cpu", "cuda")):
             core = CoreAttention(model, 1, head_dim=8)
             outputs.append(core(*inputs.to(device), AttentionMask.of(None, None, device, packed)).cpu())
-    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
-    (call,) = kernel.call_args_list
+        (call,) = kernel.call_args_list
+        with_sinks = replace(model, softmax_type="off-by-one")
+        for device in map(torch.device, ("cpu", "cuda")):  # by blocks on both
+            core = CoreAttention(with_sinks, 1, head_dim=8)
+            outputs.append(core(*inputs.to(device), AttentionMask.of(None, None, device, packed)).cpu())
+    torch.testing.assert_close(*outputs[:2], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(*outputs[2:], rtol=2e-2, atol=2e-2)
     assert call.args[4] == 3, "the longest chunk"
     return call.args[3].tolist()
 

@@ -111,6 +111,14 @@ def make_recording(*events: tuple) -> dict[str, list]:
     }
 
 
+def test_a_stage_of_layers_with_chunks_is_executed_like_no_other():
+    flags = "--mock-data --pipeline-model-parallel-size 4 --expert-model-parallel-size 16"
+    scout = f"--preset llama_4_scout {flags} --no-rope-freq 1"
+    assert stages_to_execute(parse_args(scout.split(), 64)) == [0, 1, 3]
+    half = [*scout.split(), "--window-attn-skip-freq", "([1]*24+[0]*24)"]
+    assert stages_to_execute(parse_args(half, 64)) == [0, 1, 2, 3]
+
+
 def test_step_time_is_the_sum_of_recorded_operators():
     plan = make_plan(parse_args(FLAGS.split(), 64), 64, H100)
     assert plan.num_microbatches == 16

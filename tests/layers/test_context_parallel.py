@@ -143,6 +143,11 @@ def test_chunks_of_a_long_sequence_use_the_flash_kernel(monkeypatch):
     core = CoreAttention(model(chunks, softmax="off-by-one"), 1, head_dim=6)
     run(core, *qkv, grad, AttentionMask.of(None, ids))
     assert calls == [True, True, True], "one square block per chunk"
+    *qkv, grad = inputs("grouped queries", size * 3 // 2)  # too short to be cut
+    core = CoreAttention(model(chunks), 1, head_dim=6)
+    ids = torch.zeros(B, size * 3 // 2, dtype=torch.int64)
+    assert_equal(run(core, *qkv, grad, AttentionMask.of(None, ids)), run(core, *qkv, grad, None))
+    assert len(calls) == 3
 
 
 def with_sinks(core, q, k, v, grad, sinks, visible=None):

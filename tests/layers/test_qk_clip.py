@@ -7,7 +7,9 @@ import torch
 from harness import run_ranks
 from training.layouts import assert_equal, compare, make_argv, make_run, shallow, train, train_one_process, train_ranks
 
+from arguments import parse_args
 from moe_trainer.layers.core_attention import CoreAttention
+from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.qk_clip import (
     attentions,
     global_max_logit,
@@ -53,6 +55,18 @@ def test_max_logits_consider_visible_keys_only(left, documents, masked):
         for rows in (slice(0, 90), slice(90, 150))
     ]
     torch.testing.assert_close(torch.maximum(*halves), expected)
+
+
+def test_max_logits_of_a_layer_with_chunks():
+    model = parse_args([*make_argv("plain"), "--attention-chunk-size", "5"], 1).model
+    tracker = MaxLogitTracker(model, 1, 0.3, ParallelState.single().context)
+    tracker.enabled = True
+    q, k = random(12, 2, 4, 8), random(12, 2, 4, 8, seed=1)
+    tracker.update(q, k, None)
+    place = torch.arange(12)
+    seen = (place <= place[:, None]) & (place // 5 == place[:, None] // 5)
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * 0.3
+    torch.testing.assert_close(tracker.value(4, q.device), scores.masked_fill(~seen, float("-inf")).amax((0, 2, 3)))
 
 
 def _argv(kind, *more):
