@@ -336,9 +336,9 @@ def _chunks(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
 
 def _norms_of_layers(rng: random.Random) -> dict[str, object]:
     """Draw norms after attention, after the MLP, or both sometimes; and sometimes these alone."""
-    if not _chance(rng, 0.2):
-        return {}
     attention, mlp = rng.choice(((True, False), (False, True), (True, True)))
+    if not _chance(rng, 0.15):  # not the first number, which the generators of several options have in common
+        return {}
     alone = attention and mlp and _chance(rng, 0.5)
     return {"post_self_attn_layernorm": attention, "post_mlp_layernorm": mlp, "pre_layernorm": not alone}
 
