@@ -80,7 +80,8 @@ def read_config(
         actual = [config[name] for name in spellings if config.get(name) is not None]
         value = actual[0] if actual else key.default
         if value is NEEDED:
-            raise CheckpointError(f"{source} lacks {key.name}")
+            spelled = {standard: own for own, standard in family.renamed.items()}
+            raise CheckpointError(f"{source} lacks {spelled.get(key.name, key.name)}")
         kind = {"float": "number", "bool": "switch"}.get(OPTIONS[key.dest].type_name, "whole")
         _check_kind(source, key.name, value, kind)
         flags[key.dest] = value

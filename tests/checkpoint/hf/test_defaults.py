@@ -157,6 +157,7 @@ _VARIANTS = {
     ],
     "mellum": [{}, {"layer_types": ["full_attention", "sliding_attention"] * 4}],
     "granitemoe_swa": [{}, {"shared_intermediate_size": 0}, {"layer_rope_theta": [0] + [10000.0] * 6 + [500.0]}],
+    "kimi_linear": [{"model_max_length": 64, "num_experts_per_token": 4, "num_expert_group": 4, "topk_group": 2}],
     "glm4_moe": [{"attention_bias": True, "use_qk_norm": True}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}],
 }
