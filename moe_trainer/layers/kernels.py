@@ -152,6 +152,7 @@ def with_delta_rule(
         and not {"all", DELTA_RULE} & set(names)
         or not backends.cuda
         and DELTA_RULE not in names
+        or model.experimental_attention_variant == "kda"  # decays by channel have no kernels
     ):
         return kernels
     problem, remedy = None, f"Install it ({INSTALL}), or leave out {DELTA_RULE}"
