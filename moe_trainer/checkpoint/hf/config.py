@@ -44,14 +44,18 @@ _LATENT_ONLY = frozenset(
     "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale "
     "mscale_all_dim".split()
 )
+# numbers of what no model is without, by which others are divided
+_POSITIVE = frozenset(
+    "hidden_size num_attention_heads vocab_size linear_num_key_heads linear_num_value_heads".split()
+)
 # keys that converters read, by the kind of their values
 _KINDS = MappingProxyType(
     {
         "whole": "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace "
         "n_shared_experts shared_expert_intermediate_size shared_intermediate_size moe_num_shared_experts "
         "moe_layer_start_index moe_layer_interval n_group topk_group num_nextn_predict_layers num_mtp_layers "
-        "full_attention_interval",
-        "number": "rope_theta partial_rotary_factor",
+        "full_attention_interval index_n_heads index_head_dim index_topk mamba_n_heads mamba_expand",
+        "number": "rope_theta partial_rotary_factor time_step_min",
         "table": "rope_scaling rope_parameters",
         "list": "layer_types mlp_layer_types mlp_only_layers layer_rope_theta",
     }
@@ -83,16 +87,17 @@ def read_config(
             spelled = {standard: own for own, standard in family.renamed.items()}
             raise CheckpointError(f"{source} lacks {spelled.get(key.name, key.name)}")
         kind = {"float": "number", "bool": "switch"}.get(OPTIONS[key.dest].type_name, "whole")
+        kind = "positive" if key.dest in _POSITIVE else kind
         _check_kind(source, key.name, value, kind)
         flags[key.dest] = value
     for kind, names in _KINDS.items():
         for name in names.split():
             _check_kind(source, name, config.get(name), kind)
-    if config.get("layer_types") is not None and len(config["layer_types"]) != flags["num_layers"]:
-        raise CheckpointError(
-            f"{source}: layer_types names {len(config['layer_types'])} layers, and num_hidden_layers is "
-            f"{flags['num_layers']}"
-        )
+    for name in ("layer_types", "mlp_layer_types"):
+        if config.get(name) is not None and len(config[name]) != flags["num_layers"]:
+            raise CheckpointError(
+                f"{source}: {name} names {len(config[name])} layers, and num_hidden_layers is {flags['num_layers']}"
+            )
     try:
         for converter in family.converters:
             flags |= converter.read(config)
@@ -100,8 +105,10 @@ def read_config(
         raise
     except KeyError as error:
         raise CheckpointError(f"{source} lacks {error}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{source}: {error}") from error
+    if not flags["num_layers"]:  # converters may have counted them
+        raise CheckpointError(f"{source}: num_hidden_layers is 0, and a whole number above zero is needed")
     known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored}
     notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
     return family, flags, notes + _remarks(family, config, flags)
@@ -110,6 +117,7 @@ def read_config(
 def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
     fits, expected = {
         "whole": (type(value) is int and value >= 0, "a whole number"),
+        "positive": (type(value) is int and value > 0, "a whole number above zero"),
         "number": (type(value) in (int, float) and math.isfinite(value) and value >= 0, "a number, zero or above,"),
         "switch": (type(value) is bool, "true or false"),
         "table": (isinstance(value, Mapping), "a table"),

@@ -73,10 +73,18 @@ def _write_groups(flags: Mapping[str, Any]) -> dict[str, Any]:
 def _read_window(config: Config) -> Flags:
     """Read the window of Mistral and Mixtral: every layer has it, unless `layer_types` differs."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
-    pattern = [1] if kinds is None else [int(kind == "sliding_attention") for kind in kinds]
+    pattern = [1] if kinds is None else _marks(kinds, "sliding_attention")
     if not window or not any(pattern):
         return {}
     return {"window_size": (window - 1, 0)} | ({} if all(pattern) else {"window_attn_skip_freq": pattern})
+
+
+def _marks(kinds: Sequence[str], special: str, other: str = "full_attention", key: str = "layer_types") -> list[int]:
+    """Return 1 for layers of the special kind, 0 for those of the other one; no third kind is accepted."""
+    unknown = [kind for kind in kinds if kind not in (special, other)]
+    if unknown:
+        raise CheckpointError(f"config.json: {key} has {unknown[0]!r}; {special} or {other} is needed in every layer")
+    return [int(kind == special) for kind in kinds]
 
 
 def _read_qwen_window(config: Config) -> Flags:
@@ -172,7 +180,7 @@ def _read_llama4_attention(config: Config) -> Flags:
     skipped = [int(not each) for each in has_rope[:layers]]
     chunked = [not each for each in skipped]
     if config.get("layer_types") is not None:
-        chunked = [kind == "chunked_attention" for kind in config["layer_types"]]
+        chunked = [bool(mark) for mark in _marks(config["layer_types"], "chunked_attention")]
     flags: Flags = {"no_rope_freq": skipped} if any(skipped) else {}
     if config.get("attention_chunk_size") and any(chunked):
         flags["attention_chunk_size"] = config["attention_chunk_size"]
@@ -318,11 +326,11 @@ def _read_listed_dense(config: Config) -> Flags:
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         return _read_first_dense({"first_k_dense_replace": 1, **config})
-    return {"moe_layer_freq": [int(kind == "sparse") for kind in kinds]}
+    return {"moe_layer_freq": _marks(kinds, "sparse", "dense", "mlp_layer_types")}
 
 
 def _read_sparse_unless_listed(config: Config) -> Flags:
-    pattern = [int(kind == "sparse") for kind in config.get("mlp_layer_types") or ()]
+    pattern = _marks(config.get("mlp_layer_types") or (), "sparse", "dense", "mlp_layer_types")
     return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
 
@@ -443,7 +451,7 @@ def _read_next(config: Config) -> Flags:
         layer_types = _layer_types(
             ((layer + 1) % every != 0 for layer in range(config["num_hidden_layers"])), "linear_attention"
         )
-    pattern = [int(kind == "linear_attention") for kind in layer_types]
+    pattern = _marks(layer_types, "linear_attention")
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 0.25
     return {"linear_attention_freq": pattern, "rotary_percent": float(share)}
@@ -570,6 +578,8 @@ def _read_granite_layers(config: Config) -> Flags:
     heads, width = config.get("mamba_n_heads", 128), config.get("mamba_d_head", "auto")
     if width == "auto":
         width = config.get("mamba_expand", 2) * config["hidden_size"] // heads
+    if type(width) is not int:
+        raise CheckpointError(f"config.json: mamba_d_head is {width!r}, and a whole number or 'auto' is needed")
     rotates = config.get("position_embedding_type") == "rope"
     return _hybrid_flags(letters) | {
         "mamba_num_heads": heads,
@@ -669,6 +679,9 @@ def _read_indexer(config: Config) -> Flags:
         raise CheckpointError(
             f"config.json: mlp_layer_types is not first_k_dense_replace {dense} dense layers, and then sparse ones"
         )
+    for key in ("index_n_heads", "index_head_dim", "index_topk"):
+        if config[key] is None:
+            raise KeyError(key)
     width = config["index_head_dim"]
     return {
         "dsa_indexer_n_heads": config["index_n_heads"],

@@ -157,6 +157,8 @@ def test_index_without_weight_map_is_rejected(source):
         ("vocab_size", None),
         ("num_hidden_layers", 2.5),
         ("num_hidden_layers", -1),
+        ("num_hidden_layers", 0),
+        ("num_attention_heads", 0),
         ("rms_norm_eps", "x"),
         ("rms_norm_eps", math.nan),
         ("initializer_range", -1),
@@ -177,6 +179,27 @@ def test_config_value_of_wrong_type_is_named(key, value):
     assert read_config(config)[1]["num_layers"] == 3
     with pytest.raises(CheckpointError, match="model type" if key == "model_type" else key):
         read_config(config | {key: value} | ({"num_local_experts": value} if key == "num_experts" else {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3_next", "linear_num_key_heads", 0),
+        ("granitemoehybrid", "mamba_d_head", "8"),
+        ("granitemoehybrid", "mamba_d_head", None),
+        ("nemotron_h", "time_step_min", "x"),
+        ("mellum", "mlp_layer_types", ["sparse", "dense"]),
+        ("mellum", "mlp_layer_types", ["sparse", "dense", "bogus"]),
+        ("deepseek_v32", "index_n_heads", None),
+        ("gpt_oss", "layer_types", ["chunked_attention"]),
+        ("llama4_text", "layer_types", ["sliding_attention"]),
+    ],
+)
+def test_config_value_of_a_family_is_named(name, key, value):
+    config = make(name).config.to_dict()
+    value = value * config["num_hidden_layers"] if key == "layer_types" else value
+    with pytest.raises(CheckpointError, match=key):
+        read_config(config | {key: value})
 
 
 def test_rope_values_that_no_flag_can_express_are_named():
