@@ -1,6 +1,7 @@
 """Batch sizes, the length of training, warmup and decay, evaluation."""
 
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Any
 
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
@@ -279,8 +280,15 @@ def check_stream_weights(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
             "{stream_weights_to:flag} and {stream_weights_interval:flag} belong together: where weights are written, "
             "and every how many iterations."
         )
-    if s.stream_weights_to in ("", "shm:"):
-        yield s.violation("{stream_weights_to:flag} needs a directory, or shm:NAME.")
+    target = s.stream_weights_to or ""
+    name = PurePosixPath(target.removeprefix("shm:"))
+    if s.stream_weights_to == "" or (
+        target.startswith("shm:") and (not name.parts or name.is_absolute() or ".." in name.parts)
+    ):
+        yield s.violation(
+            "{stream_weights_to} needs a directory, or shm:NAME for a folder in shared memory (without .. or a "
+            "leading slash)."
+        )
 
 
 def limit_eval_tasks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

@@ -184,6 +184,7 @@ INVALID_LINES = (
     ("--moe-router-topk 1", "--moe-router-topk", "--moe-router-pre-softmax"),
     ("--stream-weights-to d", "", "--stream-weights-interval"),
     ("--stream-weights-to shm: --stream-weights-interval 1", "", "--stream-weights-to"),
+    ("--stream-weights-to shm:../d --stream-weights-interval 1", "", "--stream-weights-to"),
     ("--moe-routing-replay-path d", "", "--moe-enable-routing-replay"),
     ("--moe-router-group-topk 2", "", "--moe-router-num-groups"),
     ("--moe-router-group-topk 2 --moe-router-num-groups 3", "", "--num-experts"),

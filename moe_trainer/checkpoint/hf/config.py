@@ -45,9 +45,7 @@ _LATENT_ONLY = frozenset(
     "mscale_all_dim".split()
 )
 # numbers of what no model is without, by which others are divided
-_POSITIVE = frozenset(
-    "hidden_size num_attention_heads vocab_size linear_num_key_heads linear_num_value_heads".split()
-)
+_POSITIVE = frozenset("hidden_size num_attention_heads vocab_size linear_num_key_heads linear_num_value_heads".split())
 # keys that converters read, by the kind of their values
 _KINDS = MappingProxyType(
     {

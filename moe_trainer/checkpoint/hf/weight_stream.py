@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -195,9 +196,10 @@ class SnapshotFolder:
             for path in self._folder.glob(f"{_PREFIX}*"):
                 if path.name not in (target.name, before):
                     shutil.rmtree(path, ignore_errors=True)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
             shutil.rmtree(part, ignore_errors=True)
-            raise StorageError(f"{target} cannot be written: {error.strerror or error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise StorageError(f"{target} cannot be written: {reason}") from error
         return target
 
     def _write(self, part: Path, config: Mapping[str, Any], buckets: Iterable[list[tuple[str, Tensor]]]) -> None:

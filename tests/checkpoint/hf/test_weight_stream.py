@@ -1,6 +1,7 @@
 """Weights of a model in memory under Hugging Face names: the tensors of the folder that it was loaded from, bit for bit."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -75,6 +76,14 @@ def test_failed_snapshot_leaves_the_last_one(tmp_path):
     assert published() == expected
     with pytest.raises(CheckpointError, match="weights_0000004 cannot be written: No space left on device"):
         folder.publish(4, {}, buckets(4.0, fails=True))
+    assert published() == expected
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # an error of the safetensors library, as a full disk is
+    try:
+        with pytest.raises(CheckpointError, match="weights_0000004 cannot be written"):
+            folder.publish(4, {}, [[("a", torch.zeros(1000))]])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert published() == expected
     # a restarted run repeats an iteration: a reader of the old snapshot keeps it, and no other takes it for a new one
     folder = SnapshotFolder(tmp_path / "weights")
