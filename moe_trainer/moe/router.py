@@ -242,6 +242,10 @@ class TopKRouter(nn.Module):
             given_TK = None
             if self.moe.moe_enable_routing_replay:
                 given_TK = self.activations.cached_for_recompute(lambda: self.given_TK)
+                if given_TK is not None and len(given_TK) != len(x_TH):
+                    raise ValueError(
+                        f"{self.name}: experts of {len(given_TK)} tokens are given, and {len(x_TH)} tokens are routed"
+                    )
             probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE, given_TK)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)

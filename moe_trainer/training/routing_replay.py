@@ -15,6 +15,7 @@ decoder, K experts of a token, T tokens of this rank.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,6 +168,8 @@ class RoutingReplay:
             assert isinstance(packed, PackedSequences), "rejected: arguments/rules/router.py"
             places = [(start, 0, length) for start, length in zip(packed.cu_seqlens_padded, packed.lengths)]
             shape = (packed.num_tokens, 1)
+            if len(experts) != len(places):
+                raise UserError(f"{self._name}: experts of {len(experts)} of the {len(places)} packed sequences")
         table_SBLK = np.full((*shape, len(self._moe_layers), self._topk), -1, dtype=np.int64)
         for given, (start, row, length), number in zip(experts, places, numbers):
             table_SBLK[start : start + length, row] = self._check_sample(given, length, number)
@@ -242,14 +245,12 @@ class SampleFolder(Mapping[int, np.ndarray]):
         if number not in self._files:
             self._scan()
         path = self._files[number]
-        try:
+        with _named_errors(path):
             if path.suffix == ".npz":
                 with np.load(path, allow_pickle=False) as arrays:
                     return arrays[str(number)]
             with safe_open(path, framework="np") as file:
                 return file.get_tensor(str(number))
-        except (OSError, ValueError, BadZipFile, SafetensorError) as error:
-            raise UserError(f"{_FLAG}: {path} cannot be read: {error}") from error
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._files)
@@ -262,7 +263,7 @@ class SampleFolder(Mapping[int, np.ndarray]):
             if path.suffix not in _FORMATS or path in self._read:
                 continue
             for name in _names(path):
-                if not name.isdecimal():
+                if not name.isdecimal() or name != str(int(name)):
                     raise UserError(f"{_FLAG}: {path} has the array {name!r}; the name must be the sample's number")
                 if int(name) in self._files:
                     raise UserError(f"{_FLAG}: sample {name} is in {self._files[int(name)]} and in {path}")
@@ -271,11 +272,17 @@ class SampleFolder(Mapping[int, np.ndarray]):
 
 
 def _names(path: Path) -> list[str]:
-    try:
+    with _named_errors(path):
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return list(arrays.files)
         with safe_open(path, framework="np") as file:
             return list(file.keys())
-    except (OSError, ValueError, BadZipFile, SafetensorError) as error:
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, EOFError, TypeError, BadZipFile, zlib.error, SafetensorError) as error:
         raise UserError(f"{_FLAG}: {path} cannot be read: {error}") from error

@@ -1,5 +1,6 @@
 """--moe-enable-routing-replay: a replayed trace is the same run, and given experts are those of every layout."""
 
+import io
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from commands import read_metrics, run
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 from training.forked import pretrain
 from training.tiny import MOCK, TINY
 
@@ -15,6 +17,7 @@ from moe_trainer.data.build import build_datasets
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.model.build import build_chunks
+from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.routing_replay import RoutingReplay, SampleFolder
 
@@ -161,6 +164,12 @@ def test_experts_of_one_forward_pass_in_memory(model):
         torch.testing.assert_close(record["probs"].gather(1, chosen), expected)
         assert router.weight.grad.norm() > 0
         assert router.given_TK is None
+    for wrong in (experts[:1], [each[:7] for each in experts], [*experts, experts[0]]):
+        with pytest.raises(ValueError, match="tokens are given, and 16 tokens are routed"), replay.given(chunk, wrong):
+            chunk(tokens, torch.arange(8).expand(2, -1), tokens)
+    packed = PackedSequences((3, 5), (3, 5))
+    with pytest.raises(UserError, match="experts of 1 of the 2 packed"), replay.given(chunk, experts[:1], packed):
+        pass
     with pytest.raises(ValueError, match="--moe-enable-routing-replay"):
         RoutingReplay(parse_args(JOB, 1), [chunk])
 
@@ -202,6 +211,23 @@ def test_files_of_samples(tmp_path):
     with pytest.raises(UserError, match="bad.safetensors cannot be read"):
         SampleFolder(tmp_path)
     (tmp_path / "bad.safetensors").unlink()
+    contents = io.BytesIO()
+    np.savez_compressed(contents, **{"5": draw_experts(300, 1, 0)})
+    damaged = bytearray(contents.getvalue())
+    damaged[200:600:3] = b"x" * len(damaged[200:600:3])
+    np.save(tmp_path / "plain.npy", draw_experts(2, 1, 0))
+    for content in (b"", (tmp_path / "plain.npy").read_bytes(), bytes(damaged)):
+        (tmp_path / "bad.npz").write_bytes(content)
+        with pytest.raises(UserError, match="bad.npz cannot be read"):
+            SampleFolder(tmp_path)[5]
+    np.savez(tmp_path / "bad.npz", **{"07": draw_experts(2, 1, 0)})
+    with pytest.raises(UserError, match="'07'; the name must be the sample's number"):
+        SampleFolder(tmp_path)
+    (tmp_path / "bad.npz").unlink()
+    save_torch_file({"6": torch.zeros(2, 1, 3, dtype=torch.bfloat16)}, tmp_path / "float.safetensors")
+    with pytest.raises(UserError, match="float.safetensors cannot be read"):
+        SampleFolder(tmp_path)[6]
+    (tmp_path / "float.safetensors").unlink()
     save_file({"3": draw_experts(2, 1, 0)}, tmp_path / "twice.safetensors")
     with pytest.raises(UserError, match="sample 3 is in"):
         SampleFolder(tmp_path)
