@@ -75,10 +75,33 @@ class LanguageModel(nn.Module):
 
         Returns:
             Logits [B, S, V] with the padding of the vocabulary; with labels the loss of every token, fp32 [B, S].
+
+        Raises:
+            ValueError: for another shape or type; on a CPU also for an id outside the vocabulary.
         """
+        for name, ids_BS in (("tokens", tokens_BS), ("labels", labels_BS)):
+            self._check_ids(name, ids_BS, tokens_BS)
         tokens_BS = tokens_BS.to(self.device)
         positions_BS = torch.arange(tokens_BS.shape[1], device=self.device).expand_as(tokens_BS)
         return self.network(tokens_BS, positions_BS, None if labels_BS is None else labels_BS.to(self.device))
+
+    def _check_ids(self, name: str, ids_BS: Tensor | None, tokens_BS: Tensor) -> None:
+        if ids_BS is None:
+            return
+        if not isinstance(ids_BS, Tensor) or ids_BS.dtype not in (torch.int64, torch.int32):
+            kind = ids_BS.dtype if isinstance(ids_BS, Tensor) else type(ids_BS).__name__
+            raise ValueError(f"{name} are {kind}, and a tensor of int64 is needed")
+        if ids_BS.dim() != 2 or not ids_BS.numel() or ids_BS.shape != tokens_BS.shape:
+            needed = (
+                "[B, S] with at least one token" if ids_BS is tokens_BS else f"that of tokens, {list(tokens_BS.shape)},"
+            )
+            raise ValueError(f"{name} have the shape {list(ids_BS.shape)}, and {needed} is needed")
+        # on a CUDA device the test would wait for it
+        if ids_BS.device.type == "cpu" and not 0 <= int(ids_BS.min()) <= int(ids_BS.max()) < self.vocab_size:
+            raise ValueError(
+                f"{name} are from {int(ids_BS.min())} to {int(ids_BS.max())}, and ids from 0 to {self.vocab_size - 1} "
+                "are needed"
+            )
 
 
 def build_model(flags: Sequence[str]) -> LanguageModel:

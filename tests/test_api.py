@@ -97,6 +97,23 @@ def test_saved_models_compute_the_same_under_other_mappings(world_size, flags, s
     assert not list(folder.glob(".*")), "the hidden checkpoint is removed"
 
 
+def test_wrong_tokens_and_labels_are_named():
+    model = moe_trainer.build_model(FLAGS)
+    tokens, labels = batch()
+    for words, message in (
+        ((tokens[0],), r"tokens have the shape \[32\], and \[B, S\]"),
+        ((tokens[:, :0],), r"tokens have the shape \[2, 0\]"),
+        ((tokens.float(),), "tokens are torch.float32"),
+        ((tokens.tolist(),), "tokens are list"),
+        ((tokens + model.vocab_size,), f"and ids from 0 to {model.vocab_size - 1} are needed"),
+        ((tokens, labels[:, 1:]), r"labels have the shape \[2, 31\], and that of tokens, \[2, 32\]"),
+        ((tokens, labels.t()), r"labels have the shape \[32, 2\]"),
+        ((tokens, labels - 200), "labels are from -200"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(*words)
+
+
 def test_errors_of_flags_folders_and_mappings(saved, tmp_path):
     folder, _ = saved
     with pytest.raises(ArgumentError, match="--num-layers"):

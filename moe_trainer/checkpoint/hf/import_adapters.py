@@ -35,7 +35,16 @@ _NEEDED = (
     ("modules_to_save", None),
     ("rank_pattern", None),
     ("alpha_pattern", None),
+    ("layer_replication", None),
+    ("alora_invocation_tokens", None),
+    ("use_qalora", False),
+    ("use_bdlora", None),
+    ("arrow_config", None),
+    ("kasa_config", None),
+    ("monteclora_config", None),
 )
+# initializations that change the weights of the base as well, each time that PEFT loads the adapter
+_BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class _Source:
         self.files = SafetensorsFolder(folder)
         self.used: set[str] = set()
         targets = [str(name).rpartition(".")[2] for name in config.get("target_parameters") or ()]
+        self._rank = config["r"]
         self._stacks = [leaf for leaf in ("gate_up_proj", "up_proj", "down_proj") if leaf in targets]
 
     def path(self, name: str) -> str:
@@ -91,11 +101,11 @@ class _Source:
         down, up = (self.files.read(name).float() for name in names)
         rows, columns = ref.shape[::-1] if is_turned else ref.shape
         count = 1 if ref.index is None else ref.stack
-        ranks = len(down) // count * count
-        if down.shape != (ranks, columns) or up.shape != (rows, ranks) or not ranks:
+        ranks = self._rank * count
+        if down.shape != (ranks, columns) or up.shape != (rows, ranks):
             raise CheckpointError(
                 f"{names[0]} and {LORA_B} have the shapes {list(down.shape)} and {list(up.shape)}, which do not fit "
-                f"{ref.name} of {rows} outputs and {columns} inputs"
+                f"{ref.name} of {rows} outputs and {columns} inputs with r {self._rank}"
                 + ("" if ref.index is None else f" and {count} experts")
             )
         if ref.index is not None:
@@ -117,8 +127,14 @@ def read_peft_folder(folder: Path, family: Family, flags: Mapping[str, Any]) -> 
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG}: {name} is {config.get(name)!r}, and {dict(_NEEDED)[name]!r} is needed"
         )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG}: init_lora_weights is {start!r}, which changes the weights of the base too; "
+            "convert the adapter to a plain one with PEFT (path_initial_model_for_weight_conversion of save_pretrained)"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
+    if not (type(rank) is int and rank > 0 and isinstance(alpha, int | float) and 0 < alpha < math.inf):
         raise CheckpointError(f"{folder / ADAPTER_CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; numbers are needed")
     source = _Source(folder, config)
     mappings, sizes = module_mappings(family.names, flags, source.__contains__), model_sizes(flags)

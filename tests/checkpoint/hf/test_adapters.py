@@ -125,7 +125,15 @@ def test_an_adapter_of_peft_is_imported_with_equal_logits(name, modules, paramet
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"use_dora": True}, "use_dora"), ({"r": 0}, "r is 0"), ({"modules_to_save": ["lm_head"]}, "modules_to_save")],
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
+        ({"r": 0}, "r is 0"),
+        ({"r": 5}, "with r 5"),
+        ({"lora_alpha": float("inf")}, "lora_alpha inf"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
 )
 def test_adapters_with_other_settings_are_rejected(changed, named, tmp_path, capsys):
     _, _, checkpoint = adapted("qwen3", tmp_path)
