@@ -83,6 +83,16 @@ def test_contraction_equals_transformers():
     torch.testing.assert_close(module(x), reference(x.unflatten(-1, (3, 10))))
 
 
+def test_weights_of_bf16_streams_are_computed_in_fp32():
+    """Only the results are rounded."""
+    module = HyperConnection(MODEL, name="a")
+    randomize(module)
+    x = torch.randn(50, 2, 30).bfloat16()
+    _, post, mixing = module.bfloat16()(x)
+    _, exact_post, exact_mixing = module.float()(x.float())
+    assert torch.equal(post, exact_post.bfloat16()) and torch.equal(mixing, exact_mixing.bfloat16())
+
+
 def test_streams_of_one_embedding_start_equal_and_mixing_keeps_their_sum():
     module, x = HyperConnection(MODEL, name="a"), torch.randn(4, 1, 10)
     randomize(module)

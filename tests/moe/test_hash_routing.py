@@ -10,6 +10,7 @@ from training.resuming import assert_alike, load_and_save, train_and_save
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.moe.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
@@ -80,6 +81,16 @@ def test_forced_balancing_replaces_the_table():
     forced = torch.randn(5, EXPERTS)
     _, routing = router(torch.randn(5, 1, HIDDEN), forced_TE=forced, token_ids_T=torch.arange(5))
     assert torch.equal(routing, score_topk(forced, 3)[1])
+
+
+def test_forced_bias_replaces_the_table():
+    router = make_router(moe_router_force_biased=-100.0)
+    _, routing = router(torch.randn(5, 1, HIDDEN), token_ids_T=torch.arange(5))
+    assert routing.sum(1).eq(3).all() and (routing == routing[0]).all(), "the bias is larger than every logit"
+
+
+def test_layers_with_tables_estimate_no_quantiles():
+    assert make_router(moe_router_load_balancing_type=QUANTILE_BALANCING).quantile is None
 
 
 def test_only_the_first_layers_have_tables_and_the_others_have_biases():

@@ -6,7 +6,7 @@ from commands import run
 from harness import run_ranks
 from safetensors.torch import load_file
 from training.forked import pretrain
-from training.layouts import make_argv, make_run, shallow
+from training.layouts import create_groups, make_argv, make_run, shallow
 from training.resuming import assert_alike, load_and_save, train_and_save
 
 from arguments.lora import is_adapter
@@ -77,6 +77,32 @@ def test_frozen_parameters_have_no_gradients_and_no_optimizer_state(flags):
     assert frozen and not any(param.requires_grad or hasattr(param, "main_grad") for param in frozen)
     owners = {id(entry.param) for entry in run_.optimizer.tensors()}
     assert owners == {id(param) for param in adapters}
+
+
+@pytest.mark.parametrize(("flags", "world_size"), [("", 1), (f"{TP2} --expert-tensor-parallel-size 2", 2)])
+def test_initial_adapters_are_those_of_peft(flags, world_size):
+    """A is uniform up to one over the root of all input features, on every rank; B is zero."""
+    argv = [*PLAIN, *"--moe-token-dispatcher-type alltoall --hidden-size 64 --lora-dim 64".split(), *flags.split()]
+    for found in run_ranks(read_initial_adapters, world_size, argv):
+        assert any("local_experts" in name for name in found) and any("linear_proj" in name for name in found)
+        for name, (largest, in_features) in found.items():
+            if ".lora_B." in name:
+                assert largest == 0
+            else:
+                assert 0.95 < largest * in_features**0.5 <= 1, name
+
+
+def read_initial_adapters(rank, world_size, argv):
+    """Return the largest magnitude and the number of all input features of every adapter."""
+    run_ = make_run(argv, rank, create_groups(argv, rank, world_size), 1)
+    found = {}
+    for param in run_.chunks[0].parameters():
+        info = get_param_info(param)
+        if is_adapter(info.names[0]):
+            dimension = info.sharded_dim if info.sharded_dim is not None else -1
+            count = info.shard_count if dimension == 1 else 1
+            found[info.names[0]] = param.abs().max().item(), param.shape[-1] * count
+    return found
 
 
 @pytest.fixture(scope="module")

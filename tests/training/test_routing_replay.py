@@ -200,6 +200,20 @@ def test_wrong_experts_are_named(model, kind):
         pass
 
 
+def test_wrong_numbers_of_tokens_are_named(model):
+    """A sample may have the experts of one more token, which is only predicted."""
+    args, (chunk,) = model
+    replay, experts = RoutingReplay(args, [chunk]), draw_experts(8, 3, 0)
+    with replay.given(chunk, [experts, draw_experts(9, 3, 0)]):
+        pass
+    for count in (7, 10):
+        with (
+            pytest.raises(UserError, match=f"sample 1 has the experts of {count} tokens; the sample has 8"),
+            replay.given(chunk, [experts, draw_experts(count, 3, 0)]),
+        ):
+            pass
+
+
 def test_files_of_samples(tmp_path):
     folder = SampleFolder(tmp_path)
     assert not folder
