@@ -174,6 +174,8 @@ def limit_norm_of_all_heads(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "tensor-parallel ranks.",
     )
     groups = s.num_query_groups if s.group_query_attention else s.num_attention_heads
+    if s.window_num_query_groups is not None and groups is not None:
+        groups = min(groups, s.window_num_query_groups)
     yield Limit(
         s.qk_layernorm_all_heads and groups is not None and s.tensor_model_parallel_size > groups,
         "{qk_layernorm_all_heads:flag} cannot be combined with {tensor_model_parallel_size} above the number of "

@@ -71,6 +71,8 @@ INVALID_LINES = (
     ("--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 6 --kv-channels 64", "--num-attention-heads",
      "--cp-comm-type"),
     ("--context-parallel-size 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2", "", "--num-query-groups"),
+    ("--context-parallel-size 4 --cp-comm-type a2a --group-query-attention --num-query-groups 4 --window-size 8,0 "
+     "--window-num-query-groups 2", "", "--window-num-query-groups"),
     ("--context-parallel-size 4 --hierarchical-context-parallel-sizes 4 1 --cp-comm-type a2a+p2p "
      "--group-query-attention --num-query-groups 2", "", "--num-query-groups"),
     (f"{SP2} --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --expert-tensor-parallel-size 1", "",
@@ -458,6 +460,8 @@ INVALID_LINES = (
     ("--attention-chunk-size 0", "", "--attention-chunk-size"),
     ("--use-rope-scaling --rope-scaling-high-freq-factor 0.5", "", "--rope-scaling-high-freq-factor"),
     ("--qk-layernorm --qk-layernorm-after-rope --multi-latent-attention", "", "--multi-latent-attention"),
+    ("--qk-layernorm --qk-layernorm-all-heads --tensor-model-parallel-size 4 --group-query-attention --num-query-groups 4 "
+     "--window-size 8,0 --window-num-query-groups 2", "", "--qk-layernorm-all-heads"),
     ("--qk-layernorm --qk-layernorm-after-rope --qk-layernorm-all-heads", "", "--qk-layernorm-all-heads"),
     ("--rotary-base-per-layer 10000 500000 7", "", "--rotary-base-per-layer"),
     ("--window-num-query-groups 2", "", "--group-query-attention"),

@@ -28,7 +28,8 @@ CASES = (
     (
         "plain",
         f"{TP2} --pipeline-model-parallel-size 2 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate {STORED} "
-        "--first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
+        "--first-last-layers-bf16 --num-layers-at-end-in-bf16 0 --group-query-attention --num-query-groups 2 --window-size 5,0 "
+        "--window-attn-skip-freq 2 --window-num-query-groups 4 --window-softmax-type learnable --value-channels 2",
     ),
 )
 
