@@ -120,11 +120,18 @@ def get_family(config: Config, source: str, families: Families = FAMILIES) -> Fa
     Raises:
         CheckpointError: for an unknown model type.
     """
-    kind, text = config.get("model_type"), config.get("text_config")
+    kind = config.get("model_type")
     found = [family for family in families.values() if kind in family.model_types]
-    if len(found) > 1 and isinstance(text, Mapping):
-        found = [family for family in found if text.get("model_type") in (family.name, *family.other_names)]
-        kind = f"{kind} of {text.get('model_type')}"
+    if len(found) > 1:
+        parts = (family.text_parts.get(str(kind)) for family in found)
+        contained = [((part and part.read(config)) or {}).get("model_type") for part in parts]
+        if any(contained):
+            kind = f"{kind} of {next(filter(None, contained))}"
+            found = [
+                family
+                for family, name in zip(found, contained, strict=True)
+                if name in (family.name, *family.other_names)
+            ]
     if found:
         return found[0]
     known = ", ".join(dict.fromkeys(name for family in families.values() for name in family.model_types))

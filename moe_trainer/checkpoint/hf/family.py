@@ -40,6 +40,17 @@ class TextPart:
     config: tuple[str, ...]
     defaults: Mapping[str, Any]
 
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return its config.json, from that of the whole model; None if that has no such table."""
+        table, tied = config, {}
+        for key in self.config:
+            if "tie_word_embeddings" in table:  # the table around it decides
+                tied = {"tie_word_embeddings": table["tie_word_embeddings"]}
+            table = table.get(key, 0)
+            if not isinstance(table, Mapping):
+                return None
+        return {**self.defaults, **table, **tied}
+
     def rename(self, name: str) -> str | None:
         """Return the name that the tensor has in a language model alone; None if it is not of it."""
         if name.startswith(self.others):

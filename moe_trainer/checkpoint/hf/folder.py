@@ -141,15 +141,12 @@ def read_text_config(folder: Path, families: Families = FAMILIES) -> tuple[dict[
     part = family.text_parts.get(config["model_type"])
     if part is None:
         return config, None
-    text: Any = config
-    for key in part.config:
-        whole, text = text, text.get(key)
-        if not isinstance(text, Mapping):
-            raise CheckpointError(
-                f"{folder / CONFIG}: a model of type {config['model_type']} needs the table {'.'.join(part.config)}"
-            )
-    tied = {"tie_word_embeddings": whole["tie_word_embeddings"]} if "tie_word_embeddings" in whole else {}
-    return {**part.defaults, **text, **tied, "model_type": family.name}, part
+    text = part.read(config)
+    if text is None:
+        raise CheckpointError(
+            f"{folder / CONFIG}: a model of type {config['model_type']} needs the table {'.'.join(part.config)}"
+        )
+    return {**text, "model_type": family.name}, part
 
 
 def read_flags(

@@ -1030,6 +1030,33 @@ def test_language_model_of_a_model_that_reads_images(name, prefix, changes, visi
     assert run_convert(tmp_path / "hf", tmp_path / "again") == 2
 
 
+@pytest.mark.parametrize(
+    "name, kind, table, others",
+    [
+        ("moonlight", "kimi_vl", "text_config", ["vision_tower.a", "multi_modal_projector.b"]),
+        *((name, "internvl_chat", "llm_config", ["vision_model.a", "mlp1.0.b"]) for name in ("qwen3_moe", "gpt_oss")),
+    ],
+)
+def test_language_model_in_a_folder_that_transformers_has_no_class_for(name, kind, table, others, tmp_path):
+    text = make(name)
+    text.save_pretrained(tmp_path / "text")
+    before = read_tensors(tmp_path / "text")
+    stored = {f"language_model.{key}": value for key, value in before.items()} | dict.fromkeys(others, torch.ones(3))
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    folder = write_folder(tmp_path / "hf", stored, {"model_type": kind, table: config})
+    assert run_convert(folder, tmp_path / "ours", "--verify") == run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = read_tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == config["model_type"]
+
+
+def test_internvl_with_a_language_model_that_is_not_known(tmp_path, capsys):
+    config = {"model_type": "internvl_chat", "llm_config": {"model_type": "internlm2"}}
+    write_folder(tmp_path / "hf", {"a": torch.ones(3)}, config)
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 2
+    assert "internvl_chat of internlm2" in capsys.readouterr().err
+
+
 def test_text_model_of_qwen3_omni(tmp_path, caplog):
     """Its thinker, in a folder that also has the layers that read images and sound, and those that speak."""
     caplog.set_level(logging.INFO)
