@@ -231,6 +231,12 @@ def test_dense_model_stays_dense():
     assert args.moe.num_experts is None and shrunk.cases[0].mapping == ParallelMapping(tp=2, dp=2, etp=2)
 
 
+def test_groups_of_mamba_layers_divide_over_tensor_and_context_ranks():
+    words = "--preset nemotron_3_tiny --mock-data --mamba-num-groups 4 --context-parallel-size 2 --sequence-parallel"
+    (case,) = shrink([*words.split(), "--tensor-model-parallel-size", "2"], 4).cases
+    assert case.argv[case.argv.index("--mamba-num-groups") + 1] == "4"
+
+
 def test_pipeline_layout_keeps_its_kinds_of_stages():
     layout = "Ettt|" + "tttt|" * 14 + "ttmL"
     (args,), _ = small(

@@ -845,6 +845,16 @@ def test_ernie_without_shared_experts_is_converted(tmp_path):
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"hybrid_layer_pattern": "ME*E|ME-M*E"}, {"mamba_num_heads": None}], ids=["", "stages", "heads"]
+)
+def test_stages_and_derived_heads_of_hybrid_models_are_written(changes):
+    flags = arguments.parse_args(["--preset", "nemotron_3_tiny", "--mock-data"]).as_dict() | changes
+    family, config = write_config(flags, 4096)
+    assert family.name == "nemotron_h" and config["hybrid_override_pattern"] == "ME*EME-M*E"
+    assert config["mamba_num_heads"] == 8
+
+
 def test_hybrid_granite_without_experts_and_positions_is_converted(tmp_path):
     make("granitemoehybrid", num_local_experts=0, position_embedding_type=None).save_pretrained(tmp_path / "hf")
     assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
