@@ -32,6 +32,7 @@ PACKED = (
     "--thd-max-packed-sequences 6"
 )
 BALANCED = "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1 0.1"
+AFTER = "--post-self-attn-layernorm --post-mlp-layernorm"
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
 # name -> (kind of model, further flags, flags of graphs)
 CASES = {
@@ -81,6 +82,8 @@ CASES = {
         "--bf16 --fp32-residual-connection --apply-residual-connection-post-layernorm",
         [local(ROUTED)],
     ),
+    "norms before and after sublayers": ("padded capacity", AFTER, [local(ROUTED), local("attn moe")]),
+    "norms after sublayers only": ("dense", f"{AFTER} --disable-pre-layernorm", [local("attn mlp"), local()]),
     "experts to the host": ("plain", f"{TO_HOST} --offload-modules expert_fc1 moe_act", [local(ROUTED)]),
     "attention to the host": (
         "padded capacity",
