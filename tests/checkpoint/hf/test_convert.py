@@ -1075,8 +1075,9 @@ def test_text_model_of_qwen3_omni(tmp_path, caplog):
     stored = {f"thinker.{key}": value for key, value in read_tensors(tmp_path / "text").items()}
     others = {"thinker.visual.merger.weight", "thinker.audio_tower.proj.bias", "talker.model.norm.weight", "code2wav.a"}
     config = json.loads((tmp_path / "text" / "config.json").read_text())
-    # on, by default, in this family
-    table = {key: value for key, value in config.items() if key != "norm_topk_prob"} | {"num_experts": 8}
+    # on, by default, in this family; the table around this one decides about the embedding
+    table = {key: value for key, value in config.items() if key != "norm_topk_prob"}
+    table |= {"num_experts": 8, "tie_word_embeddings": True}
     whole = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": table, "tie_word_embeddings": False}}
     write_folder(tmp_path / "hf", stored | dict.fromkeys(others, torch.ones(3)), whole)
     assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0

@@ -257,3 +257,23 @@ def test_partial_sliding_windows_are_rejected_if_unsupported():
     write_config(flags, 211, "qwen3_moe")
     with pytest.raises(CheckpointError, match="window"):
         write_config(flags | {"window_attn_skip_freq": [1, 0] * 4}, 211, "qwen3_moe")
+
+
+def test_language_models_of_larger_ones_have_defaults_of_their_own():
+    import transformers
+
+    glm, qwen_vl, qwen_omni = (
+        FAMILIES[name].text_parts[kind]
+        for name, kind in (
+            ("glm4_moe", "glm4v_moe"),
+            ("qwen3_vl_moe_text", "qwen3_vl_moe"),
+            ("qwen3_moe", "qwen3_omni_moe"),
+        )
+    )
+    text = transformers.Glm4vMoeConfig().text_config
+    assert glm.read({"text_config": {}})["attention_bias"] is text.attention_bias
+    whole = transformers.Qwen3VLMoeConfig()
+    assert qwen_vl.read({"text_config": {}})["tie_word_embeddings"] is whole.tie_word_embeddings
+    text = transformers.Qwen3OmniMoeThinkerConfig().text_config
+    found = qwen_omni.read({"thinker_config": {"text_config": {}}})
+    assert found["norm_topk_prob"] is text.norm_topk_prob and found["rope_theta"] == text.default_theta
