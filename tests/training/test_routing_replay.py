@@ -14,6 +14,7 @@ from training.tiny import MOCK, TINY
 
 from arguments import parse_args
 from moe_trainer.data.build import build_datasets
+from moe_trainer.data.loader import Batch
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.model.build import build_chunks
@@ -212,6 +213,28 @@ def test_wrong_numbers_of_tokens_are_named(model):
             replay.given(chunk, [experts, draw_experts(count, 3, 0)]),
         ):
             pass
+
+
+def test_padded_samples_have_experts_for_their_own_tokens(model):
+    """Routers choose for padding."""
+    args, (chunk,) = model
+    experts = {4: draw_experts(8, 3, 0), 7: draw_experts(5, 3, 1)}
+    replay, tokens = RoutingReplay(args, [chunk], experts), torch.zeros(2, 8, dtype=torch.int64)
+    replay.begin_microbatch(chunk, 0, Batch(tokens, tokens, tokens, tokens, lengths=(8, 5), samples=(4, 7)))
+    for layer, router in enumerate(layer.router for layer in chunk.moe_layers()):
+        given = router.given_TK.unflatten(0, (8, 2))
+        assert torch.equal(given[:, 0], torch.from_numpy(experts[4][:, layer]).long())
+        assert torch.equal(given[:5, 1], torch.from_numpy(experts[7][:, layer]).long())
+        assert (given[5:, 1] == -1).all()
+    replay.clear()
+
+
+def test_routers_of_prediction_layers_choose():
+    args = parse_args([*JOB, "--mtp-num-layers", "1", "--moe-enable-routing-replay"], 1)
+    (chunk,) = build_chunks(args, ParallelState.single(), 128, torch.device("cpu"))
+    with RoutingReplay(args, [chunk]).given(chunk, [draw_experts(8, 4, 0)]):
+        given = {layer.router.name.split(".")[0]: layer.router.given_TK for layer in chunk.moe_layers()}
+    assert given["decoder"] is not None and given["mtp"] is None
 
 
 def test_files_of_samples(tmp_path):
