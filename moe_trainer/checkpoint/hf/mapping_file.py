@@ -290,7 +290,7 @@ class _Reader:
 
     def _prefix(self, node: yaml.Node, what: str, needed: str) -> str:
         text = self._text(node, what)
-        unknown = set(re.findall(r"\{.*?\}", text)) - {"{l}", "{d}"}
+        unknown = _braces(text) - {"{l}", "{d}"}
         if needed not in text or unknown or not text.endswith("."):
             self._fail(node, f"{what} {text!r}: a name that ends with a dot is needed, with {{l}} for the layer")
         return text
@@ -310,6 +310,8 @@ class _Reader:
             native = " & ".join(part.strip() for part in name.split("&"))
             if self._removes(key_node, value, native, rules):
                 continue
+            if _braces(native) - {"{e}"}:
+                self._fail(key_node, f"{native}: only {{e}}, the expert, may be in braces")
             is_list = isinstance(value, yaml.SequenceNode) and isinstance((value.value or [value])[0], yaml.MappingNode)
             rules[native] = tuple(self._rule(key_node, each, native) for each in (value.value if is_list else [value]))
         return tuple(rule for group in rules.values() for rule in group)
@@ -359,7 +361,7 @@ class _Reader:
                     f"{native}: {part!r} is not a tensor with its layout, as in self_attn.o_proj.weight H Q "
                     "(several are separated by commas)",
                 )
-            braces = set(re.findall(r"\{.*?\}", match[1])) | set(re.findall("[{}]", re.sub(r"\{.*?\}", "", match[1])))
+            braces = _braces(match[1])
             if braces - {"{e}"}:
                 self._fail(node, f"{native}: {match[1]}: only {{e}}, the expert, may be in braces")
             if by_expert and not braces and match[2].split()[0] != "X":
@@ -440,6 +442,11 @@ class _Reader:
 
 def _line(node: yaml.Node) -> int:
     return node.start_mark.line + 1
+
+
+def _braces(text: str) -> set[str]:
+    """Return what is in braces, with them, and braces without a partner."""
+    return set(re.findall(r"\{.*?\}", text)) | set(re.findall("[{}]", re.sub(r"\{.*?\}", "", text)))
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -171,6 +171,14 @@ MISTAKES = {
     "no type": ("like: llama\n", "line 1: model_type is missing"),
     "unknown key": ("model_type: a\nlike: llama\nflag:\n  swiglu: true\n", "line 3: the file: 'flag' is unknown (perhaps flags)"),
     "key twice": ("model_type: a\nlike: llama\nlike: qwen3\n", "line 3: the file: like is in line 2 already"),
+    "braces of a native tensor": (
+        "model_type: a\nlike: llama\ntensors:\n  layer:\n    mlp.{x}.weight: a.weight H\n",
+        "line 5: mlp.{x}.weight: only {e}, the expert, may be in braces",
+    ),
+    "brace of a prefix": (
+        "model_type: a\nlike: llama\ntensors:\n  layer_prefix: model.{l}.{.\n",
+        "line 4: layer_prefix 'model.{l}.{.': a name that ends with a dot",
+    ),
     "unknown parent": ("model_type: a\nlike: lama\n", "line 2: like: lama is no built-in family"),
     "unknown flag": (
         "model_type: a\nlike: llama\nflags:\n  qk_layer_norm: true\n",
