@@ -425,8 +425,15 @@ REQUIRES = (
     ),
     (
         ("experimental_attention_variant=gdn", "experimental_attention_variant=kda"),
-        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-        "linear_num_value_heads",
+        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+    ),
+    (
+        (
+            "experimental_attention_variant=gdn",
+            "experimental_attention_variant=kda",
+            "experimental_attention_variant=short_conv",
+        ),
+        "linear_attention_freq linear_conv_kernel_dim",
     ),
     (("experimental_attention_variant=kda",), "kda_gate_rank kda_decay_lower_bound"),
     (("hybrid_layer_pattern",), "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"),

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 """Letters of --hybrid-layer-pattern."""
 LINEAR = ("gdn", "kda")
-"""Values of --experimental-attention-variant that replace softmax attention in some layers."""
+"""Values of --experimental-attention-variant with linear attention in some layers."""
+SHORT_CONV = "short_conv"
+"""The value with short convolutions in some layers."""
 STAGE, DEPTH = "|", "/"
 """What separates pipeline stages there, and depths of multi-token prediction."""
 OVERLAPPING_RATIO = 4
@@ -54,7 +56,7 @@ def linear_layer_pattern(
 
     An integer N of --linear-attention-freq leaves every N-th layer its softmax attention; a list is per layer.
     """
-    if variant not in LINEAR or linear_attention_freq is None:
+    if variant not in (*LINEAR, SHORT_CONV) or linear_attention_freq is None:
         return (False,) * num_layers
     if isinstance(linear_attention_freq, int):
         return tuple((layer + 1) % linear_attention_freq != 0 for layer in range(num_layers))

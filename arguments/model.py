@@ -209,15 +209,17 @@ class ModelArgs:
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
-    experimental_attention_variant: Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid", "kda"] | None = None
-    """Replace softmax attention in some layers by gated DeltaNet (gdn) or Kimi delta attention (kda), select keys in
-    all layers (dsa: DeepSeek sparse attention), or attend to a window and to compressed keys (dsv4_hybrid:
-    DeepSeek-V4)."""
+    experimental_attention_variant: (
+        Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid", "kda", "short_conv"] | None
+    ) = None
+    """Replace softmax attention in some layers by gated DeltaNet (gdn), Kimi delta attention (kda) or short
+    convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a window and to
+    compressed keys (dsv4_hybrid: DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Layers with linear attention: N keeps softmax attention in every N-th layer only, a pattern has 1 for each
-    layer with linear attention and 0 for the others."""
+    """Layers with linear attention or short convolutions: N keeps softmax attention in every N-th layer only, a
+    pattern has 1 for each layer without it and 0 for the others."""
     linear_conv_kernel_dim: int = 4
-    """Width of the causal convolution of a layer with linear attention, in tokens."""
+    """Width of the causal convolution of a layer with linear attention or short convolutions, in tokens."""
     linear_key_head_dim: int = 128
     """Number of channels of a key head of a layer with linear attention."""
     linear_value_head_dim: int = 128

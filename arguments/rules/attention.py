@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from arguments.layer_pattern import LINEAR
+from arguments.layer_pattern import LINEAR, SHORT_CONV
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -229,6 +229,23 @@ def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]
         "{experimental_attention_variant} needs {swiglu:flag}: its convolution uses the activation of the feed-forward "
         "layers, and only SiLU is built.",
     )
+
+
+def check_short_convolution(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if s.experimental_attention_variant != SHORT_CONV:
+        return
+    if s.linear_attention_freq is None:
+        yield s.violation(
+            "{experimental_attention_variant} needs {linear_attention_freq:flag}: which layers have convolutions."
+        )
+    if not divides(f.tp * f.largest_cp, s.hidden_size):
+        yield s.violation(
+            "{hidden_size} must be a multiple of {ranks} ({tensor_model_parallel_size} * {cp} context-parallel ranks) "
+            "with {experimental_attention_variant}.",
+            "context_parallel_size",
+            ranks=f.tp * f.largest_cp,
+            cp=f.largest_cp,
+        )
 
 
 def check_decay_bound(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -49,7 +49,7 @@ from arguments.layer_pattern import (
     mtp_is_moe,
     uses_window,
 )
-from moe_trainer.estimate.linear_attention import conv_channels, linear_attention_params
+from moe_trainer.estimate.linear_attention import conv_channels, is_short_conv, linear_attention_params
 from moe_trainer.estimate.lora import adapter_macs
 from moe_trainer.estimate.parameters import (
     compressed_attention_params,
@@ -137,6 +137,8 @@ def _linear_macs(args: Arguments) -> int:
 
 def _delta_rule_macs(args: Arguments) -> int:
     """Return the multiply-adds of the state of linear attention per token."""
+    if is_short_conv(args.model):
+        return 0
     return 4 * args.model.linear_num_value_heads * args.model.linear_value_head_dim**2
 
 

@@ -29,7 +29,7 @@ from arguments.layer_pattern import (
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.flops import core_attention_macs
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
-from moe_trainer.estimate.linear_attention import linear_matrices
+from moe_trainer.estimate.linear_attention import is_short_conv, linear_matrices
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.parameters import compressed_attention_params
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
@@ -261,7 +261,7 @@ class LayerTime:
     def _core_attention(self) -> tuple[float, float]:
         """Return forward and backward of core attention, averaged over the layers."""
         fwd, bwd = self._softmax_attention()
-        delta = self._delta_rule() if self.linear_share else 0.0
+        delta = self._delta_rule() if self.linear_share and not is_short_conv(self.model) else 0.0
         scanned = self._scan() if self.mamba_share else 0.0
         visible = self.softmax_share * self.visible_share
         fwd, bwd = visible * fwd + self.linear_share * delta, visible * bwd + self.linear_share * 2 * delta

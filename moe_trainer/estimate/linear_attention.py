@@ -1,8 +1,10 @@
-"""Matrices and parameters of linear attention (layers/gated_delta_net.py), from flags alone."""
+"""Matrices and parameters of linear attention (layers/gated_delta_net.py) and short convolutions, from flags alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
+
+from arguments.layer_pattern import SHORT_CONV
 
 if TYPE_CHECKING:
     from arguments.model import ModelArgs
@@ -24,14 +26,23 @@ class Matrix(NamedTuple):
         )
 
 
+def is_short_conv(model: ModelArgs) -> bool:
+    """Whether the layers have short convolutions, not linear attention."""
+    return model.experimental_attention_variant == SHORT_CONV
+
+
 def num_decays(model: ModelArgs) -> int:
-    """Return the decays of a layer: one of a value head, or of each of its channels."""
+    """Return the decays of a layer: one of a value head, or of each of its channels; 0 without linear attention."""
+    if is_short_conv(model):
+        return 0
     by_channel = model.experimental_attention_variant == "kda"
     return model.linear_num_value_heads * (model.linear_key_head_dim if by_channel else 1)
 
 
 def conv_channels(model: ModelArgs) -> int:
-    """Return the channels of the convolution: queries, keys and values."""
+    """Return the channels of the convolution: queries, keys and values, or the hidden ones."""
+    if is_short_conv(model):
+        return model.hidden_size
     keys = model.linear_num_key_heads * model.linear_key_head_dim
     return 2 * keys + model.linear_num_value_heads * model.linear_value_head_dim
 
@@ -43,6 +54,9 @@ def gate_rank(model: ModelArgs) -> int | None:
 
 def linear_matrices(model: ModelArgs) -> list[Matrix]:
     """Return the matrices of a layer."""
+    if is_short_conv(model):
+        size = model.hidden_size
+        return [Matrix("in_proj", size, 3 * size, "out"), Matrix("out_proj", size, size, "in")]
     hidden, rank = model.hidden_size, gate_rank(model)
     values = model.linear_num_value_heads * model.linear_value_head_dim
     rows, gates = conv_channels(model) + model.linear_num_value_heads, {"decay": num_decays(model), "gate": values}
@@ -59,5 +73,6 @@ def linear_attention_params(model: ModelArgs, tp: int = 1, matrices: bool = Fals
     """Return the parameters of a layer on one of `tp` ranks, without its norm, or of its matrices only."""
     sizes = (matrix.on_rank(tp) for matrix in linear_matrices(model))
     count = sum(inputs * outputs for inputs, outputs in sizes)
-    rest = conv_channels(model) * model.linear_conv_kernel_dim + model.linear_num_value_heads + num_decays(model)
+    rest = conv_channels(model) * model.linear_conv_kernel_dim + num_decays(model)
+    rest += 0 if is_short_conv(model) else model.linear_num_value_heads
     return count if matrices else count + rest // tp

@@ -40,7 +40,7 @@ from arguments.layer_pattern import (
     mtp_is_moe,
 )
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
-from moe_trainer.estimate.linear_attention import linear_attention_params
+from moe_trainer.estimate.linear_attention import is_short_conv, linear_attention_params
 from moe_trainer.estimate.lora import adapter_params
 from moe_trainer.ops.block_sizes import MAMBA_CONV_WIDTH
 
@@ -235,7 +235,8 @@ class LayerParams:
             return ParamsPerRank(count, 0) + self.adapters(number)
         if not is_linear(model, number):
             return ParamsPerRank(self.attention(number) - self.attention(), 0) + self.adapters(number)
-        linear = linear_attention_params(model, self.tp) + self.norm(model.linear_value_head_dim)
+        linear = linear_attention_params(model, self.tp)
+        linear += 0 if is_short_conv(model) else self.norm(model.linear_value_head_dim)
         return ParamsPerRank(linear - self.attention(), 0) + self.adapters(number)
 
     def adapters(self, number: int) -> ParamsPerRank:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from arguments.layer_pattern import OVERLAPPING_RATIO, compress_ratio
 from arguments.sparse_attention import is_sparse, use_gathered_keys
-from moe_trainer.estimate.linear_attention import conv_channels, gate_rank, num_decays
+from moe_trainer.estimate.linear_attention import conv_channels, gate_rank, is_short_conv, num_decays
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 from moe_trainer.ops.block_sizes import BLOCKED_MAX_LENGTH, DELTA_CHUNK, DELTA_SEGMENT, QUERY_BLOCK
 
@@ -43,6 +43,11 @@ def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
     In its core each cp rank has some of the heads of the full sequence.
     """
     model, tokens, part = layer.model, layer.tokens, "core_attn"
+    if is_short_conv(model):
+        channels = model.hidden_size // layer.tp
+        yield SavedTensor("in_proj.y", (tokens, 3 * channels), layer.size, part)
+        yield SavedTensor("out_proj.x", (tokens, channels), layer.size, "attn_proj")
+        return
     heads, width = model.linear_num_value_heads // layer.tp, model.linear_value_head_dim
     channels = (conv_channels(model) + num_decays(model)) // layer.tp + heads * width + heads
     yield SavedTensor("in_proj.y", (tokens, channels), layer.size, part)

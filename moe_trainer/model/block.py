@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from arguments.layer_pattern import MAMBA, has_attention, has_mlp, is_linear, layer_letter
+from arguments.layer_pattern import MAMBA, SHORT_CONV, has_attention, has_mlp, is_linear, layer_letter
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.compressed_attention import CompressedAttention
 from moe_trainer.layers.core_attention import AttentionMask
@@ -31,12 +31,13 @@ from moe_trainer.layers.mamba import MambaMixer
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.rotary import Tables
+from moe_trainer.layers.short_convolution import ShortConvolution
 from moe_trainer.moe.layer import MoELayer, RoutingOutput
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.state import ParallelState
 
 LINEAR_ATTENTION: Mapping[str | None, Callable[..., nn.Module]] = MappingProxyType(
-    {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention}
+    {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention, SHORT_CONV: ShortConvolution}
 )
 """The layers of --experimental-attention-variant."""
 

@@ -12,6 +12,7 @@ key head serves N / K consecutive ones), D and E widths of a key and a value, A 
 L positions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,21 +50,26 @@ class Heads:
 
 
 def causal_convolution(
-    x_SBC: Tensor, weight_CW: Tensor, ids_BS: Tensor | None = None, bias_C: Tensor | None = None
+    x_SBC: Tensor,
+    weight_CW: Tensor,
+    ids_BS: Tensor | None = None,
+    bias_C: Tensor | None = None,
+    activation: Callable[[Tensor], Tensor] | None = F.silu,
 ) -> Tensor:
-    """Return SiLU of y[t] = bias + sum over w of weight[:, w] x[t - W + 1 + w], within a document."""
+    """Return the activation of y[t] = bias + sum over w of weight[:, w] x[t - W + 1 + w], within a document."""
+    activate = activation or (lambda y: y)
     width, length = weight_CW.shape[1], x_SBC.shape[0]
     if x_SBC.is_cuda and ids_BS is None:
         x_BCS = x_SBC.permute(1, 2, 0).contiguous()
         y_BCS = F.conv1d(x_BCS, weight_CW.unsqueeze(1), bias_C, padding=width - 1, groups=len(weight_CW))[..., :length]
-        return F.silu(y_BCS.permute(2, 0, 1))
+        return activate(y_BCS.permute(2, 0, 1))
     y = x_SBC * weight_CW[:, -1]
     for back in range(1, min(width, length)):
         term = x_SBC[:-back] * weight_CW[:, width - 1 - back]
         if ids_BS is not None:
             term = term * (ids_BS[:, back:] == ids_BS[:, :-back]).t().unsqueeze(-1)
         y = y + F.pad(term, (0, 0, 0, 0, back, 0))
-    return F.silu(y if bias_C is None else y + bias_C)
+    return activate(y if bias_C is None else y + bias_C)
 
 
 def _unit(x: Tensor) -> Tensor:

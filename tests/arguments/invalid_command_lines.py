@@ -481,6 +481,7 @@ INVALID_LINES = (
     (DELTA, "", "--linear-attention-freq"),
     (f"{DELTA} --linear-attention-freq 4", "--swiglu", "--swiglu"),
     ("--experimental-attention-variant kda --linear-attention-freq 4 --kda-decay-lower-bound 0.5", "", "--kda-decay-lower-bound"),
+    ("--experimental-attention-variant short_conv", "", "--linear-attention-freq"),
     ("--experimental-attention-variant kda --linear-attention-freq 4 --kda-gate-rank 0", "", "--kda-gate-rank"),
     (f"{DELTA} --linear-attention-freq 4 --linear-num-value-heads 24", "", "--linear-num-value-heads"),
     (SPARSE.replace("--multi-latent-attention", ""), "", "--multi-latent-attention"),

@@ -44,7 +44,7 @@ OWN = {
 }  # fmt: skip
 OWN_CHOICES = {
     "moe_flex_dispatcher_backend": ["hierarchical"],
-    "experimental_attention_variant": ["dsv4_hybrid", "kda"],  # the first: the dev branch's
+    "experimental_attention_variant": ["dsv4_hybrid", "kda", "short_conv"],  # the first: the dev branch's
 }
 
 

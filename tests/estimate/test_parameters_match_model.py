@@ -49,6 +49,7 @@ BASE = (
         "--swiglu --experimental-attention-variant gdn --linear-attention-freq [1,0,0] --normalization RMSNorm",
         "--swiglu --experimental-attention-variant kda --linear-attention-freq [1,0,1] --normalization RMSNorm --linear-num-key-heads 2 "
         "--linear-num-value-heads 4 --linear-key-head-dim 5 --linear-value-head-dim 7 --kda-gate-rank 3 --lora-dim 3",
+        "--experimental-attention-variant short_conv --linear-attention-freq [1,0,1] --linear-conv-kernel-dim 3 --num-experts 4 --lora-dim 3",
         "--swiglu --experimental-attention-variant kda --linear-attention-freq [1,0,0] --linear-num-key-heads 2 --linear-key-head-dim 5",
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 20 --moe-layer-freq ([0]+[1]*2) --disable-bias-linear",
         "--num-experts 4 --moe-layer-freq 2 --moe-grouped-gemm --swiglu --disable-bias-linear",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import run_ranks
-from layers.test_tensor_parallel import DELTA, KDA, B, H, _fill
+from layers.test_tensor_parallel import DELTA, KDA, SHORT, B, H, _fill
 
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.gated_delta_net import SIGMOID, SILU, OutputGate
@@ -50,7 +50,9 @@ def _on_ranks(rank, n, model):
     return found
 
 
-@pytest.mark.parametrize(("n", "model"), [(2, DELTA), (4, DELTA), (2, KDA)], ids=["2", "4", "2, decays by channel"])
+@pytest.mark.parametrize(
+    ("n", "model"), [(2, DELTA), (4, DELTA), (2, KDA), (2, SHORT)], ids=["2", "4", "decays by channel", "convolution"]
+)
 def test_context_parallel_ranks_equal_one_process(n, model):
     """Heads are distributed, each with its own gates, rates and channels.
 
@@ -72,16 +74,18 @@ def test_context_parallel_ranks_equal_one_process(n, model):
             )
 
 
-def test_documents_do_not_depend_on_previous_ones():
-    layer, x = _fill(make()), random_rows(1)
+@pytest.mark.parametrize("model", [DELTA, SHORT], ids=["gated DeltaNet", "convolution"])
+def test_documents_do_not_depend_on_previous_ones(model):
+    layer, x = _fill(make(model=model)), random_rows(1)
     packed, alone = layer(x, None, AttentionMask.of(None, IDS)), layer(x[5:, :1], None, None)
     torch.testing.assert_close(packed[5:, :1], alone, rtol=0, atol=1e-12)
     assert (packed - layer(x, None, None)).abs().max() > 1e-3
 
 
-def test_an_explicit_mask_is_refused():
+@pytest.mark.parametrize("model", [DELTA, SHORT], ids=["gated DeltaNet", "convolution"])
+def test_an_explicit_mask_is_refused(model):
     with pytest.raises(ValueError, match="explicit attention mask"):
-        make()(random_rows(1), None, AttentionMask(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)))
+        make(model=model)(random_rows(1), None, AttentionMask(mask=torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)))
 
 
 def test_initial_values_equal_megatron_core():

@@ -74,6 +74,7 @@ DELTA = replace(
     layernorm_epsilon=1e-2,
 )
 KDA = replace(DELTA, experimental_attention_variant="kda", kda_gate_rank=3)
+SHORT = replace(DELTA, experimental_attention_variant="short_conv", linear_conv_kernel_dim=3)
 ROWS, COLUMNS, REPLICATED = "rows", "columns", "replicated"
 
 
@@ -186,6 +187,7 @@ CASES = {
     "gated DeltaNet": _attention(DELTA),
     "Kimi delta attention": _attention(KDA),
     "Kimi delta attention, no latents": _attention(replace(KDA, kda_gate_rank=None, kda_decay_lower_bound=-5.0)),
+    "short convolution": _attention(SHORT),
     "gated DeltaNet, a value head a key head": _attention(replace(DELTA, linear_num_value_heads=4)),
     "latent attention": _attention(LATENT),
     "latent attention, biases": _attention(replace(LATENT, add_bias_linear=True)),

@@ -56,6 +56,7 @@ KINDS = {
     "linear attention": LINEAR,
     "mamba": MAMBA,
     "decays by channel": KDA,
+    "short convolutions": f"{GQA} --experimental-attention-variant short_conv --linear-attention-freq 2",
     "sparse": SPARSE,
     "hash routing": f"{GQA} --moe-n-hash-layers 1 --moe-router-score-function sqrtsoftplus",
     "indexer loss": f"{SPARSE} --dsa-indexer-loss-coeff 0.5",

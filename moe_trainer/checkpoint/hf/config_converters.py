@@ -500,6 +500,15 @@ def _write_kimi_linear(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_conv_layers(config: Config) -> Flags:
+    """Read which layers have short convolutions."""
+    return {"linear_attention_freq": [int(kind == "conv") for kind in config["layer_types"]]}
+
+
+def _write_conv_layers(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": _layer_types(linear_layers(flags), "conv")}
+
+
 def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return which layers have linear attention."""
     return linear_layer_pattern(
@@ -862,6 +871,7 @@ NEXT = ConfigConverter(_read_next, _write_next)
 SCALED_EMBEDDING = ConfigConverter(_read_scaled_embedding, _write_scaled_embedding)
 COMPRESSED = ConfigConverter(_read_compressed, _write_compressed)
 HASH_LAYERS = ConfigConverter(_read_hash_layers, _write_hash_layers)
+CONV_LAYERS = ConfigConverter(_read_conv_layers, _write_conv_layers)
 KIMI_LINEAR = ConfigConverter(_read_kimi_linear, _write_kimi_linear)
 # the default of transformers is a row of the published vocabulary, which this one may not have
 NO_PADDING = ConfigConverter(lambda _: {}, lambda _: {"pad_token_id": None})

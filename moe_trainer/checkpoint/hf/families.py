@@ -56,6 +56,7 @@ NAMES = tuple(
     granitemoe_swa
     mimo_v2_flash
     kimi_linear
+    lfm2_moe
     """.split()
 )
 """In the order in which an export tries them: the first one that expresses a model is written."""

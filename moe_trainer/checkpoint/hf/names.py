@@ -19,6 +19,7 @@ from arguments.layer_pattern import (
     MLP,
     MOE,
     OVERLAPPING_RATIO,
+    SHORT_CONV,
     hybrid_letters,
     linear_layer_pattern,
     moe_layer_pattern,
@@ -117,6 +118,8 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
             "LD": values * key,
             "LR": flags.get("kda_gate_rank") or 0,
         }
+    if flags.get("experimental_attention_variant") == SHORT_CONV:
+        sizes |= {"3H": 3 * hidden, "LW": flags["linear_conv_kernel_dim"]}
     if MAMBA in hybrid_letters(flags.get("hybrid_layer_pattern") or ""):
         inner, states, mamba_heads = state_space_sizes(flags)
         sizes |= {

@@ -115,6 +115,9 @@ TRANSFORMS = MappingProxyType(
         "DELTA": Transform(_join_delta, _part_delta, (2,), 6),
         # parts of one native tensor, adapted together
         "EACH": Transform(lambda parts, _: parts, lambda full, _: full, (), 0),
+        "THIRDS": Transform(
+            lambda parts, _: parts[0].chunk(3), lambda full, _: (torch.cat(tuple(full)),), num_natives=3
+        ),
         # the channels of query, key and value
         "DELTA_PARTS": Transform(
             lambda parts, sizes: parts[0].split(_delta_widths(sizes)),

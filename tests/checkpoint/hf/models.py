@@ -482,6 +482,17 @@ MODELS = {
             "routed_scaling_factor": 2.446,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        _GROUPED
+        | _EXPERTS
+        | {
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "routed_scaling_factor": 1.5,
+            "conv_L_cache": 3,
+        },
+    ),
     "kimi_linear": (
         "KimiLinear",
         {key: value for key, value in _LATENT.items() if key != "n_routed_experts"}

@@ -91,6 +91,7 @@ _EXPERTS = {
     "hunyuan_v1_moe": "num_experts",
     "ernie4_5_moe": "moe_num_experts",
     "kimi_linear": "num_experts",
+    "lfm2_moe": "num_experts",
 }
 _TEMPERED = {
     "rope_type": "default",
@@ -157,6 +158,7 @@ _VARIANTS = {
     ],
     "mellum": [{}, {"layer_types": ["full_attention", "sliding_attention"] * 4}],
     "granitemoe_swa": [{}, {"shared_intermediate_size": 0}, {"layer_rope_theta": [0] + [10000.0] * 6 + [500.0]}],
+    "lfm2_moe": [{"layer_types": ["conv", "full_attention"] * 4, "num_dense_layers": 1, "conv_L_cache": 2}],
     "kimi_linear": [{"model_max_length": 64, "num_experts_per_token": 4, "num_expert_group": 4, "topk_group": 2}],
     "glm4_moe": [{"attention_bias": True, "use_qk_norm": True}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}],

@@ -35,7 +35,7 @@ def common_name(name):
 
 # keys of models with layers of several kinds: their gradients are compared in tests/model/test_qwen3_next.py and
 # test_hybrid.py, or below, their weights in test_convert.py
-_KINDS = {"linear_key_head_dim", "layers_block_type", "mamba_n_heads", "hc_mult", "linear_num_heads"}
+_KINDS = {"linear_key_head_dim", "layers_block_type", "mamba_n_heads", "hc_mult", "linear_num_heads", "conv_L_cache"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not _KINDS & MODELS[name][1].keys()])
@@ -87,7 +87,7 @@ def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, 
     record_property("gradients", max(errors))
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "deepseek_v4", "kimi_linear"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "deepseek_v4", "kimi_linear", "lfm2_moe"])
 def test_gradients_of_hybrid_models_are_converted_to_those_of_transformers(name, tmp_path, record_property):
     """Gradients in the place of weights go through the same conversion."""
     theirs = make(name)

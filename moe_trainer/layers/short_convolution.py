@@ -1,0 +1,151 @@
+"""Gated short convolution, which mixes neighboring positions (--experimental-attention-variant short_conv, LFM2).
+
+in_proj makes [before; after; x] of all channels: y = out_proj(after * conv(before * x)), a causal convolution of each
+channel. No rotary embedding, no state but the last inputs. Tensor parallelism shards channels. A convolution needs
+earlier positions, so context parallelism exchanges positions for channels (a2a). Packed documents start from zeros;
+explicit attention masks are rejected.
+
+Source: transformers' lfm2_moe; Megatron-Core has no such layer: the names are ours.
+Shapes: S sequence, B microbatch, H hidden, C channels of this rank, W width of the convolution.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from arguments.model import ModelArgs
+from moe_trainer.layers.context_parallel import all_to_all_heads_to_seq, all_to_all_seq_to_heads
+from moe_trainer.layers.core_attention import AttentionMask
+from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
+from moe_trainer.layers.kv_cache import KVCache
+from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.rotary import Tables
+from moe_trainer.ops.block_attention import Documents
+from moe_trainer.ops.gated_delta_rule import causal_convolution
+from moe_trainer.parallel.params import ParamInfo, get_param_info
+from moe_trainer.parallel.state import Group, ParallelState
+
+PROJECTIONS = ("before", "after", "x")
+
+
+class _GatedConvolution(torch.autograd.Function):
+    """after * conv(before * x); saves its inputs, backward computes it again."""
+
+    @staticmethod
+    def forward(ctx, parts: Tensor, weight_CW: Tensor, ids_BS: Tensor | None) -> Tensor:
+        ctx.save_for_backward(parts, weight_CW)
+        ctx.ids_BS = ids_BS
+        return _mix(parts, weight_CW, ids_BS)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            y = _mix(*leaves, ctx.ids_BS)
+        return *torch.autograd.grad(y, leaves, grad), None
+
+
+def _mix(parts: Tensor, weight_CW: Tensor, ids_BS: Tensor | None) -> Tensor:
+    before, after, x = parts.chunk(3, -1)
+    return after * causal_convolution(before * x, weight_CW, ids_BS, activation=None)
+
+
+class _Weight(nn.Module):
+    """The weight [C, 1, W] of the causal convolution, in torch's layout."""
+
+    def __init__(self, channels: int, width: int, name: str, cut: dict):
+        super().__init__()
+        info = ParamInfo((f"{name}.weight",), init="uniform", init_std=(3 * width) ** -0.5, **cut)
+        self.weight = make_parameter((channels // cut["shard_count"], 1, width), info)
+
+
+class ShortConvolution(nn.Module):
+    """Gated short convolution of one layer.
+
+    Args:
+        name: global name, e.g. "decoder.layers.0.self_attention".
+        layer_number: counted from 1.
+        sequence_parallel: see layers/linear.py.
+    """
+
+    def __init__(
+        self,
+        model: ModelArgs,
+        ps: ParallelState,
+        *,
+        name: str,
+        layer_number: int,
+        factory: LayerFactory,
+        sequence_parallel: bool = False,
+    ):
+        super().__init__()
+        hidden, tp = model.hidden_size, ps.tp
+        if hidden % (tp.size * ps.context.max_size):
+            raise ValueError(
+                f"{name}: {hidden} channels do not divide over {tp.size} tensor-parallel and {ps.context.max_size} "
+                "context-parallel ranks"
+            )
+        self.context, self.activations, self.layer_number = ps.context, factory.activations, layer_number
+        cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        options = {"group": tp, "sequence_parallel": sequence_parallel}
+        self.in_proj = factory.column_linear(
+            hidden,
+            3 * hidden,
+            name=f"{name}.in_proj",
+            init=hidden_init(model),
+            save_original_input="layernorm" in self.activations.recomputed,
+            **options,
+        )
+        self.in_proj.weight.info = replace(
+            get_param_info(self.in_proj.weight), parts=3, part_sizes=(hidden,) * 3, part_names=PROJECTIONS
+        )
+        self.conv1d = _Weight(hidden, model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
+        self.out_proj = factory.row_linear(
+            hidden, hidden, name=f"{name}.out_proj", init=residual_init(model), **options
+        )
+
+    def forward(self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None) -> Tensor:
+        """Return the mixed x_SBH, in its shape; `rope` is not used.
+
+        Raises:
+            ValueError: for an explicit mask.
+        """
+        if visible is not None and visible.mask is not None:
+            raise ValueError("short convolutions know no explicit attention mask; give document ids")
+        documents, size = (None, None) if visible is None else (visible.documents, visible.cp_size)
+        with self.activations.offload_scope("qkv_linear"):
+            parts = self.in_proj(x_SBH)
+        with self.activations.offload_scope("core_attn"):
+            if visible is not None and visible.cache is not None:
+                y = self._mix_with_cache(parts, visible.cache)
+            else:
+                y = self._mix(parts, documents, self.context.of(size))
+        with self.activations.offload_scope("attn_proj"):
+            return self.out_proj(y)
+
+    def _mix(self, parts: Tensor, documents: Documents | None, cp: Group) -> Tensor:
+        """Return the mixed channels [S, B, C] of the local positions."""
+        ids_BS, lengths = (None, ()) if documents is None else (documents.ids_BS, documents.lengths)
+        weight_CW = self.conv1d.weight.squeeze(1)
+        if cp.size == 1:
+            return _GatedConvolution.apply(parts, weight_CW, ids_BS)
+        shares = [part.unflatten(-1, (cp.size, -1)) for part in parts.chunk(3, -1)]
+        mine = torch.cat([x.flatten(2) for x in all_to_all_seq_to_heads(cp, *shares, lengths=lengths)], -1)
+        y = _GatedConvolution.apply(mine, weight_CW.chunk(cp.size)[cp.rank], ids_BS)
+        return all_to_all_heads_to_seq(cp, y, lengths)
+
+    def _mix_with_cache(self, parts: Tensor, cache: KVCache) -> Tensor:
+        """Mix with the cached inputs, and store those of every sequence's last positions."""
+        weight_CW, number = self.conv1d.weight.squeeze(1), self.layer_number
+        halo = weight_CW.shape[1] - 1
+        if not cache.is_prefill:
+            parts = parts.transpose(0, 1)
+        before, after, x = parts.chunk(3, -1)
+        earlier = cache.get(number, "inputs") if not cache.is_prefill else x.new_zeros(halo, *x.shape[1:])
+        inputs_SBC = torch.cat([earlier, before * x])
+        ends_B = cache.lengths_B if cache.is_prefill else torch.ones_like(cache.lengths_B)
+        last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
+        cache.put(number, "inputs", inputs_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
+        y_SBC = after * causal_convolution(inputs_SBC, weight_CW, activation=None)[halo:]
+        return y_SBC if cache.is_prefill else y_SBC.transpose(0, 1)
