@@ -52,10 +52,11 @@ _KINDS = MappingProxyType(
         "whole": "num_key_value_heads head_dim decoder_sparse_step sliding_window first_k_dense_replace "
         "n_shared_experts shared_expert_intermediate_size shared_intermediate_size moe_num_shared_experts "
         "moe_layer_start_index moe_layer_interval n_group topk_group num_nextn_predict_layers num_mtp_layers "
-        "full_attention_interval index_n_heads index_head_dim index_topk mamba_n_heads mamba_expand",
-        "number": "rope_theta partial_rotary_factor time_step_min",
+        "full_attention_interval index_n_heads index_head_dim index_topk mamba_n_heads mamba_expand "
+        "attention_chunk_size floor_scale no_rope_layer_interval interleave_moe_layer_step",
+        "number": "rope_theta partial_rotary_factor time_step_min attn_scale",
         "table": "rope_scaling rope_parameters",
-        "list": "layer_types mlp_layer_types mlp_only_layers layer_rope_theta",
+        "list": "layer_types mlp_layer_types mlp_only_layers layer_rope_theta no_rope_layers moe_layers",
     }
 )
 

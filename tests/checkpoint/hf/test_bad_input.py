@@ -193,6 +193,11 @@ def test_config_value_of_wrong_type_is_named(key, value):
         ("deepseek_v32", "index_n_heads", None),
         ("gpt_oss", "layer_types", ["chunked_attention"]),
         ("llama4_text", "layer_types", ["sliding_attention"]),
+        ("llama4_text", "attn_scale", "x"),
+        ("llama4_text", "floor_scale", "x"),
+        ("llama4_text", "attention_chunk_size", 2.5),
+        ("llama4_text", "no_rope_layers", "x"),
+        ("llama4_text", "moe_layers", 2),
     ],
 )
 def test_config_value_of_a_family_is_named(name, key, value):
