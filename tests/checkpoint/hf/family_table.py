@@ -1,7 +1,7 @@
 """docs/families.md: what the tests of Hugging Face families measured, family by family.
 
 python tests/checkpoint/hf/family_table.py --write [PYTEST ARGUMENT...]     run the tests (minutes) and renew the page
-python tests/checkpoint/hf/family_table.py --write --junit FILE             renew it from pytest's --junitxml of these tests
+python tests/checkpoint/hf/family_table.py --write --junit FILE...          renew it from pytest's --junitxml of these tests
 """
 
 # ruff: noqa: E402 - the path comes before the imports
@@ -18,6 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from checkpoint.hf.models import MODELS
 
 PAGE = ROOT / "docs" / "families.md"
 FILES = (
@@ -43,21 +45,21 @@ DeepSeekMoE-16B (`deepseek`), which `transformers` has no class for, is compared
 """
 
 
-def read_junit(path: Path) -> dict[str, dict[str, float]]:
+def read_junit(*paths: Path) -> dict[str, dict[str, float]]:
     """Return what the tests recorded: family -> column -> value.
 
     Raises:
         ValueError: if a test failed.
     """
-    found: dict[str, dict[str, float]] = {}
-    for case in ET.parse(path).getroot().iter("testcase"):
+    found: dict[str, dict[str, float]] = {name: {} for name in MODELS}
+    for case in (case for path in paths for case in ET.parse(path).getroot().iter("testcase")):
         if case.find("failure") is not None or case.find("error") is not None:
-            raise ValueError(f"{path}: {case.get('name')} failed")
+            raise ValueError(f"{case.get('name')} failed")
         name = re.search(r"\[(\w+?)(?:-one process|-TP2 SP EP2)?\]$", str(case.get("name")))
         for each in case.iter("property"):
             if name and each.get("name") in COLUMNS:
-                found.setdefault(name[1], {})[str(each.get("name"))] = float(str(each.get("value")))
-    return found
+                found[name[1]][str(each.get("name"))] = float(str(each.get("value")))
+    return {name: values for name, values in found.items() if values}
 
 
 def page_lines(found: dict[str, dict[str, float]], version: str) -> list[str]:
@@ -78,14 +80,14 @@ def main(argv: list[str]) -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="renew the page instead of printing it")
-    parser.add_argument("--junit", type=Path, metavar="FILE", help="what pytest wrote with --junitxml FILE")
+    parser.add_argument("--junit", type=Path, nargs="+", metavar="FILE", help="what pytest wrote with --junitxml FILE")
     known, more = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        results = known.junit or Path(folder, "results.xml")
+        results = known.junit or [Path(folder, "results.xml")]
         if known.junit is None:
-            command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={results}"]
+            command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={results[0]}"]
             subprocess.run([*command, *FILES, *more], cwd=ROOT, check=True)
-        lines = page_lines(read_junit(results), transformers.__version__)
+        lines = page_lines(read_junit(*results), transformers.__version__)
     if known.write:
         PAGE.write_text("\n".join(lines) + "\n")
     else:
