@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from checkpoint.hf.models import batch, compute_logits, flags_for, load_ours, make, run_convert
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from arguments.lora import is_adapter
 from moe_trainer.checkpoint.manager import load, save
@@ -145,6 +145,23 @@ def test_adapters_with_other_settings_are_rejected(changed, named, tmp_path, cap
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     assert run_convert(tmp_path / "hf", tmp_path / "again", "--adapter", tmp_path / "adapter") == 2
     assert named in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("what", ["missing", "unknown"])
+def test_adapters_with_missing_or_unknown_tensors_are_rejected(what, tmp_path, capsys):
+    _, _, checkpoint = adapted("qwen3", tmp_path)
+    assert run_convert(checkpoint, tmp_path / "adapter", "--to", "peft") == 0
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(each for each in tensors if ".lora_B." in each)
+    if what == "missing":
+        del tensors[name]
+    else:
+        tensors["base_model.model.model.layers.0.extra.lora_A.weight"] = torch.zeros(3, 32)
+    save_file(tensors, path)
+    assert run_convert(tmp_path / "hf", tmp_path / "again", "--adapter", tmp_path / "adapter") == 2
+    message = f"{name} is missing" if what == "missing" else "extra.lora_A.weight: no linear that can have an adapter"
+    assert message in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 def test_an_adapter_of_another_base_is_rejected(tmp_path, capsys):
