@@ -70,7 +70,7 @@ def read_config(
         CheckpointError: naming the key that no flag supports, or that is missing.
     """
     family = get_family(config, source, families)
-    config = {**family.defaults, **{family.renamed.get(key, key): value for key, value in config.items()}}
+    config = _with_defaults(family, {family.renamed.get(key, key): value for key, value in config.items()})
     flags: Flags = dict(family.fixed_flags)
     for required, values in family.required_values.items():
         if config.get(required, values[0]) not in (*values, None):
@@ -111,6 +111,19 @@ def read_config(
     known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored}
     notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
     return family, flags, notes + _remarks(family, config, flags)
+
+
+def _with_defaults(family: Family, config: Config) -> dict[str, Any]:
+    """Return the config with the family's values of missing keys.
+
+    A rotary scaling has two keys, so its default holds only if both are missing or null.
+    """
+    tables = ("rope_scaling", "rope_parameters")
+    if "rope_scaling" not in family.defaults:
+        return {**family.defaults, **config}
+    if any(config.get(key) for key in tables):
+        return {**family.defaults, "rope_scaling": None, **config}
+    return {**family.defaults, **{key: value for key, value in config.items() if key not in tables}}
 
 
 def _check_kind(source: str, name: str, value: Any, kind: str) -> None:

@@ -25,6 +25,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.rotary import (
     Config,
     Flags,
+    read_alpha_rotary,
     read_rotary,
     read_rotary_and_temperature,
     write_explicit_rotary,
@@ -88,18 +89,30 @@ def _marks(kinds: Sequence[str], special: str, other: str = "full_attention", ke
 
 
 def _read_qwen_window(config: Config) -> Flags:
-    """Read a window that acts only with `use_sliding_window`.
+    """Read a window that acts only with `use_sliding_window`, in the layers from `max_window_layers` on.
 
-    Without `layer_types`, each model type has its own rule for which layers have it.
+    `layer_types` may list other ones.
     """
+    first = config.get("max_window_layers", 28)
+    return _read_switched_window(config, (layer >= first for layer in range(config["num_hidden_layers"])))
+
+
+def _read_qwen2_moe_window(config: Config) -> Flags:
+    """Read the same of every second layer before `max_window_layers`."""
+    first = config.get("max_window_layers", 28)
+    slides = (layer % 2 == 0 and layer < first for layer in range(config["num_hidden_layers"]))
+    return _read_switched_window(config, slides)
+
+
+def _read_switched_window(config: Config, slides: Iterable[bool]) -> Flags:
+    return _read_listed_window(config, 4096, slides) if config.get("use_sliding_window") else {}
+
+
+def _read_qwen3_moe_window(config: Config) -> Flags:
+    """Read the same of all layers: transformers does not read `layer_types` here."""
     if not config.get("use_sliding_window"):
         return {}
-    layers, first, kind = range(config["num_hidden_layers"]), config.get("max_window_layers", 28), config["model_type"]
-    slides = [layer % 2 == 0 and layer < first if kind == "qwen2_moe" else layer >= first for layer in layers]
-    layer_types = config.get("layer_types") or _layer_types(slides, "sliding_attention")
-    if kind == "qwen3_moe":  # transformers does not read layer_types here
-        layer_types = None
-    return _read_window({"sliding_window": config.get("sliding_window", 4096), "layer_types": layer_types})
+    return _read_window({"sliding_window": config.get("sliding_window", 4096)})
 
 
 def _layer_types(pattern: Iterable[bool], special: str) -> list[str]:
@@ -826,6 +839,7 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROPE = ConfigConverter(read_rotary, write_rotary)
+ALPHA_ROPE = ConfigConverter(read_alpha_rotary, write_rotary)
 EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
 TYPED_ROPE = ConfigConverter(read_typed_rotary, _write_typed_rotary)
 MIMO_ROPE = ConfigConverter(
@@ -837,6 +851,8 @@ TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 GROUPED = ConfigConverter(_read_groups, _write_groups)
 WINDOW = ConfigConverter(_read_window, _write_window)
 QWEN_WINDOW = ConfigConverter(_read_qwen_window, _write_qwen_window)
+QWEN2_MOE_WINDOW = ConfigConverter(_read_qwen2_moe_window, _write_qwen_window)
+QWEN3_MOE_WINDOW = ConfigConverter(_read_qwen3_moe_window, _write_qwen_window)
 LATE_WINDOW = ConfigConverter(_read_late_window, _write_listed_window)
 FLINT_WINDOW = ConfigConverter(_read_flint_window, _write_flint_window)
 HYBRID_WINDOW = ConfigConverter(_read_hybrid_window, _write_hybrid_window)

@@ -8,56 +8,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 
 Flags = dict[str, Any]
 Config = Mapping[str, Any]
-# Defaults of transformers for missing keys; for the scaling also for null.
-_BASES = MappingProxyType(
-    {
-        "mixtral": 1000000.0,
-        "flex_olmo": 500000.0,
-        "gpt_oss": 150000.0,
-        "solar_open": 1000000.0,
-        "minimax_m2": 5000000.0,
-        "hy_v3": 11158840.0,
-        "ernie4_5_moe": 500000.0,
-        "llama4_text": 500000.0,
-    }
-)
 _LLAMA3_SCALING = MappingProxyType({"low_freq_factor": 1.0, "original_max_position_embeddings": 8192})
-_SCALINGS = MappingProxyType(
-    {
-        "gpt_oss": MappingProxyType(
-            {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            }
-        ),
-        "mistral4": MappingProxyType(
-            {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 128.0,
-                "original_max_position_embeddings": 8192,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            }
-        ),
-        "ministral3": MappingProxyType(
-            {
-                "rope_type": "yarn",
-                "rope_theta": 1000000.0,
-                "factor": 16.0,
-                "original_max_position_embeddings": 16384,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            }
-        ),
-    }
-)
 
 
 def read_rotary(config: Config) -> Flags:
@@ -66,15 +17,9 @@ def read_rotary(config: Config) -> Flags:
     Raises:
         CheckpointError: for a scaling that no flag supports.
     """
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    if not rope and config.get("model_type") in _SCALINGS:
-        rope = dict(_SCALINGS[config["model_type"]])
+    rope = _rotary_table(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    base = rope.get("rope_theta") or config.get("rope_theta") or _BASES.get(str(config.get("model_type")), 10000.0)
-    if kind == "dynamic" and rope.get("alpha") and config.get("model_type") == "hunyuan_v1_moe":
-        # a fixed alpha is another base; rounded, it differs by less than fp32 resolves
-        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        base, kind = round(base * rope["alpha"] ** (width / (width - 2))), "default"
+    base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     if float(base) != int(base):
         raise CheckpointError(f"config.json: rope_theta {base} is not an integer, as --rotary-base needs")
     flags: Flags = {"rotary_base": int(base)}
@@ -126,11 +71,27 @@ def read_rotary(config: Config) -> Flags:
     return flags
 
 
+def _rotary_table(config: Config) -> dict[str, Any]:
+    return dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+
+
+def read_alpha_rotary(config: Config) -> Flags:
+    """Convert a dynamic scaling with a fixed `alpha`, which is another base.
+
+    Rounded, the base differs by less than fp32 resolves.
+    """
+    rope = _rotary_table(config)
+    if rope.get("alpha") and (rope.get("rope_type") or rope.get("type")) == "dynamic":
+        base = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        base = round(base * rope["alpha"] ** (width / (width - 2)))
+        rope = {**rope, "rope_theta": base, "rope_type": "default"}
+    return read_rotary({**config, "rope_scaling": None, "rope_parameters": rope})
+
+
 def read_rotary_and_temperature(config: Config) -> Flags:
     """Convert positions and the factor of queries that Mistral 4 has among the rotary settings."""
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    rope = rope or dict(_SCALINGS.get(config["model_type"], {}))
-    flags = read_rotary(config)
+    rope, flags = _rotary_table(config), read_rotary(config)
     if rope.get("llama_4_scaling_beta"):
         flags |= {
             "attn_temperature_tuning": "mistral4",

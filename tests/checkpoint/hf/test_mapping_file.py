@@ -284,6 +284,29 @@ def test_small_numbers_are_numbers(tmp_path):
     assert dict(families_with(path)["a"].defaults) == {"rms_norm_eps": 1e-5, "factor": -2000.0}
 
 
+@pytest.mark.parametrize(
+    "like, keys, expected",
+    [
+        ("mixtral", {}, {"rotary_base": 1000000}),
+        ("gpt_oss", {}, {"rotary_scaling_factor": 32.0}),
+        ("ministral3", {}, {"rotary_scaling_factor": 16.0, "attn_temperature_tuning": "mistral4"}),
+        ("hunyuan_v1_moe", {"rope_scaling": {"type": "dynamic", "alpha": 2.0}}, {"rotary_base": 22082}),
+        ("qwen3_moe", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, {"window_size": (4095, 0)}),
+    ],
+)
+def test_like_takes_over_what_missing_keys_mean(like, keys, expected, tmp_path):
+    from moe_trainer.checkpoint.hf.config import read_config
+
+    path = tmp_path / "family.yaml"
+    path.write_text(f"model_type: a\nlike: {like}\n")
+    config = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "head_dim": 16}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts": 4}
+    config |= {"num_experts_per_tok": 2, "moe_topk": 2, "moe_intermediate_size": 24, **keys}
+    flags = read_config({**config, "model_type": "a"}, families=families_with(path))[1]
+    assert flags == read_config({**config, "model_type": like})[1]
+    assert {dest: flags[dest] for dest in expected} == expected
+
+
 def test_renamed_keys_of_config_are_read_and_written(tmp_path):
     from moe_trainer.checkpoint.hf.config import read_config, write_config
 
