@@ -39,6 +39,8 @@ CASES = (
     ),
     (2, "plain", "--pipeline-model-parallel-size 2 --freeze-backbone --bf16 --use-distributed-optimizer"),
     (2, "plain", f"{TP2} --mtp-num-layers 1 {DELTA}"),
+    (2, "plain", f"{TP2} --kda-gate-rank 64 {DELTA.replace('gdn', 'kda')}"),
+    (2, "plain", f"{TP2} --experimental-attention-variant short_conv --linear-attention-freq 3"),
     (2, "plain", f"--pipeline-model-parallel-size 2 {DELTA}"),
     (2, "plain", "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --expert-model-parallel-size 2"),
     (
