@@ -128,7 +128,7 @@ class GatedDeltaNet(nn.Module):
         options: dict[str, Any] = {"group": tp, "sequence_parallel": sequence_parallel}
         self.layer_number = layer_number
         self._build_projections(model, full, name, factory, options)
-        self.conv1d = _Convolution(full.channels, model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
+        self.conv1d = _Convolution(tuple(full.channels), model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
         info = ParamInfo((f"{name}.dt_bias",), init=self.step_init, **cut)
         self.dt_bias = make_parameter((values // tp.size * full.decays,), info)
         self.A_log = make_parameter((values // tp.size,), ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
