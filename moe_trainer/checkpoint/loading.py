@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from arguments.checkpoint_args import MUP, SHAPE
+from arguments.checkpoint_args import LORA, MUP, SHAPE
 from arguments.container import OPTIONS
 from arguments.lora import is_adapter
 from moe_trainer.checkpoint import random_state
@@ -42,7 +42,7 @@ _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
-_MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup")
+_MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads", "position_embedding_type", "use_mup", "lora_alpha")
 # flags of the architecture that change how it is stored; another padding is logged where it is found
 _OTHER_STORAGE = frozenset({"moe_grouped_gemm", "padded_vocab_size"})
 # sizes that are derived where a Hugging Face folder does not give them; another size would change shapes
@@ -254,9 +254,10 @@ class Loader:
         """Keep the initial values of adapters that the checkpoint lacks; never drop trained ones."""
         absent = [key for key in self._missing if is_adapter(key)]
         if unused := [key for key in self._unexpected if is_adapter(key)]:
+            rank, targets = (self._saved_args.get(name) for name in ("lora_dim", "lora_target_modules"))
             raise CheckpointError(
-                f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): give "
-                "--use-checkpoint-args, or the --lora-dim and --lora-target-modules of its run"
+                f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): its run had "
+                f"--lora-dim {rank} --lora-target-modules {' '.join(targets or ())}; --use-checkpoint-args takes them"
             )
         if not absent or any(map(is_adapter, self._stored)):
             return
@@ -415,7 +416,8 @@ class Loader:
         saved = self._saved_args
         left_out = _OTHER_STORAGE | {name for name in _DERIVED_SIZES if saved.get(name) is None}
         differences = {}
-        for name in (dest for dest in SHAPE + MUP if dest not in left_out):
+        lora = LORA if here.get("lora_dim") and saved.get("lora_dim") else ()  # the base of new adapters has none
+        for name in (dest for dest in (*SHAPE, *MUP, *lora) if dest not in left_out):
             if name in here and name in saved and _normalized(here[name]) != _normalized(saved[name]):
                 flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
                 differences[name] = f"{flag} ({name}): {saved[name]!r} in the checkpoint, {here[name]!r} here"

@@ -159,6 +159,11 @@ def test_checkpoints_with_and_without_adapters_are_not_confused(base, tuned, tmp
     assert ended.returncode == 2 and "has no adapters" in ended.stderr and "--finetune" in ended.stderr
     ended = run([*BASE, "--train-iters", "1", "--load", str(tuned[0] / "saved"), "--finetune"], tmp_path)
     assert ended.returncode == 2 and "has adapters that this run does not have" in ended.stderr
+    assert "its run had --lora-dim 4 --lora-target-modules all-linear; " in ended.stderr
+    ended = run([*TUNED, "--lora-dim", "3", "--load", str(tuned[0] / "saved")], tmp_path)
+    assert ended.returncode == 2 and "its run had --lora-dim 4 " in ended.stderr
+    ended = run([*TUNED, "--lora-alpha", "3.5", "--load", str(tuned[0] / "saved")], tmp_path)
+    assert ended.returncode == 2 and "--lora-alpha (lora_alpha): 16.0 in the checkpoint, 3.5 here" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -190,6 +190,7 @@ def test_fp4_is_stored_as_compressed_tensors_does(kind, tmp_path):
     tensors = export(tmp_path, "qwen3_moe", kind)
     plain, folder = SafetensorsFolder(tmp_path / "hf"), SafetensorsFolder(tmp_path / "quantized")
     size, scale_dtype = (32, torch.uint8) if kind == "mxfp4" else (16, torch.float8_e4m3fn)
+    assert folder.encodings == {"MXFP4" if kind == "mxfp4" else "NVFP4": 2 * 8 * 3 + 3}  # experts and a dense layer
     packed, scales = (tensors[f"{EXPERT}.gate_proj.{part}"] for part in ("weight_packed", "weight_scale"))
     assert packed.dtype == torch.uint8 and packed.shape == (128, 64)
     assert scales.dtype == scale_dtype and scales.shape == (128, 128 // size)
