@@ -256,8 +256,8 @@ class Loader:
         if unused := [key for key in self._unexpected if is_adapter(key)]:
             rank, targets = (self._saved_args.get(name) for name in ("lora_dim", "lora_target_modules"))
             raise CheckpointError(
-                f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): its run had "
-                f"--lora-dim {rank} --lora-target-modules {' '.join(targets or ())}; --use-checkpoint-args takes them"
+                f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): its run "
+                f"had --lora-dim {rank} --lora-target-modules {' '.join(targets or ())}; --use-checkpoint-args takes them"
             )
         if not absent or any(map(is_adapter, self._stored)):
             return
