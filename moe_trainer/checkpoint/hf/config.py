@@ -13,17 +13,19 @@ from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf import config_converters as converters
-from moe_trainer.checkpoint.hf.config_converters import (
+from moe_trainer.checkpoint.hf.converters.attention import INDEXER
+from moe_trainer.checkpoint.hf.converters.converter import Config, Flags
+from moe_trainer.checkpoint.hf.converters.experts import EXPERT_GROUPS
+from moe_trainer.checkpoint.hf.converters.hybrid import NO_STEP_LIMIT, STATE_SPACE
+from moe_trainer.checkpoint.hf.converters.layer_patterns import (
     expert_layers,
+    layer_bases,
     layers_without_rope,
     linear_layers,
     sliding_layers,
 )
 from moe_trainer.checkpoint.hf.families import ALIASES, FAMILIES, IGNORED, Families, get_family
 from moe_trainer.checkpoint.hf.family import NEEDED, Family
-from moe_trainer.checkpoint.hf.rotary import Config, Flags
-from moe_trainer.checkpoint.hf.rotary_by_layer import layer_bases
 
 # flags of the record that do not change the function of the model
 _FREE = frozenset(
@@ -143,12 +145,12 @@ def _remarks(family: Family, config: Config, flags: Flags) -> list[str]:
     """Return where this program and the library compute something else from the same weights."""
     notes = []
     limit = config.get("time_step_min", 0.001) or 0.0
-    if converters.STATE_SPACE in family.converters and limit > converters.NO_STEP_LIMIT:
+    if STATE_SPACE in family.converters and limit > NO_STEP_LIMIT:
         notes.append(
             f"time_step_min {limit}: transformers limits the step sizes of Mamba layers to at least this; here, as in "
-            f"Megatron-LM, nothing limits them. An exported config.json has {converters.NO_STEP_LIMIT:g}"
+            f"Megatron-LM, nothing limits them. An exported config.json has {NO_STEP_LIMIT:g}"
         )
-    if converters.EXPERT_GROUPS in family.converters:
+    if EXPERT_GROUPS in family.converters:
         if flags.get("multi_latent_attention") and flags["layernorm_epsilon"] != 1e-6:
             notes.append(
                 f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with "
@@ -161,7 +163,7 @@ def _remarks(family: Family, config: Config, flags: Flags) -> list[str]:
                 f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in "
                 f"Megatron-LM), by {there} in transformers"
             )
-    if converters.INDEXER in family.converters:
+    if INDEXER in family.converters:
         notes.append(
             "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, "
             "any in transformers"

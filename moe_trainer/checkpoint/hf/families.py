@@ -5,9 +5,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.converters.converter import Config
 from moe_trainer.checkpoint.hf.family import Family
 from moe_trainer.checkpoint.hf.mapping_file import read_family
-from moe_trainer.checkpoint.hf.rotary import Config
 
 Families = Mapping[str, Family]
 NAMES = tuple(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_trainer.checkpoint.hf.config_converters import ConfigConverter
+from moe_trainer.checkpoint.hf.converters.converter import ConfigConverter
 from moe_trainer.checkpoint.hf.rules import Names
 
 NEEDED = "(needed)"

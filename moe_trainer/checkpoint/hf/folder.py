@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arguments.container import OPTIONS
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf import config_converters as converters
 from moe_trainer.checkpoint.hf.config import read_config
+from moe_trainer.checkpoint.hf.converters.registry import MTP
 from moe_trainer.checkpoint.hf.families import FAMILIES, Families, families_with, get_family
 from moe_trainer.checkpoint.hf.family import Family, TextPart
 from moe_trainer.checkpoint.hf.files import CONFIG, SafetensorsFolder, read_json
@@ -161,7 +161,7 @@ def read_flags(
     flags["rows"] = flags["vocab_size"]
     beyond = family.names.mtp_prefixes[0].format(l=flags["num_layers"], d=0)
     has_depths = bool(family.names.mtp) and any(name.startswith(beyond) for name in names)
-    if family.names.mtp and converters.MTP not in family.converters:  # config.json is silent on it
+    if family.names.mtp and MTP not in family.converters:  # config.json is silent on it
         flags["mtp_num_layers"] = 1 if has_depths else None
     if flags.get("mtp_num_layers") and not has_depths:
         notes.append(

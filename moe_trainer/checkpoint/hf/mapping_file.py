@@ -17,7 +17,8 @@ import yaml
 from arguments.container import OPTIONS
 from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.config_converters import CONVERTERS, ConfigConverter
+from moe_trainer.checkpoint.hf.converters.converter import ConfigConverter
+from moe_trainer.checkpoint.hf.converters.registry import CONVERTERS
 from moe_trainer.checkpoint.hf.family import NEEDED, Family, Key, TextPart
 from moe_trainer.checkpoint.hf.rules import Names, Rule
 from moe_trainer.checkpoint.hf.transforms import TRANSFORMS

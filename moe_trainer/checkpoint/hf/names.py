@@ -21,12 +21,11 @@ from arguments.layer_pattern import (
     OVERLAPPING_RATIO,
     SHORT_CONV,
     hybrid_letters,
-    linear_layer_pattern,
-    moe_layer_pattern,
     mtp_is_moe,
 )
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.config_converters import sliding_layers, state_space_heads
+from moe_trainer.checkpoint.hf.converters.hybrid import state_space_heads
+from moe_trainer.checkpoint.hf.converters.layer_patterns import expert_layers, linear_layers, sliding_layers
 from moe_trainer.checkpoint.hf.rules import Names, Rule
 from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
 
@@ -221,16 +220,12 @@ def tensor_mappings(
 
 def _layer_rules(names: Names, flags: Mapping[str, Any]) -> tuple[list[tuple[Rule, ...]], tuple[Rule, ...]]:
     """Return the rules of every decoder layer, and of the layer of a multi-token-prediction depth."""
-    layers = flags["num_layers"]
     letters = hybrid_letters(flags.get("hybrid_layer_pattern") or "")
     if letters:
         sections = {MAMBA: names.mamba, ATTENTION: names.layer, MLP: names.dense, MOE: names.moe}
         return [sections[letter] for letter in letters], ()
-    pattern = moe_layer_pattern(layers, flags.get("num_experts"), flags.get("moe_layer_freq") or 1)
-    linear = linear_layer_pattern(
-        layers, flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
-    )
-    mixing = [names.linear if is_linear else names.layer for is_linear in linear]
+    pattern = expert_layers(flags)
+    mixing = [names.linear if is_linear else names.layer for is_linear in linear_layers(flags)]
     rules = [first + (names.moe if is_moe else names.dense) for first, is_moe in zip(mixing, pattern, strict=True)]
     return rules, mixing[-1] + (names.moe if mtp_is_moe(pattern) else names.dense)
 

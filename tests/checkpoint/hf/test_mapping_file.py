@@ -13,7 +13,7 @@ import arguments
 import moe_trainer
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import families as built_in
-from moe_trainer.checkpoint.hf.config_converters import CONVERTERS
+from moe_trainer.checkpoint.hf.converters.registry import CONVERTERS
 from moe_trainer.checkpoint.hf.families import FAMILIES, families_with
 from moe_trainer.checkpoint.hf.mapping_file import KEYS, SECTIONS
 from moe_trainer.checkpoint.hf.names import duplicated_tensors, model_sizes, tensor_mappings

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.rotary import Config, Flags, read_rotary, write_rotary
+from moe_trainer.checkpoint.hf.converters.converter import Config, ConfigConverter, Flags
+from moe_trainer.checkpoint.hf.converters.layer_patterns import layer_bases, layers_without_rope, windowed_layers
+from moe_trainer.checkpoint.hf.converters.rotary import read_rotary, write_rotary
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
-_POSITIONS = ("rope_theta", "partial_rotary_factor")
 
 
 def read_typed_rotary(config: Config) -> Flags:
@@ -47,13 +48,13 @@ def read_typed_rotary(config: Config) -> Flags:
     return read
 
 
-def write_typed_rotary(flags: Mapping[str, Any], slides: Sequence[bool]) -> dict[str, Any]:
-    """Write a table for each type of layer; `slides` says which layers have the window.
+def write_typed_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a table for each type of layer.
 
     Raises:
         CheckpointError: if layers of a type have different bases.
     """
-    tables = {}
+    tables, slides = {}, windowed_layers(flags)
     for kind in (_FULL, _WINDOW):
         of_kind = dict(flags)
         of_kind["rotary_base"] = _only_base(flags, [slide == (kind == _WINDOW) for slide in slides], kind)
@@ -82,12 +83,6 @@ def _only_base(flags: Mapping[str, Any], of_kind: Sequence[bool], kind: str) -> 
     return bases.pop() if bases else layer_bases(flags)[0]
 
 
-def layer_bases(flags: Mapping[str, Any]) -> list[float]:
-    """Return the base of every decoder layer."""
-    bases = flags.get("rotary_base_per_layer")
-    return [float(base) for base in bases or [flags.get("rotary_base") or 10000] * flags["num_layers"]]
-
-
 def read_listed_rotary(config: Config) -> Flags:
     """Read `layer_rope_theta`: the base of every layer, 0 for none without positions.
 
@@ -113,8 +108,9 @@ def read_listed_rotary(config: Config) -> Flags:
 
 def write_listed_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Write `layer_rope_theta`, and the first base as that of the model."""
-    bases, skipped = layer_bases(flags), flags.get("no_rope_freq")
-    if isinstance(skipped, int):
-        skipped = [(layer + 1) % skipped == 0 for layer in range(flags["num_layers"])]
-    listed = [0 if skip else base for base, skip in zip(bases, skipped or [0] * len(bases), strict=True)]
-    return write_rotary(flags) | {"layer_rope_theta": listed}
+    pairs = zip(layer_bases(flags), layers_without_rope(flags), strict=True)
+    return write_rotary(flags) | {"layer_rope_theta": [0 if skips else base for base, skips in pairs]}
+
+
+TYPED_ROPE = ConfigConverter(read_typed_rotary, write_typed_rotary)
+LISTED_ROPE = ConfigConverter(read_listed_rotary, write_listed_rotary)

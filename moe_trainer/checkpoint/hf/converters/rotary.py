@@ -5,9 +5,8 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf.converters.converter import Config, ConfigConverter, Flags
 
-Flags = dict[str, Any]
-Config = Mapping[str, Any]
 _LLAMA3_SCALING = MappingProxyType({"low_freq_factor": 1.0, "original_max_position_embeddings": 8192})
 
 
@@ -147,3 +146,9 @@ def write_explicit_rotary(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Write the scaling even if there is none, for a family in which null means yarn."""
     config = write_rotary(flags)
     return config | {"rope_scaling": config["rope_scaling"] or _typed("default", {})}
+
+
+ROPE = ConfigConverter(read_rotary, write_rotary)
+ALPHA_ROPE = ConfigConverter(read_alpha_rotary, write_rotary)
+EXPLICIT_ROPE = ConfigConverter(read_rotary, write_explicit_rotary)
+TEMPERED_ROPE = ConfigConverter(read_rotary_and_temperature, write_rotary_and_temperature)
