@@ -8,7 +8,7 @@ from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
 MTP_POSITIONS = ("rope", "none")
-DELTA_NETS = ("gdn", "gdn2", "kda")
+DELTA_NETS = (*LINEAR, "gdn2")
 
 
 # Derived values.
@@ -133,13 +133,12 @@ def check_kinds_of_head_norms(s: Settings, _f: DerivedSizes) -> Iterator[Violati
             yield s.violation("{:flag} needs {qk_layernorm:flag}.", dest)
 
 
-def limit_heads_of_values(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    """List what other heads of windows or of values are not built for."""
+def limit_window_and_value_heads(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """List what heads that differ in windows, and values of another width, are not built for."""
     for dest in ("window_num_query_groups", "window_softmax_type", "value_channels", "attention_value_scale"):
         yield Limit(
             getattr(s, dest) is not None and s.multi_latent_attention,
-            "{:flag} cannot be combined with {multi_latent_attention:flag}: only attention to keys and values of its "
-            "own has it.",
+            "{:flag} cannot be combined with {multi_latent_attention:flag}: its keys and values come from latents.",
             (dest,),
         )
     yield Limit(
@@ -183,7 +182,7 @@ def limit_norm_of_all_heads(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
-def check_parts_of_llama4(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def check_flags_of_some_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Check that flags that act in some layers have such layers."""
     if s.qk_l2_norm_rope_layers_only and not s.qk_l2_norm:
         yield s.violation("{qk_l2_norm_rope_layers_only:flag} needs {qk_l2_norm:flag}.")

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import OVERLAPPING_RATIO
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
+from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violations
 from arguments.settings import Limit, Settings, Violation
 
 VARIANT = "{experimental_attention_variant:flag} dsv4_hybrid"
-INDEXER_FLAGS = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 _EXCLUDED = (
     ("dsa_indexer_loss_coeff", "its indexers do not learn yet"),
     ("softmax_type", "every head has a learned sink already"),
@@ -84,19 +84,7 @@ def _check_ratios(s: Settings) -> Iterator[Violation]:
             yield s.violation(
                 "{csa_compress_ratios:flag} with layers of ratio 4 needs {:flag}, or {csa_dense_mode:flag}.", dest
             )
-    width = s.dsa_indexer_head_dim
-    if not positive(width):
-        return
-    if s.dsa_indexer_rotate_activation and width & (width - 1):
-        yield s.violation(
-            "{dsa_indexer_head_dim} must be a power of two for the Hadamard rotation, or add "
-            "{dsa_indexer_rotate_activation:flag}."
-        )
-    if positive(s.qk_pos_emb_head_dim) and width < s.qk_pos_emb_head_dim:
-        yield s.violation(
-            "{dsa_indexer_head_dim} must be at least {qk_pos_emb_head_dim}: that many channels of the indexer are "
-            "rotated by position."
-        )
+    yield from find_indexer_violations(s)
 
 
 def limit_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:

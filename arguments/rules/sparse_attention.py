@@ -8,6 +8,7 @@ from arguments.sparse_attention import GATHER_CONFLICTS, find_gather_conflict
 
 VARIANT, WARMUP, COEFF = "experimental_attention_variant", "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
 FORM = "dsa_attention_form"
+INDEXER_FLAGS = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 ALLGATHER = ("allgather", "all_gather")
 NOT_BUILT = (
     ("qk_clip", "it reads the logits of all keys, not of the selected ones"),
@@ -59,10 +60,10 @@ def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         return
     if not s.multi_latent_attention:
         yield s.violation("{experimental_attention_variant} needs {multi_latent_attention:flag}.")
-    for dest in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"):
+    for dest in INDEXER_FLAGS:
         if s.values[dest] is None:
             yield s.violation("{experimental_attention_variant} needs {:flag}.", dest)
-    yield from _check_indexer_heads(s)
+    yield from find_indexer_violations(s)
 
 
 def limit_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
@@ -75,7 +76,8 @@ def limit_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
-def _check_indexer_heads(s: Settings) -> Iterator[Violation]:
+def find_indexer_violations(s: Settings) -> Iterator[Violation]:
+    """Yield what is wrong with the width of indexer heads, of any variant that has indexers."""
     width = s.dsa_indexer_head_dim
     if not positive(width):
         return
