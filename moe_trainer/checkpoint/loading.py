@@ -254,10 +254,10 @@ class Loader:
         """Keep the initial values of adapters that the checkpoint lacks; never drop trained ones."""
         absent = [key for key in self._missing if is_adapter(key)]
         if unused := [key for key in self._unexpected if is_adapter(key)]:
-            rank, targets = (self._saved_args.get(name) for name in ("lora_dim", "lora_target_modules"))
+            rank, targets = self._saved_args.get("lora_dim"), self._saved_args.get("lora_target_modules") or ()
             raise CheckpointError(
                 f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): its run "
-                f"had --lora-dim {rank} --lora-target-modules {' '.join(targets or ())}; --use-checkpoint-args takes them"
+                f"had --lora-dim {rank} --lora-target-modules {' '.join(targets)}; --use-checkpoint-args takes them"
             )
         if not absent or any(map(is_adapter, self._stored)):
             return

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.causal_convolution import CausalConvolution
 from moe_trainer.layers.context_parallel import all_to_all_heads_to_seq, all_to_all_seq_to_heads
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
@@ -68,26 +69,6 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class _Convolution(nn.Module):
-    """The weight [C / tp, 1, width] of the causal convolution, in torch's layout."""
-
-    def __init__(self, sizes: tuple[int, ...], width: int, name: str, cut: dict):
-        super().__init__()
-        # torch's default for a convolution: uniform, up to 1 / sqrt(inputs of an output)
-        self.weight = make_parameter(
-            (sum(sizes) // cut["shard_count"], 1, width),
-            ParamInfo(
-                (f"{name}.weight",),
-                parts=3,
-                part_sizes=sizes,
-                part_names=PROJECTIONS[:3],
-                init="uniform",
-                init_std=(3 * width) ** -0.5,
-                **cut,
-            ),
-        )
-
-
 class GatedDeltaNet(nn.Module):
     """Linear attention of one layer.
 
@@ -124,14 +105,16 @@ class GatedDeltaNet(nn.Module):
         self.context, self.activations, self.gated_delta = ps.context, factory.activations, factory.kernels.gated_delta
         full = self._all_heads(model)
         self.heads = replace(full, keys=keys // tp.size, values=values // tp.size)
-        cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        sharding = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options: dict[str, Any] = {"group": tp, "sequence_parallel": sequence_parallel}
         self.layer_number = layer_number
         self._build_projections(model, full, name, factory, options)
-        self.conv1d = _Convolution(tuple(full.channels), model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
-        info = ParamInfo((f"{name}.dt_bias",), init=self.step_init, **cut)
+        self.conv1d = CausalConvolution(
+            full.channels, PROJECTIONS[:3], model.linear_conv_kernel_dim, name=f"{name}.conv1d", sharding=sharding
+        )
+        info = ParamInfo((f"{name}.dt_bias",), init=self.step_init, **sharding)
         self.dt_bias = make_parameter((values // tp.size * full.decays,), info)
-        self.A_log = make_parameter((values // tp.size,), ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
+        self.A_log = make_parameter((values // tp.size,), ParamInfo((f"{name}.A_log",), init="log_uniform", **sharding))
         # one gain for all heads, of which this rank sees some
         self.out_norm = factory.norm(model.linear_value_head_dim, model, name=f"{name}.out_norm", partial=tp.size > 1)
         self.out_proj = factory.row_linear(
@@ -223,15 +206,15 @@ class GatedDeltaNet(nn.Module):
             alpha_SBA.unflatten(-1, (heads.values, -1)),
         ]
         q, k, v, beta, alpha = all_to_all_seq_to_heads(cp, q, k, *values, lengths=lengths)
-        mine = torch.cat([part.chunk(size)[rank] for part in weight.split(heads.channels)])
-        few = replace(heads, keys=heads.keys // size, values=heads.values // size)
+        weight_of_rank = torch.cat([part.chunk(size)[rank] for part in weight.split(heads.channels)])
+        heads_of_rank = replace(heads, keys=heads.keys // size, values=heads.values // size)
         y = self.gated_delta(
             torch.cat([each.flatten(2) for each in (q, k, v)], -1),
             beta.squeeze(-1),
             alpha.flatten(2),
-            mine,
+            weight_of_rank,
             *(rate.chunk(size)[rank] for rate in rates),
-            few,
+            heads_of_rank,
             ids_BS,
         )
         return all_to_all_heads_to_seq(cp, y.flatten(2), lengths)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.causal_convolution import CausalConvolution
 from moe_trainer.layers.context_parallel import all_to_all_heads_to_seq, all_to_all_seq_to_heads
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
@@ -31,32 +32,12 @@ from moe_trainer.parallel.state import Group, ParallelState
 PROJECTIONS = ("z", "x", "B", "C", "dt")
 
 
-class _Convolution(nn.Module):
-    """Weight [C / tp, 1, width] and bias of the causal convolution, in torch's layout."""
-
-    def __init__(self, channels: tuple[int, ...], name: str, cut: dict):
-        super().__init__()
-        # torch's default for a convolution: uniform, up to 1 / sqrt(inputs of an output)
-        info = ParamInfo(
-            (f"{name}.weight",),
-            parts=3,
-            part_sizes=channels,
-            part_names=PROJECTIONS[1:4],
-            init="uniform",
-            init_std=(3 * CONV_WIDTH) ** -0.5,
-            **cut,
-        )
-        count = sum(channels) // cut["shard_count"]
-        self.weight = make_parameter((count, 1, CONV_WIDTH), info)
-        self.bias = make_parameter((count,), replace(info, names=(f"{name}.bias",)))
-
-
 class _Gain(nn.Module):
     """The weight of the gated norm, of this rank's heads."""
 
-    def __init__(self, size: int, name: str, cut: dict):
+    def __init__(self, size: int, name: str, sharding: dict):
         super().__init__()
-        self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init="ones", **cut))
+        self.weight = make_parameter((size,), ParamInfo((f"{name}.weight",), init="ones", **sharding))
 
 
 class MambaMixer(nn.Module):
@@ -88,7 +69,7 @@ class MambaMixer(nn.Module):
             )
         self.sizes = replace(full, heads=heads // tp.size, groups=groups // tp.size)
         self.context, self.activations, self.layer_number = ps.context, factory.activations, layer_number
-        cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        sharding = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options = {"group": tp, "sequence_parallel": sequence_parallel}
         sizes = (full.inner, *full.channels, heads)
         self.in_proj = factory.column_linear(
@@ -102,12 +83,14 @@ class MambaMixer(nn.Module):
         self.in_proj.weight.info = replace(
             get_param_info(self.in_proj.weight), parts=5, part_sizes=sizes, part_names=PROJECTIONS
         )
-        self.conv1d = _Convolution(full.channels, f"{name}.conv1d", cut)
+        self.conv1d = CausalConvolution(
+            full.channels, PROJECTIONS[1:4], CONV_WIDTH, name=f"{name}.conv1d", sharding=sharding, bias=True
+        )
         count = (self.sizes.heads,)
-        self.dt_bias = make_parameter(count, ParamInfo((f"{name}.dt_bias",), init="log_step", **cut))
-        self.A_log = make_parameter(count, ParamInfo((f"{name}.A_log",), init="log_uniform", **cut))
-        self.D = make_parameter(count, ParamInfo((f"{name}.D",), init="ones", **cut))
-        self.norm = _Gain(self.sizes.inner, f"{name}.norm", cut)
+        self.dt_bias = make_parameter(count, ParamInfo((f"{name}.dt_bias",), init="log_step", **sharding))
+        self.A_log = make_parameter(count, ParamInfo((f"{name}.A_log",), init="log_uniform", **sharding))
+        self.D = make_parameter(count, ParamInfo((f"{name}.D",), init="ones", **sharding))
+        self.norm = _Gain(self.sizes.inner, f"{name}.norm", sharding)
         self.out_proj = factory.row_linear(
             full.inner, model.hidden_size, name=f"{name}.out_proj", init=residual_init(model), **options
         )

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
+from moe_trainer.layers.causal_convolution import CausalConvolution
 from moe_trainer.layers.context_parallel import all_to_all_heads_to_seq, all_to_all_seq_to_heads
 from moe_trainer.layers.core_attention import AttentionMask
-from moe_trainer.layers.init import hidden_init, make_parameter, residual_init
+from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.ops.block_attention import Documents
 from moe_trainer.ops.gated_delta_rule import causal_convolution
-from moe_trainer.parallel.params import ParamInfo, get_param_info
+from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 PROJECTIONS = ("before", "after", "x")
@@ -49,15 +50,6 @@ class _GatedConvolution(torch.autograd.Function):
 def _mix(parts: Tensor, weight_CW: Tensor, ids_BS: Tensor | None) -> Tensor:
     before, after, x = parts.chunk(3, -1)
     return after * causal_convolution(before * x, weight_CW, ids_BS, activation=None)
-
-
-class _Weight(nn.Module):
-    """The weight [C, 1, W] of the causal convolution, in torch's layout."""
-
-    def __init__(self, channels: int, width: int, name: str, cut: dict):
-        super().__init__()
-        info = ParamInfo((f"{name}.weight",), init="uniform", init_std=(3 * width) ** -0.5, **cut)
-        self.weight = make_parameter((channels // cut["shard_count"], 1, width), info)
 
 
 class ShortConvolution(nn.Module):
@@ -87,7 +79,7 @@ class ShortConvolution(nn.Module):
                 "context-parallel ranks"
             )
         self.context, self.activations, self.layer_number = ps.context, factory.activations, layer_number
-        cut = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
+        sharding = {"sharded_dim": 0, "shard_rank": tp.rank, "shard_count": tp.size}
         options = {"group": tp, "sequence_parallel": sequence_parallel}
         self.in_proj = factory.column_linear(
             hidden,
@@ -100,7 +92,9 @@ class ShortConvolution(nn.Module):
         self.in_proj.weight.info = replace(
             get_param_info(self.in_proj.weight), parts=3, part_sizes=(hidden,) * 3, part_names=PROJECTIONS
         )
-        self.conv1d = _Weight(hidden, model.linear_conv_kernel_dim, f"{name}.conv1d", cut)
+        self.conv1d = CausalConvolution(
+            (hidden,), (), model.linear_conv_kernel_dim, name=f"{name}.conv1d", sharding=sharding
+        )
         self.out_proj = factory.row_linear(
             hidden, hidden, name=f"{name}.out_proj", init=residual_init(model), **options
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from arguments import Arguments
 from arguments.layer_pattern import MAMBA, SHORT_CONV, has_attention, has_mlp, is_linear, layer_letter
+from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.compressed_attention import CompressedAttention
 from moe_trainer.layers.core_attention import AttentionMask
@@ -40,6 +41,15 @@ LINEAR_ATTENTION: Mapping[str | None, Callable[..., nn.Module]] = MappingProxyTy
     {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention, SHORT_CONV: ShortConvolution}
 )
 """The layers of --experimental-attention-variant."""
+
+
+def _attention_class(model: ModelArgs, number: int) -> Callable[..., nn.Module]:
+    """Return the attention that the flags select for a layer, counted from 0."""
+    if is_linear(model, number):
+        return LINEAR_ATTENTION[model.experimental_attention_variant]
+    if model.experimental_attention_variant == "dsv4_hybrid":
+        return CompressedAttention
+    return MultiLatentAttention if model.multi_latent_attention else SelfAttention
 
 
 class TransformerLayer(nn.Module):
@@ -69,15 +79,8 @@ class TransformerLayer(nn.Module):
             self.mixer = MambaMixer(model, ps, name=f"{name}.mixer", **options)
         elif self.has_mixer:
             self.input_layernorm = norm(name=f"{name}.input_layernorm") if model.pre_layernorm else None
-            attention: Callable[..., nn.Module] = (
-                MultiLatentAttention if model.multi_latent_attention else SelfAttention
-            )
-            if is_linear(model, number):
-                attention = LINEAR_ATTENTION[model.experimental_attention_variant]
-            elif model.experimental_attention_variant == "dsv4_hybrid":
-                attention = CompressedAttention
             loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
-            make = factory.self_attention or attention
+            make = factory.self_attention or _attention_class(model, number)
             self.self_attention = make(model, ps, name=f"{name}.self_attention", **options, **loss)
             if model.post_self_attn_layernorm:
                 self.post_self_attn_layernorm = norm(name=f"{name}.post_self_attn_layernorm")
@@ -89,32 +92,34 @@ class TransformerLayer(nn.Module):
             )
         self.is_moe = is_moe
         self.mlp: Any = None
-        if not self.has_mlp:
-            return
-        self.pre_mlp_layernorm = norm(name=f"{name}.pre_mlp_layernorm") if model.pre_layernorm else None
-        if is_moe:
-            self.mlp = (factory.moe or MoELayer)(
+        if self.has_mlp:
+            self.pre_mlp_layernorm = norm(name=f"{name}.pre_mlp_layernorm") if model.pre_layernorm else None
+            self.mlp = self._build_mlp(args, ps, layer_number, factory)
+            if model.post_mlp_layernorm:
+                self.post_mlp_layernorm = norm(name=f"{name}.post_mlp_layernorm")
+
+    def _build_mlp(self, args: Arguments, ps: ParallelState, layer_number: int, factory: LayerFactory) -> nn.Module:
+        model, sp, name = args.model, args.parallel.sequence_parallel, f"{self.name}.mlp"
+        if self.is_moe:
+            return (factory.moe or MoELayer)(
                 model,
                 args.moe,
                 ps,
-                name=f"{name}.mlp",
+                name=name,
                 layer_number=layer_number,
                 factory=factory,
                 sequence_parallel=sp,
                 per_token_loss=args.training.calculate_per_token_loss,
             )
-        else:
-            self.mlp = (factory.mlp or MLP)(
-                model,
-                model.ffn_hidden_size,
-                name=f"{name}.mlp",
-                group=ps.tp,
-                factory=factory,
-                bias=model.add_bias_linear,
-                sequence_parallel=sp,
-            )
-        if model.post_mlp_layernorm:
-            self.post_mlp_layernorm = norm(name=f"{name}.post_mlp_layernorm")
+        return (factory.mlp or MLP)(
+            model,
+            model.ffn_hidden_size,
+            name=name,
+            group=ps.tp,
+            factory=factory,
+            bias=model.add_bias_linear,
+            sequence_parallel=sp,
+        )
 
     @property
     def mixing_modules(self) -> tuple[nn.Module | None, nn.Module]:

@@ -100,56 +100,84 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "W": hidden // (flags.get("finermoe_output_granularity") or 1),
         "L": flags.get("moe_latent_size") or hidden,
     }
-    if flags.get("experimental_attention_variant") in LINEAR:
-        keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
-        key, value = flags["linear_key_head_dim"], flags["linear_value_head_dim"]
-        sizes |= {
-            "LK": keys,
-            "LV": values,
-            "LKD": key,
-            "LVD": value,
-            "LO": values * value,
-            "LZ": 2 * (keys * key + values * value),
-            "LB": 2 * values,
-            "LC": 2 * keys * key + values * value,
-            "LW": flags["linear_conv_kernel_dim"],
-            "LQ": keys * key,
-            "LD": values * key,
-            "LR": flags.get("kda_gate_rank") or 0,
-        }
-    if flags.get("experimental_attention_variant") == SHORT_CONV:
-        sizes |= {"3H": 3 * hidden, "LW": flags["linear_conv_kernel_dim"]}
-    if MAMBA in hybrid_letters(flags.get("hybrid_layer_pattern") or ""):
-        inner, states, mamba_heads = state_space_sizes(flags)
-        sizes |= {
-            "MH": mamba_heads,
-            "MI": inner,
-            "MG": states,
-            "MC": inner + 2 * states,
-            "MP": 2 * inner + 2 * states + mamba_heads,
-        }
-    if flags.get("multi_latent_attention"):
-        nope, rope, value, rank = (
-            flags.get(dest, OPTIONS[dest].default)
-            for dest in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank")
-        )
-        sizes |= {
-            "A": flags.get("q_lora_rank") or 0,
-            "C": rank,
-            "R": rope,
-            "T": rank + rope,
-            "P": heads * (nope + rope),
-            "U": heads * (nope + value),
-            "O": heads * value,
-        }
-    if flags.get("experimental_attention_variant") == "dsv4_hybrid":
-        groups, rank, streams = flags["o_groups"], flags["o_lora_rank"], flags["num_residual_streams"]
-        sizes |= {"VD": value, "OG": heads * value // groups, "OR": groups * rank, "TK": flags["moe_router_topk"]}
-        sizes |= {"ST": streams, "SM": streams * (streams + 2), "SH": streams * hidden}
+    for add in (_linear_attention_sizes, _mamba_sizes, _latent_attention_sizes, _compressed_attention_sizes):
+        sizes |= add(flags)
     if flags.get("dsa_indexer_n_heads"):
         heads, width = flags["dsa_indexer_n_heads"], flags["dsa_indexer_head_dim"]
         sizes |= {"IH": heads, "ID": width, "IQ": heads * width}
     return sizes
+
+
+def _linear_attention_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
+    if flags.get("experimental_attention_variant") == SHORT_CONV:
+        return {"3H": 3 * flags["hidden_size"], "LW": flags["linear_conv_kernel_dim"]}
+    if flags.get("experimental_attention_variant") not in LINEAR:
+        return {}
+    keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
+    key, value = flags["linear_key_head_dim"], flags["linear_value_head_dim"]
+    return {
+        "LK": keys,
+        "LV": values,
+        "LKD": key,
+        "LVD": value,
+        "LO": values * value,
+        "LZ": 2 * (keys * key + values * value),
+        "LB": 2 * values,
+        "LC": 2 * keys * key + values * value,
+        "LW": flags["linear_conv_kernel_dim"],
+        "LQ": keys * key,
+        "LD": values * key,
+        "LR": flags.get("kda_gate_rank") or 0,
+    }
+
+
+def _mamba_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
+    if MAMBA not in hybrid_letters(flags.get("hybrid_layer_pattern") or ""):
+        return {}
+    inner, states, heads = state_space_sizes(flags)
+    return {
+        "MH": heads,
+        "MI": inner,
+        "MG": states,
+        "MC": inner + 2 * states,
+        "MP": 2 * inner + 2 * states + heads,
+    }
+
+
+def _latent_attention_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
+    if not flags.get("multi_latent_attention"):
+        return {}
+    heads = flags["num_attention_heads"]
+    nope, rope, value, rank = (
+        flags.get(dest, OPTIONS[dest].default)
+        for dest in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "kv_lora_rank")
+    )
+    return {
+        "A": flags.get("q_lora_rank") or 0,
+        "C": rank,
+        "R": rope,
+        "T": rank + rope,
+        "P": heads * (nope + rope),
+        "U": heads * (nope + value),
+        "O": heads * value,
+    }
+
+
+def _compressed_attention_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of DeepSeek-V4's attention, hyper-connections and tables of hash routing."""
+    if flags.get("experimental_attention_variant") != "dsv4_hybrid":
+        return {}
+    heads, width = flags["num_attention_heads"], flags.get("v_head_dim", OPTIONS["v_head_dim"].default)
+    streams = flags["num_residual_streams"]
+    return {
+        "VD": width,
+        "OG": heads * width // flags["o_groups"],
+        "OR": flags["o_groups"] * flags["o_lora_rank"],
+        "TK": flags["moe_router_topk"],
+        "ST": streams,
+        "SM": streams * (streams + 2),
+        "SH": streams * flags["hidden_size"],
+    }
 
 
 def state_space_sizes(flags: Mapping[str, Any]) -> tuple[int, int, int]:
