@@ -13,6 +13,7 @@ Shapes: S sequence, B microbatch, H hidden, N local heads, D head width, C query
 I indexer heads, F their width.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from moe_trainer.layers.rotary import Rotary, Tables, make_compressed_rotary
 from moe_trainer.ops.compressed_attention import compressed_attention, pool_windows, select_pooled
 from moe_trainer.ops.hadamard import rotate
 from moe_trainer.parallel.mappings import copy_to_group, gather_rows, gather_rows_from_group, local_rows
-from moe_trainer.parallel.params import ParamInfo
+from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
 
 
@@ -98,6 +99,8 @@ class CompressedIndexer(nn.Module):
         self.compressor = Compressor(
             model, tp, ratio, self.width, name=f"{name}.compressor", factory=factory, is_local=False
         )
+        for param in self.parameters():
+            param.info = replace(get_param_info(param), has_gradient=False)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def forward(self, x_SBH: Tensor, latent_SBC: Tensor, rotary: Rotary, tables: Tables) -> Tensor | None:

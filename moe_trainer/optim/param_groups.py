@@ -53,14 +53,14 @@ def is_matrix(param: Parameter, optimizer: OptimizerArgs) -> bool:
 def get_param_group(param: Parameter, optimizer: OptimizerArgs, expert_parallel: bool) -> ParamGroup:
     """Return the group of a parameter.
 
-    Vectors and biases are not decayed, except query and key norms with --apply-wd-to-qk-layernorm.
+    Vectors, biases and what has no gradient are not decayed; query and key norms are with --apply-wd-to-qk-layernorm.
 
     Args:
         expert_parallel: experts are sharded over ranks, so their parameters are separate groups.
     """
     info = get_param_info(param)
     name = info.names[0]
-    is_decayed = logical_ndim(param) > 1 and not name.endswith(".bias")
+    is_decayed = logical_ndim(param) > 1 and not name.endswith(".bias") and info.has_gradient
     if optimizer.no_weight_decay_cond_type == "apply_wd_to_qk_layernorm" or optimizer.apply_wd_to_qk_layernorm:
         is_decayed = is_decayed or any(norm in name for norm in _QK_NORMS)
     is_decoupled = optimizer.decoupled_lr is not None and name.endswith(DECOUPLED_LR_WEIGHTS)

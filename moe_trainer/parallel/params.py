@@ -30,6 +30,7 @@ class ParamInfo:
         tied: several pipeline stages hold it; the gradient must be all-reduced over ps.embedding.
         is_replica: an earlier stage owns it; not counted in norms and not saved.
         stacked: the leading dimension enumerates `names` (local experts).
+        has_gradient: no loss reaches it if False (it only selects); weight decay leaves it alone then.
         row_counts: rows of each of `names`, if the parameter is their concatenation; it is not sharded then.
         init: initial distribution; "log_uniform" is the logarithm of uniform values (decay of a gated DeltaNet head),
             "log_step" what softplus maps to log-uniform step sizes (Mamba).
@@ -50,6 +51,7 @@ class ParamInfo:
     tied: bool = False
     is_replica: bool = False
     stacked: bool = False
+    has_gradient: bool = True
     row_counts: tuple[int, ...] = ()
     init: str = "normal"
     init_std: float = 0.0

@@ -9,10 +9,12 @@ from training.resuming import assert_alike, load_and_save, train_and_save
 
 from arguments import parse_args
 from arguments.model import ModelArgs
+from arguments.optimizer import OptimizerArgs
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.layers.compressed_attention import CompressedAttention
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.ops.compressed_attention import compressed_attention, pool_windows, select_pooled
+from moe_trainer.optim.param_groups import get_param_group
 from moe_trainer.parallel.state import ParallelState
 
 KINDS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 6}
@@ -198,6 +200,17 @@ def test_parameters_and_their_count():
     assert f"{core}.indexer.compressor.ape" in named
     count = count_parameters(parse_args(make_compressed_argv(), 1), chunk.vocab_size).total
     assert count == sum(param.numel() for param in chunk.parameters())
+
+
+def test_weight_decay_leaves_indexers_alone():
+    """They have no gradient, so plain AdamW does not touch them."""
+    (chunk,) = make_run(make_compressed_argv(), 0, ParallelState.single(), 1).chunks
+    decayed = {
+        param.info.names[0]: get_param_group(param, OptimizerArgs(), False).wd_mult for param in chunk.parameters()
+    }
+    indexer = {name: factor for name, factor in decayed.items() if ".indexer." in name}
+    assert indexer and not any(indexer.values())
+    assert decayed["decoder.layers.1.self_attention.core_attention.compressor.linear_wkv.weight"] == 1.0
 
 
 def test_training_under_every_mapping_equals_one_process():
