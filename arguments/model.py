@@ -32,9 +32,9 @@ class ModelArgs:
     num_query_groups: int = 1
     """Number of key/value heads, with --group-query-attention."""
     window_num_query_groups: int | None = None
-    """Number of key/value heads of layers with a window. Unset: --num-query-groups."""
+    """Number of key/value heads of layers with a window. Unset: --num-query-groups. A flag of this program."""
     value_channels: int | None = None
-    """Number of channels of a value head. Unset: --kv-channels, as queries and keys have."""
+    """Number of channels of a value head. Unset: --kv-channels, as queries and keys have. A flag of this program."""
     max_position_embeddings: int = flag(None)
     """Largest number of positions the model may see, in tokens; at least --seq-length."""
     make_vocab_size_divisible_by: int = 128
@@ -52,11 +52,12 @@ class ModelArgs:
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the norm instead of before it (the original transformer)."""
     pre_layernorm: bool = flag(True, off=("--disable-pre-layernorm",))
-    """Normalize the input of attention and of the feed-forward layer."""
+    """Normalize the input of attention and of the feed-forward layer. A flag of this program."""
     post_self_attn_layernorm: bool = False
-    """Normalize the output of attention before it is added to the residual stream."""
+    """Normalize the output of attention before it is added to the residual stream. A flag of this program."""
     post_mlp_layernorm: bool = False
-    """Normalize the output of the feed-forward layer or of all experts before it is added to the residual stream."""
+    """Normalize the output of the feed-forward layer or of all experts before it is added to the residual stream. A
+    flag of this program."""
     fp32_residual_connection: bool = False
     """Keep the residual stream in fp32."""
     qk_layernorm: bool = False
@@ -130,9 +131,11 @@ class ModelArgs:
     rotary_base_per_layer: list[float] | None = None
     """Base of the rotary frequencies of each layer, one number for each. Unset: --rotary-base in all."""
     window_rotary_percent: float | None = None
-    """Fraction of each head's channels that layers with a window rotate. Unset: --rotary-percent."""
+    """Fraction of each head's channels that layers with a window rotate. Unset: --rotary-percent. A flag of this
+    program."""
     window_rope_unscaled: bool = False
-    """Leave positions of layers with a window as they are; YaRN and other scalings act on the others."""
+    """Leave positions of layers with a window as they are; YaRN and other scalings act on the others. A flag of this
+    program."""
     yarn_original_max_position_embeddings: int | None = None
     """Context length, in tokens, that YaRN extends."""
     yarn_beta_fast: float | None = None
@@ -172,9 +175,9 @@ class ModelArgs:
     attn_temperature_floor: int = 8192
     """Number of positions after which --attn-temperature-tuning changes its factor. A flag of this program."""
     window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = None
-    """Attention softmax of layers with a window. Unset: --softmax-type."""
+    """Attention softmax of layers with a window. Unset: --softmax-type. A flag of this program."""
     attention_value_scale: float | None = None
-    """Factor of the values that attention sums. Unset: 1."""
+    """Factor of the values that attention sums. Unset: 1. A flag of this program."""
     attention_output_gate: bool = False
     """Multiply the attention output by a sigmoid gate of the layer's input."""
     apply_query_key_layer_scaling: bool = False
@@ -230,10 +233,10 @@ class ModelArgs:
     """Number of value heads of a layer with linear attention."""
     kda_gate_rank: int | None = None
     """Kimi delta attention: number of channels of the latents from which decays and output gates are made. Unset: no
-    latents, one matrix each."""
+    latents, one matrix each. A flag of this program."""
     kda_decay_lower_bound: float | None = None
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
-    bound."""
+    bound. A flag of this program."""
     hybrid_layer_pattern: str | None = None
     """Layers of one sublayer each, one letter per layer: M (Mamba-2), * (attention), - (feed-forward), E (experts).
     A | begins the next pipeline stage. Determines --num-layers and --moe-layer-freq. Unset: transformer layers."""
