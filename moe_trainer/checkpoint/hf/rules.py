@@ -4,16 +4,8 @@ A rule relates a native tensor to Hugging Face tensors, with the layout of each 
 files have the rules of the families; names.py expands them for the layers of a model. Several spellings of a rule are
 read (files of the hub name every expert; transformers may stack them); the first one is written.
 
-Symbols of the layouts: H hidden size, N heads, V vocabulary, D head dim, DV that of values, Q, K and KV rows of
-queries, of keys and of values, QV columns of what attention sums, F dense FFN width, E expert and S shared FFN width,
-X experts, W outputs of a FineRMoE expert, M twice the hidden size; latent attention: A query and C key-value rank, R
-rotary part, T C + R, P rows of queries, U rows of keys and values, O columns of values; sparse attention: IH heads of
-the indexer, ID their size, IQ rows of its queries; linear attention: LK key and LV value heads, LKD and LVD their
-sizes, LO outputs, LZ, LB and LC rows of its two projections and of its convolution, LW width of that; compressed
-attention: VD head dim, CR tokens of a compressed key, CW and CI rows of the compressor and of the indexer's, OG inputs
-and OR outputs of groups of heads, TK experts of a token; hyper-connections: ST streams, SM weights of a token, SH all
-streams together.
-Numbers are literal.
+Symbols of the layouts are sizes of a model (`model_sizes` in names.py; docs/add_a_family.md has a table). Numbers are
+literal.
 """
 
 from collections.abc import Mapping
