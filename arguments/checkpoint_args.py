@@ -35,7 +35,7 @@ SHAPE = tuple(
     hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
-    dsa_indexer_k_norm_epsilon attention_output_gate softmax_type multi_latent_attention q_lora_rank
+    dsa_indexer_k_norm_epsilon attention_output_gate head_wise_attn_gate softmax_type multi_latent_attention q_lora_rank
     kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers mtp_use_repeated_layer num_experts
     moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_apply_probs_on_input

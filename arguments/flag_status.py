@@ -600,7 +600,6 @@ _WITHOUT_EFFECT = (
 
 _MISSING = (
     # (spelling, feature, values that request nothing)
-    ("--head-wise-attn-gate", "gated attention", ()),
     (
         "--enable-mhc-connections --mhc-num-residual-streams=1",
         "Megatron-LM main's form of hyper-connections, without experts and stages (--enable-hyper-connections has "

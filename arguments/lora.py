@@ -12,6 +12,7 @@ LINEARS = (
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    "linear_gate",
     "linear_fc1",
     "linear_fc2",
     "in_proj",

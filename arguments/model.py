@@ -178,6 +178,8 @@ class ModelArgs:
     """Attention softmax of layers with a window. Unset: --softmax-type. A flag of this program."""
     attention_value_scale: float | None = None
     """Factor of the values that attention sums. Unset: 1. A flag of this program."""
+    head_wise_attn_gate: bool = False
+    """Multiply the output of every head of latent attention by the sigmoid of one number, made of the layer's input."""
     attention_output_gate: bool = False
     """Multiply the attention output by a sigmoid gate of the layer's input."""
     apply_query_key_layer_scaling: bool = False

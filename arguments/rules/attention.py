@@ -45,7 +45,13 @@ def limit_output_gate(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
         s.multi_latent_attention and s.attention_output_gate,
         "{attention_output_gate} cannot be combined with {multi_latent_attention}: the gate is part of the fused "
-        "projection of queries, keys and values, which latent attention does not have.",
+        "projection of queries, keys and values, which latent attention does not have. "
+        "{head_wise_attn_gate:flag} gates its heads.",
+    )
+    yield Limit(
+        s.head_wise_attn_gate and not s.multi_latent_attention,
+        "{head_wise_attn_gate} needs {multi_latent_attention:flag}. Grouped attention has "
+        "{attention_output_gate:flag}, a gate for each channel of a head.",
     )
 
 

@@ -21,6 +21,7 @@ _EXCLUDED = (
     ("log_max_attention_logit", "the logits of compressed keys are not tracked"),
     ("linear_attention_freq", "every layer has this attention"),
     ("mla_down_proj_fusion", "its down-projections are separate"),
+    ("head_wise_attn_gate", "its outputs have no gates"),
     ("mtp_num_layers", "prediction layers have one rotary embedding, that of the model"),
     ("lora_dim", "adapters are not planned for its projections"),
     ("use_mup", "nothing scales its compressors"),

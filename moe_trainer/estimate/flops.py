@@ -8,7 +8,7 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
                         gates of the output add h * n*d
 * MLA, per layer:       query  h * n*(nope + rope), or with a q-LoRA of rank r  r * (h + n*(nope + rope) + 1)
                         kv     k * (h + n*(nope + v) + 1) + h * rope, k the kv-LoRA rank
-                        output n*v * h;  attention  s * n*(nope + rope + v) / 2
+                        output n*v * h;  attention  s * n*(nope + rope + v) / 2;  gates of heads add h * n
 * sparse attention (of t keys, an index of i heads of e channels), per layer: MLA's, with the number of keys that a
                         query attends to, t - t*t / (2s) where s > t, for s/2; and
                         (r or h) * i*e  +  h * (e + i)  +  s * i*(e + 1) / 2
@@ -81,7 +81,7 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
     else:
         query = model.q_lora_rank * (hidden + heads * query_dim + 1)
     key_value = model.kv_lora_rank * (hidden + heads * (model.qk_head_dim + model.v_head_dim) + 1)
-    key_value += hidden * model.qk_pos_emb_head_dim
+    key_value += hidden * (model.qk_pos_emb_head_dim + (heads if model.head_wise_attn_gate else 0))
     return query + key_value + heads * model.v_head_dim * hidden + core_attention_macs(args, seq_length)
 
 

@@ -361,6 +361,8 @@ class LayerTime:
             seconds += self.gemm(self.tokens, heads * self.key_width, hidden)
         else:
             seconds += self.gemm(self.sizes.rows, model.q_lora_rank, hidden)
+        if model.head_wise_attn_gate:
+            seconds += self.gemm(self.sizes.rows, model.num_attention_heads, hidden, plain=True)
         return seconds + self.gemm(self.sizes.rows, model.kv_lora_rank + model.qk_pos_emb_head_dim, hidden)
 
     def _compressed_projections(self, heads: int) -> float:

@@ -83,6 +83,8 @@ def _attention(model: ModelArgs) -> Iterator[AdaptedLinear]:
     yield AdaptedLinear(f"{path}.linear_kv_down_proj", hidden, model.kv_lora_rank + model.qk_pos_emb_head_dim, "")
     rows = heads * (model.qk_head_dim + model.v_head_dim)
     yield AdaptedLinear(f"{path}.linear_kv_up_proj", model.kv_lora_rank, rows, "out")
+    if model.head_wise_attn_gate:
+        yield AdaptedLinear(f"{path}.linear_gate", hidden, heads, "")
     yield AdaptedLinear(f"{path}.linear_proj", heads * model.v_head_dim, hidden, "in")
 
 

@@ -220,6 +220,7 @@ class LayerParams:
             count += latent_norm(model.q_lora_rank)
         count += hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim) + latent_norm(model.kv_lora_rank)
         count += model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim) // self.tp
+        count += hidden * heads if model.head_wise_attn_gate else 0
         return count + heads * model.v_head_dim * hidden // self.tp + rest
 
     def more(self, number: int) -> ParamsPerRank:

@@ -143,6 +143,9 @@ def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield from _gathered(layer, heads, key, discarded)
     else:
         yield from _core(layer, heads, heads, key, model.v_head_dim, discarded)
+    if model.head_wise_attn_gate:
+        yield SavedTensor("gate", (layer.tokens, heads), layer.size, "qkv_linear")
+        yield SavedTensor("linear_proj.x", (layer.tokens, heads * model.v_head_dim), layer.size, "attn_proj")
 
 
 def _gathered(layer: LayerSizes, heads: int, key: int, discarded: bool) -> Iterator[SavedTensor]:

@@ -65,7 +65,7 @@ def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
     if name in _ALWAYS:
         return True
     if name == "core_attn.y":
-        is_projected = not (is_linear(model, layer.number) or model.attention_output_gate)
+        is_projected = not (is_linear(model, layer.number) or model.attention_output_gate or model.head_wise_attn_gate)
         return is_projected and "core_attn" in parts
     latent = model.multi_latent_attention
     of_columns = {

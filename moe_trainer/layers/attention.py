@@ -53,8 +53,8 @@ class _SplitQKV(torch.autograd.Function):
         return torch.cat(grads, 1).view(ctx.shape), None
 
 
-class _OutputGate(torch.autograd.Function):
-    """y * sigmoid(gate), computed in fp32; saves both inputs as they are."""
+class SigmoidGate(torch.autograd.Function):
+    """y * sigmoid(gate), computed in fp32; saves both inputs as they are. A gate may apply to several of y."""
 
     @staticmethod
     def forward(ctx, y: Tensor, gate: Tensor) -> Tensor:
@@ -66,7 +66,8 @@ class _OutputGate(torch.autograd.Function):
         y, gate = ctx.saved_tensors
         share = torch.sigmoid(gate.float())
         scaled = grad * share
-        return scaled.to(y.dtype), (scaled * y * (1.0 - share)).to(gate.dtype)
+        grad_gate = (scaled * y * (1.0 - share)).sum_to_size(gate.shape)
+        return scaled.to(y.dtype), grad_gate.to(gate.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -202,7 +203,7 @@ class SelfAttention(nn.Module):
                 "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, k_SBGD, v_SBGD
             )
         with self.activations.offload_scope("attn_proj"):
-            return self.linear_proj(y if gate is None else _OutputGate.apply(y, gate))
+            return self.linear_proj(y if gate is None else SigmoidGate.apply(y, gate))
 
     def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, visible: AttentionMask | None) -> Tensor:
         if visible is not None and visible.cache is not None:

@@ -2,11 +2,11 @@
 
 Training form: latents are expanded to full heads, unless sparse attention gathers the latents (layers/absorbed_mla.py).
 Rows of the up-projections are ordered by head: q [nope, rope], kv [k_nope, v]. The rotary part is rotated in
-interleaved pairs.
+interleaved pairs. --head-wise-attn-gate multiplies the output of every head by the sigmoid of one number of the token.
 
 Tensor parallelism shards heads: up-projections are sharded, the small down-projections replicated (under sequence
-parallelism on local tokens). The gradient of the shared rotary key is summed over the group (Megatron-Core's local
-layers lose the other ranks' part).
+parallelism on local tokens), and so is that to the gates. The gradient of the shared rotary key is summed over the
+group (Megatron-Core's local layers lose the other ranks' part).
 Source: DeepSeek-V2 (arXiv 2405.04434); names of Megatron-Core.
 Shapes: S sequence, B microbatch, H hidden, N local heads, D key width (nope + rope), E value width, C latent width.
 """
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from arguments.model import ModelArgs
 from moe_trainer.layers.absorbed_mla import CompressedKV
+from moe_trainer.layers.attention import SigmoidGate
 from moe_trainer.layers.core_attention import AttentionMask, make_attention_sinks
 from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.linear import ReplicatedLinear
 from moe_trainer.layers.lora import effective_weight
 from moe_trainer.layers.max_logits import MaxLogitTracker
 from moe_trainer.layers.query_temperature import QueryTemperature
@@ -104,13 +106,26 @@ class MultiLatentAttention(nn.Module):
         self.core_attention.should_save_inputs = "mla_up_proj" in factory.activations.recomputed
         self.core_attention.value_width = self.value_dim
         self.softmax_offset = make_attention_sinks(model, name, ps.tp)
+        # few rows, which no format of blocks divides: never quantized
+        self.linear_gate = (
+            ReplicatedLinear(
+                model.hidden_size,
+                heads,
+                name=f"{name}.linear_gate",
+                init=hidden_init(model),
+                queue=factory.queue,
+                **options,
+            )
+            if model.head_wise_attn_gate
+            else None
+        )
         options |= {"init": residual_init(model), "bias": model.add_bias_linear}
         self.linear_proj = factory.row_linear(
             heads * self.value_dim,
             model.hidden_size,
             name=f"{name}.linear_proj",
-            # attention saves its output too, unless it is recomputed
-            save_original_input="core_attn" not in factory.activations.recomputed,
+            # attention saves its output too, unless it is recomputed, and so does a gate
+            save_original_input="core_attn" not in factory.activations.recomputed and self.linear_gate is None,
             **options,
         )
 
@@ -190,6 +205,18 @@ class MultiLatentAttention(nn.Module):
             return q_SBND
         return (q_SBND * self.temperature.factors(q_SBND.shape[0], visible, q_SBND.device)).to(q_SBND.dtype)
 
+    def _gates(self, x_SBH: Tensor) -> Tensor | None:
+        """Return the gates of the local heads before the sigmoid, [S, B, N], or None."""
+        if self.linear_gate is None:
+            return None
+        return compact(self._to_all_heads(self.linear_gate(x_SBH)).chunk(self.tp.size, dim=-1)[self.tp.rank])
+
+    def _project_output(self, y: Tensor, gate_SBN: Tensor | None) -> Tensor:
+        """Return the layer's output for the outputs of all local heads, [S, B, N * E]."""
+        if gate_SBN is not None:
+            y = SigmoidGate.apply(y.unflatten(-1, (self.num_heads, -1)), gate_SBN.unsqueeze(-1)).flatten(2)
+        return self.linear_proj(y)
+
     def _to_all_heads(self, x: Tensor) -> Tensor:
         """Return all tokens; backward sums the gradient over the ranks' heads."""
         return (gather_rows_from_group if self.sequence_parallel else copy_to_group)(x, self.tp)
@@ -240,6 +267,7 @@ class MultiLatentAttention(nn.Module):
         """
         with self.activations.offload_scope("qkv_linear"):
             q_latent, kv = self._project_down(x_SBH)
+            gate_SBN = self._gates(x_SBH)
             latent_SBC, k_rope = kv.split([self.kv_rank, self.rope_dim], dim=-1)
             if self.kv_layernorm is not None:
                 latent_SBC = self.kv_layernorm(latent_SBC)
@@ -263,7 +291,8 @@ class MultiLatentAttention(nn.Module):
             latents_BKW = self._append_latents(cache, latent_SBC, keys)
             index = self._append_index(cache, x_SBH, q_latent, rope) if sparse else None
             if not cache.is_prefill:
-                return self.linear_proj(self._attend_to_latents(cache, q_SBND, latents_BKW, index))
+                y = self._attend_to_latents(cache, q_SBND, latents_BKW, index)
+                return self._project_output(y, gate_SBN)
         with inside, self.activations.offload_scope("core_attn"):
             if sparse:
                 read = (x_SBH.detach(), (x_SBH if self.linear_q_proj is not None else q_latent).detach())
@@ -279,7 +308,7 @@ class MultiLatentAttention(nn.Module):
                     "core_attn", lambda *qkv: self._attend(*qkv, visible), q_SBND, *keys
                 )
         with self.activations.offload_scope("attn_proj"):
-            return self.linear_proj(y)
+            return self._project_output(y, gate_SBN)
 
     def _attend(self, q_SBND: Tensor, k_SBND: Tensor, v_SBNE: Tensor, visible: AttentionMask | None) -> Tensor:
         if self.training:

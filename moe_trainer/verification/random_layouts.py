@@ -117,6 +117,7 @@ def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
         values["rotary_scaling_factor"] = 4.0
     values["qk_layernorm"] = _chance(rng, 0.4)
     values["attention_output_gate"] = not values.get("multi_latent_attention") and _chance(rng, 0.3)
+    values["head_wise_attn_gate"] = kind == "latent" and _chance(rng, 0.3)
     values["softmax_type"] = rng.choice(("vanilla", "vanilla", "learnable", "off-by-one"))
     if _chance(rng, 0.3) and not values["add_bias_linear"]:
         values |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": _chance(rng, 0.5)}

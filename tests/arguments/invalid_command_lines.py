@@ -142,6 +142,7 @@ INVALID_LINES = (
     ("--recompute-modules everything", "", "--recompute-modules"),
     ("--save-wgrads-interval 5", "", "--save-wgrads-interval"),
     ("--attention-output-gate --multi-latent-attention", "", "--attention-output-gate"),
+    ("--head-wise-attn-gate", "", "--multi-latent-attention"),
     # data
     ("--data-path 0.3 a 0.7", "--mock-data", "--data-path"),
     ("--data-path a 0.3 b 0.7", "--mock-data", "--data-path"),

@@ -40,6 +40,7 @@ OWN = {
     "chunked_optimizer_state_offload", "optimizer_state_offload_chunk_size_mb", "optimizer_state_offload_fraction",  # the dev branch's
     "moe_n_hash_layers", "enable_hyper_connections", "num_residual_streams",  # too
     "mhc_sinkhorn_iterations", "mhc_init_gating_factor",
+    "head_wise_attn_gate",
     "csa_compress_ratios", "csa_window_size", "csa_compress_rotary_base", "csa_dense_mode", "o_groups", "o_lora_rank",
 }  # fmt: skip
 OWN_CHOICES = {

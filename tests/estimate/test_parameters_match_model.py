@@ -58,7 +58,8 @@ BASE = (
         "--group-query-attention --num-query-groups 2 --attention-output-gate --disable-bias-linear --lora-dim 3 --position-embedding-type rope",
         "--swiglu --experimental-attention-variant gdn --linear-attention-freq [1,0,0] --lora-dim 3 --num-experts 4 "
         "--lora-target-modules linear_qkv *.layers.1.*fc1 out_proj",
-        "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --lora-dim 3",
+        "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --position-embedding-type rope --no-rope-fusion --lora-dim 3 "
+        "--head-wise-attn-gate",
         "--hybrid-layer-pattern M*E- --position-embedding-type none --num-experts 4 --mamba-num-heads 4 --mamba-head-dim 6 "
         "--mamba-num-groups 2 --mamba-state-dim 5 --disable-bias-linear --lora-dim 3",
         "--num-experts 4 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --disable-bias-linear",

@@ -30,7 +30,7 @@ CASES = (
     ),
     (2, "biases, tied head", f"{TP2} --expert-tensor-parallel-size 1 --qk-layernorm"),
     (2, "plain", f"{TP2} --moe-latent-size 64"),
-    (2, "deepseek", f"{TP2} --mtp-num-layers 1 --lora-dim 64 --bf16 --use-distributed-optimizer"),
+    (2, "deepseek", f"{TP2} --mtp-num-layers 1 --head-wise-attn-gate --lora-dim 64 --bf16 --use-distributed-optimizer"),
     (4, "plain", f"{TP2} --pipeline-model-parallel-size 2 --lora-dim 64 --lora-target-modules linear_qkv *.experts.*"),
     (
         2,

@@ -41,7 +41,17 @@ def generate(rank, n, folder, flags):
 
 @pytest.mark.parametrize(
     "name",
-    ["deepseek_v32", "deepseek_v4", "qwen3_next", "kimi_linear", "lfm2_moe", "gpt_oss", "llama4_text", "mistral4"],
+    [
+        "deepseek_v32",
+        "deepseek_v4",
+        "qwen3_next",
+        "bailing_hybrid",
+        "kimi_linear",
+        "lfm2_moe",
+        "gpt_oss",
+        "llama4_text",
+        "mistral4",
+    ],
 )
 def test_mapping_changes_no_token(name, tmp_path):
     assert name in MODELS

@@ -29,7 +29,7 @@ VARIANTS = {
     "gate": "--position-embedding-type rope --attention-output-gate --qk-layernorm",
     "capacity": "--position-embedding-type rope --moe-expert-capacity-factor 4.0",
     "adapters": "--position-embedding-type rope --lora-dim 4",
-    "latent, adapters": "--position-embedding-type rope --lora-dim 4 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 "
+    "latent, adapters": "--position-embedding-type rope --lora-dim 4 --head-wise-attn-gate --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 8",
 }
 

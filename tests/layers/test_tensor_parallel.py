@@ -192,6 +192,7 @@ CASES = {
     "latent attention": _attention(LATENT),
     "latent attention, biases": _attention(replace(LATENT, add_bias_linear=True)),
     "latent attention, no query latent": _attention(replace(LATENT, q_lora_rank=None)),
+    "latent attention, gated": _attention(replace(LATENT, head_wise_attn_gate=True)),
     "latent attention, no norms": _attention(replace(LATENT, qk_layernorm=False)),
     "latent attention, yarn": _attention(
         replace(LATENT, rope_type="yarn", rotary_scaling_factor=4.0, mscale_all_dim=1.0)

@@ -101,6 +101,9 @@ KINDS = {
     "gated DeltaNet, long, bf16": (
         f"{GROUPED} {DELTA} --bf16 --seq-length 1100 --max-position-embeddings 1100 --micro-batch-size 1", ("all kept", "gdn_norm_out")),
     "latent": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')}", (*LATENT_HOWS, *CHUNKED)),
+    "latent, gated": (
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --head-wise-attn-gate",
+        ("all kept", "mla_up_proj", "all parts", "offload everything", "core_attn", "uniform")),
     "latent, sparse": (f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE}", (*LATENT_HOWS, "core_attn", "layernorm", "uniform")),
     "latent, warm-up of indexers": (
         f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} {SPARSE.replace('--dsa-indexer-use-sparse-loss', '--dsa-indexer-warmup')}",
@@ -135,7 +138,7 @@ KINDS = {
     "tensorwise, first and last in bf16": (
         f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 {QUERIES} --attention-output-gate", ("all kept",)),
     "latent, mxfp8": (
-        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+        f"{GROUPED} {LATENT.replace('--mtp-num-layers 1', '')} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --head-wise-attn-gate",
         ("all kept", "mla_up_proj", "shared_experts", "all parts", "offload everything")),
     "gated DeltaNet, nvfp4": (f"{GROUPED} {DELTA} --bf16 --fp4-format e2m1", ("all kept", "gdn_norm_out")),
     "adapters": (f"{GROUPED} {QUERIES} --moe-shared-expert-intermediate-size 40 --lora-dim 4", (*FEW, "moe_act", "core_attn")),

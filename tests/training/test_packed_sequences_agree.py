@@ -51,7 +51,7 @@ KINDS = {
     "sinks": f"{GQA} --softmax-type learnable",
     "yarn": f"{GQA} --position-embedding-type yarn --rotary-scaling-factor 4",
     "learned positions": "--position-embedding-type learned_absolute",
-    "mla": MLA,
+    "mla": f"{MLA} --head-wise-attn-gate",
     "mtp": f"{GQA} --mtp-num-layers 2",
     "linear attention": LINEAR,
     "mamba": MAMBA,

@@ -366,6 +366,7 @@ REQUIRED_FLAGS = {
     "num_query_groups": "--group-query-attention", "sequence_parallel": "--tensor-model-parallel-size 2",
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"),
+    "head_wise_attn_gate": "--multi-latent-attention",
     "mla_down_proj_fusion": "--multi-latent-attention --q-lora-rank 12",
     **dict.fromkeys(("qk_layernorm_all_heads", "qk_layernorm_after_rope"), "--qk-layernorm"),
     "qk_l2_norm_rope_layers_only": "--qk-l2-norm",

@@ -55,6 +55,7 @@ NAMES = tuple(
     mellum
     granitemoe_swa
     mimo_v2_flash
+    bailing_hybrid
     kimi_linear
     lfm2_moe
     """.split()

@@ -493,6 +493,20 @@ MODELS = {
             "conv_L_cache": 3,
         },
     ),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {key: value for key, value in _LATENT.items() if key != "n_routed_experts"}
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "head_dim": 8,
+            "linear_num_heads": 2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_mtp_layers": 0,
+        },
+    ),
     "kimi_linear": (
         "KimiLinear",
         {key: value for key, value in _LATENT.items() if key != "n_routed_experts"}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.hf import import_weights as hf_import
-from moe_trainer.checkpoint.hf.config import read_config
+from moe_trainer.checkpoint.hf.config import read_config, write_config
 from moe_trainer.checkpoint.hf.conversion_job import (
     ConversionJob,
     PlannedTensor,
@@ -232,6 +232,33 @@ def test_settings_without_a_flag_must_have_the_supported_value(name):
     for key, (usual, *_) in FAMILIES[config["model_type"]].required_values.items():
         with pytest.raises(CheckpointError, match=rf"{key} is '?other than {usual}"):
             read_config(config | {key: f"other than {usual}"})
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["BailingMoeV2_5ForCausalLM"]}, "BailingMoeV2_5ForCausalLM.* lightning attention"),
+        ({"share_expert_swiglu_limit_list": [0, 7.0, 0]}, "share_expert_swiglu_limit_list"),
+        ({"layer_types": None, "layer_group_size": 2}, "3 layers are not whole groups of layer_group_size 2"),
+    ],
+)
+def test_models_that_only_share_a_type_with_ling_are_named(change, named):
+    config = make("bailing_hybrid").config.to_dict()
+    with pytest.raises(CheckpointError, match=named):
+        read_config(config | change)
+
+
+def test_layers_of_ling_follow_from_the_size_of_a_group():
+    config = make("bailing_hybrid").config.to_dict() | {"layer_types": None, "mlp_layer_types": None}
+    flags = read_config(config | {"num_hidden_layers": 6, "layer_group_size": 3, "expert_swiglu_limit_list": [0] * 6})[
+        1
+    ]
+    assert flags["linear_attention_freq"] == [1, 1, 0] * 2 and flags["moe_layer_freq"] == [0] + [1] * 5
+    written = write_config(flags, 96, "bailing_hybrid")[1]
+    assert (
+        written["layer_group_size"] == 3
+        and written["layer_types"] == (["linear_attention"] * 2 + ["full_attention"]) * 2
+    )
 
 
 def test_mscale_and_mscale_all_dim_are_read():

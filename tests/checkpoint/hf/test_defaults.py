@@ -91,6 +91,7 @@ _EXPERTS = {
     "hunyuan_v1_moe": "num_experts",
     "ernie4_5_moe": "moe_num_experts",
     "kimi_linear": "num_experts",
+    "bailing_hybrid": "num_experts",
     "lfm2_moe": "num_experts",
 }
 _TEMPERED = {
@@ -160,6 +161,25 @@ _VARIANTS = {
     "granitemoe_swa": [{}, {"shared_intermediate_size": 0}, {"layer_rope_theta": [0] + [10000.0] * 6 + [500.0]}],
     "lfm2_moe": [{"layer_types": ["conv", "full_attention"] * 4, "num_dense_layers": 1, "conv_L_cache": 2}],
     "kimi_linear": [{"model_max_length": 64, "num_experts_per_token": 4, "num_expert_group": 4, "topk_group": 2}],
+    "bailing_hybrid": [
+        {
+            "model_max_length": 64,
+            "num_experts_per_token": 4,
+            "layer_group_size": 4,
+            "partial_rotary_factor": 0.5,
+        },
+        {
+            "model_max_length": 64,
+            "num_experts_per_token": 4,
+            "num_expert_group": 4,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"] * 5,
+            "kda_safe_gate": False,
+            "linear_num_heads": 2,
+            "linear_head_dim": 16,
+            "short_conv_kernel_size": 3,
+            "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5,
+        },
+    ],
     "glm4_moe": [{"attention_bias": True, "use_qk_norm": True}],
     "glm4_moe_lite": [{"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 5}],
 }
