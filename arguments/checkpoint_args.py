@@ -26,7 +26,8 @@ SHAPE = tuple(
     pre_layernorm post_self_attn_layernorm post_mlp_layernorm
     qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu quick_geglu
     glu_linear_offset activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier
-    logits_scaling add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
+    logits_scaling add_bias_linear add_qkv_bias add_attention_output_bias add_output_layer_bias
+    untie_embeddings_and_output_weights
     experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads
     csa_compress_ratios csa_window_size csa_compress_rotary_base csa_dense_mode o_groups o_lora_rank
@@ -40,6 +41,7 @@ SHAPE = tuple(
     moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_apply_probs_on_input
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
+    moe_router_sparsemixer_jitter
     moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_n_hash_layers moe_grouped_gemm moe_latent_size
     finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion
     finermoe_output_expansion moe_concat_proj vocab_size padded_vocab_size make_vocab_size_divisible_by

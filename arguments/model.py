@@ -95,6 +95,11 @@ class ModelArgs:
     """Biases in all linear layers."""
     add_qkv_bias: bool = False
     """Add biases to the query/key/value projection only."""
+    add_attention_output_bias: bool = False
+    """Add a bias to the output projection of attention, also with --disable-bias-linear (Phi-3.5-MoE). A flag of this
+    program."""
+    add_output_layer_bias: bool = False
+    """Add a bias to every logit, one per row of the vocabulary (Phi-3.5-MoE). A flag of this program."""
     hidden_dropout: float = 0.1
     """Dropout probability on the residual branches, from 0 to below 1."""
     attention_dropout: float = 0.1

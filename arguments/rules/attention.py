@@ -153,6 +153,29 @@ def limit_window_and_value_heads(s: Settings, _f: DerivedSizes) -> Iterator[Limi
     )
 
 
+def limit_biases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    """List what biases of two layers alone are not built for."""
+    for dest in ("multi_latent_attention", "hybrid_layer_pattern", "experimental_attention_variant"):
+        yield Limit(
+            s.add_attention_output_bias and bool(getattr(s, dest)),
+            "{add_attention_output_bias:flag} cannot be combined with {:flag}: it is built for softmax attention in "
+            "every layer.",
+            (dest,),
+        )
+    for dest, reason in (
+        ("fp8_output_proj", "a quantized output layer has no bias"),
+        ("defer_embedding_wgrad_compute", "the gradients of weight and bias are computed at once"),
+        ("use_torch_fsdp2", "the bias is not gathered with the weight"),
+        ("use_megatron_fsdp", "the bias is not gathered with the weight"),
+        ("moe_use_upcycling", "a dense model's bias of logits is not read"),
+    ):
+        yield Limit(
+            s.add_output_layer_bias and getattr(s, dest),
+            f"{{add_output_layer_bias:flag}} cannot be combined with {{:flag}}: {reason}.",
+            (dest,),
+        )
+
+
 def limit_norm_after_rope(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """List what norms after the rotation are not built for."""
     yield Limit(

@@ -63,7 +63,7 @@ NOT_NEGATIVE = tuple(
     fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
     error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
     replication_jump object_storage_read_ahead moe_n_hash_layers mhc_init_gating_factor
-    attn_temperature_scale
+    attn_temperature_scale moe_router_sparsemixer_jitter
     """.split()
 )
 MAX_SAMPLES = 10**12

@@ -98,6 +98,45 @@ def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation
         )
 
 
+def check_sparsemixer(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if f.experts and s.moe_router_sparsemixer_jitter is not None and s.moe_router_topk != 2:
+        yield s.violation(
+            "{moe_router_sparsemixer_jitter:flag} needs {moe_router_topk:flag} 2: SparseMixer has two choices."
+        )
+
+
+def limit_sparsemixer(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    """List what chooses or weighs experts in a way that SparseMixer is not defined for."""
+    is_on = f.experts is not None and s.moe_router_sparsemixer_jitter is not None
+    text = "{moe_router_sparsemixer_jitter:flag} cannot be combined with {:flag}: "
+    yield Limit(
+        is_on and s.moe_router_score_function != "softmax",
+        "{moe_router_sparsemixer_jitter:flag} cannot be combined with {moe_router_score_function}: its weights are "
+        "shares of a softmax.",
+    )
+    for dest in (
+        "moe_router_pre_softmax",
+        "moe_router_group_topk",
+        "moe_router_enable_expert_bias",
+        "moe_enable_routing_replay",
+        "moe_n_hash_layers",
+        "finermoe_intermediate_granularity",
+        "finermoe_output_granularity",
+    ):
+        yield Limit(
+            is_on and bool(getattr(s, dest)), text + "its two experts are those of the largest logits.", (dest,)
+        )
+    yield Limit(
+        is_on and s.moe_router_fusion, text + "the kernel computes one softmax of both experts.", ("moe_router_fusion",)
+    )
+    for kind in ("sinkhorn", "quantile_balancing"):
+        yield Limit(
+            is_on and kind in balancing_types(s),
+            "{moe_router_sparsemixer_jitter:flag} cannot be combined with {moe_router_load_balancing_type:flag} "
+            f"{kind}, which balances by its choice of experts.",
+        )
+
+
 def check_hash_layers(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None or not positive(s.moe_n_hash_layers):
         return

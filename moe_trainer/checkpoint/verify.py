@@ -139,6 +139,7 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     final = "final_norm" if args.get("hybrid_layer_pattern") else "final_layernorm"
     wanted = ["embedding.word_embeddings.weight", f"decoder.{final}.weight"]
     wanted += ["output_layer.weight"] if args.get("untie_embeddings_and_output_weights") else []
+    wanted += ["output_layer.bias"] if args.get("add_output_layer_bias") else []
     problems += [f"{name} is missing" for name in wanted if name not in weights]
     num_layers, num_experts = int(args["num_layers"]), int(args.get("num_experts") or 0)
     freq = args.get("moe_layer_freq") or 1

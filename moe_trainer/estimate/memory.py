@@ -217,9 +217,10 @@ class ChunkBytes:
         args, hidden, columns = self.args, self.args.model.hidden_size, self.vocab_rows // self.tp
         size = {"fp32": 4, "bf16": 2}.get(args.precision.logit_dtype or "", self.size)
         step = logit_chunk_size(self.tokens, columns, hidden, weight_bytes=self.size, logit_bytes=size, on_cpu=False)
-        waits = (
-            args.parallel.has_deferred_wgrad or args.parallel.has_deferred_head_wgrad or args.precision.fp8_output_proj
-        )
+        defers = args.parallel.has_deferred_wgrad or args.parallel.has_deferred_head_wgrad
+        waits = (defers and not args.model.add_output_layer_bias) or args.precision.fp8_output_proj
+        if args.model.add_output_layer_bias:  # with the weight, in a copy of it
+            yield SavedTensor("head.weight_and_bias", (columns, hidden + 1), self.size)
         if waits or args.precision.fp16 or step == self.tokens:
             yield SavedTensor("head.logits", (self.tokens, columns), size)
             yield SavedTensor("head.normed", (self.rows, hidden), self.size)

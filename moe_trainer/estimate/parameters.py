@@ -197,7 +197,9 @@ class LayerParams:
         """
         model = self.model if number is None else model_of_layer(self.model, number + 1)
         hidden, heads = model.hidden_size, model.num_attention_heads
-        rest = (hidden if self._bias else 0) + (heads // self.tp if model.softmax_type == "learnable" else 0)
+        rest = (hidden if self._bias or model.add_attention_output_bias else 0) + (
+            heads // self.tp if model.softmax_type == "learnable" else 0
+        )
         rest += indexer_params(model)
         if model.experimental_attention_variant == "dsv4_hybrid":
             return compressed_attention_params(model, compress_ratio(model, number or 0), self.tp)
@@ -281,6 +283,10 @@ class LayerParams:
         """Return the parameters of this rank's rows of the embedding or of the head."""
         return self.vocab_rows // self.tp * self.model.hidden_size
 
+    def head_bias(self) -> int:
+        """Return the parameters of this rank's bias of logits."""
+        return self.vocab_rows // self.tp if self.model.add_output_layer_bias else 0
+
     def positions(self) -> int:
         """Return the parameters of learned positions, which belong to the first embedding only."""
         learned = self.model.position_embedding_type == "learned_absolute" and self.model.add_position_embedding
@@ -292,7 +298,8 @@ class LayerParams:
         count = 0
         if layout.has_word_embeddings or (layout.has_loss and tied):
             count += self.table() + (self.positions() if layout.has_embedding else 0)
-        return count + (self.table() if layout.has_loss and not tied else 0)
+        count += self.table() if layout.has_loss and not tied else 0
+        return count + (self.head_bias() if layout.has_loss else 0)
 
     def mtp(self) -> ParamsPerRank:
         """Return the parameters of all multi-token prediction layers."""
@@ -342,7 +349,7 @@ def count_parameters(args: Arguments, padded_vocab_size: int | None = None) -> P
         layers += params.layers[bool(is_moe)] + params.more(number)
     embedding = params.table()
     positions = model.max_position_embeddings * hidden if model.position_embedding_type == "learned_absolute" else 0
-    head = embedding if model.untie_embeddings_and_output_weights else 0
+    head = (embedding if model.untie_embeddings_and_output_weights else 0) + params.head_bias()
     total = embedding + positions + layers.total + params.final_norm() + head
     active = total - num_moe * (params.num_experts - moe.moe_router_topk) * expert
     if params.num_experts:

@@ -90,7 +90,10 @@ def _router(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("router.map", (own, experts), 1)
         return
     yield SavedTensor("router.indices", (own, topk), INDEX)
-    if moe.moe_router_score_function == "softmax":
+    if moe.moe_router_sparsemixer_jitter is not None:  # a softmax of each choice, and what it leaves out
+        yield SavedTensor("router.scores", (topk, own, experts), wide)
+        yield SavedTensor("router.masks", (topk, own, experts), 1)
+    elif moe.moe_router_score_function == "softmax":
         yield SavedTensor("router.scores", (own, experts if moe.moe_router_pre_softmax else topk), wide)
         if not moe.moe_router_pre_softmax:  # torch's gather keeps what it picks from
             yield SavedTensor("router.logits", (own, experts), size)

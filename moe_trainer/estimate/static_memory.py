@@ -118,6 +118,7 @@ def _frozen_state(args: Arguments, world_size: int, held: ParamsPerRank, trained
 def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
     """Return the parameters of the same model without biases, sinks and the norms of queries and keys."""
     model = replace(args.model, add_bias_linear=False, add_qkv_bias=False, qk_layernorm=False)
+    model = replace(model, add_attention_output_bias=False, add_output_layer_bias=False)
     model = replace(model, softmax_type="vanilla", window_softmax_type=None)
     return LayerParams(replace(args, model=model), vocab_rows)
 

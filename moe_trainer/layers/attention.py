@@ -132,7 +132,7 @@ class SelfAttention(nn.Module):
         )
         self.max_logits = MaxLogitTracker(model, layer_number, scale, ps.context)
         self.softmax_offset = make_attention_sinks(model, name, tp)
-        options |= {"init": residual_init(model), "bias": model.add_bias_linear}
+        options |= {"init": residual_init(model), "bias": model.add_bias_linear or model.add_attention_output_bias}
         self.linear_proj = factory.row_linear(
             heads * self.value_dim,
             model.hidden_size,

@@ -42,6 +42,8 @@ from moe_trainer.parallel.state import Group
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.gemms import QuantizedGemms
 
+_BIAS_COLUMNS = 8  # the bias, and zeros up to what the GEMMs of GPUs are fast with
+
 
 def _rows_of(group: Group, num_rows: int, name: str) -> tuple[int, dict]:
     """Return the number of rows of a table on this rank, and the sharding fields of ParamInfo."""
@@ -205,6 +207,7 @@ class OutputHead(nn.Module):
         logit_dtype: of the logits; None for the weight's.
         queue, quantize: see layers/linear.py.
         multiplier: of the logits (muP, Granite).
+        bias: add one number per row of the vocabulary to the logits (before the multiplier).
     """
 
     def __init__(
@@ -222,17 +225,32 @@ class OutputHead(nn.Module):
         logit_dtype: torch.dtype | None = None,
         quantize: Callable[..., QuantizedGemms] | None = None,
         multiplier: float = 1.0,
+        bias: bool = False,
     ):
         super().__init__()
         self.multiplier = multiplier
         self.kernels = kernels if multiplier == 1.0 else kernels.with_logit_scale(multiplier)
         self.quantized = None if quantize is None else quantize(name, is_sharded=True)
         self.gemms = LMHeadGemms(logit_dtype, self.quantized)
-        self.group, self.queue = group, None if tied else queue
+        self.group, self.queue = group, None if tied or bias else queue
         self.sequence_parallel = sequence_parallel and group.size > 1
         num_rows, cut = _rows_of(group, vocab_size, name)
         info = ParamInfo((f"{name}.weight",), init=init.kind, init_std=init.std, **cut)
         self.weight = None if tied else make_parameter((num_rows, hidden_size), info)
+        bias_info = ParamInfo((f"{name}.bias",), init="zeros", **cut)
+        self.bias = make_parameter((num_rows,), bias_info) if bias else None
+
+    def _operands(self, x_SBH: Tensor, weight: Parameter) -> tuple[Tensor, Tensor]:
+        """Return hidden states and weight, with the bias as a further column of the weight.
+
+        Every form of the loss then has its value and its gradient. The copy of the weight costs little beside the GEMM.
+        """
+        if self.bias is None:
+            return x_SBH, weight
+        bias_V = self.bias if weight.requires_grad else self.bias.detach()
+        columns_VC = F.pad(bias_V.unsqueeze(1), (0, _BIAS_COLUMNS - 1))
+        ones_SBC = F.pad(x_SBH.new_ones(*x_SBH.shape[:-1], 1), (0, _BIAS_COLUMNS - 1))
+        return torch.cat((x_SBH, ones_SBC), -1), torch.cat((weight, columns_VC.to(weight.dtype)), 1)
 
     def loss(
         self, x_SBH: Tensor, labels_BS: Tensor, tied_weight: Parameter | None = None, weights_BS: Tensor | None = None
@@ -244,7 +262,7 @@ class OutputHead(nn.Module):
             weights_BS: a promise that the gradient of the result will be these times one number; it saves the memory of
                 the logits.
         """
-        weight = self.weight if tied_weight is None else tied_weight
+        x_SBH, weight = self._operands(x_SBH, self.weight if tied_weight is None else tied_weight)
         # the queue wants the logits' gradient itself
         weights = None if weights_BS is None or self.queue is not None else weights_BS.t()
         if self.group.size == 1 and self.queue is None:
@@ -263,7 +281,7 @@ class OutputHead(nn.Module):
 
     def logits(self, x_SBH: Tensor, tied_weight: Parameter | None = None) -> Tensor:
         """Return the logits of the full vocabulary, in the dtype of the logits, on every rank."""
-        weight = self.weight if tied_weight is None else tied_weight
+        x_SBH, weight = self._operands(x_SBH, self.weight if tied_weight is None else tied_weight)
         logits_SBV = column_parallel_gemm(
             x_SBH, weight, self.group, sequence_parallel=self.sequence_parallel, gemms=self.gemms
         )

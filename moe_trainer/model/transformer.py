@@ -161,6 +161,7 @@ def _make_output_head(
         logit_dtype=LOGIT_DTYPES.get(args.precision.logit_dtype or ""),
         quantize=factory.lm_head_quantizer(),
         multiplier=model.logit_scale,
+        bias=model.add_output_layer_bias,
     )
 
 

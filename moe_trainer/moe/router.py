@@ -348,6 +348,7 @@ class TopKRouter(nn.Module):
             chosen_TK=chosen_TK,
             routing_TE=routing_TE,
             given_TK=given_TK,
+            sparsemixer_jitter=moe.moe_router_sparsemixer_jitter,
         )
 
     def _route_by_token_id(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,7 @@ def score_topk(
     chosen_TK: Tensor | None = None,
     routing_TE: Tensor | None = None,
     given_TK: Tensor | None = None,
+    sparsemixer_jitter: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select top-k experts per token and compute their weights.
 
@@ -82,6 +83,7 @@ def score_topk(
         chosen_TK: experts that the caller has selected.
         routing_TE: their map.
         given_TK: experts from outside; see order_given_experts.
+        sparsemixer_jitter: weigh as SparseMixer does; see sparsemixer_weights.
 
     Returns:
         probs_TE in the dtype of the logits, zero if not selected; routing_TE bool.
@@ -105,6 +107,9 @@ def score_topk(
         chosen_TK = cache_fn(lambda: order_given_experts(given_TK, own_TK, biased_TE))
     if routing_TE is None:
         routing_TE = to_routing_map(chosen_TK, logits_TE)
+    if sparsemixer_jitter is not None:
+        weights_TK = sparsemixer_weights(logits_TE, chosen_TK, sparsemixer_jitter) * (scaling_factor or 1.0)
+        return torch.zeros_like(logits_TE).scatter(1, chosen_TK, weights_TK.to(logits_TE.dtype)), routing_TE
     shared = score_function == "sigmoid" and topk > 1
     if logits_TE.is_cuda and (shared or score_function == "softmax" and not pre_softmax):
         # a pass over all experts is fewer kernels than gather and scatter of the selected ones
@@ -119,6 +124,28 @@ def score_topk(
     if scaling_factor:
         weights_TK = weights_TK * scaling_factor
     return torch.zeros_like(logits_TE).scatter(1, chosen_TK, weights_TK.to(logits_TE.dtype)), routing_TE
+
+
+def sparsemixer_weights(logits_TE: Tensor, chosen_TK: Tensor, jitter: float) -> Tensor:
+    """Return the weights of the chosen experts, the best first, [T, 2] in fp32 or wider.
+
+    An expert's weight is its share of a softmax over the experts that are left, the better one being taken away, and
+    whose logits l are near its own logit m: (m - l) / max(|l|, m) <= 2 * jitter.
+
+    Source: "GRIN: GRadient-INformed MoE", section 2 (arXiv 2409.12136), in the form without sampling, which
+    `transformers` computes in evaluation. Sampling and its estimate of the gradient are not here: the choice of experts
+    has no gradient, as with a softmax.
+    """
+    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    weights, is_left_TE = [], torch.ones_like(logits_TE, dtype=torch.bool)
+    for chosen_T1 in chosen_TK.split(1, dim=1):
+        with torch.no_grad():  # in the dtype of the logits, as the library decides it
+            best_T1 = logits_TE.gather(1, chosen_T1)
+            distance_TE = (best_T1 - logits_TE) / torch.maximum(logits_TE.abs(), best_T1)
+            is_near_TE = is_left_TE & ~(distance_TE > 2 * jitter)  # 0 / 0 is near
+            is_left_TE = is_left_TE.scatter(1, chosen_T1, False)
+        weights.append(torch.softmax(wide_TE.masked_fill(~is_near_TE, float("-inf")), dim=-1).gather(1, chosen_T1))
+    return torch.cat(weights, dim=1)
 
 
 def to_routing_map(chosen_TK: Tensor, logits_TE: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ OWN = {
     "qk_layernorm_all_heads", "qk_layernorm_after_rope", "hf_mapping", "lora_dim", "lora_alpha", "lora_dropout", "lora_target_modules",
     "pre_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm",
     "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
-    "moe_concat_proj", "moe_upcycling_expert_init",
+    "moe_concat_proj", "moe_upcycling_expert_init", "moe_router_sparsemixer_jitter", "add_attention_output_bias", "add_output_layer_bias",
     "stream_weights_to", "stream_weights_interval", "stream_weights_model_type",
     "hybrid_layer_pattern", "hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads",
     "freeze_backbone", "kda_gate_rank", "kda_decay_lower_bound",

@@ -54,6 +54,7 @@ BASE = (
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 20 --moe-layer-freq ([0]+[1]*2) --disable-bias-linear",
         "--num-experts 4 --moe-layer-freq 2 --moe-grouped-gemm --swiglu --disable-bias-linear",
         "--num-experts 4 --moe-layer-freq 2",
+        "--disable-bias-linear --add-attention-output-bias --add-output-layer-bias",
         "--num-experts 4 --moe-layer-freq 2 --swiglu --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --mtp-num-layers 1 "
         "--group-query-attention --num-query-groups 2 --attention-output-gate --disable-bias-linear --lora-dim 3 --position-embedding-type rope",
         "--swiglu --experimental-attention-variant gdn --linear-attention-freq [1,0,0] --lora-dim 3 --num-experts 4 "

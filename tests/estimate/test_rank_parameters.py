@@ -49,6 +49,7 @@ CASES = (
         "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64",
     ),
     (2, "plain", f"{TP2} --group-query-attention --num-query-groups 1 --add-qkv-bias"),
+    (2, "plain", f"{TP2} --add-attention-output-bias --add-output-layer-bias"),
     (2, "deepseek", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL"),
     (2, "deepseek", "--expert-model-parallel-size 2 --use-distributed-optimizer --bf16"),
     (2, "deepseek", f"{TP2} {SPARSE} --mtp-num-layers 1"),

@@ -147,8 +147,8 @@ class _Tied(nn.Module):
         return self.head.loss(self.embedding(ids_SB).tanh(), _labels(), self.embedding.weight)
 
 
-def _head(ps: ParallelState, sp: bool) -> OutputHead:
-    return OutputHead(H, V, **_options(ps, sp), tied=False)
+def _head(ps: ParallelState, sp: bool, bias: bool = False) -> OutputHead:
+    return OutputHead(H, V, **_options(ps, sp), tied=False, bias=bias)
 
 
 CASES = {
@@ -204,6 +204,12 @@ CASES = {
     # beyond what exp can hold
     "head, loss of large logits": Case(
         _head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss(x * 1000, _labels())
+    ),
+    "head with a bias, loss": Case(
+        functools.partial(_head, bias=True), ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.loss(x, _labels())
+    ),
+    "head with a bias, logits": Case(
+        functools.partial(_head, bias=True), ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.logits(x)
     ),
     "head, logits": Case(_head, ROWS, REPLICATED, run=lambda layer, x, ps, sp: layer.logits(x)),
     "tied head": Case(_Tied, REPLICATED, REPLICATED, 0),

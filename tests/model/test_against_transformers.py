@@ -97,6 +97,8 @@ def convert(state, groups=None):
     }
     if "model.norm.bias" in state:
         out["decoder.final_layernorm.bias"] = state["model.norm.bias"]
+    if "lm_head.bias" in state:
+        out["output_layer.bias"] = state["lm_head.bias"]
     latent = {
         "q_proj": "linear_q_proj",
         "q_a_proj": "linear_q_down_proj",

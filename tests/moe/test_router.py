@@ -271,3 +271,26 @@ def test_given_experts_take_the_routers_probabilities(score, bias):
         assert torch.equal(router.local_tokens_per_expert, routing.sum(0).float())
     probs.square().sum().backward()
     assert router.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.01, 0.15, 5.0])
+def test_sparsemixer_weights_and_gradients_are_those_of_transformers(jitter):
+    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits[:20] -= 5.0  # all negative: the distance is relative to the other logit
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    probs, routing = score_topk(ours, 2, sparsemixer_jitter=jitter)
+    weights, chosen = phimoe.sparsemixer(theirs, jitter, training=False)
+    expected = torch.zeros_like(logits).scatter(1, chosen, weights)
+    assert torch.equal(routing, expected.detach() > 0)
+    torch.testing.assert_close(probs, expected, rtol=1e-12, atol=0)
+    factors = torch.randn(200, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (probs * factors).sum().backward()
+    (expected * factors).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    assert (theirs.grad.abs().max() > 0.01) == (jitter > 0)  # alone, an expert has weight 1
+
+
+def test_sparsemixer_with_a_scaling_factor_and_logits_of_zero():
+    probs, routing = score_topk(torch.zeros(3, 4), 2, sparsemixer_jitter=0.1, scaling_factor=1.5)
+    torch.testing.assert_close(probs[routing].view(3, 2), torch.tensor([[1.5 / 4, 1.5 / 3]]).expand(3, 2))

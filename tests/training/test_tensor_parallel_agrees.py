@@ -43,6 +43,11 @@ MODELS = {
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 --embedding-multiplier 3 "
         "--residual-multiplier 0.4 --attention-multiplier 0.3 --logits-scaling 1.5",
     ),
+    "sparsemixer, biases of attention and logits": (
+        "plain",
+        "--moe-router-sparsemixer-jitter 0.2 --add-qkv-bias --add-attention-output-bias --add-output-layer-bias",
+    ),
+    "bias of tied logits, MTP": ("per-token loss, MTP, distributed optimizer", "--add-output-layer-bias"),
     "deepseek without a query latent": ("deepseek", "--mtp-use-repeated-layer --mtp-num-layers 2"),
 }
 

@@ -385,6 +385,7 @@ REQUIRED_FLAGS = {
     "moe_shared_expert_overlap": "--moe-token-dispatcher-type alltoall", "moe_router_group_topk": "--moe-router-num-groups 8",
     "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
     "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",
+    "moe_router_sparsemixer_jitter": "--moe-router-topk 2",
     "moe_routing_replay_path": "--moe-enable-routing-replay",
     "moe_expert_rank_capacity_factor": HYBRIDEP,
     "moe_paged_stash": f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5",

@@ -57,6 +57,7 @@ _KINDS = MappingProxyType(
         "full_attention_interval index_n_heads index_head_dim index_topk mamba_n_heads mamba_expand "
         "attention_chunk_size floor_scale no_rope_layer_interval interleave_moe_layer_step",
         "number": "rope_theta partial_rotary_factor time_step_min attn_scale",
+        "switch": "attention_bias",
         "table": "rope_scaling rope_parameters",
         "list": "layer_types mlp_layer_types mlp_only_layers layer_rope_theta no_rope_layers moe_layers",
     }

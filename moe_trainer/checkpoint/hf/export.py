@@ -32,6 +32,7 @@ from moe_trainer.checkpoint.hf.families import FAMILIES, Families
 from moe_trainer.checkpoint.hf.files import CONFIG, INDEX, SINGLE
 from moe_trainer.checkpoint.hf.folder import SENTENCEPIECE_CONFIG, tokenizer_files
 from moe_trainer.checkpoint.hf.names import (
+    VOCABULARY,
     HFTensor,
     TensorMapping,
     duplicated_tensors,
@@ -260,7 +261,7 @@ def _plan_hf_tensors(
 ) -> Iterator[tuple[HFTensor, PlannedTensor]]:
     """Yield the Hugging Face tensors of a mapping, or slices of them."""
     kept = mapping.fixed_dtypes[1] if mapping.fixed_dtypes else dtype or stored
-    vocabulary = mapping.native in ("embedding.word_embeddings.weight", "output_layer.weight")
+    vocabulary = mapping.native in VOCABULARY
     for position, ref in enumerate(mapping.sources):
 
         def make(position: int = position) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ NAMES = tuple(
     qwen2
     qwen3
     mixtral
+    phimoe
     minimax_m2
     olmoe
     qwen2_moe

@@ -29,6 +29,9 @@ from moe_trainer.checkpoint.hf.converters.layer_patterns import expert_layers, l
 from moe_trainer.checkpoint.hf.rules import Names, Rule
 from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
 
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+"""Native tensors whose last rows may be padding."""
+
 
 @dataclass(frozen=True)
 class HFTensor:

@@ -25,6 +25,7 @@ from moe_trainer.checkpoint.hf.export import yarn_length
 from moe_trainer.checkpoint.hf.families import FAMILIES, Families
 from moe_trainer.checkpoint.hf.files import CONFIG, INDEX
 from moe_trainer.checkpoint.hf.names import (
+    VOCABULARY,
     HFTensor,
     TensorMapping,
     duplicated_tensors,
@@ -35,7 +36,6 @@ from moe_trainer.checkpoint.hf.names import (
 
 LATEST = "latest.json"
 _PREFIX, _PARTIAL = "weights_", ".partial"
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class HFWeights:
@@ -119,7 +119,7 @@ class HFWeights:
                 return
             native = [waiting.pop(sibling) for sibling in mapping.siblings]
         for ref, part in zip(mapping.sources, mapping.transform.to_hf(native, self._sizes), strict=True):
-            yield ref, part[: self._rows] if mapping.native in _VOCABULARY else part
+            yield ref, part[: self._rows] if mapping.native in VOCABULARY else part
 
     def _complete(
         self, ref: HFTensor, part: Tensor, stacks: dict[str, list[Tensor | None]]

@@ -26,9 +26,9 @@ _LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 _ROWS = tuple(
-    "word_embeddings.weight output_layer.weight linear_qkv.weight linear_qkv.bias linear_q_proj.weight "
-    "linear_q_up_proj.weight linear_kv_up_proj.weight linear_fc1.weight linear_fc1.bias eh_proj.weight "
-    "softmax_offset".split()
+    "word_embeddings.weight output_layer.weight output_layer.bias linear_qkv.weight linear_qkv.bias "
+    "linear_q_proj.weight linear_q_up_proj.weight linear_kv_up_proj.weight linear_fc1.weight linear_fc1.bias "
+    "eh_proj.weight softmax_offset".split()
 )
 _COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _WHOLE = re.compile(

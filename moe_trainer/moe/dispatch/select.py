@@ -150,7 +150,7 @@ def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
 
 def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | None = None) -> Callable | None:
     """Return the kernel that scores and selects experts: ours if named, fused for --moe-router-fusion, or None."""
-    if moe.finermoe is not None:
+    if moe.finermoe is not None or moe.moe_router_sparsemixer_jitter is not None:
         return None
     our_kernel = None if kernels is None else kernels.fused_topk
     if our_kernel is not None and ("triton_kernels" in backends.typed or not moe.moe_router_fusion):

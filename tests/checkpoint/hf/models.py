@@ -108,6 +108,17 @@ MODELS = {
         _GROUPED | {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
     ),
     "mixtral": ("Mixtral", _GROUPED | {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "phimoe": (
+        "Phimoe",
+        _GROUPED
+        | {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.2,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ),
     "minimax_m2": (
         "MiniMaxM2",
         _GROUPED
@@ -624,6 +635,11 @@ def batch(seed=3):
     """tokens, labels and positions, [2, SEQ]."""
     tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1], tokens[:, 1:], torch.arange(SEQ).expand(2, SEQ)
+
+
+def train(model):
+    """Set the mode in which transformers trains; Phi-3.5-MoE would draw experts at random."""
+    return model.train(model.config.model_type != "phimoe")
 
 
 def compute_logits(model, tokens_BS):

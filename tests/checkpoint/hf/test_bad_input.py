@@ -192,6 +192,8 @@ def test_config_value_of_wrong_type_is_named(key, value):
         ("mellum", "mlp_layer_types", ["sparse", "dense", "bogus"]),
         ("deepseek_v32", "index_n_heads", None),
         ("gpt_oss", "layer_types", ["chunked_attention"]),
+        ("phimoe", "attention_bias", "x"),
+        ("phimoe", "num_experts_per_tok", None),
         ("llama4_text", "layer_types", ["sliding_attention"]),
         ("llama4_text", "attn_scale", "x"),
         ("llama4_text", "floor_scale", "x"),
@@ -480,3 +482,10 @@ def test_concurrent_conversions_to_one_target_leave_it_intact(tmp_path):
     assert missing_files(slow) == [] and finish_job(slow)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.bin", "1.bin", "2.bin", "done"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_longrope_is_rejected_by_name():
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = make("phimoe").config.to_dict() | {"rope_parameters": None, "rope_scaling": scaling}
+    with pytest.raises(CheckpointError, match=r"longrope \(short_factor, long_factor\) has no flag"):
+        read_config(config)

@@ -59,6 +59,7 @@ _EXPERTS = {
     "llama4_text": "num_local_experts",
     "mistral4": "n_routed_experts",
     "minimax_m2": "num_local_experts",
+    "phimoe": "num_local_experts",
     "olmoe": "num_experts",
     "flex_olmo": "num_experts",
     "afmoe": "num_experts",
@@ -103,6 +104,7 @@ _TEMPERED = {
 _VARIANTS = {
     "mistral": [{"sliding_window": 9}],
     "mixtral": [{"sliding_window": 9}],
+    "phimoe": [{"num_experts_per_tok": 2}, {"num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}],
     "deepseek_v2": [{"topk_method": "group_limited_greedy"}],
     "deepseek_v4": [
         {},

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoint.hf.models import MODELS, SEQ, make
+from checkpoint.hf.models import MODELS, SEQ, make, train
 from commands import read_metrics, run
 
 import arguments
@@ -58,7 +58,7 @@ def test_five_steps_equal_transformers_with_adamw(name, mapping, tmp_path, recor
     optimizer = torch.optim.AdamW(groups, LR, BETAS, EPSILON)
     errors = []
     for record, (tokens, labels) in zip(records, read_batches(argv)):
-        loss = torch.nn.functional.cross_entropy(theirs.train()(tokens).logits.flatten(0, 1), labels.flatten())
+        loss = torch.nn.functional.cross_entropy(train(theirs)(tokens).logits.flatten(0, 1), labels.flatten())
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         optimizer.step()

@@ -32,6 +32,14 @@ def _write_groups(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _read_attention_biases(config: Config) -> Flags:
+    return dict.fromkeys(("add_qkv_bias", "add_attention_output_bias"), bool(config.get("attention_bias")))
+
+
+def _write_attention_biases(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": bool(flags.get("add_attention_output_bias"))}
+
+
 def _read_latent_heads(config: Config) -> Flags:
     """Return the head size if Megatron-LM cannot derive it; latent attention does not use it."""
     return {"kv_channels": config["v_head_dim"]} if config["hidden_size"] % config["num_attention_heads"] else {}
@@ -208,6 +216,7 @@ def _write_compressed(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 GROUPED = ConfigConverter(_read_groups, _write_groups)
+ATTENTION_BIASES = ConfigConverter(_read_attention_biases, _write_attention_biases)
 LATENT_HEADS = ConfigConverter(_read_latent_heads, _write_latent_heads)
 LLAMA4_ATTENTION = ConfigConverter(_read_llama4_attention, _write_llama4_attention)
 INDEXER = ConfigConverter(_read_indexer, _write_indexer)

@@ -65,6 +65,11 @@ def read_rotary(config: Config) -> Flags:
         high = float(rope.get("high_freq_factor", 4.0))
         flags |= {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
         return flags | ({} if high == 4.0 else {"rope_scaling_high_freq_factor": high})
+    if kind == "longrope":
+        raise CheckpointError(
+            "config.json: the rotary scaling longrope (short_factor, long_factor) has no flag: a factor for every "
+            "channel, which changes with the length of the sequence"
+        )
     if kind != "default":
         raise CheckpointError(f"config.json: no flag stands for the rotary scaling {rope}")
     return flags
