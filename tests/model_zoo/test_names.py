@@ -47,6 +47,7 @@ NAMES = """
     nemotron_3_nano_30b_a3b
     nemotron_3_tiny
     olmoe_1b_7b
+    phi_3_5_moe
     qwen2_57b_a14b
     qwen3_235b_a22b
     qwen3_30b_a3b
