@@ -176,6 +176,37 @@ def test_qwen3_next_mtp_layer_is_converted(last, tmp_path):
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
 
 
+def test_mtp_layer_of_ling_is_converted(tmp_path):
+    """With the gate of its latent attention; query latents, which transformers does not build, are converted, too."""
+    make("bailing_hybrid", layer_types=["linear_attention"] * 2 + ["full_attention"]).save_pretrained(
+        tmp_path / "plain"
+    )
+    tensors = read_tensors(tmp_path / "plain")
+    query = tensors.pop("model.layers.2.attention.q_proj.weight")
+    tensors |= {
+        "model.layers.2.attention.q_a_proj.weight": torch.randn(20, 32),
+        "model.layers.2.attention.q_a_layernorm.weight": torch.randn(20),
+        "model.layers.2.attention.q_b_proj.weight": torch.randn(len(query), 20),
+    }
+    tensors |= {
+        name.replace("layers.2.", "layers.3."): torch.rand_like(value) + 0.5
+        for name, value in tensors.items()
+        if "layers.2." in name
+    }
+    for leaf, shape in (("enorm", [32]), ("hnorm", [32]), ("eh_proj", [32, 64]), ("final_layernorm", [32])):
+        tensors[f"model.layers.3.{leaf}.weight"] = torch.randn(shape)
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    write_folder(tmp_path / "hf", tensors, config | {"num_nextn_predict_layers": 1, "q_lora_rank": 20})
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    layer = load_ours(tmp_path / "ours").mtp.layers[0]
+    assert torch.equal(
+        layer.mtp_model_layer.self_attention.linear_gate.weight, tensors["model.layers.3.attention.g_proj.weight"]
+    )
+    assert run_convert(tmp_path / "ours", tmp_path / "back") == 0
+    after = read_tensors(tmp_path / "back")
+    assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_mtp_depth_exports_copies_of_embedding_and_head(tied):
     flags = {"num_layers": 3, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": not tied}
