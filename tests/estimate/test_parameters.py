@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import arguments
-from moe_trainer.checkpoint.hf.config import write_config
+from moe_trainer.checkpoint.hf.config import read_config, write_config
+from moe_trainer.checkpoint.hf.names import tensor_mappings
 from moe_trainer.estimate.parameters import count_parameters, params_report
 
 # Source: public checkpoints and their reports; total without multi-token prediction, active with embedding and head.
@@ -17,6 +18,7 @@ PUBLISHED = {
     "kimi_k2": (1_026_408_209_408, 0, 32_861_477_888, 31_687_072_768, 44_040_192),
     "mimo_v2_flash": (308_778_768_832, 0, 15_445_924_288, 14_820_972_992, 25_165_824),
     "kimi_linear_48b_a3b": (49_122_675_072, 0, 3_484_453_248, 3_106_965_888, 7_077_888),
+    "ling_3_0_flash": (124_414_191_072, 3_072_193_536, 5_505_672_672, 5_103_281_632, 5_898_240),
     "qwen2_57b_a14b": (57_408_658_944, 0, 14_249_270_784, 13_704_732_160, 27_525_120),
     "qwen3_30b_a3b": (30_532_122_624, 0, 3_353_032_704, 3_041_867_776, 4_718_592),
     "qwen3_235b_a22b": (235_093_634_560, 0, 22_190_763_520, 21_568_433_664, 18_874_368),
@@ -60,6 +62,7 @@ ATTENTION = {
     "gpt_oss_20b": 26_550_144,
     "qwen3_next_80b_a3b": 27_263_488,  # of a layer with softmax attention
     "kimi_linear_48b_a3b": 29_114_880,  # likewise
+    "ling_3_0_flash": 31_965_696,  # likewise
 }
 
 
@@ -85,6 +88,19 @@ def test_counts_of_a_hybrid_model_are_those_of_transformers():
     with torch.device("meta"):
         model = model_class(model_class.config_class.from_dict(config))
     assert sum(param.numel() for param in model.parameters()) == PUBLISHED["nemotron_3_nano_30b_a3b"][0]
+
+
+def test_counts_of_ling_are_those_of_transformers_and_of_the_published_files():
+    """Tensors in the files, experts one by one: 62,230 of the model and 1,553 of its prediction layer."""
+    transformers = pytest.importorskip("transformers")
+    args = preset("ling_3_0_flash").as_dict()
+    family, config = write_config(args, 157184)
+    with torch.device("meta"):
+        model = transformers.BailingHybridForCausalLM(transformers.BailingHybridConfig())
+    assert sum(param.numel() for param in model.parameters()) == PUBLISHED["ling_3_0_flash"][0]
+    flags = read_config(config)[1] | {"rows": 157184}
+    sources = {ref.name for mapping in tensor_mappings(family.names, flags) for ref in mapping.sources}
+    assert (len(sources), sum("layers.42." in name for name in sources)) == (62230 + 1553, 1553)
 
 
 @pytest.mark.parametrize(("name", "total", "active"), [("0_5b", 1.68, 0.65), ("1_5b", 5.64, 1.85), ("7b", 26.65, 7.94)])

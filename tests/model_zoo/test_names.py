@@ -34,6 +34,7 @@ NAMES = """
     kimi_k2
     kimi_linear_48b_a3b
     latentmoe_tiny
+    ling_3_0_flash
     llama_4_maverick
     llama_4_scout
     mimo_v2_flash
