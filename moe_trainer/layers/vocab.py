@@ -243,7 +243,7 @@ class OutputHead(nn.Module):
     def _operands(self, x_SBH: Tensor, weight: Parameter) -> tuple[Tensor, Tensor]:
         """Return hidden states and weight, with the bias as a further column of the weight.
 
-        Every form of the loss then has its value and its gradient. The copy of the weight is little work next to a GEMM.
+        Every form of the loss then has its value and its gradient. The copy of the weight is cheap next to a GEMM.
         """
         if self.bias is None:
             return x_SBH, weight
