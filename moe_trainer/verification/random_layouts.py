@@ -70,6 +70,7 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     values |= _multipliers(separate_rng(), values)
     values |= _chunks(separate_rng(), values)
     values |= _norms_of_layers(separate_rng())
+    values |= _head_gates(separate_rng(), values)
     set_values = {dest: value for dest, value in values.items() if value is not None}
     try:
         return make_case(mapping, set_values, bool(values.get("bf16")))
@@ -117,7 +118,6 @@ def _model(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
         values["rotary_scaling_factor"] = 4.0
     values["qk_layernorm"] = _chance(rng, 0.4)
     values["attention_output_gate"] = not values.get("multi_latent_attention") and _chance(rng, 0.3)
-    values["head_wise_attn_gate"] = kind == "latent" and _chance(rng, 0.3)
     values["softmax_type"] = rng.choice(("vanilla", "vanilla", "learnable", "off-by-one"))
     if _chance(rng, 0.3) and not values["add_bias_linear"]:
         values |= {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": _chance(rng, 0.5)}
@@ -342,6 +342,12 @@ def _norms_of_layers(rng: random.Random) -> dict[str, object]:
         return {}
     alone = attention and mlp and _chance(rng, 0.5)
     return {"post_self_attn_layernorm": attention, "post_mlp_layernorm": mlp, "pre_layernorm": not alone}
+
+
+def _head_gates(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
+    """Draw gates of whole heads of latent attention sometimes."""
+    gates = rng.choice((False, False, True)) and values.get("multi_latent_attention")
+    return {"head_wise_attn_gate": True} if gates and not values.get("experimental_attention_variant") else {}
 
 
 def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:

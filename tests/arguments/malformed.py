@@ -42,6 +42,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz-"
 ANY_NUMBER = frozenset(
     {
         "glu_linear_offset",
+        "kda_decay_lower_bound",
         "moe_router_force_biased",
         "moe_expert_capacity_factor",
         "null_tokenizer_eod_id",
