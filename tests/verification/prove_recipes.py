@@ -87,7 +87,8 @@ ALL = tuple(Recipe(*row) for row in (*RECIPES, *TABLE_11))
 def validates(recipe: Recipe, folder: Path) -> str:
     """Return "yes", or why the program rejects the recipe."""
     violations = resolve_command_line(recipe.argv(folder), recipe.ranks)[1]
-    return "yes" if not violations else violations[0].message
+    messages = [violation.message.rpartition(f"{folder}/")[2] for violation in violations]
+    return "; ".join(re.sub(r"^\S+\.yaml: ", "", message).rstrip(".") for message in messages) or "yes"
 
 
 def plans(recipe: Recipe, folder: Path) -> str:
