@@ -110,7 +110,11 @@ class GatedDeltaNet(nn.Module):
         self.layer_number = layer_number
         self._build_projections(model, full, name, factory, options)
         self.conv1d = CausalConvolution(
-            tuple(full.channels), PROJECTIONS[:3], model.linear_conv_kernel_dim, name=f"{name}.conv1d", sharding=sharding
+            tuple(full.channels),
+            PROJECTIONS[:3],
+            model.linear_conv_kernel_dim,
+            name=f"{name}.conv1d",
+            sharding=sharding,
         )
         info = ParamInfo((f"{name}.dt_bias",), init=self.step_init, **sharding)
         self.dt_bias = make_parameter((values // tp.size * full.decays,), info)
