@@ -83,7 +83,7 @@ class MoEArgs:
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before choosing the top k, instead of over the chosen ones."""
     moe_router_sparsemixer_jitter: float | None = None
-    """Weigh each of the two chosen experts by a softmax of its own (SparseMixer, Phi-3.5-MoE): over the logits within
+    """Weigh each of the two chosen experts by a separate softmax (SparseMixer, Phi-3.5-MoE): over the logits within
     twice this relative distance of it, without the better expert. Unset: one softmax. A flag of this program."""
     moe_router_topk_scaling_factor: float | None = None
     """Multiply the chosen probabilities by this factor. Unset: 1."""

@@ -225,23 +225,19 @@ class GatedDeltaNet(nn.Module):
 
     def _mix_with_cache(self, x_SBC: Tensor, beta_SBN: Tensor, alpha_SBA: Tensor, cache: KVCache) -> Tensor:
         """Apply the delta rule from the cached state, and store the state after every sequence's last token."""
-        halo, number = self.conv1d.weight.shape[-1] - 1, self.layer_number
+        halo, number, state = self.conv1d.weight.shape[-1] - 1, self.layer_number, None
         if cache.is_prefill:
             # padding writes nothing and forgets nothing
             is_padding_SB1 = (
                 torch.arange(x_SBC.shape[0], device=x_SBC.device)[:, None, None] >= cache.lengths_B[:, None]
             )
             beta_SBN, alpha_SBA = (x.masked_fill(is_padding_SB1, float("-inf")) for x in (beta_SBN, alpha_SBA))
-            x_SBC, state = F.pad(x_SBC, (0, 0, 0, 0, halo, 0)), None
-            ends_B = cache.lengths_B
         else:
             x_SBC, beta_SBN, alpha_SBA = (x.transpose(0, 1) for x in (x_SBC, beta_SBN, alpha_SBA))
-            x_SBC, state = torch.cat([cache.get(number, "inputs"), x_SBC]), cache.get(number, "state")
-            ends_B = torch.ones_like(cache.lengths_B)
+            state = cache.get(number, "state")
+        x_SBC = cache.convolution_inputs(number, x_SBC, halo)
         rates, weight_CW = (self.A_log, self.dt_bias), self.conv1d.weight.squeeze(1)
         y, state = continue_gated_delta(x_SBC, beta_SBN, alpha_SBA, weight_CW, *rates, self.heads, state)
-        last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
-        cache.put(number, "inputs", x_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
         cache.put(number, "state", state)
         y_SBN = y.flatten(2)
         return y_SBN if cache.is_prefill else y_SBN.transpose(0, 1)

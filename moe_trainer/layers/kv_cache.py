@@ -75,6 +75,18 @@ class KVCache:
             visible_BK &= positions_K // chunk == self.last_positions.unsqueeze(1) // chunk
         return visible_BK
 
+    def convolution_inputs(self, layer_number: int, x_SBC: Tensor, halo: int) -> Tensor:
+        """Return inputs of a causal convolution with the `halo` positions before them, [halo + S, B, C].
+
+        Zeros precede a prompt. A later token is [1, B, C]. Every sequence's last inputs are stored for the next pass.
+        """
+        earlier = x_SBC.new_zeros(halo, *x_SBC.shape[1:]) if self.is_prefill else self.get(layer_number, "inputs")
+        inputs_SBC = torch.cat([earlier, x_SBC])
+        ends_B = self.lengths_B if self.is_prefill else torch.ones_like(self.lengths_B)
+        last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
+        self.put(layer_number, "inputs", inputs_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
+        return inputs_SBC
+
     def put(self, layer_number: int, name: str, state: Tensor) -> None:
         """Replace a state that does not grow."""
         self._tensors[layer_number, name] = state

@@ -12,7 +12,6 @@ Shapes: S sequence, B microbatch, H hidden, and those of ops/state_space.py.
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments.model import ModelArgs
@@ -158,17 +157,14 @@ class MambaMixer(nn.Module):
         self, z_SBI: Tensor, x_SBC: Tensor, dt_SBH: Tensor, params: tuple[Tensor, ...], cache: KVCache
     ) -> Tensor:
         """Continue from the cached state, and store the state after every sequence's last token."""
-        halo, number, state = CONV_WIDTH - 1, self.layer_number, None
+        number, state = self.layer_number, None
         if cache.is_prefill:
             positions_S11 = torch.arange(x_SBC.shape[0], device=x_SBC.device)[:, None, None]
             dt_SBH = dt_SBH.masked_fill(positions_S11 >= cache.lengths_B[:, None], float("-inf"))
-            x_SBC, ends_B = F.pad(x_SBC, (0, 0, 0, 0, halo, 0)), cache.lengths_B
         else:  # one token of each sequence, laid out as one sequence
             z_SBI, x_SBC, dt_SBH = (each.transpose(0, 1) for each in (z_SBI, x_SBC, dt_SBH))
-            x_SBC, state = torch.cat([cache.get(number, "inputs"), x_SBC]), cache.get(number, "state")
-            ends_B = torch.ones_like(cache.lengths_B)
+            state = cache.get(number, "state")
+        x_SBC = cache.convolution_inputs(number, x_SBC, CONV_WIDTH - 1)
         y_SBI, state = continue_state_space(z_SBI, x_SBC, dt_SBH, params, self.sizes, state)
-        last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
-        cache.put(number, "inputs", x_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
         cache.put(number, "state", state)
         return y_SBI if cache.is_prefill else y_SBI.transpose(0, 1)

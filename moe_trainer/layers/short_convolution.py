@@ -131,15 +131,11 @@ class ShortConvolution(nn.Module):
 
     def _mix_with_cache(self, parts: Tensor, cache: KVCache) -> Tensor:
         """Mix with the cached inputs, and store those of every sequence's last positions."""
-        weight_CW, number = self.conv1d.weight.squeeze(1), self.layer_number
+        weight_CW = self.conv1d.weight.squeeze(1)
         halo = weight_CW.shape[1] - 1
         if not cache.is_prefill:
             parts = parts.transpose(0, 1)
         before, after, x = parts.chunk(3, -1)
-        earlier = cache.get(number, "inputs") if not cache.is_prefill else x.new_zeros(halo, *x.shape[1:])
-        inputs_SBC = torch.cat([earlier, before * x])
-        ends_B = cache.lengths_B if cache.is_prefill else torch.ones_like(cache.lengths_B)
-        last = ends_B + torch.arange(halo, device=ends_B.device).unsqueeze(1)
-        cache.put(number, "inputs", inputs_SBC[last, torch.arange(len(ends_B), device=ends_B.device)])
+        inputs_SBC = cache.convolution_inputs(self.layer_number, before * x, halo)
         y_SBC = after * causal_convolution(inputs_SBC, weight_CW, activation=None)[halo:]
         return y_SBC if cache.is_prefill else y_SBC.transpose(0, 1)
