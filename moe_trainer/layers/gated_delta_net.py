@@ -110,7 +110,7 @@ class GatedDeltaNet(nn.Module):
         self.layer_number = layer_number
         self._build_projections(model, full, name, factory, options)
         self.conv1d = CausalConvolution(
-            tuple(full.channels),
+            full.channels,
             PROJECTIONS[:3],
             model.linear_conv_kernel_dim,
             name=f"{name}.conv1d",

@@ -44,9 +44,9 @@ class Heads:
     lower_bound: float | None = None
 
     @property
-    def channels(self) -> list[int]:
+    def channels(self) -> tuple[int, int, int]:
         """Number of channels of queries, keys and values."""
-        return [self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim]
+        return self.keys * self.key_dim, self.keys * self.key_dim, self.values * self.value_dim
 
 
 def causal_convolution(
