@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Make the environment and run the CPU suite. Extra arguments go to pytest:
-#   bash scripts/test.sh                 everything but the slow tier
+#   bash scripts/test.sh                 the default tier, ten minutes on two cores: tests that notice every recorded mutant (tests/mutants),
+#                                        and the README's commands
+#   bash scripts/test.sh --all           everything but the slow tier
+#   bash scripts/test.sh --changed       what the changes since main can affect, in five minutes
 #   bash scripts/test.sh -m slow         the slow tier: every factorisation of 2, 4 and 8 ranks, and other long proofs
 #   bash scripts/test.sh tests/moe -x    one folder, stop at the first failure
-#   MOE_TRAINER_TEST_PROCESSES=1 bash scripts/test.sh    one pytest process; else one more than cores (tests/parallel_runner.py)
+#   MOE_TRAINER_TEST_PROCESSES=1 bash scripts/test.sh    one pytest process; else one more than cores (tests/suite/runner.py)
 #   MOE_TRAINER_TEST_WITH=triton bash scripts/test.sh    the Triton kernels too: interpreted, and compiled for sm_90, sm_100 and sm_103. Triton is
 #                                        as large as all of torch (a 198 MB wheel, 0.7 GB on disk), so it is not installed unasked
 #   MOE_TRAINER_TEST_WITH="triton transformer_engine"    and TransformerEngine's own Python on the emulated device: a wheel of 1 MB, which
@@ -33,4 +36,4 @@ for package in ${wheels[@]+"${wheels[@]}"}; do
 done
 # One thread per process: tests start ranks by fork, which more threads would hang.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-exec "$PYTHON_BIN" tests/parallel_runner.py -q "$@"
+exec "$PYTHON_BIN" -m pytest -q "$@"

@@ -1,0 +1,22 @@
+"""Seconds of every test: recorded by every run, used for the order of the next."""
+
+from __future__ import annotations
+
+import pytest
+from suite import record
+
+CACHE = "moe-trainer/seconds"
+
+
+def read(config: pytest.Config) -> dict[str, float]:
+    """Return seconds by test: those of this checkout's last runs, else those of the repository's record."""
+    cache = getattr(config, "cache", None)
+    own = cache.get(CACHE, {}) if cache else {}
+    return record.read_seconds() | {name: max(pair) for name, pair in own.items()}
+
+
+def write(config: pytest.Config, measured: dict[str, tuple[float, float]]) -> None:
+    """Add what a run measured to this checkout's seconds: (wall, processor) by test."""
+    cache = getattr(config, "cache", None)
+    if cache is not None and measured:
+        cache.set(CACHE, cache.get(CACHE, {}) | measured)

@@ -1,0 +1,113 @@
+"""Write the record of the tests and the default tier.
+
+    bash scripts/test.sh --all --record FOLDER           or some modules only
+    python tests/suite/make_tiers.py --record FOLDER     record.xz: the tests of modules that ran are replaced
+    python tests/mutants/run.py --write                  which test notices which mutant
+    python tests/suite/make_tiers.py                     default.txt
+
+The default tier has the tests that notice the mutants, those of the README's commands, and, until its time is spent,
+the cheapest ones that reach blocks of the product which its other tests reach rarely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from suite import record, tiers
+
+NOTICED_FILE = ROOT / "tests/mutants/noticed.json"
+BUDGET_S = 620.0
+"""Processor time of the tests of the default tier."""
+MODULE_S = 1.0
+"""What importing a test module costs, about."""
+ALWAYS = ("tests/docs/test_commands.py::test_readme", "tests/scripts/test_quickstart")
+TIMES = 3
+"""A block counts for the choice until so many tests reach it: one half each time."""
+
+
+def main() -> int:
+    """Write the files that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=Path, help="folder of a run with --record")
+    parser.add_argument("--budget", type=float, default=BUDGET_S)
+    args = parser.parse_args()
+    if args.record:
+        found, old = record.read_raw(args.record), record.read()
+        if old is not None:
+            found = record.merge(old, found)
+        record.write(found)
+        print(
+            f"{record.FILE.name}: {len(found.tests)} tests, {sum(found.seconds):.0f} s of processor time, {len(found.blocks)} blocks"
+        )
+        return 0
+    known = record.read()
+    chosen = choose(known, json.loads(NOTICED_FILE.read_text()), args.budget)
+    names = sorted(known.tests[at] for at in chosen)
+    tiers.DEFAULT_FILE.write_text("\n".join(names) + "\n")
+    print(
+        f"{tiers.DEFAULT_FILE.name}: {len(names)} tests, {sum(known.seconds[at] for at in chosen):.0f} s of processor time"
+    )
+    return 0
+
+
+def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], budget: float) -> set[int]:
+    """Return the numbers of the tests of the default tier."""
+    numbers = {name: at for at, name in enumerate(known.tests)}
+    names = {tests[0].removesuffix(" (hangs)") for by_tier in noticed.values() for tests in by_tier.values() if tests}
+    chosen = {numbers[name] for name in names if name in numbers}
+    chosen |= {at for name, at in numbers.items() if name.startswith(ALWAYS)}
+    modules = {known.tests[at].partition("::")[0] for at in chosen}
+    spent = sum(known.seconds[at] for at in chosen) + MODULE_S * len(modules)
+    by_module = defaultdict(list)
+    for name, at in numbers.items():
+        by_module[name.partition("::")[0]].append(at)
+    weights = np.zeros(known.bits.shape[1] * 8, np.float32)
+    weights[: len(known.blocks)] = 1.0
+    for at in chosen:
+        _discount(weights, known.bits[at])
+    gains = np.array([_gain(weights, row) for row in known.bits])
+    seconds = np.maximum(np.array(known.seconds), 0.02)
+    module_of = [name.partition("::")[0] for name in known.tests]
+    costs = seconds + np.array([0.0 if module in modules else MODULE_S for module in module_of])
+    available = np.ones(len(known.tests), bool)
+    available[list(chosen)] = False
+    while available.any():
+        # gains only shrink: look again at the best one until it stays the best
+        at = int(np.argmax(np.where(available, gains / costs, -1.0)))
+        gain = _gain(weights, known.bits[at])
+        if gain < gains[at] - 1e-3:
+            gains[at] = gain
+            continue
+        available[at] = False
+        if gain <= 0 or spent + costs[at] > budget:
+            continue
+        chosen.add(at)
+        spent += costs[at]
+        if module_of[at] not in modules:
+            modules.add(module_of[at])
+            costs[by_module[module_of[at]]] -= MODULE_S
+        _discount(weights, known.bits[at])
+    return chosen
+
+
+def _gain(weights: np.ndarray, row: np.ndarray) -> float:
+    return float(weights[np.unpackbits(row).astype(bool)].sum())
+
+
+def _discount(weights: np.ndarray, row: np.ndarray) -> None:
+    reached = np.unpackbits(row).astype(bool)
+    weights[reached] /= 2
+    weights[weights < 2.0**-TIMES] = 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The repository's record of its tests: seconds and reached blocks of each, in `record.xz`.
+
+`python tests/suite/make_tiers.py` writes it from a run with --record. Line numbers are not stored: a block is the n-th
+of its function, and a function has a hash of its code, so that the record stays useful while code moves.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import lzma
+import pickle
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from suite.probes import ROOT, Prober
+
+FILE = Path(__file__).with_name("record.xz")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Tests with their seconds of processor time, and which of the blocks each reaches."""
+
+    tests: list[str]
+    seconds: list[float]
+    blocks: list[tuple[str, str, int]]
+    """(file, function, number in the function); function "" is the module itself."""
+    bits: np.ndarray
+    """A row per test; bit b of it (np.packbits) is set if the test reaches block b."""
+
+    @cached_property
+    def columns(self) -> dict[tuple[str, str | None], list[int]]:
+        """Block numbers by (file, function), and by (file, None) for all of a file."""
+        found: dict = {}
+        for at, (file, function, _) in enumerate(self.blocks):
+            found.setdefault((file, function), []).append(at)
+            found.setdefault((file, None), []).append(at)
+        return found
+
+    def tests_that_reach(self, columns: Iterable[int]) -> np.ndarray:
+        """Return the numbers of the tests that reach one of the blocks."""
+        mask = np.zeros(self.bits.shape[1], np.uint8)
+        for column in columns:
+            mask[column >> 3] |= 128 >> (column & 7)
+        used = np.flatnonzero(mask)
+        return np.flatnonzero((self.bits[:, used] & mask[used]).any(axis=1))
+
+
+def write(record: Record, path: Path = FILE) -> None:
+    """Write the file; tests are sorted by name and stored as differences, since neighbors reach the same code."""
+    order = sorted(range(len(record.tests)), key=lambda at: record.tests[at])
+    bits = record.bits[order]
+    bits[1:] ^= bits[:-1].copy()
+    header = json.dumps(
+        {
+            "tests": [record.tests[at] for at in order],
+            "seconds": [round(record.seconds[at], 2) for at in order],
+            "blocks": record.blocks,
+        }
+    ).encode()
+    path.write_bytes(lzma.compress(len(header).to_bytes(8, "little") + header + bits.tobytes(), preset=9))
+
+
+def read(path: Path = FILE) -> Record | None:
+    """Return the record of the repository, None where it was never made."""
+    if not path.exists():
+        return None
+    with lzma.open(path) as file:
+        header = _read_header(file)
+        bits = np.frombuffer(file.read(), np.uint8).reshape(len(header["tests"]), -1)
+    blocks = [tuple(block) for block in header["blocks"]]
+    return Record(header["tests"], header["seconds"], blocks, np.bitwise_xor.accumulate(bits, axis=0))
+
+
+def read_seconds(path: Path = FILE) -> dict[str, float]:
+    """Return the recorded seconds by test."""
+    if not path.exists():
+        return {}
+    with lzma.open(path) as file:
+        header = _read_header(file)
+    return dict(zip(header["tests"], header["seconds"]))
+
+
+def _read_header(file: BinaryIO) -> dict:
+    return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
+def read_raw(folder: Path) -> Record:
+    """Return what the processes of a run with --record wrote into the folder."""
+    counts: dict[tuple[str, str], int] = {}
+    blocks = []
+    for file, function, _ in json.loads((folder / "blocks.json").read_text()):
+        number = counts[file, function] = counts.get((file, function), -1) + 1
+        blocks.append((file, function, number))
+    rows: dict[str, np.ndarray] = {}
+    seconds: dict[str, float] = {}
+    for path in sorted(folder.glob("reached*.pickles")):
+        with path.open("rb") as file:
+            while file.peek(1):
+                name, seconds[name], data = pickle.load(file)
+                rows[name] = np.packbits(np.frombuffer(zlib.decompress(data), np.uint8) != 0)
+    tests = sorted(rows)
+    return Record(tests, [seconds[name] for name in tests], blocks, np.stack([rows[name] for name in tests]))
+
+
+def merge(old: Record, new: Record) -> Record:
+    """Return the new record, with the old one's tests of other modules that still exist."""
+    modules = {name.partition("::")[0] for name in new.tests}
+    kept = [
+        at
+        for at, name in enumerate(old.tests)
+        if (module := name.partition("::")[0]) not in modules and (ROOT / module).exists()
+    ]
+    numbers = {block: at for at, block in enumerate(new.blocks)}
+    pairs = [(at, numbers[block]) for at, block in enumerate(old.blocks) if block in numbers]
+    sources, targets = (list(side) for side in zip(*pairs))
+    rows = np.zeros((len(kept), len(new.blocks)), np.uint8)
+    for row, at in enumerate(kept):
+        rows[row, targets] = np.unpackbits(old.bits[at], count=len(old.blocks))[sources]
+    return Record(
+        [*new.tests, *(old.tests[at] for at in kept)],
+        [*new.seconds, *(old.seconds[at] for at in kept)],
+        new.blocks,
+        np.concatenate([new.bits, np.packbits(rows, axis=1)]),
+    )
+
+
+def blocks_of(source: str) -> list[tuple[str, int, int]]:
+    """Return (function, number in the function, first line) of every block of a module's text."""
+    prober = Prober(0)
+    prober.visit(ast.parse(source))
+    counts: dict[str, int] = {}
+    found = []
+    for function, line in prober.blocks:
+        number = counts[function] = counts.get(function, -1) + 1
+        found.append((function, number, line))
+    return found
+
+
+def function_spans(source: str, qualified_name: str) -> list[tuple[int, int]]:
+    """Return (lines before it, lines up to its end) of every function or class of that name (Class.method)."""
+    found: list[tuple[int, int]] = []
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                name = (*names, child.name)
+                if ".".join(name) == qualified_name:
+                    found.append((child.lineno - 1, child.end_lineno or child.lineno))
+                visit(child, name)
+            else:
+                visit(child, names)
+
+    visit(ast.parse(source), ())
+    return found
+
+
+def function_hashes(source: str) -> dict[str, str]:
+    """Return a hash of the code of every function of a module's text, and of the rest under ""."""
+    hashes: dict[str, str] = {}
+
+    def visit(node: ast.AST, names: tuple[str, ...], in_function: bool) -> None:
+        for child in list(ast.iter_child_nodes(node)):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not in_function:
+                hashes[".".join((*names, child.name))] = _hash(child)
+                child.body = [ast.Pass()]  # signature and decorators belong to the rest too
+            elif isinstance(child, ast.ClassDef) and not in_function:
+                visit(child, (*names, child.name), False)
+
+    tree = ast.parse(source)
+    visit(tree, (), False)
+    hashes[""] = _hash(tree)
+    return hashes
+
+
+def _hash(node: ast.AST) -> str:
+    return hashlib.sha1(ast.dump(node).encode()).hexdigest()[:12]

@@ -1,0 +1,381 @@
+"""pytest plugin of this suite: one collection, tests run by processes forked from it, durations recorded and used.
+
+The process that pytest starts collects. It then forks workers, which find every module, transformers and Triton loaded.
+A worker claims a module, runs its tests one by one, and takes the next module; when none is left, it helps with the rest
+of a long one. Modules with the longest recorded durations come first. Folders whose tests mostly wait for time limits
+have one additional worker each, so that the waits cost no core. Reports go to the first process, which prints them:
+-x, --lf, --junit-xml and the summary are those of one pytest.
+
+pytest-xdist was not taken: every worker of it collects again, in an interpreter of its own and with an additional
+thread, and the tests start ranks by fork, which could find that thread holding a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import pytest
+from suite import durations, skips, tiers
+
+WAITING_FOLDERS = ("tests/resilience/", "tests/slurm/")
+"""Folders whose tests mostly wait for time limits; no two tests of such a folder run at the same time."""
+HELP_FROM_S = 4.0
+"""A worker without a module helps with one whose remaining tests took longer than this."""
+STATE = pytest.StashKey["Run"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that scripts/test.sh documents."""
+    group = parser.getgroup("moe-trainer")
+    group.addoption("--all", action="store_true", help="run everything; without paths the default tier is run")
+    group.addoption(
+        "--changed", action="store_true", help="run what the changes since main can affect, in five minutes"
+    )
+    group.addoption("--tier-limit", type=float, default=300.0, help="seconds of wall time that --changed may take")
+    group.addoption(
+        "--processes",
+        type=int,
+        default=int(os.environ.get("MOE_TRAINER_TEST_PROCESSES") or min((os.cpu_count() or 1) + 1, 5)),
+        help="workers (default: one more than cores, because tests also wait, at most 5)",
+    )
+    group.addoption("--record", metavar="FOLDER", help="write durations and reached blocks of every test there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare the recording before any module of the product is imported."""
+    config.stash[STATE] = Run(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules of which the tier has no test."""
+    tier = config.stash[STATE].tier
+    return (
+        True if tier is not None and collection_path.suffix == ".py" and not tier.has_module(collection_path) else None
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the tier."""
+    tier = config.stash[STATE].tier
+    if tier is not None:
+        kept, left_out = tier.select(items)
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say which tier is run."""
+    tier = config.stash[STATE].tier
+    return None if tier is None else tier.header
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in forked workers; return None, for pytest's own loop, for one process or options that need it."""
+    config = session.config
+    if session.testsfailed and not config.option.continue_on_collection_errors:
+        raise session.Interrupted("errors during collection")
+    count = min(config.option.processes, len(session.items))
+    if config.option.collectonly or (count < 2 and not config.option.record):
+        return None
+    if config.option.usepdb or config.option.capture == "no":  # the terminal can belong to one test only
+        return None
+    config.stash[STATE].run(session, max(count, 1))
+    return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was skipped for want of something, and what a tier left out."""
+    reports = terminalreporter.stats.get("skipped", ())
+    reasons = [report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)]
+    tier = config.stash[STATE].tier
+    for line in [*skips.summarize(reasons), *(tier.summary() if tier is not None else ())]:
+        terminalreporter.write_line(line)
+
+
+class Run:
+    """One run of the suite in the process that collects."""
+
+    def __init__(self, config: pytest.Config):
+        self.config = config
+        self.tier = tiers.choose(config)
+        self.finder = None
+        if config.option.record:
+            from suite import probes
+
+            folder = Path(config.option.record).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "size").write_bytes(bytes(probes.prepare(folder)))
+            self.finder = probes.install(folder / "collection")
+            self.pth = probes.install_for_interpreters()
+            config.add_cleanup(self.pth.unlink)
+
+    def run(self, session: pytest.Session, count: int) -> None:
+        """Fork workers and report their results until all tests have run."""
+        seconds = durations.read(self.config)
+        board = Board(session.items, seconds)
+        workers = [Worker(session, board, self.finder, None, at) for at in range(count)]
+        workers += [Worker(session, board, self.finder, unit, count + at) for at, unit in enumerate(board.waiting)]
+        measured: dict[str, tuple[float, float]] = {}
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        try:
+            capture.suspend_global_capture(in_=True)
+            for worker in workers:
+                worker.start()
+            capture.resume_global_capture()
+            self._report(session, board, workers, measured)
+        finally:
+            for worker in workers:
+                worker.process.kill()
+                worker.process.join()
+            durations.write(self.config, measured)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+
+    def _report(self, session: pytest.Session, board: Board, workers: list[Worker], measured: dict) -> None:
+        hook = self.config.hook
+        alive = {worker.pipe: worker for worker in workers}
+        while alive:
+            for pipe in wait(list(alive)):
+                worker = alive[pipe]
+                try:
+                    message = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    del alive[pipe]
+                    worker.process.join()
+                    if worker.process.exitcode == 0 or session.shouldfail or session.shouldstop:
+                        continue
+                    hook.pytest_runtest_logreport(report=worker.death(session))
+                    board.release(worker.current)
+                    worker.start()
+                    alive[worker.pipe] = worker
+                    continue
+                worker.current, worker.next = message["test"], message["next"]
+                for warning in message.get("warnings", ()):
+                    hook.pytest_warning_recorded.call_historic(kwargs=warning)
+                for data in message.get("reports", ()):
+                    report = hook.pytest_report_from_serializable(config=self.config, data=data)
+                    hook.pytest_runtest_logreport(report=report)
+                if "seconds" in message:
+                    measured[session.items[message["test"]].nodeid] = message["seconds"]
+                if session.shouldfail or session.shouldstop:
+                    board.stop()
+
+
+class Board:
+    """Which tests are claimed: shared memory of all workers.
+
+    A unit is a module, or a waiting folder. Its tests are claimed from the front by the worker that owns it, from the
+    back by helpers.
+    """
+
+    def __init__(self, items: list[pytest.Item], seconds: dict[str, float]):
+        units: dict[str, list[int]] = defaultdict(list)
+        self.shares_fixture: set[str] = set()
+        for at, item in enumerate(items):
+            module = item.nodeid.partition("::")[0]
+            unit = next((name for name in WAITING_FOLDERS if module.startswith(name)), module)
+            units[unit].append(at)
+            if any(
+                definition.scope in ("module", "package", "class")
+                and definition.argname in getattr(item, "fixturenames", ())
+                for definitions in item._fixtureinfo.name2fixturedefs.values()
+                for definition in definitions
+                if definition.argname != "restored_environment"
+            ):
+                self.shares_fixture.add(unit)
+        self.waiting = [unit for unit in WAITING_FOLDERS if unit in units and len(units) > 1]
+        self._seconds = [seconds.get(item.nodeid, 0.1) for item in items]
+        self._units = dict(sorted(units.items(), key=lambda pair: -sum(self._seconds[at] for at in pair[1])))
+        self._numbers = {unit: number for number, unit in enumerate(self._units)}
+        context = multiprocessing.get_context("fork")
+        self._lock = context.Lock()
+        self._fronts = context.RawArray("i", len(self._units))
+        self._backs = context.RawArray("i", [len(tests) for tests in self._units.values()])
+        self._owned = context.RawArray("b", len(self._units))
+        self._stopped = context.RawValue("b", 0)
+
+    def stop(self) -> None:
+        """Give out no more tests."""
+        self._stopped.value = 1
+
+    def release(self, test: int) -> None:
+        """Let another worker take the rest of the unit of a test whose worker has ended."""
+        with self._lock:
+            for unit, tests in self._units.items():
+                if test in tests:
+                    self._owned[self._numbers[unit]] = 0
+
+    def claims(self, waiting: str | None) -> Iterator[int]:
+        """Yield the tests that a worker runs; `waiting` is the folder that is its only unit."""
+        unit = waiting
+        while not self._stopped.value:
+            with self._lock:
+                claimed = self._take(unit, from_back=False) if unit is not None else None
+                while claimed is None:
+                    unit = None if waiting else self._next_unit()
+                    if unit is None:
+                        break
+                    claimed = self._take(unit, from_back=False)
+                helped = None
+                if claimed is None and waiting is None and (helped := self._longest()) is not None:
+                    claimed = self._take(helped, from_back=True)
+            if claimed is None:
+                return
+            yield claimed
+
+    def _take(self, unit: str, from_back: bool) -> int | None:
+        number = self._numbers[unit]
+        if self._fronts[number] >= self._backs[number]:
+            return None
+        if from_back:
+            self._backs[number] -= 1
+            return self._units[unit][self._backs[number]]
+        self._fronts[number] += 1
+        return self._units[unit][self._fronts[number] - 1]
+
+    def _next_unit(self) -> str | None:
+        for unit, number in self._numbers.items():
+            if not self._owned[number] and unit not in self.waiting:
+                self._owned[number] = 1
+                return unit
+        return None
+
+    def _longest(self) -> str | None:
+        def remaining(unit: str) -> float:
+            number = self._numbers[unit]
+            return sum(self._seconds[at] for at in self._units[unit][self._fronts[number] : self._backs[number]])
+
+        candidates = [unit for unit in self._units if unit not in self.waiting and unit not in self.shares_fixture]
+        unit = max(candidates, key=remaining, default=None)
+        return unit if unit is not None and remaining(unit) > HELP_FROM_S else None
+
+
+class Worker:
+    """A forked process that runs tests; the methods but `serve` belong to the first process."""
+
+    def __init__(self, session: pytest.Session, board: Board, finder: object, waiting: str | None, number: int):
+        self.session, self.board, self.finder, self.waiting, self.number = session, board, finder, waiting, number
+        self.current = 0
+        self.next: int | None = None
+
+    def start(self) -> None:
+        """Fork."""
+        context = multiprocessing.get_context("fork")
+        self.pipe, child = context.Pipe(duplex=False)
+        self.process = context.Process(target=self.serve, args=(child,), name=f"tests {self.number}")
+        self.process.start()
+        child.close()
+
+    def death(self, session: pytest.Session) -> pytest.TestReport:
+        """Return the failure of the test during which the process ended."""
+        item = session.items[self.current]
+        text = f"the process that ran this test ended with exit code {self.process.exitcode}"
+        return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+
+    def serve(self, pipe: Connection) -> None:
+        """Run claimed tests in this process and send their reports."""
+        code = 0
+        try:
+            self.pipe.close()
+            self._become_worker(pipe)
+            self._serve(pipe)
+        except (KeyboardInterrupt, BrokenPipeError):
+            code = 130
+        except pytest.exit.Exception as asked:
+            code = asked.returncode or 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)  # no interpreter shutdown: pytest's own must not run twice
+
+    def _become_worker(self, pipe: Connection) -> None:
+        config = self.session.config
+        capture = config.pluginmanager.getplugin("capturemanager")
+        # Its files are shared with the first process and the other workers.
+        capture.stop_global_capturing()
+        capture.start_global_capturing()
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        config.pluginmanager.unregister(reporter)
+        config.pluginmanager.register(_Terminal(reporter), "terminalreporter")
+        factory = config._tmp_path_factory
+        with contextlib.suppress(FileExistsError):
+            (factory.getbasetemp() / f"worker{self.number}").mkdir(mode=0o700)
+        factory._basetemp = factory.getbasetemp() / f"worker{self.number}"
+        self.outbox: dict = {}
+        config.pluginmanager.register(_Outbox(config, self.outbox))
+        if self.finder is not None:
+            self.finder.use(self.finder.folder / f"buffer{self.number}")
+
+    def _serve(self, pipe: Connection) -> None:
+        items = self.session.items
+        claims = self.board.claims(self.waiting)
+        at = self.next if self.next is not None else next(claims, None)  # what a dead process had claimed
+        while at is not None:
+            following = next(claims, None)
+            pipe.send_bytes(pickle.dumps({"test": at, "next": following}))
+            wall, cpu = time.monotonic(), _cpu_seconds()
+            items[at].config.hook.pytest_runtest_protocol(
+                item=items[at], nextitem=None if following is None else items[following]
+            )
+            seconds = (round(time.monotonic() - wall, 3), round(_cpu_seconds() - cpu, 3))
+            if self.finder is not None:
+                self._record(items[at].nodeid, seconds[1])
+            message = {"test": at, "next": following, "seconds": seconds, **self.outbox}
+            pipe.send_bytes(pickle.dumps(message))
+            self.outbox.clear()
+            at = following
+
+    def _record(self, nodeid: str, seconds: float) -> None:
+        import zlib
+
+        buffer = self.finder.buffer
+        reached = bytes(buffer)
+        buffer[:] = bytes(len(reached))
+        with (self.finder.folder / f"reached{self.number}.pickles").open("ab") as file:
+            pickle.dump((nodeid, seconds, zlib.compress(reached, 1)), file)
+
+
+class _Terminal:
+    """What a worker keeps of pytest's terminal reporter: the writer that failure texts are formatted with."""
+
+    def __init__(self, reporter: pytest.TerminalReporter):
+        self._tw = reporter._tw
+        self.config = reporter.config
+
+
+class _Outbox:
+    """Collects the reports and warnings of the test that runs."""
+
+    def __init__(self, config: pytest.Config, outbox: dict):
+        self.config, self.outbox = config, outbox
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.outbox.setdefault("reports", []).append(data)
+
+    def pytest_warning_recorded(self, warning_message: object, when: str, nodeid: str, location: object) -> None:
+        warning = {"warning_message": warning_message, "when": when, "nodeid": nodeid, "location": location}
+        with contextlib.suppress(Exception):  # a warning with an object that cannot be sent
+            pickle.dumps(warning)
+            self.outbox.setdefault("warnings", []).append(warning)
+
+
+def _cpu_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )

@@ -1,0 +1,190 @@
+"""Tests of suite/runner.py: every test runs once, failures are reported, folders that wait have a worker of their own."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from suite import record, skips
+from suite.runner import Board
+
+TESTS = Path(__file__).resolve().parents[1]
+HOOKS = "addoption configure ignore_collect collection_modifyitems report_header runtestloop terminal_summary"
+ONE = """
+import os, time
+def test_one():
+    open(os.environ['RUN'], 'a').write(f'{__file__} {os.getpid()}\\n')
+"""
+MEET = """
+    deadline = time.monotonic() + 60
+    while len({line.split()[1] for line in open(os.environ['RUN'])}) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+"""  # until the other process has run something
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """Return a function that runs a small suite and returns exit code, output, and the process of each module."""
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {TESTS}\naddopts = --import-mode=importlib\n")
+    (tmp_path / "conftest.py").write_text(
+        "".join(f"from suite.runner import pytest_{hook}\n" for hook in HOOKS.split())
+    )
+    for folder in ("resilience", "moe", "estimate"):
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        for number in range(4):
+            (tmp_path / "tests" / folder / f"test_{number}.py").write_text(ONE)
+
+    def run(*argv, processes=2):
+        ran = tmp_path / "ran"
+        ran.write_text("")
+        # other installed plugins take longer to load than these tests to run
+        env = {**os.environ, "RUN": str(ran), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--processes", str(processes), *argv],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        pairs = [line.rsplit(" ", 1) for line in ran.read_text().splitlines()]
+        processes_of = {str(Path(path).relative_to(tmp_path / "tests")): pid for path, pid in pairs}
+        assert len(processes_of) == len(pairs), "a test was run twice"
+        return done.returncode, done.stdout + done.stderr, processes_of
+
+    return run
+
+
+def test_every_test_runs_once_and_a_waiting_folder_has_its_own_process(suite, tmp_path):
+    (tmp_path / "tests" / "resilience" / "test_0.py").write_text(ONE + MEET)
+    code, output, ran = suite()
+    assert code == 0 and len(ran) == 12 and "12 passed in" in output, output
+    waiting = {ran[f"resilience/test_{number}.py"] for number in range(4)}
+    assert len(waiting) == 1 and not waiting & {pid for name, pid in ran.items() if not name.startswith("resilience")}
+    (tmp_path / "tests" / "resilience" / "test_0.py").write_text(ONE)
+    code, output, ran = suite(processes=1)
+    assert code == 0 and len(set(ran.values())) == 1 and len(ran) == 12 and "12 passed" in output
+
+
+def test_a_failure_in_any_process_is_reported_and_stored(suite, tmp_path):
+    for folder, name in (("moe", "test_0"), ("resilience", "test_3")):
+        (tmp_path / "tests" / folder / f"{name}.py").write_text(f"def test_wrong():\n    assert {name!r} == 0\n")
+    code, output, ran = suite()
+    assert code == 1 and len(ran) == 10 and "2 failed" in output and "10 passed" in output
+    assert "FAILED tests/moe/test_0.py" in output and "AssertionError: assert 'test_3' == 0" in output
+    known = json.loads((tmp_path / ".pytest_cache" / "v" / "cache" / "lastfailed").read_text())
+    assert sorted(known) == ["tests/moe/test_0.py::test_wrong", "tests/resilience/test_3.py::test_wrong"]
+    seconds = json.loads((tmp_path / ".pytest_cache" / "v" / "moe-trainer" / "seconds").read_text())
+    assert len(seconds) == 12 and all(len(pair) == 2 for pair in seconds.values())
+    _, output, ran = suite("--lf")
+    assert "2 failed" in output and not ran
+
+
+def test_exit_first_stops_all_processes(suite, tmp_path):
+    for number in range(4):
+        (tmp_path / "tests" / "estimate" / f"test_{number}.py").write_text(
+            ONE.replace("    open", "    time.sleep(1)\n    open")
+        )
+    (tmp_path / "tests" / "moe" / "test_0.py").write_text("def test_wrong():\n    assert False\n")
+    code, output, ran = suite("tests/moe", "tests/estimate", "-x")
+    assert code == 1 and "1 failed" in output and len(ran) < 7
+
+
+def test_a_collection_error_is_a_failure(suite, tmp_path):
+    (tmp_path / "tests" / "estimate" / "test_0.py").write_text("import nothing_of_that_name")
+    code, output, ran = suite()
+    assert code == 2 and "ModuleNotFoundError" in output and not ran
+
+
+def test_a_dead_process_is_a_failure_of_its_test_and_the_others_run(suite, tmp_path):
+    dying = "import os\ndef test_before(): pass\ndef test_dies():\n    os._exit(7)\n" + ONE + "def test_after(): pass\n"
+    (tmp_path / "tests" / "estimate" / "test_0.py").write_text(dying)
+    code, output, ran = suite()
+    assert code == 1 and "1 failed" in output and "14 passed" in output and len(ran) == 12
+    assert "FAILED tests/estimate/test_0.py::test_dies" in output and "ended with exit code 7" in output
+
+
+def test_no_selected_tests_exit_with_the_code_of_pytest(suite):
+    code, output, ran = suite("-k", "nothing_of_that_name")
+    assert code == 5 and not ran and "deselected" in output
+
+
+def test_fixtures_of_a_module_are_made_once_per_worker(suite, tmp_path):
+    text = """
+import os, pytest
+@pytest.fixture(scope="module")
+def shared():
+    open(os.environ['RUN'], 'a').write(f'{__file__} {os.getpid()}\\n')
+    yield
+@pytest.mark.parametrize("n", range(30))
+def test_many(shared, n): pass
+"""
+    (tmp_path / "tests" / "moe" / "test_0.py").write_text(text)
+    code, output, ran = suite()  # fails if the fixture was made twice
+    assert code == 0 and "41 passed" in output
+
+
+class _Item:
+    """What the board reads of a test."""
+
+    def __init__(self, nodeid):
+        self.nodeid, self._fixtureinfo = nodeid, types.SimpleNamespace(name2fixturedefs={})
+
+
+def test_longest_modules_come_first_and_an_idle_worker_helps_from_the_back():
+    names = [
+        *(f"tests/a/test_short.py::test_{n}" for n in range(2)),
+        *(f"tests/a/test_long.py::test_{n}" for n in range(4)),
+    ]
+    board = Board([_Item(name) for name in names], {name: 3.0 for name in names if "long" in name})
+    owner, other = board.claims(None), board.claims(None)
+    assert [next(owner), next(other), next(other)] == [2, 0, 1]
+    assert [next(other), next(owner)] == [5, 3]  # 9 seconds are left: worth helping
+    assert list(other) == []  # 3 seconds are not
+    assert list(owner) == [4]
+
+
+def test_record_is_read_as_written(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    reached = numpy.random.default_rng(1).random((5, 11)) < 0.3
+    blocks = [("moe_trainer/a.py", "f", number) for number in range(11)]
+    names = [f"tests/test_a.py::test_{number}" for number in range(5)]
+    written = record.Record(names[::-1], [5.0, 4.0, 3.0, 2.0, 1.0], blocks, numpy.packbits(reached[::-1], axis=1))
+    record.write(written, tmp_path / "record.xz")
+    found = record.read(tmp_path / "record.xz")
+    assert found.tests == names and found.seconds == [1.0, 2.0, 3.0, 4.0, 5.0] and found.blocks == blocks
+    for column in range(11):
+        assert found.tests_that_reach([column]).tolist() == numpy.flatnonzero(reached[:, column]).tolist()
+    assert record.read_seconds(tmp_path / "record.xz") == dict(zip(names, found.seconds))
+
+
+def test_a_record_of_some_modules_replaces_their_tests_only(monkeypatch, tmp_path):
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    for name in "ab":
+        (tmp_path / f"test_{name}.py").touch()
+    blocks = [("m.py", "f", 0), ("m.py", "f", 1), ("m.py", "g", 0)]
+    rows = numpy.packbits(numpy.array([[1, 0, 1], [0, 1, 1], [1, 1, 1]], bool), axis=1)
+    old = record.Record(["test_a.py::x", "test_b.py::y", "test_gone.py::z"], [1.0, 2.0, 3.0], blocks, rows)
+    new = record.Record(["test_a.py::new"], [4.0], [("m.py", "g", 0), ("m.py", "h", 0), ("m.py", "f", 1)], rows[:1])
+    found = record.merge(old, new)
+    assert found.tests == ["test_a.py::new", "test_b.py::y"] and found.seconds == [4.0, 2.0]
+    assert [found.tests_that_reach([column]).tolist() for column in range(3)] == [[0, 1], [], [0, 1]]
+
+
+def test_skips_are_told_in_three_lines():
+    reasons = [
+        "could not import 'triton': No module named 'triton'",
+        "needs a CUDA device (only tests/gpu, run by itself, sees one)",
+        "no reference facts at /x; set MOE_TRAINER_SHARED to their folder",
+        "sbatch not installed (apt-get install --no-install-recommends slurm-wlm munge)",
+        "lm-eval is not installed (MOE_TRAINER_TEST_WITH=lm-eval)",
+    ]
+    lines = skips.summarize(reasons * 2)
+    assert len(lines) == 3 and "triton 2" in lines[0] and "a GPU 2" in lines[0]
+    assert 'MOE_TRAINER_TEST_WITH="triton lm-eval"' in lines[1] and "MOE_TRAINER_SHARED" in lines[2]
+    assert skips.summarize([]) == []

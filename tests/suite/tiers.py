@@ -1,0 +1,204 @@
+"""Which tests a run without paths has: the default tier, those that a change can affect, or all.
+
+The default tier is data: `default.txt`, which make_tiers.py writes from the matrix of mutants and tests. A test that
+the record does not know is new, and belongs to every tier.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from suite import record
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_FILE = Path(__file__).with_name("default.txt")
+SELECTING = ("keyword", "lf", "failedfirst", "newfirst", "stepwise")
+"""pytest's own options that select tests: with one of them there is no tier."""
+BUSY = 0.85
+"""Share of the time that the cores of a run are busy, measured."""
+COLLECTION_S = 45.0
+"""Seconds of --changed that are left for collecting and for forking workers."""
+
+
+def choose(config: pytest.Config) -> Tier | None:
+    """Return the tier that the command line asks for, None for everything that pytest itself selects."""
+    option = config.option
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.all or option.record:
+        return None
+    if not (config.rootpath / "tests/suite/record.xz").exists():
+        return None
+    if option.changed:
+        return changed_tier(option.tier_limit, option.processes)
+    if option.markexpr != "not slow" or any(getattr(option, name, None) for name in SELECTING):
+        return None
+    return Tier(DEFAULT_FILE.read_text().splitlines(), "the default tier; --all runs everything", [])
+
+
+class Tier:
+    """Tests by name, and the new ones."""
+
+    def __init__(self, names: Iterable[str], header: str, summary: list[str], modules: Iterable[str] = ()):
+        self.names, self.header, self._summary = frozenset(names), header, summary
+        self._modules = frozenset(name.partition("::")[0] for name in self.names) | frozenset(modules)
+        self._whole = frozenset(modules)
+        self._known = frozenset(name.partition("[")[0] for name in record.read_seconds())
+        self._known_modules = frozenset(name.partition("::")[0] for name in self._known)
+        self._count = 0
+
+    def has_module(self, path: Path) -> bool:
+        """Return True if the file has tests of the tier, or is new, or has new tests."""
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+        if name in self._modules or name not in self._known_modules:
+            return True
+        return any(f"{name}::{test}" not in self._known for test in test_names(path))
+
+    def select(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+        """Return the tests of the tier, and the others."""
+        kept: list[pytest.Item] = []
+        left_out: list[pytest.Item] = []
+        for item in items:
+            module = item.nodeid.partition("::")[0]
+            is_new = item.nodeid.partition("[")[0] not in self._known
+            (kept if is_new or module in self._whole or item.nodeid in self.names else left_out).append(item)
+        self._count = len(kept)
+        return kept, left_out
+
+    def summary(self) -> list[str]:
+        """Return what to print at the end."""
+        return [f"{self._count} tests: {self.header}", *self._summary]
+
+
+def test_names(path: Path) -> list[str]:
+    """Return the test functions of a module, without importing it; those of classes as Class::name."""
+    found = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            found += [f"{node.name}::{child.name}" for child in node.body if _is_test(child)]
+        elif _is_test(node):
+            found.append(node.name)
+    return found
+
+
+def _is_test(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+
+
+# ---- what a change can affect
+
+
+def changed_tier(limit_s: float, processes: int) -> Tier:
+    """Return the tests that reach what differs from main, the cheapest for each changed function first."""
+    known = record.read()
+    base = _base()
+    product, helpers, modules = _changed_files(base)
+    functions = [(file, function) for file in product for function in _changed_functions(base, file)]
+    modules |= _modules_that_import(helpers)
+    reached = {pair: known.tests_that_reach(known.columns.get(pair, ())).tolist() for pair in functions}
+    affected = sorted({test for tests in reached.values() for test in tests}, key=lambda test: known.seconds[test])
+    budget = max(limit_s - COLLECTION_S, limit_s / 4) * min(processes, 2) * BUSY
+    budget -= sum(seconds for name, seconds in zip(known.tests, known.seconds) if name.partition("::")[0] in modules)
+    chosen, spent = _cheapest(reached, affected, known.seconds, budget)
+    left = [test for test in affected if test not in chosen]
+    summary = [
+        f"compared with {base}: {len(functions)} functions of {len(product)} files changed, {len(modules)} test modules; "
+        f"{len(affected)} tests reach them",
+        f"left out: {len(left)} of those, {sum(known.seconds[test] for test in left):.0f} s of processor time; --all runs everything",
+    ]
+    unknown = [f"{file} {function}".strip() for (file, function), tests in reached.items() if not tests]
+    if unknown:
+        summary.append(f"no recorded test reaches: {', '.join(unknown[:8])}{' ...' if len(unknown) > 8 else ''}")
+    names = [known.tests[test] for test in chosen]
+    return Tier(
+        names, f"what the changes since {base} can affect, about {spent:.0f} s of processor time", summary, modules
+    )
+
+
+def _cheapest(reached: dict, affected: list[int], seconds: list[float], budget: float) -> tuple[set[int], float]:
+    """Choose in rounds: per changed function its next cheapest test, until the budget is spent."""
+    chosen: set[int] = set()
+    spent = 0.0
+    queues = [sorted(tests, key=lambda test: seconds[test]) for tests in reached.values() if tests]
+    while queues and spent < budget:
+        for queue in queues:
+            while queue and queue[0] in chosen:
+                queue.pop(0)
+            if queue and spent + seconds[queue[0]] <= budget:
+                chosen.add(queue[0])
+                spent += seconds[queue.pop(0)]
+            else:
+                queue.clear()
+        queues = [queue for queue in queues if queue]
+    return chosen, spent
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+
+
+def _base() -> str:
+    """Return the commit to compare with: where this branch left main, or the last commit on main itself."""
+    for main in ("origin/main", "main"):
+        base = _git("merge-base", "HEAD", main).strip()
+        if base:
+            return base[:12]
+    return "HEAD"
+
+
+def changed_files() -> set[str]:
+    """Return all files that differ from main."""
+    return set(_changed_names(_base()))
+
+
+def _changed_names(base: str) -> list[str]:
+    lines = _git("diff", "--name-only", base).splitlines()
+    return list(dict.fromkeys([*lines, *_git("ls-files", "--others", "--exclude-standard").splitlines()]))
+
+
+def _changed_files(base: str) -> tuple[list[str], set[str], set[str]]:
+    """Return changed files of the product, changed helpers of tests, and changed test modules."""
+    product, helpers, modules = [], set(), set()
+    for line in _changed_names(base):
+        path = Path(line)
+        if path.parts[0] == "tests":
+            if path.name.startswith("test_") and path.suffix == ".py":
+                modules |= {line} if (ROOT / path).exists() else set()
+            elif path.parts[:2] != ("tests", "suite"):
+                helpers.add(line)
+        elif path.suffix == ".py":
+            product.append(line)
+        else:
+            helpers.add(line)
+    return product, helpers, modules
+
+
+def _changed_functions(base: str, file: str) -> list[str]:
+    old = _hashes(_git("show", f"{base}:{file}"))
+    new = _hashes((ROOT / file).read_text() if (ROOT / file).exists() else "")
+    return [name for name in old if old[name] != new.get(name)]
+
+
+def _hashes(source: str) -> dict[str, str]:
+    try:
+        return record.function_hashes(source)
+    except SyntaxError:
+        return {}
+
+
+def _modules_that_import(changed: set[str]) -> set[str]:
+    """Return the test modules that import a changed helper, also by another helper, or name a changed data file."""
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    found: set[str] = set()
+    waiting = [name for name in changed if Path(name).name not in ("conftest.py", "pytest.ini")]
+    while waiting:
+        path = Path(waiting.pop())
+        is_import = rf"^\s*(?:from|import) .*\b{re.escape(path.stem)}\b"
+        pattern = re.compile(is_import if path.suffix == ".py" else re.escape(path.name), re.MULTILINE)
+        new = {name for name, text in texts.items() if name not in found and pattern.search(text)}
+        found |= new
+        waiting += [name for name in new if not Path(name).name.startswith("test_")]
+    return {name for name in found if Path(name).name.startswith("test_")}
