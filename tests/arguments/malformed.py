@@ -14,43 +14,22 @@ from arguments.flag_status import is_known_spelling
 from arguments.rules.numbers import AT_MOST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, limits
 from arguments.schema import Option
 from arguments.tokens import FIELDS
-from tests.arguments.invalid_command_lines import INVALID_LINES
-from tests.arguments.rule_lines import base_line, without
+from tests.arguments import refusals
 from tests.training.tiny import MOCK, TINY
 
+REFUSED = [row for row in refusals.rows() if row.rules]
 BASE = (*TINY, *MOCK, "--train-iters", "1")
-NO_INTEGERS = (
-    "abc",
-    "12.5",
-    "1e30",
-    "nan",
-    "inf",
-    "0x10",
-    "1,000",
-    "ten",
-    "--",
-    "2**3",
-    "true",
-    "\uff18.5",
-    "1" * 5000,
-)
+NO_INTEGERS = (*"abc 12.5 1e30 nan inf 0x10 1,000 ten -- 2**3 true \uff18.5".split(), "1" * 5000)
 NO_NUMBERS = ("abc", "1,5", "1e", "--", "1.2.3", "0x1p", "ten", "1/3", "1e-3.5", "true")
 NO_NAMES = ("foo", "NONE", "0", "yes", "adamm", "*", "\u03b1", "None ")
 NOT_FINITE = ("nan", "inf", "-inf", "1e999")
 LETTERS = "abcdefghijklmnopqrstuvwxyz-"
 
 ANY_NUMBER = frozenset(
-    {
-        "glu_linear_offset",
-        "kda_decay_lower_bound",
-        "moe_router_force_biased",
-        "moe_expert_capacity_factor",
-        "null_tokenizer_eod_id",
-        "null_tokenizer_pad_id",
-        "async_ckpt_cpu_priority",
-        "async_ckpt_io_priority",
-        "window_size",
-    }
+    """
+    glu_linear_offset kda_decay_lower_bound moe_router_force_biased moe_expert_capacity_factor null_tokenizer_eod_id
+    null_tokenizer_pad_id async_ckpt_cpu_priority async_ckpt_io_priority window_size
+    """.split()
 )
 """Number flags that accept negative values."""
 
@@ -171,9 +150,8 @@ def empty(rng: random.Random) -> Malformed:
 
 def invalid_utf8(rng: random.Random) -> Malformed:
     option = _choose(rng, lambda o: o.takes != 0)
-    return _with(
-        "invalid UTF-8", option.spellings[0], *_words(option, rng.choice(["\udcff\udcfe", "data\udc80", "\udce4"]))
-    )
+    word = rng.choice(["\udcff\udcfe", "data\udc80", "\udce4"])
+    return _with("invalid UTF-8", option.spellings[0], *_words(option, word))
 
 
 def switch_with_value(rng: random.Random) -> Malformed:
@@ -182,90 +160,23 @@ def switch_with_value(rng: random.Random) -> Malformed:
     return _with("switch with a value", f"{name}={rng.choice(['2', 'yes', 'on', '', 'abc'])}", names=(name,))
 
 
+def _refused(rng: random.Random, *kinds: str) -> Malformed:
+    """A row of refusals.txt, whose texts must be in the error."""
+    row = rng.choice([row for row in REFUSED if row.kind in kinds])
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    return Malformed(kinds[0], row.line.argv, row.texts, launched | {"WORLD_SIZE": str(row.line.ranks)})
+
+
 def broken_rule(rng: random.Random) -> Malformed:
-    added, removed, name = rng.choice(INVALID_LINES)
-    return Malformed(
-        "broken rule",
-        (*without(base_line(), removed.split()), *added.split()),
-        (name,),
-        {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-    )
+    return _refused(rng, "rule", "build")
 
 
-VALUE_GRAMMARS = (
-    ("--split", ("1,2,3,4", "a", "0,0,0", "-1,1,1", "nan", "0,1,0", "1;2")),
-    (
-        "--moe-layer-freq",
-        ("[", "[1]*3", "[0,2]", "([1]", "1+", "[1]*99999999", "__import__('os')", "0", "-1", "[[1]]*2"),
-    ),
-    (
-        "--pipeline-model-parallel-layout",
-        ("E", "Et|t", "Ettt|x", "L", "|", "Ett||", "(Et", "Et*|tL", "Et*9999999|tL", "EttL|", "ttEL"),
-    ),
-    ("--rampup-batch-size", ("1 2 x", "0 2 100", "2 0 100", "2 2 -1", "3 2 100", "8 2 100")),
-    ("--step-batch-size-schedule", ("0", "1:4", "0:4 0:8", "0:4 x:8", "0:-4", "0:0", "0:4,100", "0.5:4", "4")),
-    ("--data-path", ("0.3 a 0.7", "a 0.3 b 0.7", "-1 a 2 b", "nan a 1 b", "0 a 0 b", "inf a")),
-    ("--recompute-modules", ("everything", "mlp nothing", "core-attn")),
-    ("--offload-modules", ("everything", "core_attn nothing")),
-    ("--cp-comm-type", ("ring", "p2p ring")),
-    ("--moe-router-load-balancing-type", ("fair", "aux_loss fair")),
-    ("--dump-step", ("0 out", "x out", "1", "-1 out", "1 a b")),
-    ("--window-size", ("1", "1,2,3", "a,b", "(1", "1.5,2")),
-    ("--iterations-to-skip", ("a", "1 -2", "1,2")),
-    ("--no-rope-freq", ("[1]*9", "x", "0", "-1")),
-    ("--hierarchical-context-parallel-sizes", ("0 2", "a", "2 2", "-1 -1")),
-)
+def unreadable_words(rng: random.Random) -> Malformed:
+    return _refused(rng, "value", "unknown")
 
 
-def value_grammar(rng: random.Random) -> Malformed:
-    name, texts = rng.choice(VALUE_GRAMMARS)
-    text = rng.choice(texts)
-    one = FIELDS[name].takes == 1
-    line = [word for word in BASE if not (name == "--data-path" and word == "--mock-data")]
-    line += ["--context-parallel-size", "1"] if name == "--cp-comm-type" else []
-    if name == "--step-batch-size-schedule":
-        line = without(line, ["--global-batch-size"])
-    return Malformed("value grammar", (*line, name, *([text] if one else text.split())), (name,))
-
-
-CONTRADICTIONS = (
-    "--bf16 --fp16",
-    "--num-experts 8 --expert-model-parallel-size 3",
-    "--num-experts 8 --moe-router-topk 9",
-    "--fp8-format e4m3 --fp4-format e2m1",
-    "--lr-warmup-iters 5 --lr-decay-iters 3",
-    "--lr-warmup-fraction 0.1 --lr-warmup-iters 1",
-    "--train-samples 10 --train-iters 5",
-    "--min-lr 1 --lr 0.1",
-    "--hidden-size 30 --num-attention-heads 4",
-    "--num-query-groups 3 --group-query-attention",
-    "--pipeline-model-parallel-size 2 --num-layers 3",
-    "--tensor-model-parallel-size 2 --num-attention-heads 3",
-    "--squared-relu --swiglu",
-    "--seq-length 64 --max-position-embeddings 32",
-    "--mock-data --data-path a",
-    "--train-data-path a --data-path b",
-    "--moe-router-num-groups 3 --moe-router-group-topk 1",
-    "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1 --moe-token-dispatcher-type flex",
-    "--save x",
-    "--save-interval 0 --save x",
-    "--padded-vocab-size 7 --vocab-size 120",
-    "--auto-resume",
-    "--seq-length 33 --max-position-embeddings 32",
-    "--context-parallel-size 2 --seq-length 30",
-    "--recompute-granularity full",
-    "--recompute-method uniform --recompute-granularity selective",
-    "--moe-shared-expert-overlap --moe-shared-expert-intermediate-size 0",
-    "--optimizer sgd --optimizer-cpu-offload",
-    "--untie-embeddings-and-output-weights=maybe",
-    "--overlap-param-gather --bf16",
-    "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1",
-)
-
-
-def contradiction(rng: random.Random) -> Malformed:
-    line = rng.choice(CONTRADICTIONS).split()
-    return _with("contradiction", *line)
+def missing_feature(rng: random.Random) -> Malformed:
+    return _refused(rng, "later", "product")
 
 
 PRESETS = (
@@ -343,29 +254,6 @@ def above_upper_limit(rng: random.Random) -> Malformed:
     return _with("above limit", option.spellings[0], *_words(option, str(value)))
 
 
-ODD_CHANNELS = (
-    "--kv-channels 7",
-    "--kv-channels 1",
-    "--kv-channels 15",
-    "--kv-channels 8 --rotary-percent 0.001",
-    "--kv-channels 16 --rotary-percent 0.05",
-    "--hidden-size 28 --num-attention-heads 4 --ffn-hidden-size 32",
-    *(
-        f"--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --v-head-dim 8 --qk-pos-emb-head-dim {dim}"
-        for dim in (1, 7, 63)
-    ),
-)
-
-
-def odd_channels(rng: random.Random) -> Malformed:
-    """Heads whose channels cannot be rotated in pairs."""
-    line = rng.choice(ODD_CHANNELS).split()
-    named = "--qk-pos-emb-head-dim" if "--multi-latent-attention" in line else "--kv-channels"
-    return Malformed(
-        "odd channels", (*without(BASE, ["--group-query-attention", "--num-query-groups"]), *line), (named,)
-    )
-
-
 KINDS = (
     wrong_type,
     unknown_choice,
@@ -381,12 +269,11 @@ KINDS = (
     invalid_utf8,
     switch_with_value,
     broken_rule,
-    value_grammar,
-    contradiction,
+    unreadable_words,
+    missing_feature,
     bad_preset,
     bad_environment,
     above_upper_limit,
-    odd_channels,
 )
 
 

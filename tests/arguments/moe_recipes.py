@@ -29,217 +29,46 @@ V4 = (
 )
 FIVE_PP4 = "pipeline_model_parallel_layout=Et*4|(tttt|)*14tmL"
 
-RECIPES = (
-    (
-        "deepseek_v3/b200 MXFP8",
-        "deepseek_v3",
-        256,
-        f"{DEEPEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=8 expert_model_parallel_size=32 {FIVE_PP4} "
-        f"moe_deepep_num_sms=24 {RECOMPUTE}mla_up_proj,mlp global_batch_size=2048",
-    ),
-    (
-        "deepseek_v3/gb200 MXFP8",
-        "deepseek_v3",
-        256,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} "
-        f"moe_hybridep_num_sms=32 {RECOMPUTE}mla_up_proj, {GRAPHS}attn,moe_router,moe_preprocess "
-        "cuda_graph_warmup_steps=1 chunked_optimizer_state_offload "
-        "optimizer_state_offload_chunk_size_mb=256 fine_grained_activation_offloading offload_modules=expert_fc1, "
-        "delay_offload_until_cuda_graph",
-    ),
-    (
-        "deepseek_v3/gb300 MXFP8",
-        "deepseek_v3",
-        256,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} "
-        f"moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=1",
-    ),
-    (
-        "deepseek_v3/h100 BF16",
-        "deepseek_v3",
-        1024,
-        f"{SHARED} moe_enable_deepep {OVERLAPPED} use_distributed_optimizer pipeline_model_parallel_size=16 "
-        "expert_model_parallel_size=64",
-    ),
-    (
-        "deepseek_v3/h100 FP8",
-        "deepseek_v3",
-        1024,
-        f"{DEEPEP} {BLOCKWISE} {EXCHANGE} moe_router_padding_for_fp8 tensor_model_parallel_size=2 "
-        "pipeline_model_parallel_size=8 expert_model_parallel_size=64 "
-        f"pipeline_model_parallel_layout=Et*3|(tt|)*29m|L {RECOMPUTE}mla_up_proj,mlp",
-    ),
-    (
-        "deepseek_v4_flash/gb200 MXFP8",
-        "deepseek_v3",
-        128,
-        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([0,0,4]+[128,4]*20+[0]) o_groups=8 num_layers=43 moe_layer_freq=1 dsa_indexer_topk=512 "
-        f"expert_model_parallel_size=64 {WHOLE} moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj, "
-        "global_batch_size=2048",
-    ),
-    (
-        "deepseek_v4_pro/gb300 MXFP8",
-        "deepseek_v3",
-        256,
-        f"{HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([128,128,4]+[128,4]*29+[0]) o_groups=16 dsa_indexer_topk=1024 "
-        f"pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {WHOLE} "
-        f"moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj,mhc "
-        "fine_grained_activation_offloading offload_modules=core_attn, "
-        "fine_grained_offloading_max_inflight_offloads=2 global_batch_size=4096",
-    ),
-    (
-        "qwen3_235b/b200 MXFP8",
-        "qwen3_235b_a22b",
-        128,
-        f"{DEEPEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=4 "
-        "num_layers_per_virtual_pipeline_stage=2 expert_model_parallel_size=16 moe_deepep_num_sms=20 overlap_p2p_comm "
-        "micro_batch_size=3 global_batch_size=3072",
-    ),
-    (
-        "qwen3_235b/b300 MXFP8",
-        "qwen3_235b_a22b",
-        128,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 expert_model_parallel_size=16 "
-        f"moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router cuda_graph_warmup_steps=2 micro_batch_size=3 "
-        "global_batch_size=9216",
-    ),
-    (
-        "qwen3_235b/gb200 MXFP8, full iteration",
-        "qwen3_235b_a22b",
-        128,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} "
-        "moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 "
-        "moe_paged_stash_buffer_size_factor_cpu=0.8 global_batch_size=8192",
-    ),
-    (
-        "qwen3_235b/gb200 MXFP8",
-        "qwen3_235b_a22b",
-        128,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 moe_hybridep_num_sms=32 "
-        f"{GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=2 global_batch_size=8192",
-    ),
-    (
-        "qwen3_235b/gb300 MXFP8, full iteration",
-        "qwen3_235b_a22b",
-        128,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} "
-        "moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 global_batch_size=8192",
-    ),
-    (
-        "qwen3_235b/h100 BF16",
-        "qwen3_235b_a22b",
-        256,
-        f"{HYBRIDEP} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=8 "
-        f"num_layers_per_virtual_pipeline_stage=3 expert_model_parallel_size=32 {RECOMPUTE}moe_act,layernorm "
-        f"{GRAPHS}moe_router,moe_preprocess "
-        "global_batch_size=2048",
-    ),
-    (
-        "qwen3_30b/gb200 BF16",
-        "qwen3_30b_a3b",
-        16,
-        f"{HYBRIDEP} expert_model_parallel_size=16 micro_batch_size=4 global_batch_size=512",
-    ),
-    (
-        "qwen3_30b/gb200 MXFP8, full iteration",
-        "qwen3_30b_a3b",
-        16,
-        f"{HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 {WHOLE} "
-        "moe_expert_rank_capacity_factor=1.5 moe_paged_stash_buffer_size_factor_cuda=1.1 micro_batch_size=4 "
-        "global_batch_size=512",
-    ),
-    (
-        "qwen3_30b/gb200 MXFP8",
-        "qwen3_30b_a3b",
-        16,
-        f"{HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 external_cuda_graph "
-        "te_rng_tracker cuda_graph_scope=attn,moe_router,moe_preprocess micro_batch_size=4 global_batch_size=512",
-    ),
-    (
-        "qwen3_30b/h100 BF16",
-        "qwen3_30b_a3b",
-        32,
-        f"{HYBRIDEP} {OVERLAPPED} use_distributed_optimizer expert_model_parallel_size=8 global_batch_size=256",
-    ),
-    (
-        "qwen3_30b/h100 FP8",
-        "qwen3_30b_a3b",
-        32,
-        f"{HYBRIDEP} {BLOCKWISE} {OVERLAPPED} expert_model_parallel_size=8 {GRAPHS}attn,moe_router,moe_preprocess "
-        "global_batch_size=256",
-    ),
-)
+
+def _read(table: str) -> tuple[tuple[str, str, int, str], ...]:
+    rows = (line.split(" | ") for line in table.strip().splitlines())
+    return tuple((name, preset, int(ranks), settings) for name, preset, ranks, settings in rows)
+
+
+RECIPES = _read(f"""
+deepseek_v3/b200 MXFP8 | deepseek_v3 | 256 | {DEEPEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=8 expert_model_parallel_size=32 {FIVE_PP4} moe_deepep_num_sms=24 {RECOMPUTE}mla_up_proj,mlp global_batch_size=2048
+deepseek_v3/gb200 MXFP8 | deepseek_v3 | 256 | {HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} moe_hybridep_num_sms=32 {RECOMPUTE}mla_up_proj, {GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=1 chunked_optimizer_state_offload optimizer_state_offload_chunk_size_mb=256 fine_grained_activation_offloading offload_modules=expert_fc1, delay_offload_until_cuda_graph
+deepseek_v3/gb300 MXFP8 | deepseek_v3 | 256 | {HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=1
+deepseek_v3/h100 BF16 | deepseek_v3 | 1024 | {SHARED} moe_enable_deepep {OVERLAPPED} use_distributed_optimizer pipeline_model_parallel_size=16 expert_model_parallel_size=64
+deepseek_v3/h100 FP8 | deepseek_v3 | 1024 | {DEEPEP} {BLOCKWISE} {EXCHANGE} moe_router_padding_for_fp8 tensor_model_parallel_size=2 pipeline_model_parallel_size=8 expert_model_parallel_size=64 pipeline_model_parallel_layout=Et*3|(tt|)*29m|L {RECOMPUTE}mla_up_proj,mlp
+deepseek_v4_flash/gb200 MXFP8 | deepseek_v3 | 128 | {HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([0,0,4]+[128,4]*20+[0]) o_groups=8 num_layers=43 moe_layer_freq=1 dsa_indexer_topk=512 expert_model_parallel_size=64 {WHOLE} moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj, global_batch_size=2048
+deepseek_v4_pro/gb300 MXFP8 | deepseek_v3 | 256 | {HYBRIDEP} {MXFP8} {V4} csa_compress_ratios=([128,128,4]+[128,4]*29+[0]) o_groups=16 dsa_indexer_topk=1024 pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {WHOLE} moe_expert_rank_capacity_factor=1.5 {RECOMPUTE}mla_up_proj,mhc fine_grained_activation_offloading offload_modules=core_attn, fine_grained_offloading_max_inflight_offloads=2 global_batch_size=4096
+qwen3_235b/b200 MXFP8 | qwen3_235b_a22b | 128 | {DEEPEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=4 num_layers_per_virtual_pipeline_stage=2 expert_model_parallel_size=16 moe_deepep_num_sms=20 overlap_p2p_comm micro_batch_size=3 global_batch_size=3072
+qwen3_235b/b300 MXFP8 | qwen3_235b_a22b | 128 | {HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 expert_model_parallel_size=16 moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router cuda_graph_warmup_steps=2 micro_batch_size=3 global_batch_size=9216
+qwen3_235b/gb200 MXFP8, full iteration | qwen3_235b_a22b | 128 | {HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 moe_paged_stash_buffer_size_factor_cpu=0.8 global_batch_size=8192
+qwen3_235b/gb200 MXFP8 | qwen3_235b_a22b | 128 | {HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 moe_hybridep_num_sms=32 {GRAPHS}attn,moe_router,moe_preprocess cuda_graph_warmup_steps=2 global_batch_size=8192
+qwen3_235b/gb300 MXFP8, full iteration | qwen3_235b_a22b | 128 | {HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} expert_model_parallel_size=64 {WHOLE} moe_expert_rank_capacity_factor=1.2 moe_paged_stash_buffer_size_factor_cuda=1.0 global_batch_size=8192
+qwen3_235b/h100 BF16 | qwen3_235b_a22b | 256 | {HYBRIDEP} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=8 num_layers_per_virtual_pipeline_stage=3 expert_model_parallel_size=32 {RECOMPUTE}moe_act,layernorm {GRAPHS}moe_router,moe_preprocess global_batch_size=2048
+qwen3_30b/gb200 BF16 | qwen3_30b_a3b | 16 | {HYBRIDEP} expert_model_parallel_size=16 micro_batch_size=4 global_batch_size=512
+qwen3_30b/gb200 MXFP8, full iteration | qwen3_30b_a3b | 16 | {HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 {WHOLE} moe_expert_rank_capacity_factor=1.5 moe_paged_stash_buffer_size_factor_cuda=1.1 micro_batch_size=4 global_batch_size=512
+qwen3_30b/gb200 MXFP8 | qwen3_30b_a3b | 16 | {HYBRIDEP} fp8_format=e4m3 fp8_recipe=mxfp8 expert_model_parallel_size=16 external_cuda_graph te_rng_tracker cuda_graph_scope=attn,moe_router,moe_preprocess micro_batch_size=4 global_batch_size=512
+qwen3_30b/h100 BF16 | qwen3_30b_a3b | 32 | {HYBRIDEP} {OVERLAPPED} use_distributed_optimizer expert_model_parallel_size=8 global_batch_size=256
+qwen3_30b/h100 FP8 | qwen3_30b_a3b | 32 | {HYBRIDEP} {BLOCKWISE} {OVERLAPPED} expert_model_parallel_size=8 {GRAPHS}attn,moe_router,moe_preprocess global_batch_size=256
+""")
 PLAIN = f"{OVERLAPPED} use_distributed_optimizer"
 PARTIAL = f"{GRAPHS}attn,moe_router,moe_preprocess"
 PP8 = "pipeline_model_parallel_size=8 pipeline_model_parallel_layout=Et|(tt|)*30mL"
-TABLE_11 = (
-    (
-        "table 11: DeepSeek-V3, GB300, MXFP8",
-        "deepseek_v3",
-        256,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {PARTIAL} "
-        "global_batch_size=8192",
-    ),
-    (
-        "table 11: DeepSeek-V3, GB200, MXFP8",
-        "deepseek_v3",
-        256,
-        f"{HYBRIDEP} {MXFP8} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {PARTIAL} "
-        f"{RECOMPUTE}mlp, offload_optimizer_states global_batch_size=8192",
-    ),
-    (
-        "table 11: DeepSeek-V3, GB200, BF16",
-        "deepseek_v3",
-        256,
-        f"{HYBRIDEP} {PLAIN} {NARROW} {PP8} expert_model_parallel_size=32 {PARTIAL} offload_optimizer_states "
-        "global_batch_size=4096",
-    ),
-    (
-        "table 11: DeepSeek-V3, H100, FP8",
-        "deepseek_v3",
-        1024,
-        f"{DEEPEP} {BLOCKWISE} {EXCHANGE} tensor_model_parallel_size=2 {PP8} expert_model_parallel_size=64 "
-        f"{RECOMPUTE}mla_up_proj,mlp,moe_act,layernorm global_batch_size=8192",
-    ),
-    (
-        "table 11: Qwen3-235B, GB300, MXFP8",
-        "qwen3_235b_a22b",
-        256,
-        f"{HYBRIDEP} {MXFP8} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=6 "
-        f"expert_model_parallel_size=64 {PARTIAL} micro_batch_size=2 global_batch_size=3072",
-    ),
-    (
-        "table 11: Qwen3-235B, GB200, MXFP8",
-        "qwen3_235b_a22b",
-        256,
-        f"{HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=6 "
-        f"expert_model_parallel_size=64 {PARTIAL} {RECOMPUTE}moe_act,layernorm fine_grained_activation_offloading "
-        "offload_modules=expert_fc1,moe_act delay_offload_until_cuda_graph micro_batch_size=3 global_batch_size=3072",
-    ),
-    (
-        "table 11: Qwen3-235B, GB200, BF16",
-        "qwen3_235b_a22b",
-        256,
-        f"{HYBRIDEP} {PLAIN} {EXCHANGE} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=12 "
-        f"expert_model_parallel_size=32 {PARTIAL} {RECOMPUTE}moe_act,layernorm global_batch_size=8192",
-    ),
-    (
-        "table 11: Qwen3-235B, GB200, MXFP8, 128K",
-        "qwen3_235b_a22b",
-        128,
-        f"{HYBRIDEP} {MXFP8} {SPLIT} tensor_model_parallel_size=4 context_parallel_size=4 pipeline_model_parallel_size=4 "
-        "num_virtual_stages_per_pipeline_rank=12 expert_model_parallel_size=32 seq_length=131072 "
-        f"max_position_embeddings=131072 {RECOMPUTE}moe_act,layernorm global_batch_size=1024",
-    ),
-    (
-        "table 11: Qwen3-235B, H100, BF16",
-        "qwen3_235b_a22b",
-        256,
-        f"{DEEPEP} {PLAIN} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=8 "
-        f"num_virtual_stages_per_pipeline_rank=4 expert_model_parallel_size=32 {RECOMPUTE}moe_act,layernorm {PARTIAL} "
-        "global_batch_size=2048",
-    ),
-)
+TABLE_11 = _read(f"""
+table 11: DeepSeek-V3, GB300, MXFP8 | deepseek_v3 | 256 | {HYBRIDEP} {MXFP8} {EXCHANGE} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {PARTIAL} global_batch_size=8192
+table 11: DeepSeek-V3, GB200, MXFP8 | deepseek_v3 | 256 | {HYBRIDEP} {MXFP8} pipeline_model_parallel_size=4 expert_model_parallel_size=64 {FIVE_PP4} {PARTIAL} {RECOMPUTE}mlp, offload_optimizer_states global_batch_size=8192
+table 11: DeepSeek-V3, GB200, BF16 | deepseek_v3 | 256 | {HYBRIDEP} {PLAIN} {NARROW} {PP8} expert_model_parallel_size=32 {PARTIAL} offload_optimizer_states global_batch_size=4096
+table 11: DeepSeek-V3, H100, FP8 | deepseek_v3 | 1024 | {DEEPEP} {BLOCKWISE} {EXCHANGE} tensor_model_parallel_size=2 {PP8} expert_model_parallel_size=64 {RECOMPUTE}mla_up_proj,mlp,moe_act,layernorm global_batch_size=8192
+table 11: Qwen3-235B, GB300, MXFP8 | qwen3_235b_a22b | 256 | {HYBRIDEP} {MXFP8} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=6 expert_model_parallel_size=64 {PARTIAL} micro_batch_size=2 global_batch_size=3072
+table 11: Qwen3-235B, GB200, MXFP8 | qwen3_235b_a22b | 256 | {HYBRIDEP} {MXFP8} {EXCHANGE} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=6 expert_model_parallel_size=64 {PARTIAL} {RECOMPUTE}moe_act,layernorm fine_grained_activation_offloading offload_modules=expert_fc1,moe_act delay_offload_until_cuda_graph micro_batch_size=3 global_batch_size=3072
+table 11: Qwen3-235B, GB200, BF16 | qwen3_235b_a22b | 256 | {HYBRIDEP} {PLAIN} {EXCHANGE} {SPLIT} pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=12 expert_model_parallel_size=32 {PARTIAL} {RECOMPUTE}moe_act,layernorm global_batch_size=8192
+table 11: Qwen3-235B, GB200, MXFP8, 128K | qwen3_235b_a22b | 128 | {HYBRIDEP} {MXFP8} {SPLIT} tensor_model_parallel_size=4 context_parallel_size=4 pipeline_model_parallel_size=4 num_virtual_stages_per_pipeline_rank=12 expert_model_parallel_size=32 seq_length=131072 max_position_embeddings=131072 {RECOMPUTE}moe_act,layernorm global_batch_size=1024
+table 11: Qwen3-235B, H100, BF16 | qwen3_235b_a22b | 256 | {DEEPEP} {PLAIN} {EXCHANGE} {SPLIT} tensor_model_parallel_size=2 pipeline_model_parallel_size=8 num_virtual_stages_per_pipeline_rank=4 expert_model_parallel_size=32 {RECOMPUTE}moe_act,layernorm {PARTIAL} global_batch_size=2048
+""")
 """The nine rows of table 11 of arXiv 2603.07685 (mappings: tables 11, 17 and 20; further flags: the public model zoo)."""
 REFUSED = {
     "deepseek_v3/h100 BF16": "--num-layers 61 must be a multiple of --pipeline-model-parallel-size 16",  # upstream, too

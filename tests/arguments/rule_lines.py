@@ -1,6 +1,7 @@
 """Command lines for the tests of rules: a base line, changes to it, and the recorded cases."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 from arguments.machine import check_machine
@@ -12,6 +13,7 @@ ACCEPTED = ("later", "note")
 """Kinds of findings that are no mistake of the command line."""
 
 
+@cache
 def recorded(name: str):
     """Read tests/data/NAME.json."""
     return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
@@ -19,7 +21,7 @@ def recorded(name: str):
 
 def base_line() -> list[str]:
     """A valid line: 8 layers, 8 experts, bf16, 16 sequences of 1024 tokens, for 8 ranks."""
-    return recorded("rule_cases")["base"]
+    return [*recorded("rule_cases")["base"]]
 
 
 def without(argv: list[str], names: list[str]) -> list[str]:

@@ -11,24 +11,23 @@ from tests.arguments.test_tokens import TOY
 LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
 
 
+def find(words):
+    return find_checkpoint_args_source(words.split())
+
+
 def test_checkpoint_source_is_found_before_parsing():
     assert find_checkpoint_args_source(LINE) == CheckpointArgsSource("runs/a", None, False)
-    assert find_checkpoint_args_source(
-        ["--use-checkpoint-args", "--load", "b", "--num-layers", "x"]
-    ) == CheckpointArgsSource("b", None, False)
-    assert find_checkpoint_args_source(
-        ["--pretrained-checkpoint", "c", "--use-checkpoint-args", "--ckpt-step", "5"]
-    ) == CheckpointArgsSource("c", 5, False)
-    assert find_checkpoint_args_source(TOY + ["--load", "b"]) is None
+    assert find("--use-checkpoint-args --load b --num-layers x") == CheckpointArgsSource("b", None, False)
+    step = "--pretrained-checkpoint c --use-checkpoint-args --ckpt-step 5"
+    assert find(step) == CheckpointArgsSource("c", 5, False)
+    assert find_checkpoint_args_source([*TOY, "--load", "b"]) is None
 
 
 def test_auto_resume_prefers_newest_checkpoint_of_save_folder():
-    resumed = ["--use-checkpoint-args", "--auto-resume", "--save", "own"]
-    assert find_checkpoint_args_source(resumed) == CheckpointArgsSource(None, None, True, "own")
-    assert find_checkpoint_args_source([*resumed, "--load", "base", "--ckpt-step", "5"]) == CheckpointArgsSource(
-        "base", 5, False, "own"
-    )
-    assert find_checkpoint_args_source(resumed[1:]) is None
+    resumed = "--use-checkpoint-args --auto-resume --save own"
+    assert find(resumed) == CheckpointArgsSource(None, None, True, "own")
+    assert find(f"{resumed} --load base --ckpt-step 5") == CheckpointArgsSource("base", 5, False, "own")
+    assert find("--auto-resume --save own") is None
 
 
 def test_missing_checkpoint_is_allowed_only_in_the_save_folder():
@@ -105,26 +104,12 @@ def test_flags_from_the_checkpoint_are_not_required():
 
 
 def test_parallel_sizes_are_taken_from_checkpoint_on_request():
-    recorded = {
-        "num_layers": 4,
-        "num_experts": 4,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 2,
-        "num_layers_per_virtual_pipeline_stage": 1,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "context_parallel_size": 8,
-    }
-    line = [
-        *LINE,
-        "--expert-model-parallel-size",
-        "4",
-        "--disable-bias-linear",
-        "--moe-token-dispatcher-type",
-        "alltoall",
-        "--global-batch-size",
-        "16",
-    ]
+    recorded = {"num_layers": 4, "num_experts": 4, "num_layers_per_virtual_pipeline_stage": 1}
+    sizes = {"tensor": 1, "pipeline": 2, "expert": 2}
+    recorded |= {f"{name}_model_parallel_size": size for name, size in sizes.items()}
+    recorded |= {"expert_tensor_parallel_size": 1, "context_parallel_size": 8}
+    more = "--disable-bias-linear --moe-token-dispatcher-type alltoall --global-batch-size 16"
+    line = [*LINE, "--expert-model-parallel-size", "4", *more.split()]
     args = parse_args([*line, "--use-mp-args-from-checkpoint-args"], 4, checkpoint=recorded)
     parallel = args.parallel
     assert (parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage) == (2, 1)
@@ -140,16 +125,8 @@ def test_parallel_sizes_from_checkpoint_are_validated():
 
 
 def test_format_conversion_needs_no_training_flags():
-    recorded = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "seq_length": 32,
-        "bf16": True,
-        "optimizer": "sgd",
-        "lr": 1.0,
-    }
+    recorded = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+    recorded |= {"seq_length": 32, "bf16": True, "optimizer": "sgd", "lr": 1.0}
     line = "--load x --use-checkpoint-args --ckpt-convert-format torch_dist --ckpt-convert-save y --lr-warmup-iters 5"
     args = parse_args(line.split(), 1, checkpoint=recorded)
     assert args.training.skip_train and args.optimizer.use_checkpoint_opt_param_scheduler
@@ -163,22 +140,12 @@ def test_format_conversion_needs_no_training_flags():
 def test_missing_checkpoint_does_not_hide_other_errors(mode, tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    line = [
-        "--load",
-        str(tmp_path / "none"),
-        "--use-checkpoint-args",
-        "--no-such-flag",
-        "--micro-batch-size",
-        "2",
-        "--lr",
-        "1e-3",
-        "--mock-data",
-    ]
+    more = "--use-checkpoint-args --no-such-flag --micro-batch-size 2 --lr 1e-3 --mock-data".split()
+    line = ["--load", str(tmp_path / "none"), *more]
     assert pretrain_moe.main([*line, *mode]) == 2
     error = capsys.readouterr().err
     assert "no checkpoint in" in error and "--no-such-flag" in error and "--train-iters" in error
-    assert "--num-layers" not in error and "--seq-length" not in error, (
-        "what the checkpoint would supply is not missing"
-    )
+    supplied = [flag for flag in ("--num-layers", "--seq-length") if flag in error]
+    assert not supplied, "what the checkpoint would supply is not missing"
     assert pretrain_moe.main([*line[:3], *line[4:], "--train-iters", "2", "--eval-iters", "0", *mode]) == 2
     assert "problems" not in capsys.readouterr().err

@@ -35,18 +35,11 @@ def test_mtp_copies_the_last_layer():
     assert not mtp_is_moe(())
 
 
-@pytest.mark.parametrize(
-    ("vocab", "divisible_by", "tp", "padded"),
-    [
-        (50257, 128, 1, 50304),
-        (50257, 128, 8, 51200),
-        (129280, 3232, 1, 129280),
-        (129280, 3232, 8, 129280),
-        (1, 1, 1, 1),
-    ],
-)
-def test_vocabulary_is_padded_to_the_divisor(vocab, divisible_by, tp, padded):
-    assert padded_vocab_size(vocab, divisible_by, tp) == padded
+def test_vocabulary_is_padded_to_the_divisor():
+    for vocab, divisible_by, tp, padded in (
+        (50257, 128, 1, 50304), (50257, 128, 8, 51200), (129280, 3232, 1, 129280), (129280, 3232, 8, 129280), (1, 1, 1, 1),
+    ):  # fmt: skip
+        assert padded_vocab_size(vocab, divisible_by, tp) == padded
 
 
 def test_invalid_vocabulary_padding_is_rejected():

@@ -1,6 +1,7 @@
 """Every flag that acts is read by name somewhere in the program; the status explains all others."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 from arguments import flag_status
@@ -16,15 +17,7 @@ READ_BY_ARGUMENTS = {
 }  # fmt: skip
 """Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/) or when the
 environment is set (machine.py)."""
-USED_BY_THE_PROGRAM = (
-    "blend",
-    "layer_pattern",
-    "mup",
-    "sparse_attention",
-    "stage_layout",
-    "stored_weights",
-    "vocabulary",
-)
+USED_BY_THE_PROGRAM = "blend layer_pattern mup sparse_attention stage_layout stored_weights vocabulary".split()
 """Modules of `arguments` that compute what the model is built from, and where its data are."""
 READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_upcycling_expert_init"}
 """Read as f"{split}_data_path" in arguments/blend.py, and by key in checkpoint/upcycling.py."""
@@ -33,6 +26,7 @@ READ_FOR_THE_RECORD = {
 }
 
 
+@cache
 def read_attribute_names() -> dict[str, set[str]]:
     """Attribute names that the program reads, with the files that read them.
 

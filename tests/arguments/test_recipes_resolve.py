@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 import model_zoo
 from arguments.machine import check_machine
 from arguments.parse import resolve_command_line
@@ -27,9 +25,9 @@ def assert_resolves_as_recorded(recipe: dict, argv: list[str], world_size: int |
         assert ours["num_microbatches"] == recipe["derived"]["num_microbatches"]
 
 
-@pytest.mark.parametrize("recipe", recorded("recipes"), ids=lambda recipe: recipe["name"])
-def test_recorded_recipes_are_accepted(recipe):
-    assert_resolves_as_recorded(recipe, recipe["argv"], recipe["world_size"])
+def test_recorded_recipes_are_accepted():
+    for recipe in recorded("recipes"):
+        assert_resolves_as_recorded(recipe, recipe["argv"], recipe["world_size"])
 
 
 def test_all_shared_recipes_are_accepted(shared):
@@ -55,14 +53,14 @@ def test_only_fill_in_the_middle_flags_are_out_of_scope(shared):
     assert {flag.split("-")[2] for flag in refused} <= {"fim"}, refused
 
 
-@pytest.mark.parametrize("recipe", (*RECIPES, *TABLE_11), ids=lambda recipe: recipe[0])
-def test_megatron_moe_recipes_pass_or_give_the_expected_error(recipe, tmp_path):
-    name, preset, world_size, settings = recipe
-    path = tmp_path / "recipe.yaml"
-    path.write_text(as_file(model_zoo.find(preset).read_text(), settings))
-    found = resolve_command_line(["--preset", str(path)], world_size)[1]
-    reasons = REFUSED.get(name, ())
-    reasons = (reasons,) if isinstance(reasons, str) else reasons
-    assert len(found) == len(reasons) and all(
-        reason in violation.message for reason, violation in zip(reasons, found)
-    ), found
+def test_megatron_moe_recipes_pass_or_give_the_expected_error(tmp_path):
+    problems = []
+    for name, preset, world_size, settings in (*RECIPES, *TABLE_11):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(as_file(model_zoo.find(preset).read_text(), settings))
+        found = resolve_command_line(["--preset", str(path)], world_size)[1]
+        reasons = REFUSED.get(name, ())
+        reasons = (reasons,) if isinstance(reasons, str) else reasons
+        if len(found) != len(reasons) or not all(map(lambda text, each: text in each.message, reasons, found)):
+            problems.append(f"{name}: {found}")
+    assert not problems, "\n".join(problems)

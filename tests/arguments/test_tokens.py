@@ -16,10 +16,10 @@ TOY = (
 ).split()
 
 
-def messages(argv, kind=None):
+def messages(argv):
     with pytest.raises(ArgumentError) as caught:
         parse_args(argv, world_size=1)
-    return [violation.message for violation in caught.value.violations if kind in (None, violation.kind)]
+    return [violation.message for violation in caught.value.violations]
 
 
 def test_a_valid_line_parses():
@@ -56,23 +56,9 @@ def test_error_has_every_message_and_the_resolved_settings():
     assert "2 problems" in str(caught.value) and caught.value.settings.hidden_size == 64
 
 
-def test_a_value_that_cannot_be_read_is_not_also_reported_as_missing():
-    argv = ["--num-layers", "two", *TOY[2:]]
-    assert len(messages(argv)) == 1
-
-
-def test_integers_take_no_exponent():
-    assert "an integer (digits only" in messages([*TOY, "--train-iters", "1e3"])[0]
-
-
-def test_wrong_number_of_values_is_an_error():
-    assert "needs 3 values, 2 given" in messages([*TOY, "--rampup-batch-size", "1", "2"])[0]
-
-
 def test_switch_values():
     assert parse_args([*TOY, "--bf16", "--bf16=false"], 1).precision.bf16 is False
     assert parse_args([*TOY, "--disable-bias-linear=false"], 1).model.add_bias_linear is True
-    assert "takes no value" in messages([*TOY, "--bf16=maybe"])[0]
 
 
 def test_yaml_like_tokens_are_understood():

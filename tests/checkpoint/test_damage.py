@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bad_input import cut, error_of, flip
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import run_ranks
 
@@ -34,111 +36,89 @@ SINGLE = ParallelState.single()
 OPTIONS = LoadOptions(RECORD)
 
 
-@pytest.fixture
-def saved(tmp_path) -> Path:
+NEWEST, NAMES = "iter_0000006", ("metadata.json", ".metadata", "__0_0.distcp")
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory) -> Path:
     """A directory with complete checkpoints of iterations 3 and 6."""
+    folder = tmp_path_factory.mktemp("complete")
     for iteration in (3, 6):
-        save(
-            tmp_path,
-            CheckpointState(iteration, RECORD),
-            [FakeModel(seed=iteration)],
-            None,
-            SINGLE,
-            SaveOptions(verify_integrity=True),
-        )
-    return tmp_path
+        model, options = FakeModel(seed=iteration), SaveOptions(verify_integrity=True)
+        save(folder, CheckpointState(iteration, RECORD), [model], None, SINGLE, options)
+    return folder
 
 
-def load_error(folder, **options) -> str:
-    model = FakeModel(seed=1)
-    with pytest.raises(CheckpointError) as caught:
-        load(folder, [model], None, SINGLE, replace(OPTIONS, **options))
-    return str(caught.value)
+@pytest.fixture
+def saved(complete, tmp_path) -> Path:
+    return Path(shutil.copytree(complete, tmp_path, dirs_exist_ok=True))
 
 
-def cut(path, length):
-    path.write_bytes(path.read_bytes()[:length])
+def load_error(folder: Path, *words: str, **options) -> str:
+    options = replace(OPTIONS, **options)
+    return error_of(CheckpointError, load, folder, [FakeModel(seed=1)], None, SINGLE, options, words=words)
 
 
-@pytest.mark.parametrize("file", ["metadata.json", ".metadata", "__0_0.distcp"])
-def test_a_missing_file_is_named_with_advice(saved, file):
-    (saved / "iter_0000006" / file).unlink()
-    text = load_error(saved)
-    assert f"iter_0000006/{file} is missing" in text and "iteration 3" in text and "--ckpt-step 3" in text
-    assert "--ckpt-step 6" not in text
+DAMAGES = (
+    *((name, lambda path, share=share: cut(path, share), "incomplete or damaged") for name in NAMES for share in (0.0, 0.5, 0.99)),
+    *((name, Path.unlink, f"{NEWEST}/{name} is missing") for name in NAMES),
+    *(("__0_0.distcp", lambda path, place=place, count=count: flip(path, place, count), f"{NEWEST}/__0_0.distcp is damaged")
+      for place in (0.1, 0.3, 0.6, 0.97) for count in (1, 4096)),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("file", ["metadata.json", ".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_truncated_file_is_named(saved, file, share):
-    path = saved / "iter_0000006" / file
-    cut(path, int(path.stat().st_size * share))
-    text = load_error(saved)
-    assert f"iter_0000006/{file}" in text and "incomplete or damaged" in text and "--ckpt-step 3" in text
+def test_a_damaged_file_is_named_with_advice(saved):
+    """Files that are cut off, missing, or hold other bytes; the checkpoint before them can be loaded."""
+    for name, damage, words in DAMAGES:
+        path = saved / NEWEST / name
+        content = path.read_bytes()
+        damage(path)
+        text = load_error(saved, f"{NEWEST}/{name}", words, "iteration 3", "--ckpt-step 3")
+        assert "--ckpt-step 6" not in text
+        path.write_bytes(content)
+    path.unlink()
     assert load(saved, [FakeModel()], None, SINGLE, replace(OPTIONS, ckpt_step=3)).iteration == 3
 
 
-@pytest.mark.parametrize("place", [0.1, 0.3, 0.6, 0.97])
-@pytest.mark.parametrize("count", [1, 4096])
-def test_changed_bytes_are_detected_while_reading(saved, place, count):
-    path = saved / "iter_0000006/__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    start = int(len(content) * place)
-    content[start : start + count] = bytes(byte ^ 0xFF for byte in content[start : start + count])
-    path.write_bytes(content)
-    text = load_error(saved)
-    assert "iter_0000006/__0_0.distcp is damaged" in text and "--ckpt-step 3" in text
-
-
 def test_changed_bytes_are_detected_by_hash(saved):
-    path = saved / "iter_0000006/__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert "its SHA-256 differs" in load_error(saved, verify_integrity=True)
+    flip(saved / NEWEST / "__0_0.distcp", mask=1)
+    load_error(saved, "its SHA-256 differs", verify_integrity=True)
     (saved / "iter_0000003/integrity.json").unlink()
-    assert "save with --verify-integrity" in load_error(saved, verify_integrity=True, ckpt_step=3)
+    load_error(saved, "save with --verify-integrity", verify_integrity=True, ckpt_step=3)
 
 
 def test_random_index_damage_always_gives_a_checkpoint_error(saved):
-    path = saved / "iter_0000006/.metadata"
+    path = saved / NEWEST / ".metadata"
     content_before = path.read_bytes()
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
-        content = bytearray(content_before)
-        for place in torch.randint(len(content), (3,), generator=generator).tolist():
-            content[place] ^= 0xFF
-        path.write_bytes(content)
-        check(saved / "iter_0000006")  # raises nothing
+        path.write_bytes(content_before)
+        for place in torch.rand(3, generator=generator).tolist():
+            flip(path, place)
+        check(saved / NEWEST)  # raises nothing
 
 
-def test_damaged_tracker_is_reported(saved):
-    (saved / directory.TRACKER).write_text("six")
-    text = load_error(saved)
-    assert "'six'" in text and "--ckpt-step 6" in text
-    (saved / directory.TRACKER).write_text("9")
-    assert "which does not exist" in load_error(saved)
-    (saved / directory.TRACKER).write_bytes(b"\xff\xfe")
-    assert "cannot read" in load_error(saved)
+def test_damaged_trackers_wrong_folders_and_other_formats_are_reported(saved):
+    load_error(saved / NEWEST, "give its parent")
+    for tracker, *words in (
+        (b"six", "'six'", "--ckpt-step 6"),
+        (b"9", "which does not exist"),
+        (b"\xff\xfe", "cannot read"),
+    ):
+        (saved / directory.TRACKER).write_bytes(tracker)
+        load_error(saved, *words)
+    (saved / directory.TRACKER).write_text("6")
+    for backend, words in (("zarr", "the zarr format"), ("fsdp_dtensor", "Megatron-FSDP")):
+        (saved / NEWEST / "metadata.json").write_text(
+            json.dumps({"sharded_backend": backend, "sharded_backend_version": 1})
+        )
+        load_error(saved, words)
 
 
 def test_missing_tracker_with_complete_checkpoints_is_reported(saved, caplog):
     (saved / directory.TRACKER).unlink()
     assert load(saved, [FakeModel()], None, SINGLE, OPTIONS).iteration == 6
     assert "is missing, but there are complete checkpoints" in caplog.text
-
-
-def test_the_folder_of_one_iteration_is_not_the_directory(saved):
-    assert "give its parent" in load_error(saved / "iter_0000006")
-
-
-def test_other_formats_are_refused_by_name(saved, shared):
-    (saved / "iter_0000006/metadata.json").write_text(
-        json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
-    )
-    assert "the zarr format" in load_error(saved)
-    (saved / "iter_0000006/metadata.json").write_text(json.dumps({"sharded_backend": "fsdp_dtensor"}))
-    assert "Megatron-FSDP" in load_error(saved)
 
 
 def test_release_checkpoint_starts_at_iteration_zero(saved):
@@ -163,12 +143,8 @@ def small_disk(tmp_path):
     """A file system of 1.5 MiB with a small checkpoint of iteration 1 in it."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", folder], check=False, capture_output=True
-        ).returncode
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -179,16 +155,16 @@ def _fill_disk(rank, size, folder):
     model = FakeModel(layers=[], vocab=128)
     record = RECORD | {"num_layers": 0}
     save(folder, CheckpointState(1, record), [model], None, ps, SaveOptions())
-    big = FakeModel()
-    for saver in (save, AsyncSaver()):
-        with pytest.raises(CheckpointError, match="No space left on device") as caught:
-            if isinstance(saver, AsyncSaver):
-                saver.start(folder, CheckpointState(2, RECORD), [big], FakeOptimizer(big, ps, True), ps, SaveOptions())
-                saver.finish()
-            else:
-                saver(folder, CheckpointState(2, RECORD), [big], FakeOptimizer(big, ps, True), ps, SaveOptions())
-        text = str(caught.value)
-        assert str(folder) in text and "MiB are free" in text and "iteration 1 there is complete and remains" in text
+    big, saver = FakeModel(), AsyncSaver()
+
+    def save_in_background(*what):
+        saver.start(*what)
+        saver.finish()
+
+    what = folder, CheckpointState(2, RECORD), [big], FakeOptimizer(big, ps, True), ps, SaveOptions()
+    words = "No space left on device", str(folder), "MiB are free", "iteration 1 there is complete and remains"
+    for write in (save, save_in_background):
+        error_of(CheckpointError, write, *what, words=words)
     assert load(folder, [model], None, ps, LoadOptions(record)).iteration == 1
 
 
@@ -254,6 +230,12 @@ def test_checkpoint_interrupted_during_replacement_is_restored(saved, by):
     assert check(saved / "iter_0000006") == []
 
 
+def test_tracker_is_replaced_after_the_folder_has_its_name(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        directory.publish(tmp_path / "lost", tmp_path, 6)
+    assert directory.read_tracker(tmp_path) is None
+
+
 def _save_repeatedly(folder, ready):
     torch.set_num_threads(1)
     model = FakeModel()
@@ -281,19 +263,12 @@ def test_kill_at_random_moments_leaves_a_complete_checkpoint(tmp_path):
     model = FakeModel()
     for iteration in range(3):
         began = time.monotonic()
-        save(
-            tmp_path / "timed",
-            CheckpointState(iteration, RECORD),
-            [model],
-            FakeOptimizer(model, SINGLE),
-            SINGLE,
-            SaveOptions(),
-        )
+        state, optimizer = CheckpointState(iteration, RECORD), FakeOptimizer(model, SINGLE)
+        save(tmp_path / "timed", state, [model], optimizer, SINGLE, SaveOptions())
     delays = torch.rand(20, generator=torch.Generator().manual_seed(3)).mul(10 * (time.monotonic() - began)).tolist()
     seen, delay = [], 0.0
-    while (
-        delays or len(set(seen)) < 3
-    ):  # more of them, and longer, where the machine has slowed down since it was timed
+    # more of them, and longer, where the machine has slowed down since it was timed
+    while delays or len(set(seen)) < 3:
         delay = delays.pop(0) if delays else (delay or 0.1) * 1.5
         assert delay < 60, seen
         ready = context.Event()

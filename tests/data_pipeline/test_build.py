@@ -38,9 +38,6 @@ def test_datasets_of_one_prefix(prefixes):
     datasets = build((10, 3, 0), data_path=prefixes[:1], split="90,10,0")
     assert len(datasets.train) == (36 * 20 - 1) // 16 and len(datasets.valid[0]) == (4 * 20 - 1) // 16
     assert datasets.test is None and datasets.valid_names == ("",)
-
-
-def test_default_split(prefixes):
     assert build((10, 1, 0), data_path=prefixes[:1]).train._config.split == "969, 30, 1"
 
 
@@ -50,16 +47,6 @@ def test_split_with_zero_weight_gives_no_dataset(prefixes, split, caplog):
         datasets = build((10, 3, 3), data_path=prefixes[:1], split=split)
     assert datasets.valid == () and datasets.test is None
     assert f'there is no data for the valid split (--split "{split}")' in caplog.text
-
-
-def test_empty_training_split_is_rejected(prefixes):
-    with pytest.raises(ValueError, match='10 samples are asked of the train split.*--split "0,50,50"'):
-        build((10, 1, 1), data_path=prefixes[:1], split="0,50,50")
-
-
-def test_split_rounded_to_zero_documents_is_rejected(prefixes):
-    with pytest.raises(ValueError, match=r"a: the test split \(sequences 40 to 40 of 40\) holds no tokens"):
-        build((10, 1, 1), data_path=prefixes[:1], split="969,30,1")
 
 
 def test_blends_from_flags_and_files_are_equal(prefixes, tmp_path):
@@ -103,27 +90,27 @@ def test_a_repeated_prefix_is_used_twice_and_noted(prefixes, tmp_path, caplog):
     assert f"--valid-data-path names {b} 2 times" in caplog.text
 
 
-def test_contradictory_data_sources_are_rejected(prefixes):
-    a, b = prefixes
-    with pytest.raises(ValueError, match="one data source is needed, given were --mock-data and --data-path"):
-        build(mock_data=True, data_path=[a])
-    with pytest.raises(ValueError, match="--data-path and --data-args-path"):
-        build(data_path=[a], data_args_path="x")
-    with pytest.raises(ValueError, match="one data source"):
-        build(data_path=[a], train_data_path=[b])
-    with pytest.raises(ValueError, match="--split .* cannot be combined"):
-        build(train_data_path=[a], split="1")
-
-
-def test_missing_data_names_the_file(tmp_path):
-    with pytest.raises(ValueError, match=r"nothing\.idx: no such file"):
-        build(data_path=[str(tmp_path / "nothing")])
-
-
-def test_files_of_floats_are_rejected(tmp_path):
-    prefix = write_corpus(tmp_path / "x", [5], dtype=np.float32)
-    with pytest.raises(ValueError, match="holds float32 values, token ids are integers"):
-        build(data_path=[prefix])
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({"mock_data": True, "data_path": ["a"]}, "one data source is needed, given were --mock-data and --data-path"),
+        ({"data_path": ["a"], "data_args_path": "x"}, "--data-path and --data-args-path"),
+        ({"data_path": ["a"], "train_data_path": ["b"]}, "one data source"),
+        ({"train_data_path": ["a"], "split": "1"}, "--split .* cannot be combined"),
+        ({"data_path": ["a"], "split": "0,50,50"}, '10 samples are asked of the train split.*--split "0,50,50"'),
+        (
+            {"data_path": ["a"], "split": "969,30,1"},
+            r"a: the test split \(sequences 40 to 40 of 40\) holds no tokens",
+        ),
+        ({"data_path": ["nothing"]}, r"nothing\.idx: no such file"),
+        ({"data_path": ["floats"]}, "holds float32 values, token ids are integers"),
+    ],
+)
+def test_unusable_data_is_rejected(prefixes, tmp_path, monkeypatch, flags, problem):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "floats", [20], np.float32)
+    with pytest.raises(ValueError, match=problem):
+        build((10, 1, 1), **flags)
 
 
 def test_validation_sets(prefixes):
@@ -186,8 +173,7 @@ def test_damaged_cache_is_named(prefixes, tmp_path):
     flags = {"data_path": prefixes[:1], "split": "1", "data_cache_path": str(tmp_path / "cache")}
     build(**flags)
     sample = next((tmp_path / "cache").glob("*sample_index.npy"))
-    full = sample.read_bytes()
-    sample.write_bytes(full[:-4])
+    sample.write_bytes(sample.read_bytes()[:-4])
     with pytest.raises(ValueError, match=f"index cache .*{sample.name}: cannot be read"):
         build(**flags)
     np.save(sample, np.zeros((3, 2), np.int32))

@@ -41,9 +41,13 @@ CONVERSATIONS = (
 )
 
 
-def build(folder, template=CHATML, **flags):
-    folder = write_chat_tokenizer(folder, template)
+def build(folder, template=CHATML, special_tokens=CHAT_TOKENS, **flags):
+    folder = write_chat_tokenizer(folder, template, special_tokens)
     return build_tokenizer(data_args(tokenizer_type="SFTTokenizer", tokenizer_model=str(folder), **flags))
+
+
+def build_by_template(folder, template):
+    return build(folder, template, sft_tokenizer_prompt_format="assistant")
 
 
 def test_turn_formats(tmp_path):
@@ -81,13 +85,11 @@ def test_turn_formats(tmp_path):
 )
 def test_special_tokens_that_the_tokenizer_lacks_are_named(tmp_path, caplog, prompt_format, missing):
     tokens = [token for token in CHAT_TOKENS if token not in ("<SPECIAL_11>", "<SPECIAL_12>")]
-    folder = write_chat_tokenizer(tmp_path / "a", CHATML, tokens)
-    flags = {"tokenizer_type": "SFTTokenizer", "sft_tokenizer_prompt_format": prompt_format}
-    build_tokenizer(data_args(**flags, tokenizer_model=str(folder)))
+    build(tmp_path / "all", sft_tokenizer_prompt_format=prompt_format)
+    assert "<SPECIAL" not in caplog.text
+    build(tmp_path / "some", special_tokens=tokens, sft_tokenizer_prompt_format=prompt_format)
     warnings = [record.getMessage() for record in caplog.records if "<SPECIAL" in record.getMessage()]
     assert len(warnings) == bool(missing) and all(missing in text for text in warnings)
-    build_tokenizer(data_args(**flags, tokenizer_model=str(write_chat_tokenizer(tmp_path / "b", CHATML))))
-    assert len(warnings) == sum("<SPECIAL" in record.getMessage() for record in caplog.records)
 
 
 def _trained(tokenizer, messages):
@@ -156,31 +158,28 @@ def test_tokens_across_a_border_are_trained(tmp_path):
 
 def test_template_files_and_flags(tmp_path):
     folder = write_chat_tokenizer(tmp_path / "a", None)
-    flags = {
-        "tokenizer_type": "SFTTokenizer",
-        "tokenizer_model": str(folder),
-        "sft_tokenizer_prompt_format": "assistant",
-    }
-    with pytest.raises(ValueError, match="has no chat template; give --chat-template"):
-        build_tokenizer(data_args(**flags))
-    first = CONVERSATIONS[0]
+
+    def write(**flags):
+        flags |= {"tokenizer_type": "SFTTokenizer", "sft_tokenizer_prompt_format": "assistant"}
+        return build_tokenizer(data_args(**flags, tokenizer_model=str(folder))).format.write(CONVERSATIONS[0]).text
+
+    for given, problem in (
+        ({}, "has no chat template; give --chat-template"),
+        ({"chat_template": "no_such_file"}, "--chat-template no_such_file: cannot be read"),
+        ({"chat_template": "{% for %}"}, r"the chat template is not valid \(.*line 1\)"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            write(**given)
     (tmp_path / "mine.jinja").write_text(CHATML)
-    texts = [
-        build_tokenizer(data_args(**flags, chat_template=given)).format.write(first).text
-        for given in (CHATML, str(tmp_path / "mine.jinja"))
-    ]
+    texts = [write(chat_template=given) for given in (CHATML, str(tmp_path / "mine.jinja"))]
     (folder / "chat_template.jinja").write_text(CHATML)
-    texts.append(build_tokenizer(data_args(**flags)).format.write(first).text)
+    texts.append(write())
     (folder / "chat_template.jinja").unlink()
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    texts.append(build_tokenizer(data_args(**flags)).format.write(first).text)
-    assert len(texts) == 4 and len(set(texts)) == 1 and "<|im_start|>" in texts[0]
-    with pytest.raises(ValueError, match="--chat-template no_such_file: cannot be read"):
-        build_tokenizer(data_args(**flags, chat_template="no_such_file"))
-    with pytest.raises(ValueError, match=r"the chat template is not valid \(.*line 1\)"):
-        build_tokenizer(data_args(**flags, chat_template="{% for %}"))
+    texts.append(write())
+    assert len(set(texts)) == 1 and "<|im_start|>" in texts[0]
 
 
 @pytest.mark.parametrize(
@@ -191,52 +190,42 @@ def test_template_files_and_flags(tmp_path):
         ("{{ messages[0]['content'] + 1 }}", r"fails \(TypeError"),
         ("{{ 1 / 0 }}", r"fails \(ZeroDivisionError"),
         (LAST_ONLY, "does not write turn 2 alike .* mark them with"),
-        (
-            "{{ messages[0]['content'] }}{% generation %}{% endgeneration %}",
-            "no token of the conversation would be trained",
-        ),
+        ("{{ messages[0]['content'] }}{% generation %}{% endgeneration %}", "no token of the conversation would be"),
     ],
 )
 def test_templates_that_fail(tmp_path, template, problem):
-    tokenizer = build(tmp_path / "a", template, sft_tokenizer_prompt_format="assistant")
     messages = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     with pytest.raises(ValueError, match=problem):
-        tokenize_conversation(messages, tokenizer)
+        tokenize_conversation(messages, build_by_template(tmp_path / "a", template))
 
 
-@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1"])
-def test_messages_cannot_mark_what_is_trained(tmp_path, mark):
-    tokenizer = build(tmp_path / "a", CHATML, sft_tokenizer_prompt_format="assistant")
-    with pytest.raises(ValueError, match="a message has U.FDD0 or U.FDD1"):
-        tokenize_conversation(turns(("user", f"a{mark}b"), ("assistant", "c")), tokenizer)
+def test_messages_cannot_mark_what_is_trained(tmp_path):
+    tokenizer = build_by_template(tmp_path / "a", CHATML)
+    for mark in ("\ufdd0", "\ufdd1"):
+        with pytest.raises(ValueError, match="a message has U.FDD0 or U.FDD1"):
+            tokenize_conversation(turns(("user", f"a{mark}b"), ("assistant", "c")), tokenizer)
 
 
-@pytest.mark.parametrize(
-    "messages, problem",
-    [
+def test_conversations_that_teach_nothing(tmp_path):
+    tokenizer = build(tmp_path / "a")
+    for messages, problem in (
         (turns(("system", "a"), ("user", "b")), "has no turn of the assistant"),
         (turns(("user", "a"), ("assistant", " \n")), "turn 2 of the conversation is of the assistant and empty"),
         (turns(("assistant", "a")), "turn 1 .* follows nothing: it must answer"),
         (turns(("user", "a"), ("assistant", "b"), ("assistant", "c")), "turn 3 .* follows assistant"),
-    ],
-)
-def test_conversations_that_teach_nothing(tmp_path, messages, problem):
-    with pytest.raises(ValueError, match=problem):
-        tokenize_conversation(messages, build(tmp_path / "a"))
+    ):
+        with pytest.raises(ValueError, match=problem):
+            tokenize_conversation(messages, tokenizer)
 
 
 def test_a_first_token_alone_teaches_nothing(tmp_path):
     """No label comes before it, so it is the label of none."""
     answer = "{% for m in messages if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
     messages = turns(("user", "a"), ("assistant", "b"))
-    for end, is_taught in ((" the fox", False), ("{% generation %} the fox{% endgeneration %}", True)):
-        template = answer + end + "{% endfor %}"
-        tokenizer = build(tmp_path / str(is_taught), template, sft_tokenizer_prompt_format="assistant")
-        if is_taught:
-            assert tokenize_conversation(messages, tokenizer).loss_mask.all()
-            continue
-        with pytest.raises(ValueError, match="no token of the conversation would be trained"):
-            tokenize_conversation(messages, tokenizer)
+    end = "{% generation %} the fox{% endgeneration %}{% endfor %}"
+    assert tokenize_conversation(messages, build_by_template(tmp_path / "a", answer + end)).loss_mask.all()
+    with pytest.raises(ValueError, match="no token of the conversation would be trained"):
+        tokenize_conversation(messages, build_by_template(tmp_path / "b", answer + " the fox{% endfor %}"))
 
 
 def test_rows_of_every_kind():

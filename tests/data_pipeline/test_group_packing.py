@@ -6,7 +6,7 @@ import pytest
 
 from arguments.parallel import dynamic_cp_sizes
 from moe_trainer.data import group_packing
-from moe_trainer.data.group_packing import GroupSizes, RankGroup, pack_into_groups, slowest_load
+from moe_trainer.data.group_packing import GroupSizes, pack_into_groups, slowest_load
 from moe_trainer.data.packing import Pack, PackFormat, PackingPlan, PackingPlanner
 from moe_trainer.errors import UserError
 
@@ -228,7 +228,3 @@ def test_too_few_samples_are_an_error_that_names_the_flag():
         UserError, match="3 sequences do not fill 4 microbatches times groups of 4.*--global-batch-size"
     ):
         PackingPlanner(lambda sample: 4, square, PackFormat(8, cp_sizes=(1, 2)), 1, 1, 4).plan(0, 3)
-
-
-def test_groups_are_compared_by_what_they_hold():
-    assert RankGroup(2, [1], 8.0).load == 4.0

@@ -17,8 +17,16 @@ from moe_trainer.data import statistics
 from moe_trainer.data.indexed import DataFileError, write_indexed_dataset
 from moe_trainer.data.statistics import collect_statistics
 from moe_trainer.estimate.length_histogram import read_histogram
+from scripts import inspect_data
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [5, 6, 7, 0], [], [9, 0, 10], [499, 0], [8, 0], list(range(2, 300)) + [0]]
+
+
+def write_documents(prefix, documents, dtype=np.int32):
+    with write_indexed_dataset(str(prefix), dtype) as builder:
+        for ids in documents:
+            builder.add_document(ids, [len(ids)] if ids else [])
+    return str(prefix)
 
 
 @pytest.fixture
@@ -68,19 +76,14 @@ def test_ids_and_begin_tokens_are_compared_with_the_tokenizer(prefix):
 
 
 def test_sound_files_have_no_problems(tmp_path):
-    with write_indexed_dataset(str(tmp_path / "a"), np.int32) as builder:
-        for number in range(1, 50):
-            builder.add_document([number, 0], [2])
-    found = collect_statistics(str(tmp_path / "a"), tokenizer())
+    prefix = write_documents(tmp_path / "a", [[number, 0] for number in range(1, 50)])
+    found = collect_statistics(prefix, tokenizer())
     assert found.problems == [] and found.documents == 49
-    assert collect_statistics(str(tmp_path / "a")).no_eod is None
+    assert collect_statistics(prefix).no_eod is None
 
 
 def test_negative_ids_are_one_problem(tmp_path):
-    with write_indexed_dataset(str(tmp_path / "a"), np.int32) as builder:
-        for ids in ([3, 0], [-7, -1], [3, -1], [4]):
-            builder.add_document(ids, [len(ids)])
-    found = collect_statistics(str(tmp_path / "a"))
+    found = collect_statistics(write_documents(tmp_path / "a", ([3, 0], [-7, -1], [3, -1], [4])))
     assert found.problems == ["3 tokens have negative ids (the lowest is -7); the first are in document 1"]
     assert (found.negative, found.lowest_id, found.highest_id, found.distinct_ids) == (3, -7, 4, 3)
 
@@ -88,10 +91,9 @@ def test_negative_ids_are_one_problem(tmp_path):
 @pytest.mark.parametrize(("dtype", "bad"), [(np.int32, 2_000_000_000), (np.int64, 1 << 40)])
 @pytest.mark.parametrize("has_tokenizer", [False, True])
 def test_ids_of_damaged_files_need_no_memory(tmp_path, dtype, bad, has_tokenizer):
-    with write_indexed_dataset(str(tmp_path / "a"), dtype) as builder:
-        builder.add_document([5, bad, 0, bad, 0], [5])
+    prefix = write_documents(tmp_path / "a", [[5, bad, 0, bad, 0]], dtype)
     tracemalloc.start()
-    found = collect_statistics(str(tmp_path / "a"), tokenizer() if has_tokenizer else None)
+    found = collect_statistics(prefix, tokenizer() if has_tokenizer else None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 << 20, peak
@@ -101,32 +103,29 @@ def test_ids_of_damaged_files_need_no_memory(tmp_path, dtype, bad, has_tokenizer
 
 
 def test_values_that_are_no_ids_are_an_error(tmp_path):
-    with write_indexed_dataset(str(tmp_path / "a"), np.float32) as builder:
-        builder.add_document([5, 7], [2])
     with pytest.raises(DataFileError, match=r"a\.idx: holds float32 values, token ids are integers"):
-        collect_statistics(str(tmp_path / "a"))
+        collect_statistics(write_documents(tmp_path / "a", [[5, 7]], np.float32))
 
 
-def inspect(*arguments):
-    command = [sys.executable, str(ROOT / "scripts" / "inspect_data.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def test_script(prefix, tmp_path, capsys):
+    def inspect(*arguments):
+        return inspect_data.main(list(map(str, arguments))), *capsys.readouterr()
 
-
-def test_script(prefix, tmp_path):
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "500", "--null-tokenizer-eod-id", "0"]
-    done = inspect(prefix, *null, "--preview", 2, "--json", tmp_path / "out.json", "--strict")
+    words = [str(ROOT / "scripts" / "inspect_data.py"), prefix, *null, "--preview", "2", "--strict"]
+    words += ["--json", str(tmp_path / "out.json")]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr == ""
     assert "8 documents, 316 tokens (uint16)" in done.stdout and "document 1: 8 0" in done.stdout
     assert "WARNING: 2 documents (6 tokens) repeat an earlier one; the first is document 2" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())[0]["tokens"] == 316
-    sound = write_corpus(tmp_path / "b", [5, 70])
-    done = inspect(sound, "--strict", "--length-histogram", tmp_path / "lengths.csv")
-    assert done.returncode == 0 and "64 - 127" in done.stdout
-    assert read_histogram(str(tmp_path / "lengths.csv")) == read_histogram(sound)
-    inspect(sound, sound, "--length-histogram", tmp_path / "lengths.csv")
-    assert (tmp_path / "lengths.csv").read_text() == "length,count\n5,2\n70,2\n"
-    done = inspect(tmp_path / "absent")
-    assert done.returncode == 2 and "absent.idx: no such file" in done.stderr and "Traceback" not in done.stderr
+    sound, table = write_corpus(tmp_path / "b", [5, 70]), tmp_path / "lengths.csv"
+    code, out, _ = inspect(sound, "--strict", "--length-histogram", table)
+    assert code == 0 and "64 - 127" in out and read_histogram(str(table)) == read_histogram(sound)
+    inspect(sound, sound, "--length-histogram", table)
+    assert table.read_text() == "length,count\n5,2\n70,2\n"
+    code, _, err = inspect(tmp_path / "absent")
+    assert code == 2 and "absent.idx: no such file" in err
 
 
 def test_scripts_take_the_tokenizer_flags_of_the_trainer():

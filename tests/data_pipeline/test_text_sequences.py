@@ -23,19 +23,29 @@ from tests.arguments.test_tokens import TOY
 
 QUESTION, ANSWER = {"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}
 CHAT = [QUESTION, ANSWER]
+RUN = [word for word in TOY if word != "--mock-data"]
 TEXTS = ("the quick brown fox", "", "jumps over the lazy dog and the river", "dog</s>")
 
 
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    return str(write_chat_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer", None))
+
+
 @pytest.fixture
-def flags(tmp_path):
-    folder = write_chat_tokenizer(tmp_path / "tokenizer", None)
+def flags(tmp_path, tokenizer_folder):
     return {
         "tokenizer_type": "SFTTokenizer",
-        "tokenizer_model": str(folder),
+        "tokenizer_model": tokenizer_folder,
         "data_cache_path": str(tmp_path / "cache"),
         "split": "1,0,0",
         "seq_length": 64,
     }
+
+
+@pytest.fixture
+def tokenizer_words(tokenizer_folder):
+    return ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", tokenizer_folder]
 
 
 def write_rows(path, rows) -> str:
@@ -43,9 +53,17 @@ def write_rows(path, rows) -> str:
     return str(path)
 
 
-def build(flags, size=8, **more):
+def chats(*conversations):
+    return [{"messages": messages} for messages in conversations]
+
+
+def build(flags, size=8, tokenizer=None, **more):
     data = data_args(**flags, **more)
-    return build_datasets(data, training_args(), build_tokenizer(data), (size, 0, 0)).train
+    return build_datasets(data, training_args(), tokenizer or build_tokenizer(data), (size, 0, 0)).train
+
+
+def kinds(test):
+    return pytest.mark.parametrize("kind", [{"sft": True}, {"use_varlen_dataset": True}], ids=["sft", "varlen"])(test)
 
 
 def test_rows_of_text(tmp_path, flags):
@@ -122,9 +140,9 @@ def test_long_samples_are_cut_and_counted(tmp_path, flags, caplog):
 
 
 def test_packed_batch_has_no_loss_on_prompts(tmp_path, flags):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [*CHAT, *CHAT]}])
+    path = write_rows(tmp_path / "a.jsonl", chats(CHAT, [*CHAT, *CHAT]))
     data = data_args(**flags, sft=True, data_path=[path])
-    train = build_datasets(data, training_args(), build_tokenizer(data), (2, 0, 0)).train
+    train = build(flags, 2, sft=True, data_path=[path])
     fmt = batch_format(data, build_tokenizer(data))
     batch = make_packed_batch(train, [0, 1], fmt, PackFormat(128, sequence_multiple=8).pack)
     for index, start in enumerate(batch.packed.cu_seqlens_padded[:2]):
@@ -135,8 +153,7 @@ def test_packed_batch_has_no_loss_on_prompts(tmp_path, flags):
 
 def test_samples_of_a_pack_are_tokenized_once(tmp_path, flags, monkeypatch):
     count = 200
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}] * count)
-    data = data_args(**flags, sft=True, data_path=[path])
+    data = data_args(**flags, sft=True, data_path=[write_rows(tmp_path / "a.jsonl", chats(CHAT) * count)])
     tokenizer, calls = build_tokenizer(data), []
     tokenize = type(tokenizer).tokenize_with_offsets
     train = build_datasets(data, training_args(), tokenizer, (count, 0, 0)).train
@@ -150,21 +167,21 @@ def test_samples_of_a_pack_are_tokenized_once(tmp_path, flags, monkeypatch):
 LONG_QUESTION = [{"role": "user", "content": "the fox? " * 40}, ANSWER]
 
 
-@pytest.mark.parametrize("kind", [{"sft": True}, {"use_varlen_dataset": True}])
+@kinds
 def test_answers_that_are_cut_off_are_counted(tmp_path, flags, caplog, kind):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": LONG_QUESTION}, {"messages": CHAT}])
+    path = write_rows(tmp_path / "a.jsonl", chats(LONG_QUESTION, CHAT))
     train = build(flags, 2, **kind, data_path=[path])
     assert f"{path}: 1 of 2 samples have no trained token: their answers begin after --seq-length 64" in caplog.text
     assert [train.sample(index).loss_mask[1:].any() for index in range(2)] == [False, True]
-    write_rows(tmp_path / "b.jsonl", [{"messages": LONG_QUESTION}] * 3)
+    write_rows(tmp_path / "b.jsonl", chats(LONG_QUESTION) * 3)
     with pytest.raises(UserError, match="b.jsonl: 3 of 3 samples have no trained token"):
         build(flags, 2, **kind, data_path=[str(tmp_path / "b.jsonl")])
 
 
-@pytest.mark.parametrize("kind", [{"sft": True}, {"use_varlen_dataset": True}])
+@kinds
 def test_untrained_samples_are_those_without_a_label(tmp_path, flags, caplog, kind):
     """At every length at which a conversation can be cut."""
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"text": "dog"}][: 1 + ("sft" not in kind)])
+    path = write_rows(tmp_path / "a.jsonl", [*chats(CHAT), {"text": "dog"}][: 1 + ("sft" not in kind)])
     whole = build(flags, 1, **kind, data_path=[path])
     first = int(whole.sample(0).loss_mask[1:].argmax()) + 1
     for seq_length, is_trained in ((first - 1, False), (first, True)):
@@ -177,25 +194,25 @@ def test_untrained_samples_are_those_without_a_label(tmp_path, flags, caplog, ki
         assert ("no trained token" in caplog.text) == (not is_trained and "sft" not in kind)
 
 
-@pytest.mark.parametrize("seq_length", range(4, 30))
-def test_end_token_in_place_of_a_prompt_has_no_loss(tmp_path, flags, seq_length):
+def test_end_token_in_place_of_a_prompt_has_no_loss(tmp_path, flags):
     """The end-of-document token of a cut sample has the loss of the token that it replaces."""
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *CHAT, *CHAT]}, {"text": "dog"}])
-    whole = build(flags, 1, use_varlen_dataset=True, data_path=[path]).sample(0)
-    assert len(whole.ids) > seq_length + 1
-    ids, mask = build(flags | {"seq_length": seq_length}, 1, use_varlen_dataset=True, data_path=[path]).sample(0)
-    assert ids[:-1].tolist() == whole.ids[:seq_length].tolist() and ids[-1] == whole.ids[-1]
-    assert mask.tolist() == whole.loss_mask[: seq_length + 1].tolist()
+    path = write_rows(tmp_path / "a.jsonl", [*chats([*CHAT, *CHAT, *CHAT]), {"text": "dog"}])
+    made = {"tokenizer": build_tokenizer(data_args(**flags)), "use_varlen_dataset": True, "data_path": [path]}
+    whole = build(flags, 1, **made).sample(0)
+    for seq_length in range(4, 30):
+        assert len(whole.ids) > seq_length + 1
+        ids, mask = build(flags | {"seq_length": seq_length}, 1, **made).sample(0)
+        assert ids[:-1].tolist() == whole.ids[:seq_length].tolist() and ids[-1] == whole.ids[-1]
+        assert mask.tolist() == whole.loss_mask[: seq_length + 1].tolist(), seq_length
 
 
 def test_padded_batch(tmp_path, flags):
     """--varlen-sbhd-validation: a row for every sample, with its tokens, labels and mask, then padding."""
-    path = write_rows(tmp_path / "a.jsonl", [{"text": TEXTS[0]}, {"messages": CHAT}, {"text": TEXTS[2] * 9}])
+    path = write_rows(tmp_path / "a.jsonl", [{"text": TEXTS[0]}, *chats(CHAT), {"text": TEXTS[2] * 9}])
     data = data_args(**flags, use_varlen_dataset=True, varlen_sbhd_validation=True, data_path=[path])
     tokenizer = build_tokenizer(data)
     train = build_datasets(data, training_args(), tokenizer, (3, 0, 0)).train
-    loader = build_loader(train, 3, 0, 1, fmt=batch_format(data, tokenizer))
-    (batch,) = loader
+    (batch,) = build_loader(train, 3, 0, 1, fmt=batch_format(data, tokenizer))
     assert batch.tokens_BS.shape == batch.labels_BS.shape == (3, 64) and batch.packed is None
     assert batch.lengths == tuple(map(train.length, range(3))) and batch.lengths[2] == 64
     assert (batch.position_ids_BS == np.arange(64)).all()
@@ -256,55 +273,54 @@ def test_index_is_built_once_and_checked(tmp_path, flags, monkeypatch):
     ],
 )
 def test_bad_lines_are_named_before_training(tmp_path, flags, row, problem):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, row])
+    path = write_rows(tmp_path / "a.jsonl", [*chats(CHAT), row])
     with pytest.raises(UserError, match=f"a.jsonl, {problem}"):
         build(flags, sft=True, data_path=[path])
 
 
-@pytest.mark.parametrize(
-    "name, problem",
-    [
+def test_bad_files(tmp_path, flags):
+    pytest.importorskip("pyarrow")
+    for existing in ("a.jsonl.gz", "a.parquet", "a.arrow"):
+        (tmp_path / existing).write_bytes(b"nonsense")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, problem in (
         ("absent.jsonl", "--data-path: .*absent.jsonl: no such file"),
         ("a.jsonl.gz", "a compressed file cannot be read from the middle"),
         ("prefix", "needed a file .jsonl, .json, .ndjson, .parquet, .arrow"),
         ("a.parquet", "a.parquet: not a Parquet file"),
         ("a.arrow", "a.arrow: not an Arrow file"),
         ("empty.jsonl", "empty.jsonl: there is nothing to read"),
-    ],
-)
-def test_bad_files(tmp_path, flags, name, problem):
-    pytest.importorskip("pyarrow")
-    for existing in ("a.jsonl.gz", "a.parquet", "a.arrow"):
-        (tmp_path / existing).write_bytes(b"nonsense")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match=problem):
-        build(flags, sft=True, data_path=[str(tmp_path / name)])
+    ):
+        with pytest.raises(UserError, match=problem):
+            build(flags, sft=True, data_path=[str(tmp_path / name)])
 
 
 def test_conversations_need_their_tokenizer(tmp_path, flags):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    path = write_rows(tmp_path / "a.jsonl", chats(CHAT))
     with pytest.raises(UserError, match="a.jsonl, line 1: conversations need --tokenizer-type SFTTokenizer"):
         build(flags | {"tokenizer_type": "HuggingFaceTokenizer"}, use_varlen_dataset=True, data_path=[path])
 
 
-@pytest.mark.parametrize("kind", [{"sft": True}, {"use_varlen_dataset": True}])
+@kinds
 def test_replaced_text_is_noticed(tmp_path, flags, kind):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    path = write_rows(tmp_path / "a.jsonl", chats(CHAT))
     data = data_args(**flags, **kind, data_path=[path])
     before = make_fingerprint(data, ())
     assert len(before["data"]) == 1 and compare_fingerprints(before, make_fingerprint(data, ())) == []
-    write_rows(tmp_path / "a.jsonl", [{"messages": CHAT * 2}])
+    write_rows(tmp_path / "a.jsonl", chats(CHAT * 2))
     assert "other content in" in compare_fingerprints(before, make_fingerprint(data, ()))[0]
 
 
-@pytest.mark.parametrize("name", ["place", "length", "label"])
-def test_index_files_that_do_not_fit_are_an_error(tmp_path, flags, name):
+def test_index_files_that_do_not_fit_are_an_error(tmp_path, flags):
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     build(flags, None, use_varlen_dataset=True, data_path=[path])
-    (file,) = (tmp_path / "cache").glob(f"*-{name}_index.npy")
-    np.save(file, np.load(file)[:2])
-    with pytest.raises(UserError, match="the files of its index do not fit; delete those in"):
-        build(flags, None, use_varlen_dataset=True, data_path=[path])
+    for name in ("place", "length", "label"):
+        (file,) = (tmp_path / "cache").glob(f"*-{name}_index.npy")
+        content = file.read_bytes()
+        np.save(file, np.load(file)[:2])
+        with pytest.raises(UserError, match="the files of its index do not fit; delete those in"):
+            build(flags, None, use_varlen_dataset=True, data_path=[path])
+        file.write_bytes(content)
 
 
 def test_another_file_or_tokenizer_makes_another_index(tmp_path, flags):
@@ -320,87 +336,70 @@ def test_another_file_or_tokenizer_makes_another_index(tmp_path, flags):
     assert len(os.listdir(flags["data_cache_path"])) > before
 
 
-def test_inspection_shows_what_is_trained(tmp_path, flags, capsys):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT}])
-    tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
-    assert inspect_data.main([path, "--sft", "--preview", "1", *tokenizer]) == 0
+def test_inspection_shows_what_is_trained(tmp_path, tokenizer_words, capsys):
+    path = write_rows(tmp_path / "a.jsonl", chats(CHAT, CHAT))
+    assert inspect_data.main([path, "--sft", "--preview", "1", *tokenizer_words]) == 0
     *numbers, first, masked, trained = capsys.readouterr().out.splitlines()
-    runs = [masked, trained]
     assert "2 documents, 28 tokens (text), 8 trained" in numbers[0] and "repeat an earlier one" in numbers[-1]
     assert first.startswith(f"{path}, line 1: ") and first.endswith("tokens, 4 trained"), first
-    assert runs == [
-        "  masked  '<SPECIAL_11>User\\nthe fox?\\n<SPECIAL_11>Assistant\\n'", "  trained 'the lazy dog\\n'",
-    ]  # fmt: skip
+    assert masked == "  masked  '<SPECIAL_11>User\\nthe fox?\\n<SPECIAL_11>Assistant\\n'"
+    assert trained == "  trained 'the lazy dog\\n'"
     out = tmp_path / "out.json"
-    assert inspect_data.main([path, "--sft", *tokenizer, "--json", str(out), "--strict"]) == 1
+    assert inspect_data.main([path, "--sft", *tokenizer_words, "--json", str(out), "--strict"]) == 1
     (found,) = json.loads(out.read_text())
     assert (found["documents"], found["longest"], found["trained"], found["duplicates"]) == (2, 14, 8, 1)
-    bad = write_rows(tmp_path / "b.jsonl", [{"messages": CHAT}, {"messages": [QUESTION]}])
-    assert inspect_data.main([bad, "--sft", *tokenizer]) == 2
+    bad = write_rows(tmp_path / "b.jsonl", chats(CHAT, [QUESTION]))
+    assert inspect_data.main([bad, "--sft", *tokenizer_words]) == 2
     assert "b.jsonl, line 2: the conversation has no turn" in capsys.readouterr().err
     assert inspect_data.main([path, "--sft"]) == 2
     assert "text needs --tokenizer-type" in capsys.readouterr().err
 
 
-def test_lengths_of_text_are_written_for_plans(tmp_path, flags, capsys):
+def test_lengths_of_text_are_written_for_plans(tmp_path, flags, tokenizer_words, capsys):
     """As the index of the run has them; corpus names the way, since a plan has no tokenizer."""
-    chats = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT}, {"messages": CHAT * 3}])
-    texts = write_rows(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS])
+    chat = write_rows(tmp_path / "a.jsonl", chats(CHAT, CHAT, CHAT * 3))
+    text = write_rows(tmp_path / "b.jsonl", [{"text": text} for text in TEXTS])
     tokens, table = write_corpus(tmp_path / "c", [5, 70]), str(tmp_path / "lengths.csv")
-    tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
-    run = {
-        "sft": build(flags, sft=True, data_path=[chats]),
-        "text": build(flags, use_varlen_dataset=True, data_path=[texts]),
-    }
-    for name, words, more in (("sft", [chats, "--sft"], ()), ("text", [texts, tokens], (5, 70))):
-        assert inspect_data.main([*words, *tokenizer, "--length-histogram", table]) == 0, capsys.readouterr().err
-        expected = Counter([*run[name]._sequences.index[1].tolist(), *more])
-        assert dict(read_histogram(table).counts) == expected and len(expected) > 1, name
-    argv = [word for word in TOY if word != "--mock-data"]
-    argv += [*tokenizer, "--length-histogram", "corpus", "--world-size", "1"]
-    for words in (["--sft", "--data-path", chats], ["--use-varlen-dataset", "--data-path", texts]):
+    for words, kind, data, more in (
+        ([chat, "--sft"], {"sft": True}, chat, ()),
+        ([text, tokens], {"use_varlen_dataset": True}, text, (5, 70)),
+    ):
+        assert inspect_data.main([*words, *tokenizer_words, "--length-histogram", table]) == 0, capsys.readouterr().err
+        expected = Counter([*build(flags, **kind, data_path=[data])._sequences.index[1].tolist(), *more])
+        assert dict(read_histogram(table).counts) == expected and len(expected) > 1, kind
+    argv = [*RUN, *tokenizer_words, "--length-histogram", "corpus", "--world-size", "1"]
+    for words in (["--sft", "--data-path", chat], ["--use-varlen-dataset", "--data-path", text]):
         with pytest.raises(ValueError, match="is text, and only a tokenizer gives its lengths.*inspect_data.py"):
             plan_of_flags([*argv, *words])
 
 
-def test_check_files_tokenizes_the_first_samples(tmp_path, flags):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT * 9}])
-    argv = [word for word in TOY if word != "--mock-data"]
-    argv += [
-        "--sft",
-        "--data-path",
-        path,
-        "--tokenizer-type",
-        "SFTTokenizer",
-        "--tokenizer-model",
-        flags["tokenizer_model"],
-    ]
-    checked = check_files(parse_args(argv, 1))
+def test_check_files_tokenizes_the_first_samples(tmp_path, flags, tokenizer_words):
+    path = write_rows(tmp_path / "a.jsonl", chats(CHAT, CHAT * 9))
+    argv = [*RUN, *tokenizer_words, "--sft", "--data-path", path]
+
+    def check(*more):
+        return check_files(parse_args([*argv, *more], 1))
+
+    checked = check()
     assert any(f"{path}: the first 2 samples have" in line and "1 are longer" in line for line in checked.lines)
     assert checked.problems == [] and not (tmp_path / "a.jsonl.cache").exists()
-    write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [QUESTION]}])
-    (problem,) = check_files(parse_args(argv, 1)).problems
+    write_rows(tmp_path / "a.jsonl", chats(CHAT, [QUESTION]))
+    (problem,) = check().problems
     assert problem.flags == ("--data-path",) and "a.jsonl, line 2: the conversation has no turn" in problem.message
-
-
-def test_check_files_counts_samples_without_trained_tokens(tmp_path, flags):
-    path = write_rows(tmp_path / "a.jsonl", [{"messages": LONG_QUESTION}, {"messages": CHAT}])
-    argv = [*(word for word in TOY if word != "--mock-data"), "--sft", "--data-path", path]
-    argv += ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", flags["tokenizer_model"]]
-    checked = check_files(parse_args(argv, 1))
-    assert checked.problems == [] and any(
-        "WARNING" in line and "1 of the first 2 samples have no" in line for line in checked.lines
-    )
+    write_rows(tmp_path / "a.jsonl", chats(LONG_QUESTION, CHAT))
+    checked = check()
+    assert checked.problems == []
+    assert any("WARNING" in line and "1 of the first 2 samples have no" in line for line in checked.lines)
     first = int(build(flags, 1, sft=True, data_path=[path]).sample(1).loss_mask[1:].argmax()) + 1
-    write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    assert check_files(parse_args([*argv, "--seq-length", str(first)], 1)).problems == []
-    (problem,) = check_files(parse_args([*argv, "--seq-length", str(first - 1)], 1)).problems
+    write_rows(tmp_path / "a.jsonl", chats(CHAT))
+    assert check("--seq-length", str(first)).problems == []
+    (problem,) = check("--seq-length", str(first - 1)).problems
     assert problem.flags == ("--data-path",) and "no trained token" in problem.message
 
 
 def test_check_files_counts_cut_sequences(tmp_path):
     prefix = write_corpus(tmp_path / "a", [5, 200, 5], vocab_size=100)
-    argv = [*(word for word in TOY if word != "--mock-data"), "--use-varlen-dataset", "--data-path", prefix]
-    argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--split", "1,0,0", "--eval-iters", "0"]
+    argv = [*RUN, "--use-varlen-dataset", "--data-path", prefix]
+    argv += "--tokenizer-type NullTokenizer --vocab-size 127 --split 1,0,0 --eval-iters 0".split()
     cut = [line for line in check_files(parse_args(argv, 1)).lines if "cut" in line]
     assert cut == [f"data: {prefix}: 1 of 3 sequences are longer than --seq-length and will be cut"]

@@ -36,26 +36,23 @@ def write_json_tokenizer(folder, config, template=None):
     return folder
 
 
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+NEW_EOS = {"content": "<|new_eos|>", "lstrip": False, "normalized": False, "rstrip": False}
+NEW_TOKENS = {
+    "400": {"content": "<|new_eos|>", "special": True},
+    "401": {"content": "<|new_pad|>", "special": True},
+    "402": {"content": "<tool>", "special": False},
+}
 CONFIGS = {
-    "plain": ({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}, None),
-    "template": ({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}, "<s> $A"),
-    "no_eos": ({"tokenizer_class": "PreTrainedTokenizerFast", "sep_token": "</s>"}, None),
+    "plain": ({**FAST, "eos_token": "</s>", "pad_token": "<pad>"}, None),
+    "template": ({**FAST, "eos_token": "</s>", "bos_token": "<s>"}, "<s> $A"),
+    "no_eos": ({**FAST, "sep_token": "</s>"}, None),
     "objects": (
         {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": {
-                "__type": "AddedToken",
-                "content": "<|new_eos|>",
-                "lstrip": False,
-                "normalized": False,
-                "rstrip": False,
-            },
+            **FAST,
+            "eos_token": {"__type": "AddedToken", **NEW_EOS},
             "pad_token": "<|new_pad|>",
-            "added_tokens_decoder": {
-                "400": {"content": "<|new_eos|>", "special": True},
-                "401": {"content": "<|new_pad|>", "special": True},
-                "402": {"content": "<tool>", "special": False},
-            },
+            "added_tokens_decoder": NEW_TOKENS,
         },
         None,
     ),
@@ -113,18 +110,16 @@ def test_added_special_tokens(tmp_path):
     assert more.tokenize("the<x>dog") == [*plain.tokenize("the"), plain.vocab_size, *plain.tokenize("dog")]
 
 
-def test_invalid_hugging_face_tokenizers_are_rejected(tmp_path, monkeypatch):
-    folder = tmp_path / "tok"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"--tokenizer-model .*tokenizer\.json cannot be read"):
-        build("HuggingFaceTokenizer", folder)
-    write_json_tokenizer(tmp_path / "other", {})
-    (tmp_path / "other" / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: cannot be read"):
-        build("HuggingFaceTokenizer", tmp_path / "other")
-    with pytest.raises(ValueError, match="no such file or folder"):
-        build("HuggingFaceTokenizer", tmp_path / "absent")
+def test_invalid_hugging_face_tokenizers_are_rejected(tmp_path):
+    write_json_tokenizer(tmp_path / "tok", {}).joinpath("tokenizer.json").write_text("{")
+    write_json_tokenizer(tmp_path / "other", {}).joinpath("tokenizer_config.json").write_text("{")
+    for folder, problem in (
+        ("tok", r"--tokenizer-model .*tokenizer\.json cannot be read"),
+        ("other", r"tokenizer_config\.json: cannot be read"),
+        ("absent", "no such file or folder"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            build("HuggingFaceTokenizer", tmp_path / folder)
     with pytest.raises(ValueError, match="needs --tokenizer-model"):
         build("HuggingFaceTokenizer")
 
@@ -156,14 +151,8 @@ def cached(hub, path):
 def sentencepiece_model(tmp_path_factory):
     library = pytest.importorskip("sentencepiece")
     prefix = tmp_path_factory.mktemp("sp") / "m"
-    library.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_prefix=str(prefix),
-        vocab_size=120,
-        model_type="bpe",
-        pad_id=3,
-        minloglevel=2,
-    )
+    settings = {"vocab_size": 120, "model_type": "bpe", "pad_id": 3, "minloglevel": 2}
+    library.SentencePieceTrainer.train(sentence_iterator=iter(CORPUS), model_prefix=str(prefix), **settings)
     return f"{prefix}.model"
 
 
@@ -171,10 +160,8 @@ def sentencepiece_model(tmp_path_factory):
 def test_sentencepiece_equals_the_library(sentencepiece_model, kind):
     import sentencepiece
 
-    ours, theirs = (
-        build(kind, sentencepiece_model),
-        sentencepiece.SentencePieceProcessor(model_file=sentencepiece_model),
-    )
+    ours = build(kind, sentencepiece_model)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=sentencepiece_model)
     assert [ours.tokenize(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
     assert (ours.vocab_size, ours.eod, ours.pad) == (120, theirs.eos_id(), 3)
 
@@ -190,12 +177,8 @@ def test_sentencepiece_special_tokens_need_legacy(sentencepiece_model):
     with pytest.raises(ValueError, match="--tokenizer-sentencepiece-legacy"):
         build("Llama2Tokenizer", sentencepiece_model, special_tokens=["<x>"])
     plain = build("Llama2Tokenizer", sentencepiece_model)
-    ours = build(
-        "Llama2Tokenizer",
-        sentencepiece_model,
-        special_tokens=["<x>", "<xy>", "</s>"],
-        tokenizer_sentencepiece_legacy=True,
-    )
+    flags = {"special_tokens": ["<x>", "<xy>", "</s>"], "tokenizer_sentencepiece_legacy": True}
+    ours = build("Llama2Tokenizer", sentencepiece_model, **flags)
     assert ours.vocab_size == 122
     the, dog = plain.tokenize("the"), plain.tokenize("dog")
     joined = ours.tokenize("the<xy>dog</s>")
@@ -219,15 +202,11 @@ def test_unreadable_sentencepiece(tmp_path):
 
 
 def write_tiktoken(path, extra):
-    tokens = [bytes([i]) for i in range(256)] + extra
+    tokens = [base64.b64encode(token).decode() for token in [*(bytes([i]) for i in range(256)), *extra]]
     if path.suffix == ".json":
-        rows = [
-            {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": t.decode("latin-1")}
-            for i, t in enumerate(tokens)
-        ]
-        path.write_text(json.dumps(rows))
+        path.write_text(json.dumps([{"rank": i, "token_bytes": token} for i, token in enumerate(tokens)]))
     else:
-        path.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(tokens)))
+        path.write_text("".join(f"{token} {i}\n" for i, token in enumerate(tokens)))
     return path
 
 
@@ -286,6 +265,8 @@ def test_null_tokenizer():
     assert build("NullTokenizer", vocab_size=511, null_tokenizer_eod_id=7).eod == 7
     with pytest.raises(ValueError, match="ids separated by single blanks"):
         ours.tokenize("a b")
+    with pytest.raises(ValueError, match="stand for no text"):
+        ours.byte_lengths()
     with pytest.raises(ValueError, match="needs --vocab-size"):
         build("NullTokenizer")
     with pytest.raises(ValueError, match="--null-tokenizer-eod-id 511 lies outside --vocab-size 511"):
@@ -306,14 +287,16 @@ def test_description_of_the_tokenizer(shared, monkeypatch):
 
 
 def test_tokenizer_library_is_read_from_metadata(tmp_path, sentencepiece_model):
-    (tmp_path / "meta.json").write_text('{"library": "sentencepiece"}')
-    ours = build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "meta.json"))
-    assert ours.vocab_size == 120
-    (tmp_path / "meta.json").write_text('{"library": "multimodal"}')
+    def build_by(name, text=None):
+        if text:
+            (tmp_path / name).write_text(text)
+        return build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / name))
+
+    assert build_by("meta.json", '{"library": "sentencepiece"}').vocab_size == 120
     with pytest.raises(ValueError, match="library multimodal is not for text"):
-        build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "meta.json"))
+        build_by("meta.json", '{"library": "multimodal"}')
     with pytest.raises(ValueError, match="--tokenizer-metadata .*absent"):
-        build("HuggingFaceTokenizer", sentencepiece_model, metadata_path=str(tmp_path / "absent"))
+        build_by("absent")
 
 
 def num_bytes(tokenizer, text):
@@ -358,5 +341,3 @@ def test_byte_lengths_with_byte_fallback_and_wordpiece(tmp_path):
     encoder.save(str(path))
     with pytest.raises(ValueError, match=r"decoder \(WordPiece\) does not say which bytes"):
         build("HuggingFaceTokenizer", path).byte_lengths()
-    with pytest.raises(ValueError, match="stand for no text"):
-        build("NullTokenizer", vocab_size=511).byte_lengths()

@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_trainer.layers.context_parallel import ContextParallelAttention, get_cp_comm_type, make_core_attention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
+from moe_trainer.layers.ring_attention import ring_attention
 from moe_trainer.ops import flash_attention
+from moe_trainer.ops.block_attention import BlockMask
 from moe_trainer.parallel.sequence import SequenceShard
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 S, B = 16, 2
 WIDTHS = {  # query heads, key-value heads, key width, value width
@@ -242,6 +244,17 @@ def test_half_precision_keeps_fp32_sums():
     for x, y in zip(run(core, *qkv, grad, AttentionMask.of(None, documents())), exact):
         assert x.dtype == torch.bfloat16
         torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_of_keys_and_values_are_summed_in_fp32():
+    """A key is seen by several tiles of queries: 256 and twice 1 are 256 in bf16, if they are added one by one."""
+    q, k, v = (torch.zeros(512, 1, 1, 1, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v, 1.0, BlockMask(fused=False), Group.single("cp"))
+    grad = torch.zeros_like(out)
+    for query, of_first_value in ((0, 256.0), (255, 1.0), (511, 1.0)):
+        grad[query] = of_first_value * (query + 1)  # which has the weight 1 / (query + 1)
+    out.backward(grad)
+    assert v.grad[0] == 258.0
 
 
 def in_bf16(rank, n, kind):

@@ -10,10 +10,13 @@ from layers.test_tensor_parallel import LATENT, MODEL, S
 
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.dropout import Dropout, rng_context
+from moe_trainer.layers.init import Init
 from moe_trainer.layers.layer_factory import LOCAL
+from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from moe_trainer.layers.lora import LoRA
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.parallel.rng import ShardRNG
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 CPU = torch.device("cpu")
 
@@ -96,3 +99,14 @@ def test_ranks_drop_different_attention_weights(model):
     assert torch.equal(evaluation, other_evaluation)
     assert not torch.equal(training, other_training)
     assert not moved and not other_moved, "what is replicated draws the same numbers on both ranks afterwards"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, ReplicatedLinear])
+def test_adapters_drop_the_same_elements_of_a_replicated_input_only(kind, sequence_parallel):
+    """With sequence parallelism ranks have other tokens, and row linears have other features."""
+    options = {"group": Group("tp", (0, 1), 0, 2), "init": Init("zeros"), "sequence_parallel": sequence_parallel}
+    stream = ShardRNG(1, "tp 0")
+    adapter = LoRA(kind(4, 6, name="a", **options), "a", 2, 1.0, 0.5, stream)
+    is_sharded = sequence_parallel or kind is RowParallelLinear
+    assert adapter.dropout.stream is (stream if is_sharded else None)

@@ -3,19 +3,14 @@
 import sys
 from types import SimpleNamespace
 
-import pytest
 import torch
-from commands import read_metrics, run
+from commands import run
 from harness import run_ranks
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training.tiny import MOCK, TINY
 
-from arguments.output import OutputArgs
 from moe_trainer.metrics import energy
 from moe_trainer.metrics.console import memory_line
-from moe_trainer.metrics.energy import Energy, EnergyMeter, open_energy_meter
-from moe_trainer.metrics.iteration import IterationRecord, StepResult
-from moe_trainer.metrics.logger import LogOptions, MetricsLogger
+from moe_trainer.metrics.energy import EnergyMeter, open_energy_meter
 from moe_trainer.parallel.state import ParallelState
 
 CUDA = torch.device("cuda")
@@ -55,31 +50,28 @@ class FakePynvml:
         return self.total
 
 
-@pytest.mark.parametrize(
-    ("library", "reason"),
-    [
-        (None, "the package nvidia-ml-py (pynvml) is not installed"),
-        (FakePynvml(), "cannot read the GPU's energy (Not Supported)"),
-    ],
-)
-def test_missing_energy_counter_is_explained(monkeypatch, library, reason):
+def use(monkeypatch, library):
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    assert open_energy_meter(ParallelState.single(), CUDA) == reason
+
+
+def test_missing_energy_counter_is_explained(monkeypatch):
+    for library, reason in (
+        (None, "the package nvidia-ml-py (pynvml) is not installed"),
+        (FakePynvml(), "cannot read the GPU's energy (Not Supported)"),
+    ):
+        use(monkeypatch, library)
+        assert open_energy_meter(ParallelState.single(), CUDA) == reason
 
 
 def test_energy_counter_is_that_of_the_gpu_of_this_rank(monkeypatch):
-    library = FakePynvml(5000)
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    use(monkeypatch, FakePynvml(5000))
     assert energy._open_counter(CUDA)() == 5000
 
 
 def test_a_cpu_run_logs_that_the_flags_have_no_effect(tmp_path):
-    done = run(
-        [*TINY, *MOCK, "--train-iters", "1", "--log-energy", "--log-device-memory-used", "--record-memory-history"],
-        tmp_path,
-    )
+    flags = "--train-iters 1 --log-energy --log-device-memory-used --record-memory-history".split()
+    done = run([*TINY, *MOCK, *flags], tmp_path)
     assert done.returncode == 0, done.stderr
     for flag, reason in (
         ("--log-energy", "a CPU has no energy counter"),
@@ -88,41 +80,6 @@ def test_a_cpu_run_logs_that_the_flags_have_no_effect(tmp_path):
     ):
         assert f"{flag} has no effect" in done.stderr and reason in done.stderr
     assert "energy per GPU" not in done.stdout and not (tmp_path / "snapshot.pickle").exists()
-
-
-def test_energy_is_logged_to_console_file_and_tensorboard(tmp_path, capsys):
-    log = MetricsLogger(
-        LogOptions(
-            OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "board")), 10, str(tmp_path / "metrics.jsonl")
-        ),
-        2,
-        0,
-        {},
-    )
-    log.record(
-        IterationRecord(
-            StepResult({"lm loss": 2.0}, grad_norm=1.5),
-            iteration=1,
-            consumed_samples=4,
-            learning_rate=0.1,
-            next_learning_rate=0.1,
-            loss_scale=1.0,
-            global_batch_size=4,
-            skipped=False,
-            elapsed_s=0.5,
-            tokens=100,
-            flops=3e12,
-            max_memory_mb=10.0,
-            energy=Energy(150.0, 300.0),
-        )
-    )
-    log.close()
-    assert " energy per GPU (J/iter/GPU): 150.0 | power per GPU (W/GPU): 300.0 |" in capsys.readouterr().out
-    (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert (record["energy_per_gpu_j"], record["power_per_gpu_w"]) == (150.0, 300.0)
-    events = EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    assert [events.Scalars(name)[0].value for name in ("iter-energy/gpu", "power/gpu")] == [150.0, 300.0]
 
 
 def test_memory_line_ends_with_the_total_device_memory():

@@ -1,16 +1,21 @@
 import io
-import json
 import math
+import shutil
 from dataclasses import fields, replace
 
 import pytest
 import torch
+from commands import read_metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arguments.output import OutputArgs
 from moe_trainer.errors import UserError
+from moe_trainer.metrics.energy import Energy
 from moe_trainer.metrics.iteration import IterationRecord, StepResult
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger, TaskMetric
 from moe_trainer.metrics.metrics_file import open_metrics_file
+
+OF_LOG = {field.name for field in fields(LogOptions)} - {"output"}
 
 
 def record(iteration, loss, skipped=False, **changes):
@@ -34,20 +39,35 @@ def record(iteration, loss, skipped=False, **changes):
     return replace(one, **changes)
 
 
+def open_log(path=None, world_size=1, start=0, **options):
+    """A logger of ten iterations, with the fields of OutputArgs and of LogOptions."""
+    of_log = {name: options.pop(name) for name in OF_LOG & options.keys()}
+    output = OutputArgs(**{"log_interval": 1} | options)
+    return MetricsLogger(LogOptions(output, 10, path and str(path), **of_log), world_size, start, {})
+
+
 def run(tmp_path, records, capsys, **options):
-    path = tmp_path / "metrics.jsonl"
-    per_layer, expert_ranks = options.pop("moe_per_layer_logging", False), options.pop("expert_ranks", 1)
-    log = MetricsLogger(
-        LogOptions(OutputArgs(**options), 10, str(path), per_layer, expert_ranks=expert_ranks), 2, 0, {}
-    )
+    """Log on two ranks; returns the records of the file and the lines of the console."""
+    log = open_log(tmp_path / "metrics.jsonl", 2, **options)
     for one in records:
         log.record(one)
     log.close()
-    return [json.loads(line) for line in path.read_text().splitlines()], capsys.readouterr().out.splitlines()
+    return read_metrics(tmp_path / "metrics.jsonl"), capsys.readouterr().out.splitlines()
+
+
+def read_board(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def scalar(events, name):
+    (found,) = events.Scalars(name)
+    return found.value
 
 
 def test_records_hold_their_own_iteration_while_the_line_averages(tmp_path, capsys):
-    records, lines = run(tmp_path, [record(1, 4.0), record(2, 2.0), record(3, 1.0)], capsys, log_interval=1)
+    records, lines = run(tmp_path, [record(1, 4.0), record(2, 2.0), record(3, 1.0)], capsys)
     assert [r["lm loss"] for r in records] == [4.0, 2.0, 1.0]
     assert [r["learning_rate"] for r in records] == pytest.approx([0.1, 0.2, 0.3])
     # the line after the first iteration keeps its sums, as Megatron-LM's does
@@ -87,65 +107,49 @@ def test_rejected_iteration_appears_in_one_record(tmp_path, capsys):
 
 
 def test_logged_throughput_counts_all_ranks(tmp_path, capsys):
-    records, lines = run(tmp_path, [record(1, 4.0)], capsys, log_interval=1, log_throughput=True)
+    records, lines = run(tmp_path, [record(1, 4.0)], capsys, log_throughput=True)
     assert records[0]["tflops_per_gpu"] == pytest.approx(3.0)
     assert records[0]["tokens_per_s"] == pytest.approx(200.0)
     assert "throughput per GPU (TFLOP/s/GPU): 3.0 |" in lines[0]
 
 
-def test_resuming_drops_repeated_records_and_a_torn_last_line(tmp_path):
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_resuming_drops_repeated_and_torn_records_and_names_damaged_ones(tmp_path, caplog, is_damaged):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
-    open_metrics_file(str(path), 2).close()
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
-
-
-def test_damaged_metrics_line_is_dropped_and_named(tmp_path, caplog):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2, "lm l\n{"iteration": 3, "lm loss": 2.0}\n{"iteration": 5, "l'
-    )
+    second = '{"iteration": 2, "lm l\n' if is_damaged else '{"iteration": 2}\n'
+    path.write_text('{"iteration": 1}\n' + second + '{"iteration": 3}\n{"iteration": 4}\n{"iteration": 5, "l')
     open_metrics_file(str(path), 3).close()
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 3]
-    assert f"{path}: dropping damaged records: line 2" in caplog.text  # iteration 5 comes again
+    assert [line["iteration"] for line in read_metrics(path)] == ([1, 3] if is_damaged else [1, 2, 3])
+    named = f"{path}: dropping damaged records: line 2" in caplog.text  # iteration 5 comes again
+    assert named == is_damaged
 
 
 def test_new_run_renames_the_old_metrics_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n')
     open_metrics_file(str(path), 0).close()
-    assert (tmp_path / "metrics-1.jsonl").read_text() == '{"iteration": 1}\n'
-    assert path.read_text() == ""
+    assert (tmp_path / "metrics-1.jsonl").read_text() == '{"iteration": 1}\n' and path.read_text() == ""
 
 
 def test_validation_record_and_line(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, str(path)), 1, 0, {})
+    log = open_log(tmp_path / "metrics.jsonl")
     log.validation("iteration 200 on test set", "test", {"lm loss": 2.0}, 200, 800)
     log.close()
-    assert json.loads(path.read_text()) == {
-        "validation": "test",
-        "iteration": 200,
-        "lm loss": 2.0,
-        "ppl": math.exp(2.0),
-    }
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert found == [{"validation": "test", "iteration": 200, "lm loss": 2.0, "ppl": math.exp(2.0)}]
     assert "validation loss at iteration 200 on test set | lm loss value: 2.000000E+00" in capsys.readouterr().out
 
 
 def test_figures_of_tasks_are_recorded_and_dropped_where_iterations_repeat(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     figures = [TaskMetric("arc_easy", "acc", 0.25, 0.01), TaskMetric("pile", "bits_per_byte", 1.5, None)]
-
-    def log_tasks(start, *iterations):
-        log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, str(path)), 1, start, {})
+    for start, iterations in ((0, (1, 2)), (1, (2,))):
+        log = open_log(path, start=start)
         for iteration in iterations:
             log.record(record(iteration, 2.0))
             log.tasks(iteration, 8, figures)
         log.close()
-
-    log_tasks(0, 1, 2)
-    log_tasks(1, 2)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = read_metrics(path)
     assert [(r["iteration"], r.get("task")) for r in records] == [
         (iteration, task) for iteration in (1, 2) for task in (None, "arc_easy", "pile")
     ]
@@ -156,57 +160,26 @@ def test_figures_of_tasks_are_recorded_and_dropped_where_iterations_repeat(tmp_p
 
 
 def test_tensorboard_scalars_have_the_names_of_megatron(tmp_path, capsys):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder = tmp_path / "tb"
-    run(
-        tmp_path,
-        [record(1, 4.0, num_zeros=3, params_norm=2.0, per_layer={"z_loss": [0.5, 0.7]})],
-        capsys,
-        log_interval=1,
-        tensorboard_dir=str(folder),
-        moe_per_layer_logging=True,
-        log_world_size_to_tensorboard=True,
-    )
-    events = EventAccumulator(str(folder))
-    events.Reload()
+    one = record(1, 4.0, num_zeros=3, params_norm=2.0, per_layer={"z_loss": [0.5, 0.7]}, energy=Energy(150.0, 300.0))
+    flags = {"moe_per_layer_logging": True, "log_world_size_to_tensorboard": True}
+    (found,), (line,) = run(tmp_path, [one], capsys, tensorboard_dir=str(tmp_path / "tb"), **flags)
+    events = read_board(tmp_path / "tb")
     tags = set(events.Tags()["scalars"])
-    assert {
-        "learning-rate",
-        "learning-rate vs samples",
-        "batch-size",
-        "batch-size vs samples",
-        "lm loss",
-        "lm loss vs samples",
-        "loss-scale",
-        "loss-scale vs samples",
-        "world-size",
-        "world-size vs samples",
-        "grad-norm",
-        "grad-norm vs samples",
-        "num-zeros",
-        "num-zeros vs samples",
-        "params-norm",
-        "params-norm vs samples",
-        "moe/z_loss_layer_0",
-        "moe/z_loss_layer_1",
-        "iteration-time",
-    } <= tags
+    names = "learning-rate batch-size loss-scale world-size grad-norm num-zeros params-norm".split()
+    for name in (*names, "lm loss"):
+        assert {name, f"{name} vs samples"} <= tags, name
+    assert {"moe/z_loss_layer_0", "moe/z_loss_layer_1", "iteration-time"} <= tags
     assert events.Scalars("lm loss vs samples")[0].step == 4
+    assert (scalar(events, "iter-energy/gpu"), scalar(events, "power/gpu")) == (150.0, 300.0)
+    assert (found["energy_per_gpu_j"], found["power_per_gpu_w"]) == (150.0, 300.0)
+    assert " energy per GPU (J/iter/GPU): 150.0 | power per GPU (W/GPU): 300.0 |" in line
 
 
 def test_tensorboard_shows_routing_health_and_expert_loads(tmp_path, capsys):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, loads = tmp_path / "tb", torch.tensor([[0] * 7, [6, 2, 0, 0, 0.5, 1, 8]], dtype=torch.float64)
-    records, _ = run(tmp_path, [record(1, 4.0, loads=loads)], capsys, log_interval=1, tensorboard_dir=str(folder))
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert (
-        events.Scalars("moe/load_max_over_mean_layer_1")[0].value
-        == records[0]["routing"]["load_max_over_mean"][0]
-        == 1.5
-    )
+    loads = torch.tensor([[0] * 7, [6, 2, 0, 0, 0.5, 1, 8]], dtype=torch.float64)
+    (found,), _ = run(tmp_path, [record(1, 4.0, loads=loads)], capsys, tensorboard_dir=str(tmp_path / "tb"))
+    events = read_board(tmp_path / "tb")
+    assert scalar(events, "moe/load_max_over_mean_layer_1") == found["routing"]["load_max_over_mean"][0] == 1.5
     assert events.Scalars("moe/straggler_cost")[0].step == 1
     (image,) = events.Images("moe/load")
     assert (image.step, image.height, image.width) == (1, 8, 16) and image.encoded_image_string[:4] == b"\x89PNG"
@@ -214,35 +187,26 @@ def test_tensorboard_shows_routing_health_and_expert_loads(tmp_path, capsys):
 
 def test_iteration_line_shows_the_overload_factors(tmp_path, capsys):
     """--log-moe-overload-factor; two ranks of two experts each, three layers, of which the first has no experts."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, rows = tmp_path / "tb", [[0] * 10, [5, 1, 1, 1, 0, 0, 0, 1, 6, 2], [2, 2, 2, 2, 0, 0, 0, 1, 4, 4]]
+    rows = [[0] * 10, [5, 1, 1, 1, 0, 0, 0, 1, 6, 2], [2, 2, 2, 2, 0, 0, 0, 1, 4, 4]]
     reported = record(1, 4.0, loads=torch.tensor(rows, dtype=torch.float64))
-    _, lines = run(tmp_path, [reported], capsys, log_interval=1, expert_ranks=2, tensorboard_dir=str(folder))
+    _, lines = run(tmp_path, [reported], capsys, expert_ranks=2, tensorboard_dir=str(tmp_path / "tb"))
     assert " avg overload factor: 1.250 | max overload factor: 1.500 |" in lines[0]
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert (
-        events.Scalars("moe/avg_overload_factor")[0].value == 1.25
-        and events.Scalars("moe/max_overload_factor")[0].value == 1.5
-    )
+    events = read_board(tmp_path / "tb")
+    assert [scalar(events, f"moe/{kind}_overload_factor") for kind in ("avg", "max")] == [1.25, 1.5]
     reported = record(1, 4.0, loads=torch.tensor([[5, 1, 1, 1, 0, 0, 0, 1, 8]], dtype=torch.float64))
-    assert "overload" not in run(tmp_path, [reported], capsys, log_interval=1)[1][0]
+    assert "overload" not in run(tmp_path, [reported], capsys)[1][0]
 
 
 def test_tensorboard_scalars_are_flushed_without_close(tmp_path):
     """After a crash, the file has the scalars of the last line and of the validation."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = MetricsLogger(LogOptions(OutputArgs(log_interval=2, tensorboard_dir=str(tmp_path)), 10), 1, 0, {})
+    log = open_log(log_interval=2, tensorboard_dir=str(tmp_path))
     for iteration in (1, 2):
         log.record(record(iteration, 4.0))
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [scalar.step for scalar in events.Scalars("lm loss")] == [1, 2]
+    events = read_board(tmp_path)
+    assert [found.step for found in events.Scalars("lm loss")] == [1, 2]
     log.validation("iteration 2", "validation", {"lm loss": 3.5}, 2, 8)
     events.Reload()
-    assert [scalar.value for scalar in events.Scalars("lm loss validation")] == [3.5]
+    assert scalar(events, "lm loss validation") == 3.5
     log.close()
 
 
@@ -253,8 +217,8 @@ def test_unwritable_metrics_file_is_named(tmp_path):
         open_metrics_file(str(blocked / "metrics.jsonl"), 0)
 
 
-def test_full_disk_error_names_the_metrics_file_flag(tmp_path):
-    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10, "/dev/full"), 1, 0, {})
+def test_full_disk_error_names_the_metrics_file_flag():
+    log = open_log("/dev/full")
     log.record(record(1, 4.0))
     with pytest.raises(UserError, match="--metrics-file: cannot write /dev/full: No space left on device"):
         log.close()
@@ -263,14 +227,10 @@ def test_full_disk_error_names_the_metrics_file_flag(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_samples_are_texts_in_tensorboard(tmp_path):
     """Each prompt has its own tag; the metrics file has the same texts."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    output = OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "tb"))
-    log = MetricsLogger(LogOptions(output, 10, str(tmp_path / "metrics.jsonl")), 1, 0, {})
+    log = open_log(tmp_path / "metrics.jsonl", tensorboard_dir=str(tmp_path / "tb"))
     log.samples(3, [("The cat", " sat"), ("A dog", " ran")])
     log.close()
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
+    events = read_board(tmp_path / "tb")
     found = {tag: events.Tensors(tag)[0] for tag in events.Tags()["tensors"]}
     assert {tag: (each.step, each.tensor_proto.string_val[0]) for tag, each in found.items()} == {
         "samples/The cat/text_summary": (3, b" sat"),
@@ -279,15 +239,14 @@ def test_samples_are_texts_in_tensorboard(tmp_path):
 
 
 def test_failed_tensorboard_write_is_reported_and_opens_a_new_file(tmp_path, caplog):
-    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, tensorboard_dir=str(tmp_path / "tb")), 10), 1, 0, {})
-    for path in (tmp_path / "tb").iterdir():
-        path.unlink()
-    (tmp_path / "tb").rmdir()  # its next flush finds no folder
+    folder = tmp_path / "tb"
+    log = open_log(tensorboard_dir=str(folder))
+    shutil.rmtree(folder)  # its next flush finds no folder
     for iteration in range(1, 20):
         log.record(record(iteration, 4.0))
     log.close()
-    assert "--tensorboard-dir: cannot write" in caplog.text and str(tmp_path / "tb") in caplog.text
-    assert list((tmp_path / "tb").iterdir()), "written again, in a new file"
+    assert "--tensorboard-dir: cannot write" in caplog.text and str(folder) in caplog.text
+    assert list(folder.iterdir()), "written again, in a new file"
 
 
 def test_progress_bar_appears_only_on_terminals(monkeypatch):
@@ -297,7 +256,7 @@ def test_progress_bar_appears_only_on_terminals(monkeypatch):
 
     for stream in (io.StringIO(), Terminal()):
         monkeypatch.setattr("sys.stderr", stream)
-        log = MetricsLogger(LogOptions(OutputArgs(log_interval=1), 10), 1, 4, {})
+        log = open_log(start=4)
         log.record(record(5, 3.5))
         log._bar.refresh()
         log.close()

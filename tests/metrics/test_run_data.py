@@ -3,7 +3,7 @@
 import pytest
 
 from moe_trainer.metrics import run_data
-from moe_trainer.metrics.run_data import DownsampledList, RunData
+from moe_trainer.metrics.run_data import RunData
 
 
 def make_run(records, **head):
@@ -56,13 +56,6 @@ def test_time_and_tokens_are_left_out_where_they_are_unknown():
 def test_losses_keep_more_digits_and_one_record_has_no_constants():
     series = make_run([{"lm loss": 2.12345678, "grad_norm": 1.12345678}]).as_page()["records"]["series"]
     assert series == {"lm loss": [2.1234568], "grad_norm": [1.1235]}
-
-
-def test_downsampled_items_are_evenly_spaced_and_include_the_ends():
-    kept = DownsampledList(8)
-    for item in range(101):
-        kept.add(item)
-    assert kept.items() == [0, 16, 32, 48, 64, 80, 96, 100]
 
 
 def test_slow_rank_is_an_event_when_it_becomes_slow():

@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from metrics.test_logger import record
+from metrics.test_logger import open_log, record
 
 from arguments.output import OutputArgs
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger, TaskMetric
@@ -15,14 +15,8 @@ class FakeRun:
     """A run on the fake server: rows by step. Like the real one, it rejects steps below the last one."""
 
     def __init__(self, number, init_args):
-        self.id, self.init_args, self.rows, self.step, self.finished = (
-            init_args.get("id") or f"run{number}",
-            init_args,
-            {},
-            0,
-            False,
-        )
-        self.refused = []
+        self.id, self.init_args = init_args.get("id") or f"run{number}", init_args
+        self.rows, self.step, self.finished, self.refused = {}, 0, False, []
 
     def log(self, values, step):
         assert not self.finished
@@ -55,9 +49,8 @@ def server(monkeypatch):
 def log_job(folder, start, stop, resumes_own_run=False, killed=False, **flags):
     """Iterations start + 1 to stop, with a validation at the end unless it is killed."""
     output = OutputArgs(log_interval=1, save=str(folder), wandb_project="moe", wandb_exp_name="one", **flags)
-    log = MetricsLogger(
-        LogOptions(output, 10, str(folder / "metrics.jsonl"), resumes_own_run=resumes_own_run), 1, start, {"lr": 0.1}
-    )
+    options = LogOptions(output, 10, str(folder / "metrics.jsonl"), resumes_own_run=resumes_own_run)
+    log = MetricsLogger(options, 1, start, {"lr": 0.1})
     for iteration in range(start + 1, stop + 1):
         log.record(record(iteration, 10.0 - iteration))
     if not killed:
@@ -69,21 +62,12 @@ def log_job(folder, start, stop, resumes_own_run=False, killed=False, **flags):
 def test_wandb_values_equal_those_of_tensorboard(tmp_path, server):
     log_job(tmp_path, 0, 2)
     (run,) = server.values()
-    assert (
-        run.init_args["project"] == "moe"
-        and run.init_args["name"] == "one"
-        and run.init_args["config"] == {"lr": 0.1}
-        and run.init_args["entity"] is None
-    )
-    assert run.init_args["dir"] == f"{tmp_path}/wandb" and "id" not in run.init_args and run.finished
+    asked = {name: run.init_args[name] for name in ("project", "name", "config", "entity", "dir")}
+    names = {"project": "moe", "name": "one", "config": {"lr": 0.1}, "entity": None}
+    assert asked == {**names, "dir": f"{tmp_path}/wandb"} and "id" not in run.init_args and run.finished
     assert [(step, row["lm loss"]) for step, row in run.rows.items()] == [(1, 9.0), (2, 8.0)]
-    assert run.rows[2]["tasks/arc_easy/acc"] == 0.25
-    assert run.rows[2]["lm loss validation"] == 3.5 and {
-        "learning-rate",
-        "grad-norm",
-        "samples vs steps",
-        "iteration-time",
-    } <= set(run.rows[1])
+    assert run.rows[2]["tasks/arc_easy/acc"] == 0.25 and run.rows[2]["lm loss validation"] == 3.5
+    assert {"learning-rate", "grad-norm", "samples vs steps", "iteration-time"} <= set(run.rows[1])
 
 
 def test_resumed_job_continues_its_wandb_run_without_repeated_steps(tmp_path, server):
@@ -109,7 +93,7 @@ def test_jobs_without_own_checkpoint_start_a_new_wandb_run(tmp_path, server):
 
 
 def test_wandb_failures_do_not_end_the_run(tmp_path, server, caplog):
-    log = MetricsLogger(LogOptions(OutputArgs(log_interval=1, wandb_project="moe"), 10), 1, 0, {})
+    log = open_log(wandb_project="moe")
     server["run0"].log = None  # not callable
     for iteration in (1, 2):
         log.record(record(iteration, 4.0))

@@ -57,6 +57,12 @@ def test_module_paths_are_the_global_names():
     assert "decoder.layers.1.mlp.router.expert_bias" in names and "decoder.layers.0.mlp.linear_fc1.weight" in names
 
 
+def test_a_shared_expert_is_split_evenly_among_tensor_ranks():
+    flags = "--moe-shared-expert-intermediate-size 25 --tensor-model-parallel-size 2 --sequence-parallel"
+    with pytest.raises(arguments.ArgumentError, match="--moe-shared-expert-intermediate-size 25 must be a multiple"):
+        arguments.parse_args([*BASE, *MOE, *flags.split()], world_size=2)
+
+
 def test_initial_values_depend_on_seed_and_name_only():
     deep, shallow = build("--seed", "5"), build("--seed", "5", "--num-layers", "4")
     ours, theirs = dict(deep.named_parameters()), dict(shallow.named_parameters())

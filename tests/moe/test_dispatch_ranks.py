@@ -435,3 +435,12 @@ def test_one_node_uses_the_all_to_all(caplog):
     with caplog.at_level(logging.INFO):
         assert type(build_dispatcher(sections(**FLEX).moe, ps)) is AllToAllDispatcher
     assert "in one node" in caplog.text
+
+
+def test_allgather_sums_over_ranks_in_the_wider_dtype():
+    """Of tokens and probabilities, as in Megatron-Core; the result has that of the tokens."""
+    dispatcher = AllGatherDispatcher(ParallelState.single(), Permutation())
+    routing_TE = torch.ones(3, 2, dtype=torch.bool)
+    state = dispatcher.dispatch(torch.ones(3, HIDDEN, dtype=torch.bfloat16), routing_TE.float(), routing_TE)
+    assert dispatcher.combine_preprocess(state.x_RH, state).dtype == torch.float32
+    assert dispatcher.combine(state.x_RH, state).dtype == torch.bfloat16

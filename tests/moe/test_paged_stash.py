@@ -217,6 +217,25 @@ def test_stash_factor_named_in_the_log_suffices(caplog, host):
         assert stash.has_overflowed == (not enough)
 
 
+def test_groups_use_the_pinned_memory_of_earlier_ones():
+    """Of two groups in flight the second is in pinned memory, which is enough for one."""
+    stash, x = PagedStash(CPU, PAGE, 1.0, 1.0), torch.ones(2 * PAGE, 3)
+
+    def store():
+        group = stash.open(2 * PAGE, 2 * PAGE, PAGE)
+        fetch = group.store(x)
+        group.close()
+        return fetch
+
+    for _ in range(2):  # the first iteration measures
+        stash.begin_iteration()
+        first, second = store(), store()
+        second()
+        third = store()
+        assert torch.equal(first(), x) and torch.equal(third(), x)
+    assert [(pool.num_device, pool.num_host) for pool in stash.pools] == [(2, 2)] and not stash.has_overflowed
+
+
 def test_more_layers_in_flight_have_more_pages():
     """As when the batch size grows: the memory is that of the most groups so far."""
     stash = PagedStash(CPU, PAGE, 1.0)

@@ -10,7 +10,7 @@
 A mutant is an entry of a YAML file of this folder: `file`, `function`, `line` as it stands, its `change`, and what
 `breaks` for a user. One whose line is not found is reported as moved. A mutant is settled by the first test that fails.
 Those that noticed it before come first, then those that reach its block (tests/suite/record.xz, ranks and started programs
-included), by duration, modules near the changed file first. A run that lasts much longer than its tests did is noticed, by
+included), by duration and by the words that their names share with the mutant's texts. A run that lasts much longer than its tests did is noticed, by
 a hang. Exit code 1: a mutant survived or has moved.
 """
 
@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -92,7 +94,7 @@ class Mutant:
 
 
 @dataclass
-class Verdict:
+class Result:
     """What became of a mutant: noticed, survived or moved."""
 
     outcome: str
@@ -143,24 +145,34 @@ def candidates(mutant: Mutant, line: int, known: record.Record, allowed: frozens
             if (module := name.partition("::")[0]) in naming or any(module.startswith(folder) for folder in folders)
         ]
         tests = list(dict.fromkeys(tests))
-    counts: dict[str, int] = defaultdict(int)
-    for at in tests:
-        counts[known.tests[at].partition("::")[0]] += 1
-    totals: dict[str, int] = defaultdict(int)
-    for name in known.tests:
-        totals[name.partition("::")[0]] += 1
+    similar = _similarity(mutant, known.tests)
+    cases: dict[str, int] = defaultdict(int)
 
     def order(at: int) -> float:
-        module = known.tests[at].partition("::")[0]
-        score = known.seconds[at] + 0.05
-        if any(module.startswith(folder) for folder in folders):
-            score /= 4
-        if stem.removeprefix("_") in module:
-            score /= 4
-        return score * (2 - counts[module] / totals[module])  # a module that mostly reaches it is about it
+        name = known.tests[at]
+        cost = (known.seconds[at] + 0.2) / (1 + similar[at]) ** 3
+        return cost if any(name.startswith(folder) for folder in folders) else 2 * cost
 
-    names = [known.tests[at] for at in sorted(tests, key=order)]
+    ranked = []
+    for at in sorted(tests, key=order):
+        function = known.tests[at].partition("[")[0]
+        cases[function] += 1
+        ranked.append((order(at) * cases[function], at))  # other cases of a test that did not notice come later
+    names = [known.tests[at] for _, at in sorted(ranked)]
     return [name for name in names if allowed is None or name in allowed]
+
+
+def _similarity(mutant: Mutant, tests: list[str]) -> list[float]:
+    """Return how rare the words are that a mutant's texts share with the names of tests, from 0 to about 3."""
+
+    def words(text: str) -> set[str]:
+        return {word[:6] for word in re.findall("[a-z]{3,}", text.lower())} - {"test", "tests"}
+
+    own = words(f"{mutant.name} {mutant.file} {mutant.function} {mutant.breaks}".replace("moe_trainer", ""))
+    of_test = [words(name) for name in tests]
+    counts = Counter(word for found in of_test for word in found)
+    rarity = {word: math.log(len(tests) / counts[word]) for word in own if word in counts}
+    return [sum(rarity.get(word, 0.0) for word in found & own) / 8 for found in of_test]
 
 
 def attempts(names: list[str], seconds: dict[str, float]) -> Iterator[list[str]]:
@@ -218,6 +230,8 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
         is_late = process.is_alive()
         _kill_all(folder, process.pid)
         process.join()
+        if process.exitcode == pytest.ExitCode.USAGE_ERROR:
+            raise RuntimeError((Path(name) / "output").read_text())
         lines = [line.split(" ", 1) for line in (ran.read_text().splitlines() if ran.exists() else ())]
     failed = [test for event, test in lines if event == "failed"]
     started = [test for event, test in lines if event == "start"] or [
@@ -293,12 +307,12 @@ class _Listed:
 
 def settle(
     mutant: Mutant, copy: Copy, known: record.Record, before: list[str], allowed: frozenset[str] | None, limit_s: float
-) -> Verdict:
+) -> Result:
     """Apply a mutant in the copy and run tests until one notices."""
     start, count, spent = time.monotonic(), 0, 0.0
     placed = mutant.place(ROOT)
     if placed is None:
-        return Verdict("moved")
+        return Result("moved")
     text, line = placed
     seconds = dict(zip(known.tests, known.seconds))
     names = candidates(mutant, line, known, allowed)
@@ -312,13 +326,13 @@ def settle(
             expected = sum(seconds.get(name, 0.1) for name in batch)
             if spent and spent + expected > limit_s:
                 left = sum(map(len, batches[at:]))
-                return Verdict("survived", "", time.monotonic() - start, count, left)
+                return Result("survived", "", time.monotonic() - start, count, left)
             test, ran = run_tests(copy.folder, batch, 90 + 8 * expected)
             spent += expected
             count += ran
             if test is not None:
-                return Verdict("noticed", test, time.monotonic() - start, count + 1)
-        return Verdict("survived", "", time.monotonic() - start, count)
+                return Result("noticed", test, time.monotonic() - start, count + 1)
+        return Result("survived", "", time.monotonic() - start, count)
     finally:
         copy.set_text(mutant.file, (ROOT / mutant.file).read_text())
 
@@ -339,8 +353,8 @@ def run_all(
     known: record.Record,
     allowed: frozenset[str] | None,
     limit_s: float,
-) -> Iterator[tuple[Mutant, Verdict]]:
-    """Yield the mutants with their verdicts as they are settled, several at a time."""
+) -> Iterator[tuple[Mutant, Result]]:
+    """Yield the mutants with their results as they are settled, several at a time."""
     context = multiprocessing.get_context("fork")
     waiting = jobs[::-1]
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
@@ -370,7 +384,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--changed", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--limit", type=float, default=400.0, help="processor seconds of tests for one mutant")
+    parser.add_argument("--limit", type=float, default=200.0, help="processor seconds of tests for one mutant")
     args = parser.parse_args(argv)
     mutants = read_table(args.table or sorted(HERE.glob("*.yaml")))
     known = record.read()
@@ -388,12 +402,10 @@ def main(argv: list[str]) -> int:
     allowed = frozenset(tiers.DEFAULT_FILE.read_text().splitlines()) if args.tier == "default" else None
     jobs = [(mutant, [tests[0] for tests in noticed.get(mutant.name, {}).values() if tests]) for mutant in mutants]
     start, outcomes = time.monotonic(), defaultdict(list)
-    for mutant, verdict in run_all(jobs, args.processes, known, allowed, args.limit):
-        outcomes[verdict.outcome].append(mutant.name)
-        print(f"{verdict.outcome:9}{verdict.seconds:6.0f} s  {mutant.name}  {_detail(mutant, verdict)}", flush=True)
-        noticed.setdefault(mutant.name, {})[args.tier] = (
-            [verdict.test, round(verdict.seconds)] if verdict.test else None
-        )
+    for mutant, result in run_all(jobs, args.processes, known, allowed, args.limit):
+        outcomes[result.outcome].append(mutant.name)
+        print(f"{result.outcome:9}{result.seconds:6.0f} s  {mutant.name}  {_detail(mutant, result)}", flush=True)
+        noticed.setdefault(mutant.name, {})[args.tier] = [result.test, round(result.seconds)] if result.test else None
         if args.write and not args.table:
             NOTICED_FILE.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")
     counts = ", ".join(f"{len(names)} {outcome}" for outcome, names in sorted(outcomes.items()))
@@ -405,13 +417,13 @@ def _modules(noticed: dict, mutant: Mutant) -> set[str]:
     return {tests[0].partition("::")[0] for tests in noticed.get(mutant.name, {}).values() if tests}
 
 
-def _detail(mutant: Mutant, verdict: Verdict) -> str:
-    if verdict.outcome == "noticed":
-        return f"by {verdict.test}, {verdict.tests_run} tests"
-    if verdict.outcome == "moved":
+def _detail(mutant: Mutant, result: Result) -> str:
+    if result.outcome == "noticed":
+        return f"by {result.test}, {result.tests_run} tests"
+    if result.outcome == "moved":
         return f"the line is not in {mutant.file} {mutant.function} exactly once: {mutant.line.strip()}"
-    left = f"; {verdict.left_out} that reach it were not run (--limit)" if verdict.left_out else ""
-    return f"{verdict.tests_run} tests passed{left}: {mutant.breaks}"
+    left = f"; {result.left_out} that reach it were not run (--limit)" if result.left_out else ""
+    return f"{result.tests_run} tests passed{left}: {mutant.breaks}"
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_every_mutant_is_a_change_of_a_line_that_is_there():
 def test_the_default_tier_has_a_test_that_notices_every_noticed_mutant():
     noticed = json.loads(mutants.NOTICED_FILE.read_text())
     table = {mutant.name for mutant in mutants.read_table(TABLES)}
-    assert table == noticed.keys(), "run `python tests/mutants/run.py --write NAMES` for new mutants"
+    assert noticed.keys() <= table, "results of mutants that are not in the tables"
     default = set(tiers.DEFAULT_FILE.read_text().splitlines())
     missing = [
         name
@@ -53,8 +53,8 @@ def test_tests_of_the_default_tier_exist():
         module, _, test = name.partition("::")
         if module not in functions:
             path = ROOT / module
-            functions[module] = set(tiers.test_names(path)) if path.exists() else set()
-        if test.partition("[")[0] not in functions[module]:
+            functions[module] = tiers.function_names(path) if path.exists() else set()
+        if test.partition("[")[0].rpartition("::")[2] not in functions[module]:
             wrong.append(name)
     assert not wrong, "run `python tests/suite/make_tiers.py`:\n" + "\n".join(wrong)
 

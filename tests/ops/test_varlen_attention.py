@@ -10,7 +10,9 @@ from training.layouts import MODEL
 
 from arguments import parse_args
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
+from moe_trainer.layers.packed_ring import PackedRing
 from moe_trainer.ops import varlen_attention
+from moe_trainer.ops.block_attention import BlockMask, Documents
 from moe_trainer.ops.packed_sequences import PackedSequences
 
 CPU = torch.device("cpu")
@@ -64,6 +66,18 @@ def test_dropout_is_computed_by_blocks(monkeypatch):
         monkeypatch.setattr(varlen_attention, name, lambda *_: pytest.fail("the kernels have none"))
     x = torch.randn(PACKED.num_tokens, 1, 4, 8)
     assert core(x, x, x, AttentionMask.of(None, None, CPU, PACKED)).shape == (PACKED.num_tokens, 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "left", "chunk", "by_kernels"), [(2, -1, 0, True), (1, 4, 0, True), (2, 4, 0, False), (1, -1, 4, False)]
+)
+def test_windows_over_ranks_are_computed_by_blocks(monkeypatch, ranks, left, chunk, by_kernels):
+    """They begin at other keys for every rank, as chunks do for every query."""
+    monkeypatch.setattr(varlen_attention, "can_run", lambda q, v: True)
+    lengths = (4, 8, 4)
+    mask = BlockMask(left, Documents.of(PackedSequences.of(lengths).ids(), None, lengths), chunk=chunk)
+    x = torch.zeros(sum(lengths) // ranks, 1, 2, 8)
+    assert (PackedRing.of(x, x, mask, 1.0, 0, ranks) is not None) == by_kernels
 
 
 def test_other_tensors_are_not_for_the_kernels():

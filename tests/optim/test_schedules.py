@@ -170,6 +170,12 @@ def test_rampup_by_hand():
     assert schedule.final_global_batch_size == 32
 
 
+def test_rampup_whose_samples_do_not_divide_by_its_steps():
+    """As in Megatron-LM a step comes with the first sample at or after its border, 33 1/3 and 66 2/3 here."""
+    training = _training(global_batch_size=32, rampup_batch_size=[8, 8, 100])
+    assert batch_stages(training, 2, 64) == ((0, 8), (34, 16), (67, 24), (100, 32))
+
+
 def test_rampup_over_no_samples_is_the_final_size():
     schedule = build_batch_size_schedule(_training(global_batch_size=32, rampup_batch_size=[8, 8, 0]), 2, 64)
     assert schedule.global_batch_size(0) == 32

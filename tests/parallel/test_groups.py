@@ -20,6 +20,18 @@ def test_table_lists_every_group_of_a_parallel_state():
     assert rows["edp"] == "each rank alone"
 
 
+def test_groups_of_context_ranks():
+    table = group_table(plan_groups(8, tp=2, cp=2)).splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}
+    assert {name: rows[name] for name in ("dp", "cp", "dp_cp", "tp_cp", "tp_dp_cp")} == {
+        "dp": "[0 4] [1 5] [2 6] [3 7]",
+        "cp": "[0 2] [1 3] [4 6] [5 7]",
+        "dp_cp": "[0-6/2] [1-7/2]",
+        "tp_cp": "[0-3] [4-7]",
+        "tp_dp_cp": "[0-7]",
+    }
+
+
 def test_table_lists_dynamic_groups_of_every_size():
     table = group_table(plan_groups(8, tp=2, dynamic_cp_sizes=(1, 2, 4))).splitlines()
     rows = {line.split()[0]: line.split(maxsplit=4)[4] for line in table}

@@ -27,6 +27,11 @@ def calls(folder, name):
     return path.read_text().replace("'", "").splitlines() if path.exists() else []
 
 
+def run_bash(script, *words, env, cwd=None):
+    command = ["bash", str(script), *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=600)
+
+
 class Job:
     """A submitted job, whose attempts run here when asked."""
 
@@ -39,38 +44,24 @@ class Job:
         make_fake_program(self.bin, "sleep")
         make_fake_program(self.bin, "scancel")
         settings = dict(MODEL="mixtral_tiny", EP="2", GPUS_PER_NODE="2", OUTPUT_PATH=str(folder / "out"), VALIDATE="0")
-        done = subprocess.run(
-            ["bash", str(SCRIPTS / "sbatch_train.sh"), *flags],
-            cwd=folder,
-            env={**self.env, **settings, **variables},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_bash(SCRIPTS / "sbatch_train.sh", *flags, cwd=folder, env={**self.env, **settings, **variables})
         assert done.returncode == 0, done.stderr
         self.file = folder / "out" / "logs" / "job-7.sh"
+        self.logs = folder / "out" / "logs" / "7-0"
         self.tracker = folder / "out" / "checkpoints" / "latest_checkpointed_iteration.txt"
         self.tracker.parent.mkdir()
 
-    def attempt(self, number=0, code=75, state="RUNNING Reason=None", saved=None, **env):
-        """Attempt `number`: the ranks leave with `code`, after saving iteration `saved`; SLURM reports `state`. Returns the ended job script."""
+    def attempt(self, number=0, code=75, state="RUNNING Reason=None", saved=None, errors=(), **env):
+        """Attempt `number`: srun prints errors and the ranks leave with `code`, after saving iteration `saved`; SLURM reports `state`. Returns the ended job script."""
         save = "" if saved is None else f"echo {saved} >{self.tracker}"
-        make_fake_program(self.bin, "srun", save, f"exit {code}")
+        make_fake_program(self.bin, "srun", save, *(f"echo '{error}' >&2" for error in errors), f"exit {code}")
         make_fake_program(self.bin, "scontrol", f"[ $1 != show ] || echo JobId=7 JobState={state} Dependency=")
         for name in ("srun", "scontrol", "scancel"):
             (self.bin / f"{name}.calls").unlink(missing_ok=True)
         slurm = dict(
             SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-3]", SLURM_JOB_NUM_NODES="3", SLURM_RESTART_COUNT=str(number)
         )
-        return subprocess.run(
-            ["bash", str(self.file)],
-            cwd=self.folder,
-            env={**self.env, **slurm, **env},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
+        return run_bash(self.file, cwd=self.folder, env={**self.env, **slurm, **env})
 
     @property
     def requeued(self):
@@ -97,42 +88,20 @@ def test_job_is_requeued_by_exit_code_and_state(tmp_path, code, state, again):
     assert done.returncode == code
 
 
+def write_recipe(folder, **variables):
+    """The environment of a launcher that trains a recipe of two layers in the folder."""
+    (folder / "bin").mkdir()
+    (folder / "tiny.yaml").write_text("MODEL_ARGS:\n  --num-layers: 2\n")
+    settings = {"MODEL": str(folder / "tiny.yaml"), "OUTPUT_PATH": str(folder / "out"), "VALIDATE": "0"}
+    return {**os.environ, **settings, "PYTHON": sys.executable, **variables}
+
+
 def test_failed_submission_leaves_no_files(tmp_path):
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-    (tmp_path / "bin").mkdir()
-    env = {
-        **os.environ,
-        "MODEL": str(recipe),
-        "OUTPUT_PATH": str(tmp_path / "out"),
-        "VALIDATE": "0",
-        "PYTHON": sys.executable,
-    }
+    env = write_recipe(tmp_path, PATH=str(tmp_path / "bin"))
+    for name in "bash dirname basename sed awk mkdir mktemp rm grep tail sort tr cat".split():
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     for word in ("there is no sbatch here", "sbatch rejected the job"):
-        for name in (
-            "bash",
-            "dirname",
-            "basename",
-            "sed",
-            "awk",
-            "mkdir",
-            "mktemp",
-            "rm",
-            "grep",
-            "tail",
-            "sort",
-            "tr",
-            "cat",
-        ):
-            (tmp_path / "bin" / name).is_symlink() or (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-        done = subprocess.run(
-            ["bash", str(SCRIPTS / "sbatch_train.sh")],
-            cwd=tmp_path,
-            env={**env, "PATH": str(tmp_path / "bin")},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_bash(SCRIPTS / "sbatch_train.sh", cwd=tmp_path, env=env)
         assert done.returncode == 2 and word in done.stderr, done.stderr
         make_fake_program(tmp_path / "bin", "sbatch", "echo 'sbatch: error: no partition' >&2", "exit 1")
     assert "no partition" in done.stderr and not list((tmp_path / "out" / "logs").iterdir())
@@ -140,9 +109,8 @@ def test_failed_submission_leaves_no_files(tmp_path):
 
 def test_requeues_are_limited(tmp_path):
     job = Job(tmp_path, MAX_REQUEUES="3")
-    assert [(job.attempt(number, saved=number).returncode, job.requeued) for number in range(4)] == [(75, True)] * 3 + [
-        (75, False)
-    ]
+    ended = [(job.attempt(number, saved=number).returncode, job.requeued) for number in range(4)]
+    assert ended == [(75, True)] * 3 + [(75, False)]
     (tmp_path / "other").mkdir()
     never = Job(tmp_path / "other", REQUEUE="0")
     assert never.attempt(saved=1).returncode == 75 and not never.requeued
@@ -150,10 +118,9 @@ def test_requeues_are_limited(tmp_path):
 
 def test_two_attempts_without_a_newer_checkpoint_end_the_job(tmp_path):
     job = Job(tmp_path)
-    assert job.attempt(0, saved=10).returncode == 75 and job.requeued
-    assert job.attempt(1).returncode == 75 and job.requeued  # once is bad luck
-    assert job.attempt(2, saved=12).returncode == 75 and job.requeued  # progress: counted from zero
-    assert job.attempt(3).returncode == 75 and job.requeued
+    # one attempt without is bad luck, and progress is counted from zero
+    for number, saved in enumerate((10, None, 12, None)):
+        assert job.attempt(number, saved=saved).returncode == 75 and job.requeued
     done = job.attempt(4)
     assert done.returncode == 1 and not job.requeued
     assert "2 consecutive attempts have saved no newer checkpoint (newest iteration: 12)" in done.stdout
@@ -165,10 +132,8 @@ def test_attempts_requeued_by_slurm_count_as_stalled(tmp_path, flags):
     job = Job(tmp_path, *flags.format(tmp_path / "elsewhere").split())
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / job.tracker.name).write_text("30")
-    killed = "COMPLETING Reason=NodeDown"
-    assert (
-        job.attempt(0, state=killed).returncode == job.attempt(1, state=killed, saved=31).returncode == 75
-    )  # 31: not where it saves
+    for number, saved in enumerate((None, 31)):  # 31: not where it saves
+        assert job.attempt(number, state="COMPLETING Reason=NodeDown", saved=saved).returncode == 75
     done = job.attempt(2)
     assert done.returncode == 1 and "(newest iteration: 30)" in done.stdout
     assert calls(job.bin, "srun") == []  # nothing was started
@@ -194,10 +159,8 @@ def test_job_array_ends_when_done_or_stalled(tmp_path):
 
 def test_job_log_shows_the_last_lines_of_a_failed_rank(tmp_path):
     job = Job(tmp_path)
-    make_fake_program(job.bin, "srun")
-    logs = tmp_path / "out" / "logs" / "7-0"
-    logs.mkdir(parents=True)
-    (logs / "rank-1.log").write_text("pretrain_moe.py: the disk is full\n")
+    job.logs.mkdir(parents=True)
+    (job.logs / "rank-1.log").write_text("pretrain_moe.py: the disk is full\n")
     done = job.attempt(code=3)
     assert done.returncode == 3 and "the disk is full" in done.stdout
 
@@ -205,48 +168,21 @@ def test_job_log_shows_the_last_lines_of_a_failed_rank(tmp_path):
 def test_job_log_has_the_output_of_the_first_and_last_rank(tmp_path):
     """The log has their lines without the arguments, srun's errors except those of ranks that saved, and the next step."""
     job = Job(tmp_path)
-    logs = tmp_path / "out" / "logs" / "7-0"
-    logs.mkdir(parents=True)
+    job.logs.mkdir(parents=True)
     for rank, text in (
         (0, "---- arguments ----\n  lr ... 1\n---- end of arguments ----\nsaved\n"),
         (4, "hush\n"),
         (5, "iteration 1\niteration 2\n"),
     ):
-        (logs / f"rank-{rank}.log").write_text(text)
-    make_fake_program(
-        job.bin,
-        "srun",
-        "echo 'srun: error: node1: task 0: Exited with exit code 75' >&2",
-        "echo 'srun: error: node2 is lost' >&2",
-        "exit 75",
-    )
-    make_fake_program(job.bin, "scontrol", "[ $1 != show ] || echo JobId=7 JobState=RUNNING Reason=None Dependency=")
-    done = subprocess.run(
-        ["bash", str(job.file)],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={
-            **job.env,
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "node[1-3]",
-            "SLURM_JOB_NUM_NODES": "3",
-            "SLURM_RESTART_COUNT": "0",
-        },
-    )
+        (job.logs / f"rank-{rank}.log").write_text(text)
+    errors = ("srun: error: node1: task 0: Exited with exit code 75", "srun: error: node2 is lost")
+    done = job.attempt(errors=errors)
     lines = done.stdout.splitlines()
-    assert {"saved", "iteration 1", "iteration 2"} <= set(lines) and lines.index("iteration 1") < lines.index(
-        "iteration 2"
-    )
-    assert (
-        "lr ..." not in done.stdout and "hush" not in done.stdout and "attempt 0: 6 ranks on node[1-3]" in done.stdout
-    )
-    assert done.stderr == "srun: error: node2 is lost\n"
-    assert "interrupted, and saved (exit code 75)" in lines[-2] and lines[-1].startswith(
-        "requeued: attempt 1 starts when nodes are free"
-    )
+    assert "saved" in lines and lines.index("iteration 1") < lines.index("iteration 2")
+    assert "lr ..." not in done.stdout and "hush" not in done.stdout
+    assert "attempt 0: 6 ranks on node[1-3]" in done.stdout and done.stderr == "srun: error: node2 is lost\n"
+    assert "interrupted, and saved (exit code 75)" in lines[-2]
+    assert lines[-1].startswith("requeued: attempt 1 starts when nodes are free")
 
 
 def test_rejected_result_recommends_other_nodes(tmp_path):
@@ -292,23 +228,16 @@ def node(tmp_path):
     return tmp_path
 
 
+def rank_settings(folder, **env):
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SYSFS": str(folder / "sys"), "SLURM_LOCALID": "0", **env}
+
+
 def run_rank_script(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shift; done; exec "$@"', **env):
     """Return the binding that rank.sh reports, its numactl calls, and the number of threads that it sets."""
     make_fake_program(folder / "bin", "nvidia-smi", smi)
     make_fake_program(folder / "bin", "numactl", numactl)
-    settings = {
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-        "SYSFS": str(folder / "sys"),
-        "SLURM_LOCALID": "0",
-        "RANKS_PER_NODE": "4",
-    }
-    done = subprocess.run(
-        ["bash", str(SCRIPTS / "rank.sh"), "bash", "-c", "echo ran with $OMP_NUM_THREADS"],
-        env={**settings, **env},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    words = ("bash", "-c", "echo ran with $OMP_NUM_THREADS")
+    done = run_bash(SCRIPTS / "rank.sh", *words, env=rank_settings(folder, RANKS_PER_NODE="4", **env))
     assert done.returncode == 0 and done.stdout.startswith("ran with "), done.stderr
     return done.stderr.partition(": ")[2].split(", OMP")[0], calls(folder / "bin", "numactl"), done.stdout.split()[-1]
 
@@ -326,108 +255,47 @@ def test_ranks_without_gpu_are_spread_over_numa_nodes(node, rank, wanted):
 
 
 def test_slurm_nodeid_is_expanded_on_the_node(node):
-    settings = {
-        "PATH": os.environ["PATH"],
-        "BIND": "none",
-        "SLURM_NODEID": "3",
-        "SLURM_PROCID": "1",
-        "CACHE": "/tmp/a_$SLURM_NODEID/${SLURM_NODEID}",
-    }
-    done = subprocess.run(
-        [
-            "bash",
-            str(SCRIPTS / "rank.sh"),
-            "bash",
-            "-c",
-            'echo "$CACHE $1 $TRITON_CACHE_DIR"',
-            "x",
-            "--path=/tmp/$SLURM_NODEID",
-        ],
-        env=settings,
-        check=True,
-        capture_output=True,
-        text=True,
+    env = rank_settings(
+        node, BIND="none", SLURM_NODEID="3", SLURM_PROCID="1", CACHE="/tmp/a_$SLURM_NODEID/${SLURM_NODEID}"
     )
-    cache, path, triton = done.stdout.split()
-    assert (cache, path) == ("/tmp/a_3/3", "--path=/tmp/3") and triton == f"/tmp/triton_cache_{os.geteuid()}_3"
+    words = ("bash", "-c", 'echo "$CACHE $1 $TRITON_CACHE_DIR"', "x", "--path=/tmp/$SLURM_NODEID")
+    done = run_bash(SCRIPTS / "rank.sh", *words, env=env)
+    assert done.stdout.split() == ["/tmp/a_3/3", "--path=/tmp/3", f"/tmp/triton_cache_{os.geteuid()}_3"]
 
 
 @pytest.mark.parametrize("rank, ranks, profiled", [("0", "0", True), ("1", "0", False), ("9", "0 9", True)])
 def test_profiled_ranks_run_under_nsys(node, rank, ranks, profiled):
     output = node / "nsys" / "run"
-    settings = {
-        "PATH": f"{node / 'bin'}:{os.environ['PATH']}",
-        "BIND": "none",
-        "SLURM_PROCID": rank,
-        "NSYS_OUTPUT": str(output),
-    }
-    command = [
-        "bash",
-        str(SCRIPTS / "rank.sh"),
-        "echo",
-        "--profile-ranks",
-        "7",
-        "--profile",
-        "--profile-ranks",
-        *ranks.split(),
-        "--lr",
-        "1",
-    ]
+    env = rank_settings(node, BIND="none", SLURM_PROCID=rank, NSYS_OUTPUT=str(output))
+    words = f"echo --profile-ranks 7 --profile --profile-ranks {ranks} --lr 1".split()
     if profiled:
-        absent = subprocess.run(command, env=settings, check=False, capture_output=True, text=True)
+        absent = run_bash(SCRIPTS / "rank.sh", *words, env=env)
         assert absent.returncode == 2 and "there is no nsys on" in absent.stderr
     make_fake_program(node / "bin", "nsys")
-    done = subprocess.run(command, env=settings, check=True, capture_output=True, text=True)
+    done = run_bash(SCRIPTS / "rank.sh", *words, env=env)
     made = calls(node / "bin", "nsys")
-    assert bool(made) == profiled == (not done.stdout)
+    assert done.returncode == 0 and bool(made) == profiled == (not done.stdout)
     if profiled:
-        assert (
-            "profile" in made[0]
-            and "--capture-range=cudaProfilerApi" in made[0]
-            and f"--output={output}-rank{rank} echo --profile-ranks" in made[0]
-        )
+        assert "profile" in made[0] and "--capture-range=cudaProfilerApi" in made[0]
+        assert f"--output={output}-rank{rank} echo --profile-ranks" in made[0]
 
 
 def test_binding_can_be_disabled_replaced_or_unavailable(node):
     assert run_rank_script(node, BIND="none")[:2] == ("no binding", [])
     make_fake_program(node / "bin", "bindpcie", 'exec "$@"')
-    assert run_rank_script(node, BINDPCIE_PATH=str(node / "bin" / "bindpcie"))[:2] == (
-        str(node / "bin" / "bindpcie"),
-        [],
-    )
+    program = str(node / "bin" / "bindpcie")
+    assert run_rank_script(node, BINDPCIE_PATH=program)[:2] == (program, [])
     assert run_rank_script(node, numactl="exit 1")[0] == "no binding"
     assert run_rank_script(node, OMP_NUM_THREADS="5")[2] == "5"
 
 
 def test_launch_writes_the_environment_next_to_the_rank_logs(tmp_path):
-    (tmp_path / "bin").mkdir()
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
+    settings = dict(GPUS_PER_NODE="2", NNODES="2", NODE_RANK="1", MASTER_ADDR="host0", ENVIRONMENT="NCCL_DEBUG=INFO")
+    env = write_recipe(tmp_path, **settings, PYTHON=str(tmp_path / "bin" / "python"))
     make_fake_program(tmp_path / "bin", "python", "exit 75")
-    env = {
-        **os.environ,
-        "PYTHON": str(tmp_path / "bin" / "python"),
-        "MODEL": str(recipe),
-        "GPUS_PER_NODE": "2",
-        "VALIDATE": "0",
-        "OUTPUT_PATH": str(tmp_path / "out"),
-        "ENVIRONMENT": "NCCL_DEBUG=INFO",
-        "NNODES": "2",
-        "NODE_RANK": "1",
-        "MASTER_ADDR": "host0",
-    }
-    done = subprocess.run(
-        ["bash", str(SCRIPTS / "launch.sh"), *TINY, *MOCK],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_bash(SCRIPTS / "launch.sh", *TINY, *MOCK, cwd=tmp_path, env=env)
     assert done.returncode == 75, done.stderr
     assert "NCCL_DEBUG=INFO" in (tmp_path / "out/logs/node1/environment.txt").read_text().splitlines()
     (line,) = calls(tmp_path / "bin", "python")
-    assert (
-        f"torchrun.py --nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 2 --log-dir {tmp_path}/out/logs/node1"
-        in line
-    )
+    flags = "--nnodes 2 --node-rank 1 --master-addr host0 --master-port 29500 --nproc-per-node 2"
+    assert f"torchrun.py {flags} --log-dir {tmp_path}/out/logs/node1" in line

@@ -29,7 +29,14 @@ BUDGET_S = 620.0
 """Processor time of the tests of the default tier."""
 MODULE_S = 1.0
 """What importing a test module costs, about."""
-ALWAYS = ("tests/docs/test_commands.py::test_readme", "tests/scripts/test_quickstart")
+ALWAYS = (
+    "tests/docs/test_commands.py::test_quickstart_command_of_the_readme_runs",
+    "tests/docs/test_commands.py::test_commands_of_the_manual_run[README.md]",
+    "tests/mutants/",
+    "tests/structure/",
+    "tests/suite/",
+)
+"""The README's commands, and tests that read the repository, of which mutants say nothing."""
 TIMES = 3
 """A block counts for the choice until so many tests reach it: one half each time."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import marshal
 import mmap
@@ -128,8 +129,26 @@ def prepare(folder: Path) -> int:
     return len(blocks)
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads the product's modules from the code with probes."""
+class Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from its code with probes."""
+
+    def __init__(self, name: str, path: str, finder: Finder):
+        super().__init__(name, path)
+        self.finder = finder
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the prepared code."""
+        return marshal.loads(self.finder.code_path(Path(self.path)).read_bytes())
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code with the buffer among its globals."""
+        setattr(module, BUFFER, self.finder.buffer)
+        self.finder.modules.append(module)
+        super().exec_module(module)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds the product's modules of this checkout in a prepared folder."""
 
     def __init__(self, folder: Path, size: int):
         self.folder, self.size = folder, size
@@ -146,34 +165,19 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, BUFFER, self.buffer)
         os.environ[VARIABLE] = str(path)
 
+    def code_path(self, file: Path) -> Path:
+        """Return where the code of a file of the product is."""
+        return (self.folder / file.relative_to(ROOT).as_posix().replace("/", "+")).with_suffix(".code")
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of a module of the product, None for all others."""
         if name.partition(".")[0] not in ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe"):
             return None
-        base = name.replace(".", "/")
-        for relative in (f"{base}.py", f"{base}/__init__.py"):
-            if (self.folder / relative.replace("/", "+")).with_suffix(".code").exists():
-                file = ROOT / relative
-                spec = importlib.machinery.ModuleSpec(
-                    name, self, origin=str(file), is_package=file.name == "__init__.py"
-                )
-                spec.has_location = True
-                if spec.submodule_search_locations is not None:
-                    spec.submodule_search_locations.append(str(file.parent))
-                return spec
+        base = ROOT / name.replace(".", "/")
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if self.code_path(file).exists():
+                return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file), self))
         return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        setattr(module, BUFFER, self.buffer)
-        self.modules.append(module)
-        exec(self.get_code(module.__spec__), module.__dict__)  # noqa: S102 - a loader's work
-
-    def get_code(self, spec: importlib.machinery.ModuleSpec) -> CodeType:
-        relative = Path(spec.origin).relative_to(ROOT).as_posix()
-        return marshal.loads((self.folder / relative.replace("/", "+")).with_suffix(".code").read_bytes())
-
-    def get_source(self, name: str) -> str:
-        """Return the text, for tracebacks and inspect."""
-        return Path(sys.modules[name].__spec__.origin).read_text()
 
 
 def install(buffer: Path) -> Finder:

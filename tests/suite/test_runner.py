@@ -176,7 +176,7 @@ def test_a_record_of_some_modules_replaces_their_tests_only(monkeypatch, tmp_pat
     assert [found.tests_that_reach([column]).tolist() for column in range(3)] == [[0, 1], [], [0, 1]]
 
 
-def test_skips_are_told_in_three_lines():
+def test_skips_are_named_in_three_lines():
     reasons = [
         "could not import 'triton': No module named 'triton'",
         "needs a CUDA device (only tests/gpu, run by itself, sees one)",

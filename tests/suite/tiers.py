@@ -6,9 +6,9 @@ the record does not know is new, and belongs to every tier.
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,15 +47,17 @@ class Tier:
         self._modules = frozenset(name.partition("::")[0] for name in self.names) | frozenset(modules)
         self._whole = frozenset(modules)
         self._known = frozenset(name.partition("[")[0] for name in record.read_seconds())
-        self._known_modules = frozenset(name.partition("::")[0] for name in self._known)
+        self._known_names: dict[str, set[str]] = defaultdict(set)
+        for name in self._known:
+            self._known_names[name.partition("::")[0]].add(name.rpartition("::")[2])
         self._count = 0
 
     def has_module(self, path: Path) -> bool:
         """Return True if the file has tests of the tier, or is new, or has new tests."""
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
-        if name in self._modules or name not in self._known_modules:
+        if name in self._modules or name not in self._known_names:
             return True
-        return any(f"{name}::{test}" not in self._known for test in test_names(path))
+        return not function_names(path) <= self._known_names[name]
 
     def select(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Return the tests of the tier, and the others."""
@@ -73,19 +75,9 @@ class Tier:
         return [f"{self._count} tests: {self.header}", *self._summary]
 
 
-def test_names(path: Path) -> list[str]:
-    """Return the test functions of a module, without importing it; those of classes as Class::name."""
-    found = []
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-            found += [f"{node.name}::{child.name}" for child in node.body if _is_test(child)]
-        elif _is_test(node):
-            found.append(node.name)
-    return found
-
-
-def _is_test(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+def function_names(path: Path) -> set[str]:
+    """Return the names of the test functions and methods of a module, without importing it."""
+    return set(re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE))
 
 
 # ---- what a change can affect

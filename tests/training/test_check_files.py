@@ -1,7 +1,12 @@
-"""--validate-only --check-files reports all missing files before the job is submitted, and writes nothing."""
+"""Files of a run: --check-files reports all that are missing before the job is submitted, a resumed run those replaced.
+
+`--validate-only --check-files` writes nothing. The data and the tokenizer are compared with those of the checkpoint.
+"""
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -9,11 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from training.tiny import TINY
 
 import pretrain_moe
+from arguments.data import DataArgs
+from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.indexed import write_indexed_dataset
 
+ROOT = Path(pretrain_moe.__file__).parent
 NULL = "--tokenizer-type NullTokenizer --vocab-size 120".split()
 CHECK = ["--validate-only", "--check-files", "--world-size", "2", "--train-iters", "50", *TINY]
 
@@ -28,108 +39,71 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def check(capsys, *flags):
-    code = pretrain_moe.main([*CHECK, *flags])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+@pytest.fixture
+def check(folder, capsys):
+    """Run the check with these flags, which are split at spaces; returns the exit code, the report and the errors."""
+
+    def check(flags, base=NULL):
+        code = pretrain_moe.main([*CHECK, *base, *flags.split()])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return code, captured.out, captured.err
+
+    return check
 
 
-def test_report_lists_tokens_epochs_and_planned_checkpoints(folder, capsys):
-    code, out, err = check(
-        capsys,
-        *NULL,
-        "--data-path",
-        "0.75",
-        "a",
-        "0.25",
-        "b",
-        "--split",
-        "80,20,0",
-        "--save",
-        "new/ck",
-        "--save-interval",
-        "20",
-        "--eval-iters",
-        "1",
-    )
+def test_report_lists_tokens_epochs_and_planned_checkpoints(folder, check):
+    before = {path.name for path in folder.iterdir()}
+    code, out, err = check("--data-path 0.75 a 0.25 b --split 80,20,0 --save new/ck --save-interval 20 --eval-iters 1")
     assert (code, err) == (0, "")
     assert "data: 2 of 2 prefixes can be read, 6,000 tokens in 60 sequences" in out
     assert "train: 4,800 tokens; 6,400 are read, 1.33 epochs" in out  # 50 iterations of 4 samples of 32
     assert "a: 4,000 tokens, weight 0.75: 1.20 epochs" in out and "b: 800 tokens, weight 0.25: 2.00 epochs" in out
     assert "tokenizer: NullTokenizer, 120 tokens, padded to 128" in out
     assert "--save new/ck: can be written" in out and "3 are planned" in out
-    assert not (folder / "new").exists() and {path.name for path in folder.iterdir()} == {
-        f"{n}.{e}" for n in ("a", "b", "other", "short") for e in ("bin", "idx")
-    }
+    assert {path.name for path in folder.iterdir()} == before
 
 
-def test_phases_are_counted_one_by_one(folder, capsys):
+def test_phases_are_counted_one_by_one(folder, check):
     (folder / "first").write_text("a")
     (folder / "second").write_text("0.5 a 0.5 b")
-    phases = [*NULL, "--phase-transition-iterations", "20", "--phase-data-args-path", "first"]
-    code, out, err = check(capsys, *phases, "second")
+    phases = "--phase-transition-iterations 20 --phase-data-args-path first"
+    code, out, err = check(f"{phases} second")
     assert (code, err) == (0, "")
     assert "phase 1 of training: 5,000 tokens; 2,560 are read, 0.51 epochs" in out
     assert "phase 2 of training: 6,000 tokens; 3,840 are read, 0.64 epochs" in out
     assert "b: 1,000 tokens, weight 0.5: 1.92 epochs" in out
-    code, out, err = check(capsys, *phases, "third")
+    code, out, err = check(f"{phases} third")
     assert code == 2 and "--phase-data-args-path third: cannot be read" in out + err
-    code, out, err = check(capsys, *phases)
+    code, out, err = check(phases)
     assert code == 2 and "names 1 files; --phase-transition-iterations 20 divides the run into 2 phases" in out + err
     assert "phase 1 of training: 5,000 tokens" in out
     assert err.startswith("pretrain_moe.py: 1 problem with the arguments or their files:")
     (folder / "third").write_text("absent")
-    code, out, err = check(capsys, *phases, "third")
+    code, out, err = check(f"{phases} third")
     assert code == 2 and "absent.idx: no such file" in out + err
 
 
-def test_streamed_text_is_opened(folder, capsys):
+def test_streamed_text_is_opened(folder, check):
     (folder / "text.jsonl").write_text('{"text": "1 2"}')
-    flags = [
-        *NULL,
-        "--dataloader-type",
-        "external",
-        "--valid-data-path",
-        "text.jsonl",
-        "--train-data-path",
-        "1",
-        "*.jsonl",
-    ]
-    code, out, err = check(capsys, *flags)
+    flags = "--dataloader-type external --valid-data-path text.jsonl --train-data-path 1 *.jsonl"
+    code, out, err = check(flags)
     assert (code, err) == (0, "")
     assert "train: *.jsonl: 1 parts of streamed text" in out and "valid: text.jsonl: 1 parts" in out
-    code, out, err = check(capsys, *flags, "1", "absent.jsonl")
+    code, out, err = check(f"{flags} 1 absent.jsonl")
     assert code == 2 and "--train-data-path: absent.jsonl: no such file" in out + err
 
 
-def test_all_missing_files_are_reported_together(folder, capsys, monkeypatch):
+def test_all_missing_files_are_reported_together(folder, check):
     (folder / "file").write_text("")
     (folder / "cut.idx").write_bytes((folder / "a.idx").read_bytes())
     (folder / "cut.bin").write_bytes((folder / "a.bin").read_bytes()[:100])
     (folder / "torn").mkdir()
     (folder / "torn" / "latest_checkpointed_iteration.txt").write_text("7")
-    _, out, err = check(
-        capsys,
-        "--tokenizer-type",
-        "SentencePieceTokenizer",
-        "--tokenizer-model",
-        "none.model",
-        "--data-path",
-        "a",
-        "cut",
-        "nix",
-        "--load",
-        "torn",
-        "--save",
-        "file/ck",
-        "--save-interval",
-        "5",
-        "--export-weights",
-        ".",
-        "--init-from",
-        "no.safetensors",
-        "--moe-router-topk",
-        "9",
+    code, out, err = check(
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model none.model --data-path a cut nix --load torn --save file/ck "
+        "--save-interval 5 --export-weights . --init-from no.safetensors --moe-router-topk 9",
+        base=(),
     )
     for text in (
         "--moe-router-topk 9",
@@ -142,129 +116,103 @@ def test_all_missing_files_are_reported_together(folder, capsys, monkeypatch):
         "--init-from no.safetensors: there is no such file",
     ):
         assert text in err, text
-    assert out.startswith("not valid: 8 problems") and "Traceback" not in err
+    assert code == 2 and out.startswith("not valid: 8 problems")
 
 
 OVERLAP = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-cfg"
 FORMATS = "--fp8-format e4m3 --fp8-recipe mxfp8 --bf16 --te-precision-config-file"
 
 
-@pytest.mark.parametrize(
-    ("flags", "content", "text"),
-    [
-        (OVERLAP, None, "--tp-comm-overlap-cfg f.yaml: [Errno 2] No such file or directory"),
-        (OVERLAP, "a: [", "--tp-comm-overlap-cfg f.yaml: while parsing"),
-        (OVERLAP, "proj: {num_splits: 2}", "--tp-comm-overlap-cfg f.yaml: proj is no GEMM"),
-        (OVERLAP, "proj_fprop: {num_split: 2}", "num_split is no setting"),
-        (OVERLAP, "proj_fprop: {num_splits: 2}", None),
-        (FORMATS, None, "--te-precision-config-file f.yaml: [Errno 2] No such file or directory"),
-        (
-            FORMATS,
-            "configs: {}\nmatchers: {a: {type: glob, pattern: x, config: b, enabled: true}}",
-            "there is no config 'b'",
-        ),
-        (FORMATS, "configs: {}\nmatchers: {}", None),
-    ],
+SETTINGS = (
+    (OVERLAP, None, "--tp-comm-overlap-cfg f.yaml: [Errno 2] No such file or directory"),
+    (OVERLAP, "a: [", "--tp-comm-overlap-cfg f.yaml: while parsing"),
+    (OVERLAP, "proj: {num_splits: 2}", "--tp-comm-overlap-cfg f.yaml: proj is no GEMM"),
+    (OVERLAP, "proj_fprop: {num_split: 2}", "num_split is no setting"),
+    (OVERLAP, "proj_fprop: {num_splits: 2}", None),
+    (FORMATS, None, "--te-precision-config-file f.yaml: [Errno 2] No such file or directory"),
+    (
+        FORMATS,
+        "configs: {}\nmatchers: {a: {type: glob, pattern: x, config: b, enabled: true}}",
+        "there is no config 'b'",
+    ),
+    (FORMATS, "configs: {}\nmatchers: {}", None),
 )
-def test_files_of_settings_are_read(folder, capsys, flags, content, text):
-    if content is not None:
-        (folder / "f.yaml").write_text(content)
-    code, _, err = check(capsys, *NULL, "--data-path", "a", "--eval-iters", "0", *flags.split(), "f.yaml")
-    assert (code, text or "") == ((2, text) if text and text in " ".join(err.split()) else (0, "")), err
-    assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ("--data-path other", "holds the id 99"),
-        ("--data-path short --split 100,0,0", None),
-        (
-            "--data-path short --split 0.1,99,1",
-            "the train split of short (0 tokens in 0 of 1 sequences) holds less than one sample of --seq-length 32 (+ 1) tokens; give it a "
-            "larger share (now --split 0.1,99,1), or add data",
-        ),
-        (
-            "--data-path short --split 99,0.1,0 --eval-iters 3",
-            "or do not evaluate (now --eval-iters 3; --eval-iters 0)",
-        ),
-        ("--data-path a --load none --exit-on-missing-checkpoint", "--load none: there is no such folder"),
-        ("--data-path a --load new --save new --save-interval 5", None),
-        ("--data-path a --load none", None),
-        ("--data-path a --load none --skip-train", "--load none: there is no such folder"),
-        ("--data-path a --export-weights none/w", "--export-weights none/w: the folder none does not exist"),
-        ("--valid-data-path a", "samples are asked of the train split, which has no data"),
-    ],
-)
-def test_each_file_problem_is_reported(folder, capsys, flags, text):
-    vocabulary = [
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "90" if "other" in flags else "120",
-        "--make-vocab-size-divisible-by",
-        "1",
-    ]
-    code, _, err = check(capsys, *vocabulary, *flags.split())
-    assert (code == 0) == (text is None) and (text or "") in err
+def test_files_of_settings_are_read(folder, check):
+    for flags, content, text in SETTINGS:
+        (folder / "f.yaml").unlink(missing_ok=True)
+        if content is not None:
+            (folder / "f.yaml").write_text(content)
+        code, _, err = check(f"--data-path a --eval-iters 0 {flags} f.yaml")
+        assert code == (2 if text else 0) and (text in " ".join(err.split()) if text else not err), (text, err)
 
 
-def test_start_from_random_weights_is_a_warning(folder, capsys):
+FILES = (
+    ("--vocab-size 90 --data-path other", "holds the id 99"),
+    ("--data-path short --split 100,0,0", None),
+    ("--data-path short --split 0.1,99,1",
+     "the train split of short (0 tokens in 0 of 1 sequences) holds less than one sample of --seq-length 32 (+ 1) tokens; give it a "
+     "larger share (now --split 0.1,99,1), or add data"),
+    ("--data-path short --split 99,0.1,0 --eval-iters 3", "or do not evaluate (now --eval-iters 3; --eval-iters 0)"),
+    ("--data-path a --load none --exit-on-missing-checkpoint", "--load none: there is no such folder"),
+    ("--data-path a --load new --save new --save-interval 5", None),
+    ("--data-path a --load none", None),
+    ("--data-path a --load none --skip-train", "--load none: there is no such folder"),
+    ("--data-path a --export-weights none/w", "--export-weights none/w: the folder none does not exist"),
+    ("--valid-data-path a", "samples are asked of the train split, which has no data"),
+)  # fmt: skip
+
+
+def test_each_file_problem_is_reported(check):
+    for flags, text in FILES:
+        code, _, err = check(f"--make-vocab-size-divisible-by 1 {flags}")
+        assert (code == 0) == (text is None) and (text or "") in err, (flags, err)
+
+
+def test_start_from_random_weights_is_a_warning(folder, check):
     (folder / "empty").mkdir()
-    _, out, _ = check(capsys, *NULL, "--data-path", "a", "--load", "empty")
+    _, out, _ = check("--data-path a --load empty")
     assert (
         "WARNING: --load empty: there is no checkpoint in this folder; the run starts from random weights (--exit-on-missing-checkpoint"
         in out
     )
 
 
-def test_split_smaller_than_one_sample_warns_or_fails(folder, capsys):
+def test_split_smaller_than_one_sample_warns_or_fails(folder, check):
     with write_indexed_dataset(str(folder / "three"), np.uint16) as builder:
         for _ in range(3):
             builder.add_document(np.arange(20), [20])
-    flags = [*NULL, "--data-path", "three", "--split", "34,33,33"]
-    code, out, _ = check(capsys, *flags, "--eval-iters", "1")
-    assert (
-        code == 0
-        and "WARNING: less than one sample of --seq-length 32 (+ 1) tokens: three (20 tokens in 1 of 3 sequences)"
-        in out
-    )
-    code, _, err = check(capsys, *flags, "--full-validation", "--eval-iters", "1")
-    assert (
-        code == 2
-        and "the valid split of three (20 tokens in 1 of 3 sequences) holds less than one sample" in err
-        and "now --full-validation" in err
-    )
+    flags = "--data-path three --split 34,33,33 --eval-iters 1"
+    code, out, _ = check(flags)
+    where = "three (20 tokens in 1 of 3 sequences)"
+    assert code == 0 and f"WARNING: less than one sample of --seq-length 32 (+ 1) tokens: {where}" in out
+    code, _, err = check(f"{flags} --full-validation")
+    assert code == 2 and f"the valid split of {where} holds less than one sample" in err
+    assert "now --full-validation" in err
 
 
-def test_parameters_are_counted_with_the_padded_vocabulary(folder, capsys):
+def test_parameters_are_counted_with_the_padded_vocabulary(folder, check):
     words = folder / "words"
     words.mkdir()
     vocabulary = {chr(97 + number): number for number in range(20)} | {"<|endoftext|>": 20}
     (words / "vocab.json").write_text(json.dumps(vocabulary))
     (words / "merges.txt").write_text("#version: 0.2\n")
-    flags = [
-        "--tokenizer-type",
-        "GPT2BPETokenizer",
-        "--vocab-file",
-        "words/vocab.json",
-        "--merge-file",
-        "words/merges.txt",
-        "--data-path",
-        "a",
-    ]
+    flags = (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file words/vocab.json --merge-file words/merges.txt --data-path a"
+    )
     counts = []
-    for more in (["--vocab-size", "1000"], ["--padded-vocab-size", "128"], []):
-        _, out, _ = check(capsys, *flags, *more)
+    for more in ("--vocab-size 1000", "--padded-vocab-size 128", ""):
+        _, out, _ = check(f"{flags} {more}", base=())
         counts.append(next(line for line in out.splitlines() if line.startswith("parameters: ")))
     assert "tokenizer: GPT2BPETokenizer words/vocab.json, 21 tokens, padded to 128" in out
     assert counts[0] == counts[1] == counts[2] and "not counted" not in counts[2]
 
 
-def test_insufficient_disk_space_is_an_error(folder, capsys, monkeypatch):
+def test_insufficient_disk_space_is_an_error(check, monkeypatch):
     stat = namedtuple("stat", "f_bavail f_frsize")
     monkeypatch.setattr(os, "statvfs", lambda path: stat(10, 1000))
-    code, _, err = check(capsys, *NULL, "--data-path", "a", "--save", "ck", "--save-interval", "5")
+    code, _, err = check("--data-path a --save ck --save-interval 5")
     assert code == 2 and "--save ck: 10 kB are free, one checkpoint takes about" in err
 
 
@@ -274,5 +222,104 @@ def test_check_files_without_load_does_not_import_torch(folder):
         f"assert pretrain_moe.main({[*CHECK, *NULL, '--data-path', 'a']!r}) == 0\n"
         "assert 'torch' not in sys.modules"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(pretrain_moe.__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+
+# ---- files that were replaced since the checkpoint was saved
+
+
+def write_tokens(prefix, seed):
+    random = np.random.default_rng(seed)
+    with write_indexed_dataset(str(prefix), np.uint16) as builder:
+        for _ in range(60):
+            builder.add_document(random.integers(1, 99, size=100, dtype=np.uint16), [100])
+
+
+def write_tokenizer(folder, first):
+    folder.mkdir(exist_ok=True)
+    words = {f"{first}{number}": number for number in range(119)} | {"<eos>": 119}
+    Tokenizer(WordLevel(words, unk_token="<eos>")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}'
+    )
+
+
+def test_replaced_data_and_tokenizer_are_named_at_resume(tmp_path):
+    write_tokens(tmp_path / "text", seed=1)
+    write_tokenizer(tmp_path / "tok", "a")
+    argv = [
+        *TINY,
+        *f"--data-path {tmp_path}/text --split 100,0,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/tok".split(),
+        *f"--save {tmp_path}/ckpt --save-interval 1 --auto-resume --override-opt_param-scheduler".split(),
+    ]
+
+    def warnings(iterations):
+        ended = run([*argv, "--train-iters", str(iterations)], tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        return [line for line in ended.stderr.splitlines() if "is not that of the checkpoint" in line]
+
+    assert warnings(1) == warnings(2) == []
+    write_tokens(tmp_path / "text", seed=2)
+    write_tokenizer(tmp_path / "tok", "b")
+    data, tokenizer = warnings(3)
+    assert f"--data-path: the data is not that of the checkpoint (other content in {tmp_path / 'text'})" in data
+    assert (
+        "--tokenizer-model: the tokenizer is not that of the checkpoint" in tokenizer and "tokenizer.json" in tokenizer
+    )
+    assert warnings(4) == []  # said once: the new checkpoint was trained on these
+
+
+def test_fingerprints_depend_on_contents_and_not_on_names(tmp_path):
+    write_tokens(tmp_path / "one", seed=1)
+    write_tokens(tmp_path / "two", seed=2)
+    for ending in ("bin", "idx"):
+        shutil.copy(tmp_path / f"one.{ending}", tmp_path / f"moved.{ending}")
+
+    def fingerprint(*names):
+        return make_fingerprint(DataArgs(data_path=tuple(str(tmp_path / name) for name in names)), ())
+
+    both = fingerprint("one", "two")
+    assert compare_fingerprints(both, fingerprint("moved", "two")) == compare_fingerprints({}, both) == []
+    (warning,) = compare_fingerprints(both, fingerprint("two"))
+    assert f"no longer there: {tmp_path / 'one'}" in warning
+    (warning,) = compare_fingerprints(fingerprint("two"), both)
+    assert f"new: {tmp_path / 'one'}" in warning
+    content = bytearray((tmp_path / "two.bin").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "two.bin").write_bytes(content)
+    assert compare_fingerprints(both, fingerprint("one", "two"))
+
+
+def test_other_flags_that_select_the_samples_are_named(tmp_path):
+    """The files are the same, and the samples are not; a checkpoint that does not say how it read them passes."""
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    path = (str(tmp_path / "a.jsonl"),)
+    chats = make_fingerprint(DataArgs(data_path=path, sft=True), ())
+    rows = make_fingerprint(DataArgs(data_path=path, use_varlen_dataset=True), ())
+    streamed = make_fingerprint(DataArgs(data_path=path), (), is_streamed=True)
+    plain = make_fingerprint(DataArgs(data_path=path), ())
+    for before, now, text in (
+        (chats, rows, "saved with --sft, and this run has --use-varlen-dataset; the run does not continue where"),
+        (streamed, rows, "saved with --dataloader-type external, and this run has --use-varlen-dataset;"),
+        (rows, plain, "saved with --use-varlen-dataset, and this run has samples of --seq-length from token files;"),
+    ):
+        (warning,) = compare_fingerprints(before, now)
+        assert text in warning
+        assert compare_fingerprints(before, before) == []
+    assert compare_fingerprints({"data": chats["data"]}, rows) == []
+    (tmp_path / "a.jsonl").write_text("{ }\n")
+    changed = make_fingerprint(DataArgs(data_path=path, use_varlen_dataset=True), ())
+    assert len(compare_fingerprints(rows, changed)) == len(compare_fingerprints(chats, changed)) == 1
+
+
+def test_fingerprint_does_not_block_on_a_named_pipe(tmp_path):
+    (tmp_path / "text.bin").write_bytes(b"")
+    os.mkfifo(tmp_path / "text.idx")
+    os.mkfifo(tmp_path / "tokenizer.json")
+    signal.alarm(120)  # ends a test that waits
+    try:
+        found = make_fingerprint(DataArgs(data_path=(str(tmp_path / "text"),)), [tmp_path / "tokenizer.json"])
+    finally:
+        signal.alarm(0)
+    assert found == {"data": {}, "tokenizer": {}, "samples": {"flags": ""}}

@@ -1,6 +1,8 @@
 """--skip-train: one command evaluates a checkpoint, without anything that only training needs; and --no-load-optim restarts the schedule."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ from training.tiny import MOCK, TINY
 
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.loader import Batch
+from moe_trainer.metrics.evaluation_summary import EvaluationResult
 from moe_trainer.ops.packed_sequences import PackedSequences
-from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.training import evaluate as evaluation
+from moe_trainer.training.context import TrainState
 from moe_trainer.training.evaluate import _ByteCount
 
 SETS = ("validation", "test", "validation-a", "validation-b", "test-a", "test-b")
@@ -60,6 +65,34 @@ def test_bytes_of_a_shared_batch_are_counted_once():
         assert list(count.through(iter([batch]))) == [batch]
         totals.append(count.total)
     assert totals == [110, 0]
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(False, 10), (True, 20)])
+def test_bytes_are_summed_over_ranks_that_read_other_batches(monkeypatch, dynamic, expected):
+    """Ranks of cp read the same batches; with dynamic context parallelism a batch is counted by one rank alone."""
+    pair = Group("dp_cp", (0, 1), 0, 2)
+    ps = replace(ParallelState.single(), dp_cp=pair, dynamic_cp={2: pair} if dynamic else {})
+    monkeypatch.setattr(evaluation.collectives, "all_reduce", lambda total, group: total * group.size)
+    ctx = SimpleNamespace(ps=ps, runtime=SimpleNamespace(device=torch.device("cpu")))
+    assert evaluation._sum_bytes(ctx, 10) == expected
+
+
+@pytest.mark.parametrize(("full", "begins"), [(False, [0, 0, 6, 6]), (True, [0, 0, 0, 0])])
+def test_validations_continue_where_the_last_one_stopped(monkeypatch, full, begins):
+    """Every set by as many samples, unless all of it is read."""
+    begun = []
+    monkeypatch.setattr(
+        evaluation,
+        "evaluate",
+        lambda ctx, state, where, kind, dataset, consumed, *_: (
+            begun.append(consumed) or EvaluationResult(kind, 6, 1.0, 1)
+        ),
+    )
+    args = SimpleNamespace(training=SimpleNamespace(full_validation=full), is_eval_only=False)
+    datasets, state = SimpleNamespace(valid_names=("a", "b"), valid=(None, None)), TrainState()
+    for _ in range(2):
+        evaluation.validate(SimpleNamespace(args=args, datasets=datasets), state, "iteration 1")
+    assert begun == begins
 
 
 def test_log_shows_settings_and_run_summary(trained):

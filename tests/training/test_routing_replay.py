@@ -58,15 +58,23 @@ def test_replay_of_its_own_trace_is_bitwise_equal(tmp_path, flags):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
 
 
-def test_shuffled_trace_changes_the_loss_and_is_followed(tmp_path):
-    traced, _ = pretrain([*JOB, "--moe-routing-trace-path", "trace"], tmp_path)
-    path = tmp_path / "trace" / "router_trace_rank0.jsonl"
-    lines = read_metrics(path)
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """The trace of a run, and its records."""
+    folder = tmp_path_factory.mktemp("traced")
+    records, _ = pretrain([*JOB, "--moe-routing-trace-path", "trace"], folder)
+    return (folder / "trace" / "router_trace_rank0.jsonl").read_text(), records
+
+
+def test_shuffled_trace_changes_the_loss_and_is_followed(traced, tmp_path):
+    lines = [json.loads(line) for line in traced[0].splitlines()]
     for line in lines:
         line["top_indices"] = [line["top_indices"][n] for n in torch.randperm(64, generator=torch.Generator().manual_seed(0))]  # fmt: skip
+    (tmp_path / "trace").mkdir()
+    path = tmp_path / "trace" / "router_trace_rank0.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     replayed, _ = pretrain([*JOB, *REPLAY, "trace", "--moe-routing-trace-path", "again"], tmp_path)
-    difference = abs(results(traced)[0][0] - results(replayed[-2:])[0][0])
+    difference = abs(results(traced[1])[0][0] - results(replayed)[0][0])
     assert 1e-5 < difference < 1
     assert [line["top_indices"] for line in read_metrics(tmp_path / "again" / "router_trace_rank0.jsonl")] == [line["top_indices"] for line in lines]  # fmt: skip
 
@@ -115,27 +123,35 @@ def test_given_experts_under_every_layout(random_experts, tmp_path, layout):
         torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=2e-5, msg=name)
 
 
-PACKED = "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 70 --calculate-per-token-loss --micro-batch-size 1"
+PACKED = [*JOB, *"--use-varlen-dataset --calculate-per-token-loss --micro-batch-size 1 --train-iters 1".split()]
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    """Experts of samples, and the losses with them and without, in packs of one sequence each: no layout, no packing."""
+    args = parse_args([*PACKED, "--max-seqlen-per-dp-cp-rank", "70"], 1)
+    train = build_datasets(args.data, args.training, build_tokenizer(args.data), (8, 0, 0)).train
+    lengths = [train.length(n) for n in range(8)]
+    assert len(set(lengths)) > 2
+    folder = tmp_path_factory.mktemp("experts")
+    np.savez(folder / "all.npz", **{str(n): draw_experts(length, 3, n) for n, length in enumerate(lengths)})
+    single = [*PACKED, "--max-seqlen-per-dp-cp-rank", "32"]
+    alone, free = (
+        pretrain([*single, *flags], tmp_path_factory.mktemp("single"))[0] for flags in ([*REPLAY, str(folder)], [])
+    )
+    return folder, alone[0]["lm loss"], free[0]["lm loss"]
 
 
 @pytest.mark.parametrize(
     "flags", ["", "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"]
 )
-def test_given_experts_of_packed_sequences(tmp_path, flags):
+def test_given_experts_of_packed_sequences(packs, tmp_path, flags):
     """Packs differ with the layout; experts belong to samples. Own experts would give another loss."""
-    argv = [*JOB, *PACKED.split()]
-    args = parse_args(argv, 1)
-    train = build_datasets(args.data, args.training, build_tokenizer(args.data), (8, 0, 0)).train
-    lengths = [train.length(n) for n in range(8)]
-    assert len(set(lengths)) > 2
-    np.savez(tmp_path / "all.npz", **{str(n): draw_experts(length, 3, n) for n, length in enumerate(lengths)})
-    # packs of one sequence each: no layout, no packing
-    alone, _ = pretrain([*argv, "--max-seqlen-per-dp-cp-rank", "32", *REPLAY, str(tmp_path)], tmp_path / "alone")
-    free, _ = pretrain([*argv, "--max-seqlen-per-dp-cp-rank", "32"], tmp_path / "free")
-    packed, _ = pretrain([*argv, *REPLAY, str(tmp_path), *flags.split()], tmp_path / "packed", 2 if flags else 1)
-    losses = [[record["lm loss"] for record in records if "lm loss" in record] for records in (alone, free, packed)]
-    assert losses[2][0] == pytest.approx(losses[0][0], rel=1e-6)
-    assert losses[1][0] != pytest.approx(losses[0][0], rel=1e-4)
+    folder, alone, free = packs
+    argv = [*PACKED, "--max-seqlen-per-dp-cp-rank", "70", *REPLAY, str(folder), *flags.split()]
+    packed, _ = pretrain(argv, tmp_path, 2 if flags else 1)
+    assert packed[0]["lm loss"] == pytest.approx(alone, rel=1e-6)
+    assert free != pytest.approx(alone, rel=1e-4)
 
 
 @pytest.fixture(scope="module", params=["", TRACES["recompute, per token"]], ids=["plain", "recompute"])
@@ -292,13 +308,6 @@ def mark_dropped(path):
     path.write_text(path.read_text().replace('"top_indices": [[0,', '"top_indices": [[-1,').replace("[0, ", "[-1, "))
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("traced")
-    pretrain([*JOB, "--moe-routing-trace-path", "trace"], folder)
-    return (folder / "trace" / "router_trace_rank0.jsonl").read_text()
-
-
 @pytest.mark.parametrize(
     "damage, flags, message",
     [
@@ -316,7 +325,7 @@ def traced(tmp_path_factory):
 def test_wrong_traces_end_with_code_2(traced, tmp_path, damage, flags, message):
     (tmp_path / "trace").mkdir()
     path = tmp_path / "trace" / "router_trace_rank0.jsonl"
-    path.write_text(traced)
+    path.write_text(traced[0])
     if damage is not None:
         damage(path)
     finished = run([*JOB, *REPLAY, "trace", *flags.split()], tmp_path)
@@ -333,7 +342,7 @@ def test_wrong_folders_end_with_code_2(traced, tmp_path):
 
     refused("no such directory", *REPLAY, "missing")
     refused("neither router_trace_rank*.jsonl")
-    (tmp_path / "trace" / "router_trace_rank1.jsonl").write_text(traced)
+    (tmp_path / "trace" / "router_trace_rank1.jsonl").write_text(traced[0])
     refused("is the trace of 2 ranks, and this run has 1")
     np.savez(tmp_path / "trace" / "a.npz", **{"0": draw_experts(32, 3, 0)})
     refused("a routing trace and arrays of samples")

@@ -54,20 +54,8 @@ def validation(records):
 
 def upcycle(source, flags, folder, ranks=1):
     """(records, weights) of the model as it is before its first step."""
-    argv = [
-        *SHAPE,
-        *MOCK,
-        *flags.split(),
-        "--train-iters",
-        "2",
-        "--skip-train",
-        "--moe-use-upcycling",
-        "--load",
-        source,
-        "--save",
-        "saved",
-    ]
-    return pretrain(argv, folder, ranks)
+    argv = [*SHAPE, *MOCK, *flags.split(), *"--train-iters 2 --skip-train --moe-use-upcycling --save saved".split()]
+    return pretrain([*argv, "--load", source], folder, ranks)
 
 
 @pytest.mark.parametrize(
@@ -194,18 +182,8 @@ def test_upcycling_under_every_layout_saves_the_same_model(model, experts, layou
     _, full = upcycle(source, f"{model} {experts}", tmp_path / "one")
     _, cut = upcycle(source, f"{model} {experts} {layout}", tmp_path / "two", 2)
     width = ["--moe-ffn-hidden-size", "24"] if "granularity 2 " in f"{experts} " and FINE not in experts else []
-    argv = [
-        *SHAPE,
-        *MOCK,
-        *model.split(),
-        *experts.split(),
-        *width,
-        "--train-iters",
-        "2",
-        "--skip-train",
-        "--load",
-        str(tmp_path / "two" / "saved"),
-    ]
+    argv = [*SHAPE, *MOCK, *model.split(), *experts.split(), *width, *"--train-iters 2 --skip-train".split()]
+    argv += ["--load", str(tmp_path / "two" / "saved")]
     _, saved = pretrain(argv, tmp_path / "again")
     assert set(full) == set(cut) == set(saved)
     for name, tensor in full.items():
@@ -244,16 +222,7 @@ def test_dense_transformers_checkpoint_can_be_upcycled(tmp_path):
 
 def test_upcycled_training_starts_at_iteration_1_and_resumes(dense, tmp_path):
     source, _, _ = dense(GATED)
-    model = [
-        *SHAPE,
-        *MOCK,
-        *GATED.split(),
-        *EXPERTS.split(),
-        "--metrics-file",
-        "m.jsonl",
-        "--export-weights",
-        "w.safetensors",
-    ]
+    model = [*SHAPE, *MOCK, *f"{GATED} {EXPERTS} --metrics-file m.jsonl --export-weights w.safetensors".split()]
     start = [*model, "--moe-use-upcycling", "--load", source, "--save", "saved", "--train-iters", "3"]
     straight = run(start, tmp_path)
     assert straight.returncode == 0, straight.stderr
@@ -286,18 +255,7 @@ def test_upcycled_training_starts_at_iteration_1_and_resumes(dense, tmp_path):
 )
 def test_mismatched_dense_model_is_refused(flags, message, dense, tmp_path):
     source, _, _ = dense(GATED)
-    argv = [
-        *SHAPE,
-        *MOCK,
-        *flags.split(),
-        "--train-iters",
-        "2",
-        "--moe-use-upcycling",
-        "--load",
-        source,
-        "--save",
-        "saved",
-    ]
+    argv = [*SHAPE, *MOCK, *flags.split(), *"--train-iters 2 --moe-use-upcycling --save saved --load".split(), source]
     refused = run(argv, tmp_path)
     assert refused.returncode == 2 and message in refused.stderr, refused.stderr
     assert not list((tmp_path / "saved").glob("iter_*"))
@@ -306,17 +264,7 @@ def test_mismatched_dense_model_is_refused(flags, message, dense, tmp_path):
 def test_upcycling_a_moe_checkpoint_or_a_missing_folder_is_refused(dense, tmp_path):
     source, _, _ = dense(GATED)
     upcycle(source, f"{GATED} {EXPERTS}", tmp_path)
-    argv = [
-        *SHAPE,
-        *MOCK,
-        *GATED.split(),
-        *EXPERTS.split(),
-        "--train-iters",
-        "2",
-        "--moe-use-upcycling",
-        "--save",
-        "other",
-    ]
+    argv = [*SHAPE, *MOCK, *f"{GATED} {EXPERTS} --train-iters 2 --moe-use-upcycling --save other".split()]
     refused = run([*argv, "--load", "saved"], tmp_path)
     assert refused.returncode == 2 and "has experts already" in refused.stderr
     refused = run([*argv, "--load", "nowhere"], tmp_path)

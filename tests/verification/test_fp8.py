@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from verification import test_parity
-from verification.test_parity import MODEL
+from verification.test_parity import MODEL, assert_equal, clean_pool  # noqa: F401 - a fixture
 
 from moe_trainer.moe.dispatch import local, select
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
@@ -16,7 +16,7 @@ from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.verification import parity
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
-from moe_trainer.verification.parity import ParityResult, check_parity
+from moe_trainer.verification.parity import ParityResult
 from moe_trainer.verification.random_layouts import draw
 from moe_trainer.verification.rank_pool import RankPool
 from moe_trainer.verification.shrink import ParityCase, ShrinkError, as_is, shrink
@@ -49,32 +49,30 @@ FP8_PARAM_CASES = {
 
 
 def make_fp8_case(flags: str, ranks: int = 2) -> ParityCase:
-    return as_is(
-        [*MODEL, "--num-experts", "4", *flags.split()], ranks
-    )  # every GEMM of an expert is quantized separately
+    # every GEMM of an expert is quantized separately
+    return test_parity.make_case("--num-experts", "4", *flags.split(), ranks=ranks)
 
 
-def run_parity(flags: str) -> ParityResult:
-    return test_parity.run_parity("--num-experts", "4", *flags.split())
+def run_parity(flags: str, **how: object) -> ParityResult:
+    return test_parity.run_parity("--num-experts", "4", *flags.split(), **how)
 
 
-def test_fp8_cases_equal_one_process():
-    with RankPool(3) as pool:
-        for name, flags in FP8_CASES.items():
-            result = check_parity(pool, make_fp8_case(flags))
-            assert result.is_equal, (name, result.failure[-2000:], *map(str, result.differences[:4]))
+def test_fp8_cases_equal_one_process(clean_pool, monkeypatch):  # noqa: F811
+    for flags in FP8_CASES.values():
+        # only scales that are delayed depend on the step before
+        monkeypatch.setattr(parity, "STEPS", 1 if "--fp8-recipe" in flags else 2)
+        assert_equal(clean_pool, make_fp8_case(flags))
 
 
 def test_output_layer_equals_one_process_for_partial_blocks():
     """40 columns and 8 positions per rank, blocks of 32. A dense model, so that blocks along the tokens are checked too."""
     moe = [word for word in MODEL if word.startswith("--moe")] + ["--num-experts"]
-    words = [*without(MODEL, moe), *f"{TP} --context-parallel-size 2 --vocab-size 78 --make-vocab-size-divisible-by 8 --fp8-format hybrid --fp8-recipe mxfp8 "
+    words = [*without(MODEL, moe), *f"{TP} --context-parallel-size 2 --global-batch-size 2 --vocab-size 78 --make-vocab-size-divisible-by 8 --fp8-format hybrid --fp8-recipe mxfp8 "
              "--fp8-output-proj".split()]  # fmt: skip
     case = as_is(words, 4)
     assert "--fp8-output-proj" in case.argv and "--no-fp8-wgrad" not in case.argv
     with RankPool(4) as pool:
-        result = check_parity(pool, case)
-        assert result.is_equal, (result.failure[-2000:], *map(str, result.differences[:4]))
+        assert_equal(pool, case)
 
 
 def without(words: list[str], flags: list[str]) -> list[str]:
@@ -96,30 +94,24 @@ MXFP8_TRANSPORT = "--moe-token-dispatcher-type alltoall --moe-dispatch-fwd-dtype
         "--pipeline-model-parallel-size 2",
     ],
 )
-def test_tokens_sent_in_fp8_equal_one_process(flags):
-    result = run_parity(f"{MXFP8_TRANSPORT} {flags}")
-    assert result.is_equal, (result.failure[-2000:], *map(str, result.differences[:4]))
+def test_tokens_sent_in_fp8_equal_one_process(flags, clean_pool, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(parity, "STEPS", 2 if flags.endswith("hybrid") else 1)
+    assert_equal(clean_pool, make_fp8_case(f"{MXFP8_TRANSPORT} {flags}"))
 
 
 def test_missing_rounding_of_sent_tokens_is_found(monkeypatch):
     monkeypatch.setattr(
         select, "LocalDispatcher", lambda permutation, mxfp8: local.LocalDispatcher(permutation, Mxfp8Transport())
     )
-    assert not run_parity(f"{MXFP8_TRANSPORT} --expert-model-parallel-size 2").is_equal
+    assert not run_parity(f"{MXFP8_TRANSPORT} --expert-model-parallel-size 2", steps=1, shared=False).is_equal
 
 
-def test_fp8_params_equal_one_process():
+def test_fp8_params_equal_one_process(clean_pool):  # noqa: F811
+    for flags in FP8_PARAM_CASES.values():
+        assert_equal(clean_pool, make_fp8_case(flags))
+    experts = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
     with RankPool(4) as pool:
-        for name, flags in FP8_PARAM_CASES.items():
-            result = check_parity(pool, make_fp8_case(flags))
-            assert result.is_equal, (name, result.failure[-2000:], *map(str, result.differences[:4]))
-        result = check_parity(
-            pool,
-            make_fp8_case(
-                f"{FP8_PARAM_CASES['tp, blockwise']} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 4
-            ),
-        )
-        assert result.is_equal, (result.failure[-2000:], *map(str, result.differences[:4]))
+        assert_equal(pool, make_fp8_case(f"{FP8_PARAM_CASES['tp, blockwise']} {experts}", 4))
 
 
 def test_scale_of_a_local_shard_is_found(monkeypatch):
@@ -150,8 +142,7 @@ def test_drawn_fp8_cases_equal_one_process():
             cases.append(found)
     with RankPool(max(case.pool_size for case in cases)) as pool:
         for case in cases:
-            result = check_parity(pool, case)
-            assert result.is_equal, (case.argv, result.failure[-2000:], *map(str, result.differences[:4]))
+            assert_equal(pool, case)
 
 
 def test_reference_without_emulation_differs(monkeypatch):
@@ -160,7 +151,7 @@ def test_reference_without_emulation_differs(monkeypatch):
     Scales that are powers of two would hide it, because they change the rounding of the smallest numbers only.
     """
     monkeypatch.setattr(parity, "emulate_fp8", lambda *_: None)
-    assert not run_parity(f"{TP} --fp8-format e4m3 --fp8-recipe tensorwise").is_equal
+    assert not run_parity(f"{TP} --fp8-format e4m3 --fp8-recipe tensorwise", steps=1, shared=False).is_equal
 
 
 def test_maximum_of_one_rank_is_found(monkeypatch):
@@ -177,7 +168,7 @@ def test_unquantized_gemm_on_one_rank_is_found(monkeypatch):
         return x @ weight.t() if "tp 1" in place else output(self, x, weight)
 
     monkeypatch.setattr(QuantizedGemms, "output", exact_on_rank_1)
-    assert not run_parity(FP8_CASES["tp, blockwise"]).is_equal
+    assert not run_parity(FP8_CASES["tp, blockwise"], steps=1).is_equal
 
 
 def test_options_that_cannot_be_kept_are_noted():

@@ -1,9 +1,8 @@
 """The parity check passes for the program as it is, and detects planted mistakes that are common in parallel trainers.
 
-Each mistake is planted before the ranks are forked, and acts only if a group has several ranks.
+Each mistake is planted before the ranks are forked, and acts only if a group has several ranks, so the references are
+those of processes that were forked before, and computed once.
 """
-
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from moe_trainer.verification.parity import (
     train_reference,
 )
 from moe_trainer.verification.rank_pool import RankPool
-from moe_trainer.verification.shrink import as_is
+from moe_trainer.verification.shrink import ParityCase, as_is
 
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -48,68 +47,103 @@ SPARSE = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 1"
 ).split()
 PACKED = (
-    "--use-varlen-dataset --global-batch-size 16 --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment 8 "
+    "--use-varlen-dataset --global-batch-size 8 --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment 8 "
     "--thd-max-packed-sequences 4"
 ).split()
+NO_BIAS = "--moe-router-enable-expert-bias=false"
 GLOBAL = ["--moe-router-load-balancing-type", "global_aux_loss"]
 
 
-def run_parity(*flags: str, ranks: int = 2) -> ParityResult:
-    """Check a case. Of the further perturbations, which only confirm a difference, one is enough for planted mistakes."""
-    case = as_is([*MODEL, *flags], ranks)
-    with mock.patch.object(parity, "EXTRA_PERTURBATIONS", parity.EXTRA_PERTURBATIONS[:1]):
-        with RankPool(max(ranks, 3)) as pool:
-            return check_parity(pool, case)
+run_references, PERTURBATIONS = parity._run_references, parity.PERTURBATIONS
 
 
-def test_mappings_equal_one_process():
-    cases = [
-        as_is([*MODEL, *flags], 2)
-        for flags in (TP, PP, CP, EP, [*TP, *CAPACITY], [*CP, *CAPACITY], [*CP, *MTP], [*EP, *GLOBAL])
-    ]
+class CleanPool(RankPool):
+    """Processes that no planted mistake reaches, and the references that they have computed."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.references = {}
+        self.run(max, 1)  # fork them now
+
+    def run(self, work, world_size, *args):
+        return super().run(with_steps, world_size, parity.STEPS, work, *args)
+
+    def run_each(self, work, arguments):
+        return super().run_each(with_steps, [(parity.STEPS, work, *args) for args in arguments])
+
+    def run_references(self, _, *args):
+        """Take the place of parity._run_references."""
+        key = (parity.STEPS, *args)
+        if key not in self.references:
+            self.references[key] = run_references(self, *args)
+        return self.references[key]
+
+
+def with_steps(rank, n, steps, work, *args):
+    parity.STEPS = steps
+    return work(rank, n, *args)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clean_pool():
+    """Share references, with one perturbation each; of the further ones, which only confirm a difference, one is enough."""
+    with pytest.MonkeyPatch.context() as patch, CleanPool(3) as pool:
+        patch.setattr(parity, "PERTURBATIONS", PERTURBATIONS[:1])
+        patch.setattr(parity, "EXTRA_PERTURBATIONS", parity.EXTRA_PERTURBATIONS[:1])
+        patch.setattr(parity, "_run_references", pool.run_references)
+        yield pool
+
+
+def make_case(*flags: str, ranks: int = 2) -> ParityCase:
+    """Two microbatches for each data rank, unless the flags say otherwise."""
+    one_data_rank = ranks == 2 and any(name in flags for name in (TP[0], PP[0], CP[0]))
+    return as_is([*MODEL, *(["--global-batch-size", "2"] if one_data_rank else []), *flags], ranks)
+
+
+def run_parity(*flags: str, ranks: int = 2, steps: int = 2, shared: bool = True) -> ParityResult:
+    """Check a case on new ranks. shared: with the references of the clean processes."""
+    with pytest.MonkeyPatch.context() as patch, RankPool(max(ranks, 2)) as pool:
+        patch.setattr(parity, "STEPS", steps)
+        if not shared:
+            patch.setattr(parity, "_run_references", run_references)
+        return check_parity(pool, make_case(*flags, ranks=ranks))
+
+
+def assert_equal(pool: RankPool, case: ParityCase) -> None:
+    result = check_parity(pool, case)
+    differences = map(str, result.differences[:4])
+    assert result.is_equal, (str(case.mapping), " ".join(case.argv), result.failure[-2000:], *differences)
+    assert "gradients within" in result.agreement
+
+
+def test_mappings_equal_one_process(clean_pool):
+    cases = [TP, PP, CP, EP, [*TP, *CAPACITY], [*CP, *CAPACITY], [*CP, *MTP], [*EP, *GLOBAL]]
     cases += [
-        as_is([*MODEL, *PACKED, *flags], 2)
-        for flags in (
-            [*TP, *CAPACITY],
-            [*CP, *MTP, "--sequence-packing-scheduler", "cost_balanced"],
-            [*EP, *GLOBAL],
-            [*EP, *CAPACITY, "--moe-token-drop-policy", "position"],
-            [*EP, *CAPACITY, "--moe-pad-expert-input-to-capacity", "--pad-packed-seq-alignment", "max"],
-            [*PP, "--thd-tail-padding-policy", "extend_last"],
-        )
+        [*PACKED, *TP, *CAPACITY],
+        [*PACKED, *CP, *MTP, "--sequence-packing-scheduler", "cost_balanced"],
+        [*PACKED, *EP, *GLOBAL],
+        [*PACKED, *EP, *CAPACITY, "--moe-token-drop-policy", "position"],
+        [*PACKED, *EP, *CAPACITY, "--moe-pad-expert-input-to-capacity", "--pad-packed-seq-alignment", "max"],
+        [*PACKED, *PP, "--thd-tail-padding-policy", "extend_last"],
     ]
-    cases += [as_is([*MODEL, "--moe-latent-size", "6", *flags], 2) for flags in (TP, EP, TP[:2])]
-    cases += [
-        as_is([*(word for word in MODEL if word != "--moe-router-enable-expert-bias"), *FINE, *flags], 2)
-        for flags in (TP, EP)
-    ]
-    cases += [
-        as_is([*MODEL, *DELTA, *flags], 2)
-        for flags in (TP, PP, CP, TP[:2], [*CP, "--cp-comm-type", "a2a", "--reset-attention-mask"])
-    ]
+    cases += [["--moe-latent-size", "6", *flags] for flags in (TP, EP, TP[:2])]
+    cases += [[NO_BIAS, *FINE, *flags] for flags in (TP, EP)]
+    exchanged = [*CP, "--cp-comm-type", "a2a", "--reset-attention-mask"]
+    cases += [[*DELTA, *flags] for flags in (TP, PP, CP, TP[:2], exchanged)]
     gathered = [*CP, "--cp-comm-type", "allgather"]
-    frozen = [
-        *PP,
-        "--pipeline-model-parallel-layout",
-        "E|t|t|L",
-        "--dsa-indexer-warmup",
-    ]  # chunks without a parameter that learns
-    cases += [
-        as_is([*MODEL, *SPARSE, *flags], 2) for flags in ([*TP, "--dsa-indexer-use-sparse-loss"], gathered, frozen)
-    ]
-    with RankPool(3) as pool:
-        for case in cases:
-            result = check_parity(pool, case)
-            assert result.is_equal, (str(case.mapping), result.failure, *map(str, result.differences[:4]))
-            assert "gradients within" in result.agreement
+    # chunks without a parameter that learns
+    frozen = [*PP, "--pipeline-model-parallel-layout", "E|t|t|L", "--dsa-indexer-warmup"]
+    cases += [[*SPARSE, *flags] for flags in ([*TP, "--dsa-indexer-use-sparse-loss"], gathered, frozen)]
+    for flags in cases:
+        assert_equal(clean_pool, make_case(*flags))
 
 
-def test_reference_follows_the_definition_of_the_global_loss():
+def test_reference_follows_the_definition_of_the_global_loss(clean_pool):
     """Counts of two data ranks and their running mean give other gradients than those of one data rank."""
-    flags = [*MODEL, *GLOBAL, "--global-batch-size", "8"]
-    with RankPool(3) as pool:
-        outcomes = [pool.run(train_reference, 1, as_is([*flags, *more], 2), 0, 0.0, 0)[0] for more in (EP, PP)]
-        many = pool.run(train_case, 2, as_is([*flags, *EP], 2), 0)
+    outcomes = [
+        clean_pool.run(train_reference, 1, as_is([*MODEL, *GLOBAL, *more], 2), 0, 0.0, 0)[0] for more in (EP, PP)
+    ]
+    many = clean_pool.run(train_case, 2, as_is([*MODEL, *GLOBAL, *EP], 2), 0)
     two, one = (outcome.grads["decoder.layers.0.mlp.router.weight"] for outcome in outcomes)
     assert (two - one).norm() > 1e-3 * one.norm(), "the definition depends on the number of data ranks"
     found = [losses["global_load_balancing_loss"] for losses in many.losses]
@@ -120,7 +154,7 @@ def test_packed_sequences_sharded_as_one_are_found(monkeypatch):
     """Context ranks shard the microbatch instead of every sequence in it: positions and losses are of other tokens."""
     real = sequence.zigzag_ranges
     monkeypatch.setattr(sequence, "zigzag_ranges", lambda rank, size, length, lengths=(): real(rank, size, length))
-    result = run_parity(*PACKED, *CP)
+    result = run_parity(*PACKED, *CP, steps=1, shared=False)
     assert not result.failure and not result.is_equal
 
 
@@ -130,19 +164,19 @@ def test_padding_in_the_losses_of_packed_sequences_is_found(monkeypatch):
     monkeypatch.setattr(
         router, "balancing_losses", lambda *args, valid=None, **options: real(*args, **{**options, "valid": None})
     )
-    result = run_parity(*PACKED, *CP)
+    result = run_parity(*PACKED, *CP, steps=1, shared=False)
     assert result.differences[0].quantity == "load_balancing_loss (step 1)", result.failure
 
 
 @pytest.mark.parametrize("loss", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
 def test_gradients_summed_instead_of_averaged_are_found(monkeypatch, loss):
     monkeypatch.setattr(grad_buffer, "_mean_factor", lambda *_: (1.0, "sum"))
-    first = run_parity(*EP, "--moe-router-load-balancing-type", loss).differences[0]
+    first = run_parity(*EP, "--moe-router-load-balancing-type", loss, steps=1).differences[0]
     assert first.quantity == "gradient (step 1)" and first.difference == pytest.approx(1.0, rel=1e-3)
 
 
 def test_wrong_running_mean_is_found(monkeypatch):
-    """From the third microbatch, counts are divided by two."""
+    """From the third microbatch of a rank, counts are divided by two."""
     real = balancing._loss_weights
 
     def broken(*args):
@@ -151,7 +185,7 @@ def test_wrong_running_mean_is_found(monkeypatch):
         return weights * (steps / 2) if steps > 2 else weights
 
     monkeypatch.setattr(balancing, "_loss_weights", broken)
-    result = run_parity(*EP, *GLOBAL, "--global-batch-size", "8")
+    result = run_parity(*EP, *GLOBAL, "--global-batch-size", "6", steps=1)
     assert any("router.weight" in difference.name for difference in result.differences)
 
 
@@ -159,61 +193,56 @@ def test_auxiliary_gradient_without_accumulation_scale_is_found(monkeypatch):
     """One process has twice as many microbatches as a data rank."""
     real = router.attach_gradient
     monkeypatch.setattr(router, "attach_gradient", lambda logits_TE, grad_TE, scale: real(logits_TE, grad_TE, 1.0))
-    result = run_parity(*EP, *GLOBAL)
+    result = run_parity(*EP, *GLOBAL, steps=1, shared=False)
     assert any("router.weight" in difference.name for difference in result.differences)
 
 
-def test_reference_returns_chosen_keys():
+def test_reference_returns_chosen_keys(clean_pool, monkeypatch):
     """Near ties of an indexer are detected like those of a router."""
-    few = ["--dsa-indexer-topk", "4"]
-    with RankPool(3) as pool:
-        shown, other, dense = (
-            pool.run(train_reference, 1, as_is([*MODEL, *SPARSE, *more, *EP], 2), 0, 0.0, 0)[1]
-            for more in ([], few, ["--dsa-indexer-topk", "16"])
-        )
-    passes = 2 * (2 * 4 + 4)  # layers, steps of four sequences, and a validation
+    monkeypatch.setattr(parity, "STEPS", 1)
+    shown, other, dense = (
+        clean_pool.run(train_reference, 1, make_case(*SPARSE, *more, *PP), 0, 0.0, 0)[1]
+        for more in ([], ["--dsa-indexer-topk", "4"], ["--dsa-indexer-topk", "16"])
+    )
+    passes = 2 * (2 + 2)  # layers, a step of two sequences, and a validation
     assert len(shown) == len(other) == 2 * passes and len(dense) == passes, (
         "routing maps, and keys where there are more than are chosen"
     )
     assert not all(torch.equal(a, b) for a, b in zip(shown[passes:], other[passes:]))
 
 
-def test_capacity_is_counted_per_sequence_shard():
+def test_capacity_is_counted_per_sequence_shard(clean_pool):
     """The definition depends on the layout: without shards the reference drops other tokens."""
-    case = as_is([*MODEL, *TP, *CAPACITY], 2)
-    with RankPool(3) as pool:
-        _, sharded = find_stable_reference(pool, case, range(8))
-        _, full = find_stable_reference(pool, as_is([*MODEL, *EP, *CAPACITY], 2), range(8))
+    sharded, full = (
+        find_stable_reference(clean_pool, as_is([*MODEL, *flags, *CAPACITY], 2), range(8))[1] for flags in (TP, EP)
+    )
     assert sharded.dropped != full.dropped and min(*sharded.dropped, *full.dropped) > 0
 
 
-def test_sinkhorn_is_balanced_per_sequence_shard():
-    model = [word for word in MODEL if word != "--moe-router-enable-expert-bias"]
-    case = as_is([*model, *TP, "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"], 2)
-    with RankPool(3) as pool:
-        result = check_parity(pool, case)
-    assert result.is_equal, (result.failure, *map(str, result.differences[:4]))
+def test_sinkhorn_is_balanced_per_sequence_shard(clean_pool):
+    flags = [*TP, "--moe-router-load-balancing-type", "sinkhorn", "--moe-aux-loss-coeff", "0"]
+    assert_equal(clean_pool, make_case(NO_BIAS, *flags))
+
+
+def skip_sums(monkeypatch, name):
+    """Leave out the sums of gradients over a group."""
+    real = finalize._sum_over
+    monkeypatch.setattr(
+        finalize, "_sum_over", lambda grads, group, *more: group.name == name or real(grads, group, *more)
+    )
 
 
 def test_missing_sum_over_sequence_shards_is_found(monkeypatch):
     """Gradients of router and norm weights are partial over tensor ranks."""
-    real = finalize._sum_over
-    monkeypatch.setattr(
-        finalize, "_sum_over", lambda grads, group, chosen: None if group.name == "tp" else real(grads, group, chosen)
-    )
-    first = run_parity(*TP).differences[0]
+    skip_sums(monkeypatch, "tp")
+    first = run_parity(*TP, steps=1).differences[0]
     assert first.quantity == "gradient (step 1)" and first.name == "decoder.final_layernorm.weight"
     assert "held by rank 0, 1" in first.detail
 
 
 def test_missing_sum_of_tied_embeddings_is_found(monkeypatch):
-    real = finalize._sum_over
-    monkeypatch.setattr(
-        finalize,
-        "_sum_over",
-        lambda grads, group, chosen: None if group.name == "embedding" else real(grads, group, chosen),
-    )
-    result = run_parity(*PP)
+    skip_sums(monkeypatch, "embedding")
+    result = run_parity(*PP, steps=1)
     assert result.differences[0].name == "embedding.word_embeddings.weight"
     assert any(difference.quantity.startswith("copies of the gradient") for difference in result.differences)
 
@@ -237,17 +266,13 @@ def test_different_sequence_sharding_of_labels_is_found(monkeypatch):
     real = sequence.SequenceShard.local
 
     def halves(self, x, dim):
-        return (
-            real(self, x, dim)
-            if x.is_floating_point() or self.cp.size == 1
-            else x.chunk(self.cp.size, dim)[self.cp.rank]
-        )
+        right = x.is_floating_point() or self.cp.size == 1
+        return real(self, x, dim) if right else x.chunk(self.cp.size, dim)[self.cp.rank]
 
     monkeypatch.setattr(sequence.SequenceShard, "local", halves)
-    first, second, *_ = run_parity(*CP).differences
-    assert str(first).startswith(
-        "output (step 1) of decoder.layers.0.self_attention"
-    ) and "computed by rank 0, 1" in str(first)
+    first, second, *_ = run_parity(*CP, steps=1).differences
+    assert str(first).startswith("output (step 1) of decoder.layers.0.self_attention")
+    assert "computed by rank 0, 1" in str(first)
     assert second.quantity == "lm loss (step 1)"
 
 
@@ -261,7 +286,7 @@ def test_wrong_expert_is_found_with_layer_and_rank(monkeypatch):
 
     monkeypatch.setattr(layer.MoELayer, "forward", wrong)
     for flags in (TP, EP, [*TP[:2]]):
-        result = run_parity(*flags)
+        result = run_parity(*flags, steps=1)
         assert result.differences, result.failure
         first = result.differences[0]
         assert str(first).startswith("output (step 1) of decoder.layers.1.mlp: differs by"), flags
@@ -278,10 +303,9 @@ def test_exception_on_a_rank_is_a_failure_with_its_traceback(monkeypatch):
         return real(grads, group, chosen)
 
     monkeypatch.setattr(finalize, "_sum_over", raises)
-    result = run_parity(*TP)
-    assert (
-        not result.is_equal and not result.differences and result.failure.startswith("rank 0, 1: OSError: no such link")
-    )
+    result = run_parity(*TP, steps=1)
+    assert not result.is_equal and not result.differences
+    assert result.failure.startswith("rank 0, 1: OSError: no such link")
     assert result.failure.count("Traceback") == 1
 
 
@@ -290,18 +314,15 @@ def test_exception_of_the_reference_is_reported_as_such(monkeypatch):
         raise OSError("no such disk")
 
     monkeypatch.setattr(parity, "emulate_topology", raises)
-    result = run_parity(*TP)
-    assert (
-        not result.is_equal
-        and result.failure.startswith("the reference run failed")
-        and "no such disk" in result.failure
-    )
+    result = run_parity(*TP, steps=1, shared=False)
+    assert not result.is_equal and "no such disk" in result.failure
+    assert result.failure.startswith("the reference run failed")
 
 
-def test_every_shard_has_two_fingerprints():
+def test_every_shard_has_two_fingerprints(clean_pool, monkeypatch):
     """One of the gradient and one of the weight, so that a different copy of either is found."""
-    with RankPool(2) as pool:
-        trace = pool.run(train_case, 2, as_is([*MODEL, *TP], 2), 0)
+    monkeypatch.setattr(parity, "STEPS", 1)
+    trace = clean_pool.run(train_case, 2, make_case(*TP), 0)
     assert len(trace.shards) == 2 and all(len(shards) > 10 for shards in trace.shards)
     for shard in (shard for shards in trace.shards for shard in shards):
         gradient, weight = shard.fingerprints
@@ -320,7 +341,7 @@ def test_different_copy_of_a_gradient_is_found(monkeypatch):
             torch._foreach_copy_(mine, before)
 
     monkeypatch.setattr(finalize, "_sum_over", astray)
-    result = run_parity(*TP)
+    result = run_parity(*TP, steps=1)
     assert not result.failure
     found = [(one.quantity, one.name) for one in result.differences]
     assert ("copies of the gradient (step 1)", "decoder.layers.0.mlp.router.weight") in found
@@ -328,12 +349,14 @@ def test_different_copy_of_a_gradient_is_found(monkeypatch):
 
 def test_batches_on_which_rounding_chooses_experts_are_not_used(monkeypatch):
     monkeypatch.setattr(parity, "MAX_GRAD_NORM_DRIFT", 0.0)
-    result = run_parity(*EP)
+    monkeypatch.setattr(parity, "MAX_SEEDS", 2)
+    result = run_parity(*EP, steps=1, shared=False)
     assert not result.is_equal and "rounding" in result.failure
 
 
 def test_case_is_retried_if_further_perturbations_differ(monkeypatch):
     """Two perturbations can fall on the same side of a tie: a difference counts only if all of them agree."""
+    monkeypatch.setattr(parity, "PERTURBATIONS", PERTURBATIONS)
     found, references, asked = [ComparisonRow("validation loss", "", 1e-4, 2e-6)], parity._run_references, []
 
     def ties(pool, case, seed, disturbances):
@@ -343,10 +366,10 @@ def test_case_is_retried_if_further_perturbations_differ(monkeypatch):
     real = parity.compare
     monkeypatch.setattr(parity, "compare", lambda one, many: found if asked[-1][0] == 0 else real(one, many))
     monkeypatch.setattr(parity, "_run_references", ties)
-    result = run_parity(*EP)
+    result = run_parity(*EP, steps=1)
     assert result.is_equal and result.seed == 1 and asked == [(0, 2), (0, 1), (1, 2)]
 
     monkeypatch.setattr(parity, "_run_references", references)
     monkeypatch.setattr(parity, "compare", lambda one, many: found)
-    result = run_parity(*EP)
+    result = run_parity(*EP, steps=1)
     assert result.differences == found and result.seed == 0

@@ -18,6 +18,7 @@ def draw_routing(tokens: int, experts: int, share: float, seed: int = 0) -> torc
 
 # a block of tokens is 128 at most: several blocks, the last one not full
 MAPS = [(1, 1, 1.0), (5, 3, 0.5), (300, 7, 0.3), (131, 70, 0.1), (9, 4, 0.0), (0, 4, 0.5), (1200, 9, 0.9)]
+MAPS += [(2060, 130, 0.02)]  # more blocks than are added up at once
 # the interpreter runs a program per row and per token
 TRIPS = [(1, 1, 1.0), (5, 3, 0.5), (20, 70, 0.02), (9, 4, 0.0), (0, 4, 0.5), (15, 3, 0.9)]
 
