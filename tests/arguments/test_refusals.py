@@ -27,7 +27,8 @@ def violations_of(name, settings, ranks, found):
 
 
 def has(violation, text):
-    return text in violation.flags or text in violation.message
+    is_flag = text.startswith("--") and " " not in text
+    return text in (violation.flags if is_flag else violation.message)
 
 
 @pytest.fixture(scope="module")

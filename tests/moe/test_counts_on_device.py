@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -33,12 +34,15 @@ FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 NCCLEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep"
 ZERO_COPY = "--moe-ncclep-zero-copy"
 FUSED = "--moe-permute-fusion-into-hybridep"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PAD = "--moe-hybridep-pad-uneven-dispatch-inputs"
+DROPOUT = "--hidden-dropout 0.1"
 RECOMPUTE = (
-    "",
-    "--recompute-granularity selective --recompute-modules moe",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    DROPOUT,
+    f"{DROPOUT} --recompute-granularity selective --recompute-modules moe",
+    f"{DROPOUT} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 )
+ALL_TO_ALL = f"--moe-token-dispatcher-type alltoall {DROPOUT}"
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -114,7 +118,7 @@ def train(
 
     small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by an observer.
     """
-    argv = [*shallow(make_argv(kind)), *f"--expert-model-parallel-size 2 --global-batch-size 16 {flags}".split()]
+    argv = [*shallow(make_argv(kind)), *f"--expert-model-parallel-size 2 {flags}".split()]
     ps, log_lines = create_groups(argv, rank, n), []
     found = {
         "attempts": [],
@@ -170,12 +174,8 @@ def train(
         return all_reduce(x, *rest, **options)
 
     class LineHandler(logging.Handler):
-        def __init__(self, lines: list[str]):
-            super().__init__()
-            self.lines = lines
-
         def emit(self, record):
-            self.lines.append(record.getMessage())
+            log_lines.append(record.getMessage())
 
     all_reduce, collectives.all_reduce = collectives.all_reduce, reducing
     reads = Counter()
@@ -185,7 +185,7 @@ def train(
         shrinking,
         looking,
     )  # in a forked process
-    step.logger.addHandler(LineHandler(log_lines))
+    step.logger.addHandler(LineHandler())
     outcome = training_trace.train(parse_args(argv, n), rank, ps, 3)
     return {
         **found,
@@ -195,6 +195,12 @@ def train(
         "weights": outcome.weights,
         "evaluation": outcome.evaluation,
     }
+
+
+@cache
+def trained(ranks: int, flags: str, *rest) -> list[dict]:
+    """Return what `train` finds on the ranks; the tests share the runs with equal flags."""
+    return run_ranks(train, ranks, flags, *rest)
 
 
 def assert_equal(one: dict, other: dict, tolerance: float = 0.0) -> None:
@@ -215,35 +221,35 @@ def assert_equal(one: dict, other: dict, tolerance: float = 0.0) -> None:
     [*((FLEX, how) for how in RECOMPUTE), (NCCLEP, RECOMPUTE[1]), (f"{NCCLEP} {ZERO_COPY}", RECOMPUTE[2])],
 )
 def test_device_counts_give_the_results_of_all_to_all(flex, recompute):
-    dropout = f"--hidden-dropout 0.1 {recompute}"
-    plain = run_ranks(train, 2, dropout)[0]
-    ours = run_ranks(train, 2, f"{flex} --moe-expert-rank-capacity-factor 3 {dropout}")
+    ours = trained(2, f"{flex} --moe-expert-rank-capacity-factor 3 {recompute}")
     for result in ours:
         assert result["counts"] == {torch.Tensor} and result["attempts"] == [False] * 3 and not result["log_lines"]
-    assert_equal(plain, ours[0], 1e-5)
+    assert_equal(trained(2, ALL_TO_ALL)[0], ours[0], 1e-5)
 
 
 CLONES = "--moe-clone-hot-experts 1"
+BLOCKWISE = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
 
 
 @pytest.mark.parametrize(
     ("flex", "library", "more"),
     [
         (FLEX, True, RECOMPUTE[1]),
-        (FLEX, False, ""),
+        (FLEX, False, DROPOUT),
         (NCCLEP, True, RECOMPUTE[2]),
-        (FLEX, True, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"),
+        (FLEX, True, BLOCKWISE),
         (FLEX, True, "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer"),
     ],
     ids=["HybridEP", "all-to-all", "NCCL EP", "HybridEP, fp8", "HybridEP, MXFP8 with gathered weights"],
 )
 def test_clones_are_planned_without_the_host(flex, library, more):
     """Equal to training without clones (in fp8 other blocks of tokens share scales), and the host reads nothing."""
-    flags = f"{flex} --moe-grouped-gemm --moe-expert-rank-capacity-factor 3 {more}"
-    plain, ours = (run_ranks(train, 2, f"{flags} {clones}", (), "deepseek", False, library) for clones in ("", CLONES))
+    flags = f"{flex} --moe-expert-rank-capacity-factor 3 {more}"
+    ours = trained(2, f"{flags} {CLONES}", (), "deepseek", False, library)
     for result in ours:
         assert result["counts"] == {torch.Tensor} and set(result["reads"]) <= {"balancing.py"}, result["reads"]
         assert result["cloned"] > 0
+    plain = trained(2, flags if "fp8" in more else ALL_TO_ALL)
     assert_equal(plain[0], ours[0], 2e-2 if "fp8" in more else 1e-5)
 
 
@@ -254,8 +260,7 @@ ZERO_BUBBLE = "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
 def check_stash(ranks: int, flags: str, factor: float) -> list[dict]:
     """Train with a stash: nothing but the iteration that measures has counts on the host."""
     flags = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
-    plain = run_ranks(train, ranks, flags)
-    ours = run_ranks(train, ranks, f"{flags} {STASH} {factor}")
+    plain, ours = trained(ranks, flags), trained(ranks, f"{flags} {STASH} {factor}")
     for one, other in zip(plain, ours, strict=True):
         for name in ("losses", "norms", "evaluation"):
             assert one[name] == other[name], name
@@ -271,7 +276,7 @@ def check_stash(ranks: int, flags: str, factor: float) -> list[dict]:
             4,
             "--moe-layer-freq 1 --num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
         ),
-        (4, f"{ZERO_BUBBLE} --hidden-dropout 0.1"),
+        (4, f"{ZERO_BUBBLE} {DROPOUT}"),
     ],
 )
 def test_paged_stash_with_device_counts_changes_nothing(ranks, flags):
@@ -281,34 +286,28 @@ def test_paged_stash_with_device_counts_changes_nothing(ranks, flags):
 
 
 def test_iteration_with_a_full_stash_is_repeated_exactly():
-    results = check_stash(2, RECOMPUTE[0], 0.5)
+    """And ranks grow their stash together: the one that receives fewer tokens may receive more in the next iteration."""
+    results = check_stash(2, DROPOUT, 0.5)
     assert all(result["attempts"][:3] == [False, False, True] for result in results)
     assert "iteration 2: the paged stash was full" in results[0]["log_lines"][0]
-
-
-def test_ranks_grow_their_stash_together():
-    """The rank that receives fewer tokens grows as well: it may receive more in the next iteration."""
-    results = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {STASH} 0.5")
-    assert all(result["attempts"][:3] == [False, False, True] for result in results)
     pages, other = (result["pages"] for result in results)
     assert pages == other and 0 < pages[1][0] < pages[2][0]
 
 
 def test_ranks_agree_on_buffers_that_grow_while_the_stash_measures():
     """Their factors are enough for the next iteration, so nothing is repeated, and one line says so."""
-    tight = f"{FLEX} --moe-expert-rank-capacity-factor 0.3 {STASH} 4"
-    results = run_ranks(train, 2, tight)
+    results = trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 0.3 {DROPOUT} {STASH} 4")
     for result in results:
         assert result["attempts"][:2] == [False, False], "the second iteration fits"
         assert result["factors"][0] == results[0]["factors"][0]
     assert "iteration 1: " in results[0]["log_lines"][0] and "no token is lost" in results[0]["log_lines"][0]
     assert not any("iteration 1" in line for line in results[0]["log_lines"][1:] + results[1]["log_lines"])
-    assert_equal(run_ranks(train, 2, tight.replace("0.3", "3"))[0], results[0])
+    assert_equal(trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {DROPOUT}")[0], results[0])
 
 
 def test_ranks_with_host_counts_log_an_iteration_of_growth_in_one_line():
     tight = f"{FLEX} {FUSED} --moe-expert-rank-capacity-factor 0.3"
-    for rank, result in enumerate(run_ranks(train, 2, tight)):
+    for rank, result in enumerate(trained(2, tight)):
         assert result["attempts"] == [False] * 3
         lines = [line for line in result["log_lines"] if line.startswith("iteration 1: ")]
         assert len(lines) == 1 and f"on rank {rank} grew from 0.3 to" in lines[0] and "ranks: 1" in lines[0]
@@ -317,28 +316,27 @@ def test_ranks_with_host_counts_log_an_iteration_of_growth_in_one_line():
 
 def test_quantized_experts_give_the_bits_of_host_counts():
     """The library pads each expert's tokens while it sorts them."""
-    command = f"{FLEX} --bf16 --moe-grouped-gemm --fp8-format e4m3 --fp8-recipe blockwise"
-    host = run_ranks(train, 2, command)
-    device = run_ranks(train, 2, f"{command} --moe-expert-rank-capacity-factor 3")
+    host = trained(2, f"{FLEX} {BLOCKWISE}")
+    device = trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {BLOCKWISE}")
     for ours, theirs in zip(device, host, strict=True):
         assert ours["counts"] == {torch.Tensor} and theirs["counts"] == {list}
         assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "small"),
+    ("ranks", "flags", "more", "small"),
     [
-        (2, f"--hidden-dropout 0.1 {RECOMPUTE[0]}", (0,)),
-        (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
-        (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --moe-per-layer-logging", (0,)),
-        (2, f"--rerun-mode disabled --no-check-for-nan-in-loss-and-grad {RECOMPUTE[2]}", (1,)),
-        (4, "--pipeline-model-parallel-size 2", (3,)),  # the first stage has no such layers at all
+        (2, RECOMPUTE[0], "", (0,)),
+        (2, RECOMPUTE[1], "", (0, 1)),
+        (2, f"{OVERLAP} --moe-per-layer-logging", "", (0,)),
+        (2, RECOMPUTE[2], "--rerun-mode disabled --no-check-for-nan-in-loss-and-grad", (1,)),
+        (4, "--pipeline-model-parallel-size 2", "", (3,)),  # the first stage has no such layers at all
     ],
 )
-def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, small):
+def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, more, small):
     """It is repeated with space for all rows: the same numbers to the last bit as with space from the start (experts with biases: to rounding)."""
     argv = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
-    enough, results = run_ranks(train, ranks, argv), run_ranks(train, ranks, argv, small)
+    enough, results = trained(ranks, argv), trained(ranks, f"{argv} {more}", small)
     for rank, result in enumerate(results):
         assert result["attempts"] == [False, False, True, False] and result["repeats"] == [0, 1, 0]
         for name in ("losses", "norms", "evaluation"):
@@ -353,8 +351,9 @@ def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, small):
 
 def test_nccl_ep_iteration_with_lost_rows_is_repeated_exactly():
     """Its buffer has a minimum, which is too small for the fullest rank; the repeated iteration raises it for all ranks."""
-    enough = run_ranks(train, 2, f"{NCCLEP} --moe-expert-rank-capacity-factor 3")
-    tight = run_ranks(train, 2, f"{NCCLEP} --moe-expert-rank-capacity-factor 0.3")
+    enough, tight = (
+        trained(2, f"{NCCLEP} --moe-expert-rank-capacity-factor {factor} {RECOMPUTE[1]}") for factor in (3, 0.3)
+    )
     for rank, result in enumerate(tight):
         assert enough[rank]["attempts"] == [False] * 3
         assert result["attempts"][:3] == [False, True, False], "the first iteration is repeated, the second is not"
@@ -365,7 +364,7 @@ def test_nccl_ep_iteration_with_lost_rows_is_repeated_exactly():
 
 def test_capacity_factor_named_in_the_log_suffices():
     tight = f"{FLEX} --moe-expert-rank-capacity-factor 0.3"
-    results = run_ranks(train, 2, tight)
+    results = trained(2, tight)
     assert results[0]["attempts"][:2] == [False, True]
     factor = max(max(result["factors"][-1]) for result in results)
     named = [
@@ -374,7 +373,7 @@ def test_capacity_factor_named_in_the_log_suffices():
         if f"--moe-expert-rank-capacity-factor {factor:g} would have been enough" in line
     ]
     assert named[-1:] == results[0]["log_lines"][-1:]
-    again = run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor {factor:g}")
+    again = trained(2, f"{FLEX} --moe-expert-rank-capacity-factor {factor:g}")
     assert again[0]["attempts"] == [False] * 3
     assert_equal(again[0], results[0])
 
@@ -382,17 +381,18 @@ def test_capacity_factor_named_in_the_log_suffices():
 @pytest.mark.parametrize(
     ("ranks", "flags", "small"),
     [
-        (2, f"--hidden-dropout 0.1 {RECOMPUTE[1]}", (0, 1)),
-        (2, f"--moe-router-enable-expert-bias --moe-router-score-function sigmoid {RECOMPUTE[2]}", (0, 1)),
+        (2, RECOMPUTE[1], (0, 1)),
+        (2, RECOMPUTE[2], (0, 1)),
         (2, "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8", (0, 1)),
         (4, "--pipeline-model-parallel-size 2", (2, 3)),  # the first stage has no such layers
     ],
 )
 def test_all_to_all_without_host_counts_loses_no_token(ranks, flags, small):
     """Without the library: an iteration whose tokens do not fit is repeated, and all bits are those of a run without a budget."""
-    plain = run_ranks(train, ranks, f"--moe-token-dispatcher-type alltoall --moe-grouped-gemm {flags}")
-    command = f"{FLEX} --moe-grouped-gemm --moe-expert-rank-capacity-factor 3 {flags}"
-    results = run_ranks(train, ranks, command, small, "deepseek", False, False)
+    # recomputed values have the same bits
+    plain = trained(ranks, ALL_TO_ALL if DROPOUT in flags else f"--moe-token-dispatcher-type alltoall {flags}")
+    command = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
+    results = trained(ranks, command, small, "deepseek", False, False)
     for ours, theirs in zip(results, plain, strict=True):
         assert ours["attempts"] == [False, False, True, False] and ours["counts"] <= {torch.Tensor, list}
         assert_equal(ours, theirs)
@@ -446,26 +446,25 @@ def test_sufficient_factor_holds_the_fullest_pair_of_ranks():
 @pytest.mark.parametrize("flags", [*RECOMPUTE, PAD])
 def test_host_reads_counts_only_in_evaluation(flags):
     """An evaluation's flags are not read. Waits are counted on devices, too (tests/emulated_cuda/test_deep_ep.py)."""
-    for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"):
+    for result in trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"):
         assert result["counts"] == {torch.Tensor} and result["evaluated"] == {list}
         assert set(result["reads"]) <= {"balancing.py"}  # the losses of the routers, once per iteration
-    for result in run_ranks(train, 2, f"{FLEX} {PAD}"):
+    for result in trained(2, f"{FLEX} {PAD}"):
         assert result["counts"] == {list} and result["reads"]["dispatch/hybridep.py"] == result["passes"] > 0
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags", "asked"), [(2, FUSED, 0), (2, "", 3), (4, "--pipeline-model-parallel-size 2", 3)]
+    ("ranks", "flags", "asked"), [(2, FUSED, 0), (2, DROPOUT, 3), (4, "--pipeline-model-parallel-size 2", 3)]
 )
 def test_lost_rows_are_checked_only_if_possible(ranks, flags, asked):
     """All ranks alike: the first of two stages has no MoE layer."""
-    assert [
-        result["asked"] for result in run_ranks(train, ranks, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}")
-    ] == [asked] * ranks
+    results = trained(ranks, f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}")
+    assert [result["asked"] for result in results] == [asked] * ranks
 
 
 def test_step_records_use_host_counts():
     """With counts on the device, rows after the last one are undefined and would be recorded."""
-    for result in run_ranks(train, 2, f"{FLEX} --moe-expert-rank-capacity-factor 3", (), "deepseek", True):
+    for result in trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 3", (), "deepseek", True):
         assert result["counts"] == {list}
 
 

@@ -9,7 +9,7 @@
 
 A mutant is an entry of a YAML file of this folder: `file`, `function`, `line` as it stands, its `change`, and what
 `breaks` for a user. One whose line is not found is reported as moved. A mutant is settled by the first test that fails.
-Those that noticed it before come first, then those that reach its block (tests/suite/record.xz, ranks and started programs
+Those that noticed it before come first, then those that reach its block (tests/data/suite/record.xz, ranks and started programs
 included), by duration and by the words that their names share with the mutant's texts. A run that lasts much longer than its tests did is noticed, by
 a hang. Exit code 1: a mutant survived or has moved.
 """

@@ -14,17 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from suite import record, tiers
 
-NOTICED_FILE = ROOT / "tests/mutants/noticed.json"
+MUTANTS = ROOT / "tests/mutants"
 BUDGET_S = 620.0
 """Processor time of the tests of the default tier."""
 MODULE_S = 1.0
@@ -57,7 +58,7 @@ def main() -> int:
         )
         return 0
     known = record.read()
-    chosen = choose(known, json.loads(NOTICED_FILE.read_text()), args.budget)
+    chosen = choose(known, json.loads((MUTANTS / "noticed.json").read_text()), args.budget)
     names = sorted(known.tests[at] for at in chosen)
     tiers.DEFAULT_FILE.write_text("\n".join(names) + "\n")
     print(
@@ -78,9 +79,10 @@ def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], bud
     for name, at in numbers.items():
         by_module[name.partition("::")[0]].append(at)
     weights = np.zeros(known.bits.shape[1] * 8, np.float32)
-    weights[: len(known.blocks)] = 1.0
+    weights[: len(known.blocks)] = _block_weights([file for file, _, _ in known.blocks])
+    least = weights * 2.0**-TIMES
     for at in chosen:
-        _discount(weights, known.bits[at])
+        _discount(weights, least, known.bits[at])
     gains = np.array([_gain(weights, row) for row in known.bits])
     seconds = np.maximum(np.array(known.seconds), 0.02)
     module_of = [name.partition("::")[0] for name in known.tests]
@@ -91,7 +93,7 @@ def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], bud
         # gains only shrink: look again at the best one until it stays the best
         at = int(np.argmax(np.where(available, gains / costs, -1.0)))
         gain = _gain(weights, known.bits[at])
-        if gain < gains[at] - 1e-3:
+        if gain < 0.999 * gains[at]:
             gains[at] = gain
             continue
         available[at] = False
@@ -102,7 +104,7 @@ def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], bud
         if module_of[at] not in modules:
             modules.add(module_of[at])
             costs[by_module[module_of[at]]] -= MODULE_S
-        _discount(weights, known.bits[at])
+        _discount(weights, least, known.bits[at])
     return chosen
 
 
@@ -110,10 +112,23 @@ def _gain(weights: np.ndarray, row: np.ndarray) -> float:
     return float(weights[np.unpackbits(row).astype(bool)].sum())
 
 
-def _discount(weights: np.ndarray, row: np.ndarray) -> None:
+def _discount(weights: np.ndarray, least: np.ndarray, row: np.ndarray) -> None:
     reached = np.unpackbits(row).astype(bool)
     weights[reached] /= 2
-    weights[weights < 2.0**-TIMES] = 0
+    weights[weights < least] = 0
+
+
+def _block_weights(files: list[str]) -> list[float]:
+    """Return per block the number of mutants of its package by that of its blocks: mutants are where mistakes would hurt."""
+    packages = [_package(file) for file in files]
+    table = [entry["file"] for path in MUTANTS.glob("*.yaml") for entry in yaml.safe_load(path.read_text())]
+    mutants, blocks = Counter(map(_package, table)), Counter(packages)
+    return [(0.5 + mutants[package]) / blocks[package] for package in packages]
+
+
+def _package(file: str) -> str:
+    parts = file.split("/")
+    return "/".join(parts[:2]) if parts[0] == "moe_trainer" else parts[0]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ tracer costs every line of the 900 sets of ranks; this costs a store per block (
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -22,13 +23,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "MOE_TRAINER_TEST_PROBES"
 PRODUCT = ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe.py")
 BUFFER = "__test_probes__"
-"""Name of the buffer in every module that has probes."""
+"""Name of the buffer, a builtin: the main program of `python -m` has its own globals."""
 
 
 class Prober(ast.NodeTransformer):
@@ -140,19 +141,12 @@ class Loader(importlib.machinery.SourceFileLoader):
         """Return the prepared code."""
         return marshal.loads(self.finder.code_path(Path(self.path)).read_bytes())
 
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code with the buffer among its globals."""
-        setattr(module, BUFFER, self.finder.buffer)
-        self.finder.modules.append(module)
-        super().exec_module(module)
-
 
 class Finder(importlib.abc.MetaPathFinder):
     """Finds the product's modules of this checkout in a prepared folder."""
 
     def __init__(self, folder: Path, size: int):
         self.folder, self.size = folder, size
-        self.modules: list[ModuleType] = []
         self.buffer: mmap.mmap
 
     def use(self, path: Path) -> None:
@@ -161,8 +155,7 @@ class Finder(importlib.abc.MetaPathFinder):
             path.write_bytes(bytes(self.size))
         with path.open("r+b") as file:
             self.buffer = mmap.mmap(file.fileno(), self.size)
-        for module in self.modules:
-            setattr(module, BUFFER, self.buffer)
+        setattr(builtins, BUFFER, self.buffer)
         os.environ[VARIABLE] = str(path)
 
     def code_path(self, file: Path) -> Path:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 from suite.probes import ROOT, Prober
 
-FILE = Path(__file__).with_name("record.xz")
+FILE = ROOT / "tests/data/suite/record.xz"
 
 
 @dataclass(frozen=True)

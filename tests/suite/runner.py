@@ -18,6 +18,7 @@ import os
 import pickle
 import resource
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -303,10 +304,7 @@ class Worker:
 
     def _become_worker(self, pipe: Connection) -> None:
         config = self.session.config
-        capture = config.pluginmanager.getplugin("capturemanager")
-        # Its files are shared with the first process and the other workers.
-        capture.stop_global_capturing()
-        capture.start_global_capturing()
+        _renew_captured_files(config)
         reporter = config.pluginmanager.getplugin("terminalreporter")
         config.pluginmanager.unregister(reporter)
         config.pluginmanager.register(_Terminal(reporter), "terminalreporter")
@@ -346,6 +344,19 @@ class Worker:
         buffer[:] = bytes(len(reached))
         with (self.finder.folder / f"reached{self.number}.pickles").open("ab") as file:
             pickle.dump((nodeid, seconds, zlib.compress(reached, 1)), file)
+
+
+def _renew_captured_files(config: pytest.Config) -> None:
+    """Put new files behind those that captured output goes to, which the first process and its workers share.
+
+    The objects stay, since modules have kept sys.stderr, for example as the stream of a log handler.
+    """
+    captured = config.pluginmanager.getplugin("capturemanager")._global_capturing
+    for stream in (captured.out, captured.err):
+        if hasattr(stream, "targetfd"):  # captured by file descriptor
+            with tempfile.TemporaryFile() as file:
+                os.dup2(file.fileno(), stream.tmpfile.fileno())
+                os.dup2(file.fileno(), stream.targetfd)
 
 
 class _Terminal:

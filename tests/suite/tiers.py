@@ -16,7 +16,7 @@ import pytest
 from suite import record
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_FILE = Path(__file__).with_name("default.txt")
+DEFAULT_FILE = ROOT / "tests/data/suite/default.txt"
 SELECTING = ("keyword", "lf", "failedfirst", "newfirst", "stepwise")
 """pytest's own options that select tests: with one of them there is no tier."""
 BUSY = 0.85
@@ -30,7 +30,7 @@ def choose(config: pytest.Config) -> Tier | None:
     option = config.option
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.all or option.record:
         return None
-    if not (config.rootpath / "tests/suite/record.xz").exists():
+    if not (config.rootpath / "tests/data/suite/record.xz").exists():
         return None
     if option.changed:
         return changed_tier(option.tier_limit, option.processes)
