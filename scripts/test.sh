@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Make the environment and run the CPU suite. Extra arguments go to pytest:
-#   bash scripts/test.sh                 the default tier, ten minutes on two cores: tests that notice every recorded mutant (tests/mutants),
-#                                        and the README's commands
+#   bash scripts/test.sh                 the default tier: cheap tests that together reach most of the code, and the README's commands
 #   bash scripts/test.sh --all           everything but the slow tier
-#   bash scripts/test.sh --changed       what the changes since main can affect, in five minutes
+#   bash scripts/test.sh --changed       what the changes since main can affect
 #   bash scripts/test.sh -m slow         the slow tier: every factorisation of 2, 4 and 8 ranks, and other long proofs
 #   bash scripts/test.sh tests/moe -x    one folder, stop at the first failure
 #   MOE_TRAINER_TEST_PROCESSES=1 bash scripts/test.sh    one pytest process; else one more than cores (tests/suite/runner.py)

@@ -9,9 +9,9 @@
 
 A mutant is an entry of a YAML file of this folder: `file`, `function`, `line` as it stands, its `change`, and what
 `breaks` for a user. One whose line is not found is reported as moved. A mutant is settled by the first test that fails.
-Those that noticed it before come first, then those that reach its block (tests/data/suite/record.xz, ranks and started programs
-included), by duration and by the words that their names share with the mutant's texts. A run that lasts much longer than its tests did is noticed, by
-a hang. Exit code 1: a mutant survived or has moved.
+Those that noticed it before come first, then those that reach its block (tests/data/suite/record.xz, ranks and started
+programs included), by duration and by the words that their names share with the mutant's texts. A run that lasts much
+longer than its tests did is noticed, by a hang. Exit code 1: a mutant survived or has moved.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ import pytest
 import torch._dynamo
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from structure.source import ROOT
 from suite import record, tiers
 
 torch.set_num_threads(1)
@@ -258,7 +258,7 @@ def _kill_all(folder: Path, pid: int) -> None:
 
 
 def _pytest(folder: Path, names: list[str], scratch: Path) -> None:
-    """Become a pytest of the copy, in a session of its own, that writes what it ran."""
+    """Become a pytest of the copy, in a new session, that writes what it ran."""
     os.setsid()
     for stream in (1, 2):
         os.dup2(os.open(scratch / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
@@ -270,7 +270,7 @@ def _pytest(folder: Path, names: list[str], scratch: Path) -> None:
     os.environ.update(PYTHONPATH=str(folder), TMPDIR=str(scratch))
     tempfile.tempdir = str(scratch)
     os.environ.setdefault("MOE_TRAINER_SHARED", str(ROOT.parent / "shared"))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "suite"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("suite", "structure")]:
         del sys.modules[name]
     modules = list(dict.fromkeys(name.partition("::")[0] for name in names))
     options = ["-q", "-x", "-p", "no:cacheprovider", "--processes", "1", "--basetemp", str(scratch / "pytest")]
@@ -317,9 +317,8 @@ def settle(
     seconds = dict(zip(known.tests, known.seconds))
     names = candidates(mutant, line, known, allowed)
     first = [name for name in before if name in seconds and (allowed is None or name in allowed)]
-    batches = ([[name] for name in first] if first else []) + list(
-        attempts([name for name in names if name not in first], seconds)
-    )
+    batches = [[name] for name in first]
+    batches += attempts([name for name in names if name not in first], seconds)
     copy.set_text(mutant.file, text)
     try:
         for at, batch in enumerate(batches):
@@ -363,6 +362,7 @@ def run_all(
             ours, theirs = context.Pipe()
             arguments = (theirs, Path(name, f"copy{number}"), known, allowed, limit_s)
             context.Process(target=_serve, args=arguments).start()
+            theirs.close()  # else an error there would not end the wait here
             ours.send(waiting.pop())
             pipes.append(ours)
         while pipes:

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from structure.source import ROOT
 from suite import record, tiers
 
 MUTANTS = ROOT / "tests/mutants"

@@ -6,7 +6,7 @@ environment variable and a .pth file of the environment (`install_for_interprete
 the buffer and clears it.
 
 coverage.py was not taken: it keeps one data file per process, which ranks that end with os._exit do not write, and its
-tracer costs every line of the 900 sets of ranks; this costs a store per block (6 % of the suite's time).
+tracer runs for every line of every rank; this costs a store per block.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import marshal
 import mmap
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-ROOT = Path(__file__).resolve().parents[2]
+from structure.source import ROOT, product_files
+
 VARIABLE = "MOE_TRAINER_TEST_PROBES"
-PRODUCT = ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe.py")
 BUFFER = "__test_probes__"
 """Name of the buffer, a builtin: the main program of `python -m` has its own globals."""
 
@@ -107,26 +106,25 @@ def _comes_first(stmt: ast.stmt) -> bool:
     )
 
 
-def product_files(root: Path = ROOT) -> Iterator[Path]:
-    """Yield the Python files of the product."""
-    for name in PRODUCT:
-        yield from [root / name] if name.endswith(".py") else sorted((root / name).rglob("*.py"))
+def code_path(folder: Path, file: Path) -> Path:
+    """Return where a prepared folder has the code of a file of the product."""
+    return (folder / file.relative_to(ROOT).as_posix().replace("/", "+")).with_suffix(".code")
 
 
 def prepare(folder: Path) -> int:
     """Compile the product with probes into the folder, and write its list of blocks; return their number."""
     blocks: list[tuple[str, str, int]] = []
+    firsts: dict[str, int] = {}
     for path in product_files():
         relative = path.relative_to(ROOT).as_posix()
+        firsts[relative] = len(blocks)
         prober = Prober(len(blocks))
         tree = prober.visit(ast.parse(path.read_text()))
         code = compile(tree, str(path), "exec", dont_inherit=True)
-        (folder / relative.replace("/", "+")).with_suffix(".code").write_bytes(marshal.dumps(code))
+        code_path(folder, path).write_bytes(marshal.dumps(code))
         blocks += [(relative, function, line) for function, line in prober.blocks]
     (folder / "blocks.json").write_text(json.dumps(blocks))
-    (folder / "files.json").write_text(
-        json.dumps({relative: at for at, (relative, f, _) in reversed([*enumerate(blocks)]) if not f})
-    )
+    (folder / "files.json").write_text(json.dumps(firsts))
     return len(blocks)
 
 
@@ -139,7 +137,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         """Return the prepared code."""
-        return marshal.loads(self.finder.code_path(Path(self.path)).read_bytes())
+        return marshal.loads(code_path(self.finder.folder, Path(self.path)).read_bytes())
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -158,17 +156,13 @@ class Finder(importlib.abc.MetaPathFinder):
         setattr(builtins, BUFFER, self.buffer)
         os.environ[VARIABLE] = str(path)
 
-    def code_path(self, file: Path) -> Path:
-        """Return where the code of a file of the product is."""
-        return (self.folder / file.relative_to(ROOT).as_posix().replace("/", "+")).with_suffix(".code")
-
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module of the product, None for all others."""
         if name.partition(".")[0] not in ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe"):
             return None
         base = ROOT / name.replace(".", "/")
         for file in (base.with_suffix(".py"), base / "__init__.py"):
-            if self.code_path(file).exists():
+            if code_path(self.folder, file).exists():
                 return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file), self))
         return None
 

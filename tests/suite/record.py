@@ -1,7 +1,7 @@
 """The repository's record of its tests: seconds and reached blocks of each, in `record.xz`.
 
 `python tests/suite/make_tiers.py` writes it from a run with --record. Line numbers are not stored: a block is the n-th
-of its function, and a function has a hash of its code, so that the record stays useful while code moves.
+of its function, so that the record stays useful while code moves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import json
 import lzma
 import pickle
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,11 +95,8 @@ def _read_header(file: BinaryIO) -> dict:
 
 def read_raw(folder: Path) -> Record:
     """Return what the processes of a run with --record wrote into the folder."""
-    counts: dict[tuple[str, str], int] = {}
-    blocks = []
-    for file, function, _ in json.loads((folder / "blocks.json").read_text()):
-        number = counts[file, function] = counts.get((file, function), -1) + 1
-        blocks.append((file, function, number))
+    names = [(file, function) for file, function, _ in json.loads((folder / "blocks.json").read_text())]
+    blocks = [(*name, number) for name, number in zip(names, _numbers(names))]
     rows: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
     for path in sorted(folder.glob("reached*.pickles")):
@@ -136,12 +134,18 @@ def blocks_of(source: str) -> list[tuple[str, int, int]]:
     """Return (function, number in the function, first line) of every block of a module's text."""
     prober = Prober(0)
     prober.visit(ast.parse(source))
-    counts: dict[str, int] = {}
-    found = []
-    for function, line in prober.blocks:
-        number = counts[function] = counts.get(function, -1) + 1
-        found.append((function, number, line))
-    return found
+    numbers = _numbers([function for function, _ in prober.blocks])
+    return [(function, number, line) for (function, line), number in zip(prober.blocks, numbers)]
+
+
+def _numbers(functions: Iterable[Hashable]) -> list[int]:
+    """Return for every block the number of earlier ones of its function."""
+    counts: Counter = Counter()
+    numbers = []
+    for function in functions:
+        numbers.append(counts[function])
+        counts[function] += 1
+    return numbers
 
 
 def function_spans(source: str, qualified_name: str) -> list[tuple[int, int]]:
@@ -166,16 +170,16 @@ def function_hashes(source: str) -> dict[str, str]:
     """Return a hash of the code of every function of a module's text, and of the rest under ""."""
     hashes: dict[str, str] = {}
 
-    def visit(node: ast.AST, names: tuple[str, ...], in_function: bool) -> None:
-        for child in list(ast.iter_child_nodes(node)):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not in_function:
+    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 hashes[".".join((*names, child.name))] = _hash(child)
                 child.body = [ast.Pass()]  # signature and decorators belong to the rest too
-            elif isinstance(child, ast.ClassDef) and not in_function:
-                visit(child, (*names, child.name), False)
+            elif isinstance(child, ast.ClassDef):
+                visit(child, (*names, child.name))
 
     tree = ast.parse(source)
-    visit(tree, (), False)
+    visit(tree, ())
     hashes[""] = _hash(tree)
     return hashes
 

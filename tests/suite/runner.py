@@ -6,7 +6,7 @@ of a long one. Modules with the longest recorded durations come first. Folders w
 have one additional worker each, so that the waits cost no core. Reports go to the first process, which prints them:
 -x, --lf, --junit-xml and the summary are those of one pytest.
 
-pytest-xdist was not taken: every worker of it collects again, in an interpreter of its own and with an additional
+pytest-xdist was not taken: every worker of it collects again, in a separate interpreter and with an additional
 thread, and the tests start ranks by fork, which could find that thread holding a lock.
 """
 
@@ -17,9 +17,11 @@ import multiprocessing
 import os
 import pickle
 import resource
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -32,6 +34,8 @@ WAITING_FOLDERS = ("tests/resilience/", "tests/slurm/")
 """Folders whose tests mostly wait for time limits; no two tests of such a folder run at the same time."""
 HELP_FROM_S = 4.0
 """A worker without a module helps with one whose remaining tests took longer than this."""
+INTERRUPTED_S = 30.0
+"""Time for the fixtures of an interrupted worker to end."""
 STATE = pytest.StashKey["Run"]()
 
 
@@ -39,9 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that scripts/test.sh documents."""
     group = parser.getgroup("moe-trainer")
     group.addoption("--all", action="store_true", help="run everything; without paths the default tier is run")
-    group.addoption(
-        "--changed", action="store_true", help="run what the changes since main can affect, in five minutes"
-    )
+    group.addoption("--changed", action="store_true", help="run what the changes since main can affect")
     group.addoption("--tier-limit", type=float, default=300.0, help="seconds of wall time that --changed may take")
     group.addoption(
         "--processes",
@@ -137,8 +139,7 @@ class Run:
             self._report(session, board, workers, measured)
         finally:
             for worker in workers:
-                worker.process.kill()
-                worker.process.join()
+                worker.stop()
             durations.write(self.config, measured)
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
@@ -190,8 +191,7 @@ class Board:
             unit = next((name for name in WAITING_FOLDERS if module.startswith(name)), module)
             units[unit].append(at)
             if any(
-                definition.scope in ("module", "package", "class")
-                and definition.argname in getattr(item, "fixturenames", ())
+                definition.scope in ("module", "package", "class") and definition.argname in item.fixturenames
                 for definitions in item._fixtureinfo.name2fixturedefs.values()
                 for definition in definitions
                 if definition.argname != "restored_environment"
@@ -230,9 +230,8 @@ class Board:
                     if unit is None:
                         break
                     claimed = self._take(unit, from_back=False)
-                helped = None
-                if claimed is None and waiting is None and (helped := self._longest()) is not None:
-                    claimed = self._take(helped, from_back=True)
+                if claimed is None and waiting is None and (longest := self._longest()) is not None:
+                    claimed = self._take(longest, from_back=True)
             if claimed is None:
                 return
             yield claimed
@@ -280,6 +279,14 @@ class Worker:
         self.process.start()
         child.close()
 
+    def stop(self) -> None:
+        """End the process, as Ctrl-C does: fixtures end the programs that they have started."""
+        if self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGINT)
+            self.process.join(INTERRUPTED_S)
+            self.process.kill()
+        self.process.join()
+
     def death(self, session: pytest.Session) -> pytest.TestReport:
         """Return the failure of the test during which the process ended."""
         item = session.items[self.current]
@@ -288,21 +295,26 @@ class Worker:
 
     def serve(self, pipe: Connection) -> None:
         """Run claimed tests in this process and send their reports."""
-        code = 0
+        code = 1  # of an error in this file too: only a worker that has found nothing more to run ends with 0
         try:
             self.pipe.close()
-            self._become_worker(pipe)
+            self._become_worker()
             self._serve(pipe)
-        except (KeyboardInterrupt, BrokenPipeError):
+            code = 0
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal and the first process both send it
+            self.session._setupstate.teardown_exact(None)
             code = 130
         except pytest.exit.Exception as asked:
             code = asked.returncode or 1
+        except BaseException:  # noqa: BLE001 - the test that runs gets a failure, its text is on stderr
+            traceback.print_exc(file=sys.__stderr__)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)  # no interpreter shutdown: pytest's own must not run twice
 
-    def _become_worker(self, pipe: Connection) -> None:
+    def _become_worker(self) -> None:
         config = self.session.config
         _renew_captured_files(config)
         reporter = config.pluginmanager.getplugin("terminalreporter")

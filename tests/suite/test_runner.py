@@ -1,4 +1,4 @@
-"""Tests of suite/runner.py: every test runs once, failures are reported, folders that wait have a worker of their own."""
+"""Tests of suite/runner.py: every test runs once, failures are reported, folders that wait have a separate worker."""
 
 import json
 import os
@@ -107,6 +107,30 @@ def test_a_dead_process_is_a_failure_of_its_test_and_the_others_run(suite, tmp_p
     assert "FAILED tests/estimate/test_0.py::test_dies" in output and "ended with exit code 7" in output
 
 
+def test_an_error_of_the_worker_is_a_failure_of_its_test_and_the_others_run(suite, tmp_path):
+    text = "def test_unsendable(record_property): record_property('a', lambda: 0)\n"
+    (tmp_path / "tests" / "estimate" / "test_0.py").write_text(text + ONE)
+    code, output, ran = suite()
+    assert code == 1 and "1 failed" in output and "12 passed" in output and len(ran) == 12
+    assert "FAILED tests/estimate/test_0.py::test_unsendable" in output and "ended with exit code 1" in output
+
+
+def test_interrupted_workers_end_what_their_fixtures_started(suite, tmp_path):
+    text = """
+import os, pathlib, pytest, signal, time
+@pytest.fixture(scope="module")
+def program():
+    yield
+    pathlib.Path('ended').touch()
+def test_waits(program):
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
+"""
+    (tmp_path / "tests" / "moe" / "test_0.py").write_text(text)
+    code, output, _ = suite()
+    assert code == 2 and "KeyboardInterrupt" in output and (tmp_path / "ended").exists()
+
+
 def test_no_selected_tests_exit_with_the_code_of_pytest(suite):
     code, output, ran = suite("-k", "nothing_of_that_name")
     assert code == 5 and not ran and "deselected" in output
@@ -131,7 +155,8 @@ class _Item:
     """What the board reads of a test."""
 
     def __init__(self, nodeid):
-        self.nodeid, self._fixtureinfo = nodeid, types.SimpleNamespace(name2fixturedefs={})
+        self.nodeid, self.fixturenames = nodeid, ()
+        self._fixtureinfo = types.SimpleNamespace(name2fixturedefs={})
 
 
 def test_longest_modules_come_first_and_an_idle_worker_helps_from_the_back():

@@ -1,6 +1,6 @@
 """Which tests a run without paths has: the default tier, those that a change can affect, or all.
 
-The default tier is data: `default.txt`, which make_tiers.py writes from the matrix of mutants and tests. A test that
+The default tier is data: `tests/data/suite/default.txt`, which make_tiers.py writes from the matrix of mutants and tests. A test that
 the record does not know is new, and belongs to every tier.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from structure.source import ROOT
 from suite import record
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_FILE = ROOT / "tests/data/suite/default.txt"
 SELECTING = ("keyword", "lf", "failedfirst", "newfirst", "stepwise")
 """pytest's own options that select tests: with one of them there is no tier."""
 BUSY = 0.85
-"""Share of the time that the cores of a run are busy, measured."""
+"""Share of the time that the cores of a run are taken to be busy."""
 COLLECTION_S = 45.0
 """Seconds of --changed that are left for collecting and for forking workers."""
 
@@ -30,7 +30,7 @@ def choose(config: pytest.Config) -> Tier | None:
     option = config.option
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.all or option.record:
         return None
-    if not (config.rootpath / "tests/data/suite/record.xz").exists():
+    if config.rootpath.resolve() != ROOT or not record.FILE.exists():
         return None
     if option.changed:
         return changed_tier(option.tier_limit, option.processes)
@@ -90,7 +90,9 @@ def changed_tier(limit_s: float, processes: int) -> Tier:
     product, helpers, modules = _changed_files(base)
     functions = [(file, function) for file in product for function in _changed_functions(base, file)]
     modules |= _modules_that_import(helpers)
-    reached = {pair: known.tests_that_reach(known.columns.get(pair, ())).tolist() for pair in functions}
+    # Code outside functions runs at import, before any test: whatever uses the file may depend on it.
+    columns = {(file, function): known.columns.get((file, function or None), ()) for file, function in functions}
+    reached = {pair: known.tests_that_reach(found).tolist() for pair, found in columns.items()}
     affected = sorted({test for tests in reached.values() for test in tests}, key=lambda test: known.seconds[test])
     budget = max(limit_s - COLLECTION_S, limit_s / 4) * min(processes, 2) * BUSY
     budget -= sum(seconds for name, seconds in zip(known.tests, known.seconds) if name.partition("::")[0] in modules)
