@@ -2,8 +2,6 @@
 
 import pytest
 
-from moe_trainer.data.dataset import MockTokens
-
 NUM_DOCUMENTS = 3000
 
 
@@ -20,6 +18,9 @@ def short_mock_data():
 
 def shorten(set_attribute=setattr) -> None:
     """Shorten the mock data in this process."""
+    # imported here: conftest.py is loaded before a recording begins
+    from moe_trainer.data.dataset import MockTokens
+
     original = MockTokens.__init__
 
     def short(self, *args):

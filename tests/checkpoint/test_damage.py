@@ -30,6 +30,7 @@ from moe_trainer.checkpoint.manager import (
     load,
     save,
 )
+from moe_trainer.checkpoint.resolve import latest_valid
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -83,6 +84,7 @@ def test_a_damaged_file_is_named_with_advice(saved):
 def test_changed_bytes_are_detected_by_hash(saved):
     flip(saved / NEWEST / "__0_0.distcp", mask=1)
     load_error(saved, "its SHA-256 differs", verify_integrity=True)
+    assert (latest_valid(saved), latest_valid(saved, hashes=True)) == (6, 3)
     (saved / "iter_0000003/integrity.json").unlink()
     load_error(saved, "save with --verify-integrity", verify_integrity=True, ckpt_step=3)
 

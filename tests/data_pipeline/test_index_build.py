@@ -80,6 +80,10 @@ def test_indices_and_epoch_plans_equal_the_plain_loop(lengths, length, samples, 
     assert [array.dtype for array in got] == [np.int32, np.int32, np.uint32]
 
 
+def test_the_last_label_of_samples_that_use_all_tokens_is_of_another_epoch():
+    assert plan_epochs(8, 4, 2).epochs == slow_plan(8, 4, 2)[0] == 2
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7])
 def test_chunked_sample_index_equals_unchunked(monkeypatch, chunk):
     lengths = np.random.default_rng(0).integers(0, 30, 100).astype(np.int32)

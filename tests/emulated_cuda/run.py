@@ -81,7 +81,8 @@ def run_pytest(words: list[str], capability: tuple[int, int] = (9, 0)) -> tuple[
 
     emulation.DEVICE().capability = capability
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = pytest.main(["-q", "-p", "no:cacheprovider", *words])
+        # one process: a device has threads, which workers forked from here would not have
+        code = pytest.main(["-q", "-p", "no:cacheprovider", "--processes", "1", *words])
     return int(code), output.getvalue()
 
 

@@ -11,7 +11,7 @@ A mutant is an entry of a YAML file of this folder: `file`, `function`, `line` a
 `breaks` for a user. One whose line is not found is reported as moved. A mutant is settled by the first test that fails.
 Those that noticed it before come first, then those that reach its block (tests/data/suite/record.xz, ranks and started
 programs included), by duration and by the words that their names share with the mutant's texts. A run that lasts much
-longer than its tests did is noticed, by a hang. Exit code 1: a mutant survived or has moved.
+longer than its tests did is noticed, by a hang, if the test ends without the mutant in that time. Exit code 1: a mutant survived or has moved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -55,6 +55,7 @@ FIRST_S = 25.0
 """Processor seconds of recorded tests in the first attempt; the next ones are four times as long each."""
 MODULE_S = 1.0
 """What importing another test module costs, about."""
+HANGS = " (hangs)"
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
     if failed:
         return failed[0], count
     if is_late:
-        return f"{started[-1]} (hangs)", count
+        return started[-1] + HANGS, count
     # 5: none of the names exists any more
     return (started[-1] if process.exitcode not in (0, 5) else None), count
 
@@ -314,26 +315,38 @@ def settle(
     if placed is None:
         return Result("moved")
     text, line = placed
+    unchanged = (ROOT / mutant.file).read_text()
     seconds = dict(zip(known.tests, known.seconds))
     names = candidates(mutant, line, known, allowed)
     first = [name for name in before if name in seconds and (allowed is None or name in allowed)]
-    batches = [[name] for name in first]
-    batches += attempts([name for name in names if name not in first], seconds)
-    copy.set_text(mutant.file, text)
+    batches = deque([name] for name in first)
+    batches.extend(attempts([name for name in names if name not in first], seconds))
     try:
-        for at, batch in enumerate(batches):
+        while batches:
+            copy.set_text(mutant.file, text)
+            batch = batches.popleft()
             expected = sum(seconds.get(name, 0.1) for name in batch)
             if spent and spent + expected > limit_s:
-                left = sum(map(len, batches[at:]))
+                left = len(batch) + sum(map(len, batches))
                 return Result("survived", "", time.monotonic() - start, count, left)
-            test, ran = run_tests(copy.folder, batch, 90 + 8 * expected)
+            limit = 120 + 10 * expected
+            test, ran = run_tests(copy.folder, batch, limit)
             spent += expected
             count += ran
+            if test is not None and test.endswith(HANGS) and test.removesuffix(HANGS) in batch:
+                late = test.removesuffix(HANGS)
+                if rest := batch[batch.index(late) + 1 :]:
+                    batches.appendleft(rest)
+                copy.set_text(mutant.file, unchanged)
+                if run_tests(copy.folder, [late], limit)[0] is not None:
+                    continue  # it is that slow
+                copy.set_text(mutant.file, text)
+                test, _ = run_tests(copy.folder, [late], limit)
             if test is not None:
                 return Result("noticed", test, time.monotonic() - start, count + 1)
         return Result("survived", "", time.monotonic() - start, count)
     finally:
-        copy.set_text(mutant.file, (ROOT / mutant.file).read_text())
+        copy.set_text(mutant.file, unchanged)
 
 
 def _serve(
@@ -407,7 +420,9 @@ def main(argv: list[str]) -> int:
         print(f"{result.outcome:9}{result.seconds:6.0f} s  {mutant.name}  {_detail(mutant, result)}", flush=True)
         noticed.setdefault(mutant.name, {})[args.tier] = [result.test, round(result.seconds)] if result.test else None
         if args.write and not args.table:
-            NOTICED_FILE.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")
+            written = NOTICED_FILE.with_suffix(".new")
+            written.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")
+            written.replace(NOTICED_FILE)
     counts = ", ".join(f"{len(names)} {outcome}" for outcome, names in sorted(outcomes.items()))
     print(f"{counts} in {time.monotonic() - start:.0f} s, tier: {args.tier}")
     return int(outcomes.keys() != {"noticed"})

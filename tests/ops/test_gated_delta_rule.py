@@ -87,7 +87,7 @@ def run_recurrence(
 
 DOCUMENTS = {
     "one document": None,
-    "documents": [[0] * 7 + [1] * 3 + [2] * 14 + [3] * 16 + [4] * 5, [0] * 16 + [1] + [2] * 28],
+    "documents": [[0] * 7 + [1] * 3 + [2] * 14 + [3] * 16 + [4] * 5, [0] * 16 + [1] + [2] * 13 + [3] * 15],
     "a document each": [list(range(45))] * 2,
 }
 

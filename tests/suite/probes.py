@@ -28,6 +28,7 @@ from structure.source import ROOT, product_files
 
 VARIABLE = "MOE_TRAINER_TEST_PROBES"
 BUFFER = "__test_probes__"
+PACKAGES = ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe")
 """Name of the buffer, a builtin: the main program of `python -m` has its own globals."""
 
 
@@ -158,13 +159,18 @@ class Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module of the product, None for all others."""
-        if name.partition(".")[0] not in ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe"):
+        if name.partition(".")[0] not in PACKAGES:
             return None
         base = ROOT / name.replace(".", "/")
         for file in (base.with_suffix(".py"), base / "__init__.py"):
             if code_path(self.folder, file).exists():
                 return importlib.util.spec_from_file_location(name, file, loader=Loader(name, str(file), self))
         return None
+
+
+def loaded_modules() -> list[str]:
+    """Return the modules of the product that this process has imported, of which nothing would be recorded."""
+    return [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
 
 
 def install(buffer: Path) -> Finder:

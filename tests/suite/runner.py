@@ -116,6 +116,8 @@ class Run:
         if config.option.record:
             from suite import probes
 
+            if loaded := probes.loaded_modules():
+                raise pytest.UsageError(f"--record: {loaded[0]} was imported before, by a conftest.py")
             folder = Path(config.option.record).resolve()
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "size").write_bytes(bytes(probes.prepare(folder)))
@@ -397,8 +399,24 @@ class _Outbox:
 
 
 def _cpu_seconds() -> float:
-    """Return the processor time of this process and of its children that have ended."""
-    return sum(
-        used.ru_utime + used.ru_stime
-        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
+    """Return the processor time of this process, of its children that have ended, and of servers that it has started."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ticks = sum(map(_ticks, _children("self")))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _children(process: str) -> list[str]:
+    children: list[str] = []
+    for path in Path("/proc", process, "task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            children += path.read_text().split()
+    return children
+
+
+def _ticks(process: str) -> int:
+    """Return the processor time of a process, its ended children, and its living ones."""
+    try:
+        fields = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) + sum(map(_ticks, _children(process)))
+    except OSError:  # it has ended
+        return 0

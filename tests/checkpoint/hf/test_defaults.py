@@ -231,7 +231,9 @@ def test_missing_config_keys_have_transformers_defaults(kind):
             except CheckpointError as error:
                 assert missing is not None and missing in str(error)
                 continue
-            assert read == read_config(_completed(kind, fewer) | {_BY_TENSORS: 0})[1], missing
+            completed = _completed(kind, fewer) | {_BY_TENSORS: 0}
+            completed.pop("sliding_window_size", None)  # kept beside the key that it is read into
+            assert read == read_config(completed)[1], missing
             compared += 1
     assert compared >= 3
 
