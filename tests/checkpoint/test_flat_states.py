@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from moe_trainer.checkpoint import flat_states
 from moe_trainer.checkpoint.common_state import dump_object, read
 from moe_trainer.checkpoint.flat_states import FlatStateMetadata
 from moe_trainer.checkpoint.index import read_index
@@ -347,3 +348,14 @@ def test_index_of_megatron_core_0_15_is_read(source, monkeypatch):
     other = small(seed=1)
     assert load(folder.parent, [other], FakeOptimizer(other, SINGLE, seed=1), SINGLE, LoadOptions(FLAGS)).optim_loaded
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_expert_buffers_are_numbered_by_expert_rank_then_stage(source):
+    folder, *_ = source
+    record = FLAGS | {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    layout = flat_states._BufferLayout(read_index(folder), record)
+    for group in range(4):
+        stage, expert = divmod(group, 2)
+        names = {entry.tensor.name for entry in layout.entries_in_buffer(1, group, 0)}
+        parts = [f"decoder.layers.{stage}.mlp.experts.local_experts.{expert}.linear_fc{n}.weight" for n in (1, 2)]
+        assert names == set(parts)
