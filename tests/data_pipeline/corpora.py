@@ -35,6 +35,27 @@ def training_args(**changes) -> TrainingArgs:
     return TrainingArgs(**{"seed": 1234} | changes)
 
 
+def losses(records: list[dict]) -> list[float]:
+    """Return the losses of the iterations of a run."""
+    return [record["lm loss"] for record in records if "lm loss" in record and "validation" not in record]
+
+
+def assert_equal_runs(run: tuple, other: tuple, num_iterations: int) -> None:
+    """Assert that two runs, each (records, weights), have the same losses and final weights in every bit."""
+    (records, weights), (expected, expected_weights) = run, other
+    assert [record.get("lm loss") for record in records] == [record.get("lm loss") for record in expected]
+    assert len(losses(records)) == num_iterations
+    assert weights and all((weights[name] == value).all() for name, value in expected_weights.items())
+
+
+def write_ids(path: Path, seed: int, count: int = 200) -> str:
+    """Write JSON lines of texts of random ids from 1 to 118; returns the path."""
+    random = np.random.default_rng(seed)
+    texts = (" ".join(map(str, random.integers(1, 119, random.integers(1, 60)))) for _ in range(count))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
 def write_corpus(prefix: Path, lengths, dtype=np.uint16, vocab_size=500, seed=0) -> str:
     """Write one document per length, with random ids below `vocab_size`; returns the prefix."""
     random = np.random.default_rng(seed)

@@ -4,14 +4,14 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
 from time import sleep
 
 import numpy as np
 import pytest
-from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
+from data_pipeline.corpora import FixedTokenizer, assert_equal_runs, data_args, training_args, write_corpus
 from data_pipeline.s3_server import Bucket, s3_server
 from training.forked import pretrain
 from training.tiny import TINY
@@ -271,8 +271,7 @@ def test_an_object_that_was_replaced_is_an_error(bucket, local, tmp_path):
     prefix = bucket.upload(local, "a")
     remote = open_remote(prefix, tmp_path / "cache")
     remote[0]
-    with open(f"{local}.bin", "rb") as file:
-        bucket.put("a.bin", file.read()[:BLOCK])
+    bucket.put("a.bin", Path(f"{local}.bin").read_bytes()[:BLOCK])
     with pytest.raises(UserError, match=rf"a\.bin: the object was replaced .* now they are {BLOCK} "):
         remote[len(LENGTHS) - 1]
     with pytest.raises(DataFileError, match="the file is truncated or belongs to another index"):
@@ -286,14 +285,12 @@ def test_an_object_of_the_same_size_is_noticed_too(bucket, local, tmp_path, monk
     if not is_conditional:  # as through a file system whose reads know no condition
         monkeypatch.setattr(type(remote._object._source._files), "protocol", "other")
     first = remote[0]
-    with open(f"{local}.bin", "rb") as file:
-        content = file.read()
+    content = Path(f"{local}.bin").read_bytes()
     bucket.put("a.bin", content[::-1])
     np.testing.assert_array_equal(remote[0], first)
     before = cached_bytes(tmp_path / "cache")
-    with pytest.raises(
-        UserError, match=r"a\.bin: the object was replaced while it is in use .* resume with the new one"
-    ):
+    problem = r"a\.bin: the object was replaced while it is in use .* resume with the new one"
+    with pytest.raises(UserError, match=problem):
         remote[len(LENGTHS) - 1]
     assert cached_bytes(tmp_path / "cache") == before
     assert "follows in" not in caplog.text
@@ -314,21 +311,19 @@ def test_another_version_replaces_index_and_blocks(bucket, local, tmp_path):
 
 
 def test_missing_objects_and_libraries_are_named(bucket, local, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=rf"s3://{bucket.name}/none\.idx: no such object"):
-        open_remote(f"s3://{bucket.name}/none", tmp_path / "cache")
-    with pytest.raises(UserError, match=r"s3://absent/none\.idx: no such object"):
-        open_remote("s3://absent/none", tmp_path / "cache")
-    prefix = bucket.upload(local, "a")
     with pytest.raises(UserError, match="needs --object-storage-cache-path"):
-        open_token_file(prefix)
+        open_token_file(bucket.upload(local, "a"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--object-storage-cache-path: .* cannot be written"):
-        open_remote(prefix, tmp_path / "file")
-    with pytest.raises(UserError, match="known are s3, gs, msc"):
-        open_remote("nothing://bucket/a", tmp_path / "cache")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(UserError, match="pip install gcsfs"):
-        open_remote("gs://bucket/a", tmp_path / "cache")
+    for url, folder, problem in (
+        (f"s3://{bucket.name}/none", "cache", rf"s3://{bucket.name}/none\.idx: no such object"),
+        ("s3://absent/none", "cache", r"s3://absent/none\.idx: no such object"),
+        (f"s3://{bucket.name}/a", "file", r"--object-storage-cache-path: .* cannot be written"),
+        ("nothing://bucket/a", "cache", "known are s3, gs, msc"),
+        ("gs://bucket/a", "cache", "pip install gcsfs"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            open_remote(url, tmp_path / folder)
 
 
 def test_datasets_and_their_indices_are_equal(bucket, local, tmp_path):
@@ -347,65 +342,52 @@ def test_datasets_and_their_indices_are_equal(bucket, local, tmp_path):
     assert len(list((cache / "s3" / bucket.name / "a/cache/GPTDataset_indices").iterdir())) == 4
 
 
-class RecordedReads:
-    """A dataset that records what happens to its samples, in order."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __len__(self):
-        return 12
-
-    def tokens(self, index):
-        self.calls.append(("read", index))
-        return np.zeros(5, dtype=np.int64)
-
-    def prefetch(self, index):
-        self.calls.append(("prefetch", index))
-
-
 @pytest.mark.parametrize("ahead", [0, 2, 100])
 def test_samples_are_prefetched_some_batches_ahead(ahead):
-    dataset = RecordedReads()
-    assert len(list(build_loader(dataset, 2, 0, 2, fmt=BatchFormat(eod=None), read_ahead=ahead))) == 3
-    steps, reads = count(), []
-    for what, index in dataset.calls:
-        if what == "read":
-            reads.append((index, next(steps)))
-    assert [index for index, _ in reads] == [0, 1, 4, 5, 8, 9]
-    first_read = dataset.calls.index(("read", 0))
-    prefetched = [index for what, index in dataset.calls[:first_read] if what == "prefetch"]
-    assert prefetched == ([] if ahead == 0 else [0, 1, 4, 5, 8, 9])
+    calls = []
+
+    class RecordedReads(list):
+        """A dataset that records what happens to its samples, in order."""
+
+        def tokens(self, index):
+            calls.append(("read", index))
+            return np.zeros(5, dtype=np.int64)
+
+        def prefetch(self, index):
+            calls.append(("prefetch", index))
+
+    loader = build_loader(RecordedReads(range(12)), 2, 0, 2, fmt=BatchFormat(eod=None), read_ahead=ahead)
+    assert len(list(loader)) == 3
+    samples = [0, 1, 4, 5, 8, 9]
+    assert [index for what, index in calls if what == "read"] == samples
+    prefetched = [index for what, index in calls[: calls.index(("read", 0))] if what == "prefetch"]
+    assert prefetched == ([] if ahead == 0 else samples)
+
+
+RUN = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 120".split()]
+CACHED = "--object-storage-cache-path cache --object-storage-cache-gb 0.0001 --save ckpt --load ckpt".split()
 
 
 def test_a_run_over_a_bad_connection_equals_a_local_one(bucket, tmp_path):
     corpora = [write_corpus(tmp_path / name, LENGTHS, vocab_size=120, seed=seed) for seed, name in enumerate("ab")]
     prefixes = [bucket.upload(path, f"corpora/{name}") for path, name in zip(corpora, "ab")]
-    argv = [
-        *TINY,
-        *"--tokenizer-type NullTokenizer --vocab-size 120 --train-iters 8 --eval-iters 1 --split 9,1,0".split(),
-    ]
-    expected, weights = pretrain([*argv, "--data-path", "0.3", corpora[0], "0.7", corpora[1]], tmp_path / "local")
-    argv += ["--data-path", "0.3", prefixes[0], "0.7", prefixes[1], "--object-storage-cache-path", "cache"]
-    argv += ["--object-storage-cache-gb", "0.0001", "--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
+    argv = [*RUN, *"--train-iters 8 --eval-iters 1 --split 9,1,0 --data-path".split()]
+    expected = pretrain([*argv, "0.3", corpora[0], "0.7", corpora[1]], tmp_path / "local")
+    argv += ["0.3", prefixes[0], "0.7", prefixes[1], *CACHED, "--save-interval", "100"]
     bucket.proxy.cut_after, bucket.proxy.cuts, bucket.proxy.delay_s = 3000, 5, 0.002
     pretrain([*argv, "--exit-interval", "3"], tmp_path / "remote")
     assert bucket.proxy.cuts == 0
-    found, final = pretrain(argv, tmp_path / "remote")
-    assert [record["lm loss"] for record in found] == [record["lm loss"] for record in expected]
-    assert weights and all((weights[name] == final[name]).all() for name in weights)
+    assert_equal_runs(pretrain(argv, tmp_path / "remote"), expected, 8)
     assert cached_bytes(tmp_path / "remote/cache") <= 0.0001 * 2**30
 
 
 def test_a_run_whose_object_is_truncated_continues_from_its_checkpoint(bucket, tmp_path):
     corpus = write_corpus(tmp_path / "a", LENGTHS, vocab_size=120)
     prefix = bucket.upload(corpus, "a")
-    argv = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 120 --train-iters 12 --split 1".split()]
-    expected, weights = pretrain([*argv, "--data-path", corpus], tmp_path / "local", world_size=2)
-    argv += ["--data-path", prefix, "--object-storage-cache-path", "cache", "--object-storage-cache-gb", "0.0001"]
-    argv += "--object-storage-read-ahead 0 --save ckpt --load ckpt --save-interval 1".split()
-    with open(f"{corpus}.bin", "rb") as file:
-        content = file.read()
+    argv = [*RUN, *"--train-iters 12 --split 1 --data-path".split()]
+    expected = pretrain([*argv, corpus], tmp_path / "local", world_size=2)
+    argv += [prefix, *CACHED, *"--object-storage-read-ahead 0 --save-interval 1".split()]
+    content = Path(f"{corpus}.bin").read_bytes()
     bucket.proxy.calls = {bucket.proxy.num_chunks + 40: lambda: bucket.put("a.bin", content[: len(content) // 3])}
     with pytest.raises(Exception, match=r"a\.bin: the object was replaced while it is in use"):
         pretrain(argv, tmp_path / "remote", world_size=2)
@@ -413,9 +395,7 @@ def test_a_run_whose_object_is_truncated_continues_from_its_checkpoint(bucket, t
     last = int((tmp_path / "remote/ckpt/latest_checkpointed_iteration.txt").read_text())
     assert 1 <= last < 12
     bucket.put("a.bin", content)
-    found, final = pretrain(argv, tmp_path / "remote", world_size=2)
-    assert [record["lm loss"] for record in found] == [record["lm loss"] for record in expected]
-    assert weights and all((weights[name] == final[name]).all() for name in weights)
+    assert_equal_runs(pretrain(argv, tmp_path / "remote", world_size=2), expected, 12)
 
 
 def test_attempts_end_with_success_or_a_hopeless_error(bucket, local, tmp_path, caplog):

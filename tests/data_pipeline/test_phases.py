@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from data_pipeline.corpora import FixedTokenizer, data_args, training_args, write_corpus
+from data_pipeline.corpora import FixedTokenizer, assert_equal_runs, data_args, losses, training_args, write_corpus
 from training.forked import pretrain
 from training.tiny import TINY
 
@@ -66,64 +66,39 @@ def test_each_phase_reads_its_blend_from_the_beginning(prefixes, tmp_path):
         resumed.tokens(11)
 
 
+RUN = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 500".split()]
+KEEP = "--save ckpt --load ckpt --save-interval 100".split()
+
+
 def test_a_run_that_stops_between_phases_equals_one_that_continues(prefixes, tmp_path, capfd):
     paths, blends = files(tmp_path, prefixes)
-    argv = [
-        *TINY,
-        *"--tokenizer-type NullTokenizer --vocab-size 500 --train-iters 10 --phase-transition-iterations 3,7".split(),
-    ]
-    keep = ["--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
-    whole, weights = pretrain([*argv, "--phase-data-args-path", *paths], tmp_path / "whole")
-    assert len(whole) == 10
-    killed = [*argv, *keep, "--phase-data-args-path", *paths]
+    argv = [*RUN, *"--train-iters 10 --phase-transition-iterations 3,7".split()]
+    killed = [*argv, *KEEP, "--phase-data-args-path", *paths]
+    whole = pretrain([*argv, "--phase-data-args-path", *paths], tmp_path / "whole")
     pretrain([*killed, "--exit-interval", "5"], tmp_path / "killed")
-    continued, last = pretrain(killed, tmp_path / "killed", world_size=2)
+    continued, _ = pretrain(killed, tmp_path / "killed", world_size=2)
     for number, blend in enumerate(blends):
-        phases, final = pretrain([*argv, *keep, "--train-data-path", *blend.split()], tmp_path / "phases")
-        assert len(phases) == (3, 7, 10)[number]
+        phases = pretrain([*argv, *KEEP, "--train-data-path", *blend.split()], tmp_path / "phases")
+        assert len(phases[0]) == (3, 7, 10)[number]
     assert "is not that of the checkpoint" not in capfd.readouterr().err  # another blend is expected here
-    losses = [record["lm loss"] for record in whole]
-    assert [record["lm loss"] for record in phases] == losses
-    assert [record["lm loss"] for record in continued] == pytest.approx(losses, rel=1e-6)
-    assert weights and all((weights[name] == final[name]).all() for name in weights)
+    assert_equal_runs(phases, whole, 10)
+    assert losses(continued) == pytest.approx(losses(whole[0]), rel=1e-6)
 
 
 def test_packed_samples_of_blended_phases_continue_exactly(tmp_path):
     lengths = np.random.RandomState(1).randint(3, 33, 60)
     prefixes = [write_corpus(tmp_path / name, lengths, vocab_size=120, seed=seed) for seed, name in enumerate("abc")]
-    argv = [
-        *TINY,
-        *"--tokenizer-type NullTokenizer --vocab-size 500 --train-iters 8 --use-varlen-dataset".split(),
-        *"--phase-transition-iterations 3,7 --phase-data-args-path".split(),
-        *files(tmp_path, prefixes)[0],
-    ]
-    keep = ["--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
-    whole, weights = pretrain(argv, tmp_path / "whole")
-    pretrain([*argv, *keep, "--exit-interval", "5"], tmp_path / "killed")
-    continued, final = pretrain([*argv, *keep], tmp_path / "killed")
-    assert [record["lm loss"] for record in continued] == [record["lm loss"] for record in whole]
-    assert weights and all((weights[name] == final[name]).all() for name in weights)
+    flags = "--train-iters 8 --use-varlen-dataset --phase-transition-iterations 3,7 --phase-data-args-path".split()
+    argv = [*RUN, *flags, *files(tmp_path, prefixes)[0]]
+    whole = pretrain(argv, tmp_path / "whole")
+    pretrain([*argv, *KEEP, "--exit-interval", "5"], tmp_path / "killed")
+    assert_equal_runs(pretrain([*argv, *KEEP], tmp_path / "killed"), whole, 8)
 
 
-def test_another_batch_size_is_an_error(prefixes, tmp_path, capfd):
-    argv = [
-        *TINY,
-        *"--tokenizer-type NullTokenizer --vocab-size 500 --train-iters 10 --phase-transition-iterations 3".split(),
-    ]
-    argv += [
-        "--save",
-        "ckpt",
-        "--save-interval",
-        "9",
-        "--load",
-        "ckpt",
-        "--override-opt_param-scheduler",
-        "--train-data-path",
-        prefixes[0],
-    ]
+def test_another_batch_size_is_an_error(prefixes, tmp_path):
+    argv = [*RUN, *KEEP, *"--train-iters 10 --phase-transition-iterations 3 --override-opt_param-scheduler".split()]
+    argv += ["--train-data-path", prefixes[0]]
     pretrain(argv, tmp_path)
-    with pytest.raises(
-        Exception,
-        match="--phase-transition-iterations: 12 samples are consumed after iteration 3; --global-batch-size 8",
-    ):
+    problem = "12 samples are consumed after iteration 3; --global-batch-size 8"
+    with pytest.raises(Exception, match=f"--phase-transition-iterations: {problem}"):
         pretrain([*argv, "--global-batch-size", "8"], tmp_path)

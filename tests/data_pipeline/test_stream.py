@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import shutil
 import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from data_pipeline.corpora import FixedTokenizer, data_args, training_args
+from data_pipeline.corpora import FixedTokenizer, assert_equal_runs, data_args, training_args, write_ids
 from data_pipeline.s3_server import Bucket, s3_server
 from training.forked import pretrain
 from training.tiny import TINY
@@ -42,17 +43,9 @@ def make_parts(count, documents=7, seed=0):
     return [[random.integers(2, 500, random.integers(0, 40)).tolist() for _ in range(documents)] for _ in range(count)]
 
 
-def stream(source, size=1000, num_streams=4, seed=1, **more):
-    return StreamedDataset(
-        source,
-        "text",
-        size,
-        sequence_length=LENGTH,
-        seed=seed,
-        tokenizer=FixedTokenizer(),
-        num_streams=num_streams,
-        **more,
-    )
+def stream(source, size=1000, **changes):
+    settings = {"sequence_length": LENGTH, "seed": 1, "tokenizer": FixedTokenizer(), "num_streams": 4}
+    return StreamedDataset(source, "text", size, **(settings | changes))
 
 
 def test_samples_are_consecutive_windows_of_all_documents():
@@ -188,18 +181,16 @@ def test_unusable_sources_and_states_are_errors():
     with pytest.raises(UserError, match="text: no part holds text"):
         stream(ListSource([[[]], [[]]])).tokens(0)
     with pytest.raises(UserError, match="needs a tokenizer with an end-of-document token"):
-        StreamedDataset(
-            ListSource([[[5]]]), "text", 9, sequence_length=4, seed=1, tokenizer=FixedTokenizer(eod=None), num_streams=1
-        )
-    state = stream(ListSource(make_parts(9))).state()
+        stream(ListSource([[[5]]]), tokenizer=FixedTokenizer(eod=None))
+    state, fewer = stream(ListSource(make_parts(9))).state(), stream(ListSource(make_parts(8)))
+    with pytest.raises(UserError, match="different files"):
+        merge_states([state, fewer.state()])
     with pytest.raises(UserError, match="text: files were added, removed or changed in size"):
-        stream(ListSource(make_parts(8))).load_state(state)
+        fewer.load_state(state)
     with pytest.raises(UserError, match="saved with 4 streams, now there are 5; --document-streams"):
         stream(ListSource(make_parts(9)), num_streams=5).load_state(state)
     with pytest.raises(UserError, match="another number of streamed datasets"):
         blend().load_state({"blend": [state], "order": [0, 0]})
-    with pytest.raises(UserError, match="different files"):
-        merge_states([state, stream(ListSource(make_parts(8))).state()])
 
 
 def test_a_wrong_id_is_found_in_its_document():
@@ -285,19 +276,18 @@ def test_missing_libraries_files_and_keys_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UserError, match="pip install pyarrow"):
-        FileSource([str(tmp_path / "a.parquet")], "text")
-    with pytest.raises(UserError, match=r"nothing\*: no such file"):
-        FileSource([str(tmp_path / "nothing*")], "text")
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match="reads .jsonl"):
-        FileSource([str(tmp_path / "a.txt")], "text")
     write_lines(tmp_path / "a.jsonl", ["one"])
-    with pytest.raises(UserError, match=r'a\.jsonl from 0 to \d+, document 0: the value of "body"'):
-        read_all(FileSource([str(tmp_path / "a.jsonl")], "body"))
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\nno\n')
-    with pytest.raises(UserError, match=r"b\.jsonl from 0 to \d+, line 2: not JSON \(.* at column 1\)$"):
-        read_all(FileSource([str(tmp_path / "b.jsonl")], "text"))
+    for name, key, problem in (
+        ("a.parquet", "text", "pip install pyarrow"),
+        ("nothing*", "text", r"nothing\*: no such file"),
+        ("a.txt", "text", "reads .jsonl"),
+        ("a.jsonl", "body", r'a\.jsonl from 0 to \d+, document 0: the value of "body"'),
+        ("b.jsonl", "text", r"b\.jsonl from 0 to \d+, line 2: not JSON \(.* at column 1\)$"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            read_all(FileSource([str(tmp_path / name)], key))
 
 
 @pytest.mark.parametrize(
@@ -358,45 +348,34 @@ def test_a_source_of_the_user(tmp_path, monkeypatch):
 
 RUN = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 120 --train-iters 10 --dataloader-type external".split()]
 RUN += "--document-streams 4 --eval-interval 4 --eval-iters 1 --reset-attention-mask --reset-position-ids".split()
-
-
-def write_ids(path, seed):
-    random = np.random.default_rng(seed)
-    write_lines(path, [" ".join(map(str, random.integers(1, 119, random.integers(1, 60)))) for _ in range(300)])
+KEEP = "--save ckpt --load ckpt --save-interval 100".split()
 
 
 def test_runs_are_equal_after_a_kill_and_on_more_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(document_sources, "PART_BYTES", 2000)
-    for seed, name in enumerate(("a.jsonl", "b.jsonl", "valid.jsonl")):
-        write_ids(tmp_path / name, seed)
-    a, b, valid = (str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "valid.jsonl"))
+    a, b, valid = (write_ids(tmp_path / f"{name}.jsonl", seed, 300) for seed, name in enumerate(("a", "b", "valid")))
     argv = [*RUN, "--train-data-path", "0.4", a, "0.6", b, "--valid-data-path", valid]
-    keep = ["--save", "ckpt", "--load", "ckpt", "--save-interval", "100"]
-    expected, weights = pretrain(argv, tmp_path / "whole")
-    pretrain([*argv, *keep, "--exit-interval", "3"], tmp_path / "same")
-    found, final = pretrain([*argv, *keep], tmp_path / "same")
-    assert [record.get("lm loss") for record in found] == [record.get("lm loss") for record in expected]
-    assert weights and all((weights[name] == final[name]).all() for name in weights)
-    pretrain([*argv, *keep, "--exit-interval", "5"], tmp_path / "more", world_size=2)
-    found, _ = pretrain([*argv, *keep], tmp_path / "more")
-    losses = [record["lm loss"] for record in expected if "lm loss" in record]
-    assert [record["lm loss"] for record in found if "lm loss" in record] == pytest.approx(losses, rel=1e-6)
+    expected = pretrain(argv, tmp_path / "whole")
+    pretrain([*argv, *KEEP, "--exit-interval", "3"], tmp_path / "same")
+    assert_equal_runs(pretrain([*argv, *KEEP], tmp_path / "same"), expected, 10)
+    pretrain([*argv, *KEEP, "--exit-interval", "5"], tmp_path / "more", world_size=2)
+    found, _ = pretrain([*argv, *KEEP], tmp_path / "more")
+    every = [[record["lm loss"] for record in run if "lm loss" in record] for run in (found, expected[0])]
+    assert every[0] == pytest.approx(every[1], rel=1e-6) and len(every[0]) > 10, "validation too"
 
 
 def test_a_checkpoint_of_token_files_says_that_samples_are_skipped(tmp_path, capfd):
-    write_ids(tmp_path / "a.jsonl", 1)
-    argv = [*TINY, *"--vocab-size 120 --tokenizer-type NullTokenizer --train-iters 5 --eval-iters 0".split()]
-    argv += "--save ckpt --load ckpt --save-interval 9".split()
+    argv = [*TINY, *"--vocab-size 120 --tokenizer-type NullTokenizer --train-iters 5 --eval-iters 0".split(), *KEEP]
     pretrain([*argv, "--mock-data", "--exit-interval", "3"], tmp_path)
-    argv += ["--dataloader-type", "external", "--train-data-path", str(tmp_path / "a.jsonl")]
-    pretrain([*argv, "--exit-interval", "4"], tmp_path)
+    streamed = ["--dataloader-type", "external", "--train-data-path", write_ids(tmp_path / "a.jsonl", 1)]
+    pretrain([*argv, *streamed, "--exit-interval", "4"], tmp_path)
     consumed = 3 * int(TINY[TINY.index("--global-batch-size") + 1])
     expected = f"text of --train-data-path continues; the {consumed} samples consumed so far are read"
     assert capfd.readouterr().err.count(expected) == 1
-    pretrain([*argv, "--exit-interval", "5"], tmp_path)
+    pretrain([*argv, *streamed, "--exit-interval", "5"], tmp_path)
     err = capfd.readouterr().err
     assert "samples consumed so far" not in err and "the checkpoint was saved with" not in err
-    packed = [*argv[:-4], "--use-varlen-dataset", "--mock-data", "--moe-token-dispatcher-type", "alltoall"]
+    packed = [*argv, *"--use-varlen-dataset --mock-data --moe-token-dispatcher-type alltoall".split()]
     pretrain([*packed, "--train-iters", "6", "--override-opt_param-scheduler"], tmp_path)
     other = "saved with --dataloader-type external, and this run has --use-varlen-dataset"
     assert capfd.readouterr().err.count(other) == 1
@@ -404,24 +383,14 @@ def test_a_checkpoint_of_token_files_says_that_samples_are_skipped(tmp_path, cap
 
 def test_changed_files_end_a_resumed_run(tmp_path, monkeypatch):
     monkeypatch.setattr(document_sources, "PART_BYTES", 2000)
-    write_ids(tmp_path / "a.jsonl", 1)
-    argv = [
-        *RUN,
-        "--train-data-path",
-        str(tmp_path / "a.jsonl"),
-        "--save",
-        "ckpt",
-        "--load",
-        "ckpt",
-        "--save-interval",
-        "9",
-    ]
+    path = write_ids(tmp_path / "a.jsonl", 1, 300)
+    argv = [*RUN, *KEEP, "--train-data-path", path]
     pretrain([*argv, "--exit-interval", "2"], tmp_path)
     (tmp_path / "moved").mkdir()
-    (tmp_path / "moved/a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes())
-    moved = [*argv, "--train-data-path", str(tmp_path / "moved/a.jsonl")]
-    assert len(pretrain([*moved, "--exit-interval", "3"], tmp_path)[0]) == 3
-    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + '{"text": "1"}\n')
+    moved = shutil.copy(path, tmp_path / "moved/a.jsonl")
+    assert len(pretrain([*argv, "--train-data-path", str(moved), "--exit-interval", "3"], tmp_path)[0]) == 3
+    with open(path, "a") as file:
+        file.write('{"text": "1"}\n')
     with pytest.raises(Exception, match="files were added, removed or changed in size"):
         pretrain(argv, tmp_path)
 
@@ -430,7 +399,7 @@ def test_streams_from_object_storage_over_a_bad_connection(tmp_path, monkeypatch
     monkeypatch.setattr(document_sources, "PART_BYTES", 2000)
     monkeypatch.setattr(object_storage, "_COPY_BYTES", 1000)
     monkeypatch.setattr(object_storage, "_FIRST_PAUSE_S", 0.01)
-    write_ids(tmp_path / "a.jsonl", 1)
+    write_ids(tmp_path / "a.jsonl", 1, 300)
     data, training = (lambda path: data_args(train_data_path=[path])), training_args(train_iters=1, global_batch_size=1)
     tokenizer = FixedTokenizer()
     tokenizer.tokenize = lambda text: [int(word) + 1 for word in text.split()]

@@ -7,8 +7,9 @@ from time import sleep
 
 import numpy as np
 import pytest
-from data_pipeline.corpora import FixedTokenizer, data_args, training_args
-from data_pipeline.test_stream import ListSource, make_parts
+from data_pipeline.corpora import FixedTokenizer, assert_equal_runs, data_args, losses, training_args, write_ids
+from data_pipeline.test_stream import KEEP, LENGTH, ListSource, make_parts
+from data_pipeline.test_stream import stream as make_stream
 from training.forked import pretrain
 from training.tiny import TINY
 
@@ -17,24 +18,15 @@ from moe_trainer.data import document_sources
 from moe_trainer.data.build import batch_format, build_datasets, build_streams
 from moe_trainer.data.loader import build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
-from moe_trainer.data.stream import StreamBlend, StreamedDataset, StreamLoader, merge_states
+from moe_trainer.data.stream import StreamBlend, StreamLoader, merge_states
 from moe_trainer.data.streamed_sequences import StreamedSequences
 from moe_trainer.errors import UserError
 
-LENGTH, BATCH = 16, 12
+BATCH = 12
 
 
 def stream(parts, seed=1, by_document=True):
-    return StreamedDataset(
-        ListSource(parts),
-        "text",
-        1000,
-        sequence_length=LENGTH,
-        seed=seed,
-        tokenizer=FixedTokenizer(),
-        num_streams=4,
-        by_document=by_document,
-    )
+    return make_stream(ListSource(parts), seed=seed, by_document=by_document)
 
 
 def sequences():
@@ -142,11 +134,17 @@ def test_a_state_of_other_samples_is_an_error():
         sequences().load_state(windows.state())
 
 
-def test_an_unreadable_document_is_named_in_every_thread(tmp_path):
+def test_an_unreadable_document_is_named_in_every_thread():
     """Training asks for lengths that the thread which reads ahead has failed to read."""
     parts = [[[5, 6]] * 3, [[5], 7]]
-    dataset = StreamedSequences(stream(parts, by_document=True))
-    dataset._source._encode = lambda document, name: fail(name) if document == 7 else np.array([5, 0])
+    dataset = StreamedSequences(stream(parts))
+
+    def encode(document, name):
+        if document == 7:
+            raise UserError(f"{name}: cannot be read")
+        return np.array([5, 0])
+
+    dataset._source._encode = encode
     for _ in range(3):
         with pytest.raises(UserError, match="text, part 1, document 1: cannot be read"):
             for index in range(8):
@@ -156,28 +154,11 @@ def test_an_unreadable_document_is_named_in_every_thread(tmp_path):
     assert dataset.length(0) == 1
 
 
-def fail(name):
-    raise UserError(f"{name}: cannot be read")
-
-
 # ---- runs
 
 RUN = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 120 --train-iters 8 --use-varlen-dataset".split()]
 RUN += "--moe-token-dispatcher-type alltoall --max-seqlen-per-dp-cp-rank 64 --global-batch-size 16".split()
 STREAMED = "--dataloader-type external --train-data-path".split()
-
-
-def write_ids(path, seed, count=200):
-    random = np.random.default_rng(seed)
-    with open(path, "w", encoding="utf-8") as file:
-        for _ in range(count):
-            row = {"text": " ".join(map(str, random.integers(1, 119, random.integers(1, 60))))}
-            file.write(json.dumps(row) + "\n")
-    return str(path)
-
-
-def losses(records):
-    return [record["lm loss"] for record in records if "lm loss" in record and "validation" not in record]
 
 
 def test_a_run_equals_that_of_the_index(tmp_path, monkeypatch):
@@ -191,11 +172,10 @@ def test_a_run_equals_that_of_the_index(tmp_path, monkeypatch):
 
     monkeypatch.setattr(StreamedSequences, "forget", note)
     path = write_ids(tmp_path / "a.jsonl", 1)
-    expected, weights = pretrain([*RUN, "--data-path", path, "--split", "1,0,0"], tmp_path / "index")
-    found, final = pretrain([*RUN, *STREAMED, path, "--document-streams", "1"], tmp_path / "stream")
-    assert len(losses(expected)) == 8 and losses(found) == losses(expected)
-    assert all((weights[name] == final[name]).all() for name in weights)
-    for record, other in zip(found, expected, strict=True):
+    expected = pretrain([*RUN, "--data-path", path, "--split", "1,0,0"], tmp_path / "index")
+    found = pretrain([*RUN, *STREAMED, path, "--document-streams", "1"], tmp_path / "stream")
+    assert_equal_runs(found, expected, 8)
+    for record, other in zip(found[0], expected[0], strict=True):
         assert record.get("packing") == other.get("packing")
     assert (tmp_path / "stream/dropped").read_text().split() == [str(16 * number) for number in range(8)]
 
@@ -205,35 +185,31 @@ def test_runs_are_equal_after_a_stop_and_on_more_ranks(tmp_path, monkeypatch):
     a, b, valid = (write_ids(tmp_path / f"{name}.jsonl", seed) for seed, name in enumerate(("a", "b", "valid")))
     argv = [*RUN, *STREAMED, "0.4", a, "0.6", b, "--valid-data-path", valid, "--document-streams", "4"]
     argv += "--eval-interval 3 --eval-iters 2 --num-workers 1 --calculate-per-token-loss --moe-aux-loss-coeff 0".split()
-    keep = "--save ckpt --load ckpt --save-interval 100".split()
-    expected, weights = pretrain(argv, tmp_path / "whole")
-    pretrain([*argv, *keep, "--exit-interval", "4"], tmp_path / "same")
-    found, final = pretrain([*argv, *keep], tmp_path / "same")
-    assert [record.get("lm loss") for record in found] == [record.get("lm loss") for record in expected]
-    assert weights and all((weights[name] == final[name]).all() for name in weights)
-    pretrain([*argv, *keep, "--exit-interval", "5"], tmp_path / "more", world_size=2)
-    found, _ = pretrain([*argv, *keep], tmp_path / "more")
-    assert losses(found) == pytest.approx(losses(expected), rel=1e-5) and len(losses(found)) == 8
+    expected = pretrain(argv, tmp_path / "whole")
+    pretrain([*argv, *KEEP, "--exit-interval", "4"], tmp_path / "same")
+    assert_equal_runs(pretrain([*argv, *KEEP], tmp_path / "same"), expected, 8)
+    pretrain([*argv, *KEEP, "--exit-interval", "5"], tmp_path / "more", world_size=2)
+    found, _ = pretrain([*argv, *KEEP], tmp_path / "more")
+    assert losses(found) == pytest.approx(losses(expected[0]), rel=1e-5) and len(losses(found)) == 8
 
 
 def test_datasets_of_an_index_and_a_stream_have_equal_samples(tmp_path):
     path = write_ids(tmp_path / "a.jsonl", 3, count=50)
-    tokenizer = FixedTokenizer()
-    threads = set()
+    tokenizer, threads = FixedTokenizer(), set()
 
     def tokenize(text):
         threads.add(current_thread().name.split("_")[0])
         return [int(word) for word in text.split()]
 
     tokenizer.tokenize = tokenize
-    data = {"use_varlen_dataset": True, "seq_length": 32}
-    by_index = build_datasets(
-        data_args(**data, data_path=[path], split="1,0,0"), training_args(), tokenizer, (50, 0, 0)
-    )
-    streams = build_streams(
-        data_args(**data, train_data_path=[path], document_streams=1), training_args(), tokenizer, (50, 0, 0)
+    by_index, streamed = (
+        make(data_args(use_varlen_dataset=True, seq_length=32, **data), training_args(), tokenizer, (50, 0, 0)).train
+        for make, data in (
+            (build_datasets, {"data_path": [path], "split": "1,0,0"}),
+            (build_streams, {"train_data_path": [path], "document_streams": 1}),
+        )
     )
     threads.clear()
     for index in range(50):
-        np.testing.assert_array_equal(streams.train.tokens(index), by_index.train.tokens(index))
+        np.testing.assert_array_equal(streamed.tokens(index), by_index.tokens(index))
     assert threads == {"tokenize", "MainThread"}, "--num-workers 2 of the stream; the index reads in this thread"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_cuda.run import HERE, check_races, environment, on_device
-from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
+from emulated_cuda.test_waits import FEW_LAYERS, MICROBATCHES, count, expected
 
 HIDDEN, RANKS = 512, 2
 BACKENDS = ("deepep", "hybridep")
@@ -161,7 +161,7 @@ def count_with(rank: int, n: int, sources: Path, flags: str) -> dict[str, int]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_host_waits_once_per_layer(sources, backend, flags):
     expects = expected("", 0, 0) | dict.fromkeys(
-        (f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
+        (f"{kind} moe/dispatch/{backend}.py" for kind in ("train", "evaluate")), FEW_LAYERS * MICROBATCHES // 2
     )
     for found in on_device(
         count_with, sources, f"--moe-flex-dispatcher-backend {backend} {flags}", ranks=RANKS, devices=RANKS
@@ -222,7 +222,7 @@ RECOMPUTE = (
 )
 def test_no_host_waits_in_training_with_a_budget(sources, flags):
     """An evaluation reads the counts, because lost rows would go unnoticed."""
-    expects = expected("", 0, 0) | {"evaluate moe/dispatch/hybridep.py": LAYERS * MICROBATCHES // 2}
+    expects = expected("", 0, 0) | {"evaluate moe/dispatch/hybridep.py": FEW_LAYERS * MICROBATCHES // 2}
     for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects
 
@@ -236,7 +236,7 @@ def test_no_host_waits_in_training_with_a_budget(sources, flags):
 )
 def test_settings_that_need_host_counts_still_wait(sources, flags):
     expects = expected("", 0, 0) | dict.fromkeys(
-        (f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
+        (f"{kind} moe/dispatch/hybridep.py" for kind in ("train", "evaluate")), FEW_LAYERS * MICROBATCHES // 2
     )
     for found in on_device(count_with, sources, f"{BUDGET} 3 {flags}", ranks=RANKS, devices=RANKS):
         assert found == expects

@@ -14,7 +14,7 @@ from emulated_cuda.test_deep_ep import (
     same_results,
     unpack,
 )
-from emulated_cuda.test_waits import LAYERS, MICROBATCHES, expected
+from emulated_cuda.test_waits import FEW_LAYERS, MICROBATCHES, expected
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_mxfp8_over_the_library_equals_all_to_all(sources, which):
 )
 def test_host_waits_once_per_layer(sources, flags):
     expects = expected("", 0, 0) | dict.fromkeys(
-        (f"{kind} moe/dispatch/deepep.py" for kind in ("train", "evaluate")), LAYERS * MICROBATCHES // 2
+        (f"{kind} moe/dispatch/deepep.py" for kind in ("train", "evaluate")), FEW_LAYERS * MICROBATCHES // 2
     )
     for found in on_device(
         count_with,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from emulated_cuda.run import check_races, on_device
 from emulated_cuda.test_deep_ep import run
-from emulated_cuda.test_waits import LAYERS, MICROBATCHES, count, expected
+from emulated_cuda.test_waits import FEW_LAYERS, MICROBATCHES, count, expected
 from training.layouts import make_argv
 
 EXPERTS = "--bf16 --moe-token-dispatcher-type flex --expert-model-parallel-size"
@@ -37,7 +37,7 @@ def count_waits(rank: int, n: int, flags: str) -> dict[str, int]:
 def test_host_waits_of_a_layer(flags, ranks, files):
     """Once in each of the files. NCCL EP without a budget waits for the number of tokens, then for the experts' counts."""
     expects = {key: times for key, times in expected("", 0, 0).items() if key.startswith("train")}
-    expects |= {f"train {file}": LAYERS * MICROBATCHES // ranks for file in files}
+    expects |= {f"train {file}": FEW_LAYERS * MICROBATCHES // ranks for file in files}
     for found in on_device(count_waits, flags, ranks=ranks, devices=ranks):
         assert found == expects
 

@@ -27,6 +27,7 @@ CHUNKED = "--tp-comm-overlap --tp-comm-overlap-rs-dgrad"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor"
+FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # name: model, flags of both runs, flags of the device, ranks
 CASES = {
     "plain": ("plain", "", "", 1),
@@ -37,12 +38,7 @@ CASES = {
         "--recompute-granularity selective --recompute-modules core_attn layernorm mla_up_proj moe",
         1,
     ),
-    "full recompute": (
-        "plain",
-        "",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        1,
-    ),
+    "full recompute": ("plain", "", FULL_RECOMPUTE, 1),
     "offload": ("plain", "", OFFLOAD, 1),
     "offload and recompute": (
         "deepseek",
@@ -93,7 +89,7 @@ CASES = {
         1,
     ),
     "pp 2, weight gradients that wait": (
-        "accumulation",
+        "plain",
         "",
         "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
         2,
@@ -142,10 +138,11 @@ CASES = {
 
 
 def argv(name: str) -> list[str]:
-    """Of both runs: two layers, but for virtual stages."""
-    kind, flags, own, _ = CASES[name]
+    """Of both runs: two layers, but for virtual stages, and two microbatches on a data-parallel rank, but for pipelines."""
+    kind, flags, own, ranks = CASES[name]
     model = make_argv(kind) if VPP2 in own else shallow(make_argv(kind))
-    return [*model, *flags.split()]
+    has_one_data_rank = ranks == 2 ** sum(f"--{dim}-parallel-size 2" in own for dim in ("tensor-model", "context"))
+    return [*model, *flags.split(), *["--global-batch-size", "4"] * has_one_data_rank]
 
 
 @cache

@@ -13,8 +13,7 @@ import pytest
 import torch
 from emulated_cuda import te_package
 from emulated_cuda.run import HERE, run_pytest
-from emulated_cuda.test_waits import LAYERS as LAYERS_OF_WAITS
-from emulated_cuda.test_waits import MICROBATCHES, count, expected
+from emulated_cuda.test_waits import FEW_LAYERS, FEW_MICROBATCHES, count, expected
 
 from moe_trainer.parallel.state import ParallelState
 
@@ -246,11 +245,11 @@ def test_custom_recipe_of_the_library_trains_like_its_own():
 
 
 def count_waits() -> dict[str, int]:
-    return count(0, 1, f"{FP8} --num-layers {LAYERS_OF_WAITS}")
+    return count(0, 1, FP8)
 
 
 def test_host_waits_equal_the_local_layers():
-    assert te_package.on_device(count_waits) == expected("", 1, MICROBATCHES)
+    assert te_package.on_device(count_waits) == expected("", 1, FEW_MICROBATCHES, FEW_LAYERS)
 
 
 def test_weights_are_cast_once_per_iteration():

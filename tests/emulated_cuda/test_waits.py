@@ -3,11 +3,12 @@
 import pytest
 import torch
 from emulated_cuda.run import on_device
-from training.layouts import create_groups, make_argv
+from training.layouts import create_groups, make_argv, shallow
 
 # once per iteration: gradient norm, losses of the iteration, losses and drops of the routers
 PER_ITERATION = {"optim/clip.py": 1, "training/step.py": 1, "moe/balancing.py": 1}
-LAYERS, MICROBATCHES = 4, 4
+LAYERS, MICROBATCHES = 4, 4  # of the same counts in scripts/acceptance_checks.py
+FEW_LAYERS, FEW_MICROBATCHES = 2, 2  # of `count`; several ranks share four microbatches
 
 
 def count(rank: int, world_size: int, flags: str) -> dict[str, int]:
@@ -18,7 +19,8 @@ def count(rank: int, world_size: int, flags: str) -> dict[str, int]:
     from moe_trainer.parallel.state import ParallelState
     from moe_trainer.verification import training_trace
 
-    argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
+    sizes = "--moe-token-dispatcher-type alltoall" + " --global-batch-size 4" * (world_size == 1)
+    argv = [*shallow(make_argv("plain")), *sizes.split(), *flags.split()]
     ps = ParallelState.single() if world_size == 1 else create_groups(argv, rank, world_size)
     ledgers, step, evaluate = {}, training_trace.train_step, training_trace._evaluate
 
@@ -58,10 +60,7 @@ CASES = {
     ),
     "recomputed experts ask nothing again": (RECOMPUTED_EXPERTS, 1),
     "drops": ("--moe-expert-capacity-factor 1.0", 1),
-    "drops, recompute": (
-        "--moe-expert-capacity-factor 1.0 --recompute-granularity selective --recompute-modules moe",
-        1,
-    ),
+    "drops, recompute": (f"--moe-expert-capacity-factor 1.0 {RECOMPUTED_EXPERTS}", 1),
     "padded to capacity": (PADDED, 0),
     "padded to capacity, recompute": (
         f"{PADDED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -81,9 +80,9 @@ CASES = {
 }
 
 
-def expected_train(flags: str, per_layer: int, microbatches: int) -> dict[str, int]:
+def expected_train(flags: str, per_layer: int, microbatches: int, layers: int = LAYERS) -> dict[str, int]:
     """Waits of a training iteration, by file. Multi-token prediction is one MoE layer more, in training alone."""
-    layers = LAYERS + ("--mtp-num-layers" in flags.split())
+    layers += "--mtp-num-layers" in flags.split()
     return {**PER_ITERATION, **({"memory/host_read.py": per_layer * layers * microbatches} if per_layer else {})}
 
 
@@ -94,11 +93,12 @@ def run_acceptance_line(name: str) -> str:
     return dict(acceptance_checks.waits())[name]()
 
 
-def expected(flags: str, per_layer: int, microbatches: int) -> dict[str, int]:
-    counts = {f"train {file}": times for file, times in expected_train(flags, per_layer, microbatches).items()}
+def expected(flags: str, per_layer: int, microbatches: int, layers: int = LAYERS) -> dict[str, int]:
+    train = expected_train(flags, per_layer, microbatches, layers)
+    counts = {f"train {file}": times for file, times in train.items()}
     counts["evaluate training/step.py"] = 1
     if per_layer:
-        counts["evaluate memory/host_read.py"] = per_layer * LAYERS * microbatches
+        counts["evaluate memory/host_read.py"] = per_layer * layers * microbatches
     return counts
 
 
@@ -141,13 +141,14 @@ def test_sinkhorn_reads_convergence_once_per_layer_pass():
     """Sinkhorn balances in training and reads the convergence once in eight rounds of each layer."""
     found = on_device(alone, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0")
     asked = found.pop("train moe/sinkhorn.py")
-    assert LAYERS * MICROBATCHES <= asked <= 2 * LAYERS * MICROBATCHES and found == expected("", 1, MICROBATCHES)
+    passes = FEW_LAYERS * FEW_MICROBATCHES
+    assert passes <= asked <= 2 * passes and found == expected("", 1, FEW_MICROBATCHES, FEW_LAYERS)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_host_waits_on_one_process(name):
     flags, per_layer = CASES[name]
-    assert on_device(alone, flags) == expected(flags, per_layer, MICROBATCHES)
+    assert on_device(alone, flags) == expected(flags, per_layer, FEW_MICROBATCHES, FEW_LAYERS)
 
 
 ALL_GATHER = "--moe-token-dispatcher-type allgather"
@@ -171,7 +172,7 @@ def test_host_waits_on_expert_parallel_ranks(flags, per_layer):
     flags += " --expert-model-parallel-size 2"
     for found in on_device(count, flags, ranks=2, devices=2):
         found = {key: times for key, times in found.items() if "collectives" not in key}
-        assert found == expected(flags, per_layer, MICROBATCHES // 2)
+        assert found == expected(flags, per_layer, MICROBATCHES // 2, FEW_LAYERS)
 
 
 FSDP = (
@@ -189,7 +190,7 @@ CHUNKED = (
 def test_overlapped_and_sharded_communication_adds_no_waits(flags, ranks, data_ranks):
     for found in on_device(count, flags, ranks=ranks, devices=ranks):
         found = {key: times for key, times in found.items() if "collectives" not in key}
-        assert found == expected(flags, 1, MICROBATCHES // data_ranks)
+        assert found == expected(flags, 1, MICROBATCHES // data_ranks, FEW_LAYERS)
 
 
 BUDGET = (
@@ -223,16 +224,14 @@ def count_with_budget(rank: int, world_size: int, flags: str, capability: tuple[
 def test_no_host_waits_with_a_budget_without_the_library(name):
     """The all-to-all replaces HybridEP; an evaluation reads the counts, because lost tokens would go unnoticed."""
     flags, capability = SYNC_FREE[name]
-    expects = expected("", 1, MICROBATCHES // 2)
-    del expects["train memory/host_read.py"]
+    expects = expected("", 0, 0) | {"evaluate memory/host_read.py": FEW_LAYERS * MICROBATCHES // 2}
     flags += " --expert-model-parallel-size 2"
     for found in on_device(count_with_budget, flags, capability, ranks=2, devices=2):
         assert {key: times for key, times in found.items() if "collectives" not in key} == expects
 
 
 def test_no_host_waits_with_a_budget_on_one_rank():
-    expects = expected("", 1, MICROBATCHES)
-    del expects["train memory/host_read.py"]
+    expects = expected("", 0, 0) | {"evaluate memory/host_read.py": FEW_LAYERS * FEW_MICROBATCHES}
     assert on_device(count_with_budget_alone, "--num-experts 4") == expects
 
 

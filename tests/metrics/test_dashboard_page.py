@@ -48,6 +48,29 @@ def errors(driver) -> list[dict]:
     return [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
+def set_control(run, name, value, event="oninput", field="value"):
+    """Change a control of the page as its user does."""
+    run(
+        "const [name, value, event, field] = arguments, each = document.getElementById(name);"
+        "each[field] = value; each[event]({target: each});",
+        *(name, value, event, field),
+    )
+
+
+def press(run, name, *keys):
+    """Press keys in a map; the text of the hint."""
+    run(
+        "const map = dashboard.maps[arguments[0]].canvas; map.focus(); for (const key of arguments[1])"
+        " map.dispatchEvent(new KeyboardEvent('keydown', {key, cancelable: true}))",
+        *(name, keys),
+    )
+    return run("return document.getElementById('hint').textContent")
+
+
+def wait_for_details(driver):
+    driver.execute_async_script("setTimeout(arguments[0], 100)")
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_page_has_no_errors_and_fits_its_window_in_both_themes(driver, show, name):
     run = show(name)
@@ -60,7 +83,7 @@ def test_page_has_no_errors_and_fits_its_window_in_both_themes(driver, show, nam
     assert errors(driver) == []
 
 
-def test_findings_come_first_and_name_the_runs(driver, show):
+def test_findings_come_first_and_name_the_runs(show):
     run = show("three")
     found = run("return [...document.querySelectorAll('.finding')].map(each => [each.className, each.textContent])")
     assert [kind for kind, _ in found] == ["finding bad", "finding bad", "finding ok"]
@@ -73,7 +96,7 @@ def test_findings_come_first_and_name_the_runs(driver, show):
     assert run("return document.getElementById('layers').getBoundingClientRect().top") < 100
 
 
-def test_zoom_of_one_chart_is_that_of_all(driver, show):
+def test_zoom_of_one_chart_is_that_of_all(show):
     run = show("three")
     scales = "return Object.values(dashboard.charts).map(each => [each.scales.x.min, each.scales.x.max])"
     before = run(scales)
@@ -85,43 +108,38 @@ def test_zoom_of_one_chart_is_that_of_all(driver, show):
     assert run(scales) == before
 
 
-def test_controls_change_what_is_drawn(driver, show):
+def test_controls_change_what_is_drawn(show):
     run = show("collapsed")
     loss = "return dashboard.charts.loss.data[{}][{}]"
     plain, iterations = run(loss.format(1, 399)), run("return dashboard.charts.loss.data[0].length")
-    run("const each = document.getElementById('smoothing'); each.value = 0.9; each.oninput({target: each})")
+    set_control(run, "smoothing", 0.9)
     drawn = [run(f"return dashboard.charts.loss.data[{at}].filter(each => each != null)") for at in (1, 2)]
-    assert drawn[0][399] == plain  # the unsmoothed line stays
+    assert iterations == 400 and drawn[0][399] == plain  # the unsmoothed line stays
     expected, weight, smoothed = 0.0, 0.0, []
     for value in drawn[0]:
         expected, weight = 0.9 * expected + 0.1 * value, 0.9 * weight + 0.1
         smoothed.append(expected / weight)
     assert drawn[1] == pytest.approx(smoothed)
-    run(
-        "dashboard.view.smoothing = 0; const each = document.getElementById('axis'); each.value = 'tokens'; each.onchange({target: each})"
-    )
+    run("dashboard.view.smoothing = 0")
+    set_control(run, "axis", "tokens", "onchange")
     assert run("return dashboard.charts.loss.scales.x.max") == 400 * 1_048_576
-    run("const each = document.getElementById('perplexity'); each.checked = true; each.onchange({target: each})")
+    set_control(run, "perplexity", True, "onchange", "checked")
     assert run(loss.format(1, 399)) == pytest.approx(2.718281828**plain)
-    run("dashboard.view.perplexity = false; dashboard.view.axis = 'iteration'; dashboard.draw()")
-    top = "return dashboard.charts.grad_norm ? 0 : [...Object.entries(dashboard.charts)].map(each => each[0])"
-    assert iterations == 400 and run(top) is not None
 
 
-def test_head_of_a_run_has_its_figures(driver, show):
+def test_head_of_a_run_has_its_figures(show):
     run = show("collapsed")
     text = run("return document.querySelector('#runs .facts').textContent")
-    for words in (
-        "iteration 400 of 800 (50 %)",
-        "tokens 419.4M",
-        "ETA 2 min 44 s",
-        "wall time 2 min 57 s",
-        "goodput 92.0 %",
-    ):
+    times = ("ETA 2 min 44 s", "wall time 2 min 57 s", "goodput 92.0 %")
+    for words in ("iteration 400 of 800 (50 %)", "tokens 419.4M", *times):
         assert words in text, text
+    assert "on 1 node" not in run("return document.getElementById('runs').textContent")
+    head = show("large")("return document.getElementById('runs').textContent")
+    for words in ("256 ranks on 32 nodes", "node-1, node-2, node-3, ...", "moe-trainer 0.1.0"):
+        assert words in head, words
 
 
-def test_parts_of_an_iteration_are_stacked(driver, show):
+def test_parts_of_an_iteration_are_stacked(show):
     run = show("sparse")
     parts = json.loads(run("return JSON.stringify(dashboard.data.runs[0].records.step_time_ms)"))
     stacked, total = run("return dashboard.charts.step_time.data.slice(1)"), [0.0] * 4
@@ -130,15 +148,15 @@ def test_parts_of_an_iteration_are_stacked(driver, show):
         assert line == pytest.approx(total)
 
 
-def test_places_between_records_are_interpolated(driver, show):
+def test_places_between_records_are_interpolated(show):
     """Tasks ran at iterations 10, 110, 210 and 310; records are of 100, 200, 300 and 400."""
     run = show("sparse")
-    run("const each = document.getElementById('axis'); each.value = 'tokens'; each.onchange({target: each})")
+    set_control(run, "axis", "tokens", "onchange")
     places = run("return dashboard.charts['tasks acc'].data[0]")
     assert places == pytest.approx([at * 1_048_576 for at in (100, 110, 210, 310)])
 
 
-def test_map_of_the_ranks_is_relative_to_their_median(driver, show):
+def test_map_of_the_ranks_is_relative_to_their_median(show):
     run = show("three")
     pixel = (
         "dashboard.view.theme = 'light'; dashboard.draw(); const map = dashboard.maps.rank_time_2, dense = devicePixelRatio || 1;"
@@ -149,54 +167,47 @@ def test_map_of_the_ranks_is_relative_to_their_median(driver, show):
     assert red > 150 and green < 80
 
 
-def test_outliers_are_clipped_unless_asked_for(driver, show):
+def test_outliers_are_clipped_unless_asked_for(show):
     run = show("collapsed")
-    name = run("return Object.keys(dashboard.charts).find(each => each === 'grad_norm')")
-    assert name == "grad_norm"
     assert run("return dashboard.charts.grad_norm.scales.y.max") < 5
-    run("const each = document.getElementById('clip'); each.checked = false; each.onchange({target: each})")
+    set_control(run, "clip", False, "onchange", "checked")
     assert run("return dashboard.charts.grad_norm.scales.y.max") > 8
 
 
-def test_constants_are_no_charts(driver, show):
+def test_constants_are_no_charts(show):
     run = show("collapsed")
     assert {"dropped_tokens", "global_batch_size"}.isdisjoint(run("return Object.keys(dashboard.charts)"))
     assert "global batch size 256" in run("return document.querySelector('.constants').textContent")
 
 
-def test_settings_are_searched_and_compared(driver, show):
+def test_settings_are_searched_and_compared(show):
     rows = "return [...document.querySelectorAll('#settings + .grid tbody tr')].map(each => each.cells[0].textContent)"
     run = show("three")
     assert run(rows) == ["lr", "seed"]  # what differs
-    run("const each = document.getElementById('only-changed'); each.checked = false; each.onchange()")
+    set_control(run, "only-changed", False, "onchange", "checked")
     assert run(rows) == ["bf16", "lr", "num_layers", "seed", "swiglu"]
-    run("const each = document.getElementById('search-settings'); each.value = 'LAYER'; each.oninput()")
+    set_control(run, "search-settings", "LAYER")
     assert run(rows) == ["num_layers"]
 
 
 def test_maps_are_read_by_keyboard_and_as_tables(driver, show):
     run = show("collapsed")
-    run("const map = dashboard.maps.experts.canvas; map.focus(); for (const key of ['ArrowUp', 'ArrowDown', 'ArrowDown', 'ArrowDown'])"
-        " map.dispatchEvent(new KeyboardEvent('keydown', {key, cancelable: true}))")  # fmt: skip
-    assert run("return document.getElementById('hint').textContent").startswith("layer 3, expert 15: 0 tokens")
+    hint = press(run, "experts", "ArrowUp", "ArrowDown", "ArrowDown", "ArrowDown")
+    assert hint.startswith("layer 3, expert 15: 0 tokens")
     run("document.querySelector('#loss + .grid details').open = true")
-    driver.execute_async_script("setTimeout(arguments[0], 100)")
-    cells = run(
-        "return [...document.querySelectorAll('#loss + .grid details tbody tr')].map(each => each.cells.length)"
-    )
+    wait_for_details(driver)
+    rows = "return [...document.querySelectorAll('#loss + .grid details tbody tr')].map(each => each.cells.length)"
+    cells = run(rows)
     assert len(cells) > 100 and set(cells) == {4}
 
 
-def test_slow_rank_of_two_is_relative_to_the_other_one(driver, show):
-    run = show("two ranks")
-    run("const map = dashboard.maps.rank_time.canvas; map.focus(); for (const key of ['ArrowUp', 'ArrowDown'])"
-        " map.dispatchEvent(new KeyboardEvent('keydown', {key, cancelable: true}))")  # fmt: skip
-    words = run("return document.getElementById('hint').textContent")
+def test_slow_rank_of_two_is_relative_to_the_other_one(show):
+    words = press(show("two ranks"), "rank_time", "ArrowUp", "ArrowDown")
     ratio = float(words.split(", ")[-1].removesuffix(" x the median"))
     assert words.startswith("rank 1, iteration 400: ") and ratio > 1.5
 
 
-def test_legend_has_the_newest_value_of_a_run_that_ends_earlier(driver, show):
+def test_legend_has_the_newest_value_of_a_run_that_ends_earlier(show):
     run = show("two ranks")
     legend = "return [...dashboard.charts.loss.root.querySelectorAll('.u-value')].map(each => each.textContent)"
     newest = run("return dashboard.data.runs.map(each => each.records.series['lm loss'].at(-1))")
@@ -210,7 +221,7 @@ def test_hostile_names_are_text(driver, show):
     assert NASTY in run("return document.body.textContent") and errors(driver) == []
 
 
-def test_list_of_runs_compares_the_chosen_ones(driver, show):
+def test_list_of_runs_compares_the_chosen_ones(show):
     run = show("list")
     assert run("return document.querySelectorAll('#list tbody tr').length") == 3
     assert "rank 5 is slow" in run("return document.querySelector('#list .finding.bad').textContent")
@@ -225,14 +236,14 @@ def test_large_page_stays_below_five_megabytes():
     assert len(render_page("large", sample_runs.large_run()).encode()) < 5e6
 
 
-def test_older_metrics_show_what_they_have(driver, show):
+def test_older_metrics_show_what_they_have(show):
     run = show("dense")
     sections = run("return [...document.querySelectorAll('#sections a')].map(each => each.textContent)")
     assert sections[:2] == ["Loss", "Speed"] and "Routing" not in sections and "Settings" not in sections
     assert json.loads(run("return JSON.stringify(dashboard.maps)")) == {}
 
 
-def test_each_metric_of_the_tasks_has_its_chart(driver, show):
+def test_each_metric_of_the_tasks_has_its_chart(show):
     run = show("three")
     drawn = """return Object.entries(dashboard.charts).filter(([name]) => name.startsWith("tasks "))
         .map(([name, chart]) => [name, chart.series.slice(1).map(each => each.label), chart.scales.y.max, chart.series[1].dash])"""
@@ -246,28 +257,25 @@ def test_each_metric_of_the_tasks_has_its_chart(driver, show):
     ]
 
 
-def test_tokens_between_ranks_are_drawn_by_row(driver, show):
-    for name, ranks, count, first in (
-        ("collapsed", 8, 1, "from rank 0 to rank 7: "),
-        ("large", 64, 4, "from rank 0-3 to rank 252-255: "),
-    ):
-        run = show(name)
-        assert not run("return Object.keys(dashboard.maps).includes('between_ranks')")
-        run(
-            "[...document.querySelectorAll('summary')].find(each => each.textContent == 'Show where tokens go').click()"
-        )
-        driver.execute_async_script("setTimeout(arguments[0], 100)")
-        between = run("return dashboard.data.runs[0].routing.between_ranks")
-        assert between["ranks_per_row"] == count and len(between["tokens"][-1]) == ranks
-        run("""const map = dashboard.maps.between_ranks.canvas; map.focus();
-            for (const key of ["ArrowUp", "ArrowUp"]) map.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}))""")
-        tokens = f"{between['tokens'][-1][0][-1]:,}"
-        assert run("return document.getElementById('hint').textContent").startswith(first + tokens + " tokens")
-        note = run(
-            "return [...document.querySelectorAll('.card')].find(each => each.textContent.includes('Show where')).textContent"
-        )
-        stay = sum(row[at] for at, row in enumerate(between["tokens"][-1])) / sum(map(sum, between["tokens"][-1]))
-        assert f"{100 * stay:.3g} % stay " + ("on their rank" if count == 1 else "within 4 ranks") in note
+@pytest.mark.parametrize(
+    ("name", "ranks", "count", "first", "stays"),
+    [
+        ("collapsed", 8, 1, "from rank 0 to rank 7: ", "on their rank"),
+        ("large", 64, 4, "from rank 0-3 to rank 252-255: ", "within 4 ranks"),
+    ],
+)
+def test_tokens_between_ranks_are_drawn_by_row(driver, show, name, ranks, count, first, stays):
+    run = show(name)
+    assert not run("return Object.keys(dashboard.maps).includes('between_ranks')")
+    run("[...document.querySelectorAll('summary')].find(each => each.textContent == 'Show where tokens go').click()")
+    wait_for_details(driver)
+    between = run("return dashboard.data.runs[0].routing.between_ranks")
+    tokens = between["tokens"][-1]
+    assert between["ranks_per_row"] == count and len(tokens) == ranks
+    assert press(run, "between_ranks", "ArrowUp", "ArrowUp").startswith(f"{first}{tokens[0][-1]:,} tokens")
+    cards = "[...document.querySelectorAll('.card')].find(each => each.textContent.includes('Show where'))"
+    stay = sum(row[at] for at, row in enumerate(tokens)) / sum(map(sum, tokens))
+    assert f"{100 * stay:.3g} % stay {stays}" in run(f"return {cards}.textContent")
     assert errors(driver) == []
 
 
@@ -275,22 +283,13 @@ def test_table_of_a_map_with_a_slider_is_of_the_shown_iteration(driver, show):
     run = show("collapsed")
     loads = run("return dashboard.data.runs[0].routing.loads.tokens_per_expert")
     assert len(loads) > 1 and loads[0] != loads[-1]
-    run("dashboard.maps.experts.canvas.closest('.card').querySelector('details summary').click()")
+    card = "dashboard.maps.experts.canvas.closest('.card')"
+    run(f"{card}.querySelector('details summary').click()")
     for at in (-1, 0):
         if at == 0:
             run("const slider = dashboard.maps.experts.slider; slider.value = 0; slider.oninput()")
-        driver.execute_async_script("setTimeout(arguments[0], 100)")
-        rows = run(
-            "return [...dashboard.maps.experts.canvas.closest('.card').querySelectorAll('tbody tr')]"
-            ".map(each => [...each.cells].map(cell => cell.textContent))"
-        )
-        assert rows == [[str(layer), *(f"{load:,}" for load in row)] for layer, row in enumerate(loads[at])]
+        wait_for_details(driver)
+        cells = f"[...{card}.querySelectorAll('tbody tr')].map(each => [...each.cells].map(cell => cell.textContent))"
+        rows = [[str(layer), *(f"{load:,}" for load in row)] for layer, row in enumerate(loads[at])]
+        assert run(f"return {cells}") == rows
     assert errors(driver) == []
-
-
-def test_head_names_nodes_and_versions(driver, show):
-    run = show("large")
-    head = run("return document.getElementById('runs').textContent")
-    for words in ("256 ranks on 32 nodes", "node-1, node-2, node-3, ...", "moe-trainer 0.1.0"):
-        assert words in head, words
-    assert "on 1 node" not in show("collapsed")("return document.getElementById('runs').textContent")

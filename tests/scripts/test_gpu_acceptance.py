@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from commands import REPOSITORY
 from emulated_cuda.run import environment, on_device
 from emulated_cuda.test_waits import CASES, MICROBATCHES, expected, run_acceptance_line
+from harness import wait_until
 from training.layouts import make_argv
 
 from scripts import acceptance_checks, gpu_acceptance
@@ -48,38 +48,33 @@ sys.exit(script.main(sys.argv[1:], Path(__file__)))
 """
 
 
+def write_program(folder, old="", new=""):
+    """Write LINES with one part replaced; returns the words of its command, whose report is in out."""
+    program = folder / "program.py"
+    program.write_text(LINES.replace(old, new) if old else LINES)
+    return [sys.executable, str(program), "--output", str(folder / "out")]
+
+
 def test_a_crash_or_hang_fails_only_its_line(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(LINES)
-    done = subprocess.run(
-        [sys.executable, program, "--only", "made", "broken", "--time-limit", "8", "--output", tmp_path / "out"],
-        capture_output=True,
-        text=True,
-    )
+    command = [*write_program(tmp_path), "--only", "made", "broken", "--time-limit", "8"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     lines = json.loads((tmp_path / "out/report.json").read_text())["lines"]
-    assert [(line["name"], line["verdict"]) for line in lines] == [
-        ("fine", "passed"),
-        ("crash", "failed"),
-        ("hang", "failed"),
-        ("wrong", "failed"),
-        ("absent", "not measured"),
-        ("table", "passed"),
-        ("between lines", "failed"),
-    ]
-    details = [line["detail"] for line in lines]
-    assert "ended with -9" in details[1] and "took longer than 8 s" in details[2]
-    assert details[3:5] == ["ValueError: seven is not eight", "no such library"]
+    verdicts = [(line["name"], line["verdict"]) for line in lines]
+    assert verdicts[:3] == [("fine", "passed"), ("crash", "failed"), ("hang", "failed")]
+    assert verdicts[3:5] == [("wrong", "failed"), ("absent", "not measured")]
+    assert verdicts[5:] == [("table", "passed"), ("between lines", "failed")]
+    details = {line["name"]: line["detail"] for line in lines}
+    assert "ended with -9" in details["crash"] and "took longer than 8 s" in details["hang"]
+    assert (details["wrong"], details["absent"]) == ("ValueError: seven is not eight", "no such library")
     assert "has no lines" in (tmp_path / "out/broken.log").read_text()
     text = (tmp_path / "out/report.md").read_text()
-    assert (
-        "| made | 2 | 3 | 1 |" in text and text.index("## Failures") < text.index("## made") and "made: crash" in text
-    )
+    assert "| made | 2 | 3 | 1 |" in text and "made: crash" in text
+    assert text.index("## Failures") < text.index("## made")
 
 
 def test_incomplete_records_are_not_read(tmp_path):
     """A record larger than the file buffer has two parts; in the second case the process ends between them."""
-    program = tmp_path / "program.py"
     slow = """
 import json
 def begun():
@@ -100,44 +95,28 @@ def slowly(record, **how):
     return text
 if "--run-section" in sys.argv:
     json.dumps = slowly
-"""
-    program.write_text(
-        LINES.replace("def made():", f"{slow}\ndef made():").replace("made=made", "made=made, begun=begun")
-    )
-    done = subprocess.run(
-        [sys.executable, program, "--only", "begun", "--output", tmp_path / "out"], capture_output=True, text=True
-    )
+
+script.SECTIONS.update(begun=begun, """
+    command = [*write_program(tmp_path, "script.SECTIONS.update(", slow), "--only", "begun"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    lines = json.loads((tmp_path / "out/report.json").read_text())["lines"]
-    assert [(line["name"], line["verdict"], len(line["below"])) for line in lines] == [
-        ("long", "passed", 1),
-        ("cut", "failed", 0),
-    ]
-    assert "ended with -9" in lines[1]["detail"]
+    long, cut = json.loads((tmp_path / "out/report.json").read_text())["lines"]
+    assert (long["name"], long["verdict"], len(long["below"])) == ("long", "passed", 1)
+    assert (cut["name"], cut["verdict"], len(cut["below"])) == ("cut", "failed", 0)
+    assert "ended with -9" in cut["detail"]
 
 
 def test_short_sections_pass_on_the_emulated_device(tmp_path):
     """Run the first line of the sections that take less than a minute."""
     sections = ("environment", "waits", "races", "dispatchers", "profile")
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--short", "--only", *sections, "--output", tmp_path / "out"],
-        env=environment(2),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, SCRIPT, "--short", "--only", *sections, "--output", tmp_path / "out"]
+    done = subprocess.run(command, env=environment(2), capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "out/report.json").read_text())
     verdicts = {line["section"]: line["verdict"] for line in report["lines"]}
-    assert verdicts == {
-        **dict.fromkeys(sections, "passed"),
-        "environment": verdicts["environment"],
-        "races": "not measured",
-        "profile": "not measured",
-    }
-    assert "EMULATED" in report["device"] and "emulated device" in next(
-        line["detail"] for line in report["lines"] if line["section"] == "races"
-    )
+    assert set(verdicts) == set(sections) and verdicts["waits"] == verdicts["dispatchers"] == "passed"
+    assert verdicts["races"] == verdicts["profile"] == "not measured" and "EMULATED" in report["device"]
+    assert "emulated device" in next(line["detail"] for line in report["lines"] if line["section"] == "races")
     assert list((tmp_path / "out/profile").glob("*.json"))
 
 
@@ -152,19 +131,18 @@ def test_an_undocumented_wait_fails():
 def test_waits_are_allowed_as_documented(monkeypatch, name):
     """Every line allows exactly the waits that tests/emulated_cuda/test_waits.py expects of three steps."""
     check = dict(acceptance_checks.waits())[name]
-    expected_counts = {
+    allowed = {
         place.removeprefix("train "): 3 * times
         for place, times in expected(*CASES[name], MICROBATCHES).items()
         if place.startswith("train ")
     }
-    monkeypatch.setattr(acceptance_checks, "count_waits", lambda argv, steps, places: expected_counts)
+    found = {}
+    monkeypatch.setattr(acceptance_checks, "count_waits", lambda argv, steps, places: found)
+    found |= allowed
     assert "3 in training/step.py" in check()
-    for place in (*expected_counts, "memory/host_read.py"):
-        monkeypatch.setattr(
-            acceptance_checks,
-            "count_waits",
-            lambda argv, steps, places, place=place: {**expected_counts, place: expected_counts.get(place, 0) + 1},
-        )
+    for place in (*allowed, "memory/host_read.py"):
+        found |= allowed | {"memory/host_read.py": allowed.get("memory/host_read.py", 0)}
+        found[place] += 1
         with pytest.raises(AssertionError, match="more often than documented"):
             check()
 
@@ -203,39 +181,20 @@ def test_an_invalid_output_directory_is_a_user_error(tmp_path, monkeypatch, caps
 
 
 def test_sections_do_not_outlive_the_supervisor(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        LINES.replace(
-            'yield "fine", lambda: "it is"',
-            'yield "hang", lambda: (Path("pid").write_text(str(os.getpid())), time.sleep(600))[0]',
-        )
-    )
-    process = subprocess.Popen(
-        [sys.executable, program, "--only", "made", "--output", tmp_path / "out"], stdout=subprocess.DEVNULL
-    )
-    pid = tmp_path / "out/pid"
-    while not (pid.exists() and pid.read_text()):
-        assert process.poll() is None
-        time.sleep(0.1)
+    hang = 'yield "hang", lambda: (Path("pid").write_text(str(os.getpid())), time.sleep(600))[0]'
+    command = [*write_program(tmp_path, 'yield "fine", lambda: "it is"', hang), "--only", "made"]
+    process, pid = subprocess.Popen(command, stdout=subprocess.DEVNULL), tmp_path / "out/pid"
+    wait_until(lambda: (pid.exists() and pid.read_text()) or process.poll() is not None)
     process.kill()
     process.wait()
     section = Path("/proc", pid.read_text(), "stat")
-    for _ in range(100):
-        if not section.exists() or section.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    raise AssertionError("the section is still running")
+    wait_until(lambda: not section.exists() or section.read_text().rpartition(")")[2].split()[0] == "Z", 60)
 
 
 def test_ctrl_c_writes_a_report(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(LINES.replace('yield "crash"', 'yield "hang", lambda: time.sleep(600)\n    yield "crash"'))
-    process = subprocess.Popen(
-        [sys.executable, program, "--only", "made", "--output", tmp_path / "out"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    hang = 'yield "hang", lambda: time.sleep(600)\n    yield "crash"'
+    command = [*write_program(tmp_path, 'yield "crash"', hang), "--only", "made"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "made: fine: passed: it is\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -244,27 +203,15 @@ def test_ctrl_c_writes_a_report(tmp_path):
 
 
 def test_finds_the_largest_gaps_of_a_trace():
-    def kernel(name, ts, dur, launched, number):
-        return [
-            {"cat": "kernel", "name": name, "ts": ts, "dur": dur, "args": {"correlation": number}},
-            {
-                "cat": "cuda_runtime",
-                "name": "cudaLaunchKernel",
-                "ts": launched,
-                "dur": 1,
-                "tid": 1,
-                "args": {"correlation": number},
-            },
-        ]
-
     events = [
-        *kernel("first", 100, 10, 90, 1),
-        *kernel("overlapped", 102, 3, 91, 2),
-        *kernel("late", 150, 10, 148, 3),
-        *kernel("waiting", 190, 10, 120, 4),
         {"cat": "cpu_op", "name": "aten::outer", "ts": 140, "dur": 20, "tid": 1},
         {"cat": "cpu_op", "name": "aten::mm", "ts": 147, "dur": 4, "tid": 1},
     ]
+    kernels = (("first", 100, 10, 90), ("overlapped", 102, 3, 91), ("late", 150, 10, 148), ("waiting", 190, 10, 120))
+    for number, (name, ts, dur, launched) in enumerate(kernels):
+        args = {"args": {"correlation": number}}
+        events.append({"cat": "kernel", "name": name, "ts": ts, "dur": dur, **args})
+        events.append({"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched, "dur": 1, "tid": 1, **args})
     gaps, idle, total = acceptance_checks.largest_gaps(events)
     assert (idle, total) == (70, 100)
     assert [(gap.microseconds, gap.after, gap.before) for gap in gaps] == [
@@ -272,8 +219,5 @@ def test_finds_the_largest_gaps_of_a_trace():
         (30, "late", "waiting"),
     ]
     assert gaps[0].cause == "launched 38 us late, in aten::mm" and "waited for another stream" in gaps[1].cause
-    assert acceptance_checks.largest_gaps(events, 1)[0] == gaps[:1] and acceptance_checks.largest_gaps([]) == (
-        [],
-        0.0,
-        0.0,
-    )
+    assert acceptance_checks.largest_gaps(events, 1)[0] == gaps[:1]
+    assert acceptance_checks.largest_gaps([]) == ([], 0.0, 0.0)

@@ -8,10 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
+import commands
 import pytest
 from commands import environment, read_metrics
 from harness import wait_until
@@ -37,28 +39,52 @@ NAMES = {
 } - {"PYTHON"}
 
 
-def make_environment(**extra):
-    env = environment(PYTHON=sys.executable, **extra)
-    return {name: value for name, value in env.items() if name in extra or name not in NAMES}
+def launch(script, cwd, flags="", variables="", act=lambda process: None):
+    """Run a script with flags and variables as they would be typed, without those of the caller. Meanwhile, act."""
+    extra = dict(word.split("=", 1) for word in shlex.split(variables))
+    env = environment(**{"PYTHON": sys.executable, **extra})
+    env = {name: value for name, value in env.items() if name in extra or name not in NAMES}
+    command = ["bash", str(SCRIPTS / script), *shlex.split(flags)]
+    with subprocess.Popen(command, cwd=cwd, env=env, stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            act(process)
+            output = process.communicate(timeout=600)
+        finally:
+            process.kill()
+    return commands.Finished(process.returncode, *output)
 
 
-def dry_run(script, cwd, *flags, code=0, **variables):
-    done = subprocess.run(
-        ["bash", str(SCRIPTS / script), *flags],
-        cwd=cwd,
-        env=make_environment(DRY_RUN="1", **variables),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr
-    return done
+def dry_run(script, cwd, flags="", variables="", code=0):
+    """Dry run of a launcher. Where it must succeed, the trainer validates and plans in forks of this process."""
+    if code != 0:
+        done = launch(script, cwd, flags, f"DRY_RUN=1 {variables}")
+        assert done.returncode == code, done.stdout[-2000:] + done.stderr
+        return done
+    with tempfile.TemporaryDirectory() as folder:
+        python, asked, exported = (Path(folder, name) for name in ("python", "asked", "exported"))
+        python.write_text(
+            "#!/bin/bash\n"
+            f'if [[ $1 == */pretrain_moe.py ]]; then shift; echo "${{@@Q}}" >>{asked}; env -0 >{exported}; exit; fi\n'
+            f'exec {sys.executable} "$@"\n'
+        )
+        python.chmod(0o755)
+        own = f"DRY_RUN=1 PYTHON={python} TMPDIR={folder} {variables}"
+        parts = [launch(script, cwd, flags, own)]
+        for words in asked.read_text().splitlines() if asked.exists() else ():
+            env = dict(word.split("=", 1) for word in exported.read_text().rstrip("\0").split("\0"))
+            del env["OMP_NUM_THREADS"]  # which `run` sets
+            parts.append(commands.run(shlex.split(words), cwd, **env))
+    assert [part.returncode for part in parts] == [0] * len(parts), [
+        part.stdout[-2000:] + part.stderr for part in parts
+    ]
+    output, error = ("".join(getattr(part, name) for part in parts) for name in ("stdout", "stderr"))
+    return commands.Finished(0, output.replace(str(python), sys.executable), error)
 
 
 def flags_in(text):
-    """The FLAGS of a job file, split like bash does."""
-    line = next(line for line in text.splitlines() if line.startswith("FLAGS="))
-    return shlex.split(line.removeprefix("FLAGS=( ").removesuffix(" )"))
+    """The flags of a job file or of the command of launch.sh, split like bash does."""
+    line = next(line for line in text.splitlines() if line.startswith(("FLAGS=", "command: ")))
+    return shlex.split(line.removeprefix("FLAGS=( ").removeprefix("command: ").removesuffix(" )"))
 
 
 def value(flags, name):
@@ -66,21 +92,8 @@ def value(flags, name):
 
 
 def test_model_zoo_variables_give_a_valid_planned_job(tmp_path):
-    done = dry_run(
-        "sbatch_train.sh",
-        tmp_path,
-        "--log-interval",
-        "7",
-        MODEL="DeepSeek-V3",
-        TP="2",
-        PP="8",
-        EP="64",
-        NNODES="128",
-        PR="fp8",
-        DISPATCHER="deepep",
-        A2A_OVERLAP="1",
-        RECOMPUTE="mla_up_proj mlp",
-    )
+    settings = "MODEL=DeepSeek-V3 TP=2 PP=8 EP=64 NNODES=128 PR=fp8 DISPATCHER=deepep A2A_OVERLAP=1"
+    done = dry_run("sbatch_train.sh", tmp_path, "--log-interval 7", f"{settings} RECOMPUTE='mla_up_proj mlp'")
     flags = flags_in(done.stdout)
     for name, wanted in {
         "--preset": "DeepSeek-V3",
@@ -95,107 +108,79 @@ def test_model_zoo_variables_give_a_valid_planned_job(tmp_path):
         assert value(flags, name) == wanted, name
     assert {"--sequence-parallel", "--overlap-moe-expert-parallel-comm", "--auto-resume", "--mock-data"} <= set(flags)
     assert flags[-2:] == ["--log-interval", "7"]  # extra flags come last and win
-    for wanted in (
-        "#SBATCH --nodes=128\n",
-        "#SBATCH --ntasks-per-node=8\n",
-        "#SBATCH --signal=USR1@120\n",
-        "#SBATCH --requeue\n",
-        "CUDA_DEVICE_MAX_CONNECTIONS=32",
-    ):
-        assert wanted in done.stdout
+    for wanted in ("--nodes=128", "--ntasks-per-node=8", "--signal=USR1@120", "--requeue"):
+        assert f"#SBATCH {wanted}\n" in done.stdout
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32" in done.stdout
     assert "tokens/s/GPU" in done.stdout and "1024 x h100" in done.stdout
     assert "(command line)" in done.stdout and "(default)" not in done.stdout
     assert not (tmp_path / "runs").exists()  # a dry run leaves nothing behind
 
 
 @pytest.mark.parametrize(
-    "words, wanted, mock",
+    "words, variables, mock",
     [
-        ((), {}, True),
-        (("--data-path", "text"), {}, False),
-        (("--train-data-path=text", "--log-interval", "7"), {}, False),
-        ((), {"DATA_PATH": "0.7 a 0.3 b"}, False),
+        ("", "", True),
+        ("--data-path text", "", False),
+        ("--train-data-path=text --log-interval 7", "", False),
+        ("", "DATA_PATH='0.7 a 0.3 b'", False),
     ],
 )
-def test_mock_data_is_used_and_noted_without_a_data_path(tmp_path, words, wanted, mock):
-    done = dry_run("sbatch_train.sh", tmp_path, *words, MODEL="mixtral_tiny", HARDWARE="h200", VALIDATE="0", **wanted)
+def test_mock_data_is_used_and_noted_without_a_data_path(tmp_path, words, variables, mock):
+    done = dry_run("sbatch_train.sh", tmp_path, words, f"MODEL=mixtral_tiny HARDWARE=h200 VALIDATE=0 {variables}")
     flags = flags_in(done.stdout)
     assert ("--mock-data" in flags) == ("trains on mock data" in done.stdout) == mock
-    if wanted:
+    if variables:
         assert flags[flags.index("--data-path") + 1 :][:4] == ["0.7", "a", "0.3", "b"]
 
 
-def test_quickstart_help_writes_no_files(tmp_path):
-    stdout = subprocess.run(
-        ["bash", str(SCRIPTS / "quickstart.sh"), "--help"],
-        cwd=tmp_path,
-        env=make_environment(RUN=str(tmp_path / "run")),
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert (
-        "TEXT=my.txt" in stdout and "set -euo" not in stdout and "[1/5]" not in stdout and not any(tmp_path.iterdir())
-    )
-
-
-@pytest.mark.parametrize("script", ["launch.sh", "sbatch_train.sh"])
-def test_launcher_help_needs_no_model(script, tmp_path):
-    stdout = dry_run(script, tmp_path, "--help").stdout
-    assert "DRY_RUN=1" in stdout and "DISPATCHER" in stdout and "read_cluster" not in stdout
+def test_help_needs_no_model_and_writes_no_files(tmp_path):
+    for script in ("launch.sh", "sbatch_train.sh"):
+        text = dry_run(script, tmp_path, "--help").stdout
+        assert "DRY_RUN=1" in text and "DISPATCHER" in text and "read_cluster" not in text
+    done = launch("quickstart.sh", tmp_path, "--help", f"RUN={tmp_path}/run")
+    assert done.returncode == 0 and "TEXT=my.txt" in done.stdout
+    assert "set -euo" not in done.stdout and "[1/5]" not in done.stdout and not any(tmp_path.iterdir())
 
 
 def test_invalid_job_is_not_submitted(tmp_path):
-    done = dry_run("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", TP="3", code=2)
+    for script, variables, message in (
+        ("sbatch_train.sh", "", "MODEL is not set"),
+        ("launch.sh", "GPUS_PER_NODE=x", "error: GPUS_PER_NODE=x: a positive integer is needed\n"),
+        ("sbatch_train.sh", "NNODES=0", "error: NNODES=0: a positive integer is needed\n"),
+        ("launch.sh", "TP=x", "TP=x: a positive integer"),
+        ("sbatch_train.sh", "PR=fp9", "PR=fp9: one of bf16 fp8 mxfp8"),
+        ("sbatch_train.sh", "CLUSTER=nowhere", "CLUSTER=nowhere"),
+        ("launch.sh", "TRAINING_SCRIPT_PATH=none.py", "TRAINING_SCRIPT_PATH=none.py"),
+    ):
+        refusal = dry_run(script, tmp_path, "", f"{variables} MODEL=mixtral_8x7b" if variables else "", code=2).stderr
+        is_whole = message.startswith("error: ")
+        assert refusal == message if is_whole else message in refusal
+    done = dry_run("sbatch_train.sh", tmp_path, "", "MODEL=mixtral_8x7b TP=3", code=2)
     assert "--tensor-model-parallel-size 3" in done.stdout + done.stderr
-    assert "MODEL is not set" in dry_run("sbatch_train.sh", tmp_path, code=2).stderr
-    for script, name, value in (("launch.sh", "GPUS_PER_NODE", "x"), ("sbatch_train.sh", "NNODES", "0")):
-        refusal = dry_run(script, tmp_path, code=2, MODEL="mixtral_8x7b", **{name: value}).stderr
-        assert refusal == f"error: {name}={value}: a positive integer is needed\n"
-    assert (
-        "PR=fp9: one of bf16 fp8 mxfp8"
-        in dry_run("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", PR="fp9", code=2).stderr
-    )
     sbatch = tmp_path / "bin" / "sbatch"  # the script looks for it first
     sbatch.parent.mkdir()
     sbatch.write_text("#!/bin/sh\ntouch submitted\n")
     sbatch.chmod(0o755)
-    env = make_environment(MODEL="mixtral_8x7b", TP="3")
-    env["PATH"] = f"{sbatch.parent}:{env['PATH']}"
-    submitted = subprocess.run(
-        ["bash", str(SCRIPTS / "sbatch_train.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert (
-        submitted.returncode == 2
-        and "--tensor-model-parallel-size 3" in submitted.stderr
-        and not (tmp_path / "runs").exists()
-        and not (tmp_path / "submitted").exists()
-    )
-    assert (
-        "CLUSTER=nowhere"
-        in dry_run("sbatch_train.sh", tmp_path, MODEL="mixtral_8x7b", CLUSTER="nowhere", code=2).stderr
-    )
+    done = launch("sbatch_train.sh", tmp_path, "", f"MODEL=mixtral_8x7b TP=3 PATH={sbatch.parent}:{os.environ['PATH']}")
+    assert done.returncode == 2 and "--tensor-model-parallel-size 3" in done.stderr
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "submitted").exists()
 
 
 def test_plan_that_does_not_fit_exits_with_3_and_suggests_changes(tmp_path):
-    for script in ("sbatch_train.sh", "launch.sh"):
-        done = dry_run(script, tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
+    settings = "MODEL=mixtral_8x7b EP=8 PP=1 NNODES=1"
+    for script, flags in (("sbatch_train.sh", ""), ("launch.sh", "--report own.json")):
+        done = dry_run(script, tmp_path, flags, settings, code=3)
         assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
         assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
         assert "cheapest changes that fit:" in done.stderr
         changes = [line.split(": fits ")[0] for line in done.stderr.splitlines() if ": fits with" in line]
         assert changes
-        assert not [
-            line for line in changes if "--micro-batch" in line or "parallel-size" in line or "--recompute" in line
-        ]
-    dry_run("launch.sh", tmp_path, "--report", "own.json", MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", code=3)
+        flags = ("--micro-batch", "parallel-size", "--recompute")
+        assert not [line for line in changes if any(flag in line for flag in flags)]
     assert json.loads((tmp_path / "own.json").read_text())["fits"] is False
-    done = dry_run("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", PP="1", NNODES="1", HARDWARE="gb300")
+    done = dry_run("launch.sh", tmp_path, "", f"{settings} HARDWARE=gb300")
     assert "fits: the fullest device" in done.stdout and "8 x gb300" in done.stdout and done.stderr == ""
-    assert (
-        "there are a100"
-        in dry_run("launch.sh", tmp_path, MODEL="mixtral_8x7b", EP="8", HARDWARE="b3000", code=2).stderr
-    )
+    assert "there are a100" in dry_run("launch.sh", tmp_path, "", f"{settings} HARDWARE=b3000", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -222,42 +207,22 @@ def test_cluster_file_sets_defaults_that_the_caller_overrides(tmp_path):
         "ACCOUNT=ours\nPARTITION=slow\nGPUS_PER_NODE=4\nCONTAINER_IMAGE=/images/torch.sqsh\nCONTAINER_MOUNTS=/data:/data\n"
         "MODULES='cuda gcc'\nSBATCH_OPTIONS=(--mem=0 '--comment=two words')\nENVIRONMENT=('A=x y' NCCL_DEBUG=INFO)\n"
     )
-    done = dry_run(
-        "sbatch_train.sh",
-        tmp_path,
-        MODEL="mixtral_8x7b",
-        EP="8",
-        PP="1",
-        NNODES="2",
-        CLUSTER=str(cluster),
-        PARTITION="fast",
-        OUTPUT_PATH="out",
-        HARDWARE="gb300",
-    )
-    for wanted in (
-        "--account=ours",
-        "--partition=fast",
-        "--ntasks-per-node=4",
-        "--mem=0",
-        '#SBATCH "--comment=two words"\n',
-        "--container-image=/images/torch.sqsh",
-        "MODULES=cuda\\ gcc",
-        "A=x\\ y",
-        "NCCL_DEBUG=INFO",
-        "PYTHON=" + sys.executable,
-    ):
-        assert wanted in done.stdout, wanted
-    assert f":{tmp_path}/out\\,/data:/data" in done.stdout
+    settings = f"MODEL=mixtral_8x7b EP=8 PP=1 NNODES=2 CLUSTER={cluster} PARTITION=fast OUTPUT_PATH=out HARDWARE=gb300"
+    text = dry_run("sbatch_train.sh", tmp_path, "", settings).stdout
+    wanted = "--account=ours --partition=fast --ntasks-per-node=4 --mem=0 --container-image=/images/torch.sqsh"
+    wanted += f" NCCL_DEBUG=INFO PYTHON={sys.executable}"
+    for each in (*wanted.split(), '#SBATCH "--comment=two words"\n', "MODULES=cuda\\ gcc", "A=x\\ y"):
+        assert each in text, each
+    assert f":{tmp_path}/out\\,/data:/data" in text
 
 
 def test_dry_run_checks_data_files(tmp_path):
-    env_vars = dict(MODEL="qwen3_tiny", GPUS_PER_NODE="2", EP="2", DATA_PATH=str(tmp_path / "none_text_document"))
-    done = dry_run("launch.sh", tmp_path, code=2, **env_vars)
-    assert "none_text_document" in done.stderr
-    assert "2 x h100" in dry_run("launch.sh", tmp_path, CHECK_FILES="0", **env_vars).stdout
-    assert (
-        "can be written" not in dry_run("launch.sh", tmp_path, **{**env_vars, "DATA_PATH": ""}).stdout
-    )  # nothing is named: a plan may be another machine's
+    settings = "MODEL=qwen3_tiny GPUS_PER_NODE=2 EP=2"
+    named = f"{settings} DATA_PATH={tmp_path}/none_text_document"
+    assert "none_text_document" in dry_run("launch.sh", tmp_path, "", named, code=2).stderr
+    assert "2 x h100" in dry_run("launch.sh", tmp_path, "", f"{named} CHECK_FILES=0").stdout
+    # nothing is named: a plan may be another machine's
+    assert "can be written" not in dry_run("launch.sh", tmp_path, "", f"{settings} DATA_PATH=").stdout
 
 
 ZOO_BARE = {
@@ -289,7 +254,7 @@ SHORT = {
 
 @pytest.mark.parametrize("model", ZOO_BARE)
 def test_model_name_alone_gives_the_mapping_of_the_model_zoo(tmp_path, model):
-    done = dry_run("sbatch_train.sh", tmp_path, MODEL=model, VALIDATE="0")
+    done = dry_run("sbatch_train.sh", tmp_path, "", f"MODEL={model} VALIDATE=0")
     flags = flags_in(done.stdout)
     found = [f"{SHORT[name]}={flags[index + 1]}" for index, name in enumerate(flags) if name in SHORT]
     (nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", done.stdout, re.MULTILINE)
@@ -301,67 +266,41 @@ def test_model_name_alone_gives_the_mapping_of_the_model_zoo(tmp_path, model):
 def test_model_zoo_defaults_have_the_lowest_precedence(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text("NNODES=2 PP=2\n")
-    flags = flags_in(
-        dry_run("launch.sh", tmp_path, MODEL="Mixtral-8x7B", CLUSTER=str(cluster), PP="1", VALIDATE="0").stdout.replace(
-            "command: ", "FLAGS="
-        )
-    )
+    done = dry_run("launch.sh", tmp_path, "", f"MODEL=Mixtral-8x7B CLUSTER={cluster} PP=1 VALIDATE=0")
+    flags = flags_in(done.stdout)
     assert value(flags, "--pipeline-model-parallel-size") == "1" and value(flags, "--nnodes") == "2"
     assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the zoo's VPP goes with its PP
     assert value(flags, "--moe-token-dispatcher-type") == "alltoall"  # the other launcher of the zoo takes its table's
-    env = make_environment(MODEL="Mixtral-8x7B", VALIDATE="0")
-    several = subprocess.run(
-        ["bash", str(SCRIPTS / "launch.sh")], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert (
-        several.returncode == 2
-        and "NNODES=8, the default of the model zoo for Mixtral-8x7B, needs NODE_RANK" in several.stderr
-    )
+    several = launch("launch.sh", tmp_path, "", "MODEL=Mixtral-8x7B VALIDATE=0")
+    needed = "NNODES=8, the default of the model zoo for Mixtral-8x7B, needs NODE_RANK"
+    assert several.returncode == 2 and needed in several.stderr
 
 
 @pytest.mark.parametrize(
     "variables, words, wanted",
     [
-        (dict(VPP="4", PP_LAST="2"), ("--pipeline-model-parallel-layout", "Et|(tt|)*30mL"), []),
-        (dict(VPP="4", LAYOUT="Et|(tt|)*30mL"), (), ["--pipeline-model-parallel-layout"]),
-        (
-            dict(VPP="1", LAYERS_PER_VP="false", PP_FIRST="false", PP_LAST="false"),
-            (),
-            ["--pipeline-model-parallel-layout"],
-        ),
-        (
-            dict(PP_FIRST="7", PP_LAST="6"),
-            (),
-            ["--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"],
-        ),
-        (dict(LAYERS_PER_VP="2"), (), ["--num-layers-per-virtual-pipeline-stage"]),
-        (dict(VPP="4"), ("--num-layers-per-virtual-pipeline-stage", "2"), []),
+        ("VPP=4 PP_LAST=2", "--pipeline-model-parallel-layout 'Et|(tt|)*30mL'", ""),
+        ("VPP=4 LAYOUT='Et|(tt|)*30mL'", "", "--pipeline-model-parallel-layout"),
+        ("VPP=1 LAYERS_PER_VP=false PP_FIRST=false PP_LAST=false", "", "--pipeline-model-parallel-layout"),
+        ("PP_FIRST=7 PP_LAST=6", "", "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers"),
+        ("LAYERS_PER_VP=2", "", "--num-layers-per-virtual-pipeline-stage"),
+        ("VPP=4", "--num-layers-per-virtual-pipeline-stage 2", ""),
     ],
 )
 def test_pipeline_stages_are_set_by_one_flag(tmp_path, variables, words, wanted):
-    done = dry_run("sbatch_train.sh", tmp_path, *words, MODEL="DeepSeek-V3", PP="8", EP="32", VALIDATE="0", **variables)
+    done = dry_run("sbatch_train.sh", tmp_path, words, f"MODEL=DeepSeek-V3 PP=8 EP=32 VALIDATE=0 {variables}")
     flags = flags_in(done.stdout)
     about = ("--num-virtual", "--num-layers-per", "--pipeline-model-parallel-layout", "--decoder-")
-    assert [flag for flag in flags[: len(flags) - len(words)] if flag.startswith(about)] == wanted
-    notes = ["VPP=4 has no effect"] if "Et|(tt|)*30mL" in (*words, variables.get("LAYOUT")) else []
+    own = flags[: len(flags) - len(shlex.split(words))]
+    assert [flag for flag in own if flag.startswith(about)] == wanted.split()
+    notes = ["VPP=4 has no effect"] if "Et|(tt|)*30mL" in words + variables else []
     assert re.findall(r"VPP=\d has no effect", done.stdout) == notes
 
 
 def test_invalid_flag_gives_no_second_error_about_the_layout(tmp_path):
     """94 layers over 8 stages need the launcher's own layout, also if another flag is invalid."""
-    done = dry_run(
-        "sbatch_train.sh",
-        tmp_path,
-        "--cuda-graph-warmup-steps",
-        "x",
-        MODEL="Qwen3-235B-A22B",
-        TP="2",
-        PP="8",
-        VPP="4",
-        EP="32",
-        NNODES="32",
-        code=2,
-    )
+    settings = "MODEL=Qwen3-235B-A22B TP=2 PP=8 VPP=4 EP=32 NNODES=32"
+    done = dry_run("sbatch_train.sh", tmp_path, "--cuda-graph-warmup-steps x", settings, code=2)
     assert "1 problem" in done.stdout and "--num-layers" not in done.stderr
 
 
@@ -374,27 +313,20 @@ export PARTITION=${PARTITION:-"batch"}
 export OUTPUT_PATH=${OUTPUT_PATH:-"/results/${MODEL}-TP${TP}PP${PP}EP${EP}VPP${VPP}-MBS${MBS}GBS${GBS}"}
 declare -A DATA_PATHS=(["Pile:Mixtral-8x7B"]="/data/pile_text_document")
 """)
-    env_vars = dict(MODEL="Mixtral-8x7B", CLUSTER="OURS", VALIDATE="0", ACCOUNT="us", PARTITION="")
-    done = dry_run(
-        "sbatch_train.sh",
-        tmp_path,
-        DATASET="Pile",
-        RUN_NAME="baseline",
-        COMMENT="v1",
-        MEGATRON_PATH="/opt/megatron",
-        **env_vars,
-    )
+    settings = "MODEL=Mixtral-8x7B CLUSTER=OURS VALIDATE=0 ACCOUNT=us PARTITION="
+    names = "DATASET=Pile RUN_NAME=baseline COMMENT=v1 MEGATRON_PATH=/opt/megatron"
+    done = dry_run("sbatch_train.sh", tmp_path, "", f"{settings} {names}")
     flags = flags_in(done.stdout)
     assert value(flags, "--save") == "/results/Mixtral-8x7B-TP1PP4EP8VPP8-MBS1GBS256/checkpoints"
     assert value(flags, "--data-path") == "/data/pile_text_document" and "--mock-data" not in flags
     for wanted in ("--account=us", "--partition=batch", "--job-name=moe-baseline", "--comment=v1"):
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
     assert "note: MEGATRON_PATH=/opt/megatron has no effect" in done.stdout
-    assert "DATASET=Dolma: neither" in dry_run("sbatch_train.sh", tmp_path, DATASET="Dolma", code=2, **env_vars).stderr
-    assert (
-        "no THEIRS.conf in cluster_configs"
-        in dry_run("sbatch_train.sh", tmp_path, code=2, **{**env_vars, "CLUSTER": "THEIRS"}).stderr
-    )
+    for wrong, message in (
+        ("DATASET=Dolma", "DATASET=Dolma: neither"),
+        ("CLUSTER=THEIRS", "no THEIRS.conf in cluster_configs"),
+    ):
+        assert message in dry_run("sbatch_train.sh", tmp_path, "", f"{settings} {wrong}", code=2).stderr
 
 
 ZOO_FILE = """ENV_VARS:
@@ -435,82 +367,46 @@ MODEL_ARGS:
 def test_model_zoo_recipe_reads_the_variables_of_the_launcher(tmp_path):
     recipe = tmp_path / "Mixtral-8x7B.yaml"
     recipe.write_text(ZOO_FILE)
-    done = dry_run(
-        "sbatch_train.sh",
-        tmp_path,
-        "--log-interval",
-        "7",
-        TRAINING_PARAMS_PATH=str(recipe),
-        TRAINING_PARAMS="--lr 2e-4 --min-lr 1e-5",
-        WANDB_PROJECT="ours",
-        HARDWARE="b200",
+    settings = (
+        f"TRAINING_PARAMS_PATH={recipe} TRAINING_PARAMS='--lr 2e-4 --min-lr 1e-5' WANDB_PROJECT=ours HARDWARE=b200"
     )
+    done = dry_run("sbatch_train.sh", tmp_path, "--log-interval 7", settings)
     flags = flags_in(done.stdout)
-    assert value(flags, "--preset") == str(recipe) and flags[-6:] == [
-        "--lr",
-        "2e-4",
-        "--min-lr",
-        "1e-5",
-        "--log-interval",
-        "7",
-    ]
+    assert value(flags, "--preset") == str(recipe)
+    assert flags[-6:] == "--lr 2e-4 --min-lr 1e-5 --log-interval 7".split()
     exports = done.stdout.partition("EXPORTS=(")[2].partition("\n")[0].split()
-    assert {
-        "TP=1",
-        "PP=4",
-        "EP=8",
-        "LAYERS_PER_VP=1",
-        "SEQ_LEN=4096",
-        "DATA_PATH=",
-        "WANDB_PROJECT=",
-        f"WORKSPACE={tmp_path}",
-    } <= set(exports)
+    wanted = f"TP=1 PP=4 EP=8 LAYERS_PER_VP=1 SEQ_LEN=4096 DATA_PATH= WANDB_PROJECT= WORKSPACE={tmp_path}"
+    assert set(wanted.split()) <= set(exports)
     assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the file sets it
     assert "valid for 64 ranks" in done.stdout and "64 x b200" in done.stdout
     assert "WANDB_PROJECT=ours has no effect" in done.stdout
-    missing = dry_run("launch.sh", tmp_path, TRAINING_PARAMS_PATH=str(tmp_path / "none.yaml"), code=2)
+    missing = dry_run("launch.sh", tmp_path, "", f"TRAINING_PARAMS_PATH={tmp_path}/none.yaml", code=2)
     assert missing.stderr == f"error: the recipe {tmp_path}/none.yaml: there is no such file\n"
 
 
-@pytest.mark.parametrize("flag", ["--num-layers", "--max-position-embeddings"])
-def test_recipe_values_are_not_executed_by_bash_arithmetic(tmp_path, flag):
+@pytest.mark.parametrize("script", ["launch.sh", "sbatch_train.sh"])
+def test_recipe_values_are_not_executed_by_bash_arithmetic(tmp_path, script):
     """Bash executes a command in an array index inside $(( )) and [ -gt ]."""
-    lines = [line for line in ZOO_FILE.splitlines() if not line.startswith(f"  {flag}:")]
-    (tmp_path / "zoo.yaml").write_text("\n".join([*lines, f"  {flag}: BASH_VERSINFO[$(>ran)]", ""]))
-    env_vars = dict(TRAINING_PARAMS_PATH=str(tmp_path / "zoo.yaml"), VALIDATE="0", SEQ_LEN="512", PP="2", VPP="2")
-    for script in ("launch.sh", "sbatch_train.sh"):
-        done = subprocess.run(
-            ["bash", str(SCRIPTS / script)],
-            cwd=tmp_path,
-            env=make_environment(DRY_RUN="1", **env_vars),
-            capture_output=True,
-            text=True,
-        )
-        assert (
-            not (tmp_path / "ran").exists()
-            and "syntax error" not in done.stderr
-            and "integer expression" not in done.stderr
-        )
-        if flag == "--num-layers":
-            assert done.returncode == 2 and "--num-layers BASH_VERSINFO[$(>ran)] is not an integer" in done.stderr
-        else:
-            assert done.returncode == 0 and "--max-position-embeddings 512" in done.stdout, done.stderr
+    settings = f"TRAINING_PARAMS_PATH={tmp_path}/zoo.yaml VALIDATE=0 SEQ_LEN=512 PP=2 VPP=2"
+    for flag, code, words in (
+        ("--num-layers", 2, "--num-layers BASH_VERSINFO[$(>ran)] is not an integer"),
+        ("--max-position-embeddings", 0, "--max-position-embeddings 512"),
+    ):
+        (tmp_path / "zoo.yaml").write_text(re.sub(rf"{flag}: \d+", f"{flag}: BASH_VERSINFO[$(>ran)]", ZOO_FILE))
+        done = dry_run(script, tmp_path, "", settings, code)
+        assert words in (done.stderr if code else done.stdout)
+        assert not (tmp_path / "ran").exists()
+        assert "syntax error" not in done.stderr and "integer expression" not in done.stderr
 
 
 def test_multiline_variables_and_a_recipe_in_another_folder(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/own.yaml").write_text(ZOO_FILE)
-    done = dry_run(
-        "launch.sh",
-        tmp_path,
-        TRAINING_PARAMS_PATH="recipes/own.yaml",
-        VALIDATE="0",
-        TRAINING_PARAMS="--lr 2e-4\n--min-lr\n1e-5\n",
-        DATA_PATH="0.5 a\n0.5 b\n",
-        RECOMPUTE="moe_act\nlayernorm",
-        SEQ_LEN="512",
+    settings = (
+        "TRAINING_PARAMS_PATH=recipes/own.yaml VALIDATE=0 SEQ_LEN=512 TRAINING_PARAMS='--lr 2e-4\n--min-lr\n1e-5\n'"
     )
-    text = " ".join(done.stdout.partition("command: ")[2].split())
+    settings += " DATA_PATH='0.5 a\n0.5 b\n' RECOMPUTE='moe_act\nlayernorm'"
+    text = " ".join(dry_run("launch.sh", tmp_path, "", settings).stdout.partition("command: ")[2].split())
     assert f"--preset {tmp_path}/recipes/own.yaml " in text  # the ranks may start elsewhere
     assert "--max-position-embeddings" not in text  # the file has been read: it has more positions
     for wanted in ("--data-path 0.5 a 0.5 b --", "--recompute-modules moe_act layernorm --", "--lr 2e-4 --min-lr 1e-5"):
@@ -523,17 +419,10 @@ def test_recipe_in_the_format_of_megatron_is_read(tmp_path):
         "ENV_VARS:\n  data_path: not a flag\nARGS:\n  num_layers: 4\n  max_position_embeddings: 4096\n"
         "  'data_path': somewhere  # else\n  moe_grouped_gemm: true\n"
     )
-    done = dry_run(
-        "launch.sh",
-        tmp_path,
-        TRAINING_PARAMS_PATH="own.yaml",
-        VALIDATE="0",
-        SEQ_LEN="512",
-        MOE_GROUPED_GEMM="false",
-        PP="2",
-    )
-    assert "--mock-data" not in done.stdout and "--max-position-embeddings" not in done.stdout
-    assert "MOE_GROUPED_GEMM=false has no effect" in done.stdout
+    settings = "TRAINING_PARAMS_PATH=own.yaml VALIDATE=0 SEQ_LEN=512 MOE_GROUPED_GEMM=false PP=2"
+    text = dry_run("launch.sh", tmp_path, "", settings).stdout
+    assert "--mock-data" not in text and "--max-position-embeddings" not in text
+    assert "MOE_GROUPED_GEMM=false has no effect" in text
 
 
 OWN_FILE = """
@@ -552,117 +441,71 @@ ARGS:
 def test_a_recipe_file_wins_over_the_defaults_of_zoo_and_launcher(tmp_path, script):
     (tmp_path / "own.yaml").write_text(OWN_FILE)
     names = ("--pipeline-model-parallel-size", "--micro-batch-size", "--moe-flex-dispatcher-backend", "--decoder-first")
-    for variables in ({"MODEL": "DeepSeek-V3", "TRAINING_PARAMS_PATH": "own.yaml"}, {"MODEL": "./own.yaml"}):
-        text = dry_run(script, tmp_path, VALIDATE="0", NNODES="64", GB200_CLUSTER="1", **variables).stdout
+    for recipe in ("MODEL=DeepSeek-V3 TRAINING_PARAMS_PATH=own.yaml", "MODEL=./own.yaml"):
+        settings = f"{recipe} VALIDATE=0 NNODES=64"
+        text = dry_run(script, tmp_path, "", f"{settings} GB200_CLUSTER=1").stdout
         assert not any(name in text for name in names), text
         assert "CUDA_DEVICE_MAX_CONNECTIONS" not in text and "PYTORCH_CUDA_ALLOC_CONF" not in text
         assert "NCCL_GRAPH_REGISTER=0" in text  # not in the file
-        asked = dry_run(
-            script, tmp_path, VALIDATE="0", NNODES="64", PP="8", CUDA_DEVICE_MAX_CONNECTIONS="8", **variables
-        )
-        assert "--pipeline-model-parallel-size 8" in asked.stdout and "CUDA_DEVICE_MAX_CONNECTIONS=8" in asked.stdout
+        asked = dry_run(script, tmp_path, "", f"{settings} PP=8 CUDA_DEVICE_MAX_CONNECTIONS=8").stdout
+        assert "--pipeline-model-parallel-size 8" in asked and "CUDA_DEVICE_MAX_CONNECTIONS=8" in asked
 
 
 def test_other_model_zoo_variables_have_their_effect(tmp_path):
-    def dry_run_flags(script="sbatch_train.sh", **variables):
-        done = dry_run(script, tmp_path, VALIDATE="0", **{"MODEL": "qwen3_30b_a3b", **variables})
-        return flags_in(
-            done.stdout.replace("command: ", "FLAGS=") if script == "launch.sh" else done.stdout
-        ), done.stdout
+    def dry_run_flags(variables, script="sbatch_train.sh"):
+        text = dry_run(script, tmp_path, "", f"VALIDATE=0 MODEL=qwen3_30b_a3b {variables}").stdout
+        return flags_in(text), text
 
     flags, text = dry_run_flags(
-        MOE_TOKEN_DISPATCHER="alltoall",
-        MOE_GROUPED_GEMM="true",
-        SEQ_LEN="4096",
-        DATA_PATH="mock",
-        TOKENIZER_MODEL="mock",
-        LOAD_PATH="/weights",
-        PRETRAIN="1",
+        "MOE_TOKEN_DISPATCHER=alltoall MOE_GROUPED_GEMM=true SEQ_LEN=4096 DATA_PATH=mock TOKENIZER_MODEL=mock "
+        "LOAD_PATH=/weights PRETRAIN=1"
     )
     assert value(flags, "--moe-token-dispatcher-type") == "alltoall" and "--moe-grouped-gemm" in flags
     assert value(flags, "--seq-length") == "4096" and "--max-position-embeddings" not in flags  # raised, not lowered
-    assert (
-        "--mock-data" in flags
-        and "--tokenizer-model" not in flags
-        and "--load" not in flags
-        and "names data" not in text
-    )
-    assert value(dry_run_flags(SEQ_LEN="131072")[0], "--max-position-embeddings") == "131072"
-    assert "MOE_GROUPED_GEMM=false has no effect" in dry_run_flags(MOE_GROUPED_GEMM="false")[1]
+    assert "--mock-data" in flags and not {"--tokenizer-model", "--load"} & set(flags) and "names data" not in text
+    assert value(dry_run_flags("SEQ_LEN=131072")[0], "--max-position-embeddings") == "131072"
+    assert "MOE_GROUPED_GEMM=false has no effect" in dry_run_flags("MOE_GROUPED_GEMM=false")[1]
     flags, text = dry_run_flags(
-        PR="mxfp8", OPTIMIZER_OFFLOAD="1", WANDB_API_KEY="secret", WANDB_PROJECT="ours", COMMENT="first", PROFILE="nsys"
+        "PR=mxfp8 OPTIMIZER_OFFLOAD=1 WANDB_API_KEY=secret WANDB_PROJECT=ours COMMENT=first PROFILE=nsys"
     )
     assert "--fp8-param-gather" not in flags and value(flags, "--wandb-project") == "ours" and "--nvtx-ranges" in flags
     assert value(flags, "--wandb-exp-name") == "qwen3_30b_a3b-TP1PP1EP8CP1VPP1-MBS1GBS256-first"
-    assert (
-        "WANDB_MODE=online" in text
-        and "secret" not in text
-        and f"NSYS_OUTPUT={tmp_path}/runs/qwen3_30b_a3b/nsys/qwen3_30b_a3b-" in text
-    )
+    assert "WANDB_MODE=online" in text and "secret" not in text
+    assert f"NSYS_OUTPUT={tmp_path}/runs/qwen3_30b_a3b/nsys/qwen3_30b_a3b-" in text
     program = tmp_path / "mine.py"
     program.touch()
-    for script in ("sbatch_train.sh", "launch.sh"):
-        flags, text = dry_run_flags(script, GB200_CLUSTER="1", TRAINING_SCRIPT_PATH=str(program))
-        assert f" -u {program} --preset" in text and "NVLINK_DOMAIN_SIZE=72" in text
-        assert ("--ntasks-per-node=4" if script == "sbatch_train.sh" else "--nproc-per-node 4") in text
-    assert (
-        "TRAINING_SCRIPT_PATH=none.py"
-        in dry_run("launch.sh", tmp_path, MODEL="qwen3_tiny", TRAINING_SCRIPT_PATH="none.py", code=2).stderr
-    )
-    assert "TP=x: a positive integer" in dry_run("launch.sh", tmp_path, MODEL="qwen3_tiny", TP="x", code=2).stderr
+    for script, ranks in (("sbatch_train.sh", "--ntasks-per-node=4"), ("launch.sh", "--nproc-per-node 4")):
+        _, text = dry_run_flags(f"GB200_CLUSTER=1 TRAINING_SCRIPT_PATH={program}", script)
+        assert f" -u {program} --preset" in text and "NVLINK_DOMAIN_SIZE=72" in text and ranks in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sbatch_train.sh", "launch.sh"])
 def test_every_best_practice_line_of_the_model_zoo_fits(tmp_path, script):
     """Every line is valid, and its plan fits the hardware it was measured on."""
-    lines = [
-        line for line in Path(__file__).with_name("zoo_lines.txt").read_text().splitlines() if not line.startswith("#")
-    ]
+    lines = Path(__file__).with_name("zoo_lines.txt").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith("#")]
     assert len(lines) == 33
     codes = {}
     for line in lines:
-        hardware, *words = shlex.split(line)  # (one layout comes in quotes)
-        count = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-        env = make_environment(DRY_RUN="1", HARDWARE=hardware, **dict(word.split("=", 1) for word in words[:count]))
-        codes[line] = subprocess.run(
-            ["bash", str(SCRIPTS / script), *words[count:]], cwd=tmp_path, env=env, capture_output=True, check=False
-        ).returncode
+        variables, dashes, flags = line.partition(" --")  # (one layout comes in quotes)
+        codes[line] = launch(script, tmp_path, dashes + flags, f"DRY_RUN=1 HARDWARE={variables}").returncode
     assert {line: code for line, code in codes.items() if code != 0} == {}
 
 
 def test_array_dependency_signal_and_segment_become_sbatch_options(tmp_path):
-    done = dry_run(
-        "sbatch_train.sh",
-        tmp_path,
-        MODEL="mixtral_8x7b",
-        EP="8",
-        PP="1",
-        ARRAY="5",
-        DEPENDENCY="afterok:12",
-        SIGNAL_SECONDS="300",
-        RUN_TIME="1:00:00",
-        GB200_CLUSTER="1",
-        NNODES="2",
-        SEGMENT="2",
-        HARDWARE="gb200",
-    )
-    for wanted in (
-        "--array=1-5%1",
-        "--dependency=afterok:12",
-        "--signal=USR1@300",
-        "--time=1:00:00",
-        "--ntasks-per-node=4",
-        "--segment=2",
-    ):
+    settings = "MODEL=mixtral_8x7b EP=8 PP=1 ARRAY=5 DEPENDENCY=afterok:12 SIGNAL_SECONDS=300 RUN_TIME=1:00:00"
+    done = dry_run("sbatch_train.sh", tmp_path, "", f"{settings} GB200_CLUSTER=1 NNODES=2 SEGMENT=2 HARDWARE=gb200")
+    options = "--array=1-5%1 --dependency=afterok:12 --signal=USR1@300 --time=1:00:00 --ntasks-per-node=4 --segment=2"
+    for wanted in options.split():
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_every_wrapper_script_is_valid_without_changes(tmp_path, name):
-    done = dry_run(name, tmp_path)
-    assert f"--preset {name.removeprefix('train_').removesuffix('.sh').removesuffix(LONG)} " in done.stdout
-    assert ("--seq-length 262144 --max-position-embeddings 262144" in done.stdout) == (f"{LONG}.sh" in name)
+    text = dry_run(name, tmp_path).stdout
+    assert f"--preset {name.removeprefix('train_').removesuffix('.sh').removesuffix(LONG)} " in text
+    assert ("--seq-length 262144 --max-position-embeddings 262144" in text) == (f"{LONG}.sh" in name)
 
 
 def test_every_preset_has_a_wrapper_script():
@@ -700,9 +543,7 @@ def test_signal_for_torchrun_gives_an_exit_code_without_traceback(tmp_path):
         "import pathlib, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\npathlib.Path('ready').touch()\ntime.sleep(600)\n"
     )
     words = [sys.executable, str(SCRIPTS / "torchrun.py"), "--standalone", "--nproc-per-node", "1", "rank.py"]
-    process = subprocess.Popen(
-        words, cwd=tmp_path, env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=PIPE, stderr=PIPE, text=True)
     try:
         wait_until((tmp_path / "ready").exists)
         process.send_signal(signal.SIGINT)
@@ -713,58 +554,30 @@ def test_signal_for_torchrun_gives_an_exit_code_without_traceback(tmp_path):
     assert err.endswith("the run was terminated by SIGINT\n")
 
 
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_pass_shellcheck():
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    done = subprocess.run(
-        ["shellcheck", *map(str, sorted(SCRIPTS.glob("*.sh")))], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == ""
+    scripts = map(str, sorted(SCRIPTS.glob("*.sh")))
+    assert subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout == ""
 
 
 def test_sigterm_for_the_launcher_saves_and_the_same_command_resumes(tmp_path):
     """SIGTERM to the launcher: both ranks save, exit code 75; then the same command continues."""
     recipe = tmp_path / "tiny.yaml"
-    line = [
-        *TINY,
-        *MOCK,
-        "--train-iters",
-        "100000",
-        "--lr-decay-iters",
-        "100",
-        "--save-interval",
-        "100000",
-        "--distributed-backend",
-        "gloo",
-    ]
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-    env = make_environment(MODEL=str(recipe), GPUS_PER_NODE="2", OUTPUT_PATH=str(tmp_path / "out"), BIND="none")
-    metrics = tmp_path / "out" / "checkpoints" / "metrics.jsonl"
-    launcher = subprocess.Popen(
-        ["bash", str(SCRIPTS / "launch.sh"), *line],
-        cwd=tmp_path,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and metrics.stat().st_size) and launcher.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.kill(launcher.pid, signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=600)
-    assert launcher.returncode == 75, output[-3000:]
+    line = [*TINY, *MOCK, *"--train-iters 100000 --lr-decay-iters 100 --save-interval 100000".split()]
+    line = shlex.join([*line, "--distributed-backend", "gloo"])
+    settings = f"MODEL={recipe} VALIDATE=0 GPUS_PER_NODE=2 OUTPUT_PATH={tmp_path}/out BIND=none"
+    metrics = tmp_path / "out/checkpoints/metrics.jsonl"
+
+    def send_signal(launcher):
+        wait_until(lambda: (metrics.exists() and metrics.stat().st_size) or launcher.poll() is not None, 300)
+        os.kill(launcher.pid, signal.SIGTERM)
+
+    first = launch("launch.sh", tmp_path, line, settings, send_signal)
+    assert first.returncode == 75, first.stdout[-3000:]
     done = len(read_metrics(metrics))
-    assert "receiving SIGUSR1" in output
-    again = subprocess.run(
-        ["bash", str(SCRIPTS / "launch.sh"), *line, "--exit-interval", str(done + 1)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    assert "receiving SIGUSR1" in first.stdout + first.stderr
+    again = launch("launch.sh", tmp_path, f"{line} --exit-interval {done + 1}", settings)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert [record["iteration"] for record in read_metrics(metrics)] == list(range(1, done + 2))
     assert len(list((tmp_path / "out" / "logs").rglob("std*.log"))) >= 4

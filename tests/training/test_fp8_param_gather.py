@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import create_groups, make_argv, make_run
+from training.layouts import create_groups, make_argv, make_run, shallow
 from training.resuming import assert_alike, load_and_save, run_steps, train_and_save
 
 from arguments import parse_args
@@ -36,7 +36,7 @@ RECIPES = {
 }
 LAYOUTS = {
     "one rank": (1, "--use-distributed-optimizer"),
-    "dp": (2, f"--use-distributed-optimizer --expert-model-parallel-size 2 {OVERLAP}"),
+    "dp": (2, f"--use-distributed-optimizer --expert-model-parallel-size 2 --global-batch-size 8 {OVERLAP}"),
     "tp and instances": (
         4,
         "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
@@ -46,16 +46,9 @@ LAYOUTS = {
 
 
 def argv_with(*flags: str) -> list[str]:
-    return [
-        *make_argv("plain"),
-        "--num-layers",
-        "2",
-        "--num-experts",
-        "4",
-        "--clip-grad",
-        "0",
-        *(word for flag in flags for word in flag.split()),
-    ]
+    """One microbatch on each of two data-parallel ranks."""
+    small = "--num-experts 4 --global-batch-size 4 --clip-grad 0"
+    return [*shallow(make_argv("plain")), *(word for flag in (small, *flags) for word in flag.split())]
 
 
 def _run(rank, n, argv, steps=4):
@@ -154,7 +147,7 @@ def _train_and_compare(rank, n, argvs):
     outcomes = []
     for argv in argvs:
         run = _run(rank, n, argv)
-        run_steps(run, 0, 3)
+        run_steps(run, 0, 2)
         outcomes.append(_compare_with_main_params(run))
     return outcomes
 
