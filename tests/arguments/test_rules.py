@@ -111,3 +111,10 @@ def test_rules_do_not_crash_on_any_flag_value():
             settings, _ = resolve_command_line([*base, option.spellings[-1], *words], None if value == "7" else 8)
             check_machine(settings, {}, 9)
             rules.derived(settings, 8)
+
+
+def test_a_constant_loss_scale_keeps_the_nan_check():
+    for words, expected in (["--loss-scale", "1024"], True), ([], False):
+        argv = [word for word in base_line() if word != "--bf16"]
+        settings, _ = resolve_command_line([*argv, "--fp16", *words], 8)
+        assert settings.check_for_nan_in_loss_and_grad is expected

@@ -145,4 +145,5 @@ def test_ring_bandwidth():
     links = Interconnect(find_hardware("h100"))
     assert links.bandwidth(1, 8) == links.bandwidth(4, 2) >= links.bandwidth(1, 16) > links.bandwidth(8, 16)
     assert links.bandwidth(1, 16) == pytest.approx(min(450e9 * 0.75, 8 * 50e9 * 0.87))
+    assert links.bandwidth(8, 4) == links.bandwidth(8, 16)  # one rank of each node
     assert links.ring(1e9, 1, 1) == 0

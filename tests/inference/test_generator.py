@@ -1,11 +1,15 @@
 """Batches, limits and draws of generation, against logits that are computed without a cache."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from inference.models import make_generator, never_finished
 
 import arguments
+from moe_trainer.errors import UserError
 from moe_trainer.inference import generator as module
+from moe_trainer.inference.completion import encode_prompts
 from moe_trainer.inference.generator import GenerationOptions
 from moe_trainer.inference.sampling import SamplingOptions
 from moe_trainer.model.build import build_chunks
@@ -139,3 +143,10 @@ def test_padding_is_no_token_and_has_positions_in_the_cache():
     assert found == [continued_without_cache(chunk, prompt, 1) for prompt in PROMPTS[:3]]
     (tokens,) = generator(chunk).generate(PROMPTS[:1], GenerationOptions(2, never_finished))
     assert len(tokens) == 2  # exactly the limit
+
+
+def test_a_prompt_may_fill_all_positions_with_its_new_tokens():
+    codec = SimpleNamespace(encode=lambda text: [1] * len(text), prefix=0)
+    assert encode_prompts(codec, ["abc", ""], 2, 5) == [[1, 1, 1], [0]]
+    with pytest.raises(UserError, match="prompt 2 has 4 tokens"):
+        encode_prompts(codec, ["abc", "abcd"], 2, 5)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from arguments import parse_args
 from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
@@ -17,7 +18,7 @@ from moe_trainer.layers.linear import ColumnParallelLinear, RowParallelLinear
 from moe_trainer.layers.mlp import make_activation
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.query_temperature import QueryTemperature
-from moe_trainer.layers.rotary import make_rotary, skips_rope
+from moe_trainer.layers.rotary import _layer_changes, make_rotary, skips_rope
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
 
@@ -238,3 +239,14 @@ def test_reason_for_not_using_transformer_engine_is_logged(caplog):
         assert local.column_linear is LOCAL.column_linear and not caplog.records
         assert select_layer_factory("transformer_engine", ParallelState.single(), ["p2p"]).name == "local"
     assert "transformer_engine" in caplog.text and len(caplog.records) == 1
+
+
+def test_prediction_depths_rotate_with_the_base_of_the_last_layer():
+    """Layers after those of the list, which multi-token prediction adds."""
+    argv = "--preset qwen3_tiny --mock-data --rotary-base-per-layer"
+    num_layers = parse_args("--preset qwen3_tiny --mock-data".split(), 1).model.num_layers
+    bases = [str(1000 * (layer + 1)) for layer in range(num_layers)]
+    model = parse_args([*argv.split(), *bases], 1).model
+    assert (
+        _layer_changes(model, num_layers + 1) == _layer_changes(model, num_layers) == {"rotary_base": 1000 * num_layers}
+    )

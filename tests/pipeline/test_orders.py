@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from moe_trainer.pipeline.orders import interleaved_order, one_f_one_b_order, split_backward
+from moe_trainer.pipeline.orders import interleaved_order, make_orders, one_f_one_b_order, split_backward
 from moe_trainer.pipeline.p2p_program import Message, P2PBatch, channel, program
 from moe_trainer.pipeline.simulate import (
     BACKWARD,
@@ -271,3 +271,9 @@ def test_order_that_cannot_run_is_rejected():
     backward = [Action(BACKWARD, 0, 0), Action(BACKWARD, 0, 1)]
     with pytest.raises(ValueError, match="rank 0 waits before"):
         simulate_schedule([(forward[0], backward[0], forward[1], backward[1]), (*forward, *backward)], 1)
+
+
+def test_a_lag_of_zero_defers_all_weight_gradients_of_the_head():
+    last = make_orders("1f1b", 2, 1, 4, head_lag=0)[-1]
+    assert [action.kind for action in last[-4:]] == [WEIGHT] * 4
+    assert [action.kind for action in make_orders("1f1b", 2, 1, 4, head_lag=1)[-1]] != [action.kind for action in last]

@@ -82,7 +82,7 @@ def check_exit_decision(rank, n):
     assert ask() == (False, None, False)
     assert ask(writing=one) == (True, None, False)
     assert ask(signalled=one) == (False, "exiting program after receiving SIGTERM.", True)
-    saving, reason, interrupted = ask(duration=5, started=time.monotonic() - 600 * one)
+    saving, reason, interrupted = ask(duration=5, started=time.monotonic() - (600 if one else 400))
     assert interrupted and not saving and reason.startswith("exiting program after 10.0")
     assert ask(duration=5) == (False, None, False)
     assert ask(writing=one, interval=3) == (True, "exiting program at iteration 6", False)

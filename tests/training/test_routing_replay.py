@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -349,3 +350,11 @@ def test_wrong_folders_end_with_code_2(traced, tmp_path):
     (tmp_path / "trace" / "router_trace_rank1.jsonl").unlink()
     refused("has no experts of sample 1")
     refused("needs --moe-enable-routing-replay", "--moe-routing-replay-path", "trace")
+
+
+def test_routers_of_all_virtual_stages_choose_again():
+    routers = [SimpleNamespace(given_TK=1), SimpleNamespace(given_TK=1)]
+    chunks = [SimpleNamespace(moe_layers=lambda router=router: [SimpleNamespace(router=router)]) for router in routers]
+    args = parse_args([*TINY, *MOCK, "--train-iters", "1", "--moe-enable-routing-replay"], world_size=1)
+    RoutingReplay(args, chunks, {}).clear()
+    assert [router.given_TK for router in routers] == [None, None]
