@@ -32,7 +32,6 @@ LATENT_HOWS = {
     **{how: HOWS[how] for how in ("uniform", "block", "offload everything")},
 }
 CASES = {
-    "plain": (GROUPED, HOWS),
     "random numbers and capacity": (f"{GROUPED} {NOISE}", HOWS),
     "expert bias, MTP, LayerNorm": (f"{GROUPED} {BIAS} {MTP} --normalization LayerNorm", HOWS),
     "sinkhorn, biases, bf16": ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --bf16", HOWS),
@@ -44,7 +43,6 @@ CASES = {
         f"{GROUPED} {QUANTIZED} --fp8-format e4m3 --fp8-recipe blockwise",
         {how: HOWS[how] for how in ("block", "layernorm", "offload and recompute")},
     ),
-    "latent": (f"{GROUPED} {LATENT}", LATENT_HOWS),
     "latent, a window": (f"{GROUPED} {LATENT} --window-size 7,0", LATENT_HOWS),
     "latent, random numbers": (f"{GROUPED} {LATENT} {NOISE} --apply-residual-connection-post-layernorm", LATENT_HOWS),
 }

@@ -8,13 +8,9 @@ from training.layouts import make_argv
 
 ROUTED = local("attn moe_router moe_preprocess")
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
-TP2 = "--tensor-model-parallel-size 2 --global-batch-size 4"
-ALL_GATHER = "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"
-SP2 = f"{TP2} --sequence-parallel"
-CP2 = "--context-parallel-size 2 --global-batch-size 4"
+SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 FORCED = "--moe-router-force-load-balancing --recompute-granularity selective"
 PP2 = "--pipeline-model-parallel-size 2"
-ZERO_BUBBLE = f"{PP2} --pipeline-schedule zero-bubble"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 DROPLESS = (
@@ -26,13 +22,13 @@ PADDED_HYBRIDEP = DROPLESS.removesuffix("--moe-expert-rank-capacity-factor 4")
 STASH = "--moe-paged-stash --moe-paged-stash-page-size 4"
 NVFP4 = "--hidden-size 64 --ffn-hidden-size 128 --num-experts 4 --fp4-format e2m1"
 MXFP8 = "--hidden-size 64 --ffn-hidden-size 128 --num-experts 4 --fp8-format e4m3 --fp8-recipe mxfp8"
-# name -> (kind of model, mapping, flags of graphs); two ranks each, with two microbatches, or three or four where passes overlap
+# name -> (kind of model, mapping, flags of graphs); two ranks each
 CASES = {
-    "pipeline": ("plain", PP2, ROUTED),
-    "pipeline, weight gradients that wait": ("plain", ZERO_BUBBLE, ROUTED),
-    "pipeline, virtual stages": ("plain", f"{PP2} --num-virtual-stages-per-pipeline-rank 2", ROUTED),
+    "pipeline": ("accumulation", PP2, ROUTED),
+    "pipeline, weight gradients that wait": ("accumulation", f"{PP2} --pipeline-schedule zero-bubble", ROUTED),
+    "pipeline, virtual stages": ("accumulation", f"{PP2} --num-virtual-stages-per-pipeline-rank 2", ROUTED),
     "tensor parallel, rows cut": ("plain", SP2, ROUTED),
-    "tensor parallel": ("deepseek", TP2, local("attn mlp moe_router moe_preprocess")),
+    "tensor parallel": ("deepseek", "--tensor-model-parallel-size 2", local("attn mlp moe_router moe_preprocess")),
     "tensor parallel, forced routing and recompute": (
         "plain",
         f"{SP2} {FORCED} --recompute-modules layernorm moe_act",
@@ -43,32 +39,49 @@ CASES = {
         f"{SP2} {FORCED} --recompute-modules moe --expert-tensor-parallel-size 1",
         full(),
     ),
-    "context parallel": ("plain", CP2, ROUTED),
-    "expert parallel": ("plain", EP2, ROUTED),
-    "expert parallel, all-gather": ("plain", ALL_GATHER, ROUTED),
-    "expert parallel, weights kept in 8 bits": (
+    "context parallel": ("plain", "--context-parallel-size 2", ROUTED),
+    "expert parallel": ("accumulation", EP2, ROUTED),
+    "expert parallel, all-gather": (
         "plain",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        ROUTED,
+    ),
+    "expert parallel, weights kept in 8 bits": (
+        "accumulation",
         f"{EP2} --bf16 --use-distributed-optimizer --fp8-param-gather --fp8-format e4m3 --fp8-recipe tensorwise",
         ROUTED,
     ),
     "expert parallel, two passes in turns": (
-        "plain",
-        f"{EP2} --overlap-moe-expert-parallel-comm --bf16 --global-batch-size 12",
+        "accumulation",
+        f"{EP2} --overlap-moe-expert-parallel-comm --bf16",
         ROUTED,
     ),
     "expert parallel, padded, full layers": ("padded capacity", EP2, local()),
     "expert parallel, padded, full iteration": ("padded capacity", EP2, full()),
-    "expert parallel, padded, all-gather": ("padded capacity", ALL_GATHER, local("moe")),
+    "expert parallel, padded, all-gather": (
+        "padded capacity",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+        local("moe"),
+    ),
     "data parallel, overlapped": ("distributed optimizer, overlap", "", ROUTED),
     "data parallel, full iteration": ("padded capacity", "--use-distributed-optimizer", full()),
     "data parallel, overlapped, full iteration": ("padded capacity", OVERLAP, full()),
     "pipeline, virtual stages, overlapped, full iteration": (
         "padded capacity",
-        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 {OVERLAP} --overlap-p2p-communication-warmup-flush",
+        f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16 {OVERLAP} "
+        "--overlap-p2p-communication-warmup-flush",
         full(),
     ),
-    "pipeline, weight gradients that wait, full iteration": ("padded capacity", ZERO_BUBBLE, full()),
-    "context parallel, documents, full iteration": ("padded capacity", f"{CP2} {DOCUMENTS}", full()),
+    "pipeline, weight gradients that wait, full iteration": (
+        "padded capacity",
+        f"{PP2} --pipeline-schedule zero-bubble",
+        full(),
+    ),
+    "context parallel, documents, full iteration": (
+        "padded capacity",
+        f"--context-parallel-size 2 {DOCUMENTS}",
+        full(),
+    ),
     "documents": ("plain", DOCUMENTS, local("attn")),
     "dropless experts": ("plain", f"{DROPLESS} --moe-shared-expert-intermediate-size 8", local("attn moe")),
     "dropless experts, paged stash": ("plain", f"{DROPLESS} {STASH}", local("attn moe")),
@@ -79,13 +92,13 @@ CASES = {
         f"{DROPLESS} {MXFP8} {STASH} --moe-paged-stash-buffer-size-factor-cuda 4",
         local("attn moe"),
     ),
-    "dropless fp4 experts": ("plain", f"{DROPLESS} {NVFP4}", local("attn moe")),
+    "dropless fp4 experts": ("accumulation", f"{DROPLESS} {NVFP4}", local("attn moe")),
     "dropless, fp4, full iteration": ("plain", f"{DROPLESS} {NVFP4}", full()),
     "padded, HybridEP": ("padded capacity", PADDED_HYBRIDEP, local("moe")),
     "padded, HybridEP, full iteration": ("padded capacity", PADDED_HYBRIDEP, full()),
     "fully sharded, full iteration": ("padded capacity", FSDP, full()),
     "fully sharded, dropless, clones, full iteration": (
-        "plain",
+        "accumulation",
         f"{DROPLESS} {FSDP} --fsdp-double-buffer --moe-clone-hot-experts 1",
         full(),
     ),
@@ -102,19 +115,12 @@ CASES = {
     ),
     "dropless, two passes in turns, full iteration": (
         "plain",
-        f"{DROPLESS} --overlap-moe-expert-parallel-comm --global-batch-size 12 --delay-wgrad-compute "
+        f"{DROPLESS} --overlap-moe-expert-parallel-comm --global-batch-size 16 --delay-wgrad-compute "
         "--transformer-impl transformer_engine --on-missing-backend fallback",
         full(),
     ),
 }
 PARTS = [list(CASES)[:8], list(CASES)[8:18], list(CASES)[18:]]
-
-
-def small(kind: str, flags: str) -> list[str]:
-    """Return the flags with few experts, each of which is many operators."""
-    return line(kind, flags if kind == "deepseek" else f"--num-experts 4 {flags}")
-
-
 ONCE = {"training/step.py": 1, "optim/clip.py": 1, "moe/balancing.py": 1}
 """Waits of an iteration: the losses, the norm, the statistics of the routers."""
 
@@ -124,7 +130,7 @@ def test_graphed_training_on_two_ranks_equals_eager(names):
     argvs = [
         argv
         for name in names
-        for plain in [[*small(*CASES[name][:2]), *same_accumulation_flags(CASES[name][2])]]
+        for plain in [[*line(*CASES[name][:2]), *same_accumulation_flags(CASES[name][2])]]
         for argv in (plain, [*plain, *CASES[name][2]])
     ]
     outcomes = iter(on_device(train_ranks, argvs, 3, ranks=2, devices=2)[0])
@@ -143,7 +149,8 @@ def test_graphed_training_on_two_ranks_equals_eager(names):
 
 
 PACKED = (
-    "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment max --thd-max-packed-sequences 6"
+    "--use-varlen-dataset --global-batch-size 16 --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment max "
+    "--thd-max-packed-sequences 6"
 )
 PACKED_CASES = {
     "pipeline": ("plain", PP2, ROUTED),
@@ -159,7 +166,7 @@ def test_graphs_of_a_pipeline_serve_packed_sequences_of_other_lengths():
     """Equal up to the order of sums, as without a pipeline (test_cuda_graph.py)."""
     argvs = []
     for kind, flags, graphs in PACKED_CASES.values():
-        plain = [*small(kind, f"{PACKED} {flags}"), *same_accumulation_flags(graphs)]
+        plain = [*line(kind, f"{PACKED} {flags}"), *same_accumulation_flags(graphs)]
         argvs += [plain, [*plain, *graphs]]
     for results in on_device(train_ranks, argvs, 6, ranks=2, devices=2):
         for name, (eager, _), (graphed, counts) in zip(PACKED_CASES, results[::2], results[1::2], strict=True):

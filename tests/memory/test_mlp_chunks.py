@@ -8,7 +8,8 @@ from memory.one_pass import run_two_microbatches as run
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training.layouts import assert_equal, make_argv, shallow, train_one_process, train_ranks
+from training.agreement import Row, check_rows
+from training.layouts import assert_equal, make_argv, shallow, train_ranks
 
 from arguments import ArgumentError
 from arguments.training import TrainingArgs
@@ -119,28 +120,33 @@ def test_padding_for_quantization_pads_every_chunk():
     assert all(count % 32 == 0 for each in counts for count in each)
 
 
-LAYOUTS = {
-    "tp2 sp": "--tensor-model-parallel-size 2 --sequence-parallel",
-    "tp2": "--tensor-model-parallel-size 2",
-    "ep2, all-to-all": "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
-    "ep2, all-gather": "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
-    "pp2": "--pipeline-model-parallel-size 2",
-    "tp2 sp ep2 etp1": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
-    "--expert-tensor-parallel-size 1",
-}
+CHUNKS = "--mlp-chunks-for-training 3"
+TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
+EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type"
+# (kind of model, what is recomputed, mapping)
+RANKS = (
+    ("deepseek", "recomputed", f"{TP2} {SP}"),
+    ("deepseek", "recomputed", f"{EP2} alltoall"),
+    ("deepseek", "uniform", f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"),
+    ("plain", "recomputed", TP2),
+    ("plain", "recomputed", f"{EP2} allgather"),
+    ("plain", "recomputed", "--pipeline-model-parallel-size 2"),
+)
 
 
-@pytest.mark.parametrize("kind", ["deepseek", "plain"])
-def test_chunks_equal_one_process_without_chunks(kind):
-    argv = shallow(make_argv(kind))
-    chunked = [*argv, *HOWS["recomputed"].split(), "--mlp-chunks-for-training", "3"]
-    cases = [[*chunked, *layout.split()] for layout in LAYOUTS.values()]
-    cases.append([*argv, *HOWS["uniform"].split(), "--mlp-chunks-for-training", "3", *LAYOUTS["tp2 sp"].split()])
-    sharded = "--context-parallel-size 2".split()  # whose losses by sequence are those of a rank's part
-    *outcomes, cp, expected = run_ranks(train_ranks, 2, [*cases, [*chunked, *sharded], [*argv, *sharded]])[0]
-    for case, outcome in zip([*LAYOUTS, "uniform"], outcomes, strict=True):
-        assert_equal(outcome, train_one_process(*argv), case)
-    assert_equal(cp, expected, "cp2")
+def test_chunks_on_ranks_equal_one_process_without_chunks():
+    check_rows({
+        f"{kind}, {mapping}": Row(2, shallow(make_argv(kind)), f"{HOWS[how]} {CHUNKS} {mapping}")
+        for kind, how, mapping in RANKS
+    })  # fmt: skip
+
+
+def test_chunks_of_context_ranks_equal_context_ranks_without_chunks():
+    """Their losses by sequence are those of a rank's part."""
+    argv = [*shallow(make_argv("deepseek")), "--context-parallel-size", "2"]
+    chunked = [*argv, *HOWS["recomputed"].split(), *CHUNKS.split()]
+    outcome, expected = run_ranks(train_ranks, 2, [chunked, argv])[0]
+    assert_equal(outcome, expected)
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,16 @@ NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1 --moe-input-jitter-eps 0.1
 SMALL = "--global-batch-size 4"
 # name -> (kind of model, flags of the mapping, ways to keep activations)
 CASES = {
-    "tp2 sp": ("deepseek", f"{TP2} --sequence-parallel", (UNIFORM, PARTS, SENT)),
+    "tp2 sp": ("deepseek", f"{TP2} --sequence-parallel", (PARTS, SENT)),
     "tp2 sp, random numbers": ("plain", f"{TP2} --sequence-parallel {NOISE}", (UNIFORM, f"{SELECTIVE} core_attn moe")),
     "tp2": ("plain", TP2, (UNIFORM, f"{UNIFORM} --distribute-saved-activations", f"{BLOCK} --distribute-saved-activations")),
-    "ep2": ("deepseek", f"{EP2} --moe-token-dispatcher-type alltoall", (UNIFORM, PARTS, SENT)),
+    "ep2": ("deepseek", f"{EP2} --moe-token-dispatcher-type alltoall", (PARTS, SENT)),
     "ep2, shared experts meanwhile": ("deepseek", f"{EP2} --moe-token-dispatcher-type alltoall --moe-shared-expert-overlap", (
         f"{SELECTIVE} moe layernorm",)),
     "etp2": ("plain", "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type allgather", (f"{SELECTIVE} moe", UNIFORM)),
     "pp2 vpp2": ("deepseek", f"{PP2} --num-virtual-stages-per-pipeline-rank 2", (
-        UNIFORM, BLOCK, SENT, f"{OFFLOAD} {EVERYTHING} --delta-offload-bytes-across-pp-ranks 3000")),
-    "zero bubble": ("deepseek", f"{PP2} --pipeline-schedule zero-bubble", (UNIFORM, PARTS, SENT)),
+        BLOCK, f"{OFFLOAD} {EVERYTHING} --delta-offload-bytes-across-pp-ranks 3000")),
+    "zero bubble": ("deepseek", f"{PP2} --pipeline-schedule zero-bubble", (UNIFORM, SENT)),
     "cp2 ring": ("plain", f"{CP2} --reset-attention-mask --reset-position-ids", (UNIFORM, f"{SELECTIVE} core_attn layernorm", SENT.replace("mla_up_proj shared_experts", ""))),
     "cp2 heads": ("deepseek", f"{CP2} --cp-comm-type a2a", (UNIFORM, PARTS)),
     "overlapped exchange": ("plain", f"{EP2} --bf16 --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
@@ -35,7 +35,7 @@ CASES = {
     "gradients during the exchange": ("plain", f"{EP2} --overlap-dispatch-backward-with-experts-wgrad "
                                       "--transformer-impl transformer_engine --moe-token-dispatcher-type alltoall", (UNIFORM, f"{SELECTIVE} moe")),
     "distributed optimizer": ("distributed optimizer, overlap", "", (UNIFORM,)),
-    "fsdp": ("deepseek", "--use-torch-fsdp2", (UNIFORM, BLOCK, PARTS, SENT)),
+    "fsdp": ("deepseek", "--use-torch-fsdp2", (BLOCK, SENT)),
     "fsdp, gradients": ("plain", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --ckpt-format fsdp_dtensor", (UNIFORM,)),
 }  # fmt: skip
 

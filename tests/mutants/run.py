@@ -11,7 +11,7 @@ A mutant is an entry of a YAML file of this folder: `file`, `function`, `line` a
 `breaks` for a user. One whose line is not found is reported as moved. A mutant is settled by the first test that fails.
 Those that noticed it before come first, then those that reach its block (tests/data/suite/record.xz, ranks and started
 programs included), by duration and by the words that their names share with the mutant's texts. A run that lasts much
-longer than its tests did is noticed, by a hang, if the test ends without the mutant in that time. Exit code 1: a mutant survived or has moved.
+longer than its tests did is noticed, by a hang. A test that fails or hangs without the mutant too notices nothing. Exit code 1: a mutant survived or has moved.
 """
 
 from __future__ import annotations
@@ -235,9 +235,7 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
             raise RuntimeError((Path(name) / "output").read_text())
         lines = [line.split(" ", 1) for line in (ran.read_text().splitlines() if ran.exists() else ())]
     failed = [test for event, test in lines if event == "failed"]
-    started = [test for event, test in lines if event == "start"] or [
-        f"the collection of {names[0].partition('::')[0]}"
-    ]
+    started = [test for event, test in lines if event == "start"] or names[:1]
     count = sum(event == "passed" for event, _ in lines)
     if failed:
         return failed[0], count
@@ -302,8 +300,9 @@ class _Listed:
             self.file.write(f"passed {report.nodeid}\n")
 
     def pytest_collectreport(self, report: object) -> None:
-        if report.failed:
-            self.file.write(f"failed the collection of {report.nodeid}\n")
+        if report.failed:  # counts as a failure of its first test
+            name = next((name for name in self.names if name.startswith(report.nodeid)), next(iter(self.names)))
+            self.file.write(f"failed {name}\n")
 
 
 def settle(
@@ -333,15 +332,17 @@ def settle(
             test, ran = run_tests(copy.folder, batch, limit)
             spent += expected
             count += ran
-            if test is not None and test.endswith(HANGS) and test.removesuffix(HANGS) in batch:
-                late = test.removesuffix(HANGS)
-                if rest := batch[batch.index(late) + 1 :]:
-                    batches.appendleft(rest)
-                copy.set_text(mutant.file, unchanged)
-                if run_tests(copy.folder, [late], limit)[0] is not None:
-                    continue  # it is that slow
+            if test is None:
+                continue
+            name = test.removesuffix(HANGS)
+            if rest := batch[batch.index(name) + 1 :]:
+                batches.appendleft(rest)
+            copy.set_text(mutant.file, unchanged)
+            if run_tests(copy.folder, [name], limit)[0] is not None:
+                continue  # it fails, or is that slow, without the mutant too
+            if test.endswith(HANGS):  # alone it may end
                 copy.set_text(mutant.file, text)
-                test, _ = run_tests(copy.folder, [late], limit)
+                test, _ = run_tests(copy.folder, [name], limit)
             if test is not None:
                 return Result("noticed", test, time.monotonic() - start, count + 1)
         return Result("survived", "", time.monotonic() - start, count)

@@ -19,6 +19,29 @@ from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.state import ParallelState
 
 EXPERTS = 4
+PLAIN = {}
+ZERO1 = {"use_distributed_optimizer": True}
+OVERLAPPED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 150,
+}
+EAGER = {"overlap_grad_reduce": True, "ddp_bucket_size": 150}
+MODES = {"plain": PLAIN, "eager": EAGER, "zero1": ZERO1, "overlapped": OVERLAPPED}
+# world size, degrees, virtual stages
+LAYOUTS = {
+    "tp2": (2, {"tp": 2}, 1),
+    "pp2_tied": (2, {"pp": 2}, 1),
+    "pp2_vpp2": (2, {"pp": 2}, 2),
+    "cp2_dp2": (4, {"cp": 2}, 1),
+    "tp2_dp2_ep2_over_dp": (4, {"tp": 2, "etp": 2, "ep": 2}, 1),
+    "tp2_dp2_ep4_above_dp": (4, {"tp": 2, "ep": 4}, 1),
+    "tp2_dp2_ep1_etp1": (4, {"tp": 2}, 1),
+    "tp1_etp2_ep1": (4, {"etp": 2}, 1),
+    "tp2_pp2_vpp2_ep2": (4, {"tp": 2, "pp": 2, "ep": 2}, 2),
+    "tp1_etp2_ep2": (4, {"etp": 2, "ep": 2}, 1),
+}
 MICROBATCHES = 2
 
 

@@ -27,8 +27,8 @@ from types import CodeType
 from structure.source import ROOT, product_files
 
 VARIABLE = "MOE_TRAINER_TEST_PROBES"
-BUFFER = "__test_probes__"
 PACKAGES = ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe")
+BUFFER = "__test_probes__"
 """Name of the buffer, a builtin: the main program of `python -m` has its own globals."""
 
 

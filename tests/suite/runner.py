@@ -120,6 +120,8 @@ class Run:
                 raise pytest.UsageError(f"--record: {loaded[0]} was imported before, by a conftest.py")
             folder = Path(config.option.record).resolve()
             folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise pytest.UsageError(f"--record {folder}: needs an empty folder; two runs would be mixed")
             (folder / "size").write_bytes(bytes(probes.prepare(folder)))
             self.finder = probes.install(folder / "collection")
             self.pth = probes.install_for_interpreters()
@@ -161,7 +163,11 @@ class Run:
                     worker.process.join()
                     if worker.process.exitcode == 0 or session.shouldfail or session.shouldstop:
                         continue
-                    hook.pytest_runtest_logreport(report=worker.death(session))
+                    if worker.current is None:
+                        raise RuntimeError(
+                            f"a test process ended with {worker.process.exitcode} before its first test"
+                        ) from None
+                    hook.pytest_runtest_logreport(report=worker.death(session, worker.current))
                     board.release(worker.current)
                     worker.start()
                     alive[worker.pipe] = worker
@@ -270,12 +276,13 @@ class Worker:
 
     def __init__(self, session: pytest.Session, board: Board, finder: object, waiting: str | None, number: int):
         self.session, self.board, self.finder, self.waiting, self.number = session, board, finder, waiting, number
-        self.current = 0
+        self.current: int | None = None
         self.next: int | None = None
 
     def start(self) -> None:
         """Fork."""
         context = multiprocessing.get_context("fork")
+        self.current = None
         self.pipe, child = context.Pipe(duplex=False)
         self.process = context.Process(target=self.serve, args=(child,), name=f"tests {self.number}")
         self.process.start()
@@ -289,9 +296,9 @@ class Worker:
             self.process.kill()
         self.process.join()
 
-    def death(self, session: pytest.Session) -> pytest.TestReport:
+    def death(self, session: pytest.Session, test: int) -> pytest.TestReport:
         """Return the failure of the test during which the process ended."""
-        item = session.items[self.current]
+        item = session.items[test]
         text = f"the process that ran this test ended with exit code {self.process.exitcode}"
         return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
 

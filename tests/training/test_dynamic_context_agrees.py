@@ -21,10 +21,8 @@ GLOBAL_BALANCING = f"{GQA} --moe-router-load-balancing-type global_aux_loss --mo
 SHARDED_PARAMS = "--use-torch-fsdp2 --no-gradient-accumulation-fusion --ckpt-format torch_dist"
 CASES = {
     2: (
-        ("gqa", "--cp-comm-type allgather"),
         ("sinks", "--cp-comm-type a2a"),
         ("yarn", ""),
-        ("learned positions", ""),
         ("sparse", "--cp-comm-type allgather"),
         ("recompute", "--context-parallel-size 2"),
         ("gqa", "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
@@ -32,18 +30,15 @@ CASES = {
         (GLOBAL_BALANCING, "--min-dynamic-context-parallel-size 2"),
     ),
     4: (
-        ("gqa", "--expert-model-parallel-size 4"),
         ("window", "--context-parallel-size 2"),
+        ("gqa", "--expert-model-parallel-size 4"),
         ("sinks", "--pad-packed-seq-alignment 4 --min-dynamic-context-parallel-size 2"),
         ("learned positions", "--cp-comm-type a2a --tensor-model-parallel-size 2"),
         ("mla", "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
-        ("mla", "--expert-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce"),
         ("mtp", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
-        ("mtp", "--context-parallel-size 4"),
         ("gqa", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
         ("linear attention", "--context-parallel-size 2"),
         ("indexer loss", "--cp-comm-type allgather"),
-        ("selective recompute", ""),
         (SEQUENCE_BALANCING, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (GLOBAL_BALANCING, "--min-dynamic-context-parallel-size 4 --expert-model-parallel-size 2"),
         ("gqa", f"--tensor-model-parallel-size 2 --sequence-parallel {SHARDED_PARAMS}"),

@@ -15,7 +15,6 @@ CASES = {
     2: [
         ("plain", TORCH),
         ("plain", f"{TORCH} --torch-fsdp2-no-reshard-after-forward"),
-        ("accumulation", TORCH),
         ("per-token loss", TORCH),
         ("deepseek", TORCH),
         ("biases, tied head", TORCH),
@@ -31,9 +30,7 @@ CASES = {
             f"{MEGATRON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --fsdp-double-buffer",
         ),
         ("per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
-        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
         ("plain", f"{MEGATRON} --tensor-model-parallel-size 2"),
-        ("accumulation", f"{MEGATRON} --pipeline-model-parallel-size 2"),
         ("biases, tied head", f"{MEGATRON} --pipeline-model-parallel-size 2"),
         ("plain", f"{MEGATRON} --context-parallel-size 2"),
         ("plain", HYBRID),
@@ -47,9 +44,9 @@ CASES = {
 
 
 def model_argv(kind: str, flags: str) -> list[str]:
-    """Two layers where there are many microbatches, but for virtual stages; four layers in the other cases, with units in the middle."""
-    many = kind in ("accumulation", "per-token loss") and "virtual" not in flags
-    return shallow(make_argv(kind)) if many else make_argv(kind)
+    """Two layers, but for virtual stages and where the units in the middle matter: two buffers, and the largest pool."""
+    deep = "virtual" in flags or "double-buffer" in flags or flags == TORCH
+    return make_argv(kind) if deep else shallow(make_argv(kind))
 
 
 @pytest.mark.parametrize("n", CASES)

@@ -23,10 +23,9 @@ MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
 
 
 CHAIN = (
-    (4, f"{MEGATRON} --expert-model-parallel-size 2"),
+    (2, f"{MEGATRON} --expert-model-parallel-size 2"),
     (1, ""),
     (2, "--use-torch-fsdp2"),
-    (4, "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel"),
     (4, f"{MEGATRON} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
     (4, f"{MEGATRON} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
 )
@@ -99,7 +98,7 @@ def get_losses(records):
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--bf16 --megatron-fsdp-main-params-dtype bf16", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"],
+    ["--bf16 --megatron-fsdp-main-params-dtype bf16", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1"],
 )
 def test_fully_sharded_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
     argv = [*JOB, *flags.split()]
@@ -116,7 +115,7 @@ def test_fully_sharded_run_evaluates_saves_resumes_and_exports(tmp_path, flags):
         "100",
     ]
     full, sharded_weights = pretrain([*argv, *sharding], tmp_path / "sharded", 2)
-    near = 1e-5 if not flags else 2e-2
+    near = 2e-2  # in fp32: test_fsdp_agrees.py
     assert get_losses(full) == pytest.approx(get_losses(plain), rel=near)
     assert set(weights) == set(sharded_weights)
     for name, tensor in weights.items():
@@ -154,14 +153,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("flags", ["", MEGATRON], ids=["plain", "sharded"])
-def test_process_groups_end_before_the_interpreter(tmp_path, flags):
-    """A thread of theirs that needs the interpreter while it ends would abort the process, now and then."""
+def test_process_groups_end_before_the_interpreter(tmp_path):
+    """A thread of theirs that needs the interpreter while it ends would abort the process, now and then.
+
+    Sharded, there are the groups of a plain run and those of the device meshes.
+    """
     argv = [
         str(REPOSITORY / "pretrain_moe.py"),
         *TINY,
         *MOCK,
-        *flags.split(),
+        *MEGATRON.split(),
         "--train-iters",
         "1",
         "--eval-iters",

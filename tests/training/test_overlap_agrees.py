@@ -14,47 +14,45 @@ DELAY = [*OVERLAP, "--delay-wgrad-compute", "--transformer-impl", "transformer_e
 WGRAD_OVERLAP = ["--overlap-dispatch-backward-with-experts-wgrad"]
 FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
 VPP = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
-# name -> (ranks, kind of model, flags of the model and its mapping)
+ALL = (OVERLAP, DELAY, WGRAD_OVERLAP)
+# name -> (ranks, kind of model, flags of the model and its mapping, ways to overlap)
 CASES = {
-    "ep2": (2, "accumulation", EP2),
-    "ep2, overlapped gradients": (2, "distributed optimizer, overlap", EP2),
-    "ep2, deepseek": (2, "deepseek", EP2),
-    "ep2 of two nodes": (2, "accumulation", [*EP2, *NODES.split()]),
-    "ep2, one microbatch": (2, "plain", [*EP2, "--global-batch-size", "4"]),
-    "ep2 pp2 vpp2": (4, "accumulation", [*EP2, *VPP]),
+    "ep2, overlapped gradients": (2, "distributed optimizer, overlap", EP2, ALL),
+    "ep2, deepseek": (2, "deepseek", EP2, ALL),
+    "ep2 of two nodes": (2, "accumulation", [*EP2, *NODES.split()], [OVERLAP, WGRAD_OVERLAP]),
+    "ep2, one microbatch": (2, "plain", [*EP2, "--global-batch-size", "4"], [DELAY]),
     "ep2 pp2 vpp2, per-token loss, MTP": (
         4,
         "per-token loss, MTP, distributed optimizer",
         [*EP2, *VPP, "--global-batch-size", "16"],
+        ALL,
     ),
-    "ep2, fully sharded": (2, "accumulation", [*EP2, *FSDP]),
-    "ep2, fully sharded, three layers": (2, "accumulation", [*EP2, *FSDP, "--num-layers", "3"]),
-    "ep2, fully sharded, deepseek": (2, "deepseek", [*EP2, *FSDP]),
-    "ep2 of 4, fully sharded": (4, "accumulation", [*EP2, *FSDP]),
-    "ep2 pp2 vpp2, fully sharded": (4, "accumulation", [*EP2, *VPP, *FSDP]),
+    "ep2, fully sharded, three layers": (2, "accumulation", [*EP2, *FSDP, "--num-layers", "3"], [DELAY]),
+    "ep2, fully sharded, deepseek": (2, "deepseek", [*EP2, *FSDP], ALL),
+    "ep2 pp2 vpp2, fully sharded": (4, "accumulation", [*EP2, *VPP, *FSDP], [OVERLAP]),
     "ep2 over tp2, sequence parallel": (
         2,
         "accumulation",
         [*EP2, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-tensor-parallel-size", "1"],
+        [OVERLAP, DELAY],
     ),
 }
 
 
 def model_of(name: str) -> list[str]:
     """Return the model's flags: two layers, or four where a rank has two stages."""
-    _, kind, flags = CASES[name]
+    _, kind, flags, _ = CASES[name]
     return make_argv(kind) if "--pipeline-model-parallel-size" in flags else shallow(make_argv(kind))
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_expert_parallel_overlap_does_not_change_training(n):
     names = [name for name, case in CASES.items() if case[0] == n]
-    hows = ([], OVERLAP, DELAY, WGRAD_OVERLAP)
-    argvs = [[*model_of(name), *CASES[name][2], *how] for name in names for how in hows]
+    argvs = [[*model_of(name), *CASES[name][2], *how] for name in names for how in ([], *CASES[name][3])]
     outcomes = iter(run_ranks(train_ranks, n, argvs)[0])
     for name in names:
         plain = next(outcomes)
-        for how in hows[1:]:
+        for how in CASES[name][3]:
             differences = compare(plain, next(outcomes))
             assert not differences, f"{name} {how[-1]}: first\n" + "\n".join(map(str, differences[:8]))
 

@@ -12,7 +12,7 @@ from moe_trainer.model.build import build_chunks
 from moe_trainer.moe.balancing import start_iteration
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.verification import training_trace
+from moe_trainer.verification import parity, training_trace
 from moe_trainer.verification.parity import check_parity
 from moe_trainer.verification.rank_pool import RankPool
 from moe_trainer.verification.shrink import as_is
@@ -149,7 +149,6 @@ def assert_layout_agrees(argv: list[str], flags: list[str], ranks: int, num_data
         ("mla", "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4, 1, 1),
         ("linear attention", "--context-parallel-size 2", 2, 1, 1),
         ("mamba", "--context-parallel-size 2", 2, 1, 1),
-        ("gqa", "--context-parallel-size 2 --cp-comm-type a2a", 2, 1, 1),
         ("window", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
         ("indexer loss", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
         ("llama 4", "--context-parallel-size 2", 2, 1, 1),
@@ -168,22 +167,18 @@ PP2, EP2, TP2 = (f"--{name}-model-parallel-size 2" for name in ("pipeline", "exp
 ALL_LOSSES = "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1 0.1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+# every feature of packed sequences meets a mapping that cuts, gathers or delays what it computes
 PAIRS = {
     "MTP, context ranks": (f"{GQA} --mtp-num-layers 2 {CP2}", 2),
     "ring inside all-to-all": (f"{GQA} {CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4),
-    "latent attention by all-to-all": (f"{MLA} {CP2} --cp-comm-type a2a {ALL_LOSSES}", 4),
+    "latent attention by all-to-all, all losses": (f"{MLA} {CP2} --cp-comm-type a2a {ALL_LOSSES}", 4),
     "windows over context ranks": (f"{GQA} --window-size 3,0 {CP2} --cp-comm-type p2p", 2),
-    "sinks over context ranks": (f"{GQA} --softmax-type learnable {CP2}", 2),
     "sinks, all-to-all, windows": (
         f"{GQA} --softmax-type off-by-one --window-size 5,0 {CP2} --cp-comm-type a2a {EP2}",
         4,
     ),
     "all losses over data ranks": (f"{GQA} {ALL_LOSSES} --moe-z-loss-coeff 0.01", 2),
     "all losses over context and tensor ranks": (f"{GQA} {CP2} {TP2} --sequence-parallel {ALL_LOSSES}", 4),
-    "full recompute over context ranks": (
-        f"{MLA} {CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        2,
-    ),
     "recomputed experts and attention": (f"{MLA} {CP2} {SELECTIVE} core_attn moe mla_up_proj layernorm", 2),
     "dropped tokens over context ranks": (f"{GQA} {CP2} --moe-expert-capacity-factor 0.7 {EP2}", 2),
     "padded experts": (
@@ -195,20 +190,19 @@ PAIRS = {
         f"{GQA} {TP2} --sequence-parallel --tp-comm-overlap --pad-packed-seq-alignment max",
         2,
     ),
-    "overlapped optimizer": (f"{GQA} {OVERLAP} {EP2}", 4),
     "sharded parameters": (
         f"{GQA} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor",
         2,
     ),
-    "sharded parameters by torch": (f"{GQA} --use-torch-fsdp2 --ckpt-format torch_dist", 2),
     "two microbatches in turns": (f"{GQA} {EP2} --overlap-moe-expert-parallel-comm --bf16", 2),
     "zero bubble": (f"{LINEAR} --norm-epsilon 1e-2 {PP2} --pipeline-schedule zero-bubble --num-layers 4", 2),
     "virtual stages": (f"{GQA} {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {OVERLAP}", 4),
 }
 
 
-def test_pairs_equal_one_process():
-    """Every loss, gradient and weight of three steps, with the definitions of the layouts (verification/parity.py)."""
+def test_pairs_equal_one_process(monkeypatch):
+    """Every loss, gradient and weight of two steps, with the definitions of the layouts (verification/parity.py)."""
+    monkeypatch.setattr(parity, "STEPS", 2)
     start = [word for word in make_packed_argv("") if word != "--calculate-per-token-loss"]
     start += "--max-seqlen-per-dp-cp-rank 32 --global-batch-size 16 --micro-batch-size 1 --adam-eps 1e-5".split()
     start += ["--sequence-packing-scheduler", "cost_balanced"]

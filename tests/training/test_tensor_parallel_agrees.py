@@ -5,23 +5,16 @@ import functools
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import (
-    KINDS,
-    assert_equal,
-    create_groups,
-    make_argv,
-    make_run,
-    shallow,
-    train_one_process,
-    train_ranks,
-)
+from training.agreement import Row, check_rows
+from training.layouts import create_groups, make_argv, make_run, shallow
 
 from moe_trainer.parallel.state import ParallelState
 
 GPT2 = "--normalization LayerNorm --position-embedding-type learned_absolute"
-# name: (kind, more flags). Capacities are per sequence shard by definition: test_layouts_agree.py has them
+# name: (kind, more flags). Capacities are per sequence shard by definition: test_layouts_agree.py has them.
+# With data ranks too: test_optimizer_layouts.py
 MODELS = {
-    **{kind: (kind, "") for kind in KINDS if "capacity" not in kind},
+    **{kind: (kind, "") for kind in ("deepseek", "biases, tied head", "per-token loss, MTP, distributed optimizer")},
     "gpt2": ("biases, tied head", f"{GPT2} --expert-tensor-parallel-size 1"),
     "one group": ("plain", "--group-query-attention --num-query-groups 1 --qk-layernorm --qk-layernorm-after-rope"),
     "norm of all heads": (
@@ -67,27 +60,17 @@ def _mapping(tp: int, sp: bool) -> list[str]:
     return ["--tensor-model-parallel-size", str(tp), *(["--sequence-parallel"] if sp else [])]
 
 
-# every model on two and on four tensor ranks, with and without sequence parallelism, and with data-parallel ranks in addition
-HALVES = (tuple(MODELS)[::2], tuple(MODELS)[1::2])
+# of these models sequence parallelism changes what is summed, or where
+REPLICATED = (
+    "deepseek", "biases, tied head", "gpt2", "one group", "norm of all heads", "other heads in windows",
+    "two groups, biases", "sparsemixer, biases of attention and logits",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("n", "tp", "sp", "half"),
-    [
-        (2, 2, True, 0),
-        (2, 2, False, 1),
-        (4, 2, True, 1),
-        (4, 2, False, 0),
-        *(pytest.param(4, 4, sp, half, marks=pytest.mark.slow) for sp in (True, False) for half in (0, 1)),
-    ],
-)
-def test_tensor_parallel_training_equals_one_process(n, tp, sp, half):
-    names = HALVES[half]
-    ranks = run_ranks(train_ranks, n, [shallow(_argv(name, *_mapping(tp, sp))) for name in names])
-    for name, outcome, *others in zip(names, *ranks, strict=True):
-        assert_equal(outcome, train_one_process(*shallow(_argv(name))), name)
-        for other in others:  # every rank logs and clips alike
-            assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
+@pytest.mark.parametrize("sp", [True, False], ids=["sequence parallel", "replicated"])
+def test_tensor_parallel_training_equals_one_process(sp):
+    mapping = " ".join(_mapping(2, sp))
+    check_rows({name: Row(2, shallow(_argv(name)), mapping) for name in (MODELS if sp else REPLICATED)})
 
 
 def _masks(rank, n, argv):

@@ -15,25 +15,10 @@ from moe_trainer.resilience import rejection
 
 ARGV = [*TINY, *MOCK, "--lr-decay-iters", "20", "--train-iters"]
 EXPERT = "decoder.layers.1.mlp.experts"
-TIMES = (
-    "elapsed_ms",
-    "tokens_per_s",
-    "tflops_per_gpu",
-    "mfu",
-    "max_memory_mb",
-    "resumed_from",
-    "run",
-    "time",
-    "interval_s",
-    "saved",
-)  # what differs between equal runs
-BIAS = [
-    "--moe-router-score-function",
-    "sigmoid",
-    "--moe-router-enable-expert-bias",
-    "--moe-router-bias-update-rate",
-    "1e-2",
-]
+# what differs between equal runs
+TIMES = "elapsed_ms tokens_per_s tflops_per_gpu mfu max_memory_mb resumed_from run time interval_s saved".split()
+BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2".split()
+SLOW, ATTENTION = pytest.mark.slow, "decoder.layers.1.self_attention.linear_qkv"
 
 
 def rejected(tmp_path, fault, world_size=1, *flags, **options):
@@ -46,84 +31,31 @@ def rejected(tmp_path, fault, world_size=1, *flags, **options):
 
 PLACES = [
     (Fault("embedding", 3), 1, "", "NaN in the results of embedding, forward pass of microbatch 1, on rank 0"),
-    (
-        Fault("decoder.layers.0.self_attention.linear_proj", 3, 2, value=float("inf")),
-        1,
-        "",
-        "Inf in the results of decoder.layers.0.self_attention.linear_proj, forward pass of microbatch 2, on rank 0",
-    ),
-    (
-        Fault(EXPERT, 3, 2, expert=3),
-        1,
-        "",
-        f"NaN in the results of {EXPERT} ({EXPERT}.local_experts.3), forward pass of microbatch 2",
-    ),
+    (Fault("decoder.layers.0.self_attention.linear_proj", 3, 2, value=float("inf")), 1, "",
+     "Inf in the results of decoder.layers.0.self_attention.linear_proj, forward pass of microbatch 2, on rank 0"),
+    (Fault(EXPERT, 3, 2, expert=3), 1, "", f"NaN in the results of {EXPERT} ({EXPERT}.local_experts.3), forward pass of microbatch 2"),
     (Fault(EXPERT, 3, 1, expert=1, backward=True), 1, "", f"{EXPERT}.local_experts.1.linear_fc"),
-    (
-        Fault("decoder.layers.0.self_attention.linear_qkv", 3, 2, backward=True),
-        1,
-        "",
-        "NaN in the gradient of decoder.layers.0.self_attention.linear_qkv.weight, backward pass of microbatch 2",
-    ),
-    pytest.param(
-        Fault(EXPERT, 3, 2, expert=0),
-        1,
-        "--recompute-granularity selective --recompute-modules moe",
-        f"NaN in the results of {EXPERT} ({EXPERT}.local_experts.0), forward pass of microbatch 2",
-        marks=pytest.mark.slow,
-    ),
-    (
-        Fault("decoder.layers.1.self_attention.linear_qkv", 3, 1, rank=1),
-        2,
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "NaN in the results of decoder.layers.1.self_attention.linear_qkv, forward pass of microbatch 1, on rank 1 (",
-    ),
-    pytest.param(
-        Fault("decoder.layers.0.mlp.experts", 3, 2, expert=1),
-        2,
-        "--pipeline-model-parallel-size 2",
-        "(decoder.layers.0.mlp.experts.local_experts.1), forward pass of microbatch 2, on rank 0 (",
-        marks=pytest.mark.slow,
-    ),
-    (
-        Fault("decoder.layers.1.self_attention.linear_qkv", 3, 2, backward=True),
-        2,
-        "--pipeline-model-parallel-size 2",
-        "decoder.layers.1.self_attention.linear_qkv.weight, backward pass of microbatch 2, on rank 1 (",
-    ),
-    (
-        Fault(EXPERT, 3, 1, expert=2),
-        2,
-        "--expert-model-parallel-size 2",
-        f"({EXPERT}.local_experts.2), forward pass of microbatch 1, on rank 1 (",
-    ),
-    pytest.param(
-        Fault(EXPERT, 3, 1, expert=3, backward=True),
-        2,
-        "--expert-model-parallel-size 2",
-        f"{EXPERT}.local_experts.3.linear_fc",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        Fault("decoder.layers.1.self_attention.linear_qkv", 3, 2, backward=True),
-        2,
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
-        "NaN in the gradient that decoder.layers.1.self_attention.linear_qkv passes on, backward pass of microbatch 2, on rank 1 (",
-        marks=pytest.mark.slow,
-    ),
-    (
-        Fault(EXPERT, 3, 2, expert=3, rank=1),
-        2,
-        "--use-torch-fsdp2 --global-batch-size 8",
-        f"({EXPERT}.local_experts.3), forward pass of microbatch 2, on rank 1 (",
-    ),
-    (
-        Fault("decoder.layers.0.self_attention", 3, 2, rank=1),
-        2,
-        "--global-batch-size 8 --use-distributed-optimizer",
-        "NaN in the results of decoder.layers.0.self_attention, forward pass of microbatch 2, on rank 1 (",
-    ),
-]
+    (Fault("decoder.layers.0.self_attention.linear_qkv", 3, 2, backward=True), 1, "",
+     "NaN in the gradient of decoder.layers.0.self_attention.linear_qkv.weight, backward pass of microbatch 2"),
+    pytest.param(Fault(EXPERT, 3, 2, expert=0), 1, "--recompute-granularity selective --recompute-modules moe",
+                 f"NaN in the results of {EXPERT} ({EXPERT}.local_experts.0), forward pass of microbatch 2", marks=SLOW),
+    (Fault(ATTENTION, 3, 1, rank=1), 2, "--tensor-model-parallel-size 2 --sequence-parallel",
+     f"NaN in the results of {ATTENTION}, forward pass of microbatch 1, on rank 1 ("),
+    pytest.param(Fault("decoder.layers.0.mlp.experts", 3, 2, expert=1), 2, "--pipeline-model-parallel-size 2",
+                 "(decoder.layers.0.mlp.experts.local_experts.1), forward pass of microbatch 2, on rank 0 (", marks=SLOW),
+    (Fault(ATTENTION, 3, 2, backward=True), 2, "--pipeline-model-parallel-size 2",
+     f"{ATTENTION}.weight, backward pass of microbatch 2, on rank 1 ("),
+    (Fault(EXPERT, 3, 1, expert=2), 2, "--expert-model-parallel-size 2",
+     f"({EXPERT}.local_experts.2), forward pass of microbatch 1, on rank 1 ("),
+    pytest.param(Fault(EXPERT, 3, 1, expert=3, backward=True), 2, "--expert-model-parallel-size 2",
+                 f"{EXPERT}.local_experts.3.linear_fc", marks=SLOW),
+    pytest.param(Fault(ATTENTION, 3, 2, backward=True), 2, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+                 f"NaN in the gradient that {ATTENTION} passes on, backward pass of microbatch 2, on rank 1 (", marks=SLOW),
+    (Fault(EXPERT, 3, 2, expert=3, rank=1), 2, "--use-torch-fsdp2 --global-batch-size 8",
+     f"({EXPERT}.local_experts.3), forward pass of microbatch 2, on rank 1 ("),
+    (Fault("decoder.layers.0.self_attention", 3, 2, rank=1), 2, "--global-batch-size 8 --use-distributed-optimizer",
+     "NaN in the results of decoder.layers.0.self_attention, forward pass of microbatch 2, on rank 1 ("),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault, world_size, flags, place", PLACES)

@@ -232,7 +232,7 @@ def test_missing_config_keys_have_transformers_defaults(kind):
                 assert missing is not None and missing in str(error)
                 continue
             completed = _completed(kind, fewer) | {_BY_TENSORS: 0}
-            completed.pop("sliding_window_size", None)  # kept beside the key that it is read into
+            completed.pop("sliding_window_size", None)  # kept with the key that it is read into
             assert read == read_config(completed)[1], missing
             compared += 1
     assert compared >= 3
