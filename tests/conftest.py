@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import signal
@@ -36,9 +37,10 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 @pytest.fixture(scope="module", autouse=True)
 def restored_environment():
-    """Undo what a module's tests leave in the environment: programs that run in this process set variables."""
-    before = dict(os.environ)
+    """Undo what a module's tests leave in this process: programs and libraries set variables and the level of logs."""
+    before, level = dict(os.environ), logging.root.level
     yield
+    logging.root.setLevel(level)
     own = {"PYTEST_CURRENT_TEST"}  # pytest's own
     for name in os.environ.keys() - before.keys() - own:
         del os.environ[name]

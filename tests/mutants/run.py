@@ -11,7 +11,8 @@ A mutant is an entry of a YAML file of this folder: `file`, `function`, `line` a
 `breaks` for a user. One whose line is not found is reported as moved. A mutant is settled by the first test that fails.
 Those that noticed it before come first, then those that reach its block (tests/data/suite/record.xz, ranks and started
 programs included), by duration and by the words that their names share with the mutant's texts. A run that lasts much
-longer than its tests did is noticed, by a hang. A test that fails or hangs without the mutant too notices nothing. Exit code 1: a mutant survived or has moved.
+longer than its tests did is noticed, by a hang. A test that fails or hangs without the mutant too notices nothing.
+Exit code 1: a mutant survived or has moved.
 """
 
 from __future__ import annotations
@@ -334,20 +335,26 @@ def settle(
             count += ran
             if test is None:
                 continue
-            name = test.removesuffix(HANGS)
-            if rest := batch[batch.index(name) + 1 :]:
+            if rest := batch[batch.index(test.removesuffix(HANGS)) + 1 :]:
                 batches.appendleft(rest)
-            copy.set_text(mutant.file, unchanged)
-            if run_tests(copy.folder, [name], limit)[0] is not None:
-                continue  # it fails, or is that slow, without the mutant too
-            if test.endswith(HANGS):  # alone it may end
-                copy.set_text(mutant.file, text)
-                test, _ = run_tests(copy.folder, [name], limit)
+            test = _confirm(test, copy, mutant.file, text, unchanged, limit)
             if test is not None:
                 return Result("noticed", test, time.monotonic() - start, count + 1)
         return Result("survived", "", time.monotonic() - start, count)
     finally:
         copy.set_text(mutant.file, unchanged)
+
+
+def _confirm(test: str, copy: Copy, file: str, mutated: str, unchanged: str, limit_s: float) -> str | None:
+    """Return the failing test, None if it fails or is that slow without the mutant too, or ends if run alone."""
+    name = test.removesuffix(HANGS)
+    copy.set_text(file, unchanged)
+    if run_tests(copy.folder, [name], limit_s)[0] is not None:
+        return None
+    if not test.endswith(HANGS):
+        return test
+    copy.set_text(file, mutated)
+    return run_tests(copy.folder, [name], limit_s)[0]
 
 
 def _serve(
@@ -419,7 +426,9 @@ def main(argv: list[str]) -> int:
     for mutant, result in run_all(jobs, args.processes, known, allowed, args.limit):
         outcomes[result.outcome].append(mutant.name)
         print(f"{result.outcome:9}{result.seconds:6.0f} s  {mutant.name}  {_detail(mutant, result)}", flush=True)
-        noticed.setdefault(mutant.name, {})[args.tier] = [result.test, round(result.seconds)] if result.test else None
+        noticed.setdefault(mutant.name, {})[args.tier] = (
+            [result.test.removesuffix(HANGS), round(result.seconds)] if result.test else None
+        )
         if args.write and not args.table:
             written = NOTICED_FILE.with_suffix(".new")
             written.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")

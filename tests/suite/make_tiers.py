@@ -70,7 +70,7 @@ def main() -> int:
 def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], budget: float) -> set[int]:
     """Return the numbers of the tests of the default tier."""
     numbers = {name: at for at, name in enumerate(known.tests)}
-    names = {tests[0].removesuffix(" (hangs)") for by_tier in noticed.values() for tests in by_tier.values() if tests}
+    names = {tests[0] for by_tier in noticed.values() for tests in by_tier.values() if tests}
     chosen = {numbers[name] for name in names if name in numbers}
     chosen |= {at for name, at in numbers.items() if name.startswith(ALWAYS)}
     modules = {known.tests[at].partition("::")[0] for at in chosen}

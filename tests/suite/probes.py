@@ -24,10 +24,10 @@ import sys
 from pathlib import Path
 from types import CodeType
 
-from structure.source import ROOT, product_files
+from structure.source import PACKAGES, ROOT, product_files
 
 VARIABLE = "MOE_TRAINER_TEST_PROBES"
-PACKAGES = ("arguments", "model_zoo", "moe_trainer", "scripts", "pretrain_moe")
+PROBED = (*PACKAGES, "scripts", "pretrain_moe")
 BUFFER = "__test_probes__"
 """Name of the buffer, a builtin: the main program of `python -m` has its own globals."""
 
@@ -159,7 +159,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         """Return the spec of a module of the product, None for all others."""
-        if name.partition(".")[0] not in PACKAGES:
+        if name.partition(".")[0] not in PROBED:
             return None
         base = ROOT / name.replace(".", "/")
         for file in (base.with_suffix(".py"), base / "__init__.py"):
@@ -170,7 +170,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def loaded_modules() -> list[str]:
     """Return the modules of the product that this process has imported, of which nothing would be recorded."""
-    return [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
+    return [name for name in sys.modules if name.partition(".")[0] in PROBED]
 
 
 def install(buffer: Path) -> Finder:

@@ -276,13 +276,12 @@ class Worker:
 
     def __init__(self, session: pytest.Session, board: Board, finder: object, waiting: str | None, number: int):
         self.session, self.board, self.finder, self.waiting, self.number = session, board, finder, waiting, number
-        self.current: int | None = None
         self.next: int | None = None
 
     def start(self) -> None:
         """Fork."""
         context = multiprocessing.get_context("fork")
-        self.current = None
+        self.current: int | None = None
         self.pipe, child = context.Pipe(duplex=False)
         self.process = context.Process(target=self.serve, args=(child,), name=f"tests {self.number}")
         self.process.start()

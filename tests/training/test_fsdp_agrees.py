@@ -30,6 +30,7 @@ CASES = {
             f"{MEGATRON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --fsdp-double-buffer",
         ),
         ("per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
+        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
         ("plain", f"{MEGATRON} --tensor-model-parallel-size 2"),
         ("biases, tied head", f"{MEGATRON} --pipeline-model-parallel-size 2"),
         ("plain", f"{MEGATRON} --context-parallel-size 2"),
