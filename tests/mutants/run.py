@@ -18,6 +18,7 @@ Exit code 1: a mutant survived or has moved.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -46,7 +47,7 @@ import yaml
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from structure.source import ROOT
-from suite import record, tiers
+from suite import blocks, record, tiers
 
 torch.set_num_threads(1)
 
@@ -57,6 +58,8 @@ FIRST_S = 25.0
 MODULE_S = 1.0
 """What importing another test module costs, about."""
 HANGS = " (hangs)"
+OWN = ("tests/mutants/", "tests/suite/")
+"""Tests of the tables and of this machinery, which fail for any change of some lines."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Mutant:
     def _spans(self, lines: list[str]) -> list[tuple[int, int]]:
         if not self.function:
             return [(0, len(lines))]
-        return record.function_spans("".join(lines), self.function)
+        return blocks.function_spans("".join(lines), self.function)
 
 
 @dataclass
@@ -113,14 +116,13 @@ def read_table(paths: list[Path]) -> list[Mutant]:
     return [Mutant(**entry) for path in paths for entry in yaml.safe_load(path.read_text())]
 
 
-def candidates(mutant: Mutant, line: int, known: record.Record, allowed: frozenset[str] | None) -> list[str]:
-    """Return the tests that reach the mutant, in the order in which they are tried."""
+def candidates(mutant: Mutant, text: str, line: int, known: record.Record, allowed: frozenset[str] | None) -> list[str]:
+    """Return the tests that reach a line of the file's text, in the order in which they are tried."""
     columns: list[int] = []
     if mutant.file.endswith(".py") and mutant.function:
-        blocks = record.blocks_of((ROOT / mutant.file).read_text())
         own = [
             block
-            for block in blocks
+            for block in blocks.blocks_of(text)
             if block[0].split(".")[: mutant.function.count(".") + 1] == mutant.function.split(".")
         ]
         at = max((block for block in own if block[2] <= line), key=lambda block: block[2], default=None)
@@ -160,7 +162,7 @@ def candidates(mutant: Mutant, line: int, known: record.Record, allowed: frozens
         function = known.tests[at].partition("[")[0]
         cases[function] += 1
         ranked.append((order(at) * cases[function], at))  # other cases of a test that did not notice come later
-    names = [known.tests[at] for _, at in sorted(ranked)]
+    names = [known.tests[at] for _, at in sorted(ranked) if not known.tests[at].startswith(OWN)]
     return [name for name in names if allowed is None or name in allowed]
 
 
@@ -228,9 +230,11 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
         ran = Path(name, "ran")
         process = multiprocessing.get_context("fork").Process(target=_pytest, args=(folder, names, Path(name)))
         process.start()
-        process.join(limit_s)
-        is_late = process.is_alive()
-        _kill_all(folder, process.pid)
+        try:
+            process.join(limit_s)
+            is_late = process.is_alive()
+        finally:  # on Ctrl-C too: the tests have a session, which the terminal does not interrupt
+            _kill_all((folder, Path(name)), process.pid)
         process.join()
         if process.exitcode == pytest.ExitCode.USAGE_ERROR:
             raise RuntimeError((Path(name) / "output").read_text())
@@ -246,12 +250,12 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
     return (started[-1] if process.exitcode not in (0, 5) else None), count
 
 
-def _kill_all(folder: Path, pid: int) -> None:
-    """Kill what a run has left: processes of its session, and those that work in its copy."""
+def _kill_all(folders: tuple[Path, ...], pid: int) -> None:
+    """Kill what a run has left: processes of its session, and those that work in its folders."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             session = int((entry / "stat").read_text().rpartition(")")[2].split()[3])
-            if session == pid or (entry / "cwd").resolve().is_relative_to(folder):
+            if session == pid or any((entry / "cwd").resolve().is_relative_to(folder) for folder in folders):
                 os.kill(int(entry.name), signal.SIGKILL)
         except (OSError, ValueError):
             continue
@@ -311,13 +315,13 @@ def settle(
 ) -> Result:
     """Apply a mutant in the copy and run tests until one notices."""
     start, count, spent = time.monotonic(), 0, 0.0
-    placed = mutant.place(ROOT)
+    placed = mutant.place(copy.folder)  # what is edited meanwhile in the checkout does not count
     if placed is None:
         return Result("moved")
     text, line = placed
-    unchanged = (ROOT / mutant.file).read_text()
+    unchanged = (copy.folder / mutant.file).read_text()
     seconds = dict(zip(known.tests, known.seconds))
-    names = candidates(mutant, line, known, allowed)
+    names = candidates(mutant, unchanged, line, known, allowed)
     first = [name for name in before if name in seconds and (allowed is None or name in allowed)]
     batches = deque([name] for name in first)
     batches.extend(attempts([name for name in names if name not in first], seconds))
@@ -360,10 +364,11 @@ def _confirm(test: str, copy: Copy, file: str, mutated: str, unchanged: str, lim
 def _serve(
     pipe: Connection, folder: Path, known: record.Record, allowed: frozenset[str] | None, limit_s: float
 ) -> None:
-    copy = Copy(folder)
-    while (job := pipe.recv()) is not None:
-        mutant, before = job
-        pipe.send((mutant, settle(mutant, copy, known, before, allowed, limit_s)))
+    with contextlib.suppress(KeyboardInterrupt, EOFError):  # the first process has been interrupted, or is gone
+        copy = Copy(folder)
+        while (job := pipe.recv()) is not None:
+            mutant, before = job
+            pipe.send((mutant, settle(mutant, copy, known, before, allowed, limit_s)))
     pipe.close()
 
 
@@ -378,22 +383,27 @@ def run_all(
     context = multiprocessing.get_context("fork")
     waiting = jobs[::-1]
     with tempfile.TemporaryDirectory(prefix="mutants") as name:
-        pipes = []
+        pipes, servers = [], []
         for number in range(min(processes, len(jobs))):
             ours, theirs = context.Pipe()
             arguments = (theirs, Path(name, f"copy{number}"), known, allowed, limit_s)
-            context.Process(target=_serve, args=arguments).start()
+            servers.append(context.Process(target=_serve, args=arguments))
+            servers[-1].start()
             theirs.close()  # else an error there would not end the wait here
             ours.send(waiting.pop())
             pipes.append(ours)
-        while pipes:
-            for pipe in wait(pipes):
-                yield pipe.recv()
-                if waiting:
-                    pipe.send(waiting.pop())
-                else:
-                    pipe.send(None)
-                    pipes.remove(pipe)
+        try:
+            while pipes:
+                for pipe in wait(pipes):
+                    yield pipe.recv()
+                    if waiting:
+                        pipe.send(waiting.pop())
+                    else:
+                        pipe.send(None)
+                        pipes.remove(pipe)
+        finally:  # they kill their tests before their copies are deleted
+            for server in servers:
+                server.join()
 
 
 def main(argv: list[str]) -> int:

@@ -25,86 +25,10 @@ from pathlib import Path
 from types import CodeType
 
 from structure.source import PACKAGES, ROOT, product_files
+from suite.blocks import BUFFER, Prober
 
 VARIABLE = "MOE_TRAINER_TEST_PROBES"
 PROBED = (*PACKAGES, "scripts", "pretrain_moe")
-BUFFER = "__test_probes__"
-"""Name of the buffer, a builtin: the main program of `python -m` has its own globals."""
-
-
-class Prober(ast.NodeTransformer):
-    """Insert a probe at the start of every block of the functions of a module; `blocks` are (function, first line)."""
-
-    def __init__(self, first: int):
-        self.first = first
-        self.blocks: list[tuple[str, int]] = [("", 1)]
-        self._names: list[str] = []
-        self._depth = 0
-
-    def visit_Module(self, node: ast.Module) -> ast.Module:
-        self.generic_visit(node)
-        at = next((i for i, stmt in enumerate(node.body) if not _comes_first(stmt)), len(node.body))
-        node.body.insert(at, self._store(0, 1))
-        return ast.fix_missing_locations(node)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        self._names.append(node.name)
-        depth, self._depth = self._depth, 0
-        self.generic_visit(node)
-        self._depth = depth
-        self._names.pop()
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-        if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
-            return node  # Triton compiles its source
-        self._names.append(node.name)
-        self._depth += 1
-        node.body = self._block(node.body)
-        self._depth -= 1
-        self._names.pop()
-        return node
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        if self._depth and isinstance(node, ast.stmt):
-            for name in ("body", "orelse", "finalbody"):
-                if getattr(node, name, None):
-                    setattr(node, name, self._block(getattr(node, name)))
-            for handler in [*getattr(node, "handlers", ()), *getattr(node, "cases", ())]:
-                handler.body = self._block(handler.body)
-            return node
-        return super().generic_visit(node)
-
-    def _block(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        result: list[ast.stmt] = []
-        is_start = True
-        for at, stmt in enumerate(body):
-            if at == 0 and isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Constant):
-                result.append(stmt)
-                continue
-            if is_start and not isinstance(stmt, (ast.Nonlocal, ast.Global)):
-                self.blocks.append((".".join(self._names), stmt.lineno))
-                result.append(self._store(len(self.blocks) - 1, stmt.lineno))
-                is_start = False
-            result.append(self.visit(stmt))
-            is_start = is_start or hasattr(stmt, "body")
-        return result
-
-    def _store(self, block: int, line: int) -> ast.stmt:
-        target = ast.Subscript(ast.Name(BUFFER, ast.Load()), ast.Constant(self.first + block), ast.Store())
-        store = ast.Assign([target], ast.Constant(1))
-        for node in ast.walk(store):
-            node.lineno = node.end_lineno = line
-            node.col_offset = node.end_col_offset = 0
-        return store
-
-
-def _comes_first(stmt: ast.stmt) -> bool:
-    return (isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Constant)) or (
-        isinstance(stmt, ast.ImportFrom) and stmt.module == "__future__"
-    )
 
 
 def code_path(folder: Path, file: Path) -> Path:

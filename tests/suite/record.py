@@ -6,21 +6,19 @@ of its function, so that the record stays useful while code moves.
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import json
 import lzma
 import pickle
 import zlib
-from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from suite.probes import ROOT, Prober
+from structure.source import ROOT
+from suite import blocks
 
 FILE = ROOT / "tests/data/suite/record.xz"
 
@@ -96,7 +94,7 @@ def _read_header(file: BinaryIO) -> dict:
 def read_raw(folder: Path) -> Record:
     """Return what the processes of a run with --record wrote into the folder."""
     names = [(file, function) for file, function, _ in json.loads((folder / "blocks.json").read_text())]
-    blocks = [(*name, number) for name, number in zip(names, _numbers(names))]
+    numbered = [(*name, number) for name, number in zip(names, blocks.numbers(names))]
     rows: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
     for path in sorted(folder.glob("reached*.pickles")):
@@ -105,7 +103,7 @@ def read_raw(folder: Path) -> Record:
                 name, seconds[name], data = pickle.load(file)
                 rows[name] = np.packbits(np.frombuffer(zlib.decompress(data), np.uint8) != 0)
     tests = sorted(rows)
-    return Record(tests, [seconds[name] for name in tests], blocks, np.stack([rows[name] for name in tests]))
+    return Record(tests, [seconds[name] for name in tests], numbered, np.stack([rows[name] for name in tests]))
 
 
 def merge(old: Record, new: Record) -> Record:
@@ -128,61 +126,3 @@ def merge(old: Record, new: Record) -> Record:
         new.blocks,
         np.concatenate([new.bits, np.packbits(rows, axis=1)]),
     )
-
-
-def blocks_of(source: str) -> list[tuple[str, int, int]]:
-    """Return (function, number in the function, first line) of every block of a module's text."""
-    prober = Prober(0)
-    prober.visit(ast.parse(source))
-    numbers = _numbers([function for function, _ in prober.blocks])
-    return [(function, number, line) for (function, line), number in zip(prober.blocks, numbers)]
-
-
-def _numbers(functions: Iterable[Hashable]) -> list[int]:
-    """Return for every block the number of earlier ones of its function."""
-    counts: Counter = Counter()
-    numbers = []
-    for function in functions:
-        numbers.append(counts[function])
-        counts[function] += 1
-    return numbers
-
-
-def function_spans(source: str, qualified_name: str) -> list[tuple[int, int]]:
-    """Return (lines before it, lines up to its end) of every function or class of that name (Class.method)."""
-    found: list[tuple[int, int]] = []
-
-    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                name = (*names, child.name)
-                if ".".join(name) == qualified_name:
-                    found.append((child.lineno - 1, child.end_lineno or child.lineno))
-                visit(child, name)
-            else:
-                visit(child, names)
-
-    visit(ast.parse(source), ())
-    return found
-
-
-def function_hashes(source: str) -> dict[str, str]:
-    """Return a hash of the code of every function of a module's text, and of the rest under ""."""
-    hashes: dict[str, str] = {}
-
-    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                hashes[".".join((*names, child.name))] = _hash(child)
-                child.body = [ast.Pass()]  # signature and decorators belong to the rest too
-            elif isinstance(child, ast.ClassDef):
-                visit(child, (*names, child.name))
-
-    tree = ast.parse(source)
-    visit(tree, ())
-    hashes[""] = _hash(tree)
-    return hashes
-
-
-def _hash(node: ast.AST) -> str:
-    return hashlib.sha1(ast.dump(node).encode()).hexdigest()[:12]

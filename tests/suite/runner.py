@@ -266,7 +266,7 @@ class Board:
             number = self._numbers[unit]
             return sum(self._seconds[at] for at in self._units[unit][self._fronts[number] : self._backs[number]])
 
-        candidates = [unit for unit in self._units if unit not in self.waiting and unit not in self.shares_fixture]
+        candidates = [unit for unit in self._units if unit not in (*WAITING_FOLDERS, *self.shares_fixture)]
         unit = max(candidates, key=remaining, default=None)
         return unit if unit is not None and remaining(unit) > HELP_FROM_S else None
 

@@ -27,6 +27,10 @@ def change(tmp_path, monkeypatch):
     (tmp_path / "tests" / "helper.py").touch()
     (tmp_path / "tests" / "test_first.py").write_text("def test_first(): pass\n")
     (tmp_path / "tests" / "test_other.py").write_text("from helper import nothing\n")
+    (tmp_path / "tests" / "structure").mkdir()
+    (tmp_path / "tests" / "structure" / "test_source.py").touch()
+    (tmp_path / "tests" / "folder").mkdir()
+    (tmp_path / "tests" / "folder" / "test_table.py").touch()
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q", "-b", "main"], ["add", "-A"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], cwd=tmp_path, check=True)
@@ -68,6 +72,29 @@ def test_a_changed_helper_selects_the_modules_that_import_it(change, tmp_path):
     tier = change("tests/helper.py", "nothing = 0\n")
     assert tier.has_module(tmp_path / "tests" / "test_other.py")
     assert not tier.has_module(tmp_path / "tests" / "test_first.py")
+
+
+@pytest.mark.parametrize("file", ["conftest.py", "rows.yaml"])
+def test_what_no_module_names_selects_those_of_its_folder(change, tmp_path, file):
+    tier = change(f"tests/folder/{file}", "nothing: 0\n")
+    assert tier.has_module(tmp_path / "tests" / "folder" / "test_table.py")
+    assert not tier.has_module(tmp_path / "tests" / "test_first.py")
+
+
+def test_changed_code_selects_the_tests_that_read_it(change, tmp_path):
+    source = tmp_path / "tests" / "structure" / "test_source.py"
+    assert change("product.py", BEFORE.replace("return 2", "return 3")).has_module(source)
+
+
+def test_what_affects_every_test_is_named(change):
+    tier = change("pytest.ini", "[pytest]\n")
+    assert any("can affect every test: pytest.ini" in line for line in tier.summary())
+
+
+def test_changed_modules_that_exceed_the_limit_are_said(change):
+    tier = change("tests/test_first.py", "def test_first(): assert True\n", limit_s=1)
+    assert tier.names == frozenset() and "about 1 s" in tier.header
+    assert any("the changed test modules alone need 1 s" in line for line in tier.summary())
 
 
 def test_code_that_no_test_reaches_is_named(change):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from structure.source import ROOT
-from suite import record
+from suite import blocks, record
 
 DEFAULT_FILE = ROOT / "tests/data/suite/default.txt"
 SELECTING = ("keyword", "lf", "failedfirst", "newfirst", "stepwise")
@@ -23,17 +23,22 @@ BUSY = 0.85
 """Share of the time that the cores of a run are taken to be busy."""
 COLLECTION_S = 45.0
 """Seconds of --changed that are left for collecting and for forking workers."""
+EVERYWHERE = frozenset({"tests/conftest.py", "pytest.ini", "constraints.txt", "setup.py"})
+"""Files that can affect every test."""
 
 
 def choose(config: pytest.Config) -> Tier | None:
     """Return the tier that the command line asks for, None for everything that pytest itself selects."""
     option = config.option
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.all or option.record:
-        return None
-    if config.rootpath.resolve() != ROOT or not record.FILE.exists():
-        return None
+    selects = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.all or option.record
     if option.changed:
+        if selects:
+            raise pytest.UsageError("--changed chooses the tests: leave out paths, --all and --record")
+        if not record.FILE.exists():
+            raise pytest.UsageError(f"--changed needs {record.FILE}, which tests/suite/make_tiers.py writes")
         return changed_tier(option.tier_limit, option.processes)
+    if selects or config.rootpath.resolve() != ROOT or not record.FILE.exists():
+        return None
     if option.markexpr != "not slow" or any(getattr(option, name, None) for name in SELECTING):
         return None
     return Tier(DEFAULT_FILE.read_text().splitlines(), "the default tier; --all runs everything", [])
@@ -89,27 +94,35 @@ def changed_tier(limit_s: float, processes: int) -> Tier:
     base = _base()
     product, helpers, modules = _changed_files(base)
     functions = [(file, function) for file in product for function in _changed_functions(base, file)]
-    modules |= _modules_that_import(helpers)
+    everywhere = sorted(helpers & EVERYWHERE)
+    modules |= _modules_that_use(helpers - EVERYWHERE)
+    if product or modules:
+        modules |= {name for name in _test_files() if name.startswith("tests/structure/test_")}
     # Code outside functions runs at import, before any test: whatever uses the file may depend on it.
     columns = {(file, function): known.columns.get((file, function or None), ()) for file, function in functions}
     reached = {pair: known.tests_that_reach(found).tolist() for pair, found in columns.items()}
+    unknown = [f"{file} {function}".strip() for (file, function), tests in reached.items() if not tests]
     affected = sorted({test for tests in reached.values() for test in tests}, key=lambda test: known.seconds[test])
     budget = max(limit_s - COLLECTION_S, limit_s / 4) * min(processes, 2) * BUSY
-    budget -= sum(seconds for name, seconds in zip(known.tests, known.seconds) if name.partition("::")[0] in modules)
-    chosen, spent = _cheapest(reached, affected, known.seconds, budget)
-    left = [test for test in affected if test not in chosen]
+    whole = {at for at, name in enumerate(known.tests) if name.partition("::")[0] in modules}
+    of_modules = sum(known.seconds[test] for test in whole)
+    reached = {pair: [test for test in tests if test not in whole] for pair, tests in reached.items()}
+    chosen, spent = _cheapest(reached, affected, known.seconds, budget - of_modules)
+    left = [test for test in affected if test not in chosen | whole]
     summary = [
         f"compared with {base}: {len(functions)} functions of {len(product)} files changed, {len(modules)} test modules; "
         f"{len(affected)} tests reach them",
         f"left out: {len(left)} of those, {sum(known.seconds[test] for test in left):.0f} s of processor time; --all runs everything",
     ]
-    unknown = [f"{file} {function}".strip() for (file, function), tests in reached.items() if not tests]
+    if of_modules > budget:
+        summary.append(f"the changed test modules alone need {of_modules:.0f} s of processor time")
+    if everywhere:
+        summary.append(f"can affect every test: {', '.join(everywhere)}; --all runs everything")
     if unknown:
         summary.append(f"no recorded test reaches: {', '.join(unknown[:8])}{' ...' if len(unknown) > 8 else ''}")
     names = [known.tests[test] for test in chosen]
-    return Tier(
-        names, f"what the changes since {base} can affect, about {spent:.0f} s of processor time", summary, modules
-    )
+    header = f"what the changes since {base} can affect, about {spent + of_modules:.0f} s of processor time"
+    return Tier(names, header, summary, modules)
 
 
 def _cheapest(reached: dict, affected: list[int], seconds: list[float], budget: float) -> tuple[set[int], float]:
@@ -161,7 +174,7 @@ def _changed_files(base: str) -> tuple[list[str], set[str], set[str]]:
         if path.parts[0] == "tests":
             if path.name.startswith("test_") and path.suffix == ".py":
                 modules |= {line} if (ROOT / path).exists() else set()
-            elif path.parts[:2] != ("tests", "suite"):
+            else:
                 helpers.add(line)
         elif path.suffix == ".py":
             product.append(line)
@@ -178,21 +191,34 @@ def _changed_functions(base: str, file: str) -> list[str]:
 
 def _hashes(source: str) -> dict[str, str]:
     try:
-        return record.function_hashes(source)
+        return blocks.function_hashes(source)
     except SyntaxError:
         return {}
 
 
-def _modules_that_import(changed: set[str]) -> set[str]:
-    """Return the test modules that import a changed helper, also by another helper, or name a changed data file."""
-    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+def _test_files() -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")]
+
+
+def _modules_that_use(changed: set[str]) -> set[str]:
+    """Return the test modules that import a changed helper, also by another helper, or name a changed data file.
+
+    A conftest.py belongs to all modules of its folder, a file of tests that no module names to those next to it.
+    """
+    texts = {name: (ROOT / name).read_text() for name in _test_files()}
     found: set[str] = set()
-    waiting = [name for name in changed if Path(name).name not in ("conftest.py", "pytest.ini")]
+    waiting = list(changed)
     while waiting:
         path = Path(waiting.pop())
+        if path.name == "conftest.py":
+            found |= {name for name in texts if path.parent in Path(name).parents}
+            continue
         is_import = rf"^\s*(?:from|import) .*\b{re.escape(path.stem)}\b"
         pattern = re.compile(is_import if path.suffix == ".py" else re.escape(path.name), re.MULTILINE)
-        new = {name for name, text in texts.items() if name not in found and pattern.search(text)}
+        named = {name for name, text in texts.items() if pattern.search(text)}
+        if not named and path.parts[0] == "tests":
+            named = {name for name in texts if Path(name).parent == path.parent}
+        new = named - found
         found |= new
         waiting += [name for name in new if not Path(name).name.startswith("test_")]
     return {name for name in found if Path(name).name.startswith("test_")}
