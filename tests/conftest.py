@@ -14,14 +14,8 @@ import pytest
 import torch
 import torch._dynamo  # imported here once: otherwise every forked rank would import it
 from hypothesis import HealthCheck, settings
-from suite import runner
-from suite.runner import (  # noqa: F401 - hooks
-    pytest_addoption,
-    pytest_ignore_collect,
-    pytest_report_header,
-    pytest_runtestloop,
-    pytest_terminal_summary,
-)
+
+pytest_plugins = ["suite.runner"]
 
 # Several ranks are forked from this process; a parent that has used more than one OpenMP thread would hang them.
 torch.set_num_threads(1)
@@ -53,7 +47,6 @@ def pytest_configure(config):
     With visible GPUs a backward pass in this process starts a thread per GPU, after which no forked rank can run one;
     and commands that tests start would train on the GPUs, all ranks on the same one.
     """
-    runner.pytest_configure(config)
     with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
         # A rank that a message wakes shall not preempt the sender: gloo's thread would spin on the lock that it holds.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -65,8 +58,7 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(config, items):
-    runner.pytest_collection_modifyitems(config, items)
+def pytest_collection_modifyitems(items):
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         if item.get_closest_marker("multi_gpu") and count < 2:

@@ -67,6 +67,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     )
 
 
+@pytest.hookimpl(trylast=True)  # after -m, which leaves out the slow ones
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of the tier."""
     tier = config.stash[STATE].tier

@@ -6,6 +6,7 @@ the record does not know is new, and belongs to every tier.
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from collections import defaultdict
@@ -62,7 +63,7 @@ class Tier:
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
         if name in self._modules or name not in self._known_names:
             return True
-        return not function_names(path) <= self._known_names[name]
+        return bool(function_names(path) - self._known_names[name] - _slow_names(path))
 
     def select(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Return the tests of the tier, and the others."""
@@ -83,6 +84,12 @@ class Tier:
 def function_names(path: Path) -> set[str]:
     """Return the names of the test functions and methods of a module, without importing it."""
     return set(re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE))
+
+
+def _slow_names(path: Path) -> set[str]:
+    """Return the names of the functions that are marked as slow, which no record of an ordinary run has."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return {node.name for node in functions if "pytest.mark.slow" in map(ast.unparse, node.decorator_list)}
 
 
 # ---- what a change can affect
@@ -214,7 +221,8 @@ def _modules_that_use(changed: set[str]) -> set[str]:
             found |= {name for name in texts if path.parent in Path(name).parents}
             continue
         is_import = rf"^\s*(?:from|import) .*\b{re.escape(path.stem)}\b"
-        pattern = re.compile(is_import if path.suffix == ".py" else re.escape(path.name), re.MULTILINE)
+        is_name = re.escape(path.name if path.suffix else str(path))
+        pattern = re.compile(is_import if path.suffix == ".py" else is_name, re.MULTILINE)
         named = {name for name, text in texts.items() if pattern.search(text)}
         if not named and path.parts[0] == "tests":
             named = {name for name in texts if Path(name).parent == path.parent}
