@@ -93,13 +93,13 @@ def test_worker_count_does_not_change_batches(workers):
     assert len(list(loader)) == 7  # a loader can be walked again
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_worker_errors_are_raised_unchanged(workers):
-    data = Rows([[1, 2], [3, 700]])
+@pytest.mark.parametrize(("workers", "outside"), [(0, 700), (2, 700), (0, -2)])
+def test_worker_errors_are_raised_unchanged(workers, outside):
+    data = Rows([[1, 2], [3, outside]])
     loader = build_loader(data, 1, 0, 1, num_workers=workers, fmt=BatchFormat(eod=None, vocab_size=500))
     batches = iter(loader)
     assert next(batches).labels_BS.tolist() == [[2]]
-    with pytest.raises(ValueError, match="token id 700 in row 1, token 1 lies outside the vocabulary of 500"):
+    with pytest.raises(ValueError, match=f"token id {outside} in row 1, token 1 lies outside the vocabulary of 500"):
         next(batches)
 
 

@@ -1,7 +1,8 @@
-"""Google Cloud Storage (an emulator) and Multi-Storage-Client (a folder): what S3's tests show, in short."""
+"""Google Cloud Storage (an emulator), Multi-Storage-Client (a folder), a stand-in: what S3's tests show, in short."""
 
 import json
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,6 +47,17 @@ def multi_storage(folder, monkeypatch):
         (folder / name).write_bytes(data)
 
     yield upload, "msc://store"
+
+
+def test_blocks_of_a_replaced_object_of_the_same_size_are_not_read(tmp_path, monkeypatch):
+    def make_object(url):
+        return SimpleNamespace(size=4, version=content.decode(), read=lambda begin, end: content[begin:end])
+
+    monkeypatch.setattr(object_storage, "_Object", make_object)
+    store = ObjectStore(str(tmp_path), 1 << 20)
+    for content in (b"old.", b"new."):
+        for _ in range(2):
+            assert store.open("s3://bucket/a.bin").read(0, 4) == content
 
 
 @pytest.mark.parametrize("store", [google, multi_storage])

@@ -48,6 +48,16 @@ def test_scores_are_those_of_each_text_alone(chunk, batch_size, multiple):
         assert log_prob == pytest.approx(wanted, abs=1e-4)
 
 
+def test_padding_takes_no_capacity_of_experts(chunk):
+    """The capacity suffices for each text, but not for its padding too."""
+    args = arguments.parse_args([*FLAGS, "--moe-expert-capacity-factor", "1"], world_size=1)
+    (limited,) = build_chunks(args, ParallelState.single(), VOCAB)
+    found, expected = (
+        scorer(each, 1, length_multiple=16).log_probabilities(TEXTS, SCORED) for each in (limited, chunk)
+    )
+    assert [log_prob for log_prob, _ in found] == pytest.approx([log_prob for log_prob, _ in expected], abs=1e-4)
+
+
 def test_greedy_texts_are_recognized(chunk):
     text = [3, 1, 4]
     for _ in range(5):

@@ -1,13 +1,17 @@
 """What evaluation does without lm-eval: the paper's table, names of tasks, ids of texts, and the error when it is missing."""
 
 import json
+import runpy
 import sys
 import types
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from moe_trainer.data.tokenizer import NullTokenizer
 from moe_trainer.errors import UserError
+from moe_trainer.evaluation import finermoe
 from moe_trainer.evaluation.finermoe import FINERMOE_TASKS, expand_tasks
 from moe_trainer.evaluation.harness import open_harness
 from moe_trainer.evaluation.options import TaskOptions, split_names
@@ -100,6 +104,21 @@ def test_begin_token_is_added_once_and_left_out_on_demand():
     assert (codec.prefix, codec.eos) == (1, 0)
     assert codec.encode("ab") == [1, 97, 98] == codec.encode("^ab")
     assert codec.encode("ab", False) == [97, 98] and codec.encode("ab", True) == [1, 97, 98]
+
+
+def test_a_long_prompt_keeps_its_end(monkeypatch):
+    """With a stand-in for the harness."""
+    modules = "api api.instance api.model evaluator models models.utils tasks tasks.manager utils"
+    harness = {name: MagicMock() for name in ("lm_eval", *(f"lm_eval.{name}" for name in modules.split()))}
+    for name, module in harness.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    harness["lm_eval.api.model"].TemplateLM = object
+    harness["lm_eval.models.utils"].normalize_gen_kwargs = lambda settings, default: settings
+    path = Path(finermoe.__file__).with_name("lm_eval_model.py")
+    writer = MagicMock(max_length=32, generate=MagicMock(return_value=[[]]))
+    model = runpy.run_path(str(path))["TrainedModel"](writer, writer, TextCodec(Letters()))
+    model._generate([types.SimpleNamespace(args=("p" * 30 + "q" * 20, {"until": ["."], "max_gen_toks": 12}))])
+    assert writer.generate.call_args.args[0] == [[ord("q")] * 20]
 
 
 def test_tokenizer_without_text_is_named():

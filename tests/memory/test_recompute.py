@@ -77,6 +77,16 @@ def test_recompute_repeats_the_routing_of_the_first_pass(how, routing, monkeypat
     assert all(torch.equal(plain, other) for plain, other in zip(run(False), run(True), strict=True))
 
 
+def test_recompute_repeats_the_jitter_of_the_router():
+    def run(how):
+        (chunk,) = build(parsed(GROUPED, "--moe-input-jitter-eps 0.1", how))
+        torch.manual_seed(5)
+        compute_loss(chunk, 0).backward()
+        return gradients(chunk)
+
+    assert all(torch.equal(plain, other) for plain, other in zip(run(""), run(UNIFORM), strict=True))
+
+
 @pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
 def test_routers_count_once_under_recompute(how):
     (chunk,) = build(parsed(GROUPED, BIAS, how))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import arguments
-from moe_trainer.model.build import build_chunks
+from moe_trainer.model.build import _dispatch_buffer_spec, build_chunks
 from moe_trainer.model.weights import export_named_weights, load_named_weights
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.sequence import SequenceShard
@@ -239,6 +239,12 @@ def test_mismatched_weights_are_all_listed_and_none_copied():
     weights["decoder.layers.1.mlp.router.weight"] = torch.zeros(4, 32)
     load_named_weights([model], weights, ParallelState.single(), strict=False)
     assert torch.equal(model.decoder.final_layernorm.weight, torch.full((32,), 2.0))
+
+
+def test_dispatch_buffers_hold_the_larger_of_training_and_evaluation_batches():
+    args = arguments.parse_args([*BASE, *MOE, "--eval-micro-batch-size", "3", "--eval-global-batch-size", "3"], 1)
+    spec = _dispatch_buffer_spec(args, ParallelState.single(), torch.bfloat16, torch.device("cpu"))
+    assert spec.max_tokens == 3 * 16
 
 
 def test_tensor_ranks_of_a_dense_model_may_have_no_token():

@@ -1,12 +1,14 @@
 """Multi-token prediction against a plain loop over depths with an explicit total loss."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import arguments
 from moe_trainer.model.build import build_chunks
-from moe_trainer.model.mtp import get_mtp_sums, mtp_metrics, reset_mtp_metrics, shift_left
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.model.mtp import MTPLosses, get_mtp_sums, mtp_metrics, reset_mtp_metrics, shift_left
+from moe_trainer.parallel.state import Group, ParallelState
 
 BASE = (
     "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --kv-channels 8 --seq-length 16 "
@@ -150,6 +152,14 @@ def test_a_fully_masked_microbatch_adds_no_gradient():
     tokens, positions, labels, mask = batch()
     (model(tokens, positions, labels, torch.zeros_like(mask)) * 0).sum().backward()
     assert all(torch.count_nonzero(param.grad) == 0 for param in model.parameters())
+
+
+def test_gradients_of_context_ranks_are_averaged():
+    ps = replace(ParallelState.single(), cp=Group("cp", (0, 1), 0, 2))
+    losses = MTPLosses(arguments.parse_args([*BASE, "--mtp-num-layers", "1"], 1), ps)
+    tokens, loss = torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 8, requires_grad=True)
+    losses(torch.zeros(8, 2, 4), [None], tokens, None, lambda *_: loss, 1.0).sum().backward()
+    assert loss.grad.sum().item() == pytest.approx(0.3 / 2)
 
 
 def test_shift_left():

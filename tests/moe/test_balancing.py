@@ -1,14 +1,18 @@
 """Expert bias and balancing losses across iterations and data-parallel ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import run_ranks
 from moe.layers import Chunk, build_layer, collect_metrics, sections
 from reference import Balance, add_balance
 
+from moe_trainer.moe import balancing
 from moe_trainer.moe.balancing import balancing_losses, logged_losses, start_iteration, update_expert_bias
+from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.packed_sequences import ValidTokens
-from moe_trainer.parallel.state import ParallelState
+from moe_trainer.parallel.state import Group, ParallelState
 
 SIGMOID_BIAS = {
     "moe_router_score_function": "sigmoid",
@@ -153,6 +157,20 @@ def test_local_aux_losses_are_averaged_over_ranks():
     for name in ("load_balancing_loss", "seq_load_balancing_loss"):
         expected = (balances[0].values["x", name] + balances[1].values["x", name]) / 2
         assert abs(ranks[0][name] - expected) < 1e-6 * expected
+
+
+def test_kernels_of_a_sequence_loss_get_the_counts_of_its_ranks(monkeypatch):
+    monkeypatch.setattr(balancing, "all_reduce", lambda counts, group: counts * group.size)
+    ps = replace(ParallelState.single(), tp_cp=Group("tp_cp", (0, 1), 0, 2))
+    given = []
+    kernels = Balancing(
+        count=lambda *_: (None, torch.tensor([[3, 1]]), None),
+        gradient=lambda logits_TE, counted, counts_BE, *_: given.append(counts_BE.tolist()) or (None, None),
+        attach=None,
+    )
+    coefficients = dict.fromkeys(balancing.LOSS_NAMES, 0.0) | {"seq_load_balancing_loss": 0.1}
+    balancing._by_kernels(kernels, torch.zeros(4, 2), 1, 1, "softmax", coefficients, None, 1.0, None, ps)
+    assert given == [[[6, 2]]]
 
 
 def test_new_iteration_resets_the_counts():

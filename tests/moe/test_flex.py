@@ -514,10 +514,11 @@ def test_deep_ep_without_hybrid_buffer_is_reported(recorded, monkeypatch):
         build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
 
 
-def test_fp32_rows_are_rejected_by_deep_ep(recorded, monkeypatch):
-    monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, "DeepEP 1.0")[0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_rows_than_bf16_are_rejected_by_deep_ep(monkeypatch, dtype):
+    monkeypatch.setattr(deepep, "problem", lambda: None)
     with pytest.raises(ValueError, match="supports bf16 tokens only.*--bf16"):
-        build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, dtype=torch.float32), BackendPolicy(cuda=True))
+        build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, dtype=dtype), BackendPolicy(cuda=True))
 
 
 def test_unsupported_row_width_of_deep_ep_2_is_rejected(recorded, monkeypatch):

@@ -6,6 +6,8 @@ from moe.layers import Chunk, build_layer, by_name, collect_metrics, sections
 from reference import Balance, moe_layer
 
 from moe_trainer.moe.balancing import start_iteration
+from moe_trainer.moe.expert_lora import ExpertLoRA
+from moe_trainer.parallel.params import ParamInfo, get_param_info
 
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk": 4}
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3}
@@ -218,6 +220,17 @@ def test_half_precision_runs_and_is_close():
     y.float().square().mean().backward()
     assert layer.router.weight.grad.dtype == torch.bfloat16
     assert (y.double() - exact(x.double(), 1.0)).norm() < 0.02 * y.double().norm()
+
+
+def test_adapters_of_sharded_experts_start_like_those_of_whole_ones():
+    stds = []
+    for columns, ranks in ((8, 1), (4, 2)):
+        weight = torch.nn.Parameter(torch.zeros(1, 6, columns))
+        weight.info = ParamInfo(
+            ("experts.0.linear_fc2.weight",), kind="expert", stacked=True, sharded_dim=1, shard_count=ranks
+        )
+        stds.append(get_param_info(ExpertLoRA(weight, 2, 1.0, 0.0, None).lora_A.weight).init_std)
+    assert stds[0] == stds[1]
 
 
 def test_parameter_names_and_sharding_info():

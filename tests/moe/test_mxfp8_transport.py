@@ -12,8 +12,10 @@ from training.resuming import run_steps
 
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+from moe_trainer.moe.dispatch.base import DispatchHints
 from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.parallel import collectives
+from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.mxfp8_rowwise import TORCH_ROW_CASTS, RowCasts, row_nbytes
 from moe_trainer.quantization.quantize import E4M3, POWER_OF_TWO, Scaling, quantize
 
@@ -60,6 +62,18 @@ def test_fp8_dispatch_on_ranks_equals_one_process(layout, monkeypatch):
         ranks.compare(layout, kind, ranks.UNEVEN if layout.tp == 1 or layout.sp else ranks.EVEN)
     if layout.tp == 1 or layout.sp:
         ranks.compare(layout, "both", (0, 3, 1, 0)[: layout.n])
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_one_process_rounds_the_rows_of_any_buffer(size):
+    args = sections(**FORWARD)
+    x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0))
+    routing = torch.zeros(4, args.moe.num_experts, dtype=torch.bool)
+    routing[:, :2] = True
+    dispatcher = build_dispatcher(args.moe, ParallelState.single())
+    state = dispatcher.dispatch_preprocess(x, routing.float(), routing, DispatchHints(buffer_size=size))
+    state = dispatcher.start_token_dispatch(state)
+    assert torch.equal(state.x_RH[:8], TORCH_ROW_CASTS.round(x).repeat(2, 1)) and not torch.equal(state.x_RH[:4], x)
 
 
 def test_each_direction_is_rounded_by_its_own_flag():

@@ -7,6 +7,7 @@ import torch
 from harness import run_ranks
 from moe.layers import HIDDEN, build_layer, build_shard, sections
 
+from moe_trainer.moe.dispatch.base import DispatchState
 from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
 from moe_trainer.parallel.state import ParallelState
 
@@ -51,6 +52,24 @@ def test_grown_budget_holds_what_was_received():
         budget = ReceiveBudget("layer", 1.0, topk=2)
         assert budget.size_for(4096, received) >= received
         assert budget.size_for(4096, received) == ReceiveBudget("layer", budget.factor, topk=2).fixed_size(4096)
+
+
+def test_overflow_of_any_dispatch_is_kept_until_the_reset():
+    budget = ReceiveBudget("layer", 1.0, topk=2)
+    budget.allocate_flag(torch.device("cpu"))
+    for overflow in (1, 0):
+        budget.note_overflow(torch.tensor([overflow], dtype=torch.int32))
+    assert budget.overflow.tolist() == [1]
+    budget.reset()
+    assert budget.overflow.tolist() == [0]
+
+
+def test_budget_grows_to_what_a_fixed_buffer_needs():
+    layer = build_layer(sections(moe_expert_rank_capacity_factor=1.0))
+    layer.budget.allows_device_counts = True
+    state = DispatchState(torch.zeros(20, 16).double(), torch.zeros(20).double(), [20] + [0] * 7, None, fixed_size=25)
+    layer._run_experts(state, 10, None)
+    assert layer.budget.factor == 1.25
 
 
 def test_pad_to_buffer_keeps_rows_and_gradients():

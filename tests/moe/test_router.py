@@ -6,7 +6,7 @@ from moe.layers import EXPERTS, build_layer, sections
 
 from moe_trainer.moe.balancing import loss_coefficients
 from moe_trainer.moe.sinkhorn import sinkhorn, sinkhorn_topk
-from moe_trainer.moe.topk import drop_beyond_capacity, expert_capacity, score_topk
+from moe_trainer.moe.topk import _NormalizeSelected, drop_beyond_capacity, expert_capacity, score_topk
 
 # token x expert; two experts per token
 PROBS = torch.tensor(
@@ -164,6 +164,18 @@ def test_bf16_logits_are_scored_in_fp32_and_rounded_at_the_end(score, pre_softma
             0, torch.tensor(6), 1e-3
         )  # lifts expert 6 over expert 1; bf16 sums would not show it
         assert score_topk(logits, 3, expert_bias_E=bias, **options)[1].nonzero()[:, 1].tolist() == [2, 3, 6]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_weights_of_a_gpu_have_the_gradients_of_a_cpu(score):
+    """A GPU normalizes over all experts instead of gathering the selected ones."""
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    probs, routing = score_topk(logits, 3, score_function=score, scaling_factor=2.5)
+    scores = logits.sigmoid().detach() if score == "sigmoid" else None
+    other = _NormalizeSelected.apply(logits, scores, routing, 2.5)
+    torch.testing.assert_close(other, probs)
+    grads = [torch.autograd.grad(result.square().sum(), logits) for result in (other, probs)]
+    torch.testing.assert_close(*grads)
 
 
 def test_forced_balance_is_random_and_still_differentiable():

@@ -5,6 +5,7 @@ Output, all gradients, and the target of the indexer.
 
 import pytest
 import torch
+from harness import run_ranks
 
 from moe_trainer.layers.absorbed_mla import CompressedKV, gather_latents, latent_attention
 from moe_trainer.layers.ring_attention import ring_attention
@@ -17,7 +18,8 @@ from moe_trainer.ops.sparse_attention import (
     list_selected_keys,
     select_topk_keys,
 )
-from moe_trainer.parallel.state import Group
+from moe_trainer.parallel.sequence import SequenceShard
+from moe_trainer.parallel.state import Group, ParallelState
 
 S, B, N, NOPE, ROPE, E, R, TOPK, SCALE = 140, 2, 3, 6, 4, 5, 7, 9, 0.7  # more than two tiles of queries
 IDS = torch.stack([(torch.arange(S) >= 37).int() + (torch.arange(S) >= 100).int(), (torch.arange(S) >= 80).int()])
@@ -72,6 +74,26 @@ def test_absorbed_attention_equals_masked_heads(documents, dtype, tolerance, row
     expected = [masked, *torch.autograd.grad(masked, list(x.values()), grad)]
     for mine, theirs in zip([found, *torch.autograd.grad(found, list(x.values()), grad)], expected, strict=True):
         assert mine.dtype == dtype and (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def _gradient_of_packed_latents(rank, size):
+    """Every query attends to itself and to the first key of its sequence."""
+    lengths = (8, 4)
+    shard = SequenceShard(ParallelState.create(size, rank, cp=size).cp, lengths)
+    x = tensors(torch.float64)
+    q, latents = (shard.local(x[name][:12, :1].detach(), 0).requires_grad_() for name in ("q", "latents"))
+    places = torch.arange(12, dtype=torch.int32)
+    chosen = shard.local(torch.stack([places, places // 8 * 8], 1).unsqueeze(0), 1)
+    full = gather_latents(latents, x["weight"], N, SCALE, shard.cp, lengths)
+    out = latent_attention(q, CompressedKV(latents, x["weight"]), full, chosen, shard.cp, lengths=lengths)
+    out.square().sum().backward()
+    return shard.full(latents.grad, 0)
+
+
+def test_gradients_of_packed_latents_reach_their_positions():
+    expected = _gradient_of_packed_latents(0, 1)
+    for grad in run_ranks(_gradient_of_packed_latents, 2):
+        torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_half_precision_sums_in_fp32():

@@ -15,6 +15,7 @@ from arguments.precision import PrecisionArgs
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.optimizer import Optimizer
+from moe_trainer.parallel.fsdp import FullSharding
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.shards import local_shards
@@ -160,6 +161,21 @@ def test_fsdp_shards_equal_flat_buffers(degrees, instances, dtype):
     experts = model.experts.weight.numel()
     copies = degrees.get("tp", 1)  # dense parameters are whole on every tp rank here; experts are spread over ep
     assert sum(held for _, held in ranks) == (dense * copies + experts) * instances
+
+
+def _gradients_of_two_instances(rank, n):
+    ps = ParallelState.create(n, rank, optimizer_instances=n)
+    chunk = nn.Sequential(Net(ps))
+    FullSharding(ps, torch.device("cpu"), param_dtype=torch.float32, reduce_dtype=torch.float32).shard(
+        chunk, [chunk[0]]
+    )
+    chunk(torch.randint(0, VOCAB, (8,), generator=named_generator(2, rank))).square().sum().backward()
+    return {name: param.grad.full_tensor() for name, param in chunk.named_parameters()}
+
+
+def test_fsdp_sums_all_gradients_over_the_optimizer_instances():
+    first, second = run_ranks(_gradients_of_two_instances, 2)
+    assert len(first) == 4 and all(torch.equal(grad, second[name]) for name, grad in first.items())
 
 
 def test_fsdp_with_per_token_loss():

@@ -10,7 +10,7 @@ from toy import Toy, build_training, train_step
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
-from moe_trainer.optim.host_offload import CopyStream, HostUpdatePipeline
+from moe_trainer.optim.host_offload import CopyStream, HostUpdatePipeline, _BufferRing
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -171,6 +171,17 @@ def test_host_copies_are_synchronized_with_updates(overlap):
     found = _train(0, 1, {**AWARE, **OFFLOAD["all"]}, True, pipeline=pipeline)
     _assert_equal(found, expected, False)
     assert copies.most >= 3 if overlap else copies.most <= 1, "copies are in flight during the update only with overlap"
+
+
+def test_a_host_buffer_is_reused_after_its_copy():
+    copies, ring, target = LateCopies(), _BufferRing(4, torch.float32, pinned=False), torch.zeros(4)
+    index, buffer = ring.take(copies, 4)
+    ring.mark_busy(index, copies.start(target, buffer.fill_(1.0)))
+    while ring.take(copies, 4)[0] != index:
+        pass
+    buffer.fill_(2.0)
+    copies.end()
+    assert target.tolist() == [1.0] * 4
 
 
 def test_chunk_size_limits_update_segments():

@@ -213,6 +213,18 @@ def test_directions_do_not_wait_for_each_other(name):
     assert len(carried) == 2 * pp and all(len(kinds) == 1 for kinds in carried.values())
 
 
+@pytest.mark.parametrize(("ahead", "early"), [(0, [0, 0, 0]), (1, [0, 1, 1]), (3, [0, 2, 2])])
+def test_receives_start_ahead_of_their_use(ahead, early):
+    """But not before a send of what exists then: the last stage sends its gradients between its receives."""
+    orders, done, found = plain(2, 3), 0, []
+    for step in program(orders, 1, 1, ahead):
+        if isinstance(step, P2PBatch):
+            found += [orders[1].index(action) - done for action in receives(step)]
+        else:
+            done += 1
+    assert found == early
+
+
 @pytest.mark.parametrize(("pp", "vpp", "m", "group", "pairs", "forwards"), [
     (2, 2, 8, 2, False, [5, 3]),
     (4, 2, 8, 4, False, [11, 9, 7, 5]),

@@ -4,6 +4,11 @@ import signal
 import subprocess
 import sys
 
+from training.tiny import MOCK, TINY
+
+from arguments import parse_args
+from moe_trainer.resilience.signals import SCHEDULER_SIGNALS, make_exit_signal_handler
+
 WORK = """
 import os, signal, sys, threading, time
 from moe_trainer.resilience.signals import ExitSignalHandler
@@ -33,3 +38,17 @@ def test_first_signal_is_kept_and_late_signals_keep_the_exit_code():
 def test_signal_during_exit_keeps_the_exit_code():
     done = run_with_signals([])
     assert done.stdout.strip() == "None" and done.returncode == 75, done.stderr
+
+
+def test_automatic_restarts_listen_to_the_exit_signal_too():
+    flags = "--train-iters 1 --auto-resume --exit-signal SIGUSR2 --save x --save-interval 1"
+    args = parse_args([*TINY, *MOCK, *flags.split()], 1)
+    numbers = [signal.SIGUSR2, *(signal.Signals[name] for name in SCHEDULER_SIGNALS)]
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        with make_exit_signal_handler(args.training, args.output) as listening:
+            signal.raise_signal(signal.SIGUSR2)
+            assert listening.received == signal.SIGUSR2
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """Exported weights: safetensors reads the file, and a full disk leaves no partial file."""
 
 import json
+import shutil
 import struct
 
 import pytest
@@ -43,17 +44,20 @@ def test_safetensors_reads_exported_weights(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_failed_export_keeps_the_previous_file(tmp_path):
+def test_failed_export_keeps_the_previous_file(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     write_weights([("a", torch.ones(2))], str(path))
     before = path.read_bytes()
 
-    def breaks():
+    def fails():
         yield "a", torch.zeros(2)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_weights(breaks(), str(path))
+        write_weights(fails(), str(path))
+    monkeypatch.setattr(shutil, "copyfileobj", lambda *_: list(fails()))
+    with pytest.raises(OSError, match="No space left"):
+        write_weights([("a", torch.zeros(2))], str(path))
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 

@@ -1,10 +1,12 @@
-"""With --overlap-param-gather the gather of parameters may still run after a step: export and validation wait for it."""
+"""With --overlap-param-gather the gather of parameters may still run after a step: what reads them waits for it."""
 
 import contextlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from moe_trainer.memory import cuda_graph
 from moe_trainer.training import evaluate, export
 
 
@@ -45,4 +47,18 @@ def test_validation_waits_for_the_param_gather(events, monkeypatch):
         events, args=SimpleNamespace(training=training, moe=SimpleNamespace(moe_expert_rank_capacity_factor=None))
     )
     evaluate.evaluate(run, None, "here", "validation", range(4), 0, False)
+    assert events == ["wait", "read"]
+
+
+def test_replayed_graph_waits_for_the_param_gather(events, monkeypatch):
+    graph = SimpleNamespace(capture=lambda fn: fn(), replay=lambda: events.append("read"))
+    monkeypatch.setattr(cuda_graph, "CapturedGraph", lambda *_: graph)
+    graphs = SimpleNamespace(device=torch.device("cpu"), scopes=())
+    slot = SimpleNamespace(graphs=graphs, pool=None, static_input=lambda x: x)
+    linear, x = torch.nn.Linear(2, 2), torch.ones(2)
+    linear.register_forward_pre_hook(lambda *_: events.append("wait"))
+    part = cuda_graph._GraphedPart(slot, "mlp", torch.clone, [linear], (x,))
+    part.forward([x])  # that of the capture
+    events.clear()
+    part.forward([x])
     assert events == ["wait", "read"]
