@@ -224,8 +224,11 @@ class Copy:
         os.utime(self.folder / file, (self._time, self._time))
 
 
-def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | None, int]:
-    """Run the tests in the copy until one fails; return its name, None if all pass, and how many ran."""
+def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | None, list[str]]:
+    """Run the tests in the copy until one fails; return its name, None if all pass, and those that passed.
+
+    The name is that of a module if it cannot be imported.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant") as name:
         ran = Path(name, "ran")
         process = multiprocessing.get_context("fork").Process(target=_pytest, args=(folder, names, Path(name)))
@@ -241,13 +244,13 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
         lines = [line.split(" ", 1) for line in (ran.read_text().splitlines() if ran.exists() else ())]
     failed = [test for event, test in lines if event == "failed"]
     started = [test for event, test in lines if event == "start"] or names[:1]
-    count = sum(event == "passed" for event, _ in lines)
+    passed = [test for event, test in lines if event == "passed" and test not in failed]
     if failed:
-        return failed[0], count
+        return failed[0], passed
     if is_late:
-        return started[-1] + HANGS, count
+        return started[-1] + HANGS, passed
     # 5: none of the names exists any more
-    return (started[-1] if process.exitcode not in (0, 5) else None), count
+    return (started[-1] if process.exitcode not in (0, 5) else None), passed
 
 
 def _kill_all(folders: tuple[Path, ...], pid: int) -> None:
@@ -305,9 +308,8 @@ class _Listed:
             self.file.write(f"passed {report.nodeid}\n")
 
     def pytest_collectreport(self, report: object) -> None:
-        if report.failed:  # counts as a failure of its first test
-            name = next((name for name in self.names if name.startswith(report.nodeid)), next(iter(self.names)))
-            self.file.write(f"failed {name}\n")
+        if report.failed:
+            self.file.write(f"failed {report.nodeid}\n")
 
 
 def settle(
@@ -334,14 +336,18 @@ def settle(
                 left = len(batch) + sum(map(len, batches))
                 return Result("survived", "", time.monotonic() - start, count, left)
             limit = 120 + 10 * expected
-            test, ran = run_tests(copy.folder, batch, limit)
+            test, passed = run_tests(copy.folder, batch, limit)
             spent += expected
-            count += ran
+            count += len(passed)
             if test is None:
                 continue
-            if rest := batch[batch.index(test.removesuffix(HANGS)) + 1 :]:
+            which = re.compile(
+                re.escape(test.removesuffix(HANGS)) + "(::|/|$)"
+            )  # a test, a module, a folder's conftest.py
+            failed = [name for name in batch if which.match(name)] or batch[:1]
+            if rest := [name for name in batch if name not in (*passed, *failed)]:
                 batches.appendleft(rest)
-            test = _confirm(test, copy, mutant.file, text, unchanged, limit)
+            test = _confirm(failed[0] + HANGS * test.endswith(HANGS), copy, mutant.file, text, unchanged, limit)
             if test is not None:
                 return Result("noticed", test, time.monotonic() - start, count + 1)
         return Result("survived", "", time.monotonic() - start, count)
@@ -350,15 +356,15 @@ def settle(
 
 
 def _confirm(test: str, copy: Copy, file: str, mutated: str, unchanged: str, limit_s: float) -> str | None:
-    """Return the failing test, None if it fails or is that slow without the mutant too, or ends if run alone."""
+    """Return the name of the failing test, None if it fails or is that slow without the mutant too, or ends if run alone."""
     name = test.removesuffix(HANGS)
     copy.set_text(file, unchanged)
     if run_tests(copy.folder, [name], limit_s)[0] is not None:
         return None
     if not test.endswith(HANGS):
-        return test
+        return name
     copy.set_text(file, mutated)
-    return run_tests(copy.folder, [name], limit_s)[0]
+    return name if run_tests(copy.folder, [name], limit_s)[0] is not None else None
 
 
 def _serve(
@@ -436,9 +442,7 @@ def main(argv: list[str]) -> int:
     for mutant, result in run_all(jobs, args.processes, known, allowed, args.limit):
         outcomes[result.outcome].append(mutant.name)
         print(f"{result.outcome:9}{result.seconds:6.0f} s  {mutant.name}  {_detail(mutant, result)}", flush=True)
-        noticed.setdefault(mutant.name, {})[args.tier] = (
-            [result.test.removesuffix(HANGS), round(result.seconds)] if result.test else None
-        )
+        noticed.setdefault(mutant.name, {})[args.tier] = [result.test, round(result.seconds)] if result.test else None
         if args.write and not args.table:
             written = NOTICED_FILE.with_suffix(".new")
             written.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")
