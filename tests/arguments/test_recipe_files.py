@@ -1,10 +1,12 @@
 """Recipes: the public zoo's YAML shape, variables, presets, and the command line on top."""
 
+import os
 import re
 
 import pytest
 
 import model_zoo
+import pretrain_moe
 from arguments import ArgumentError, parse_args, tokens
 from arguments.parse import resolve_command_line
 from arguments.report import run_validate_only
@@ -75,6 +77,13 @@ def test_variables_come_from_the_environment(recipe, monkeypatch):
     monkeypatch.setenv("SWIGLU", "false")
     args = parse_args(["--preset", recipe()], world_size=1)
     assert args.model.num_layers == 4 and args.model.swiglu is False
+
+
+def test_exported_variables_override_those_of_a_recipe(recipe, monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    monkeypatch.setattr(pretrain_moe, "_train", lambda *rest: 0)
+    assert pretrain_moe.main(["--preset", recipe()]) == 0
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and os.environ["CACHE"] == "/tmp/cache"
 
 
 def test_command_line_overrides_recipe(recipe):

@@ -212,7 +212,7 @@ def test_partial_saves_are_removed_only_if_their_run_is_dead(saved):
     tracker.write_text("9")
     gone.append(tracker)
     past = time.time() - 3600
-    for path in (stale / "__0_0.distcp", stale):
+    for path in (stale / "__0_0.distcp", stale, fresh):  # a file that grows does not change the time of its folder
         os.utime(path, (past, past))
     try:
         save(saved, CheckpointState(12, RECORD), [FakeModel()], None, SINGLE, SaveOptions())

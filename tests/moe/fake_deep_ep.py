@@ -254,6 +254,7 @@ def make_v2(recorded: Signatures, prefix: str):
                 return one_or_pair(x), handle.way.idx_NK, None, handle, event
             x = bound["x"] if isinstance(bound["x"], torch.Tensor) else bound["x"][0]
             assert x.shape[0] <= self.bound["num_max_tokens_per_rank"] and bound["topk_weights"].dtype == torch.float32
+            assert bound["topk_idx"].shape[1] <= self.bound["num_topk"]
             way = Route(bound["topk_idx"], bound["num_experts"], self.group)
             handle = SimpleNamespace(
                 way=way,

@@ -30,6 +30,7 @@ from moe_trainer.checkpoint.hf.encodings import decode_block_fp8
 from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
+from scripts import convert
 
 pytest.importorskip("transformers")
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -368,6 +369,13 @@ def test_truncated_output_file_is_written_again(tmp_path):
     assert missing_files(job) == ["1.bin"] and not finish_job(job)
     write_share(job)
     assert finish_job(job) and (tmp_path / "out" / "1.bin").read_bytes() == b"whole"
+
+
+def test_workers_of_two_ranks_write_different_files(tmp_path):
+    job = make_job(tmp_path / "out", lambda path, items: path.write_bytes(b"x"))
+    open_job(job)
+    assert convert._write(job, rank=1, world_size=2, workers=2) == 0
+    assert missing_files(job) == ["0.bin", "1.bin"]
 
 
 def test_concurrent_conversions_to_one_target_leave_it_intact(tmp_path):
