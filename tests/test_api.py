@@ -13,6 +13,7 @@ from training.tiny import MOCK, TINY
 import moe_trainer
 from arguments import ArgumentError
 from moe_trainer.errors import UserError
+from moe_trainer.verification import parity
 from scripts import prove_layout
 
 FLAGS = [*TINY, *MOCK, "--qk-layernorm", "--moe-aux-loss-coeff", "0"]
@@ -149,8 +150,9 @@ def test_pipeline_stages_are_rejected(tmp_path):
 
 
 def test_names_are_imported_on_first_use():
-    code = "import sys, moe_trainer; assert 'torch' not in sys.modules; moe_trainer.build_model; assert 'torch' in sys.modules"
+    code = "import sys, moe_trainer; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    assert moe_trainer.build_model is moe_trainer.api.build_model
     assert {*moe_trainer.api.__all__} == {*moe_trainer._API}
     with pytest.raises(AttributeError, match="no attribute 'build'"):
         moe_trainer.build  # noqa: B018
@@ -163,7 +165,7 @@ def losses_of(folder):
 def test_spec_replaces_the_router_in_training_and_after(tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "layers.py").write_text(OWN)
-    argv = [*TINY, *MOCK, "--train-iters", "4", "--save-interval", "2", "--make-vocab-size-divisible-by", "4"]
+    argv = [*TINY, *MOCK, "--train-iters", "2", "--save-interval", "1", "--make-vocab-size-divisible-by", "4"]
     plain = run([*argv, "--save", "plain"], tmp_path)
     own = run([*argv, "--save", "own_ck", "--spec", "own.layers:spec"], tmp_path)
     split = "--tensor-model-parallel-size 2 --sequence-parallel".split()
@@ -213,6 +215,8 @@ def test_wrong_spec_is_rejected(words, message, tmp_path):
 def test_proofs_cover_modules_of_the_user(function, code, tmp_path, monkeypatch, capsys):
     (tmp_path / "own_router.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parity, "STEPS", 1)
+    monkeypatch.setattr(parity, "EXTRA_PERTURBATIONS", parity.EXTRA_PERTURBATIONS[:1])
     mapping = "--world-size 2 --train-iters 9 --tensor-model-parallel-size 2 --sequence-parallel".split()
     assert prove_layout.main([*mapping, *TINY, *MOCK, "--spec", f"own_router:{function}"]) == code
     assert ("router.scale: differs" in capsys.readouterr().out) == bool(code)

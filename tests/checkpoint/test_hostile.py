@@ -9,8 +9,6 @@ import pickle
 import random
 import shutil
 import struct
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import pytest
 import torch
 from bad_input import DEEP, RUNS, Call, error_of
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from harness import run_ranks
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex
 
 from moe_trainer.checkpoint.archive import load_bytes, load_mapped, verify_checksums
@@ -295,18 +294,20 @@ UNBOUNDED = {
 }  # fmt: skip
 
 
+def _messages(rank, world_size):
+    messages = []
+    for name, content in UNBOUNDED.items():
+        try:
+            to_builtin(load_pickle(content))
+        except (ValueError, pickle.UnpicklingError) as error:
+            messages.append(f"{name}: {error}")
+    return messages
+
+
 def test_unbounded_hashes_and_messages_are_rejected():
     """In a separate process, because the hash of a tuple cannot be interrupted."""
-    read = (
-        "import pickle, sys\nfrom moe_trainer.checkpoint.unpickle import load_pickle, to_builtin\n"
-        "for name, content in pickle.load(sys.stdin.buffer).items():\n"
-        "    try:\n        to_builtin(load_pickle(content))\n"
-        "    except (ValueError, pickle.UnpicklingError) as error:\n        print(name, error, sep=': ', flush=True)\n"
-    )
-    command, root = [sys.executable, "-c", read], Path(__file__).parents[2]
-    ended = subprocess.run(command, input=pickle.dumps(UNBOUNDED), capture_output=True, timeout=300, cwd=root)
     message = "its values are nested more than 100 deep, or are more than 262144"
-    assert ended.stdout.decode().splitlines() == [f"{name}: {message}" for name in UNBOUNDED], ended.stderr.decode()
+    assert run_ranks(_messages, 1, timeout=300) == [[f"{name}: {message}" for name in UNBOUNDED]]
 
 
 def test_ordinary_tuples_are_read():

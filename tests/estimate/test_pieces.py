@@ -1,5 +1,6 @@
 """What each piece of the stack is worth: pairs of command lines, the planner's gains, and both models' agreement."""
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -8,9 +9,10 @@ import pytest
 from emulated_cuda import build
 
 from arguments import ArgumentError
-from moe_trainer.estimate.dry_run import plan_of_flags
+from moe_trainer.estimate import pieces
 from moe_trainer.estimate.pieces import PIECES, Row, Worth, make_pair, make_row, make_rows
 from moe_trainer.estimate.pieces_text import markdown_lines, pieces_lines
+from moe_trainer.estimate.plan import Plan
 from moe_trainer.estimate.published_runs import HYBRIDEP, MXFP8, PUBLISHED_RUNS
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,21 @@ SHORT = (
     f"--global-batch-size 512 --world-size 64 --hardware gb200 {HYBRIDEP}"
 ).split()
 ROW = re.compile(r"\| (?P<name>[^|]+?) \| (?P<use>used|tried) \| (?P<planner>[^|]*) \| (?P<roofline>[^|]*) \|")
+
+
+PLAN_OF_FLAGS = functools.cache(lambda line, plan=pieces.plan_of_flags: plan(list(line)))
+
+
+def plan_of_flags(line: list[str]) -> Plan:
+    """Plan a line once: one line of nearly every pair is that without the piece."""
+    return PLAN_OF_FLAGS(tuple(line))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plans_of_pairs():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "plan_of_flags", plan_of_flags)
+        yield
 
 
 def load_script(name: str):

@@ -53,8 +53,6 @@ def test_suggestions_exclude_searched_flags():
 def test_suggestions_without_searched_flags_keep_the_world_size():
     argv = "--preset deepseek_v3 --mock-data --bf16 --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 512".split()
     plan = make_plan_of(argv, 32)
-    fixes = cheapest_fixes(argv, plan)
-    assert all(fix.plan.margin >= 0 for fix in fixes)
     assert not [fix for fix in cheapest_fixes(argv, plan, searched=False) if "--world-size" in fix.words]
 
 

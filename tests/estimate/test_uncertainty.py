@@ -5,8 +5,9 @@ import math
 import pytest
 
 from moe_trainer.estimate import uncertainty
-from moe_trainer.estimate.calibrate import plan_published_run
-from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.calibrate import PredictionError, median_error, plan_published_run
+from moe_trainer.estimate.hardware import Constants, find_hardware
+from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.plan import make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
@@ -24,14 +25,20 @@ from moe_trainer.estimate.uncertainty import (
 
 @pytest.fixture(scope="module")
 def plans():
-    from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
-
     return {run: plan_published_run(run) for run in (*PUBLISHED_RUNS, *HOLDOUT_RUNS)}
 
 
 @pytest.fixture(scope="module")
 def residuals(plans):
     return published_residuals(plans, lambda run: plans[run].tflops, plans.get)
+
+
+def test_error_of_holdout_runs(plans):
+    """The median error that README reports, and the two runs with errors above 30 % other than eager ones."""
+    errors = [PredictionError(run, plans[run].tflops, Constants()) for run in HOLDOUT_RUNS if "eager" not in run.name]
+    assert median_error(errors) < 0.08 and len(errors) == 32
+    far = [error.run.name for error in errors if abs(error.relative) > 0.3]
+    assert far == ["GPT-OSS-120B 64xGB300 BF16, alltoall", "Qwen2-57B 64xH100 BF16, no pipeline"]
 
 
 def test_error_bar_terms_equal_the_fit(residuals):

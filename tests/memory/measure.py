@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moe_trainer.memory.offload import HostCopies
 
@@ -21,14 +20,27 @@ class _StorageTracker(TorchDispatchMode):
         super().__init__()
         self.found: dict[int, tuple[StorageWeakRef, int, tuple[int, ...], torch.dtype]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the wrapper takes longer than the operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        outputs = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(outputs):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
-                storage = x.untyped_storage()
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        given = {x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))}
+        for x in _tensors((outputs,)):
+            storage = x.untyped_storage()
+            if storage._cdata not in given:
                 self.found[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), tuple(x.shape), x.dtype
         return outputs
+
+
+def _tensors(values: Iterable) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 class CountedCopies(HostCopies):

@@ -264,10 +264,13 @@ RANKS = {
 
 
 def _on_ranks(rank, n, cases):
-    found = []
+    found, groups = [], {}  # groups by mapping: every one has threads
     for model, mapping, how in cases:
         args = parsed(SIZES, GROUPED, model, mapping, how, ranks=n)
-        ps = make_groups(args, LaunchEnv(rank, n, rank, None, None, "test"), timedelta(seconds=60))
+        if mapping not in groups:
+            launched = LaunchEnv(rank, n, rank, None, None, "test")
+            groups[mapping] = make_groups(args, launched, timedelta(seconds=60))
+        ps = groups[mapping]
         (chunk,) = build(args, ps)
         rows = SEQ // ps.cp.size // (ps.tp.size if args.parallel.sequence_parallel else 1)
         x_SBH, rope = (
@@ -293,8 +296,7 @@ def _on_ranks(rank, n, cases):
     return found
 
 
-@pytest.mark.parametrize("part", range(6))  # new ranks for few cases: every case leaves the threads of its groups
-def test_activation_list_on_two_ranks(part):
+def test_activation_list_on_two_ranks():
     hows = (
         "",
         f"{SELECTIVE} layernorm mla_up_proj moe",
@@ -302,32 +304,20 @@ def test_activation_list_on_two_ranks(part):
         f"{FULL} uniform --recompute-num-layers 2",
     )
     latent = LATENT.replace("--mtp-num-layers 1", "")
-    cases = [(latent, mapping, how) for mapping in RANKS.values() for how in hows]
-    cases.append((latent, RANKS["tp2"], f"{hows[-1]} --distribute-saved-activations"))
-    cases += [
-        (f"{DELTA} --moe-shared-expert-intermediate-size 40", mapping, how)
-        for mapping in RANKS.values()
-        for how in ("", f"{SELECTIVE} gdn_norm_out layernorm")
-    ]
-    cases += [
-        ("", mapping, how)
-        for mapping in (
-            RANKS["tp2"],
-            RANKS["tp2 sp"],
-            f"{RANKS['tp2']} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
-        )
-        for how in ("", f"{SELECTIVE} layernorm", f"{SELECTIVE} moe")
-    ]
+    mappings = list(RANKS.values())
+    experts = f"{RANKS['tp2']} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
     gathered = f"{RANKS['cp2 ring']} --cp-comm-type allgather"
+    cases = [(latent, mapping, how) for i, mapping in enumerate(mappings) for how in (hows[i % 4], hows[(i + 1) % 4])]
+    cases.append((latent, RANKS["tp2"], f"{hows[-1]} --distribute-saved-activations"))
+    delta, part = f"{DELTA} --moe-shared-expert-intermediate-size 40", f"{SELECTIVE} gdn_norm_out layernorm"
+    cases += [(delta, mapping, part if i % 2 else "") for i, mapping in enumerate(mappings)]
     cases += [
-        (f"{latent} {SPARSE}", mapping, how)
-        for mapping in (RANKS["tp2 sp"], RANKS["tp2"], gathered)
-        for how in hows[:3]
+        ("", mapping, how) for mapping in (RANKS["tp2"], RANKS["tp2 sp"], experts) for how in ("", f"{SELECTIVE} moe")
     ]
-    cases += [
-        (f"{latent} {SPARSE} {GATHERED}", mapping, how) for mapping in (RANKS["tp2 sp"], gathered) for how in hows[:2]
-    ]
-    cases = cases[part::6]
+    sparse, rows = f"{latent} {SPARSE}", RANKS["tp2 sp"]
+    cases += [(sparse, mapping, "") for mapping in (rows, RANKS["tp2"], gathered)]
+    cases += [(sparse, rows, hows[1]), (sparse, gathered, hows[2])]
+    cases += [(f"{sparse} {GATHERED}", rows, ""), (f"{sparse} {GATHERED}", gathered, hows[1])]
     for results in run_ranks(_on_ranks, 2, cases):
         for case, (listed, left, tensors, entries) in zip(cases, results, strict=True):
             what = f"{case}: {listed} listed, {left} left"

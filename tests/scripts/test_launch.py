@@ -1,6 +1,7 @@
 """The launchers: variables become flags, dry runs validate, ranks save on a signal, and their exit code is returned."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from harness import wait_until
 from structure.source import ROOT
 from training.tiny import MOCK, TINY
 
+from moe_trainer.estimate.dry_run import run_dry_run
 from scripts.launch_fixes import flags_to_variables
 from scripts.pipeline_layout import make_layout
 from scripts.torchrun import exit_code, get_error_message
@@ -85,6 +87,12 @@ def flags_in(text):
     """The flags of a job file or of the command of launch.sh, split like bash does."""
     line = next(line for line in text.splitlines() if line.startswith(("FLAGS=", "command: ")))
     return shlex.split(line.removeprefix("FLAGS=( ").removeprefix("command: ").removesuffix(" )"))
+
+
+def trainer_flags(text):
+    """As flags_in, without the command of launch.sh before them."""
+    words, program = flags_in(text), str(ROOT / "pretrain_moe.py")
+    return words[words.index(program) + 1 :] if program in words else words
 
 
 def value(flags, name):
@@ -168,18 +176,17 @@ def test_invalid_job_is_not_submitted(tmp_path):
 
 def test_plan_that_does_not_fit_exits_with_3_and_suggests_changes(tmp_path):
     settings = "MODEL=mixtral_8x7b EP=8 PP=1 NNODES=1"
-    for script, flags in (("sbatch_train.sh", ""), ("launch.sh", "--report own.json")):
-        done = dry_run(script, tmp_path, flags, settings, code=3)
-        assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
-        assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
-        assert "cheapest changes that fit:" in done.stderr
-        changes = [line.split(": fits ")[0] for line in done.stderr.splitlines() if ": fits with" in line]
-        assert changes
-        flags = ("--micro-batch", "parallel-size", "--recompute")
-        assert not [line for line in changes if any(flag in line for flag in flags)]
-    assert json.loads((tmp_path / "own.json").read_text())["fits"] is False
-    done = dry_run("launch.sh", tmp_path, "", f"{settings} HARDWARE=gb300")
+    done = dry_run("sbatch_train.sh", tmp_path, "", settings, code=3)
+    assert "does not fit: stage 0 needs" in done.stdout and "8 x h100" in done.stdout
+    assert "error: this run DOES NOT FIT the memory of its devices: stage 0 needs" in done.stderr
+    assert "cheapest changes that fit:" in done.stderr
+    changes = [line.split(": fits ")[0] for line in done.stderr.splitlines() if ": fits with" in line]
+    assert changes
+    flags = ("--micro-batch", "parallel-size", "--recompute")
+    assert not [line for line in changes if any(flag in line for flag in flags)]
+    done = dry_run("launch.sh", tmp_path, "--report own.json", f"{settings} HARDWARE=gb300")
     assert "fits: the fullest device" in done.stdout and "8 x gb300" in done.stdout and done.stderr == ""
+    assert json.loads((tmp_path / "own.json").read_text())["fits"] is True
     assert "there are a100" in dry_run("launch.sh", tmp_path, "", f"{settings} HARDWARE=b3000", code=2).stderr
 
 
@@ -503,7 +510,11 @@ def test_array_dependency_signal_and_segment_become_sbatch_options(tmp_path):
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_every_wrapper_script_is_valid_without_changes(tmp_path, name):
-    text = dry_run(name, tmp_path).stdout
+    """The plan, which validates first, is made in this process."""
+    text = launch(name, tmp_path, "", "DRY_RUN=1 VALIDATE=0").stdout
+    sizes = re.findall(r"^#SBATCH --(?:nodes|ntasks-per-node)=(\d+)$| --nproc-per-node (\d+) ", text, re.MULTILINE)
+    ranks = math.prod(int(nodes or gpus) for nodes, gpus in sizes)
+    assert run_dry_run([*trainer_flags(text), "--dry-run", "--world-size", str(ranks)]) == 0
     assert f"--preset {name.removeprefix('train_').removesuffix('.sh').removesuffix(LONG)} " in text
     assert ("--seq-length 262144 --max-position-embeddings 262144" in text) == (f"{LONG}.sh" in name)
 
@@ -561,7 +572,7 @@ def test_shell_scripts_pass_shellcheck():
 
 
 def test_sigterm_for_the_launcher_saves_and_the_same_command_resumes(tmp_path):
-    """SIGTERM to the launcher: both ranks save, exit code 75; then the same command continues."""
+    """SIGTERM to the launcher: both ranks save, exit code 75; then the command that it printed continues."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text("MODEL_ARGS:\n  --num-layers: 2\n")
     line = [*TINY, *MOCK, *"--train-iters 100000 --lr-decay-iters 100 --save-interval 100000".split()]
@@ -577,7 +588,7 @@ def test_sigterm_for_the_launcher_saves_and_the_same_command_resumes(tmp_path):
     assert first.returncode == 75, first.stdout[-3000:]
     done = len(read_metrics(metrics))
     assert "receiving SIGUSR1" in first.stdout + first.stderr
-    again = launch("launch.sh", tmp_path, f"{line} --exit-interval {done + 1}", settings)
+    assert len(list((tmp_path / "out" / "logs").rglob("std*.log"))) == 4
+    again = commands.run([*trainer_flags(first.stdout), "--exit-interval", str(done + 1)], tmp_path, 2)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert [record["iteration"] for record in read_metrics(metrics)] == list(range(1, done + 2))
-    assert len(list((tmp_path / "out" / "logs").rglob("std*.log"))) >= 4

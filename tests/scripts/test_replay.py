@@ -84,12 +84,11 @@ def test_replay_with_the_same_flags_is_bitwise_equal(one_rank, replay):
 @pytest.mark.parametrize("flags", [
     "--tensor-model-parallel-size 2 --sequence-parallel",
     "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
-    "--expert-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2",
+    "--expert-model-parallel-size 2 --use-distributed-optimizer",
+    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
     "--context-parallel-size 2",
-    "--world-size 2 --use-distributed-optimizer",
     "--world-size 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 ])  # fmt: skip
 def test_replay_under_another_mapping_is_equal_within_fp32(one_rank, replay, flags):
     code, out, err = replay(one_rank, *flags.split())

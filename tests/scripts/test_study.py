@@ -14,7 +14,11 @@ from scripts import study_data, study_finermoe, study_report
 from scripts.study_data import Size
 from scripts.study_finermoe import ARMS, FULL, Run
 
-TINY = Size(0.6, 600, 2, 4, 2, 0.02, 4)
+TINY = {
+    "SMOKE": Size(0.6, 600, 2, 3, 2, 0.02, 4),
+    "MODEL": f"{study_finermoe.MODEL} --num-layers 2 --global-batch-size 4",
+    "BATCH": 4,
+}
 run_script = study_data.run_program
 
 
@@ -33,8 +37,8 @@ def study(tmp_path_factory):
     """A finished study of the least size."""
     folder = tmp_path_factory.mktemp("study") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study_finermoe, "SMOKE", TINY)
-        patch.setattr(study_finermoe, "run_program", run_forked)
+        for name, value in (*TINY.items(), ("run_program", run_forked)):
+            patch.setattr(study_finermoe, name, value)
         assert study_finermoe.main([str(folder), "--smoke", "--no-task", "--jobs", "1"]) == 0
     return folder
 
@@ -47,7 +51,7 @@ def test_a_study_compares_upcycled_models_with_their_dense_model(study):
     for seed in (1, 2):
         found = {result["arm"]: result for result in results if result["seed"] == seed}
         dense = found["dense"]
-        assert [tokens for tokens, _ in dense["curve"]] == [0, 3 * 2048, 4 * 2048]
+        assert [tokens for tokens, _ in dense["curve"]] == [0, 2 * 4 * 128, 3 * 4 * 128]
         assert dense["loss"] < dense["loss_at_start"] - 0.01
         # copies compute what the dense model does, on the same text
         assert found["copies"]["loss_at_start"] == pytest.approx(dense["loss_at_start"], abs=1e-5)
@@ -93,8 +97,8 @@ def test_finished_runs_are_not_repeated(study, monkeypatch, capsys):
     kept = path.read_text()
     path.unlink()
     before = (study / "report.md").read_text()
-    monkeypatch.setattr(study_finermoe, "SMOKE", TINY)
-    monkeypatch.setattr(study_finermoe, "execute", execute)
+    for name, value in (*TINY.items(), ("execute", execute)):
+        monkeypatch.setattr(study_finermoe, name, value)
     assert study_finermoe.main([str(study), "--smoke", "--no-task"]) == 0
     assert executed == ["copies-seed2"]
     assert "9 of 10 runs are finished already" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,22 +33,21 @@ VARIANTS = {
 def test_run_resumes_bitwise_from_its_legacy_checkpoint(tmp_path, variant):
     flags, world_size = VARIANTS[variant]
     argv = [*TINY, *MOCK, *flags.split(), "--ckpt-format", "torch", "--train-iters", "4"]
-    for folder, stops in (("whole", ()), ("parts", ("2",))):
-        (tmp_path / folder).mkdir()
-        for stop in (*stops, None):
-            more = ("--exit-interval", stop) if stop else ()
-            finished = run([*argv, *outputs(tmp_path / folder, *more)], tmp_path, world_size)
-            assert finished.returncode == 0, finished.stderr
-    assert detect_format(tmp_path / "parts/ckpt/iter_0000002") == "torch"
-    curves = [
-        [
-            {name: record[name] for name in ("iteration", "consumed_samples", "lm loss", "grad_norm")}
-            for record in read_metrics(tmp_path / folder / "metrics.jsonl")
-        ]
-        for folder in ("whole", "parts")
-    ]
-    assert curves[0] == curves[1] and len(curves[0]) == 4
-    one, other = (load_file(tmp_path / folder / "final.safetensors") for folder in ("whole", "parts"))
+    finished = run([*argv, *outputs(tmp_path / "whole", "--save-interval", "2")], tmp_path, world_size)
+    assert finished.returncode == 0, finished.stderr
+    half = Path("ckpt", "iter_0000002")
+    shutil.copytree(tmp_path / "whole" / half, tmp_path / "half" / half)
+    (tmp_path / "half/ckpt/latest_checkpointed_iteration.txt").write_text("2")
+    assert detect_format(tmp_path / "half" / half) == "torch"
+    finished = run([*argv, *outputs(tmp_path / "half")], tmp_path, world_size)
+    assert finished.returncode == 0, finished.stderr
+    names = ("iteration", "consumed_samples", "lm loss", "grad_norm")
+    whole, half = (
+        [[record[name] for name in names] for record in read_metrics(tmp_path / folder / "metrics.jsonl")]
+        for folder in ("whole", "half")
+    )
+    assert whole[2:] == half and len(whole) == 4
+    one, other = (load_file(tmp_path / folder / "final.safetensors") for folder in ("whole", "half"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -27,24 +27,21 @@ FP8_CASES = {
     "tp, blockwise": f"{TP} --fp8-format e4m3 --fp8-recipe blockwise",
     "tp without sp, mxfp8": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --fp8-format hybrid --fp8-recipe mxfp8 --no-fp8-wgrad",
     "cp and ep, tensorwise": "--context-parallel-size 2 --expert-model-parallel-size 2 --fp8-format hybrid --fp8-recipe tensorwise",
-    "ep over dp, mxfp8": "--expert-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad",
-    "pp, first layer in bf16": "--pipeline-model-parallel-size 2 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0",
-    "latent attention under tp": f"{TP} --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 "
-    "--v-head-dim 4 --mtp-num-layers 1 --fp8-format e4m3 --fp8-recipe tensorwise --moe-shared-expert-intermediate-size 16",
     "output layer under tp": f"{TP} --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-output-proj --mtp-num-layers 1",
-    "recompute": "--expert-model-parallel-size 2 --fp8-format hybrid --recompute-granularity full --recompute-method uniform "
-    "--recompute-num-layers 1",
 }
 FP8_PARAMS = "--fp8-param-gather --use-distributed-optimizer"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 FP8_PARAM_CASES = {
-    "dp, delayed": f"{FP8_CASES['dp, delayed']} {FP8_PARAMS} --overlap-grad-reduce --overlap-param-gather",
-    "tp, blockwise": f"{FP8_CASES['tp, blockwise']} {FP8_PARAMS}",
-    "tp, tensorwise": f"{FP8_CASES['latent attention under tp']} {FP8_PARAMS}",
+    "dp, delayed": f"{FP8_CASES['dp, delayed']} {FP8_PARAMS} {OVERLAP}",
+    "latent attention under tp": f"{TP} --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 "
+    f"--v-head-dim 4 --mtp-num-layers 1 --fp8-format e4m3 --fp8-recipe tensorwise --moe-shared-expert-intermediate-size 16 {FP8_PARAMS}",
     "cp and ep, tensorwise": f"{FP8_CASES['cp and ep, tensorwise']} {FP8_PARAMS}",
-    "pp, first layer in bf16": f"{FP8_CASES['pp, first layer in bf16']} {FP8_PARAMS}",
-    "recompute": f"{FP8_CASES['recompute']} {FP8_PARAMS}",
-    "ep over dp, mxfp8": f"{FP8_CASES['ep over dp, mxfp8']} {FP8_PARAMS} --reuse-grad-buf-for-mxfp8-param-ag --overlap-grad-reduce "
-    "--overlap-param-gather",
+    "pp, first layer in bf16": "--pipeline-model-parallel-size 2 --fp8-format e4m3 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 "
+    f"{FP8_PARAMS}",
+    "recompute": "--expert-model-parallel-size 2 --fp8-format hybrid --recompute-granularity full --recompute-method uniform "
+    f"--recompute-num-layers 1 {FP8_PARAMS}",
+    "ep over dp, mxfp8": "--expert-model-parallel-size 2 --fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad "
+    f"{FP8_PARAMS} {OVERLAP} --reuse-grad-buf-for-mxfp8-param-ag",
 }
 
 
@@ -59,18 +56,23 @@ def run_parity(flags: str, **how: object) -> ParityResult:
 
 def test_fp8_cases_equal_one_process(clean_pool, monkeypatch):  # noqa: F811
     for flags in FP8_CASES.values():
-        # only scales that are delayed depend on the step before
-        monkeypatch.setattr(parity, "STEPS", 1 if "--fp8-recipe" in flags else 2)
+        set_steps(monkeypatch, flags)
         assert_equal(clean_pool, make_fp8_case(flags))
 
 
-def test_output_layer_equals_one_process_for_partial_blocks():
+def set_steps(monkeypatch, flags: str) -> None:
+    """Only delayed scales and overlapped communication depend on the step before."""
+    monkeypatch.setattr(parity, "STEPS", 1 if "--fp8-recipe" in flags and OVERLAP not in flags else 2)
+
+
+def test_output_layer_equals_one_process_for_partial_blocks(monkeypatch):
     """40 columns and 8 positions per rank, blocks of 32. A dense model, so that blocks along the tokens are checked too."""
     moe = [word for word in MODEL if word.startswith("--moe")] + ["--num-experts"]
     words = [*without(MODEL, moe), *f"{TP} --context-parallel-size 2 --global-batch-size 2 --vocab-size 78 --make-vocab-size-divisible-by 8 --fp8-format hybrid --fp8-recipe mxfp8 "
              "--fp8-output-proj".split()]  # fmt: skip
     case = as_is(words, 4)
     assert "--fp8-output-proj" in case.argv and "--no-fp8-wgrad" not in case.argv
+    monkeypatch.setattr(parity, "STEPS", 1)
     with RankPool(4) as pool:
         assert_equal(pool, case)
 
@@ -106,12 +108,14 @@ def test_missing_rounding_of_sent_tokens_is_found(monkeypatch):
     assert not run_parity(f"{MXFP8_TRANSPORT} --expert-model-parallel-size 2", steps=1, shared=False).is_equal
 
 
-def test_fp8_params_equal_one_process(clean_pool):  # noqa: F811
+def test_fp8_params_equal_one_process(clean_pool, monkeypatch):  # noqa: F811
     for flags in FP8_PARAM_CASES.values():
+        set_steps(monkeypatch, flags)
         assert_equal(clean_pool, make_fp8_case(flags))
     experts = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    monkeypatch.setattr(parity, "STEPS", 1)
     with RankPool(4) as pool:
-        assert_equal(pool, make_fp8_case(f"{FP8_PARAM_CASES['tp, blockwise']} {experts}", 4))
+        assert_equal(pool, make_fp8_case(f"{FP8_CASES['tp, blockwise']} {FP8_PARAMS} {experts}", 4))
 
 
 def test_scale_of_a_local_shard_is_found(monkeypatch):
@@ -122,7 +126,7 @@ def test_scale_of_a_local_shard_is_found(monkeypatch):
             all_reduce=lambda x, group, op="sum": x if op == "max" else collectives.all_reduce(x, group, op)
         ),
     )
-    assert not run_parity(f"{FP8_PARAMS} --fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad").is_equal
+    assert not run_parity(f"{FP8_PARAMS} --fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad", steps=1).is_equal
 
 
 @pytest.mark.slow

@@ -86,10 +86,10 @@ def with_steps(rank, n, steps, work, *args):
 
 @pytest.fixture(scope="module", autouse=True)
 def clean_pool():
-    """Share references, with one perturbation each; of the further ones, which only confirm a difference, one is enough."""
+    """Share references, with one perturbation each, which is also the one that confirms a difference."""
     with pytest.MonkeyPatch.context() as patch, CleanPool(3) as pool:
         patch.setattr(parity, "PERTURBATIONS", PERTURBATIONS[:1])
-        patch.setattr(parity, "EXTRA_PERTURBATIONS", parity.EXTRA_PERTURBATIONS[:1])
+        patch.setattr(parity, "EXTRA_PERTURBATIONS", PERTURBATIONS[:1])
         patch.setattr(parity, "_run_references", pool.run_references)
         yield pool
 
@@ -116,8 +116,12 @@ def assert_equal(pool: RankPool, case: ParityCase) -> None:
     assert "gradients within" in result.agreement
 
 
-def test_mappings_equal_one_process(clean_pool):
-    cases = [TP, PP, CP, EP, [*TP, *CAPACITY], [*CP, *CAPACITY], [*CP, *MTP], [*EP, *GLOBAL]]
+def test_mappings_equal_one_process(clean_pool, monkeypatch):
+    """Two steps of every kind of mapping; one of what they leave alike, with its gradients, update and validation."""
+    latent = ["--moe-latent-size", "6"]
+    for flags in ([*TP, *latent], PP, [*CP, *MTP, *CAPACITY], [*EP, *GLOBAL, *latent]):
+        assert_equal(clean_pool, make_case(*flags))
+    cases = [[*TP, *CAPACITY], [*latent, *TP[:2]]]
     cases += [
         [*PACKED, *TP, *CAPACITY],
         [*PACKED, *CP, *MTP, "--sequence-packing-scheduler", "cost_balanced"],
@@ -126,7 +130,6 @@ def test_mappings_equal_one_process(clean_pool):
         [*PACKED, *EP, *CAPACITY, "--moe-pad-expert-input-to-capacity", "--pad-packed-seq-alignment", "max"],
         [*PACKED, *PP, "--thd-tail-padding-policy", "extend_last"],
     ]
-    cases += [["--moe-latent-size", "6", *flags] for flags in (TP, EP, TP[:2])]
     cases += [[NO_BIAS, *FINE, *flags] for flags in (TP, EP)]
     exchanged = [*CP, "--cp-comm-type", "a2a", "--reset-attention-mask"]
     cases += [[*DELTA, *flags] for flags in (TP, PP, CP, TP[:2], exchanged)]
@@ -134,6 +137,7 @@ def test_mappings_equal_one_process(clean_pool):
     # chunks without a parameter that learns
     frozen = [*PP, "--pipeline-model-parallel-layout", "E|t|t|L", "--dsa-indexer-warmup"]
     cases += [[*SPARSE, *flags] for flags in ([*TP, "--dsa-indexer-use-sparse-loss"], gathered, frozen)]
+    monkeypatch.setattr(parity, "STEPS", 1)
     for flags in cases:
         assert_equal(clean_pool, make_case(*flags))
 
@@ -168,10 +172,11 @@ def test_padding_in_the_losses_of_packed_sequences_is_found(monkeypatch):
     assert result.differences[0].quantity == "load_balancing_loss (step 1)", result.failure
 
 
-@pytest.mark.parametrize("loss", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
-def test_gradients_summed_instead_of_averaged_are_found(monkeypatch, loss):
+def test_gradients_summed_instead_of_averaged_are_found(monkeypatch):
     monkeypatch.setattr(grad_buffer, "_mean_factor", lambda *_: (1.0, "sum"))
-    first = run_parity(*EP, "--moe-router-load-balancing-type", loss, steps=1).differences[0]
+    kinds = "aux_loss seq_aux_loss global_aux_loss".split()
+    losses = ["--moe-router-load-balancing-type", *kinds, "--moe-aux-loss-coeff", *["1e-2"] * 3]
+    first = run_parity(*EP, *losses, steps=1).differences[0]
     assert first.quantity == "gradient (step 1)" and first.difference == pytest.approx(1.0, rel=1e-3)
 
 
