@@ -101,7 +101,7 @@ def test_world_size_rules_are_skipped_when_it_is_unknown():
 
 
 def test_rules_do_not_crash_on_any_flag_value():
-    """Negative numbers are in tests/training/test_malformed.py."""
+    """Negative numbers are in tests/training/test_bad_input.py."""
     base = base_line()
     for option in OPTIONS.values():
         texts = ("0", "7", "nan") if option.type_name == "float" else ("0", "7")

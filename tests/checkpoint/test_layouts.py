@@ -1,6 +1,5 @@
 """Synthetic models over every parallel dimension: which rank writes which tensors, and loading under any other mapping."""
 
-import itertools
 import shutil
 from dataclasses import replace
 
@@ -32,18 +31,17 @@ HOW = {"layers": LAYERS, "vocab": 32, "hidden": 16, "expert_bias": True, "tied":
 
 # Ranks, sizes of the grid, virtual stages, distributed optimizer. Each reads what the one before has written.
 # PP 4 -> EP 4 failed in Megatron-LM (issue 1517); here both ways. So did another EP size with flat optimizer ranges on
-# both sides (issue 4200; UniRL 158 lost seven of eight experts): here EP 4 -> 2 -> 4.
+# both sides (issue 4200; UniRL 158 lost seven of eight experts): here EP 2 -> 4 and 4 -> 2.
 MAPPINGS = (
-    (8, dict(tp=2, pp=2, ep=2, etp=1), 1, False),
+    (4, dict(tp=2, pp=2, ep=2, etp=1), 1, False),
     (1, dict(), 1, False),
     (2, dict(tp=2, etp=2), 1, True),
     (2, dict(pp=2), 2, False),
     (4, dict(tp=2, pp=2, etp=2), 1, True),
+    (4, dict(cp=2, ep=2), 1, True),
     (4, dict(ep=4), 1, True),
     (4, dict(pp=4), 1, False),
     (4, dict(ep=4), 1, True),
-    (4, dict(cp=2, ep=2), 1, True),
-    (8, dict(tp=4, ep=4, etp=2), 1, True),
     (8, dict(tp=2, cp=2, pp=2, ep=2, etp=2), 2, True),
 )
 
@@ -87,8 +85,9 @@ def test_checkpoint_of_any_mapping_loads_under_any_other(tmp_path):
         target = tmp_path / str(number)
         run_ranks(_load_and_save, n, source, target, sizes, vpp, distributed)
         assert verify_checkpoint(target / "iter_0000003").problems == []
-        assert differences(first / "iter_0000003", target / "iter_0000003") == [], MAPPINGS[number]
         source = target
+    # where a mapping had lost or changed something, those after it would have, too
+    assert differences(first / "iter_0000003", source / "iter_0000003") == []
 
 
 def test_flagscale_1188_more_tensor_ranks_than_expert_ranks(tmp_path):
@@ -186,7 +185,7 @@ def _save_three_times(rank, n, folder):
 
 
 def _count_plans(rank, n, folder, saver):
-    ps = ParallelState.create(n, rank, ep=2, tp=2, etp=1)
+    ps = ParallelState.create(n, rank)
     chunks, optimizer = make(ps, 1, True, seed=1)
     options, count = SaveOptions(plan_cache=PlanCache(), save_rng=False), []
     original = ownership.collectives.all_gather_object
@@ -211,7 +210,7 @@ def _count_plans(rank, n, folder, saver):
 
 
 def test_constant_structure_is_planned_only_once(tmp_path):
-    assert run_ranks(_save_three_times, 4, tmp_path) == [[2, 2]] * 4
+    assert run_ranks(_save_three_times, 2, tmp_path) == [[2, 2]] * 2
     for folder in (tmp_path / "at once", tmp_path / "async"):
         assert sorted(path.name for path in folder.glob("iter*")) == ["iter_0000003", "iter_0000006", "iter_0000009"]
         assert differences(folder / "iter_0000006", folder / "iter_0000009") == []
@@ -245,9 +244,11 @@ def _streams(rank, n, sizes, *visits):
     return found
 
 
-@pytest.mark.parametrize("sizes", [dict(tp=2, pp=2, ep=2, etp=1), dict(tp=2, cp=2)], ids=["pp2 tp2 dp2", "tp2 cp2 dp2"])
-def test_random_streams_continue_in_the_same_layout(tmp_path, sizes):
-    for one, other in run_ranks(_streams, 8, sizes, (tmp_path, 3), (tmp_path, 0)):
+@pytest.mark.parametrize(
+    ("n", "sizes"), [(8, dict(tp=2, pp=2, ep=2, etp=1)), (4, dict(cp=2))], ids=["pp2 tp2 dp2", "cp2 dp2"]
+)
+def test_random_streams_continue_in_the_same_layout(tmp_path, n, sizes):
+    for one, other in run_ranks(_streams, n, sizes, (tmp_path, 3), (tmp_path, 0)):
         assert other[:2] == one[:2] and other[2]
 
 
@@ -305,7 +306,7 @@ def _read_in_parallel(rank, n, folder, damaged):
         read[case] += found.numel() * found.element_size()
         return found
 
-    for tp, distributed in itertools.product((1, 2), (False, True)):
+    for tp, distributed in ((1, True), (2, False)):
         reading.decode = counted
         ps = ParallelState.create(n, rank, **(dict(tp=2, ep=2, etp=1) if tp == 2 else {}))
         chunks, optimizer = make(ps, 1, distributed, seed=2)

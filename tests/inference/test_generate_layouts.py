@@ -9,6 +9,9 @@ from inference.models import never_finished
 
 from moe_trainer.inference.generator import GenerationOptions, Generator
 from moe_trainer.inference.sampling import SamplingOptions
+from moe_trainer.parallel import state
+from moe_trainer.training import initialize
+from moe_trainer.training.inference import as_model, load_for_inference
 
 pytest.importorskip("transformers")
 
@@ -26,10 +29,6 @@ SAMPLING = SamplingOptions(temperature=1.0, seed=5)
 
 
 def generate(rank, n, folder, flags):
-    from moe_trainer.parallel import state
-    from moe_trainer.training import initialize
-    from moe_trainer.training.inference import as_model, load_for_inference
-
     # the harness has joined the ranks and parts them
     initialize._init_process_group = state.close_groups = lambda *_: None
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -38,7 +37,7 @@ def generate(rank, n, folder, flags):
     )
     loaded = load_for_inference(str(folder), words.split())
     generator = Generator(as_model(loaded.ctx), 2, VOCAB)
-    return generator.generate(PROMPTS, GenerationOptions(20, never_finished, SAMPLING))
+    return generator.generate(PROMPTS, GenerationOptions(10, never_finished, SAMPLING))
 
 
 @pytest.mark.parametrize(

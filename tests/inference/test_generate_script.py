@@ -1,5 +1,7 @@
 """scripts/generate.py: the same texts as transformers under every mapping, files of prompts, and errors; texts between the iterations of a run."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import torch
 from commands import REPOSITORY, environment, read_metrics, run
 from evaluation.trained_model import MODEL, NO_DROPOUT, run_script, train_model
 
+import moe_trainer.training.inference  # noqa: F401 - ranks find it loaded
 from moe_trainer.errors import UserError
 from scripts import generate
 
@@ -52,21 +55,22 @@ def test_greedy_texts_are_those_of_transformers(folder, alone):
     [
         (2, "--tensor-model-parallel-size 2"),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --batch-size 3"),
-        (2, "--expert-model-parallel-size 2 --batch-size 1"),
         (4, "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --batch-size 1"),
-        (
-            4,
-            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
-        ),
     ],
 )
 def test_mapping_changes_no_text(folder, alone, world_size, flags):
     assert generate_on(folder, world_size, "ck", *flags.split()) == alone
-    if world_size == 4:
-        draws = "--temperature 1.0 --top-k 40 --top-p 0.98 --sampling-seed 3 --samples-per-prompt 2".split()
-        found = generate_on(folder, world_size, "ck", *flags.split(), *draws)
-        assert found == generate_on(folder, 1, "ck", *draws)
-        assert len(found) == 2 * len(PROMPTS) and len({each["text"] for each in found}) > len(PROMPTS)
+
+
+def test_mapping_changes_no_drawn_text(folder):
+    flags = (
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --sequence-parallel"
+    )
+    draws = "--temperature 1.0 --top-k 40 --top-p 0.98 --sampling-seed 3 --samples-per-prompt 2".split()
+    found = generate_on(folder, 4, "ck", *flags.split(), *draws)
+    assert found == generate_on(folder, 1, "ck", *draws)
+    assert len(found) == 2 * len(PROMPTS) and len({each["text"] for each in found}) > len(PROMPTS)
 
 
 def test_texts_end_before_a_stop_text(folder, alone):
@@ -75,8 +79,9 @@ def test_texts_end_before_a_stop_text(folder, alone):
     assert alone[0]["tokens"][: len(found[0]["tokens"])] == found[0]["tokens"]
 
 
-def script(folder, *words):
-    return subprocess.run(
+def test_texts_are_printed_after_their_prompts(folder, alone):
+    words = ["ck", PROMPTS[0], PROMPTS[1], "--max-new-tokens", "16", "--batch-size", "1"]
+    done = subprocess.run(
         [sys.executable, str(REPOSITORY / "scripts/generate.py"), *words],
         cwd=folder,
         env=environment(),
@@ -84,10 +89,6 @@ def script(folder, *words):
         text=True,
         check=False,
     )
-
-
-def test_texts_are_printed_after_their_prompts(folder, alone):
-    done = script(folder, "ck", PROMPTS[0], PROMPTS[1], "--max-new-tokens", "16", "--batch-size", "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "\n\n".join(each["prompt"] + each["text"] for each in alone[:2]) + "\n"  # and no log
     assert "2 texts, 32 new tokens in" in done.stderr
@@ -113,6 +114,16 @@ def test_conversations_are_written_by_the_chat_template(folder):
     assert first == second and first["prompt"] == "[user] The cat says\n[assistant]"
 
 
+def main(words):
+    """Return exit code and errors of the script."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        try:
+            code = generate.main(words)
+        except SystemExit as stopped:
+            code = stopped.code
+    return code, errors.getvalue()
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -134,22 +145,14 @@ def test_conversations_are_written_by_the_chat_template(folder):
         ("ck Once --max-new-tokens 64", "with 64 new ones it is longer than the model's 64 positions"),
     ],
 )
-def test_wrong_input_is_named(folder, words, named, capsys, monkeypatch):
+def test_wrong_input_is_named(folder, words, named):
     (folder / "bad.jsonl").write_text('"good"\n{"prompt": \n')
     (folder / "number.jsonl").write_text("3\n")
     (folder / "deep.jsonl").write_text("[" * 100000)
     (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     (folder / "turns.jsonl").write_text('{"messages": ["x"]}\n')
-    if words[-1] == "4" and words.startswith("ck"):  # found after the model is loaded
-        done = script(folder, *words.split())
-        assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr
-        return
-    monkeypatch.chdir(folder)
-    try:
-        code = generate.main(words.split())
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2 and named in capsys.readouterr().err
+    ((code, message),) = run_script(main, folder, 1, words.split())
+    assert code == 2 and named in message and "Traceback" not in message
 
 
 def test_lines_of_prompts_end_at_line_breaks_only(tmp_path):

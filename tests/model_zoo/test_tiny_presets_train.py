@@ -20,7 +20,7 @@ LOSSES = {
     "qwen3_next_tiny": {"lm loss", "global_load_balancing_loss", "mtp_1 loss"},
     "qwen3_tiny": {"lm loss", "global_load_balancing_loss"},
 }
-FEW = "--split 80,10,10 --train-iters 10 --seq-length 64 --global-batch-size 4 --eval-iters 1 --log-interval 1"
+FEW = "--split 80,10,10 --train-iters 10 --seq-length 64 --global-batch-size 2 --eval-iters 1 --log-interval 1"
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

@@ -1,5 +1,6 @@
 """MoE layers and dispatchers over all mappings of a layer against the local one on all tokens: outputs and every gradient."""
 
+import functools
 import logging
 from dataclasses import dataclass, replace
 
@@ -133,12 +134,36 @@ class Layout:
         )
 
 
-def _one_rank(rank, n, layout, kind, dispatchers, sizes, dtype):
-    ps = layout.state(rank)
-    return [_one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype) for dispatcher in dispatchers]
+@dataclass(frozen=True)
+class Case:
+    """A layer, its ranks, and the tokens of every rank."""
+
+    layout: Layout
+    kind: str = "plain"
+    sizes: tuple[int, ...] = EVEN
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-12
+
+    def __str__(self):
+        return f"{self.layout}-{self.kind}-{self.sizes}-{self.dtype}"
+
+    def rank_sizes(self) -> tuple[int, ...]:
+        return (self.sizes * 2)[: self.layout.n]
 
 
-def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
+def _one_rank(rank, n, cases):
+    states = {layout: layout.state(rank) for layout in dict.fromkeys(case.layout for case in cases)}
+    return [[_one_layer(rank, states[case.layout], case, name) for name in DISPATCHERS] for case in cases]
+
+
+@functools.cache
+def _run(cases):
+    """Results by case, all on one start of the ranks: of every rank, by dispatcher."""
+    return dict(zip(cases, zip(*run_ranks(_one_rank, cases[0].layout.n, cases)), strict=True))
+
+
+def _one_layer(rank, ps, case, dispatcher):
+    layout, kind, sizes, dtype = case.layout, case.kind, case.rank_sizes(), case.dtype
     args = sections(moe_aux_loss_coeff=0.0, sequence_parallel=layout.sp, **choose(dispatcher), **KINDS[kind])
     layer = build_shard(args, ps, dtype)
     kind_of = AllToAllDispatcher if dispatcher == "hierarchical" and ps.ep_inter.size == 1 else DISPATCHERS[dispatcher]
@@ -154,17 +179,17 @@ def _one_layer(rank, ps, layout, kind, dispatcher, sizes, dtype):
     return y[own : own + sizes[rank]], grad_x[own : own + sizes[rank]], RankGrads.of(layer, ps)
 
 
-def compare(layout, kind, sizes, dtype=torch.float64, tolerance=1e-12):
-    """Every dispatcher on these ranks against one process."""
-    sizes = (sizes * 2)[: layout.n]
+def compare(case, cases=()):
+    """Every dispatcher on these ranks against one process. The other cases with as many ranks run on the same start of them."""
+    kind, dtype, tolerance = case.kind, case.dtype, case.tolerance
     full = build_layer(sections(moe_aux_loss_coeff=0.0, **KINDS[kind]), dtype=dtype)
     assert type(full.dispatcher) is LocalDispatcher
-    xs, weights = tokens(sizes, dtype)
+    xs, weights = tokens(case.rank_sizes(), dtype)
     # rank by rank through the full layer, as capacity is a rank's own; its gradients add up
     expected = [run_layer(full, x, weight) for x, weight in zip(xs, weights)]
     grads = total_grads([RankGrads.of(full, ParallelState.single())])
-    by_dispatcher = zip(*run_ranks(_one_rank, layout.n, layout, kind, tuple(DISPATCHERS), sizes, dtype), strict=True)
-    for dispatcher, results in zip(DISPATCHERS, by_dispatcher, strict=True):
+    found = _run(tuple(each for each in cases or [case] if each.layout.n == case.layout.n))[case]
+    for dispatcher, results in zip(DISPATCHERS, zip(*found, strict=True), strict=True):
 
         def prefixed(what, dispatcher=dispatcher):
             return lambda text: f"{dispatcher}, {what}: {text}"
@@ -180,65 +205,43 @@ def compare(layout, kind, sizes, dtype=torch.float64, tolerance=1e-12):
             torch.testing.assert_close(totals[name], grad, atol=100 * tolerance, rtol=tolerance, msg=prefixed(name))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dispatch_on_two_ranks_equals_one_process(kind):
-    compare(Layout(2, ep=2), kind, EVEN)
-
-
-@pytest.mark.parametrize("sizes", [EVEN, UNEVEN, EMPTY, ONE, NONE])
-def test_four_ranks_with_uneven_or_no_tokens_equal_one_process(sizes):
-    compare(Layout(4, ep=4), "plain", sizes)
-
-
-@pytest.mark.parametrize("kind", ["sigmoid, bias, groups, shared", "padded"])
-def test_two_expert_groups_of_two_ranks_equal_one_process(kind):
-    compare(Layout(4, ep=2), kind, EVEN)
-
-
-def test_dispatch_in_single_precision():
-    compare(Layout(4, ep=4), "plain", UNEVEN, dtype=torch.float32, tolerance=2e-6)
-
-
-FOLDED = (
-    Layout(2, tp=2),
-    Layout(2, tp=2, sp=True),
-    Layout(2, tp=2, ep=2),
-    Layout(2, tp=2, ep=2, sp=True),
-    Layout(2, tp=2, etp=2),
-    Layout(2, tp=2, etp=2, sp=True),
-    Layout(2, etp=2),
-    Layout(4, tp=2, ep=4, sp=True),
-    Layout(4, tp=2, ep=2, etp=2),
-    Layout(4, tp=2, ep=2, etp=2, sp=True),
-    Layout(4, tp=4, ep=2, sp=True),
-    Layout(4, tp=4, ep=2, etp=2),
-    Layout(4, ep=2, etp=2),
-    Layout(4, etp=4),
-    Layout(4, cp=2, ep=4),
-    Layout(4, tp=2, cp=2, ep=2, etp=2, sp=True),
-    Layout(4, tp=2, cp=2, ep=4),
-    Layout(4, ep=2, etp=2, order="dp-ep-cp-tp-pp"),
-    Layout(4, ep=4, nodes=4),
-)
-
-
-@pytest.mark.parametrize("layout", FOLDED, ids=str)
-def test_experts_folded_over_tp_cp_and_dp_equal_one_process(layout):
-    compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(8, tp=2, ep=4, etp=2, sp=True), Layout(8, tp=2, cp=2, ep=8), Layout(8, ep=8, nodes=4)],
-    ids=str,
-)
-def test_eight_ranks_equal_one_process(layout):
-    compare(layout, "sigmoid, bias, groups, gated shared", EVEN)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
+TWO_RANKS = [Case(Layout(2, ep=2), kind) for kind in KINDS]
+FOUR_RANKS = [
+    *(Case(Layout(4, ep=4), sizes=sizes) for sizes in (EVEN, UNEVEN, EMPTY, ONE, NONE)),
+    *(Case(Layout(4, ep=2), kind) for kind in ("sigmoid, bias, groups, shared", "padded")),
+    Case(Layout(4, ep=4), sizes=UNEVEN, dtype=torch.float32, tolerance=2e-6),
+]
+FOLDED = [
+    Case(layout, "sigmoid, bias, groups, gated shared")
+    for layout in (
+        Layout(2, tp=2),
+        Layout(2, tp=2, sp=True),
+        Layout(2, tp=2, ep=2),
+        Layout(2, tp=2, ep=2, sp=True),
+        Layout(2, tp=2, etp=2),
+        Layout(2, tp=2, etp=2, sp=True),
+        Layout(2, etp=2),
+        Layout(4, tp=2, ep=4, sp=True),
+        Layout(4, tp=2, ep=2, etp=2),
+        Layout(4, tp=2, ep=2, etp=2, sp=True),
+        Layout(4, tp=4, ep=2, sp=True),
+        Layout(4, tp=4, ep=2, etp=2),
+        Layout(4, ep=2, etp=2),
+        Layout(4, etp=4),
+        Layout(4, cp=2, ep=4),
+        Layout(4, tp=2, cp=2, ep=2, etp=2, sp=True),
+        Layout(4, tp=2, cp=2, ep=4),
+        Layout(4, ep=2, etp=2, order="dp-ep-cp-tp-pp"),
+        Layout(4, ep=4, nodes=4),
+        Layout(8, tp=2, ep=4, etp=2, sp=True),
+        Layout(8, tp=2, cp=2, ep=8),
+        Layout(8, ep=8, nodes=4),
+    )
+]
+ETP = Layout(4, tp=2, ep=2, etp=2, sp=True)
+ETP_KINDS = [
+    Case(ETP, kind)
+    for kind in (
         "drops",
         "padded",
         "biases",
@@ -249,29 +252,51 @@ def test_eight_ranks_equal_one_process(layout):
         "fine",
         "fine, four slices",
         "fine, bias, drops",
-    ],
-)
-def test_every_layer_kind_with_etp_equals_one_process(kind):
+    )
+]
+ETP_SIZES = [Case(layout, sizes=sizes) for layout in (ETP, Layout(4, etp=4)) for sizes in (UNEVEN, EMPTY, ONE, NONE)]
+NO_SEQUENCES = [Case(layout, "drops") for layout in (Layout(2, tp=2), Layout(4, tp=2, ep=2), Layout(4, tp=4, etp=2))]
+# Megatron-LM issue 1628: with expert tensor parallelism and one expert rank, gradients were not synchronized rightly
+M1628 = [
+    Case(layout, "biases") for layout in (Layout(2, etp=2), Layout(2, tp=2, etp=2), Layout(4, tp=2, etp=2, sp=True))
+]
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.kind)
+def test_dispatch_on_two_ranks_equals_one_process(case):
+    compare(case, TWO_RANKS)
+
+
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
+def test_four_ranks_with_uneven_or_no_tokens_equal_one_process(case):
+    compare(case, FOUR_RANKS)
+
+
+@pytest.mark.parametrize("case", FOLDED, ids=lambda case: str(case.layout))
+def test_experts_folded_over_tp_cp_and_dp_equal_one_process(case):
+    compare(case, FOLDED)
+
+
+@pytest.mark.parametrize("case", ETP_KINDS, ids=lambda case: case.kind)
+def test_every_layer_kind_with_etp_equals_one_process(case):
     """The second bias of an expert is not cut: it must be added once, and its gradient be whole."""
-    compare(Layout(4, tp=2, ep=2, etp=2, sp=True), kind, EVEN)
+    compare(case, ETP_KINDS)
 
 
-@pytest.mark.parametrize("sizes", [UNEVEN, EMPTY, ONE, NONE])
-@pytest.mark.parametrize("layout", [Layout(4, tp=2, ep=2, etp=2, sp=True), Layout(4, ep=1, etp=4)], ids=str)
-def test_etp_with_uneven_or_no_tokens_equals_one_process(layout, sizes):
-    compare(layout, "plain", sizes)
+@pytest.mark.parametrize("case", ETP_SIZES, ids=str)
+def test_etp_with_uneven_or_no_tokens_equals_one_process(case):
+    compare(case, ETP_SIZES)
 
 
-def test_M1628_expert_tensor_ranks_without_expert_ranks():
-    """Megatron-LM issue 1628: with expert tensor parallelism and one expert rank, gradients were not synchronised rightly."""
-    for layout in (Layout(2, etp=2), Layout(2, tp=2, etp=2), Layout(4, tp=2, etp=2, sp=True)):
-        compare(layout, "biases", EVEN)
+@pytest.mark.parametrize("case", M1628, ids=lambda case: str(case.layout))
+def test_M1628_expert_tensor_ranks_without_expert_ranks(case):
+    compare(case, M1628)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(4, tp=2, ep=2), Layout(4, tp=4, etp=2)], ids=str)
-def test_tensor_ranks_without_sequence_parallelism_train(layout):
+@pytest.mark.parametrize("case", NO_SEQUENCES, ids=lambda case: str(case.layout))
+def test_tensor_ranks_without_sequence_parallelism_train(case):
     """Megatron-LM raises in training here."""
-    compare(layout, "drops", EVEN)
+    compare(case, NO_SEQUENCES)
 
 
 def _overlapped(rank, n, layout, dispatcher):

@@ -22,21 +22,21 @@ def run_steps(run: TrainContext, first: int, count: int) -> Steps:
     return [(result.losses, result.grad_norm) for result in results]
 
 
-def train_and_save(rank: int, n: int, argv: list[str], folder: Path) -> Steps:
-    """Two iterations, a checkpoint; returns the next two iterations of a run that was not interrupted."""
+def train_and_save(rank: int, n: int, argv: list[str], folder: Path, steps: int = 2) -> Steps:
+    """Two iterations, a checkpoint; returns the next iterations of a run that was not interrupted."""
     run = make_run(argv, rank, create_groups(argv, rank, n), 4)
     run_steps(run, 0, 2)
     _save(run, folder)
-    return run_steps(run, 2, 2)
+    return run_steps(run, 2, steps)
 
 
-def load_and_save(rank: int, n: int, argv: list[str], source: Path, target: Path) -> Steps:
-    """Resume under another layout, from other initial values; save at once, and return the next two iterations."""
+def load_and_save(rank: int, n: int, argv: list[str], source: Path, target: Path, steps: int = 2) -> Steps:
+    """Resume under another layout, from other initial values; save at once, and return the next iterations."""
     run = make_run([*argv, "--seed", "99"], rank, create_groups(argv, rank, n), 2, skip=2)
     found = load(source, run.chunks, run.optimizer, run.ps, LoadOptions(run.args.as_dict(), load_rng=False))
     assert found.iteration == 2 and found.optim_loaded
     _save(run, target)
-    return run_steps(run, 2, 2)
+    return run_steps(run, 2, steps)
 
 
 def _save(run: TrainContext, folder: Path) -> None:

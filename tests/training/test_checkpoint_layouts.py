@@ -18,11 +18,13 @@ from moe_trainer.model.weights import gather_named_tensors, load_named_weights
 from moe_trainer.parallel.state import ParallelState
 
 KIND = "deepseek"
+FEW = ["--global-batch-size", "4"]
+SMALL = [*FEW, "--num-experts", "4"]
 
 
 def _argv(ep, distributed):
-    flags = f"--expert-model-parallel-size {ep} --moe-token-dispatcher-type alltoall"
-    return [*shallow(make_argv(KIND)), *flags.split(), *(["--use-distributed-optimizer"] if distributed else [])]
+    flags = f"--expert-model-parallel-size {ep} --moe-token-dispatcher-type alltoall --micro-batch-size 1"
+    return [*shallow(make_argv(KIND)), *FEW, *flags.split(), *(["--use-distributed-optimizer"] if distributed else [])]
 
 
 # (ranks, EP, distributed optimizer); each is loaded from the one before it, the first from (2, 2, True)
@@ -31,14 +33,14 @@ CHAIN = ((1, 1, False), (4, 4, False), (4, 2, True))
 
 def test_state_is_unchanged_across_expert_parallel_layouts(tmp_path):
     first = tmp_path / "first"
-    run_ranks(train_and_save, 2, _argv(2, True), first)
+    run_ranks(train_and_save, 2, [*_argv(2, True), *SMALL], first, 0)
     kept = describe(first / "iter_0000002")
     for moment in ("exp_avg", "exp_avg_sq"):
         assert f"optimizer.state.{moment}.decoder.layers.1.mlp.experts.experts.linear_fc1.weight" in kept
     source, results = first, []
     for number, (n, ep, sharded) in enumerate(CHAIN):
         target = tmp_path / str(number)
-        results.append(run_ranks(load_and_save, n, _argv(ep, sharded), source, target)[0])
+        results.append(run_ranks(load_and_save, n, [*_argv(ep, sharded), *SMALL], source, target, 1)[0])
         assert differences(first / "iter_0000002", target / "iter_0000002") == [], CHAIN[number]
         source = target
     for steps in results[1:]:
@@ -50,7 +52,6 @@ def test_state_is_unchanged_across_expert_parallel_layouts(tmp_path):
 PRETRAINED = (
     "--micro-batch-size 1 --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --sequence-parallel "
 )
-FEW = ["--global-batch-size", "4"]
 SAVED = (
     4,
     PRETRAINED + "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
@@ -85,8 +86,8 @@ RESUMED = {
     ),
     "dp, etp, optimizer instances": (
         8,
-        "--micro-batch-size 1 --expert-tensor-parallel-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+        PRETRAINED + "--expert-tensor-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer "
+        "--num-distributed-optimizer-instances 2",
     ),
     "four stages": (
         8,
@@ -105,7 +106,7 @@ def saved(tmp_path_factory):
     @functools.cache
     def make(kind):
         folder = tmp_path_factory.mktemp("saved")
-        return folder, run_ranks(train_and_save, n, [*make_argv(kind), *FEW, *mapping.split()], folder)[0]
+        return folder, run_ranks(train_and_save, n, [*make_argv(kind), *SMALL, *mapping.split()], folder)[0]
 
     return make
 
@@ -119,7 +120,7 @@ def test_tp2_ep2_pp2_checkpoint_resumes_under_another_layout(saved, tmp_path, na
     kind = "plain" if "cp" in name else KIND
     folder, expected = saved(kind)
     n, mapping = RESUMED[name]
-    steps = run_ranks(load_and_save, n, [*make_argv(kind), *FEW, *mapping.split()], folder, tmp_path)
+    steps = run_ranks(load_and_save, n, [*make_argv(kind), *SMALL, *mapping.split()], folder, tmp_path)
     assert verify_checkpoint(tmp_path / "iter_0000002").problems == []
     assert differences(folder / "iter_0000002", tmp_path / "iter_0000002") == []
     for rank in steps:
@@ -135,12 +136,12 @@ def test_tp2_ep2_pp2_checkpoint_resumes_under_another_layout(saved, tmp_path, na
 )
 def test_tied_output_layer_is_stored_once(tmp_path, mapping):
     """The last stage's copy of the embedding is not written, and is filled when it loads."""
-    one = [*make_argv("biases, tied head"), *FEW]
+    one = [*shallow(make_argv("biases, tied head")), *SMALL, "--global-batch-size", "2"]
     argv = [*one, *mapping.split()]
-    expected = run_ranks(train_and_save, 2, argv, tmp_path / "two")[0]
+    expected = run_ranks(train_and_save, 2, argv, tmp_path / "two", 1)[0]
     assert "output_layer.weight" not in describe(tmp_path / "two/iter_0000002")
-    alone = run_ranks(load_and_save, 1, one, tmp_path / "two", tmp_path / "one")[0]
-    again = run_ranks(load_and_save, 2, argv, tmp_path / "one", tmp_path / "back")[0]
+    alone = run_ranks(load_and_save, 1, one, tmp_path / "two", tmp_path / "one", 1)[0]
+    again = run_ranks(load_and_save, 2, argv, tmp_path / "one", tmp_path / "back", 1)[0]
     assert differences(tmp_path / "two/iter_0000002", tmp_path / "back/iter_0000002") == []
     assert_alike(alone, expected)
     assert_alike(again, expected)
@@ -167,12 +168,12 @@ def test_latent_and_finermoe_experts_resume_under_another_layout(tmp_path, kind)
     flags, shapes = NARROW[kind]
     argv = [*shallow(make_argv("plain")), *FEW, *flags.split()]
     mapping = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
-    expected = run_ranks(train_and_save, 2, [*argv, *mapping], tmp_path / "two")[0]
+    expected = run_ranks(train_and_save, 2, [*argv, *mapping], tmp_path / "two", 1)[0]
     kept = describe(tmp_path / "two/iter_0000002")
     assert {name: kept[f"decoder.layers.mlp.{name}"][0] for name in shapes} == shapes
     # losses by sequence are those of a context rank's part
     context = [] if "seq_aux_loss" in argv else "--context-parallel-size 2 --use-distributed-optimizer".split()
-    alone = run_ranks(load_and_save, 2 if context else 1, [*argv, *context], tmp_path / "two", tmp_path / "one")[0]
+    alone = run_ranks(load_and_save, 2 if context else 1, [*argv, *context], tmp_path / "two", tmp_path / "one", 1)[0]
     assert verify_checkpoint(tmp_path / "one/iter_0000002").problems == []
     assert differences(tmp_path / "two/iter_0000002", tmp_path / "one/iter_0000002") == []
     assert_alike(alone, expected)

@@ -143,6 +143,12 @@ def test_log_of_an_early_exit_shows_all_settings_and_summary(trained):
     )
 
 
+@pytest.fixture(scope="module")
+def recorded(trained):
+    """Results by set, with the flags that the checkpoint records."""
+    return evaluate(trained, "--use-checkpoint-args", "--load", "ck")[1]
+
+
 def evaluate(folder, *flags, ranks=1):
     metrics = folder / "evaluated.jsonl"
     metrics.unlink(missing_ok=True)
@@ -184,18 +190,16 @@ def test_skip_train_evaluates_a_checkpoint_at_its_iteration(trained, monkeypatch
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 --use-distributed-optimizer --context-parallel-size 1",
     ],
 )
-def test_evaluation_losses_are_equal_under_another_mapping(trained, mapping):
-    _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+def test_evaluation_losses_are_equal_under_another_mapping(trained, recorded, mapping):
     _, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *mapping.split(), ranks=2)
     for name in SETS:
         assert (
-            other[name]["lm loss"] == pytest.approx(one[name]["lm loss"], rel=2e-6)
-            and other[name]["tokens"] == one[name]["tokens"]
+            other[name]["lm loss"] == pytest.approx(recorded[name]["lm loss"], rel=2e-6)
+            and other[name]["tokens"] == recorded[name]["tokens"]
         )
 
 
-def test_evaluation_with_explicit_flags_and_with_other_data(trained):
-    _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
+def test_evaluation_with_explicit_flags_and_with_other_data(trained, recorded):
     flags = [word for word in " ".join(TINY).replace("--lr 1e-3", "").split()]
     same = [
         "--data-path",
@@ -218,22 +222,20 @@ def test_evaluation_with_explicit_flags_and_with_other_data(trained):
     assert list(other) == ["validation"] and other["validation"]["samples"] == 40 * 97 // 32 // 2 * 2
 
 
-def test_recorded_split_applies_to_the_data_path_of_the_command_line(trained):
+def test_recorded_split_applies_to_the_data_path_of_the_command_line(trained, recorded):
     """The same files without --split: the recorded split applies. The default split would evaluate on trained text."""
     data = ["--data-path", "0.7", "a_text_document", "0.3", "b_text_document"]
-    _, recorded = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
     _, same = evaluate(trained, "--use-checkpoint-args", "--load", "ck", *data)
     assert {name: same[name]["lm loss"] for name in SETS} == {name: recorded[name]["lm loss"] for name in SETS}
 
 
-def test_recorded_micro_batch_size_is_reduced_to_fit_the_ranks(trained):
+def test_recorded_micro_batch_size_is_reduced_to_fit_the_ranks(trained, recorded):
     """Batches of 4 with a recorded micro-batch size of 2, on four ranks: one sample per rank, the same losses."""
-    _, one = evaluate(trained, "--use-checkpoint-args", "--load", "ck")
     text, other = evaluate(trained, "--use-checkpoint-args", "--load", "ck", ranks=4)
     for name in SETS:
         assert (
-            other[name]["lm loss"] == pytest.approx(one[name]["lm loss"], rel=2e-6)
-            and other[name]["samples"] == one[name]["samples"]
+            other[name]["lm loss"] == pytest.approx(recorded[name]["lm loss"], rel=2e-6)
+            and other[name]["samples"] == recorded[name]["samples"]
         )
     assert "does not divide among" not in text
 
@@ -293,7 +295,7 @@ def test_no_load_optim_restarts_the_schedule(trained):
 def test_packed_evaluation_needs_no_groups_of_microbatches(tmp_path):
     """A batch of evaluation has fewer packs than virtual stages take in training, and all of them are computed."""
     flags = "--num-layers 4 --use-varlen-dataset --max-seqlen-per-dp-cp-rank 40 --moe-token-dispatcher-type alltoall "
-    flags += "--calculate-per-token-loss --micro-batch-size 1 --global-batch-size 32 --eval-global-batch-size 3 "
+    flags += "--calculate-per-token-loss --micro-batch-size 1 --global-batch-size 16 --eval-global-batch-size 3 "
     flags += "--train-iters 1 --eval-iters 1 --eval-interval 1 --pipeline-model-parallel-size {} {}"
     stages = "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 4"
     losses = []

@@ -48,42 +48,36 @@ STOPPED = {
 }
 """Number of ranks and flags of runs that end early and continue in their own folder."""
 VARIANTS = {
-    "bf16": (1, "--bf16"),
-    "fp16": (1, "--fp16 --initial-loss-scale 65536 --loss-scale-window 3"),
-    "dropout": (1, "--hidden-dropout 0.1 --attention-dropout 0.1"),
-    "sgd": (1, "--optimizer sgd"),
-    "expert-bias": (1, "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --mtp-num-layers 1"),
+    # the scale grows after three
+    "fp16": (1, "--fp16 --initial-loss-scale 65536 --loss-scale-window 3 --train-iters 4"),
+    "bf16-sgd-dropout": (1, "--bf16 --optimizer sgd --hidden-dropout 0.1 --attention-dropout 0.1"),
     "quantile-balancing-validation": (
         1,
         "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0 "
         "--moe-router-quantile-balancing-ema 0.5 --mtp-num-layers 1 --eval-interval 2 --eval-iters 2 --bf16",
     ),
     "global-aux-validation": (1, "--moe-router-load-balancing-type global_aux_loss --eval-interval 2 --eval-iters 2"),
-    "dp2": (2, "--overlap-grad-reduce"),
-    "tp2-dropout-validation": (
+    "dp2-expert-bias": (
         2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --hidden-dropout 0.1 --attention-dropout 0.1 "
-        "--eval-interval 2 --eval-iters 1 --use-distributed-optimizer",
-    ),
-    "fp8-delayed": (
-        1,
-        "--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --eval-interval 2 --eval-iters 1",
+        "--overlap-grad-reduce --moe-router-score-function sigmoid --moe-router-enable-expert-bias --mtp-num-layers 1",
     ),
     "nvfp4": (1, "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0"),
-    "tp2-fp8-delayed-recompute": (
+    "tp2-fp8-delayed-recompute-dropout-validation": (
         2,
-        "--fp8-format e4m3 --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max --tensor-model-parallel-size 2 "
+        "--sequence-parallel --use-distributed-optimizer --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --hidden-dropout 0.1 --attention-dropout 0.1 --eval-interval 2 --eval-iters 1 "
+        "--global-batch-size 2",
     ),
     "dp2-packed-sequences-validation": (
         2,
         "--use-varlen-dataset --max-seqlen-per-dp-cp-rank 70 --moe-token-dispatcher-type alltoall "
-        "--global-batch-size 16 --eval-interval 2 --eval-iters 2",
+        "--global-batch-size 8 --eval-interval 2 --eval-iters 1",
     ),
     "dynamic-context-parallel": (
         2,
         "--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss --max-seqlen-per-dp-cp-rank 36 "
-        "--moe-token-dispatcher-type alltoall --global-batch-size 16 --eval-interval 2 --eval-iters 2",
+        "--moe-token-dispatcher-type alltoall --global-batch-size 8 --eval-interval 2 --eval-iters 1",
     ),
 }
 
@@ -114,7 +108,7 @@ def test_resumed_run_equals_uninterrupted_run(whole, tmp_path, name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_run_resumed_in_the_middle_of_another_ends_as_that(tmp_path, name):
     world_size, extra = VARIANTS[name]
-    argv, full, part = [*JOB, *extra.split()], tmp_path / "whole", tmp_path / "part"
+    argv, full, part = [*JOB, "--train-iters", "3", *extra.split()], tmp_path / "whole", tmp_path / "part"
     train([*argv, *outputs(full, "--save-interval", "2")], tmp_path, world_size)
     middle = ["--load", str(full / "ckpt"), "--ckpt-step", "2", "--exit-on-missing-checkpoint"]
     second = train([*argv, *outputs(part, *middle)], tmp_path, world_size)
@@ -142,13 +136,13 @@ def test_resume_of_conversations(tmp_path, world_size, extra):
         f"--tokenizer-model {folder} --moe-token-dispatcher-type alltoall --global-batch-size 8 --max-seqlen-per-dp-cp-rank 70 --num-workers 1 "
         "--eval-interval 2 --eval-iters 1"
     ).split()
-    argv = [*TINY, *data, "--train-iters", "6"]
+    argv = [*TINY, *data, "--train-iters", "5"]
     full, parts = tmp_path / "whole", tmp_path / "parts"
     train([*argv, *outputs(full)], tmp_path, world_size)
     # with --async-save an interpreter ends while something is still being written
     train([*argv, *extra, *outputs(parts, "--exit-interval", "3")], tmp_path, world_size, new_interpreter=bool(extra))
     train([*argv, *extra, *outputs(parts, "--exit-on-missing-checkpoint")], tmp_path, world_size)
-    assert (parts / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "6", "the last iteration is saved"
+    assert (parts / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "5", "the last iteration is saved"
     assert_same_end(full, parts)
     (tmp_path / "chats.jsonl").write_text('{"messages": [}\n')
     failed = run(argv, tmp_path, world_size)

@@ -1,5 +1,7 @@
 """--moe-use-upcycling: from a dense checkpoint to a MoE model, under any layout, saved before it is trained."""
 
+import functools
+
 import pytest
 import torch
 from checkpoint.hf.models import VOCAB, make
@@ -52,6 +54,14 @@ def validation(records):
     return next(record["lm loss"] for record in records if "validation" in record)
 
 
+@pytest.fixture(scope="module")
+def upcycled(dense, tmp_path_factory):
+    """By activation and expert flags: (records, weights) of the model that one process makes of the dense one."""
+    return functools.cache(
+        lambda model, experts: upcycle(dense(model)[0], f"{model} {experts}", tmp_path_factory.mktemp("upcycled"))
+    )
+
+
 def upcycle(source, flags, folder, ranks=1):
     """(records, weights) of the model as it is before its first step."""
     argv = [*SHAPE, *MOCK, *flags.split(), *"--train-iters 2 --skip-train --moe-use-upcycling --save saved".split()]
@@ -69,9 +79,9 @@ def upcycle(source, flags, folder, ranks=1):
         (GATED.replace("--disable-bias-linear", ""), f"{EXPERTS} --moe-router-score-function sigmoid"),
     ],
 )
-def test_upcycled_model_has_the_loss_of_the_dense_model(model, experts, dense, tmp_path):
-    source, _, expected = dense(model)
-    records, weights = upcycle(source, f"{model} {experts}", tmp_path)
+def test_upcycled_model_has_the_loss_of_the_dense_model(model, experts, dense, upcycled):
+    _, _, expected = dense(model)
+    records, weights = upcycled(model, experts)
     assert validation(records) == pytest.approx(expected, rel=1e-6)
     assert weights[f"{LAYER}mlp.router.weight"].std() > 0.05
 
@@ -177,9 +187,9 @@ def test_random_experts_have_no_biases():
         ),
     ],
 )
-def test_upcycling_under_every_layout_saves_the_same_model(model, experts, layout, dense, tmp_path):
+def test_upcycling_under_every_layout_saves_the_same_model(model, experts, layout, dense, upcycled, tmp_path):
     source, _, _ = dense(model)
-    _, full = upcycle(source, f"{model} {experts}", tmp_path / "one")
+    _, full = upcycled(model, experts)
     _, cut = upcycle(source, f"{model} {experts} {layout}", tmp_path / "two", 2)
     width = ["--moe-ffn-hidden-size", "24"] if "granularity 2 " in f"{experts} " and FINE not in experts else []
     argv = [*SHAPE, *MOCK, *model.split(), *experts.split(), *width, *"--train-iters 2 --skip-train".split()]

@@ -122,7 +122,7 @@ def test_transient_fault_is_reported_and_does_not_change_training(tmp_path, flag
         if "--mtp-num-layers" in flags
         else (2, "decoder.layers.1.self_attention")
     )
-    argv = [*ARGV, "5", *flags, *BIAS, "--use-distributed-optimizer"]
+    argv = [*ARGV, "4", *flags, *BIAS, "--use-distributed-optimizer"]
     train_with(argv, tmp_path / "sound", world_size)
     ended = train_with(argv, tmp_path / "fault", world_size, (Fault(where, 3, 2, rank=world_size - 1, times=1),))
     assert [end.code for end in ended] == [0] * world_size
@@ -135,15 +135,14 @@ def test_transient_fault_is_reported_and_does_not_change_training(tmp_path, flag
     assert_same_records(tmp_path / "sound", tmp_path / "fault")
 
 
-def assert_same_records(one, other, first=0):
-    values = [
-        [
-            {key: value for key, value in record.items() if key not in TIMES}
-            for record in read_metrics(folder / "metrics.jsonl")
-        ]
-        for folder in (one, other)
-    ]
-    assert values[0][first:] == values[1][first:]
+def same_records(records):
+    """What equal runs have in common."""
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def assert_same_records(one, other):
+    first, second = (same_records(read_metrics(folder / "metrics.jsonl")) for folder in (one, other))
+    assert first == second
 
 
 def test_different_wrong_results_on_rerun_are_a_hardware_fault(tmp_path):
@@ -219,22 +218,8 @@ def test_rejection_exits_with_16_and_another_machine_decides(tmp_path):
     ],
 )
 def test_injected_errors_end_with_the_expected_exit_codes(tmp_path, kind, codes):
-    argv = [
-        *ARGV,
-        "4",
-        "--save",
-        "ckpt",
-        "--save-interval",
-        "1",
-        "--error-injection-rate",
-        "1",
-        "--error-injection-type",
-        kind,
-        "--global-batch-size",
-        "8",
-        "--tensor-model-parallel-size",
-        "2",
-    ]
+    flags = f"--save ckpt --save-interval 1 --error-injection-rate 1 --error-injection-type {kind} --tensor-model-parallel-size 2"
+    argv = [*ARGV, "2", *flags.split()]
     first = train_with(argv, tmp_path, 2, node="one")
     assert {end.code for end in first} == {codes[0]}
     assert sum("iteration 1: injecting a " in end.log for end in first) == 1, "one of the ranks is wrong"
@@ -258,24 +243,8 @@ def weights_and_records(argv, folder, faults, world_size=1):
 
 
 SKIP = [
-    *ARGV,
-    "8",
-    "--on-nan",
-    "skip",
-    *BIAS,
-    "--save",
-    "ckpt",
-    "--load",
-    "ckpt",
-    "--save-interval",
-    "100",
-    "--fp8-format",
-    "hybrid",
-    "--fp8-recipe",
-    "delayed",
-    "--fp8-amax-history-len",
-    "4",
-    "--bf16",
+    *(*ARGV, "8", *BIAS),
+    *"--on-nan skip --save ckpt --save-interval 2 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --bf16".split(),
 ]
 
 
@@ -292,13 +261,12 @@ def test_skipped_batches_are_recorded_and_resume_bitwise(tmp_path, mode):
     assert "lm loss" not in records[2] and "lm loss" in records[4]
     assert records[4]["rejected"][0]["samples"] == [16, 20] and "gradient norm" in records[4]["rejected"][0]["because"]
     assert [record["learning_rate"] for record in records][2:4] == [records[3]["learning_rate"]] * 2
-    # stopped after the first skipped batch, with the second to come, and after both
-    for stop in (4, 5) if mode == "disabled" else (4,):
-        folder = tmp_path / f"after {stop}"
-        weights_and_records([*argv, "--exit-interval", str(stop)], folder, faults)
-        again, resumed_records = weights_and_records(argv, folder, faults)
+    # resumed after the first skipped batch, with the second to come, and after both
+    for step in (4, 6) if mode == "disabled" else (4,):
+        middle = ["--load", str(tmp_path / "whole" / "ckpt"), "--ckpt-step", str(step), "--exit-on-missing-checkpoint"]
+        again, resumed_records = weights_and_records([*argv, *middle], tmp_path / f"after {step}", faults)
         assert again == full
-        assert_same_records(tmp_path / "whole", folder)
+        assert same_records(records)[step:] == same_records(resumed_records)
         assert resumed_records[-1]["consumed_samples"] == 32
 
 
