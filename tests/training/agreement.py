@@ -4,14 +4,22 @@
     check_rows(ROWS)
 
 The rows of a number of ranks run one after another on the same ranks, and rows of one model share its run on one
-process. Every test_*_agree module whose one process needs no definition of the mapping has such a table.
+process. Where the one process needs definitions of the mapping (verification/parity.py), a table has cases instead:
+
+    check_cases({"cp2": as_is([*make_argv("capacity"), "--context-parallel-size", "2"], 2)})
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from harness import run_ranks
-from training.layouts import Tolerances, TrainingTrace, assert_equal, train_one_process, train_ranks
+from training.layouts import Tolerances, TrainingTrace, assert_equal, compare, train_one_process, train_ranks
+
+from moe_trainer.verification import parity
+from moe_trainer.verification.parity import check_parity, train_case, train_reference
+from moe_trainer.verification.rank_pool import RankPool
+from moe_trainer.verification.shrink import ParityCase
 
 
 @dataclass(frozen=True)
@@ -42,4 +50,27 @@ def check_rows(rows: Mapping[str, Row]) -> dict[str, TrainingTrace]:
         for other in others:
             assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
         outcomes[name] = outcome
+    return outcomes
+
+
+def train_cases(rank: int, n: int, cases: list[ParityCase]) -> list[TrainingTrace]:
+    """Train cases one after another on the same ranks, with the first seed."""
+    return [train_case(rank, n, case, 0) for case in cases]
+
+
+def check_cases(cases: Mapping[str, ParityCase]) -> dict[str, TrainingTrace]:
+    """The same for cases. One that differs is repeated on batches where rounding chooses no expert, token or key."""
+    outcomes, failed = {}, {}
+    with patch.object(parity, "STEPS", 2), RankPool(max(case.pool_size for case in cases.values())) as pool:
+        for ranks in sorted({case.world_size for case in cases.values()}):
+            of_ranks = {name: case for name, case in cases.items() if case.world_size == ranks}
+            traces = run_ranks(train_cases, ranks, list(of_ranks.values()))
+            for (name, case), outcome, *others in zip(of_ranks.items(), *traces, strict=True):
+                differences = compare(train_reference(0, 1, case, 0)[0], outcome)
+                if differences and (failed or not check_parity(pool, case).is_equal):
+                    failed[name] = "; ".join(map(str, differences[:3]))
+                for other in others:
+                    assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
+                outcomes[name] = outcome
+    assert not failed, "\n".join(f"{name}: {differences}" for name, differences in failed.items())
     return outcomes

@@ -1,5 +1,7 @@
 """The features that a parity case exercises, and a small set of cases that exercises all of them."""
 
+import functools
+
 from arguments import Arguments, parse_args
 from moe_trainer.verification.shrink import ParityCase
 
@@ -132,20 +134,30 @@ def _microbatches(a: Arguments) -> int:
     return a.training.global_batch_size // (a.training.micro_batch_size * _dp(a))
 
 
+@functools.cache
+def _parse(case: ParityCase) -> Arguments:
+    return parse_args(list(case.argv), case.world_size)
+
+
 def features(case: ParityCase) -> frozenset[str]:
     """Names of the features of a case; none with fp8, which tests/verification/test_fp8.py checks separately."""
-    args = parse_args(list(case.argv), case.world_size)
-    if args.precision.fp8:
-        return frozenset()
-    return frozenset(name for name, holds in FEATURES.items() if holds(args))
+    args = _parse(case)
+    return frozenset() if args.precision.fp8 else frozenset(name for name, holds in FEATURES.items() if holds(args))
+
+
+def _work(case: ParityCase) -> float:
+    """Roughly, layers that the one process and the ranks compute; exchanges cost a rank more than its sums."""
+    args, m = _parse(case), case.mapping
+    layers = 2 + args.model.num_layers + (args.model.mtp_num_layers or 0)
+    return (1 + m.world * m.tp * m.cp / m.pp) * _microbatches(args) * layers
 
 
 def choose_covering_cases(cases: list[ParityCase]) -> list[ParityCase]:
-    """Choose few cases that exercise all features: greedy, by new features per rank."""
+    """Choose few cheap cases that exercise all features: greedy, by new features and work."""
     exercised = {case: features(case) for case in cases}
     missing, chosen = frozenset().union(*exercised.values()), []
     while missing:
-        best = max(exercised, key=lambda case: len(exercised[case] & missing) / (2 + case.world_size))
+        best = max(exercised, key=lambda case: len(exercised[case] & missing) ** 1.5 / (160 + _work(case)))
         chosen.append(best)
         missing -= exercised[best]
     return chosen

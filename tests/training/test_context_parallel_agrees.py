@@ -1,14 +1,15 @@
 """Training with sequences cut over context-parallel ranks equals one process: losses, gradients, norms, weights after two steps.
 
-The one process follows the topology where Megatron-LM's definitions do (capacity, MTP normalisation: moe_trainer/verification/emulate_topology.py).
+The one process follows the topology where Megatron-LM's definitions do (capacity, MTP normalisation:
+moe_trainer/verification/emulate_topology.py).
 """
 
 import functools
 
-import pytest
 import torch
 from harness import run_ranks
-from training.layouts import assert_equal, create_groups, make_argv, shallow
+from training.agreement import check_cases
+from training.layouts import assert_equal, create_groups, make_argv, shallow, train_one_process
 
 from arguments import parse_args
 from moe_trainer.parallel.state import ParallelState
@@ -16,6 +17,7 @@ from moe_trainer.training.evaluate import set_training
 from moe_trainer.training.step import reduce_loss, run_microbatches
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.emulate_topology import SequenceSharding, emulate_topology
+from moe_trainer.verification.shrink import as_is
 
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 A2A_P2P = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
@@ -27,47 +29,52 @@ WINDOW = (
     "--window-rope-unscaled --position-embedding-type yarn --rotary-scaling-factor 4 "
     "--window-num-query-groups 4 --window-softmax-type learnable --value-channels 2 --attention-value-scale 0.6"
 )
-# name: (kind of model, flags of both, ranks, flags of the ranks)
+# name: (kind of model, more flags, ranks)
 CASES = {
-    "p2p": ("plain", GQA, 2, CP2),
+    "p2p": ("plain", f"{GQA} {CP2}", 2),
     "all kinds, one per layer": (
         "plain",
-        "",
-        4,
         f"{CP4} --cp-comm-type p2p allgather a2a a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        4,
     ),
     "chunks and temperatures": (
         "plain",
         f"{GQA} --attention-chunk-size 7 --window-attn-skip-freq 2 --no-rope-freq 2 --attn-temperature-tuning llama4 "
-        "--attn-temperature-floor 3 --attn-temperature-scale 1 --qk-l2-norm --qk-l2-norm-rope-layers-only",
-        4,
+        "--attn-temperature-floor 3 --attn-temperature-scale 1 --qk-l2-norm --qk-l2-norm-rope-layers-only "
         f"{CP2} {TP2} --expert-tensor-parallel-size 1",
+        4,
     ),
-    "ring of 4, window": ("plain", f"{GQA} {WINDOW}", 4, CP4),
-    "a2a+p2p, latent attention, MTP": ("deepseek", "", 4, f"{CP4} {A2A_P2P}"),
-    "experts over cp": ("deepseek", "", 2, f"{CP2} --cp-comm-type allgather --expert-model-parallel-size 2"),
-    "tp without sp": ("plain", GQA, 4, f"{CP2} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2"),
-    # which token is dropped may hang on a last digit: with seed 1234 it does, in a validation batch, on some processors
-    "capacity": ("capacity", "--seed 11", 4, f"{CP2} --expert-model-parallel-size 4"),
+    "ring of 4, window": ("plain", f"{GQA} {WINDOW} {CP4}", 4),
+    "a2a+p2p, latent attention, MTP": ("deepseek", f"{CP4} {A2A_P2P}", 4),
+    "experts over cp": ("deepseek", f"{CP2} --cp-comm-type allgather --expert-model-parallel-size 2", 2),
+    "tp without sp": ("plain", f"{GQA} {CP2} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 2", 4),
+    # with seed 1234 a dropped token hangs on a last digit, in a validation batch, on some processors
+    "capacity": ("capacity", f"--seed 11 {CP2} --expert-model-parallel-size 4 --global-batch-size 8", 4),
     "Megatron 1652 3959: per-token loss, MTP": (
         "per-token loss, MTP, distributed optimizer",
-        "",
+        f"{CP2} --cp-comm-type a2a --global-batch-size 8",
         4,
-        f"{CP2} --cp-comm-type a2a",
     ),
     "ms-swift 6312: experts, cp, stages, accumulation": (
         "plain",
-        "--mtp-num-layers 1",
+        f"--mtp-num-layers 1 {CP2} {PP2} --expert-model-parallel-size 2",
         4,
-        f"{CP2} {PP2} --expert-model-parallel-size 2",
     ),
     "learned positions, tied head": (
         "biases, tied head",
-        "--position-embedding-type learned_absolute",
+        f"--position-embedding-type learned_absolute {CP2} {PP2}",
         4,
-        f"{CP2} {PP2}",
     ),
 }
+
+
+def test_context_parallel_training_equals_one_process():
+    cases = {}
+    for name, (kind, flags, ranks) in CASES.items():
+        plain = make_argv(kind)  # of four layers where each has a separate exchange
+        argv = plain if "one per layer" in name else shallow(plain)
+        cases[name] = as_is([*argv, "--global-batch-size", "4", *flags.split()], ranks)
+    check_cases(cases)
 
 
 def document_ids(batch: int, length: int) -> torch.Tensor:
@@ -90,45 +97,29 @@ def with_documents(run, explicit: bool) -> None:
         )
 
 
-def train_rank(rank, n, argv, packed):
-    prepare = functools.partial(with_documents, explicit=False) if packed else None
-    return training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), prepare=prepare)
+def train_with_documents(rank, n, argvs):
+    prepare = functools.partial(with_documents, explicit=False)
+    return [
+        training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), 2, prepare=prepare)
+        for argv in argvs
+    ]
 
 
-def train_reference(argv, topology, packed):
+def test_packed_documents_equal_the_attention_mask_of_one_process():
+    argv = [*shallow(make_argv("plain")), *f"{GQA} --mtp-num-layers 1 --global-batch-size 4".split()]
+
     def prepare(run):
-        emulate_topology(run, topology)
-        if packed:
-            with_documents(run, explicit=True)
+        emulate_topology(run, SequenceSharding(1, 2))
+        with_documents(run, explicit=True)
 
-    return training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), prepare=prepare)
-
-
-def assert_agree(kind, flags, n, mapping, packed=False):
-    plain = make_argv(kind)  # of four layers where each has a separate exchange
-    argv = [*(plain if "p2p allgather a2a a2a+p2p" in mapping else shallow(plain)), *flags.split()]
-    outcome, *others = run_ranks(train_rank, n, [*argv, *mapping.split()], packed)
-    parallel = parse_args([*argv, *mapping.split()], n).parallel
-    expected = train_reference(
-        argv, SequenceSharding(parallel.tensor_model_parallel_size, parallel.context_parallel_size), packed
-    )
-    assert_equal(outcome, expected)
-    assert all(other.losses == outcome.losses and other.grad_norms == outcome.grad_norms for other in others)
-    return outcome
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_context_parallel_training_equals_one_process(case):
-    assert_agree(*CASES[case])
-
-
-@pytest.mark.parametrize("kind", ["p2p", "allgather"])
-def test_packed_documents_equal_the_attention_mask_of_one_process(kind):
-    outcome = assert_agree("plain", f"{GQA} --mtp-num-layers 1", 2, f"{CP2} --cp-comm-type {kind}", packed=True)
-    apart = train_reference(
-        [*shallow(make_argv("plain")), *GQA.split(), "--mtp-num-layers", "1"], SequenceSharding(), False
-    )
-    assert abs(outcome.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
+    expected = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, prepare=prepare)
+    apart = train_one_process(*argv)
+    assert abs(expected.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
+    kinds = ("p2p", "allgather")
+    argvs = [[*argv, *f"{CP2} --cp-comm-type {kind}".split()] for kind in kinds]
+    for kind, outcome, other in zip(kinds, *run_ranks(train_with_documents, 2, argvs), strict=True):
+        assert_equal(outcome, expected, kind)
+        assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms
 
 
 def evaluate_rank(rank, n, argv):
@@ -141,7 +132,7 @@ def evaluate_rank(rank, n, argv):
 
 
 def test_context_parallel_validation_equals_one_process():
-    argv = [*make_argv("deepseek"), "--global-batch-size", "4"]
+    argv = [*shallow(make_argv("deepseek")), "--global-batch-size", "4"]
     loss, tokens = evaluate_rank(0, 1, argv)
     for other_loss, other_tokens in run_ranks(evaluate_rank, 4, [*argv, *CP2.split(), *PP2.split()]):
         assert other_tokens == tokens and abs(other_loss - loss) <= 1e-6 * loss

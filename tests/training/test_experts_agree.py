@@ -19,7 +19,9 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules mlp layernorm
 
 def row(ranks: int, kind: str, flags: str, shared: bool = False) -> Row:
     expert = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate".split()
-    return Row(ranks, [*shallow(make_argv(kind)), *(expert if shared else [])], flags)
+    has_data_ranks = ranks > 2 ** sum(word in flags for word in (TP2, CP2))
+    batch = [] if has_data_ranks else ["--global-batch-size", "4"]
+    return Row(ranks, [*shallow(make_argv(kind)), *batch, *(expert if shared else [])], flags)
 
 
 ROWS = {

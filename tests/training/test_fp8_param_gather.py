@@ -221,26 +221,27 @@ def test_mxfp8_weights_gathered_through_gradients_equal_bf16_weights(grads):
 
 def _count_gathered_bytes(rank, n, argvs):
     """Of each run: bytes that this rank sends in its all-gathers by dtype, and in its max-reductions; number of fp8 weights."""
-    found = []
-    for argv in argvs:
-        run, gathered, maxima = _run(rank, n, argv), Counter(), []
-        with pytest.MonkeyPatch.context() as patch:
-            gather, reduce = collectives.all_gather_flat, collectives.all_reduce
+    return [_gathered_bytes(_run(rank, n, argv)) for argv in argvs]
 
-            def all_gather_flat(out, x, group, async_op=False):
-                gathered[x.dtype] += x.numel() * x.element_size()
-                return gather(out, x, group, async_op)
 
-            def all_reduce(x, group, op="sum", async_op=False):
-                maxima.extend([x.numel() * x.element_size()] if op == "max" else [])
-                return reduce(x, group, op, async_op)
+def _gathered_bytes(run):
+    gathered, maxima = Counter(), []
+    gather, reduce = collectives.all_gather_flat, collectives.all_reduce
 
-            patch.setattr(collectives, "all_gather_flat", all_gather_flat)
-            patch.setattr(collectives, "all_reduce", all_reduce)
-            run.optimizer._start_param_gather()
-            run.optimizer.wait_params()
-        found.append((gathered, sum(maxima), sum(param.numel() for param, _ in _stored(run))))
-    return found
+    def all_gather_flat(out, x, group, async_op=False):
+        gathered[x.dtype] += x.numel() * x.element_size()
+        return gather(out, x, group, async_op)
+
+    def all_reduce(x, group, op="sum", async_op=False):
+        maxima.extend([x.numel() * x.element_size()] if op == "max" else [])
+        return reduce(x, group, op, async_op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_gather_flat", all_gather_flat)
+        patch.setattr(collectives, "all_reduce", all_reduce)
+        run.optimizer._start_param_gather()
+        run.optimizer.wait_params()
+    return gathered, sum(maxima), sum(param.numel() for param, _ in _stored(run))
 
 
 def test_param_gather_sends_bytes():

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from harness import run_ranks
-from training.layouts import FP32, compare, create_groups, make_argv, shallow, train, train_one_process, train_ranks
+from training.agreement import Row, check_rows
+from training.layouts import FP32, compare, create_groups, make_argv, shallow, train
 
 from moe_trainer.moe.router import TopKRouter
 
@@ -11,57 +12,52 @@ TORCH = "--use-torch-fsdp2"
 MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
 HYBRID = f"{MEGATRON} --num-distributed-optimizer-instances 2"
 LARGEST = "--megatron-fsdp-max-pool-double-buffer --use-nccl-ub"
-CASES = {
-    2: [
-        ("plain", TORCH),
-        ("plain", f"{TORCH} --torch-fsdp2-no-reshard-after-forward"),
-        ("per-token loss", TORCH),
-        ("deepseek", TORCH),
-        ("biases, tied head", TORCH),
-        ("plain", f"{MEGATRON} --expert-model-parallel-size 2"),
-        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"),
-        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy optim"),
-        ("plain", f"{MEGATRON} --data-parallel-sharding-strategy no_shard"),
-    ],
-    4: [
-        ("deepseek", f"{MEGATRON} --expert-model-parallel-size 2 {LARGEST} --fsdp-db-use-persist-buf-on-alloc-fail"),
-        (
-            "accumulation",
-            f"{MEGATRON} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --fsdp-double-buffer",
+EP2, PP2, TP2 = (f"--{name}-model-parallel-size 2" for name in ("expert", "pipeline", "tensor"))
+ONE_MICROBATCH = "--global-batch-size 4"
+
+
+def row(ranks: int, kind: str, flags: str, model: str = "") -> Row:
+    """Two layers, but for virtual stages and where the units in the middle matter: two buffers, the largest pool."""
+    deep = "virtual" in flags or "double-buffer" in flags or (kind, flags) == ("plain", TORCH)
+    return Row(ranks, [*(make_argv(kind) if deep else shallow(make_argv(kind))), *model.split()], flags)
+
+
+ROWS = dict(
+    enumerate((
+        row(2, "plain", TORCH),
+        row(2, "plain", f"{TORCH} --torch-fsdp2-no-reshard-after-forward"),
+        row(2, "per-token loss", TORCH),
+        row(2, "deepseek", TORCH),
+        row(2, "biases, tied head", TORCH),
+        row(2, "plain", f"{MEGATRON} {EP2} --moe-token-dispatcher-type alltoall"),
+        row(2, "plain", f"{MEGATRON} --fsdp-double-buffer"),
+        row(2, "plain", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"),
+        row(2, "plain", f"{MEGATRON} --data-parallel-sharding-strategy optim"),
+        row(2, "plain", f"{MEGATRON} --data-parallel-sharding-strategy no_shard"),
+        row(
+            4,
+            "deepseek",
+            f"{MEGATRON} {EP2} {LARGEST} --fsdp-db-use-persist-buf-on-alloc-fail",
+            "--num-layers 3 --moe-layer-freq ([0]*1+[1]*2)",
         ),
-        ("per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
-        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
-        ("plain", f"{MEGATRON} --tensor-model-parallel-size 2"),
-        ("biases, tied head", f"{MEGATRON} --pipeline-model-parallel-size 2"),
-        ("plain", f"{MEGATRON} --context-parallel-size 2"),
-        ("plain", HYBRID),
-        ("accumulation", f"{HYBRID} --outer-dp-sharding-strategy optim"),
-        ("plain", f"{HYBRID} --expert-model-parallel-size 2 --enable-full-sharding-in-hsdp --fsdp-double-buffer"),
+        row(4, "per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
+        row(4, "plain", f"{MEGATRON} {TP2} --sequence-parallel {EP2}"),
+        row(4, "plain", f"{MEGATRON} {TP2}", ONE_MICROBATCH),
+        row(4, "biases, tied head", f"{MEGATRON} {PP2}"),
+        row(4, "plain", f"{MEGATRON} --context-parallel-size 2", ONE_MICROBATCH),
+        row(4, "plain", HYBRID),
+        row(4, "accumulation", f"{HYBRID} --outer-dp-sharding-strategy optim"),
+        row(4, "plain", f"{HYBRID} {EP2} --enable-full-sharding-in-hsdp --fsdp-double-buffer"),
         # 6 experts do not divide over 4 ranks: cut along their rows
-        ("plain", f"{MEGATRON} --num-experts 6 --moe-router-topk 2 --overlap-grad-reduce --overlap-param-gather"),
-        ("accumulation", f"{MEGATRON} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-    ],
-}
+        row(4, "plain", f"{MEGATRON} --overlap-grad-reduce --overlap-param-gather", "--num-experts 6"),
+        row(4, "plain", f"{MEGATRON} {PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    ))
+)  # fmt: skip
 
 
-def model_argv(kind: str, flags: str) -> list[str]:
-    """Two layers, but for virtual stages and where the units in the middle matter: two buffers, and the largest pool."""
-    deep = "virtual" in flags or "double-buffer" in flags or flags == TORCH
-    return make_argv(kind) if deep else shallow(make_argv(kind))
-
-
-@pytest.mark.parametrize("n", CASES)
-def test_fully_sharded_training_equals_one_process(n):
-    argvs = [[*model_argv(kind, flags), *flags.split()] for kind, flags in CASES[n]]
-    found = run_ranks(train_ranks, n, argvs)[0]
-    wrong = {}
-    for (kind, flags), outcome in zip(CASES[n], found, strict=True):
-        model = flags.split()[flags.split().index("--num-experts") :][:2] if "--num-experts" in flags else []
-        one = train_one_process(*model_argv(kind, flags), *model)
-        differences = compare(one, outcome, FP32)
-        if differences:
-            wrong[kind, flags] = [str(difference) for difference in differences[:3]]
-    assert not wrong, wrong
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fully_sharded_training_equals_one_process(ranks):
+    check_rows({name: row for name, row in ROWS.items() if row.ranks == ranks})
 
 
 def train_with_idle_experts(rank, n, argvs):

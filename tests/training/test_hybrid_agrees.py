@@ -2,7 +2,8 @@
 
 import torch
 from harness import run_ranks
-from training.layouts import assert_equal, make_argv, train_one_process, train_ranks
+from training.agreement import Row, check_rows
+from training.layouts import make_argv
 from training.resuming import assert_alike, load_and_save, train_and_save
 from training.test_resume import assert_same_end, outputs, run
 
@@ -21,31 +22,27 @@ def argv(pattern=PATTERN, *more):
     return [*words[:at], *words[at + 2 :], f"--hybrid-layer-pattern={pattern}", *FLAGS, *more]
 
 
-# Uneven stages with tensor ranks: the checkpoint of the next test
-MAPPINGS = {
-    "tp, sp, ep": (PATTERN, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"),
-    "cp, tp, sp": (PATTERN, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-    "virtual stages, dp": (
-        "M|E*|M-|E",
-        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    ),
-}
-
-
 def test_ranks_equal_one_process():
-    found = run_ranks(train_ranks, 4, [argv(pattern, *flags.split()) for pattern, flags in MAPPINGS.values()])[0]
-    for name, outcome in zip(MAPPINGS, found, strict=True):
-        assert_equal(outcome, train_one_process(*argv()), name)
+    """Uneven stages with tensor ranks: the checkpoint of the next test."""
+    tp2, small = "--tensor-model-parallel-size 2 --sequence-parallel", ("--global-batch-size", "4")
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    stages = "--hybrid-layer-pattern=M|E*|M-|E --pipeline-model-parallel-size 2"
+    outcomes = check_rows({
+        "tp, sp, ep": Row(4, argv(), f"{tp2} --expert-model-parallel-size 2"),
+        "cp, tp, sp": Row(4, argv(PATTERN, *small), f"{tp2} --context-parallel-size 2"),
+        "virtual stages, dp": Row(4, argv(), f"{stages} --use-distributed-optimizer {full}"),
+    })  # fmt: skip
+    for outcome in outcomes.values():
         assert any("mixer.A_log" in key for key in outcome.grads)
 
 
 def test_a_checkpoint_resumes_under_other_layouts(tmp_path):
     """The stored tensors are bitwise equal, and the next losses are those of the uninterrupted run."""
-    source = tmp_path / "source"
-    stages = argv("M|E*M-E", *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
+    source, small = tmp_path / "source", ("--global-batch-size", "4")
+    stages = argv("M|E*M-E", *small, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
     expected = run_ranks(train_and_save, 4, stages, source)[0]
     experts = "--expert-model-parallel-size 2 --context-parallel-size 2 --use-distributed-optimizer".split()
-    for n, words in ((1, argv()), (2, argv(PATTERN, *experts))):
+    for n, words in ((1, argv(PATTERN, *small)), (2, argv(PATTERN, *small, *experts))):
         target = tmp_path / str(n)
         assert_alike(run_ranks(load_and_save, n, words, source, target)[0], expected)
         assert differences(source / "iter_0000002", target / "iter_0000002") == []

@@ -13,7 +13,7 @@ from moe_trainer.checkpoint.inspect import describe, differences
 from moe_trainer.parallel.state import ParallelState
 
 FUSED = "--mla-down-proj-fusion"
-DEEPSEEK = shallow(make_argv("deepseek"))
+DEEPSEEK = [*shallow(make_argv("deepseek")), "--global-batch-size", "4"]
 BARE = [word for word in DEEPSEEK if word != "--qk-layernorm"]
 SPARSE = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 "

@@ -29,9 +29,10 @@ EP, ETP1, VPP = (
 
 
 def row(ranks: int, kind: str, flags: str, model: str = "") -> Row:
-    """Four layers where a rank has two stages, else two."""
+    """Four layers where a rank has two stages, else two; two microbatches of each data rank, or one."""
     argv = make_argv(kind) if VPP in flags else shallow(make_argv(kind))
-    return Row(ranks, [*argv, *model.split()], flags)
+    has_data_ranks = ranks > 2 ** sum(word in flags for word in (TP, PP, CP))
+    return Row(ranks, [*argv, *["--global-batch-size", "4"] * (not has_data_ranks), *model.split()], flags)
 
 
 ROWS = dict(

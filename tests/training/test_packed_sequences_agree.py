@@ -4,19 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import run_ranks
-from training.layouts import MODEL, assert_equal, create_groups
+from training.agreement import check_cases
+from training.layouts import MODEL
 
 from arguments import parse_args
 from moe_trainer.model.build import build_chunks
 from moe_trainer.moe.balancing import start_iteration
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.verification import parity, training_trace
-from moe_trainer.verification.parity import check_parity
-from moe_trainer.verification.rank_pool import RankPool
 from moe_trainer.verification.shrink import as_is
-from moe_trainer.verification.synthetic_data import PackLayout
 
 LENGTHS = (5, 16, 1, 9, 2)
 EQUAL_LENGTHS = (7, 7, 7)  # multi-token prediction averages over the tokens of a microbatch
@@ -124,61 +120,35 @@ def test_packed_tokens_equal_those_of_sequences_alone(kind, multiple):
             torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-5 * float(grad.abs().max()), msg=name)
 
 
-def train_packed(rank, n, argv, layout):
-    return training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), 2, layout=layout)
-
-
-def assert_layout_agrees(argv: list[str], flags: list[str], ranks: int, num_data_ranks: int, group_size: int = 1):
-    """Train on some ranks and on one process, with the packs of the ranks."""
-    ranked = [*argv, *flags]
-    layout = PackLayout.of(parse_args(ranked, ranks), num_data_ranks, group_size)
-    outcome = run_ranks(train_packed, ranks, ranked, layout)[0]
-    expected = training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, layout=layout)
-    # sums of outputs are those of other tokens: padding, and the microbatches of all data ranks
-    assert_equal(outcome, replace(expected, forward=[]), " ".join(flags))
-
-
-@pytest.mark.parametrize(
-    "kind, flags, ranks, num_data_ranks, group_size",
-    [
-        ("gqa", "", 2, 2, 1),
-        ("mla", "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2", 4, 2, 1),
-        ("mtp", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", 4, 2, 1),
-        ("gqa", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", 2, 1, 2),
-        ("gqa", "--context-parallel-size 2", 2, 1, 1),
-        ("mla", "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4, 1, 1),
-        ("linear attention", "--context-parallel-size 2", 2, 1, 1),
-        ("mamba", "--context-parallel-size 2", 2, 1, 1),
-        ("window", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
-        ("indexer loss", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
-        ("llama 4", "--context-parallel-size 2", 2, 1, 1),
-        ("llama 4", "--context-parallel-size 2 --cp-comm-type a2a", 2, 1, 1),
-        ("mistral 4", "--context-parallel-size 2 --cp-comm-type allgather", 2, 1, 1),
-        ("gqa", "--pad-packed-seq-alignment 8 --thd-max-packed-sequences 3", 1, 1, 1),
-    ],
-)
-def test_layouts_agree(kind, flags, ranks, num_data_ranks, group_size):
-    argv = make_packed_argv(kind, "--max-seqlen-per-dp-cp-rank", "40", "--num-layers", "4")
-    assert_layout_agrees(argv, flags.split(), ranks, num_data_ranks, group_size)
-
-
 CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 PP2, EP2, TP2 = (f"--{name}-model-parallel-size 2" for name in ("pipeline", "expert", "tensor"))
 ALL_LOSSES = "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1 0.1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+PER_TOKEN = "--calculate-per-token-loss"
 # every feature of packed sequences meets a mapping that cuts, gathers or delays what it computes
 PAIRS = {
+    "padded, few in a microbatch": (f"{GQA} --pad-packed-seq-alignment 8 --thd-max-packed-sequences 3 {PER_TOKEN}", 1),
     "MTP, context ranks": (f"{GQA} --mtp-num-layers 2 {CP2}", 2),
     "ring inside all-to-all": (f"{GQA} {CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4),
     "latent attention by all-to-all, all losses": (f"{MLA} {CP2} --cp-comm-type a2a {ALL_LOSSES}", 4),
     "windows over context ranks": (f"{GQA} --window-size 3,0 {CP2} --cp-comm-type p2p", 2),
+    "other heads in windows": (f"{KINDS['window']} {CP2} --cp-comm-type allgather {PER_TOKEN}", 2),
     "sinks, all-to-all, windows": (
         f"{GQA} --softmax-type off-by-one --window-size 5,0 {CP2} --cp-comm-type a2a {EP2}",
         4,
     ),
+    "linear attention": (f"{LINEAR} {CP2} {PER_TOKEN}", 2),
+    "mamba": (f"{MAMBA} {CP2}", 2),
+    "indexer loss": (f"{KINDS['indexer loss']} {CP2} --cp-comm-type allgather {PER_TOKEN}", 2),
+    "chunks, ring": (f"{LLAMA4} {CP2}", 2),
+    "chunks, all-to-all": (f"{LLAMA4} {CP2} --cp-comm-type a2a {PER_TOKEN}", 2),
+    "temperatures of latent attention": (f"{MISTRAL4} {CP2} --cp-comm-type allgather", 2),
     "all losses over data ranks": (f"{GQA} {ALL_LOSSES} --moe-z-loss-coeff 0.01", 2),
-    "all losses over context and tensor ranks": (f"{GQA} {CP2} {TP2} --sequence-parallel {ALL_LOSSES}", 4),
+    "all losses over context, tensor and expert ranks": (
+        f"{MLA} {CP2} {TP2} --sequence-parallel {EP2} {ALL_LOSSES}",
+        4,
+    ),
     "recomputed experts and attention": (f"{MLA} {CP2} {SELECTIVE} core_attn moe mla_up_proj layernorm", 2),
     "dropped tokens over context ranks": (f"{GQA} {CP2} --moe-expert-capacity-factor 0.7 {EP2}", 2),
     "padded experts": (
@@ -195,18 +165,16 @@ PAIRS = {
         2,
     ),
     "two microbatches in turns": (f"{GQA} {EP2} --overlap-moe-expert-parallel-comm --bf16", 2),
-    "zero bubble": (f"{LINEAR} --norm-epsilon 1e-2 {PP2} --pipeline-schedule zero-bubble --num-layers 4", 2),
-    "virtual stages": (f"{GQA} {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {OVERLAP}", 4),
+    "zero bubble": (f"{LINEAR} --norm-epsilon 1e-2 {PP2} --pipeline-schedule zero-bubble", 2),
+    "virtual stages, MTP": (
+        f"{GQA} --mtp-num-layers 2 {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 {OVERLAP}",
+        4,
+    ),
 }
 
 
-def test_pairs_equal_one_process(monkeypatch):
+def test_pairs_equal_one_process():
     """Every loss, gradient and weight of two steps, with the definitions of the layouts (verification/parity.py)."""
-    monkeypatch.setattr(parity, "STEPS", 2)
-    start = [word for word in make_packed_argv("") if word != "--calculate-per-token-loss"]
-    start += "--max-seqlen-per-dp-cp-rank 32 --global-batch-size 16 --micro-batch-size 1 --adam-eps 1e-5".split()
-    start += ["--sequence-packing-scheduler", "cost_balanced"]
-    cases = {name: as_is([*start, *flags.split()], ranks) for name, (flags, ranks) in PAIRS.items()}
-    with RankPool(4) as pool:
-        results = {name: check_parity(pool, case) for name, case in cases.items()}
-    assert {name: result for name, result in results.items() if not result.is_equal} == {}
+    start = [word for word in make_packed_argv("") if word != PER_TOKEN]
+    start += "--max-seqlen-per-dp-cp-rank 24 --micro-batch-size 1 --sequence-packing-scheduler cost_balanced".split()
+    check_cases({name: as_is([*start, *flags.split()], ranks) for name, (flags, ranks) in PAIRS.items()})
