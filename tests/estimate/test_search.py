@@ -27,7 +27,7 @@ from moe_trainer.estimate.parallel_configs import (
     recompute_sets,
     select_flags,
 )
-from moe_trainer.estimate.plan import PlanError, closest_reference_run, make_plan
+from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan
 from moe_trainer.estimate.search import (
     DEFAULT_HEADROOM,
     Estimator,
@@ -460,3 +460,11 @@ def test_search_report_and_where_it_is_not_taken(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         plan_script.main(["pieces", *words[1:5], "--world-size", "2", "--report-html", str(path)])
     assert stopped.value.code == 2 and "leave pieces out" in capsys.readouterr().err
+
+
+def test_plans_must_fit_with_the_given_headroom(monkeypatch):
+    asked = set()
+    monkeypatch.setattr(Plan, "fits", lambda plan, headroom: not asked.add(headroom))
+    flags = ["--preset", "mixtral_tiny", "--mock-data", "--global-batch-size", "4"]
+    assert search(flags, 1, find_hardware("h100"), best=1, headroom=1.7).found
+    assert asked == {1.7}
