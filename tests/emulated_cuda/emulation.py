@@ -201,6 +201,15 @@ class Ledger:
             self._summarize()
 
 
+@functools.cache
+def _shown(file: str) -> tuple[bool, str]:
+    """Whether a file is of the program under test, and how lines name it; "" if it is the device's or a library's."""
+    if file.startswith(_PRODUCT):
+        return True, file.removeprefix(_PRODUCT)
+    hidden = file.startswith((*_OWN, "<")) or "/torch/" in file or "importlib" in file
+    return False, "" if hidden else Path(file).name
+
+
 def source_line() -> str:
     """The innermost line of the program under test (or of a test), "moe/router.py:31 forward", behind the node of a backward pass."""
     frame = sys._getframe()
@@ -208,13 +217,14 @@ def source_line() -> str:
     node = torch._C._current_autograd_node()
     backward = "" if node is None else f"{node.name()}: "
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_PRODUCT):
-            return f"{backward}{name.removeprefix(_PRODUCT)}:{frame.f_lineno} {frame.f_code.co_name}"
-        if fallback == "?" and not name.startswith((*_OWN, "<")) and "/torch/" not in name and "importlib" not in name:
-            fallback = f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        in_product, name = _shown(frame.f_code.co_filename)
+        if name and (in_product or fallback == "?"):
+            line = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+            if in_product:
+                return backward + line
+            fallback = line
         frame = frame.f_back
-    return f"{backward}{fallback}"
+    return backward + fallback
 
 
 def _index(device) -> int:

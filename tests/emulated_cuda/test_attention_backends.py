@@ -10,7 +10,7 @@ import torch
 from emulated_cuda.run import on_device
 from emulated_cuda.test_kernels import HEADS, LATENT
 from torch.nn.attention import SDPBackend
-from training.layouts import create_groups, make_argv
+from training.layouts import create_groups, make_argv, shallow
 
 from arguments import parse_args
 from moe_trainer.errors import UserError
@@ -31,7 +31,7 @@ def trained(kind: str, flags: str) -> tuple[TrainingTrace, set[str]]:
     """Train on this process's device; return what became of the model, and the kernels of attention."""
     import emulation
 
-    args = parse_args([*make_argv(kind), *flags.split()], 1)
+    args = parse_args([*shallow(make_argv(kind)), "--global-batch-size", "2", *flags.split()], 1)
     with emulation.Ledger(emulation.DEVICE()) as ledger:
         trace = train(args, 0, ParallelState.single(), 1, device="cuda")
     found = {

@@ -12,12 +12,11 @@ from moe_trainer.verification.compare_runs import FP32
 JOB = [
     *TINY,
     *MOCK,
-    *"--train-iters 4 --adam-eps 1e-5 --eval-interval 1 --eval-iters 1 --save-interval 2 --save ckpt --triton-kernels none".split(),
+    *"--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --adam-eps 1e-5 --eval-interval 1 --eval-iters 1 --save-interval 2 --save ckpt --triton-kernels none".split(),
 ]
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --use-distributed-optimizer"
 # name: flags of all jobs, of those on devices, devices, how near devices and a CPU are
 CASES = {
-    "one device": ("", "", 1, FP32),
     "two devices, distributed optimizer": ("", EP2, 2, FP32),
     "delayed scaling": ("--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max", "", 1, TURNED),
 }

@@ -83,7 +83,7 @@ def test_memory_plan_of_the_delta_rule():
     """Our Triton kernels keep no state, plain torch one for each segment but the first."""
     pytest.importorskip("triton")
     words = (
-        f"{RUN} --preset qwen3_next_80b_a3b --seq-length 4096 --num-layers 2 --linear-attention-freq [1]*2 --expert-model-parallel-size 16 "
+        f"{RUN} --preset qwen3_next_80b_a3b --seq-length 2048 --num-layers 1 --linear-attention-freq [1] --expert-model-parallel-size 16 "
         "--use-distributed-optimizer --triton-kernels"
     ).split()
     plans, found = [], []
@@ -117,7 +117,7 @@ def test_memory_plan_of_fp8_weights(stored):
     argv = [
         *make_argv("plain"),
         *FP8.replace("tensorwise", "blockwise").replace("32", "128").split(),
-        *f"--num-layers 2 {stored}".split(),
+        *f"--num-layers 2 --global-batch-size 4 {stored}".split(),
     ]
     args = parse_args(argv, 1)
     kept = cast_bytes(args, chunk_layouts(args.model, args.parallel)[0], matrices_only(args, 64), find_hardware("h100"))

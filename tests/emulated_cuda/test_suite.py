@@ -1,12 +1,15 @@
 """The tests of the CPU on a machine with a device, and the commands that docs/testing_without_gpu.md names."""
 
-import os
+import contextlib
+import io
+import runpy
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from emulated_cuda import build
-from emulated_cuda.run import HERE, environment
+from emulated_cuda.run import HERE, environment, on_device
 
 TESTS = """
 import torch
@@ -36,20 +39,26 @@ def test_cpu_tests_hide_devices_and_can_fork(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_count_step_runs_with_any_flags():
+def count_step(words: list[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(HERE / "count_step.py"))["count"](words)
+    return output.getvalue()
+
+
+def test_count_step_runs_with_any_flags(monkeypatch):
     flags = (
         "--preset mixtral_tiny --num-layers 2 --mock-data --micro-batch-size 1 --global-batch-size 2 --triton-kernels none "
         "--moe-token-dispatcher-type alltoall"
-    )
-    done = subprocess.run(
-        [sys.executable, HERE / "count_step.py", *flags.split()],
-        env=environment(1) | {"EMULATED_CUDA": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert "one iteration of 2 microbatches: 7 host waits" in done.stdout and "4  memory/host_read.py" in done.stdout, (
-        done.stdout + done.stderr[-2000:]
-    )
+    ).split()
+    printed = on_device(count_step, flags)
+    assert "one iteration of 2 microbatches: 7 host waits" in printed and "4  memory/host_read.py" in printed
+    command = [str(HERE / "count_step.py"), *flags]
+    env = environment(1)
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.syspath_prepend(HERE)
+    with mock.patch.object(subprocess, "run") as start, pytest.raises(SystemExit):
+        runpy.run_path(command[0], run_name="__main__")
+    start.assert_called_once_with([sys.executable, *command], env=env)
 
 
 def test_user_script_is_checked_for_races(tmp_path):
@@ -98,12 +107,11 @@ def test_truncated_library_is_recompiled(tmp_path):
         ({"XDG_CACHE_HOME": "/proc/1/nowhere"}, "set XDG_CACHE_HOME to a folder that can be"),
     ],
 )
-def test_compilation_problems_are_explained(tmp_path, variables, message):
+def test_compilation_problems_are_explained(tmp_path, monkeypatch, capsys, variables, message):
     environment(1)  # skips where it cannot be compiled at all
-    done = subprocess.run(
-        [sys.executable, HERE / "build.py"],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (2, "") and message in done.stderr and "Traceback" not in done.stderr
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(str(HERE / "build.py"), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert (exit_info.value.code, out) == (2, "") and message in err

@@ -189,7 +189,7 @@ def test_fewer_tokens_than_a_window_have_no_pooled_key():
 
 
 def make_compressed_argv():
-    return [*make_argv("plain"), *FLAGS.split()]
+    return [*make_argv("plain"), *FLAGS.split(), "--global-batch-size", "4"]
 
 
 def test_parameters_and_their_count():

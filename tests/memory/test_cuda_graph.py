@@ -22,7 +22,9 @@ ROUTED = "attn moe_router moe_preprocess"
 SHARED = "--moe-shared-expert-intermediate-size 8"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
-KEPT = "--bf16 --use-distributed-optimizer --fp8-param-gather"
+BLOCKWISE = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --num-layers 1"
+DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed --num-layers 1"
+KEPT = "--use-distributed-optimizer --fp8-param-gather"
 TO_HOST = (
     "--transformer-impl transformer_engine --on-missing-backend fallback --fine-grained-activation-offloading "
     "--min-offloaded-tensor-size 1"
@@ -59,12 +61,12 @@ CASES = {
     "recompute": ("deepseek", f"{SELECTIVE} mla_up_proj mlp shared_experts", [local(f"mlp {ROUTED}")]),
     "recompute of everything": ("padded capacity", FULL, [full()]),
     "random numbers": ("plain", f"{NOISE} --moe-input-jitter-eps 0.1", [local(ROUTED)]),
-    "fp8, delayed": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", [local(ROUTED)]),
-    "fp8, blocks": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", [local(), full()]),
-    "fp8, weights kept in 8 bits": ("plain", f"{KEPT} --fp8-format e4m3 --fp8-recipe blockwise", [local(ROUTED)]),
+    "fp8, delayed": ("plain", DELAYED, [local(ROUTED)]),
+    "fp8, blocks": ("padded capacity", BLOCKWISE, [local(), full()]),
+    "fp8, weights kept in 8 bits": ("plain", f"{KEPT} {BLOCKWISE}", [local(ROUTED)]),
     "fp8, weights kept in 8 bits with delayed scales": (
         "padded capacity",
-        f"{KEPT} --fp8-format hybrid --fp8-recipe delayed",
+        f"{KEPT} {DELAYED}",
         [local("attn moe"), full()],
     ),
     "forced routing": (
@@ -131,7 +133,7 @@ PACKED_CASES = {
         f"{BALANCED} --mtp-num-layers 2 --thd-tail-padding-policy extend_last",
         full(),
     ),
-    "full iteration, fp8": ("padded capacity", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", full()),
+    "full iteration, fp8": ("padded capacity", BLOCKWISE, full()),
     "full iteration, sharded parameters": ("padded capacity", f"{BALANCED} --use-torch-fsdp2", full()),
 }
 

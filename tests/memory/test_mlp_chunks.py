@@ -36,14 +36,15 @@ HOWS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_chunks_equal_the_full_sequence(model):
-    plain = run(MODELS[model])
-    for chunks in (3, 8):  # 16 positions: three chunks are of 6, 6 and 4
+    """Each way of recomputation with one number of chunks, which differs from model to model."""
+    plain, first = run(MODELS[model]), [*MODELS].index(model)
+    for turn, chunks in enumerate((3, 8)):  # 16 positions: three chunks are of 6, 6 and 4
         saved = run(MODELS[model], f"--mlp-chunks-for-training {chunks}")
         for name, value in plain.items():
             torch.testing.assert_close(
                 saved[name], value, rtol=2e-6, atol=4e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
-        for how, flags in HOWS.items():
+        for how, flags in [*HOWS.items()][(first + turn) % 2 :: 2]:
             other = run(MODELS[model], flags, f"--mlp-chunks-for-training {chunks}", interleaved=True)
             assert differences(saved, other) == [], how
 
@@ -134,16 +135,20 @@ RANKS = (
 )
 
 
+def small(kind: str) -> list[str]:
+    return [*shallow(make_argv(kind)), "--global-batch-size", "4"]
+
+
 def test_chunks_on_ranks_equal_one_process_without_chunks():
     check_rows({
-        f"{kind}, {mapping}": Row(2, shallow(make_argv(kind)), f"{HOWS[how]} {CHUNKS} {mapping}")
+        f"{kind}, {mapping}": Row(2, small(kind), f"{HOWS[how]} {CHUNKS} {mapping}")
         for kind, how, mapping in RANKS
     })  # fmt: skip
 
 
 def test_chunks_of_context_ranks_equal_context_ranks_without_chunks():
     """Their losses by sequence are those of a rank's part."""
-    argv = [*shallow(make_argv("deepseek")), "--context-parallel-size", "2"]
+    argv = [*small("deepseek"), "--context-parallel-size", "2"]
     chunked = [*argv, *HOWS["recomputed"].split(), *CHUNKS.split()]
     outcome, expected = run_ranks(train_ranks, 2, [chunked, argv])[0]
     assert_equal(outcome, expected)

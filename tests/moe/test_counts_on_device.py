@@ -114,11 +114,11 @@ def train(
     watched: bool = False,
     library: bool = True,
 ) -> dict:
-    """Train three steps over the stand-in, or without it: then the all-to-all replaces HybridEP.
+    """Train three steps over the stand-in, or without it: then the all-to-all replaces HybridEP. On four ranks two microbatches.
 
     small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by an observer.
     """
-    argv = [*shallow(make_argv(kind)), *f"--expert-model-parallel-size 2 {flags}".split()]
+    argv = [*shallow(make_argv(kind)), *f"--expert-model-parallel-size 2 --global-batch-size {2 * n} {flags}".split()]
     ps, log_lines = create_groups(argv, rank, n), []
     found = {
         "attempts": [],
@@ -296,13 +296,14 @@ def test_iteration_with_a_full_stash_is_repeated_exactly():
 
 def test_ranks_agree_on_buffers_that_grow_while_the_stash_measures():
     """Their factors are enough for the next iteration, so nothing is repeated, and one line says so."""
-    results = trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 0.3 {DROPOUT} {STASH} 4")
+    two_microbatches = f"{DROPOUT} --global-batch-size 8"
+    results = trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 0.3 {two_microbatches} {STASH} 4")
     for result in results:
         assert result["attempts"][:2] == [False, False], "the second iteration fits"
         assert result["factors"][0] == results[0]["factors"][0]
     assert "iteration 1: " in results[0]["log_lines"][0] and "no token is lost" in results[0]["log_lines"][0]
     assert not any("iteration 1" in line for line in results[0]["log_lines"][1:] + results[1]["log_lines"])
-    assert_equal(trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {DROPOUT}")[0], results[0])
+    assert_equal(trained(2, f"{FLEX} --moe-expert-rank-capacity-factor 3 {two_microbatches}")[0], results[0])
 
 
 def test_ranks_with_host_counts_log_an_iteration_of_growth_in_one_line():

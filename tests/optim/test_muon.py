@@ -263,27 +263,26 @@ def test_lion_follows_its_equations():
 def _equals_one_process(rank, n, degrees, vpp, modes, optimizer):
     ps = ParallelState.create(n, rank, **degrees)
     expected, _, weights = one_process(ps.dp_cp.size, ps.edp.size, 2, **HIGH)
-    for flags in modes:
-        for tp_mode in ("duplicated", "distributed"):
-            outcomes, _, chunks, built, _ = train_on_ranks(
-                ps, with_flags(**flags), 2, vpp=vpp, **optimizer, muon_tp_mode=tp_mode
-            )
-            assert [outcome.updated for outcome in outcomes] == [True, True]
-            assert [outcome.num_zeros for outcome in outcomes] == [reference.num_zeros for reference in expected]
-            assert [outcome.grad_norm for outcome in outcomes] == pytest.approx(
-                [reference.grad_norm for reference in expected], rel=1e-6
-            )
-            assert_equal(chunks, ps, weights, 2e-4)
+    for mode, tp_mode in modes:
+        outcomes, _, chunks, built, _ = train_on_ranks(
+            ps, with_flags(**MODES[mode]), 2, vpp=vpp, **optimizer, muon_tp_mode=tp_mode
+        )
+        assert [outcome.updated for outcome in outcomes] == [True, True]
+        assert [outcome.num_zeros for outcome in outcomes] == [reference.num_zeros for reference in expected]
+        assert [outcome.grad_norm for outcome in outcomes] == pytest.approx(
+            [reference.grad_norm for reference in expected], rel=1e-6
+        )
+        assert_equal(chunks, ps, weights, 2e-4)
 
 
-# the matrices of every kind of rank; who reduces and owns them depends on the mode
+# the matrices of every kind of rank; who reduces and owns them depends on the mode; tensor parallelism has modes too
 MODES_OF_LAYOUTS = {
-    "tp2": ("plain", "zero1"),
-    "pp2_vpp2": ("overlapped",),
-    "cp2_dp2": ("zero1",),
-    "tp2_dp2_ep2_over_dp": ("eager", "overlapped"),
-    "tp2_dp2_ep4_above_dp": ("overlapped",),
-    "tp1_etp2_ep2": ("zero1",),
+    "tp2": (("plain", "duplicated"), ("plain", "distributed"), ("zero1", "duplicated"), ("zero1", "distributed")),
+    "pp2_vpp2": (("overlapped", "duplicated"),),
+    "cp2_dp2": (("zero1", "duplicated"),),
+    "tp2_dp2_ep2_over_dp": (("eager", "duplicated"), ("overlapped", "distributed")),
+    "tp2_dp2_ep4_above_dp": (("overlapped", "duplicated"), ("overlapped", "distributed")),
+    "tp1_etp2_ep2": (("zero1", "duplicated"), ("zero1", "distributed")),
 }
 
 
@@ -292,7 +291,7 @@ def test_layouts_and_modes_equal_one_process(layout):
     n, degrees, vpp = LAYOUTS[layout]
     sizes = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1} | degrees
     one_process(n // (sizes["tp"] * sizes["pp"]), n // (sizes["etp"] * sizes["ep"] * sizes["pp"]), 2, **HIGH)
-    run_ranks(_equals_one_process, n, degrees, vpp, [MODES[mode] for mode in MODES_OF_LAYOUTS[layout]], HIGH)
+    run_ranks(_equals_one_process, n, degrees, vpp, MODES_OF_LAYOUTS[layout], HIGH)
 
 
 def test_blockwise_muon_differs_from_full_matrix_muon():
