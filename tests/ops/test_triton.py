@@ -3,7 +3,7 @@
 In Triton's interpreter against torch, and compiled for the GPUs they are meant for.
 
 Whether a kernel is interpreted is decided when triton is imported, for the full process, so the cases of
-tests/ops/triton_cases run in a separate process (one for all of them: `TRITON_INTERPRET=1 python -m pytest
+tests/ops/triton_cases run in separate processes (one for each of GROUPS: `TRITON_INTERPRET=1 python -m pytest
 tests/ops/triton_cases/norm.py` runs one file by hand). Compiling needs neither a GPU nor a driver; it goes all the way
 to the machine code.
 """
@@ -21,6 +21,11 @@ pytest.importorskip(
 )
 
 HERE = Path(__file__).resolve().parent
+GROUPS = {  # of about equal duration
+    "delta": "delta_chunks delta_rule",
+    "model": "model pairs router",
+    "others": "absorbed_mla block_gemm cross_entropy grouped_gemm norm paged_copy permute pointwise quantize rope",
+}
 SHARED, REGISTERS = 232448, 65536  # bytes of a block, registers of a multiprocessor: the same from sm_90 to sm_103
 LIMITED = ("shared", "registers", "stack")
 SCRIPT = "import sys; sys.path[:0] = ['tests', '.']; from ops.triton_compile import main; main(int(sys.argv[1]))"
@@ -38,15 +43,21 @@ def run_in_subprocess(command: list[str], **environment: str) -> subprocess.Comp
     )
 
 
-def test_interpreted_kernels_equal_torch():
-    cases = sorted(str(path) for path in (HERE / "triton_cases").glob("*.py"))
+def test_every_kernel_module_has_cases():
     kernels = {
         path.stem.removeprefix("triton_") for path in (HERE.parents[1] / "moe_trainer").glob("*/triton_*.py")
     } - {"blocks"}
-    cases = [case for case in cases if not case.endswith("conftest.py")]
-    assert {Path(case).stem for case in cases} == kernels | {"model", "pairs"}
+    files = {path.stem for path in (HERE / "triton_cases").glob("*.py")} - {"conftest"}
+    assert files == kernels | {"model", "pairs"} == set(" ".join(GROUPS.values()).split())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_interpreted_kernels_equal_torch(group):
+    cases = [f"{HERE}/triton_cases/{name}.py" for name in GROUPS[group].split()]
     done = run_in_subprocess(
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *cases], TRITON_INTERPRET="1", OMP_NUM_THREADS="1"
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--processes", "1", *cases],
+        TRITON_INTERPRET="1",
+        OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout.splitlines()[-1]

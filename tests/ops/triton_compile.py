@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 HALF, FP32, INT, I32, LONG, BYTES, E4M3 = "*bf16", "*fp32", "i32", "*i32", "*i64", "*u8", "*fp8e4nv"
 
@@ -130,27 +131,26 @@ def grouped_gemm():
 
 
 def quantize():
-    for fmt in (Const((448.0, 3, 2.0**-6)), Const((57344.0, 2, 2.0**-14))):
-        for power, square, rows, columns, warps in (
-            (True, False, 32, 128, 4),
-            (False, True, 128, 128, 16),
-            (True, False, 128, 32, 4),
-        ):
-            yield (
-                "block_kernel",
-                [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(power), Const(square), Const(rows), Const(columns)],
-                {"num_warps": warps},
-            )
-        for block, columns, warps in ((128, 128, 16), (32, 64, 8)):
-            tile = [Const(block), Const(128), Const(columns)]
-            yield (
-                "both_kernel",
-                [HALF, BYTES, FP32, BYTES, FP32, *[INT] * 4, fmt, Const(True), *tile],
-                {"num_warps": warps},
-            )
-        yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(8), Const(512)]
-    yield "amax_kernel", [HALF, FP32, *[INT] * 4, Const(8), Const(512)]
     fmt = Const((448.0, 3, 2.0**-6))
+    for power, square, rows, columns, warps in (
+        (True, False, 32, 128, 4),
+        (False, True, 128, 128, 16),
+        (True, False, 128, 32, 4),
+    ):
+        yield (
+            "block_kernel",
+            [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(power), Const(square), Const(rows), Const(columns)],
+            {"num_warps": warps},
+        )
+    for block, columns, warps in ((128, 128, 16), (32, 64, 8)):
+        tile = [Const(block), Const(128), Const(columns)]
+        yield (
+            "both_kernel",
+            [HALF, BYTES, FP32, BYTES, FP32, *[INT] * 4, fmt, Const(True), *tile],
+            {"num_warps": warps},
+        )
+    yield "scale_kernel", [HALF, BYTES, FP32, *[INT] * 4, fmt, Const(8), Const(512)]
+    yield "amax_kernel", [HALF, FP32, *[INT] * 4, Const(8), Const(512)]
     yield "e8m0_kernel", [HALF, BYTES, BYTES, *[INT] * 6, fmt, Const(128), Const(32)], {"num_warps": 4}
     for scales, e8m0 in ((BYTES, True), (FP32, False)):
         tile = [Const(e8m0), Const(False), Const(128), Const(32)]
@@ -229,7 +229,7 @@ def of_ones(arguments: list) -> list:
     return [Const(1) if argument == INT else argument for argument in arguments]
 
 
-def compile_one(kernel, arguments: list, capability: int, options: dict):
+def make_source(kernel, arguments: list) -> ASTSource:
     names = list(inspect.signature(kernel.fn).parameters)
     assert len(names) == len(arguments), (kernel.fn.__name__, names, arguments)
     signature, constants, attributes = {}, {}, {}
@@ -241,8 +241,17 @@ def compile_one(kernel, arguments: list, capability: int, options: dict):
             # what a launch finds out about its arguments: aligned pointers and sizes
             if argument != "fp32" and not argument.startswith("f"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def lower(source: ASTSource, target: GPUTarget) -> None:
+    """Run Triton's frontend only: in it a constant has other methods than a value; the backend sees no difference."""
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({})
+    functions = backend.get_codegen_implementation(options)
+    assert source.make_ir(target, options, functions, backend.get_module_map(), context).verify()
 
 
 def resources(made) -> dict[str, int]:
@@ -269,18 +278,21 @@ def main(capability: int) -> None:
         "block_gemm": "moe_trainer.quantization.triton_block_gemm",
         "latent_attention": "moe_trainer.ops.triton_absorbed_mla",
     }
-    found = {}
+    found, target = {}, GPUTarget("cuda", capability, 32)
     for make in MODULES:
+        if capability == 103 and make is delta_chunks:  # half of the time; the PTX is that of sm_100
+            continue
         module = importlib.import_module(modules.get(make.__name__, f"moe_trainer.ops.triton_{make.__name__}"))
         known = {name for name in vars(module) if name.endswith("_kernel")}
         used = set()
         for name, arguments, *options in make():
             if capability != 90 and name in used and make is not grouped_gemm:
                 continue  # one variant of each determines whether the backend takes the kernel
-            made = compile_one(getattr(module, name), arguments, capability, options[0] if options else {})
+            kernel = getattr(module, name)
+            made = triton.compile(make_source(kernel, arguments), target, options[0] if options else {})
             assert made.asm["cubin"], name
             if name not in used and capability == 90:
-                assert compile_one(getattr(module, name), of_ones(arguments), capability, {}).asm["cubin"], name
+                lower(make_source(kernel, of_ones(arguments)), target)
             used.add(name)
             key = f"{make.__name__} {name} {arguments[0]}"
             number = sum(other.startswith(key) for other in found)

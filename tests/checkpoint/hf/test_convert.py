@@ -3,11 +3,10 @@
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,13 @@ from checkpoint.hf.models import (
     published_names,
     run_convert,
 )
-from commands import REPOSITORY, environment, run
+from commands import run
 from safetensors.torch import load_file, save_file
 from training.tiny import MOCK, TINY
 
 import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.hf import conversion_job
 from moe_trainer.checkpoint.hf.config import read_config, write_config
 from moe_trainer.checkpoint.hf.encodings import decode_block_fp8, decode_fp4
 from moe_trainer.checkpoint.hf.export import yarn_length
@@ -514,21 +514,17 @@ def test_existing_target_and_changed_source_are_rejected(tmp_path, capfd):
     assert "belongs to another conversion" in capfd.readouterr().err
 
 
-KILLED = """
-import os, signal, sys
-from moe_trainer.checkpoint.hf import conversion_job
-from scripts import convert
+def convert_until_killed(*words):
+    """Convert, and be killed when the fourth file has its bytes, and not yet its name: for a forked process."""
+    flush_file = conversion_job.flush_file
 
-flush_file = conversion_job.flush_file
+    def deadly(path):
+        if len(list(path.parent.glob(".*.done"))) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush_file(path)
 
-def deadly(path):
-    if len(list(path.parent.glob(".*.done"))) == 3:  # the fourth file has its bytes, and not yet its name
-        os.kill(os.getpid(), signal.SIGKILL)
-    flush_file(path)
-
-conversion_job.flush_file = deadly
-convert.main(sys.argv[1:])
-"""
+    conversion_job.flush_file = deadly
+    run_convert(*words)
 
 
 @pytest.mark.parametrize("to", ["ours", "hf"])
@@ -539,17 +535,12 @@ def test_killed_conversion_resumes(to, tmp_path):
     if to == "hf":
         source = tmp_path / "whole"
         assert run_convert(source, tmp_path / "full_hf", "--max-shard-size", SMALL) == 0
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), "--max-shard-size", SMALL]
     staging = tmp_path / "out" / "release.converting" if to == "ours" else tmp_path / "out.converting"
-    killed = subprocess.run(
-        command,
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stdout
+    words = (source, tmp_path / "out", "--max-shard-size", SMALL)
+    killed = multiprocessing.get_context("fork").Process(target=convert_until_killed, args=words)
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     done = {path.name for path in staging.glob(".*.done")}
     assert (
         len(done) == 3
@@ -558,7 +549,7 @@ def test_killed_conversion_resumes(to, tmp_path):
     )
     (staging / "rest.tmp-host-1").write_bytes(b"x")
     kept = {path: path.stat().st_mtime_ns for path in staging.iterdir() if f".{path.name}.done" in done}
-    assert run_convert(source, tmp_path / "out", "--max-shard-size", SMALL, "--workers", "2") == 0
+    assert run_convert(*words, "--workers", "2") == 0
     final, same = (
         (tmp_path / "out" / "release", tmp_path / "whole" / "release")
         if to == "ours"
@@ -594,11 +585,11 @@ def test_model_trained_with_parallelism_generates_in_transformers(tmp_path):
         *TINY,
         *MOCK,
         "--train-iters",
-        "3",
+        "1",
         "--save",
         str(tmp_path / "run"),
         "--save-interval",
-        "3",
+        "1",
         "--export-weights",
         str(tmp_path / "w.safetensors"),
     ]

@@ -13,9 +13,15 @@ from moe_trainer.ops import gated_delta_rule, triton_delta_rule
 from moe_trainer.ops.gated_delta_rule import Heads
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    "length,batch,channels,width", [(1, 1, 1, 1), (3, 2, 5, 4), (70, 2, 67, 4), (65, 1, 64, 2), (0, 1, 8, 4)]
+    "length,batch,channels,width,dtype",
+    [
+        (1, 1, 1, 1, torch.float64),
+        (3, 2, 5, 4, torch.bfloat16),
+        (70, 2, 67, 4, torch.float32),
+        (65, 1, 64, 2, torch.float64),
+        (0, 1, 8, 4, torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("documents", [False, True])
 def test_convolution(length, batch, channels, width, dtype, documents):

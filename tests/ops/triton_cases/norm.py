@@ -9,9 +9,11 @@ from moe_trainer.ops.triton_blocks import sum_partials_kernel
 from moe_trainer.ops.triton_norm import rms_norm as triton_rms_norm
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2, 17), (300, 12), (3, 5000), (0, 16)])
-@pytest.mark.parametrize("gain", ["weight", "zero centered", None])
+@pytest.mark.parametrize(
+    "gain,dtype",
+    [("weight", torch.float32), ("weight", torch.bfloat16), ("zero centered", torch.bfloat16), (None, torch.float64)],
+)
 def test_rms_norm(shape, gain, dtype):
     x = torch.randn(shape, dtype=dtype)
     weight = None if gain is None else torch.randn(shape[-1], dtype=dtype)

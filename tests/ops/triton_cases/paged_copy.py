@@ -27,8 +27,10 @@ def test_allocation_equals_torch(block, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [16, 8192])
-@pytest.mark.parametrize("shape", [(23,), (23, 5), (16, 2, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(
+    "shape,dtype",
+    [((23,), torch.uint8), ((23, 5), torch.bfloat16), ((23, 5), torch.float32), ((16, 2, 3), torch.float32)],
+)
 def test_copies_equal_torch(dtype, shape, block, monkeypatch):
     """Through 5 pages on the device and 3 on the host, some entries without a page; into buffers of any size."""
     monkeypatch.setattr(ours, "BYTES", block)

@@ -7,8 +7,7 @@ from moe_trainer.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from moe_trainer.ops.triton_rope import apply_rope as triton_apply_rope
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("interleaved,dtype", [(True, torch.float32), (False, torch.float64)])
 @pytest.mark.parametrize(
     "shape,rotated,offset",
     [
