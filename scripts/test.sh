@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Make the environment and run the CPU suite. Extra arguments go to pytest:
-#   bash scripts/test.sh                 the default tier: cheap tests that together reach most of the code, and the README's commands
+#   bash scripts/test.sh                 the default tier: what notices the mistakes of tests/mutants, and the README's commands
 #   bash scripts/test.sh --all           everything but the slow tier
 #   bash scripts/test.sh --changed       what the changes since main can affect
 #   bash scripts/test.sh -m slow         the slow tier: every factorisation of 2, 4 and 8 ranks, and other long proofs
 #   bash scripts/test.sh tests/moe -x    one folder, stop at the first failure
-#   MOE_TRAINER_TEST_PROCESSES=1 bash scripts/test.sh    one pytest process; else one more than cores (tests/suite/runner.py)
+#   MOE_TRAINER_TEST_PROCESSES=1 bash scripts/test.sh    one pytest process; else one more than cores, at most 5
 #   MOE_TRAINER_TEST_WITH=triton bash scripts/test.sh    the Triton kernels too: interpreted, and compiled for sm_90, sm_100 and sm_103. Triton is
 #                                        as large as all of torch (a 198 MB wheel, 0.7 GB on disk), so it is not installed unasked
 #   MOE_TRAINER_TEST_WITH="triton transformer_engine"    and TransformerEngine's own Python on the emulated device: a wheel of 1 MB, which
