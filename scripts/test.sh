@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environment and run the CPU suite. Extra arguments go to pytest:
-#   bash scripts/test.sh                 the default tier: what notices the mistakes of tests/mutants, and the README's commands
+#   bash scripts/test.sh                 the default tier: what notices the mutants, the README's commands, cheap tests that reach the rest
 #   bash scripts/test.sh --all           everything but the slow tier
 #   bash scripts/test.sh --changed       what the changes since main can affect
 #   bash scripts/test.sh -m slow         the slow tier: every factorisation of 2, 4 and 8 ranks, and other long proofs

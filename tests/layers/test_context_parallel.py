@@ -205,7 +205,11 @@ SINKS = [
     (widths, window, packed, softmax)
     for (a, widths), (b, window) in itertools.product(enumerate(WIDTHS), enumerate((None, 3, "chunks of 6")))
     for packed, softmax in [((a + b) % 2 == 0, ("learnable", "off-by-one")[b % 2])]
-] + [("grouped queries", None, False, "off-by-one"), ("latent", 3, True, "learnable")]
+] + [
+    ("grouped queries", None, False, "off-by-one"),
+    ("latent", 3, True, "learnable"),
+    ("latent", "chunks of 6", False, "off-by-one"),
+]
 
 
 @pytest.mark.parametrize("kind, n", [("p2p", 1), *LAYOUTS])

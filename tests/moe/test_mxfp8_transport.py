@@ -58,10 +58,12 @@ def test_packing_of_empty_and_nonfinite_rows():
 def test_fp8_dispatch_on_ranks_equals_one_process(layout, monkeypatch):
     monkeypatch.setattr(ranks, "KINDS", KINDS)
     monkeypatch.setattr(ranks, "DISPATCHERS", {"alltoall": AllToAllDispatcher})
-    for kind in KINDS:
-        ranks.compare(layout, kind, ranks.UNEVEN if layout.tp == 1 or layout.sp else ranks.EVEN)
-    if layout.tp == 1 or layout.sp:
-        ranks.compare(layout, "both", (0, 3, 1, 0)[: layout.n])
+    shards = layout.tp == 1 or layout.sp
+    cases = tuple(ranks.Case(layout, kind, ranks.UNEVEN if shards else ranks.EVEN) for kind in KINDS)
+    if shards:
+        cases += (ranks.Case(layout, "both", (0, 3, 1, 0)),)
+    for case in cases:
+        ranks.compare(case, cases)
 
 
 @pytest.mark.parametrize("size", [None, 8])

@@ -57,7 +57,6 @@ FIRST_S = 25.0
 """Processor seconds of recorded tests in the first attempt; the next ones are four times as long each."""
 MODULE_S = 1.0
 """What importing another test module costs, about."""
-HANGS = " (hangs)"
 OWN = ("tests/mutants/", "tests/suite/")
 """Tests of the tables and of this machinery, which fail for any change of some lines."""
 
@@ -239,8 +238,6 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
         finally:  # on Ctrl-C too: the tests have a session, which the terminal does not interrupt
             _kill_all((folder, Path(name)), process.pid)
         process.join()
-        if process.exitcode == pytest.ExitCode.USAGE_ERROR:
-            raise RuntimeError((Path(name) / "output").read_text())
         lines = [line.split(" ", 1) for line in (ran.read_text().splitlines() if ran.exists() else ())]
     failed = [test for event, test in lines if event == "failed"]
     started = [test for event, test in lines if event == "start"] or names[:1]
@@ -248,9 +245,10 @@ def run_tests(folder: Path, names: list[str], limit_s: float) -> tuple[str | Non
     if failed:
         return failed[0], passed
     if is_late:
-        return started[-1] + HANGS, passed
-    # 5: none of the names exists any more
-    return (started[-1] if process.exitcode not in (0, 5) else None), passed
+        return started[-1], passed
+    # 5: none of the names exists any more; 0 without the end of a test: it ended the process
+    is_complete = process.exitcode == 5 or process.exitcode == 0 and started[-1] in passed
+    return (None if is_complete else started[-1]), passed
 
 
 def _kill_all(folders: tuple[Path, ...], pid: int) -> None:
@@ -324,7 +322,10 @@ def settle(
     unchanged = (copy.folder / mutant.file).read_text()
     seconds = dict(zip(known.tests, known.seconds))
     names = candidates(mutant, unchanged, line, known, allowed)
-    first = [name for name in before if name in seconds and (allowed is None or name in allowed)]
+    first = [name for name in before if allowed is None or name in allowed]
+    first, names = (
+        [name for name in each if (copy.folder / name.partition("::")[0]).exists()] for each in (first, names)
+    )
     batches = deque([name] for name in first)
     batches.extend(attempts([name for name in names if name not in first], seconds))
     try:
@@ -341,30 +342,24 @@ def settle(
             count += len(passed)
             if test is None:
                 continue
-            which = re.compile(
-                re.escape(test.removesuffix(HANGS)) + "(::|/|$)"
-            )  # a test, a module, a folder's conftest.py
+            which = re.compile(re.escape(test) + "(::|/|$)")  # a test, a module, a folder's conftest.py
             failed = [name for name in batch if which.match(name)] or batch[:1]
             if rest := [name for name in batch if name not in (*passed, *failed)]:
                 batches.appendleft(rest)
-            test = _confirm(failed[0] + HANGS * test.endswith(HANGS), copy, mutant.file, text, unchanged, limit)
-            if test is not None:
-                return Result("noticed", test, time.monotonic() - start, count + 1)
+            if _confirm(failed[0], copy, mutant.file, text, unchanged, limit):
+                return Result("noticed", failed[0], time.monotonic() - start, count + 1)
         return Result("survived", "", time.monotonic() - start, count)
     finally:
         copy.set_text(mutant.file, unchanged)
 
 
-def _confirm(test: str, copy: Copy, file: str, mutated: str, unchanged: str, limit_s: float) -> str | None:
-    """Return the name of the failing test, None if it fails or is that slow without the mutant too, or ends if run alone."""
-    name = test.removesuffix(HANGS)
+def _confirm(test: str, copy: Copy, file: str, mutated: str, unchanged: str, limit_s: float) -> bool:
+    """Return whether a test fails with the mutant and passes without it, each time alone."""
     copy.set_text(file, unchanged)
-    if run_tests(copy.folder, [name], limit_s)[0] is not None:
-        return None
-    if not test.endswith(HANGS):
-        return name
+    if run_tests(copy.folder, [test], limit_s) != (None, [test]):
+        return False
     copy.set_text(file, mutated)
-    return name if run_tests(copy.folder, [name], limit_s)[0] is not None else None
+    return run_tests(copy.folder, [test], limit_s)[0] is not None
 
 
 def _serve(
@@ -408,6 +403,8 @@ def run_all(
                         pipe.send(None)
                         pipes.remove(pipe)
         finally:  # they kill their tests before their copies are deleted
+            for pipe in pipes:
+                pipe.close()
             for server in servers:
                 server.join()
 
@@ -442,7 +439,9 @@ def main(argv: list[str]) -> int:
     for mutant, result in run_all(jobs, args.processes, known, allowed, args.limit):
         outcomes[result.outcome].append(mutant.name)
         print(f"{result.outcome:9}{result.seconds:6.0f} s  {mutant.name}  {_detail(mutant, result)}", flush=True)
-        noticed.setdefault(mutant.name, {})[args.tier] = [result.test, round(result.seconds)] if result.test else None
+        if result.outcome != "moved":
+            found = [result.test, round(result.seconds)] if result.test else None
+            noticed.setdefault(mutant.name, {})[args.tier] = found
         if args.write and not args.table:
             written = NOTICED_FILE.with_suffix(".new")
             written.write_text(json.dumps(noticed, indent=0, sort_keys=True) + "\n")

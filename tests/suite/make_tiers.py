@@ -71,7 +71,11 @@ def choose(known: record.Record, noticed: dict[str, dict[str, list | None]], bud
     """Return the numbers of the tests of the default tier."""
     numbers = {name: at for at, name in enumerate(known.tests)}
     names = {tests[0] for by_tier in noticed.values() for tests in by_tier.values() if tests}
-    chosen = {numbers[name] for name in names if name in numbers}
+    if missing := sorted(names - numbers.keys()):
+        sys.exit(
+            f"the record has not these tests, which notice mutants; renew it for their modules: {', '.join(missing)}"
+        )
+    chosen = {numbers[name] for name in names}
     chosen |= {at for name, at in numbers.items() if name.startswith(ALWAYS)}
     modules = {known.tests[at].partition("::")[0] for at in chosen}
     spent = sum(known.seconds[at] for at in chosen) + MODULE_S * len(modules)

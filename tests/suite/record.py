@@ -33,6 +33,8 @@ class Record:
     """(file, function, number in the function); function "" is the module itself."""
     bits: np.ndarray
     """A row per test; bit b of it (np.packbits) is set if the test reaches block b."""
+    skipped: frozenset[str] = frozenset()
+    """Of a run: tests that were skipped, of which an earlier record knows more."""
 
     @cached_property
     def columns(self) -> dict[tuple[str, str | None], list[int]]:
@@ -97,22 +99,30 @@ def read_raw(folder: Path) -> Record:
     numbered = [(*name, number) for name, number in zip(names, blocks.numbers(names))]
     rows: dict[str, np.ndarray] = {}
     seconds: dict[str, float] = {}
+    skipped: set[str] = set()
     for path in sorted(folder.glob("reached*.pickles")):
         with path.open("rb") as file:
             while file.peek(1):
                 name, seconds[name], data = pickle.load(file)
-                rows[name] = np.packbits(np.frombuffer(zlib.decompress(data), np.uint8) != 0)
+                if data is None:
+                    skipped.add(name)
+                else:
+                    rows[name] = np.packbits(np.frombuffer(zlib.decompress(data), np.uint8) != 0)
     tests = sorted(rows)
-    return Record(tests, [seconds[name] for name in tests], numbered, np.stack([rows[name] for name in tests]))
+    bits = np.stack([rows[name] for name in tests])
+    return Record(tests, [seconds[name] for name in tests], numbered, bits, frozenset(skipped))
 
 
 def merge(old: Record, new: Record) -> Record:
-    """Return the new record, with the old one's tests of other modules that still exist."""
-    modules = {name.partition("::")[0] for name in new.tests}
+    """Return the new record, with the old one's tests of other modules that still exist, and of those that were skipped."""
+    modules = {name.partition("::")[0] for name in (*new.tests, *new.skipped)}
     kept = [
         at
         for at, name in enumerate(old.tests)
-        if (module := name.partition("::")[0]) not in modules and (ROOT / module).exists()
+        if (module := name.partition("::")[0]) not in modules
+        and (ROOT / module).exists()
+        or name in new.skipped
+        and old.bits[at].any()
     ]
     numbers = {block: at for at, block in enumerate(new.blocks)}
     pairs = [(at, numbers[block]) for at, block in enumerate(old.blocks) if block in numbers]

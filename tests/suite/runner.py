@@ -154,6 +154,7 @@ class Run:
     def _report(self, session: pytest.Session, board: Board, workers: list[Worker], measured: dict) -> None:
         hook = self.config.hook
         alive = {worker.pipe: worker for worker in workers}
+        missing = set(range(len(session.items)))
         while alive:
             for pipe in wait(list(alive)):
                 worker = alive[pipe]
@@ -162,13 +163,15 @@ class Run:
                 except (EOFError, ConnectionResetError):
                     del alive[pipe]
                     worker.process.join()
-                    if worker.process.exitcode == 0 or session.shouldfail or session.shouldstop:
+                    is_done = worker.process.exitcode == 0 and worker.current not in missing and worker.next is None
+                    if is_done or session.shouldfail or session.shouldstop:
                         continue
                     if worker.current is None:
                         raise RuntimeError(
                             f"a test process ended with {worker.process.exitcode} before its first test"
                         ) from None
                     hook.pytest_runtest_logreport(report=worker.death(session, worker.current))
+                    missing.discard(worker.current)
                     board.release(worker.current)
                     worker.start()
                     alive[worker.pipe] = worker
@@ -180,9 +183,13 @@ class Run:
                     report = hook.pytest_report_from_serializable(config=self.config, data=data)
                     hook.pytest_runtest_logreport(report=report)
                 if "seconds" in message:
+                    missing.discard(message["test"])
                     measured[session.items[message["test"]].nodeid] = message["seconds"]
                 if session.shouldfail or session.shouldstop:
                     board.stop()
+        if missing and not (session.shouldfail or session.shouldstop):
+            names = [session.items[at].nodeid for at in sorted(missing)]
+            raise RuntimeError(f"{len(names)} tests were not run: {', '.join(names[:5])}")
 
 
 class Board:
@@ -351,20 +358,21 @@ class Worker:
             )
             seconds = (round(time.monotonic() - wall, 3), round(_cpu_seconds() - cpu, 3))
             if self.finder is not None:
-                self._record(items[at].nodeid, seconds[1])
+                is_skipped = any(report["outcome"] == "skipped" for report in self.outbox.get("reports", ()))
+                self._record(items[at].nodeid, seconds[1], is_skipped)
             message = {"test": at, "next": following, "seconds": seconds, **self.outbox}
             pipe.send_bytes(pickle.dumps(message))
             self.outbox.clear()
             at = following
 
-    def _record(self, nodeid: str, seconds: float) -> None:
+    def _record(self, nodeid: str, seconds: float, is_skipped: bool) -> None:
         import zlib
 
         buffer = self.finder.buffer
         reached = bytes(buffer)
         buffer[:] = bytes(len(reached))
         with (self.finder.folder / f"reached{self.number}.pickles").open("ab") as file:
-            pickle.dump((nodeid, seconds, zlib.compress(reached, 1)), file)
+            pickle.dump((nodeid, seconds, None if is_skipped else zlib.compress(reached, 1)), file)
 
 
 def _renew_captured_files(config: pytest.Config) -> None:

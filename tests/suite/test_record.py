@@ -1,5 +1,10 @@
 """Tests of suite/record.py: what is stored, and what a renewed part replaces."""
 
+import json
+import pickle
+import zlib
+from dataclasses import replace
+
 import numpy as np
 from structure.source import ROOT
 from suite import record, tiers
@@ -31,12 +36,25 @@ def test_a_written_record_is_read(tmp_path):
 
 
 def test_a_renewed_module_replaces_its_tests():
-    gone = "tests/no_such_module.py::test_gone"
-    old = make([RENEWED + "_before", KEPT, gone], BLOCKS, [[1, 0, 0], [1, 0, 1], [1, 1, 1]])
-    merged = record.merge(old, make([RENEWED], BLOCKS[1:] + [("c.py", "h", 0)], [[1, 0, 1]]))
-    assert sorted(merged.tests) == sorted([RENEWED, KEPT])
+    gone = ["tests/no_such_module.py::test_gone", RENEWED + "_before"]
+    skipped = [RENEWED + "_skipped", RENEWED + "_always_skipped"]
+    old = make([*gone, KEPT, *skipped], BLOCKS, [[1, 0, 0], [1, 1, 1], [1, 0, 1], [0, 0, 1], [0, 0, 0]])
+    new = make([RENEWED], BLOCKS[1:] + [("c.py", "h", 0)], [[1, 0, 1]])
+    merged = record.merge(old, replace(new, skipped=frozenset(skipped)))
+    assert sorted(merged.tests) == sorted([RENEWED, KEPT, skipped[0]])
     assert reached(merged, RENEWED) == {("a.py", "f", 0), ("c.py", "h", 0)}
     assert reached(merged, KEPT) == {("b.py", "g", 0)}, "blocks that are not there any more are forgotten"
+
+
+def test_skipped_tests_are_not_recorded(tmp_path):
+    folder = tmp_path / "record"
+    folder.mkdir()
+    (folder / "blocks.json").write_text(json.dumps([("a.py", "", 1), ("a.py", "f", 3)]))
+    with (folder / "reached0.pickles").open("wb") as file:
+        for name, row in (("a", bytes([1, 0])), ("b", None)):
+            pickle.dump((name, 1.0, row and zlib.compress(row)), file)
+    found = record.read_raw(folder)
+    assert found.tests == ["a"] and found.skipped == {"b"}
 
 
 def test_the_record_knows_most_tests():

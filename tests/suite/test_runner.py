@@ -8,7 +8,6 @@ import types
 from pathlib import Path
 
 import pytest
-from suite import record, skips
 from suite.runner import Board
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -99,12 +98,14 @@ def test_a_collection_error_is_a_failure(suite, tmp_path):
     assert code == 2 and "ModuleNotFoundError" in output and not ran
 
 
-def test_a_dead_process_is_a_failure_of_its_test_and_the_others_run(suite, tmp_path):
-    dying = "import os\ndef test_before(): pass\ndef test_dies():\n    os._exit(7)\n" + ONE + "def test_after(): pass\n"
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_dead_process_is_a_failure_of_its_test_and_the_others_run(suite, tmp_path, code):
+    dies = f"def test_dies():\n    os._exit({code})\n"
+    dying = f"import os\ndef test_before(): pass\n{dies}{ONE}def test_after(): pass\n"
     (tmp_path / "tests" / "estimate" / "test_0.py").write_text(dying)
-    code, output, ran = suite()
-    assert code == 1 and "1 failed" in output and "14 passed" in output and len(ran) == 12
-    assert "FAILED tests/estimate/test_0.py::test_dies" in output and "ended with exit code 7" in output
+    ended, output, ran = suite()
+    assert ended == 1 and "1 failed" in output and "14 passed" in output and len(ran) == 12
+    assert "FAILED tests/estimate/test_0.py::test_dies" in output and f"ended with exit code {code}" in output
 
 
 def test_an_error_of_the_worker_is_a_failure_of_its_test_and_the_others_run(suite, tmp_path):
@@ -170,45 +171,3 @@ def test_longest_modules_come_first_and_an_idle_worker_helps_from_the_back():
     assert [next(other), next(owner)] == [5, 3]  # 9 seconds are left: worth helping
     assert list(other) == []  # 3 seconds are not
     assert list(owner) == [4]
-
-
-def test_record_is_read_as_written(tmp_path):
-    numpy = pytest.importorskip("numpy")
-    reached = numpy.random.default_rng(1).random((5, 11)) < 0.3
-    blocks = [("moe_trainer/a.py", "f", number) for number in range(11)]
-    names = [f"tests/test_a.py::test_{number}" for number in range(5)]
-    written = record.Record(names[::-1], [5.0, 4.0, 3.0, 2.0, 1.0], blocks, numpy.packbits(reached[::-1], axis=1))
-    record.write(written, tmp_path / "record.xz")
-    found = record.read(tmp_path / "record.xz")
-    assert found.tests == names and found.seconds == [1.0, 2.0, 3.0, 4.0, 5.0] and found.blocks == blocks
-    for column in range(11):
-        assert found.tests_that_reach([column]).tolist() == numpy.flatnonzero(reached[:, column]).tolist()
-    assert record.read_seconds(tmp_path / "record.xz") == dict(zip(names, found.seconds))
-
-
-def test_a_record_of_some_modules_replaces_their_tests_only(monkeypatch, tmp_path):
-    numpy = pytest.importorskip("numpy")
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    for name in "ab":
-        (tmp_path / f"test_{name}.py").touch()
-    blocks = [("m.py", "f", 0), ("m.py", "f", 1), ("m.py", "g", 0)]
-    rows = numpy.packbits(numpy.array([[1, 0, 1], [0, 1, 1], [1, 1, 1]], bool), axis=1)
-    old = record.Record(["test_a.py::x", "test_b.py::y", "test_gone.py::z"], [1.0, 2.0, 3.0], blocks, rows)
-    new = record.Record(["test_a.py::new"], [4.0], [("m.py", "g", 0), ("m.py", "h", 0), ("m.py", "f", 1)], rows[:1])
-    found = record.merge(old, new)
-    assert found.tests == ["test_a.py::new", "test_b.py::y"] and found.seconds == [4.0, 2.0]
-    assert [found.tests_that_reach([column]).tolist() for column in range(3)] == [[0, 1], [], [0, 1]]
-
-
-def test_skips_are_named_in_three_lines():
-    reasons = [
-        "could not import 'triton': No module named 'triton'",
-        "needs a CUDA device (only tests/gpu, run by itself, sees one)",
-        "no reference facts at /x; set MOE_TRAINER_SHARED to their folder",
-        "sbatch not installed (apt-get install --no-install-recommends slurm-wlm munge)",
-        "lm-eval is not installed (MOE_TRAINER_TEST_WITH=lm-eval)",
-    ]
-    lines = skips.summarize(reasons * 2)
-    assert len(lines) == 3 and "triton 2" in lines[0] and "a GPU 2" in lines[0]
-    assert 'MOE_TRAINER_TEST_WITH="triton lm-eval"' in lines[1] and "MOE_TRAINER_SHARED" in lines[2]
-    assert skips.summarize([]) == []

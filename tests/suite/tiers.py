@@ -1,7 +1,7 @@
 """Which tests a run without paths has: the default tier, those that a change can affect, or all.
 
-The default tier is data: `tests/data/suite/default.txt`, which make_tiers.py writes from the matrix of mutants and tests. A test that
-the record does not know is new, and belongs to every tier.
+The default tier is data: `tests/data/suite/default.txt`, which make_tiers.py writes: the tests that notice the mutants, the README's
+commands, and cheap tests that reach the rest. A test that the record does not know is new, and belongs to every tier.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Tier:
         self.names, self.header, self._summary = frozenset(names), header, summary
         self._modules = frozenset(name.partition("::")[0] for name in self.names) | frozenset(modules)
         self._whole = frozenset(modules)
-        self._known = frozenset(name.partition("[")[0] for name in record.read_seconds())
+        self._known = frozenset(record.read_seconds())
         self._known_names: dict[str, set[str]] = defaultdict(set)
         for name in self._known:
-            self._known_names[name.partition("::")[0]].add(name.rpartition("::")[2])
+            self._known_names[name.partition("::")[0]].add(name.partition("[")[0].rpartition("::")[2])
         self._count = 0
 
     def has_module(self, path: Path) -> bool:
@@ -71,9 +71,14 @@ class Tier:
         left_out: list[pytest.Item] = []
         for item in items:
             module = item.nodeid.partition("::")[0]
-            is_new = item.nodeid.partition("[")[0] not in self._known
+            is_new = item.nodeid not in self._known
             (kept if is_new or module in self._whole or item.nodeid in self.names else left_out).append(item)
         self._count = len(kept)
+        collected = {item.nodeid for item in items}
+        modules = {name.partition("::")[0] for name in collected}
+        gone = sorted(name for name in self.names - collected if name.partition("::")[0] in modules)
+        if gone:
+            self._summary.append(f"not there any more, renew the record: {len(gone)} tests of this tier, {gone[0]}")
         return kept, left_out
 
     def summary(self) -> list[str]:
@@ -102,13 +107,23 @@ def changed_tier(limit_s: float, processes: int) -> Tier:
     product, helpers, modules = _changed_files(base)
     functions = [(file, function) for file in product for function in _changed_functions(base, file)]
     everywhere = sorted(helpers & EVERYWHERE)
-    modules |= _modules_that_use(helpers - EVERYWHERE)
-    if product or modules:
-        modules |= {name for name in _test_files() if name.startswith("tests/structure/test_")}
-    # Code outside functions runs at import, before any test: whatever uses the file may depend on it.
-    columns = {(file, function): known.columns.get((file, function or None), ()) for file, function in functions}
+    users = (
+        {name for name in _test_files() if name.startswith("tests/structure/test_")} if product or modules else set()
+    )
+    for file in sorted(helpers - EVERYWHERE):
+        users |= (found := _modules_that_use(file))
+        if not found:
+            everywhere.append(file)
+    # Code outside functions runs at import, before any test: whatever uses the file may depend on it. Kernels have no probes.
+    columns = {
+        (file, function): known.columns.get((file, function or None)) or known.columns.get((file, None), ())
+        for file, function in functions
+    }
     reached = {pair: known.tests_that_reach(found).tolist() for pair, found in columns.items()}
     unknown = [f"{file} {function}".strip() for (file, function), tests in reached.items() if not tests]
+    for at, name in enumerate(known.tests):
+        if (module := name.partition("::")[0]) in users - modules:
+            reached.setdefault((module, ""), []).append(at)
     affected = sorted({test for tests in reached.values() for test in tests}, key=lambda test: known.seconds[test])
     budget = max(limit_s - COLLECTION_S, limit_s / 4) * min(processes, 2) * BUSY
     whole = {at for at, name in enumerate(known.tests) if name.partition("::")[0] in modules}
@@ -117,14 +132,14 @@ def changed_tier(limit_s: float, processes: int) -> Tier:
     chosen, spent = _cheapest(reached, affected, known.seconds, budget - of_modules)
     left = [test for test in affected if test not in chosen | whole]
     summary = [
-        f"compared with {base}: {len(functions)} functions of {len(product)} files changed, {len(modules)} test modules; "
-        f"{len(affected)} tests reach them",
+        f"compared with {base}: {len(functions)} functions of {len(product)} files changed, {len(helpers)} other files, "
+        f"{len(modules)} test modules; {len(affected)} tests reach or use them",
         f"left out: {len(left)} of those, {sum(known.seconds[test] for test in left):.0f} s of processor time; --all runs everything",
     ]
     if of_modules > budget:
         summary.append(f"the changed test modules alone need {of_modules:.0f} s of processor time")
     if everywhere:
-        summary.append(f"can affect every test: {', '.join(everywhere)}; --all runs everything")
+        summary.append(f"can affect any test: {', '.join(everywhere)}; --all runs everything")
     if unknown:
         summary.append(f"no recorded test reaches: {', '.join(unknown[:8])}{' ...' if len(unknown) > 8 else ''}")
     names = [known.tests[test] for test in chosen]
@@ -178,7 +193,9 @@ def _changed_files(base: str) -> tuple[list[str], set[str], set[str]]:
     product, helpers, modules = [], set(), set()
     for line in _changed_names(base):
         path = Path(line)
-        if path.parts[0] == "tests":
+        if line in EVERYWHERE:
+            helpers.add(line)
+        elif path.parts[0] == "tests":
             if path.name.startswith("test_") and path.suffix == ".py":
                 modules |= {line} if (ROOT / path).exists() else set()
             else:
@@ -207,14 +224,15 @@ def _test_files() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")]
 
 
-def _modules_that_use(changed: set[str]) -> set[str]:
-    """Return the test modules that import a changed helper, also by another helper, or name a changed data file.
+def _modules_that_use(file: str) -> set[str]:
+    """Return the test modules that import a helper, also by another helper, or name a data file.
 
-    A conftest.py belongs to all modules of its folder, a file of tests that no module names to those next to it.
+    A conftest.py belongs to all modules of its folder. A file that none names belongs to the tests of its folder: those
+    next to it or above, or in the folder of tests with the name of its own.
     """
     texts = {name: (ROOT / name).read_text() for name in _test_files()}
     found: set[str] = set()
-    waiting = list(changed)
+    waiting = [file]
     while waiting:
         path = Path(waiting.pop())
         if path.name == "conftest.py":
@@ -223,10 +241,17 @@ def _modules_that_use(changed: set[str]) -> set[str]:
         is_import = rf"^\s*(?:from|import) .*\b{re.escape(path.stem)}\b"
         is_name = re.escape(path.name if path.suffix else str(path))
         pattern = re.compile(is_import if path.suffix == ".py" else is_name, re.MULTILINE)
-        named = {name for name, text in texts.items() if pattern.search(text)}
-        if not named and path.parts[0] == "tests":
-            named = {name for name in texts if Path(name).parent == path.parent}
-        new = named - found
+        new = {name for name, text in texts.items() if pattern.search(text)} - found
         found |= new
-        waiting += [name for name in new if not Path(name).name.startswith("test_")]
-    return {name for name in found if Path(name).name.startswith("test_")}
+        waiting += [name for name in new if not _is_module(name)]
+    modules = {name for name in found if _is_module(name)}
+    parts = [part for part in Path(file).parts[:-1] if part not in ("tests", "moe_trainer")]
+    while not modules and parts:
+        folder = Path("tests", *parts)
+        modules = {name for name in texts if Path(name).parent == folder and _is_module(name)}
+        parts.pop()
+    return modules
+
+
+def _is_module(name: str) -> bool:
+    return Path(name).name.startswith("test_")

@@ -55,7 +55,13 @@ def check_rows(rows: Mapping[str, Row]) -> dict[str, TrainingTrace]:
 
 def train_cases(rank: int, n: int, cases: list[ParityCase]) -> list[TrainingTrace]:
     """Train cases one after another on the same ranks, with the first seed."""
-    return [train_case(rank, n, case, 0) for case in cases]
+    traces = []
+    for case in cases:
+        try:
+            traces.append(train_case(rank, n, case, 0))
+        except Exception as error:
+            raise RuntimeError(" ".join(case.argv)) from error
+    return traces
 
 
 def check_cases(cases: Mapping[str, ParityCase]) -> dict[str, TrainingTrace]:
@@ -64,10 +70,10 @@ def check_cases(cases: Mapping[str, ParityCase]) -> dict[str, TrainingTrace]:
     with patch.object(parity, "STEPS", 2), RankPool(max(case.pool_size for case in cases.values())) as pool:
         for ranks in sorted({case.world_size for case in cases.values()}):
             of_ranks = {name: case for name, case in cases.items() if case.world_size == ranks}
-            traces = run_ranks(train_cases, ranks, list(of_ranks.values()))
+            traces = run_ranks(train_cases, ranks, list(of_ranks.values()), timeout=600.0 * len(of_ranks))
             for (name, case), outcome, *others in zip(of_ranks.items(), *traces, strict=True):
                 differences = compare(train_reference(0, 1, case, 0)[0], outcome)
-                if differences and (failed or not check_parity(pool, case).is_equal):
+                if differences and not check_parity(pool, case).is_equal:
                     failed[name] = "; ".join(map(str, differences[:3]))
                 for other in others:
                     assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name

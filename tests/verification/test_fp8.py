@@ -25,6 +25,7 @@ TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 FP8_CASES = {
     "dp, delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max",
     "tp, blockwise": f"{TP} --fp8-format e4m3 --fp8-recipe blockwise",
+    "tp, tensorwise": f"{TP} --fp8-format e4m3 --fp8-recipe tensorwise",
     "tp without sp, mxfp8": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --fp8-format hybrid --fp8-recipe mxfp8 --no-fp8-wgrad",
     "cp and ep, tensorwise": "--context-parallel-size 2 --expert-model-parallel-size 2 --fp8-format hybrid --fp8-recipe tensorwise",
     "output layer under tp": f"{TP} --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-output-proj --mtp-num-layers 1",

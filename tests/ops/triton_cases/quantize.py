@@ -27,7 +27,11 @@ def agree(x: torch.Tensor, scaling: Scaling, scale: torch.Tensor | None = None) 
     torch.testing.assert_close(data.float(), expected.values, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("fmt", "scales"), [(E4M3, FP32), (E5M2, POWER_OF_TWO)], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("fmt", "scales"),
+    [(E4M3, POWER_OF_TWO), (E4M3, FP32), (E5M2, POWER_OF_TWO)],
+    ids=["e4m3", "e4m3 fp32 scales", "e5m2"],
+)
 @pytest.mark.parametrize("rows,columns", [(1, 128), (128, 128), (1, 32)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_block_quantization_and_dequantization_equal_definition(shape, rows, columns, fmt, scales):
