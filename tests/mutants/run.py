@@ -336,7 +336,7 @@ def settle(
             if spent and spent + expected > limit_s:
                 left = len(batch) + sum(map(len, batches))
                 return Result("survived", "", time.monotonic() - start, count, left)
-            limit = 120 + 10 * expected
+            limit = 60 + 10 * expected
             test, passed = run_tests(copy.folder, batch, limit)
             spent += expected
             count += len(passed)
@@ -403,8 +403,8 @@ def run_all(
                         pipe.send(None)
                         pipes.remove(pipe)
         finally:  # they kill their tests before their copies are deleted
-            for pipe in pipes:
-                pipe.close()
+            for server in servers if pipes else ():
+                os.kill(server.pid, signal.SIGINT)
             for server in servers:
                 server.join()
 
@@ -435,6 +435,7 @@ def main(argv: list[str]) -> int:
         mutants = [mutant for mutant in mutants if mutant.file in files or _modules(noticed, mutant) & files]
     allowed = frozenset(tiers.DEFAULT_FILE.read_text().splitlines()) if args.tier == "default" else None
     jobs = [(mutant, [tests[0] for tests in noticed.get(mutant.name, {}).values() if tests]) for mutant in mutants]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the tests are killed
     start, outcomes = time.monotonic(), defaultdict(list)
     for mutant, result in run_all(jobs, args.processes, known, allowed, args.limit):
         outcomes[result.outcome].append(mutant.name)
