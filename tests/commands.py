@@ -20,10 +20,11 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from fault_injection.ranks import reserved_port
 
@@ -57,6 +58,18 @@ def rank_variables(world_size: int) -> Iterator[list[dict[str, str]]]:
     with reserved_port() as port:
         common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         yield [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(world_size)]
+
+
+def call_main(
+    main: Callable[[list[str]], int], argv: Iterable[object], capture: pytest.CaptureFixture[str]
+) -> Finished:
+    """Run a program's `main(argv)` in this process, also where argparse ends it."""
+    capture.readouterr()
+    try:
+        code = main([str(word) for word in argv])
+    except SystemExit as ended:
+        code = ended.code
+    return Finished(code, *capture.readouterr())
 
 
 def start(argv: list[str], cwd: Path, env: dict[str, str]) -> subprocess.Popen:

@@ -31,10 +31,14 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 @pytest.fixture(scope="module", autouse=True)
 def restored_environment():
-    """Undo what a module's tests leave in this process: programs and libraries set variables and the level of logs."""
-    before, level = dict(os.environ), logging.root.level
+    """Undo what a module's tests leave in this process: programs that run here set variables and configure their logs."""
+    before = dict(os.environ)
+    loggers = [logging.getLogger(name) for name in ("moe_trainer", "arguments")]
+    logs = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
     yield
-    logging.root.setLevel(level)
+    for logger, (level, propagate, handlers) in zip(loggers, logs):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers
     own = {"PYTEST_CURRENT_TEST"}  # pytest's own
     for name in os.environ.keys() - before.keys() - own:
         del os.environ[name]

@@ -5,10 +5,12 @@ import re
 import runpy
 import shutil
 import sys
+from dataclasses import astuple
 
 import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from commands import call_main
 from harness import run_ranks
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -40,15 +42,7 @@ def write(folder, iteration=3, seed=1, model=None, args=ARGS, **options):
 @pytest.fixture
 def call(capsys):
     """Run the command; returns (exit code, standard output, standard error)."""
-
-    def run(*argv):
-        try:
-            code = main([str(word) for word in argv])
-        except SystemExit as end:  # argparse
-            code = end.code
-        return (code, *capsys.readouterr())
-
-    return run
+    return lambda *argv: astuple(call_main(main, argv, capsys))
 
 
 def edit_index(folder, change):

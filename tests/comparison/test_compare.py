@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from commands import call_main
 
 from moe_trainer.comparison import scaling
 from moe_trainer.comparison.report import comparison_figures
@@ -173,11 +174,8 @@ def test_single_runs_have_no_note_on_intervals(tmp_path, capsys):
 )
 def test_errors_are_clear(argv, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    try:
-        code = main(argv)
-    except SystemExit as error:
-        code = error.code
-    assert code == 2 and words in capsys.readouterr().err
+    done = call_main(main, argv, capsys)
+    assert done.returncode == 2 and words in done.stderr
 
 
 def test_too_few_runs_for_a_law_are_an_error(tmp_path, capsys):

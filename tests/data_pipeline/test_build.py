@@ -75,7 +75,6 @@ def test_separate_data_paths_per_split(prefixes, tmp_path):
 
 def test_a_repeated_prefix_is_used_twice_and_noted(prefixes, tmp_path, caplog):
     a, b = prefixes[:2]
-    caplog.set_level("WARNING")  # also where an earlier test has set another
     build(data_path=["2", a, "1", b], split="1")
     assert caplog.text == ""
     twice = build(data_path=["1", a, "1", b, "1", a], split="1").train

@@ -9,7 +9,7 @@ import pytest
 from emulated_cuda import build
 
 from arguments import ArgumentError
-from moe_trainer.estimate import pieces
+from moe_trainer.estimate import dry_run, pieces
 from moe_trainer.estimate.pieces import PIECES, Row, Worth, make_pair, make_row, make_rows
 from moe_trainer.estimate.pieces_text import markdown_lines, pieces_lines
 from moe_trainer.estimate.plan import Plan
@@ -26,12 +26,14 @@ SHORT = (
 ROW = re.compile(r"\| (?P<name>[^|]+?) \| (?P<use>used|tried) \| (?P<planner>[^|]*) \| (?P<roofline>[^|]*) \|")
 
 
-PLAN_OF_FLAGS = functools.cache(lambda line, plan=pieces.plan_of_flags: plan(list(line)))
+@functools.cache
+def plan_words(*line: str) -> Plan:
+    return dry_run.plan_of_flags(list(line))
 
 
 def plan_of_flags(line: list[str]) -> Plan:
     """Plan a line once: one line of nearly every pair is that without the piece."""
-    return PLAN_OF_FLAGS(tuple(line))
+    return plan_words(*line)
 
 
 @pytest.fixture(scope="module", autouse=True)

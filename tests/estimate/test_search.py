@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import call_main
 from drawing.reading import SVG, root
 
 from arguments import parse_args
@@ -264,12 +265,8 @@ def test_a_single_stage_has_a_layout():
 )
 def test_search_command(words, code, message, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    try:
-        ended = plan_script.main(words.split())
-    except SystemExit as stopped:
-        ended = stopped.code
-    output = "".join(capsys.readouterr())
-    assert ended == code and message in output, output
+    done = call_main(plan_script.main, words.split(), capsys)
+    assert done.returncode == code and message in done.stdout + done.stderr, done
 
 
 MIXTRAL = (

@@ -36,6 +36,7 @@ class _StorageTracker(TorchDispatchMode):
 
 
 def _tensors(values: Iterable) -> Iterator[Tensor]:
+    """Yield the tensors of an operation; torch's tree_leaves takes longer than most operations of small models."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

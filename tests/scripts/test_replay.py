@@ -5,11 +5,12 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 import torch
-from commands import environment, rank_variables, run
+from commands import call_main, environment, rank_variables, run
 from safetensors.torch import load_file, save_file
 
 import moe_trainer.verification.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
@@ -48,15 +49,7 @@ def replay(program, capsys, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "set_num_threads", lambda _count: None)
 
-    def call(folder, *words):
-        capsys.readouterr()
-        try:
-            code = program.main([str(folder), *map(str, words)])
-        except SystemExit as asked:
-            code = asked.code
-        return code, *capsys.readouterr()
-
-    return call
+    return lambda folder, *words: astuple(call_main(program.main, [folder, *words], capsys))
 
 
 def recorded(folder, *flags, ranks=1):

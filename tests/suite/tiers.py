@@ -107,11 +107,10 @@ def changed_tier(limit_s: float, processes: int) -> Tier:
     product, helpers, modules = _changed_files(base)
     functions = [(file, function) for file in product for function in _changed_functions(base, file)]
     everywhere = sorted(helpers & EVERYWHERE)
-    users = (
-        {name for name in _test_files() if name.startswith("tests/structure/test_")} if product or modules else set()
-    )
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    users = {name for name in texts if name.startswith("tests/structure/test_")} if product or modules else set()
     for file in sorted(helpers - EVERYWHERE):
-        users |= (found := _modules_that_use(file))
+        users |= (found := _modules_that_use(file, texts))
         if not found:
             everywhere.append(file)
     # Code outside functions runs at import, before any test: whatever uses the file may depend on it. Kernels have no probes.
@@ -196,7 +195,7 @@ def _changed_files(base: str) -> tuple[list[str], set[str], set[str]]:
         if line in EVERYWHERE:
             helpers.add(line)
         elif path.parts[0] == "tests":
-            if path.name.startswith("test_") and path.suffix == ".py":
+            if _is_module(line):
                 modules |= {line} if (ROOT / path).exists() else set()
             else:
                 helpers.add(line)
@@ -220,17 +219,12 @@ def _hashes(source: str) -> dict[str, str]:
         return {}
 
 
-def _test_files() -> list[str]:
-    return [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")]
-
-
-def _modules_that_use(file: str) -> set[str]:
+def _modules_that_use(file: str, texts: dict[str, str]) -> set[str]:
     """Return the test modules that import a helper, also by another helper, or name a data file.
 
     A conftest.py belongs to all modules of its folder. A file that none names belongs to the tests of its folder: those
-    next to it or above, or in the folder of tests with the name of its own.
+    next to it or above, or in the folder of tests with the same name. `texts`: all files of the tests.
     """
-    texts = {name: (ROOT / name).read_text() for name in _test_files()}
     found: set[str] = set()
     waiting = [file]
     while waiting:
@@ -254,4 +248,4 @@ def _modules_that_use(file: str) -> set[str]:
 
 
 def _is_module(name: str) -> bool:
-    return Path(name).name.startswith("test_")
+    return Path(name).match("test_*.py")

@@ -9,7 +9,7 @@ process. Where the one process needs definitions of the mapping (verification/pa
     check_cases({"cp2": as_is([*make_argv("capacity"), "--context-parallel-size", "2"], 2)})
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -32,24 +32,27 @@ class Row:
     tolerances: Tolerances | None = None
 
 
-def train_rows(rows: Mapping[str, Row]) -> dict[str, list[TrainingTrace]]:
-    """Return the traces of all ranks by name of the row."""
-    found = {}
-    for ranks in sorted({row.ranks for row in rows.values()}):
-        names = [name for name, row in rows.items() if row.ranks == ranks]
-        traces = run_ranks(train_ranks, ranks, [[*rows[name].model, *rows[name].flags.split()] for name in names])
-        found |= {name: list(of_ranks) for name, *of_ranks in zip(names, *traces, strict=True)}
-    return found
+def names_by_ranks(ranks: Mapping[str, int]) -> list[tuple[int, list[str]]]:
+    """Return the numbers of ranks, the small ones first, each with the names that have it."""
+    return [(count, [name for name, own in ranks.items() if own == count]) for count in sorted({*ranks.values()})]
+
+
+def traces_by_name(names: Sequence[str], traces: list[list[TrainingTrace]]) -> dict[str, TrainingTrace]:
+    """Return the first rank's traces by name; every rank must have logged and clipped alike."""
+    for name, outcome, *others in zip(names, *traces, strict=True):
+        for other in others:
+            assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
+    return dict(zip(names, traces[0], strict=True))
 
 
 def check_rows(rows: Mapping[str, Row]) -> dict[str, TrainingTrace]:
     """Losses, every gradient, norms, and the weights after two steps; every rank logs and clips alike."""
     outcomes = {}
-    for name, (outcome, *others) in train_rows(rows).items():
+    for ranks, names in names_by_ranks({name: row.ranks for name, row in rows.items()}):
+        argvs = [[*rows[name].model, *rows[name].flags.split()] for name in names]
+        outcomes |= traces_by_name(names, run_ranks(train_ranks, ranks, argvs))
+    for name, outcome in outcomes.items():
         assert_equal(outcome, train_one_process(*rows[name].model), name, rows[name].tolerances)
-        for other in others:
-            assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
-        outcomes[name] = outcome
     return outcomes
 
 
@@ -68,15 +71,12 @@ def check_cases(cases: Mapping[str, ParityCase]) -> dict[str, TrainingTrace]:
     """The same for cases. One that differs is repeated on batches where rounding chooses no expert, token or key."""
     outcomes, failed = {}, {}
     with patch.object(parity, "STEPS", 2), RankPool(max(case.pool_size for case in cases.values())) as pool:
-        for ranks in sorted({case.world_size for case in cases.values()}):
-            of_ranks = {name: case for name, case in cases.items() if case.world_size == ranks}
-            traces = run_ranks(train_cases, ranks, list(of_ranks.values()), timeout=600.0 * len(of_ranks))
-            for (name, case), outcome, *others in zip(of_ranks.items(), *traces, strict=True):
-                differences = compare(train_reference(0, 1, case, 0)[0], outcome)
-                if differences and not check_parity(pool, case).is_equal:
-                    failed[name] = "; ".join(map(str, differences[:3]))
-                for other in others:
-                    assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms, name
-                outcomes[name] = outcome
+        for ranks, names in names_by_ranks({name: case.world_size for name, case in cases.items()}):
+            of_ranks = [cases[name] for name in names]
+            outcomes |= traces_by_name(names, run_ranks(train_cases, ranks, of_ranks, timeout=600.0 * len(of_ranks)))
+        for name, outcome in outcomes.items():
+            differences = compare(train_reference(0, 1, cases[name], 0)[0], outcome)
+            if differences and not check_parity(pool, cases[name]).is_equal:
+                failed[name] = "; ".join(map(str, differences[:3]))
     assert not failed, "\n".join(f"{name}: {differences}" for name, differences in failed.items())
     return outcomes

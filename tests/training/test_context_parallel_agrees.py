@@ -8,7 +8,7 @@ import functools
 
 import torch
 from harness import run_ranks
-from training.agreement import check_cases
+from training.agreement import check_cases, traces_by_name
 from training.layouts import assert_equal, create_groups, make_argv, shallow, train_one_process
 
 from arguments import parse_args
@@ -117,9 +117,8 @@ def test_packed_documents_equal_the_attention_mask_of_one_process():
     assert abs(expected.losses[0]["lm loss"] - apart.losses[0]["lm loss"]) > 1e-5, "the documents make a difference"
     kinds = ("p2p", "allgather")
     argvs = [[*argv, *f"{CP2} --cp-comm-type {kind}".split()] for kind in kinds]
-    for kind, outcome, other in zip(kinds, *run_ranks(train_with_documents, 2, argvs), strict=True):
+    for kind, outcome in traces_by_name(kinds, run_ranks(train_with_documents, 2, argvs)).items():
         assert_equal(outcome, expected, kind)
-        assert other.losses == outcome.losses and other.grad_norms == outcome.grad_norms
 
 
 def evaluate_rank(rank, n, argv):

@@ -1,7 +1,7 @@
 """scripts/prove_layout.py as a user meets it: exit codes, messages, the report."""
 
 import pytest
-from commands import Finished
+from commands import call_main
 
 from scripts import prove_layout as script
 
@@ -16,15 +16,7 @@ SMALL = (
 def prove_layout(monkeypatch, capsys):
     """Runs the program in this process; returns its exit code and what it printed."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-
-    def call(*words: str) -> Finished:
-        try:
-            code = script.main([*words])
-        except SystemExit as stopped:
-            code = stopped.code
-        return Finished(code, *capsys.readouterr())
-
-    return call
+    return lambda *words: call_main(script.main, words, capsys)
 
 
 def test_command_line_is_checked_and_reported(prove_layout, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from checkpoint.hf.models import (
     published_names,
     run_convert,
 )
-from commands import run
+from commands import call_main, run
 from safetensors.torch import load_file, save_file
 from training.tiny import MOCK, TINY
 
@@ -496,11 +496,8 @@ def test_convert_given_iteration_with_tokenizer_of_another_folder(tmp_path):
 )
 def test_wrong_options_are_refused(words, named, tmp_path, capfd):
     make("llama").save_pretrained(tmp_path / "hf")
-    try:
-        code = run_convert(tmp_path / "hf", tmp_path / "ours", *words)
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2 and named in capfd.readouterr().err
+    done = call_main(convert.main, [tmp_path / "hf", tmp_path / "ours", *words], capfd)
+    assert done.returncode == 2 and named in done.stderr
 
 
 def test_existing_target_and_changed_source_are_rejected(tmp_path, capfd):
