@@ -92,6 +92,8 @@ def test_report_names_differences_and_their_intervals(runs, tmp_path, capsys):
     assert "| `lr` | `0.001` | `0.002` |" in text and "`save`" not in text
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2 and "million tokens" in page
+    assert page.count("<table>") == 4 and "<h3>Settings that differ</h3>" in page and "| `lr` |" not in page
+    assert "<td>`lr`</td><td>`0.001`</td><td>`0.002`</td>" in page
 
 
 def test_runs_without_losses_are_compared_by_what_they_have(runs, tmp_path, capsys):
