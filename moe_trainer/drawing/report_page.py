@@ -22,7 +22,8 @@ figcaption{padding:0 14px 10px;font-size:13px}
 pre{overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-radius:6px;padding:12px;
 font:12px/1.45 Menlo,Consolas,monospace}
 .table{overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-radius:6px;margin:8px 0}
-table{border-collapse:collapse;font-size:13px}th,td{text-align:left;padding:4px 12px;border-bottom:1px solid var(--edge)}
+table{border-collapse:collapse;font-size:13px}
+th,td{text-align:left;padding:4px 12px;border-bottom:1px solid var(--edge)}
 h3{font-size:14px;margin:20px 0 4px}
 pre.command{white-space:pre-wrap;overflow-wrap:anywhere}
 """

@@ -149,7 +149,9 @@ def test_end_of_a_run_is_a_record_that_stays_when_it_resumes(tmp_path, capsys):
     log = open_log(path)
     log.record(record(1, 4.0))
     log.end(failed, [])
-    assert "  ended:       failed after iteration 1, exit code 16: iteration 2: the loss is nan" in capsys.readouterr().out
+    assert (
+        "  ended:       failed after iteration 1, exit code 16: iteration 2: the loss is nan" in capsys.readouterr().out
+    )
     expected = {"ended": "failed", "iteration": 1, "exit_code": 16, "reason": "iteration 2: the loss is nan"}
     assert read_ends(path) == [expected] and len(read_metrics(path)) == 1
     assert "the run failed after iteration 1, exit code 16" in path.with_name("dashboard.html").read_text()

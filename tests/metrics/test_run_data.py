@@ -27,7 +27,8 @@ def routing(layers, experts, load=3):
 
 
 @pytest.mark.parametrize(
-    ("interval_s", "age_s", "status"), [(1, 119, "running"), (1, 121, "silent"), (60, 299, "running"), (60, 301, "silent")]
+    ("interval_s", "age_s", "status"),
+    [(1, 119, "running"), (1, 121, "silent"), (60, 299, "running"), (60, 301, "silent")],
 )
 def test_run_that_recorded_no_end_is_running_or_gives_no_sign_of_life(monkeypatch, interval_s, age_s, status):
     monkeypatch.setattr(run_data.time, "time", lambda: 5000.0)
@@ -63,7 +64,10 @@ def test_recorded_end_is_the_state_until_later_iterations():
         run.take(RunEnd("finished", 3, 0, "all 3 iterations are done").as_record())
     page = run.as_page(updated=8.0)
     assert page["status"] == "finished" and page["findings"][0]["severity"] == "ok"
-    assert [each["text"] for each in page["events"] if each["kind"] == "end"] == [str(failed), "all 3 iterations are done"]
+    assert [each["text"] for each in page["events"] if each["kind"] == "end"] == [
+        str(failed),
+        "all 3 iterations are done",
+    ]
 
 
 def test_run_that_ends_before_its_first_record_is_described():

@@ -152,7 +152,10 @@ def test_loss_is_compared_with_a_guess_after_the_warmup():
 def test_learning_rate_is_compared_with_that_of_models_of_the_size():
     def found(rate, parameters=125_000_000, **settings):
         run = RunData("run", "metrics.jsonl")
-        head = {"all_settings": {"lr": rate, "optimizer": "adam", **settings}, "model": {"active_parameters": parameters}}
+        head = {
+            "all_settings": {"lr": rate, "optimizer": "adam", **settings},
+            "model": {"active_parameters": parameters},
+        }
         run.take({"iteration": 1, "run": head})
         return run.as_page(updated=time.time())["findings"][0]["text"]
 

@@ -7,7 +7,6 @@ import sys
 import threading
 
 import pytest
-
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
@@ -68,7 +67,9 @@ def test_signals_end_a_process_whose_main_thread_is_stuck(monkeypatch, number, r
     before = signal.signal(signal.SIGINT, lambda *_: None), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     happened, ended = [], threading.Event()
     try:
-        with SignalWatch(lambda error: happened.append(type(error)), True, lambda code: (happened.append(code), ended.set())):
+        with SignalWatch(
+            lambda error: happened.append(type(error)), True, lambda code: (happened.append(code), ended.set())
+        ):
             signal.raise_signal(number)
             assert ended.wait(30)
         assert happened == [reported, code] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
