@@ -148,7 +148,7 @@ def test_lost_rank_is_the_recorded_end(tmp_path, monkeypatch):
     run(LINE, tmp_path, 2)
     (end,) = read_ends(tmp_path / "ckpt" / "metrics.jsonl")
     assert (end["ended"], end["exit_code"]) == ("failed", 3)
-    assert "rank 0: no heartbeat (killed, stopped, or node lost)" in end["reason"]
+    assert "lost connection to the rendezvous store (hosted by rank 0 or the launcher)" in end["reason"]
 
 
 def test_describe_saved_names_the_last_complete_checkpoint(tmp_path):
