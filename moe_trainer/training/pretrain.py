@@ -113,10 +113,11 @@ def run_job(
     ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer), samples=prepare_samples(ctx, tokenizer))
     load_pending_fault_report(ctx, state)
     write_run_manifest(args, ctx.chunks, runtime.ps)
-    metrics, monitors = open_metrics(ctx, state), RankMonitors(args, runtime)
-    ctx = replace(ctx, metrics=metrics, monitors=monitors)
+    ctx = replace(ctx, metrics=open_metrics(ctx, state))
     recorder = EndRecorder(ctx, state)
     watchdog.on_failure = recorder.fail
+    monitors = RankMonitors(args, runtime)
+    ctx = replace(ctx, monitors=monitors)
     if ctx.metrics is not None:
         ctx.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")

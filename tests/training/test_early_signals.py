@@ -104,7 +104,7 @@ def test_ctrl_c_under_torchrun_leaves_no_traceback_of_a_rank(tmp_path):
         start_new_session=True,
     )
     metrics = tmp_path / "ckpt" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() or launched.poll() is not None)
+    wait_until(lambda: (metrics.exists() and metrics.stat().st_size) or launched.poll() is not None)
     os.killpg(launched.pid, signal.SIGINT)
     output, _ = launched.communicate(timeout=300)
     assert launched.returncode == 1 and output.count("Traceback") <= 1 and "KeyboardInterrupt" not in output, output
