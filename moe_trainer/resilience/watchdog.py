@@ -163,7 +163,7 @@ class Watchdog:
     def _wait_for_peers_to_read(self, is_interrupted: bool) -> None:
         """Keep the store alive, which rank 0 may host, until the peers have read it or had the time to.
 
-        After Ctrl-C, which usually reaches all ranks, somebody waits at a terminal, and torchrun kills after 30 s.
+        After Ctrl-C, which usually reaches all ranks, only for a short time: torchrun kills after 30 s.
         """
         # They notice the exit (at most two heartbeats later), wait out the grace period, and read the statuses.
         wait = self.grace + 4 * self.period + self.heartbeat_timeout + 2 * _POLL_INTERVAL_S

@@ -15,6 +15,7 @@ from training.tiny import MOCK, TINY
 import pretrain_moe
 from moe_trainer.training import loop
 
+SOON = ["--distributed-timeout-seconds-after-init", "30"]  # how long ranks wait for each other follows from it
 LINE = [*TINY, *MOCK, "--train-iters", "8", "--save", "ckpt", "--save-interval", "2"]
 
 
@@ -136,7 +137,7 @@ def test_error_of_one_rank_is_the_recorded_end(tmp_path, monkeypatch, failing):
             raise RuntimeError("boom")
 
     fail_at(monkeypatch, 3, boom)
-    run(LINE, tmp_path, 2)
+    run([*LINE, *SOON], tmp_path, 2)
     (end,) = read_ends(tmp_path / "ckpt" / "metrics.jsonl")
     assert end == {"ended": "failed", "iteration": 3, "exit_code": 1, "reason": "RuntimeError: boom"}
     status, finding = shown_state(tmp_path / "ckpt")
@@ -145,7 +146,7 @@ def test_error_of_one_rank_is_the_recorded_end(tmp_path, monkeypatch, failing):
 
 def test_lost_rank_is_the_recorded_end(tmp_path, monkeypatch):
     fail_at(monkeypatch, 3, lambda run: run.ps.world.rank == 0 and os.kill(os.getpid(), signal.SIGKILL))
-    run(LINE, tmp_path, 2)
+    run([*LINE, *SOON], tmp_path, 2)
     (end,) = read_ends(tmp_path / "ckpt" / "metrics.jsonl")
     assert (end["ended"], end["exit_code"]) == ("failed", 3)
     assert "lost connection to the rendezvous store (hosted by rank 0 or the launcher)" in end["reason"]
