@@ -121,7 +121,8 @@ def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSi
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(args, launch_env, exit_signal)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+        # A second Ctrl-C ends the process at once; torchrun repeats the first one, and kills after 30 s.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL)
         if launch_env.rank == 0:
             print(f"pretrain_moe.py: interrupted; {_describe_saved(args.output.save)}", file=sys.stderr, flush=True)
         return ExitCode.INTERRUPTED

@@ -301,3 +301,13 @@ def note_experts_without_sequence_parallel(s: Settings, f: DerivedSizes) -> None
             f"{s.shown('tensor_model_parallel_size')} with experts runs without --sequence-parallel: every tensor rank "
             "then holds all tokens; --sequence-parallel saves memory and time."
         )
+
+
+def note_dropout_on_several_ranks(s: Settings, f: DerivedSizes) -> None:
+    names = ("attention_dropout", "hidden_dropout")
+    on = [f"{s.flag(name)} {getattr(s, name):g}" for name in names if getattr(s, name)]
+    if on and (f.world or 1) > 1 and not s.skip_train:
+        s.note(
+            f"{' and '.join(on)} (0.1 is Megatron-LM's default): ranks draw their own random numbers, so losses depend "
+            "on the number of ranks; with 0 they do not."
+        )

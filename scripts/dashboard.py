@@ -125,6 +125,7 @@ class Runs:
                         "name": run["name"],
                         "query": query,
                         "status": run["status"],
+                        "state": run["state"],
                         "iteration": progress.get("iteration"),
                         "train_iters": progress.get("train_iters"),
                         "lm_loss": series[-1],

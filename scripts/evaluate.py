@@ -103,12 +103,13 @@ def _print_table(files: list[Path]) -> int:
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     from moe_trainer.errors import name_write_errors, require_packages
+
+    require_packages("torch", "numpy", "safetensors")
     from moe_trainer.evaluation.finermoe import expand_tasks
     from moe_trainer.evaluation.harness import open_harness
     from moe_trainer.evaluation.options import TaskOptions, split_names
     from moe_trainer.io import atomic_write
 
-    require_packages("torch", "numpy", "safetensors")
     if not Path(options.source).is_dir():  # reading the tasks takes longer
         raise ValueError(f"{options.source}: no such checkpoint directory or Hugging Face folder")
     tasks, num_fewshot = expand_tasks(split_names([options.tasks]), options.num_fewshot)

@@ -158,9 +158,10 @@ def _prompt(value: Any, where: str, has_conversations: bool) -> Prompt:
 
 def _generate(request: Request) -> int:
     from moe_trainer.errors import require_packages
-    from moe_trainer.inference.sampling import SamplingOptions
 
     require_packages("torch", "numpy", "safetensors")
+    from moe_trainer.inference.sampling import SamplingOptions
+
     options = request.options
     if not Path(request.source).is_dir():
         raise ValueError(f"{request.source}: no such checkpoint directory or Hugging Face folder")

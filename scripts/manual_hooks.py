@@ -25,6 +25,8 @@ RECORDS = {
 }
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", **RECORDS}
 """File in the repository -> page of the manual."""
+LOW_RANKED = tuple("design/ refused_flags combinations recipes study_finermoe test_suite testing_without_gpu".split())
+"""Pages of docs/ that answer few users: starts of their names."""
 
 _FLAG = re.compile(r"--[a-zA-Z][a-zA-Z0-9-]*")
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
@@ -70,8 +72,10 @@ def _ranked(text: str, boost: float) -> str:
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrite links between docs/ and the rest of the repository."""
+    """Rewrite links between docs/ and the rest of the repository; search finds records of decisions last."""
     uri = page.file.src_uri
+    if uri.startswith(LOW_RANKED):
+        page.meta.setdefault("search", {"boost": 0.2})
     source = next((source for source, target in PAGES.items() if target == uri), f"docs/{uri}")
 
     def rewrite(match: re.Match) -> str:

@@ -11,13 +11,20 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_trainer.errors import UserError, require_packages
+from moe_trainer.exit_codes import ExitCode
+
+try:
+    require_packages("torch")
+except UserError as error:
+    print(f"torchrun.py: {error}", file=sys.stderr)
+    sys.exit(ExitCode.USER_ERROR)
+
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from moe_trainer.exit_codes import ExitCode
 
 
 def exit_code(codes: set[int]) -> int:

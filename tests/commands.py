@@ -203,8 +203,14 @@ def torchrun(argv: list[str], cwd: Path, world_size: int, timeout: float = 600.0
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Return all records of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Return all records of a metrics.jsonl but those of its ends."""
+    return [record for line in path.read_text().splitlines() if "ended" not in (record := json.loads(line))]
+
+
+def read_ends(path: Path) -> list[dict]:
+    """Return how the starts of a run ended, without times and descriptions."""
+    records = map(json.loads, path.read_text().splitlines())
+    return [{k: v for k, v in each.items() if k not in ("time", "run")} for each in records if "ended" in each]
 
 
 def golden_workspace(shared: Path, folder: Path) -> Path:

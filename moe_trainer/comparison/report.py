@@ -21,14 +21,20 @@ _POINTS = 120
 def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
     """Return the report as lines of Markdown."""
     members = [
-        (group.name, ", ".join(run.name for run in group.runs), ", ".join(map(str, group.seeds))) for group in groups
+        (
+            group.name,
+            ", ".join(run.name for run in group.runs),
+            ", ".join(map(str, group.seeds)),
+            ", ".join(dict.fromkeys(run.page["state"] for run in group.runs)),
+        )
+        for group in groups
     ]
     differing = [(f"`{name}`", values) for name, values in settings_that_differ(groups)]
     settings = [
         (name, *("-" if value is None else f"`{value}`" for value in values))
         for name, values in [*differing, *environment_that_differs(groups)]
     ]
-    lines = ["# Comparison of runs", "", "## Runs", "", *markdown_table(("group", "runs", "seeds"), members)]
+    lines = ["# Comparison of runs", "", "## Runs", "", *markdown_table(("group", "runs", "seeds", "state"), members)]
     lines += ["", "## Settings that differ", ""]
     lines += markdown_table(("setting", *(group.name for group in groups)), settings) if settings else ["None."]
     tokens, seconds = common_end(groups, "tokens"), common_end(groups, "wall_s")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from moe_trainer.drawing.svg import clean
@@ -20,6 +21,10 @@ figure svg{display:block;width:100%;min-width:640px}
 figcaption{padding:0 14px 10px;font-size:13px}
 pre{overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-radius:6px;padding:12px;
 font:12px/1.45 Menlo,Consolas,monospace}
+.table{overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-radius:6px;margin:8px 0}
+table{border-collapse:collapse;font-size:13px}
+th,td{text-align:left;padding:4px 12px;border-bottom:1px solid var(--edge)}
+h3{font-size:14px;margin:20px 0 4px}
 pre.command{white-space:pre-wrap;overflow-wrap:anywhere}
 """
 
@@ -53,8 +58,31 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
     for figure in figures:
         caption = f"<figcaption>{clean(figure.caption)}</figcaption>" if figure.caption else ""
         parts += [f"<h2>{clean(figure.heading)}</h2>", f"<figure>{figure.svg}{caption}</figure>"]
-    parts += ["<h2>Text output</h2>", f"<pre>{clean(chr(10).join(lines))}</pre>", "</main></body></html>", ""]
+    parts += ["<h2>Text output</h2>", *_text_parts(lines), "</main></body></html>", ""]
     return "\n".join(parts)
+
+
+def _text_parts(lines: Sequence[str]) -> Iterator[str]:
+    """Yield what was printed: the headings and tables of Markdown as such, all else as it is."""
+    is_markdown = any(line.startswith("|---|") for line in lines)
+    starts = {"#": "heading", "|": "table"} if is_markdown else {}
+    kinds = [starts.get(line[:1], "text") for line in lines]
+    for kind, group in groupby(zip(kinds, lines), key=lambda each: each[0]):
+        found = [line for _, line in group]
+        if kind == "heading":
+            yield from (f"<h3>{clean(line.lstrip('# '))}</h3>" for line in found)
+        elif kind == "table":
+            yield f"<div class='table'><table>{''.join(_table_rows(found))}</table></div>"
+        elif text := "\n".join(found).strip("\n"):
+            yield f"<pre>{clean(text)}</pre>"
+
+
+def _table_rows(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the rows of a table of drawing/markdown.py."""
+    for number, line in enumerate(line for line in lines if not line.startswith("|-")):
+        cells = [cell.replace("\\|", "|") for cell in line[2:-2].split(" | ")]
+        tag = "td" if number else "th"
+        yield f"<tr>{''.join(f'<{tag}>{clean(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def write_report(path: str | Path, title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> None:

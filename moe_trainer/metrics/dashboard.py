@@ -59,12 +59,12 @@ class Dashboard:
         if time.monotonic() >= self._not_before:
             self.write()
 
-    def write(self, done: bool = False) -> bool:
-        """Write the page now and return whether that succeeded. `done`: the run has ended."""
+    def write(self) -> bool:
+        """Write the page now and return whether that succeeded."""
         begin = time.monotonic()
         try:
             with atomic_path(self.path) as temporary:
-                temporary.write_text(self.page(done), encoding="utf-8")
+                temporary.write_text(self.page(), encoding="utf-8")
             return True
         except Exception as error:  # whatever it is, training continues
             if not self._has_warned:
@@ -75,12 +75,9 @@ class Dashboard:
         finally:
             self._not_before = begin + max(1.0, (time.monotonic() - begin) / MAX_TIME_SHARE)
 
-    def page(self, done: bool = False) -> str:
-        """Return the page. `done`: the run has ended."""
-        run = self._run.as_page(None if done else "running", time.time())
-        if done and run["status"] != "finished":
-            run["status"] = "stopped"
-        return render_page(self._run.name, page_data([run]))
+    def page(self) -> str:
+        """Return the page."""
+        return render_page(self._run.name, page_data([self._run.as_page(time.time())]))
 
 
 def page_data(runs: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:

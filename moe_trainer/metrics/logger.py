@@ -16,10 +16,10 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -30,13 +30,17 @@ from moe_trainer.metrics.console import iteration_line, perplexity, task_line, v
 from moe_trainer.metrics.dashboard import open_dashboard
 from moe_trainer.metrics.evaluation_summary import EvaluationResult
 from moe_trainer.metrics.iteration import IterationRecord
-from moe_trainer.metrics.metrics_file import open_metrics_file
+from moe_trainer.metrics.metrics_file import open_metrics_file, read_end
 from moe_trainer.metrics.routing_health import PER_LAYER, heat_map, routing_health
+from moe_trainer.metrics.run_state import RunEnd
 from moe_trainer.metrics.summary import RunSummary
 from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter
 from moe_trainer.metrics.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch")
+EVALUATION_REPORT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class MetricsLogger:
     """
 
     def __init__(self, options: LogOptions, world_size: int, start_iteration: int, settings: Mapping[str, object]):
-        self._options, self._world_size = options, world_size
+        self._options, self._world_size, self._started = options, world_size, time.time()
         begin = None if options.is_eval_only else start_iteration
         self._file = open_metrics_file(options.metrics_file, begin) if options.metrics_file else None
         self._dashboard = (
@@ -337,6 +341,20 @@ class MetricsLogger:
                 self._scalar(f"{name} {suffix} ppl", perplexity(value), iteration, samples)
         self.flush()
 
+    def evaluating(self, kind: str, batches: Iterator[Batch], total: int) -> Iterator[Batch]:
+        """Yield the batches of an evaluation and show how many are done: a bar on a terminal, else a line now and then.
+
+        `kind` is that of `validation`.
+        """
+        reported = time.monotonic()
+        with tqdm(total=total, desc=kind, unit="microbatch", disable=None, leave=False) as bar:
+            for done, batch in enumerate(batches):
+                if bar.disable and time.monotonic() - reported >= EVALUATION_REPORT_S:
+                    reported = time.monotonic()
+                    self.print(f"evaluating {kind}: {done} of {total} microbatches")
+                yield batch
+                bar.update()
+
     def tasks(self, iteration: int, samples: int, figures: Sequence[TaskMetric]) -> None:
         """Print the figures of benchmark tasks (--eval-tasks) and write their records and scalars."""
         self.print(task_line(iteration, [(each.task, each.metric, each.value) for each in figures]))
@@ -370,9 +388,22 @@ class MetricsLogger:
         if self.dashboard_path is not None:
             self.print(f"dashboard: {self.dashboard_path} (open it in a browser; the run keeps it up to date)")
 
-    def end(self, reason: str, saved: Sequence[int]) -> None:
-        """Print the summary of the run: why it ended, and the iterations that this start has saved."""
-        self.print("\n".join(self._summary.lines(reason, saved, self._options.output.save, self.dashboard_path)))
+    def end(self, end: RunEnd, saved: Sequence[int]) -> None:
+        """Record how the run ended and print its summary, with the iterations that this start has saved.
+
+        If another rank has recorded an end of this start, that is the cause, and stays.
+        """
+        found = read_end(Path(self._options.metrics_file), self._started) if self._options.metrics_file else None
+        record = (found or end).as_record()
+        if self._first and self._options.run is not None:
+            record["run"] = self._options.run  # there is no record of an iteration that has it
+        if found is None and self._file is not None:
+            self._file.append(json.dumps(record))
+        if self._dashboard is not None:
+            self._dashboard.take(record)
+            self._dashboard.write()
+        lines = self._summary.lines(str(found or end), saved, self._options.output.save, self.dashboard_path)
+        self.print("\n".join(lines))
 
     def flush(self) -> None:
         if self._tensorboard is not None:
@@ -381,7 +412,7 @@ class MetricsLogger:
     def close(self) -> None:
         self._bar.close()
         if self._dashboard is not None:
-            self._dashboard.write(done=True)
+            self._dashboard.write()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

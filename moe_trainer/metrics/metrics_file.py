@@ -6,17 +6,22 @@ Records that are still buffered at the end are an error.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import threading
 from itertools import count, takewhile
 from pathlib import Path
 
 from moe_trainer.errors import UserError, name_write_errors
 from moe_trainer.io import atomic_write
+from moe_trainer.metrics.run_state import RunEnd
 
-# "iteration" comes first, or after the kind of a validation, the name of a task or the prompt of a sample
-_ITERATION = re.compile(rb'\s*\{\s*(?:"(?:validation|task|sample)":\s*"(?:[^"\\]|\\.)*",\s*)?"iteration":\s*(\d+)[,}]')
+# "iteration" comes first, or after the kind of a validation or an end, the name of a task or the prompt of a sample
+_ITERATION = re.compile(
+    rb'\s*\{\s*(?:"(?:validation|task|sample|ended)":\s*"(?:[^"\\]|\\.)*",\s*)?"iteration":\s*(\d+)[,}]'
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,7 @@ class MetricsFile:
         # not a Python file object, whose buffer loses what it could not write
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._buffered = b""
+        self._lock = threading.Lock()  # an end may be recorded by another thread
 
     def append(self, text: str) -> None:
         """Write a line, after the buffered ones.
@@ -41,6 +47,10 @@ class MetricsFile:
         """
         if text in self._existing:
             return
+        with self._lock:
+            self._append(text)
+
+    def _append(self, text: str) -> None:
         was_buffering = bool(self._buffered)
         self._buffered += text.encode() + b"\n"
         try:
@@ -97,12 +107,39 @@ def open_metrics_file(path: str, start_iteration: int | None) -> MetricsFile:
 
 def _last_validations(target: Path) -> frozenset[str]:
     """Return the validations after the last iteration's record; a finished run that is started again repeats them."""
+    return frozenset(takewhile(lambda line: line.startswith(('{"validation"', '{"ended"')), reversed(_tail(target))))
+
+
+def _tail(target: Path) -> list[str]:
+    """Return the last lines of a file; none if there is no file."""
     if not target.is_file():
-        return frozenset()
+        return []
     with target.open("rb") as stream:
         stream.seek(max(0, target.stat().st_size - _TAIL_BYTES))
-        lines = stream.read().decode(errors="replace").splitlines()
-    return frozenset(takewhile(lambda line: line.startswith('{"validation"'), reversed(lines)))
+        return stream.read().decode(errors="replace").splitlines()
+
+
+def read_end(target: Path, since: float) -> RunEnd | None:
+    """Return the end that a rank has recorded since that time, in seconds since the epoch; None if there is none."""
+    for line in filter(lambda line: line.startswith('{"ended"'), reversed(_tail(target))):
+        try:
+            record = json.loads(line)
+            return RunEnd.of_record(record) if record["time"] >= since else None
+        except (ValueError, LookupError, TypeError):
+            return None
+    return None
+
+
+def append_end(target: Path, end: RunEnd, since: float) -> RunEnd:
+    """Append how the run ended, unless a rank has recorded it since that time, and return what is recorded.
+
+    The first rank that fails knows the cause; the others fail because of it.
+    """
+    found = read_end(target, since)
+    if found is None:
+        with target.open("ab") as file:
+            file.write(json.dumps(end.as_record()).encode() + b"\n")
+    return found or end
 
 
 def _free_name(target: Path) -> Path:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from moe_trainer.metrics.run_state import STATES
+
 _MAX_DRAWN = 1e300  # largest number that the page can draw
 _MAX_DEPTH = 8  # of what describes a run
 _HEAD_TYPES = MappingProxyType(
@@ -29,7 +31,7 @@ _HEAD_TYPES = MappingProxyType(
         "hostnames": list,
     }
 )
-_NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "saved", "sample")
+_NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "saved", "sample", "ended")
 
 
 def checked_record(record: Any) -> dict[str, Any] | None:
@@ -39,10 +41,14 @@ def checked_record(record: Any) -> dict[str, Any] | None:
     if not is_number(record["iteration"]):
         return None
     checked = {name: value for name, value in record.items() if is_number(value) and name not in _NESTED}
-    for kind, texts in (("validation", ()), ("task", ("metric",)), ("sample", ("text",))):
+    for kind, texts in (("validation", ()), ("task", ("metric",)), ("sample", ("text",)), ("ended", ("reason",))):
         if kind in record:
             found = {name: record.get(name) for name in (kind, *texts)}
-            return checked | found if all(isinstance(value, str) for value in found.values()) else None
+            is_known = kind != "ended" or found[kind] in STATES
+            if not is_known or not all(isinstance(value, str) for value in found.values()):
+                return None
+            head = record.get("run")
+            return checked | found | ({"run": _checked_head(head)} if isinstance(head, Mapping) else {})
     times = record.get("own_time_ms")
     if isinstance(times, Mapping) and (found := _checked_times(times)):
         checked["own_time_ms"] = found

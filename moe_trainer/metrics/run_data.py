@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_trainer.metrics.record_checks import checked_record, is_number
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
+from moe_trainer.metrics.run_state import RunEnd, RunState, clock, state_of_run
 
 MAX_RECORDS = 2000
 MAX_EVENTS = 500
@@ -20,7 +21,6 @@ MAX_LAYER_VALUES = 200_000
 MAX_LOADS = 300_000
 MAX_RANK_VALUES = 100_000
 _MAX_TIME_S = 2e11  # since the epoch; later times have no date
-_STALLED_AFTER_S = 600.0  # without a record
 
 _NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "consumed_samples"))
 
@@ -67,6 +67,7 @@ class RunData:
         self._starts: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
+        self._end: RunEnd | None = None
         self._productive_s = 0.0
         self._slow: list[int] = []
         self._saved = -1
@@ -81,6 +82,11 @@ class RunData:
                 target.add(checked)
                 return
         self._take_start(checked)
+        if "ended" in checked:
+            self._take_end(checked)
+            return
+        if self._end is not None and checked["iteration"] > self._end.iteration:
+            self._end = None  # resumed; a last record may come after the end that another rank has recorded
         self._productive_s += checked.get("interval_s") or 0.0
         self._take_routing(checked)
         self._take_ranks(checked)
@@ -105,6 +111,13 @@ class RunData:
             started = run.get("started")
             if is_number(started) and started is not None and 0 <= started < _MAX_TIME_S:
                 self._starts.append({"iteration": record["iteration"], "time": run["started"]})
+
+    def _take_end(self, record: Mapping[str, Any]) -> None:
+        """Take the end of a start; a finished run that is started again ends in the same way."""
+        end = RunEnd.of_record(record)
+        if end != self._end:
+            self._end = end
+            self._add_event("end", end.iteration, record.get("time"), str(end))
 
     def _take_routing(self, record: Mapping[str, Any]) -> None:
         routing = record.get("routing")
@@ -152,14 +165,9 @@ class RunData:
                 add("slow_rank", iteration, f"rank {rank} is slower than its peers")
         self._slow = slow
 
-    def as_page(self, status: str | None = None, updated: float | None = None) -> dict[str, Any]:
-        """Return the run as the page reads it.
-
-        Args:
-            status: running, finished, stopped or stalled; None if it is to be derived from the records.
-            updated: when the file was written, in seconds since the epoch.
-        """
-        records = self._records.items()
+    def as_page(self, updated: float | None = None) -> dict[str, Any]:
+        """Return the run as the page reads it. `updated`: when the file was written, in seconds since the epoch."""
+        records, state = self._records.items(), self._state(updated)
         begin = self._starts[0]["time"] if self._starts else None
         if begin is None and records and records[0].get("time") is not None:
             begin = records[0]["time"] - (records[0].get("elapsed_ms") or 0.0) / 1e3
@@ -176,10 +184,12 @@ class RunData:
         page: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
-            "status": status or self._status(updated),
-            "updated": None if updated is None else _clock(updated),
+            "status": state.name,
+            "state": state.words,
+            "silent_at": state.silent_at,
+            "updated": None if updated is None else clock(updated),
             "head": self._page_head(),
-            "progress": self._progress(records, wall, seq_length),
+            "progress": self._progress(records, wall, seq_length, state.name == "running"),
             "records": self._columns(records, wall, seq_length),
             "validations": [
                 {"set": each["validation"], **_without(each, ("validation",))} for each in self._validations.items()
@@ -206,6 +216,10 @@ class RunData:
             num_experts=self._count("model", "num_experts", 0),
             world_size=self._count("mapping", "world_size", 1),
             expert_ranks=self._count("mapping", "ep", 1),
+            vocab_size=self._head.get("padded_vocab_size"),
+            learning_rate=self._learning_rate(),
+            parameters=self._count("model", "active_parameters", 0),
+            ended=self._end_finding(state),
         )
         return page
 
@@ -215,23 +229,43 @@ class RunData:
         value = described.get(name) if isinstance(described, Mapping) else None
         return value if isinstance(value, int) and value > 0 else default
 
+    def _settings(self, name: str = "settings") -> Mapping[str, Any]:
+        """Return the settings that are not at their defaults, or `all_settings`."""
+        settings = self._head.get(name)
+        return settings if isinstance(settings, Mapping) else {}
+
+    def _learning_rate(self) -> float | None:
+        """Return the learning rate of a model that Adam pretrains; None for others, which use other rates."""
+        settings = self._settings("all_settings")
+        others = ("use_mup", "finetune", "sft", "init_from", "lora_dim", "freeze_all_layers")
+        rate = settings.get("lr")
+        if settings.get("optimizer") != "adam" or any(settings.get(name) for name in others):
+            return None
+        return rate if isinstance(rate, int | float) else None
+
     @property
     def _seq_length(self) -> int | None:
         """Tokens of a sample; None if they differ, or are unknown."""
-        settings = self._head.get("settings")
-        settings = settings if isinstance(settings, Mapping) else {}
+        settings = self._settings()
         if settings.get("use_varlen_dataset") or settings.get("sft"):
             return None
         return self._count("model", "seq_length", 0) or None
 
-    def _status(self, updated: float | None) -> str:
+    def _state(self, updated: float | None) -> RunState:
+        heard = self._newest.get("time") if updated is None else updated
+        return state_of_run(self._end, heard, self._newest.get("interval_s") or 0.0, time.time())
+
+    def _end_finding(self, state: RunState) -> dict[str, Any] | None:
+        """Return what the page says first of a run that ended badly; None of another one."""
+        if state.name == "failed":
+            return {"severity": "bad", "card": "events", "text": f"the run {self._end}"}
+        if state.name != "silent":
+            return None
         train_iters = self._head.get("train_iters")
-        if isinstance(train_iters, int) and self._newest.get("iteration", 0) >= train_iters:
-            return "finished"
-        if updated is None or time.time() - updated > _STALLED_AFTER_S:
-            return "stopped"
-        expected = 20 * (self._newest.get("interval_s") or 0.0)
-        return "running" if time.time() - updated < max(120.0, expected) else "stalled"
+        is_complete = isinstance(train_iters, int) and self._newest.get("iteration", 0) >= train_iters
+        why = "killed, its machine was lost, or it is of an earlier version of this program"
+        text = f"{state.words}, and no recorded end: {why}" + ("; all iterations are done" if is_complete else "")
+        return {"severity": "warn" if is_complete else "bad", "card": "events", "text": text}
 
     def _page_head(self) -> dict[str, Any]:
         head = {
@@ -243,10 +277,12 @@ class RunData:
             head["settings"] = dict(everything)
         if isinstance(changed, Mapping):
             head["changed"] = list(changed)
-        head["starts"] = [{**start, "time": _clock(start["time"])} for start in self._starts]
+        head["starts"] = [{**start, "time": clock(start["time"])} for start in self._starts]
         return head
 
-    def _progress(self, records: Sequence[Mapping[str, Any]], wall: Any, seq_length: int | None) -> dict[str, Any]:
+    def _progress(
+        self, records: Sequence[Mapping[str, Any]], wall: Any, seq_length: int | None, is_running: bool
+    ) -> dict[str, Any]:
         if not self._newest:
             return {"train_iters": self._head.get("train_iters")}
         iteration, train_iters = self._newest["iteration"], self._head.get("train_iters")
@@ -254,7 +290,7 @@ class RunData:
         if seq_length and self._newest.get("consumed_samples") is not None:
             progress["tokens"] = self._newest["consumed_samples"] * seq_length
         recent = [each["elapsed_ms"] for each in records[-50:] if each.get("elapsed_ms")]
-        if recent and isinstance(train_iters, int):
+        if is_running and recent and isinstance(train_iters, int):
             progress["eta_s"] = max(0, train_iters - iteration) * median(recent) / 1e3
         if self._productive_s and progress["wall_s"]:
             progress["goodput"] = min(1.0, self._productive_s / progress["wall_s"])
@@ -289,10 +325,6 @@ class RunData:
             of_records = [record.get("own_time_ms", {}).get("parts", {}) for record in records]
             found["step_time_ms"] = {name: [_short(each.get(name)) for each in of_records] for name in parts}
         return found
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _without(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

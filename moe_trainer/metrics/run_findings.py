@@ -1,4 +1,4 @@
-"""What is wrong with a run, in sentences: collapsed routing, slow ranks, a loss that rises or is NaN.
+"""What is wrong with a run, in sentences: a bad end, collapsed routing, slow ranks, a loss that diverges or is NaN.
 
 Arithmetic over records of metrics.jsonl. A finding has the severity "bad", "warn" or "ok", the card of the dashboard
 that shows it, and a text.
@@ -16,10 +16,15 @@ Finding = dict[str, Any]
 _BAD_DEAD_SHARE = 0.1  # of a layer's experts
 _BAD_LOAD, _HIGH_LOAD = 8.0, 3.0  # of the busiest expert over the mean
 _LOW_ENTROPY = 0.8
+_MAX_NAMED = 8  # experts
 _SLOW_RATIO = 1.2  # of a rank's compute time to the median of the others
 _RANK_WINDOW = 10  # records
 _RISE = 0.1  # of the loss above its lowest level, in nats
 _WINDOW = 20
+_FEW = 3  # records that can show a divergence
+_ABOVE_GUESS = 0.1  # of the loss above that of a uniform guess, in nats; 1 for few records
+_LOSS_FACTOR, _NORM_FACTOR = 2.0, 100.0  # over those of earlier iterations
+_HIGH_RATE, _LOW_RATE = 10.0, 1000.0  # over and below the usual learning rate
 _ORDER = ("bad", "warn", "ok")
 
 
@@ -30,6 +35,10 @@ def find_problems(
     num_experts: int = 0,
     world_size: int = 1,
     expert_ranks: int = 1,
+    vocab_size: int | None = None,
+    learning_rate: float | None = None,
+    parameters: int = 0,
+    ended: Finding | None = None,
 ) -> list[Finding]:
     """Return the findings of a run, the worst first; one that says so if there is none.
 
@@ -40,11 +49,18 @@ def find_problems(
         num_experts: of a layer, 0 without experts.
         world_size: ranks of the run.
         expert_ranks: size of expert parallelism.
+        vocab_size: padded; None if unknown.
+        learning_rate: of a model that is pretrained with Adam; None if it is another, or unknown.
+        parameters: active ones; 0 if unknown.
+        ended: how the run ended, if badly.
     """
     found = [
+        *([] if ended is None else [ended]),
         *({**each, "card": "routing"} for each in worst_layers(routing)),
         *_slow_ranks(ranks, _busiest_expert_rank(routing, expert_ranks)),
-        *_loss_problems(records),
+        *_loss_problems(records, vocab_size),
+        *_divergence(records),
+        *_unusual_learning_rate(learning_rate, parameters),
     ]
     found = [{name: each[name] for name in ("severity", "card", "text", "metric") if name in each} for each in found]
     if not found:
@@ -71,16 +87,19 @@ def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[F
     newest = routing[-1]
     ranked = []
     for row, layer in enumerate(newest["layers"]):
-        experts = len(newest["tokens_per_expert"][row])
+        tokens = [count or 0 for count in newest["tokens_per_expert"][row]]
+        experts = len(tokens)
         dead, load = newest["dead_experts"][row] or 0, newest["load_max_over_mean"][row] or 1.0
         entropy, drops = newest["load_entropy"][row], (newest.get("drop_rate") or [0.0] * (row + 1))[row] or 0.0
         reasons = {}  # by the metric that shows it
         if dead:
             since = _since(routing, row)
             verb = "has" if dead == 1 else "have"
-            reasons["dead_experts"] = f"{dead:g} of {experts} experts {verb} received no token since iteration {since}"
+            named = f"{dead:g} of {experts} experts{_names_of_dead(tokens)}"
+            reasons["dead_experts"] = f"{named} {verb} received no token since iteration {since}"
         if load > _HIGH_LOAD:
-            reasons["load_max_over_mean"] = f"the busiest expert has {load:.1f} times the mean load"
+            busiest = tokens.index(max(tokens))
+            reasons["load_max_over_mean"] = f"the busiest expert ({busiest}) has {load:.1f} times the mean load"
         if entropy is not None and entropy < _LOW_ENTROPY:
             reasons["load_entropy"] = f"the normalized load entropy is {entropy:.2f}"
         if drops > 0.01:
@@ -97,6 +116,12 @@ def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[F
             ranked.append((score, finding))
     ranked.sort(key=lambda each: -each[0])
     return [finding for _, finding in ranked[:count]]
+
+
+def _names_of_dead(tokens: Sequence[float]) -> str:
+    """Return the numbers of the experts without tokens, if they are few."""
+    dead = [str(expert) for expert, count in enumerate(tokens) if not count]
+    return f" ({', '.join(dead)})" if 0 < len(dead) <= _MAX_NAMED else ""
 
 
 def _since(routing: Sequence[Mapping[str, Any]], row: int) -> int:
@@ -163,12 +188,18 @@ def _slow_since(ranks: Sequence[Mapping[str, Any]], rank: int) -> int | None:
     return first
 
 
-def _loss_problems(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _loss_problems(records: Sequence[Mapping[str, Any]], vocab_size: int | None) -> list[Finding]:
     found = []
     recent = records[-_WINDOW:]
     broken = sum(each.get("nan_iterations") or 0 for each in recent)
     if broken:
-        found.append({"severity": "bad", "card": "loss", "text": f"{broken:g} of the newest iterations had a NaN loss"})
+        found.append(_loss_finding("bad", f"{broken:g} of the newest iterations had a NaN loss"))
+    after = _values(records[_warmup_end(records) :], "lm loss")
+    if isinstance(vocab_size, int) and vocab_size > 1 and len(after) >= _FEW:
+        guess, now = math.log(vocab_size), median(after[-_WINDOW:])
+        if now > guess + (_ABOVE_GUESS if len(after) >= _WINDOW else 1.0):
+            text = f"the training loss is {now:.4g}: a uniform guess over {vocab_size:,} tokens has {guess:.2f}"
+            found.append(_loss_finding("bad", text))
     losses = [(each["iteration"], each["lm loss"]) for each in records if isinstance(each.get("lm loss"), int | float)]
     if len(losses) >= 3 * _WINDOW:
         levels = [
@@ -179,5 +210,49 @@ def _loss_problems(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
         now = median(loss for _, loss in losses[-_WINDOW:])
         if now > lowest + _RISE:
             text = f"the training loss is {now - lowest:.2f} above its lowest level, near iteration {lowest_at}"
-            found.append({"severity": "warn", "card": "loss", "text": text})
+            found.append(_loss_finding("warn", text))
     return found
+
+
+def _loss_finding(severity: str, text: str) -> Finding:
+    return {"severity": severity, "card": "loss", "text": text}
+
+
+def _values(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [each[name] for each in records if isinstance(each.get(name), int | float)]
+
+
+def _warmup_end(records: Sequence[Mapping[str, Any]]) -> int:
+    """Return the first record with the largest learning rate so far."""
+    rates = [each.get("learning_rate") or 0.0 for each in records]
+    return rates.index(max(rates)) if rates else 0
+
+
+def _divergence(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return whether loss and gradient norm are now many times those of the first half of the run."""
+    found = []
+    quantities = (("lm loss", "training loss", _LOSS_FACTOR), ("grad_norm", "gradient norm", _NORM_FACTOR))
+    for name, words, factor in quantities:
+        values = _values(records, name)
+        if len(values) < 2 * _FEW:
+            continue
+        count = min(_WINDOW, len(values) // 2)
+        # of the first half: where a run diverges at once its first values are the only good ones
+        earlier, now = min(median(values[:_FEW]), median(values[: len(values) // 2])), median(values[-count:])
+        if earlier > 0 and now > factor * earlier and now - earlier > 1.0:
+            times = f"{now / earlier:.0f}" if now < 1e4 * earlier else f"{now / earlier:.1e}"
+            text = f"the {words} is {now:.4g}, {times} times that of earlier iterations ({earlier:.4g})"
+            found.append(_loss_finding("bad", text))
+    return found
+
+
+def _unusual_learning_rate(rate: float | None, parameters: int) -> list[Finding]:
+    """Return whether a learning rate is far from a power law through those of GPT-3 (arXiv 2005.14165, table 2.1)."""
+    if rate is None or rate <= 0 or parameters <= 0:
+        return []
+    usual = 6e-4 * (parameters / 125e6) ** -0.3
+    if usual / _LOW_RATE < rate < _HIGH_RATE * usual:
+        return []
+    times = f"{rate / usual:,.0f} times" if rate > usual else f"a {usual / rate:,.0f}th of"
+    text = f"the learning rate {rate:g} is {times} what models of {parameters / 1e6:,.3g} million active parameters use"
+    return [_loss_finding("warn", f"{text} with Adam (about {usual:.1g})")]

@@ -1,6 +1,11 @@
-"""Signals that make a run save and exit (`--exit-signal-handler`, `--auto-resume`)."""
+"""Signals that make a run save and exit (`--exit-signal-handler`, `--auto-resume`), and those that end it at once."""
 
+import os
 import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
@@ -10,6 +15,7 @@ from arguments.training import TrainingArgs
 
 # Preemption and `scancel`; `sbatch --signal=USR1@120`; a closed terminal.
 SCHEDULER_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
+_INTERRUPT_GRACE_S = 10.0  # torchrun kills after 30 s
 
 
 class ExitSignalHandler:
@@ -51,3 +57,76 @@ def make_exit_signal_handler(training: TrainingArgs, output: OutputArgs) -> Exit
     if output.auto_resume:
         return ExitSignalHandler(training.exit_signal, *SCHEDULER_SIGNALS)
     return ExitSignalHandler(training.exit_signal) if training.exit_signal_handler else None
+
+
+class SignalWatch:
+    """Ends this process after Ctrl-C or SIGTERM even if its main thread waits in a collective.
+
+    Python runs signal handlers in the main thread between two instructions, so that one that waits for another rank
+    notices nothing. Here a thread reads from a socket to which the number of a signal is written at once. After SIGINT
+    the main thread has some seconds to end by itself. SIGTERM without a handler ends the process as it would without
+    this class, but after `report`.
+
+    Use it as a context manager in the main thread; in another thread it does nothing.
+
+    Args:
+        report: called with the KeyboardInterrupt or SystemExit that ends the process.
+        reports_termination: whether SIGTERM is reported; otherwise it is left alone.
+        end: ends the process (replaced in tests).
+    """
+
+    def __init__(
+        self,
+        report: Callable[[BaseException], None],
+        reports_termination: bool,
+        end: Callable[[int], None] = os._exit,
+    ):
+        self._report, self._reports_termination, self._end = report, reports_termination, end
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._takes_term = self._reports_termination and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._takes_term:
+            signal.signal(signal.SIGTERM, lambda number, frame: None)  # the thread acts
+        os.register_at_fork(after_in_child=self._forget)
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._thread is None:
+            return
+        self._stopped.set()
+        self._restore(self._previous)
+        with suppress(OSError):
+            self._writer.send(b"\0")  # wakes the thread
+        self._thread.join(1.0)
+
+    def _forget(self) -> None:
+        """Undo what a forked process has inherited: its signals are not this process's."""
+        if not self._stopped.is_set():
+            self._restore(-1)
+
+    def _restore(self, wakeup_fd: int) -> None:
+        signal.set_wakeup_fd(wakeup_fd)
+        if self._takes_term:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _watch(self) -> None:
+        while not self._stopped.is_set():
+            for number in self._reader.recv(64):
+                if number == signal.SIGINT and not self._stopped.wait(_INTERRUPT_GRACE_S):
+                    self._leave(KeyboardInterrupt(), 130)
+                if number == signal.SIGTERM and self._takes_term:
+                    self._leave(SystemExit(128 + number), 128 + number)
+
+    def _leave(self, error: BaseException, code: int) -> None:
+        self._report(error)
+        self._end(code)
+        self._stopped.set()

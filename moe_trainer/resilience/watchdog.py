@@ -41,6 +41,7 @@ _MAX_WORLD_SIZE_TO_READ_ALL = 64
 _NUM_FIRST_EXITED = 8
 _MAX_HEARTBEATS_PER_S = 500  # of all ranks together
 _POLL_INTERVAL_S = 0.5  # how soon a changed timeout takes effect
+_INTERRUPTED_WAIT_S = 5.0
 _MIN_HEARTBEAT_TIMEOUT_S = 2.0  # a busy machine can delay the heartbeat of a healthy rank this long
 
 
@@ -52,6 +53,9 @@ class Watchdog:
         timeout: seconds that a collective may take; the attribute may be changed at any time.
         end: ends the process (replaced in tests).
         recorder: writes the last communications of a rank that exits because of another one.
+
+    Attributes:
+        on_failure: called with the error that ends this rank, in any thread; does not raise.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Watchdog:
         recorder: FlightRecorder | None = None,
     ):
         self.timeout = timeout
+        self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._trace, self._world_size, self._heartbeats = trace, world_size, heartbeats
         self._end, self._recorder = end, recorder
         self._seq = 0
@@ -105,7 +110,7 @@ class Watchdog:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         raised = self._to_communication_error(error)
-        if raised is not None and self._heartbeats is not None and self._world_size > 1:
+        if raised is not None:
             self._report_exit(raised)
         self._stopped.set()
         for thread in self._threads:
@@ -123,8 +128,17 @@ class Watchdog:
         where = ", ".join([self._trace.phase or "outside the phases of the loop", f"iteration {self._trace.iteration}"])
         return CommunicationError(f"a collective inside torch, {where}: failed ({backend_reason(error)})")
 
+    def report_failure(self, error: BaseException) -> None:
+        """Pass an error or a signal that ends this rank to `on_failure`."""
+        self.on_failure(error)
+
     def _report_exit(self, error: BaseException) -> None:
         """Publish why this rank exits. For a CommunicationError, add what the peers were doing and print it."""
+        if self._heartbeats is None or self._world_size == 1:
+            if isinstance(error, CommunicationError):
+                self._print(error)
+            self.on_failure(error)
+            return
         text = str(error).splitlines()[0] if str(error) else ""
         if isinstance(error, CommunicationError):
             self._publish_exit(RankStatus(0, "failed", "", text, 0.0))
@@ -133,7 +147,8 @@ class Watchdog:
             self._print(error)
         else:
             self._publish_exit(RankStatus(0, "ended", "", f"{type(error).__name__}: {text}", 0.0))
-        self._wait_for_peers_to_read()
+        self.on_failure(error)
+        self._wait_for_peers_to_read(isinstance(error, KeyboardInterrupt))
 
     def _print(self, error: CommunicationError) -> None:
         """Print the message. It must be out early: torchrun kills all ranks 30 s after the first one dies."""
@@ -145,10 +160,14 @@ class Watchdog:
         with suppress(StoreUnavailableError):  # _describe_peers runs into the same error and reports it
             self._exit_position = self._heartbeats.publish_exit(final)
 
-    def _wait_for_peers_to_read(self) -> None:
-        """Keep the store alive, which rank 0 may host, until the peers have read it or had the time to."""
+    def _wait_for_peers_to_read(self, is_interrupted: bool) -> None:
+        """Keep the store alive, which rank 0 may host, until the peers have read it or had the time to.
+
+        After Ctrl-C, which usually reaches all ranks, only for a short time: torchrun kills after 30 s.
+        """
         # They notice the exit (at most two heartbeats later), wait out the grace period, and read the statuses.
-        deadline = time.monotonic() + self.grace + 4 * self.period + self.heartbeat_timeout + 2 * _POLL_INTERVAL_S
+        wait = self.grace + 4 * self.period + self.heartbeat_timeout + 2 * _POLL_INTERVAL_S
+        deadline = time.monotonic() + (min(wait, _INTERRUPTED_WAIT_S) if is_interrupted else wait)
         with suppress(StoreUnavailableError):  # the peers cannot read it either
             self._heartbeats.acknowledge()
             while (
@@ -210,11 +229,7 @@ class Watchdog:
     def _end_process(self, call: Call, reason: str) -> None:
         """End this process from the watching thread, because the main thread is stuck."""
         self._trace.failed = call
-        error = CommunicationError(f"{call.describe()}: {reason}")
-        if self._heartbeats is not None:
-            self._report_exit(error)
-        else:
-            self._print(error)
+        self._report_exit(CommunicationError(f"{call.describe()}: {reason}"))
         self._end(ExitCode.COMMUNICATION_FAILED)
         self._stopped.set()
 

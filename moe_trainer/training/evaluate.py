@@ -120,6 +120,8 @@ def evaluate(
     count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths, ps.dynamic_cp)
     if count is not None:
         batches = count.through(batches)
+    if ctx.metrics is not None and ctx.args.is_eval_only:
+        batches = ctx.metrics.evaluating(kind, batches, microbatches)
     set_training(ctx.chunks, False)
     if training.manual_gc and training.manual_gc_eval:
         gc.collect()

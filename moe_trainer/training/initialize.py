@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -68,35 +69,43 @@ def initialize(args: Arguments, launch_env: LaunchEnv) -> Runtime:
     device = _choose_device(launch_env)
     check_environment(args, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None)
     store = _init_process_group(args, launch_env, device) if launch_env.world_size > 1 else None
-    counter_key = f"threads/{platform.node()}"  # ranks of this machine that do not set their number of threads
-    if store is not None and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    chooses_threads = device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
+    counter_key = f"threads/{platform.node()}"  # ranks of this machine whose number of threads is chosen here
+    if store is not None and chooses_threads:
         store.add(counter_key, 1)
     with report_once_per_job(make_error_dedup_counter(store)), as_user_error("start-up"):
         check_same_flags(args, launch_env)
         ps = make_groups(
             args, launch_env, communicator_timeout(args.parallel.distributed_timeout_minutes * 60.0, device)
         )
+    if chooses_threads:  # check_same_flags has waited for all ranks
+        ranks = 1 if store is None else store.add(counter_key, 0)
+        torch.set_num_threads(threads_per_rank(ranks, torch.get_num_threads(), available_cores()))
     set_seeds(args, ps)
     set_numerics_flags(args)
     logger.info(
         f"{launch_env.world_size} rank(s) from {launch_env.source}, device {device.type}, {torch.get_num_threads()} "
         f"thread(s) per rank, torch {torch.__version__}"
     )
-    if store is not None and launch_env.rank == 0:  # check_same_flags has waited for all ranks
-        hint = thread_count_hint(store.add(counter_key, 0), torch.get_num_threads(), os.cpu_count() or 1)
-        if hint:
-            logger.warning("%s", hint)
     return Runtime(launch_env, device, ps, store)
 
 
-def thread_count_hint(ranks: int, threads: int, cores: int) -> str | None:
-    """Return a hint if this machine's ranks without OMP_NUM_THREADS use more threads than it has cores, else None."""
-    if ranks < 2 or ranks * threads <= cores:
-        return None
-    return (
-        f"OMP_NUM_THREADS is not set: {ranks} ranks of {threads} thread{'s' if threads > 1 else ''} share {cores} "
-        f"core{'s' if cores > 1 else ''} and slow each other down; export OMP_NUM_THREADS={max(1, cores // ranks)}"
-    )
+def threads_per_rank(ranks: int, threads: int, cores: int) -> int:
+    """Return how many of torch's threads each of a machine's ranks uses, so that together they fit into its cores."""
+    return max(1, min(threads, cores // ranks))
+
+
+def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the cores that this process may use: those of its affinity, and of a container's quota.
+
+    torch knows the affinity only.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        allowed, period = quota.read_text(encoding="ascii").split()
+        return min(cores, max(1, int(allowed) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        return cores
 
 
 def check_same_flags(args: Arguments, launch_env: LaunchEnv) -> None:

@@ -57,15 +57,22 @@ def close_metrics(ctx: TrainContext) -> None:
             ctx.metrics.close()
 
 
+def metrics_path(args: Arguments) -> str | None:
+    """Return where metrics.jsonl is written; None if it is not."""
+    output = args.output
+    folder = None if args.is_eval_only else output.save or output.tensorboard_dir
+    # the metrics next to an evaluated checkpoint belong to the run that wrote it
+    return output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None)
+
+
 def _open_metrics(ctx: TrainContext, state: TrainState, hosts: Sequence[str]) -> MetricsLogger:
     args, output, launch_env = ctx.args, ctx.args.output, ctx.runtime.launch_env
-    folder = output.save or output.tensorboard_dir
-    if args.is_eval_only:  # as in Megatron-LM; the metrics next to a checkpoint belong to the run that wrote it
-        folder, output = None, replace(output, tensorboard_dir=None, wandb_project=None)
+    if args.is_eval_only:  # as in Megatron-LM
+        output = replace(output, tensorboard_dir=None, wandb_project=None)
     options = LogOptions(
         output,
         ctx.train_iters,
-        metrics_file=output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None),
+        metrics_file=metrics_path(args),
         moe_per_layer_logging=args.moe.moe_per_layer_logging,
         expert_ranks=ctx.ps.ep.size,
         peak_tflops=bf16_peak_tflops(torch.cuda.get_device_name(ctx.runtime.device))

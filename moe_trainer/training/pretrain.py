@@ -22,11 +22,12 @@ from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.memory.host_allocator import tune_malloc
 from moe_trainer.metrics.console import arguments_block
+from moe_trainer.metrics.run_state import RunEnd
 from moe_trainer.moe.dispatch.select import close_dispatchers
 from moe_trainer.parallel.state import close_groups
 from moe_trainer.resilience.flight_recorder import make_flight_recorder
 from moe_trainer.resilience.heartbeat import HeartbeatStore
-from moe_trainer.resilience.signals import ExitSignalHandler
+from moe_trainer.resilience.signals import ExitSignalHandler, SignalWatch
 from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.resilience.watchdog import Watchdog
 from moe_trainer.training.checkpointing import (
@@ -49,6 +50,7 @@ from moe_trainer.training.monitors import RankMonitors
 from moe_trainer.training.preflight import check_output_paths
 from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
 from moe_trainer.training.resume import resolve_auto_resume, resume
+from moe_trainer.training.run_end import EndRecorder
 from moe_trainer.training.run_manifest import write_run_manifest
 from moe_trainer.training.setup import build_context
 
@@ -69,7 +71,11 @@ def pretrain(args: Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHand
     if runtime.device.type == "cpu":
         tune_malloc()
     print_rank_0(runtime, f"time to initialize megatron (seconds): {time.monotonic() - started:.3f}")
-    with make_watchdog(args, runtime) as watchdog, report_once_per_job(make_error_dedup_counter(runtime.store)):
+    with (
+        make_watchdog(args, runtime) as watchdog,
+        report_once_per_job(make_error_dedup_counter(runtime.store)),
+        SignalWatch(watchdog.report_failure, launch_env.rank == launch_env.world_size - 1),
+    ):
         return run_job(args, runtime, watchdog, started, exit_signal)
 
 
@@ -107,24 +113,23 @@ def run_job(
     ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer), samples=prepare_samples(ctx, tokenizer))
     load_pending_fault_report(ctx, state)
     write_run_manifest(args, ctx.chunks, runtime.ps)
-    metrics, monitors = open_metrics(ctx, state), RankMonitors(args, runtime)
-    ctx = replace(ctx, metrics=metrics, monitors=monitors)
+    ctx = replace(ctx, metrics=open_metrics(ctx, state))
+    recorder = EndRecorder(ctx, state)
+    watchdog.on_failure = recorder.fail
+    monitors = RankMonitors(args, runtime)
+    ctx = replace(ctx, monitors=monitors)
     if ctx.metrics is not None:
         ctx.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
-    try:
-        decision = train_and_evaluate(ctx, state, started, timeouts, exit_signal, tokenizer)
-    except KeyboardInterrupt:
-        if ctx.metrics is not None and not args.training.skip_train:
-            ctx.metrics.end(f"interrupted after iteration {state.iteration}", ctx.save_history.saved)
-            ctx.metrics.flush()
-        raise
+    decision = train_and_evaluate(ctx, state, started, timeouts, exit_signal, tokenizer)
     if decision is not None and decision.reason is not None:
         print_datetime(runtime, decision.reason)
-    if ctx.metrics is not None and not args.training.skip_train:
-        ctx.metrics.end(describe_end(ctx, state, decision), ctx.save_history.saved)
-    close_metrics(ctx)
     ctx.save_history.raise_if_unsaved()
+    # Megatron-LM's launchers expect 0 from a run that a signal ended; with --auto-resume it is to be restarted.
+    restarts = decision is not None and decision.interrupted and args.output.auto_resume
+    code = ExitCode.RESTART if restarts else ExitCode.OK
+    recorder.end(planned_end(ctx, state, decision, code))
+    close_metrics(ctx)
     if args.output.save is not None and ctx.should_save and runtime.launch_env.rank == 0:
         release_lock(Path(args.output.save))
     monitors.close()
@@ -132,8 +137,7 @@ def run_job(
     if ctx.grads is not None:
         ctx.grads.close()
     close_groups(runtime.ps)
-    # Megatron-LM's launchers expect 0 from a run that a signal ended; with --auto-resume it is to be restarted.
-    return ExitCode.RESTART if decision is not None and decision.interrupted and args.output.auto_resume else 0
+    return code
 
 
 def train_and_evaluate(
@@ -184,11 +188,12 @@ def finalize_training(ctx: TrainContext, state: TrainState) -> None:
         evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", ctx.datasets.test, 0, False)
 
 
-def describe_end(ctx: TrainContext, state: TrainState, decision: ExitDecision | None) -> str:
-    """Return one line for the summary: all iterations, or why not."""
+def planned_end(ctx: TrainContext, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
+    """Return the end of a run that is complete, or that saved and ends early."""
     if decision is None:
-        return f"all {ctx.train_iters} iterations are done"
-    return f"early, after iteration {state.iteration}: {(decision.reason or '').rstrip('.')}"
+        return RunEnd("finished", state.iteration, code, f"all {ctx.train_iters} iterations are done")
+    reason = f"early, after iteration {state.iteration}: {(decision.reason or '').rstrip('.')}"
+    return RunEnd("stopped", state.iteration, code, reason)
 
 
 def log_arguments(args: Arguments, runtime: Runtime) -> None:

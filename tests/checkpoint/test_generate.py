@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from commands import REPOSITORY, environment, run
+from commands import REPOSITORY, environment, read_metrics, run
 
 from moe_trainer.data.tokenizer_libraries import SentencePieceTokenizer
 from scripts import convert
@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_model_of_the_quickstart_generates_text(folder):
-    losses = [json.loads(line)["lm loss"] for line in (folder / "checkpoints/metrics.jsonl").read_text().splitlines()]
+    losses = [record["lm loss"] for record in read_metrics(folder / "checkpoints/metrics.jsonl")]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.3  # a model that has learned something
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf")

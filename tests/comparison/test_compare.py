@@ -12,6 +12,7 @@ from moe_trainer.comparison.report import comparison_figures
 from moe_trainer.comparison.runs import Run, common_end, make_groups, settings_that_differ
 from moe_trainer.comparison.scaling import read_points
 from moe_trainer.metrics.dashboard import read_runs
+from moe_trainer.metrics.run_state import RunEnd
 from scripts.compare import main
 
 
@@ -79,14 +80,20 @@ def test_losses_are_compared_at_equal_tokens(runs):
 
 
 def test_report_names_differences_and_their_intervals(runs, tmp_path, capsys):
+    with open(f"{runs[0]}/metrics.jsonl", "a") as file:
+        file.write(json.dumps(RunEnd("failed", 100, 3, "another rank is gone").as_record()) + "\n")
     assert main([*runs, "--report-html", str(tmp_path / "report.html")]) == 0
     text = capsys.readouterr().out
+    assert "| low-1 | low-1, low-2, low-3 | 1, 2, 3 | failed, running |" in text
+    assert "- low-1: the run failed after iteration 100, exit code 3: another rank is gone" in text
     row = next(line for line in text.splitlines() if line.startswith("| training loss at equal tokens"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1].startswith("2.") and " +- " in cells[1] and cells[3] == "0.2000 +- 0.0000 *"
     assert "| `lr` | `0.001` | `0.002` |" in text and "`save`" not in text
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2 and "million tokens" in page
+    assert page.count("<table>") == 4 and "<h3>Settings that differ</h3>" in page and "| `lr` |" not in page
+    assert "<td>`lr`</td><td>`0.001`</td><td>`0.002`</td>" in page
 
 
 def test_runs_without_losses_are_compared_by_what_they_have(runs, tmp_path, capsys):

@@ -195,6 +195,7 @@ def records(path: Path) -> list[dict]:
     return [
         {name: value for name, value in json.loads(text).items() if name in names}
         for text in path.read_text().splitlines()
+        if not text.startswith('{"ended"')
     ]
 
 

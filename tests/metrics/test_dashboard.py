@@ -15,6 +15,7 @@ from moe_trainer.metrics import dashboard as module
 from moe_trainer.metrics import run_data, run_files
 from moe_trainer.metrics.dashboard import Dashboard, dashboard_path_for, main, open_dashboard, read_runs
 from moe_trainer.metrics.run_data import DownsampledList, RunData
+from moe_trainer.metrics.run_state import RunEnd
 
 
 def read_embedded_data(path):
@@ -56,6 +57,7 @@ def test_dashboard_is_written_next_to_the_metrics_file(tmp_path):
     log.record(record(2, 3.0))
     log.validation("iteration 2", "validation", {"lm loss": 3.5}, 2, 8)
     log.saved(2)
+    log.end(RunEnd("finished", 2, 0, "all 2 iterations are done"), [2])
     log.close()
     run, (first, second, _) = read_run(tmp_path / "dashboard.html"), read_metrics(tmp_path / "metrics.jsonl")
     assert run["records"]["iteration"] == [1, 2]
@@ -63,7 +65,10 @@ def test_dashboard_is_written_next_to_the_metrics_file(tmp_path):
         assert values == pytest.approx([first[name], second[name]], rel=1e-4), name
     assert run["records"]["constants"]["mfu"] == pytest.approx(3.0 / 30.0)
     assert [(each["set"], each["lm loss"]) for each in run["validations"]] == [("validation", 3.5)]
-    assert [(each["kind"], each["text"]) for each in run["events"]] == [("save", "saved a checkpoint at iteration 2")]
+    assert [(each["kind"], each["text"]) for each in run["events"]] == [
+        ("save", "saved a checkpoint at iteration 2"),
+        ("end", "all 2 iterations are done"),
+    ]
     assert run["status"] == "finished" and run["head"]["train_iters"] == 2
     assert run["head"]["settings"] == head["all_settings"] and run["head"]["changed"] == ["lr"]
     assert run["progress"]["wall_s"] == pytest.approx(second["time"] - 1.0, abs=1.0)
@@ -135,7 +140,7 @@ def test_dashboard_writes_take_at_most_one_percent_of_the_time(tmp_path, monkeyp
         board = make_dashboard(tmp_path / "dashboard.html")
         monkeypatch.setattr(module.time, "monotonic", lambda now=now: now[0])
 
-        def page(done, now=now, written=written, taken=taken):
+        def page(now=now, written=written, taken=taken):
             written.append(now[0])
             now[0] += taken
             return ""
@@ -255,13 +260,18 @@ def test_dashboard_keeps_events_when_records_are_downsampled(tmp_path, monkeypat
     lines = [{"iteration": number} for number in range(1, 6001)]
     lines[3002] |= {"resumed_from": 3002}
     lines[4003] |= {"rejected": [{"iteration": 4001, "samples": [1, 2], "because": "the loss is nan"}]}
+    lines.insert(5100, RunEnd("stopped", 5099, 0, "early").as_record())
     lines.insert(500, {"validation": "validation", "iteration": 500, "lm loss": 1.0})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for most, fewest in ((run_files.MAX_PARSED_BYTES, 1000), (10_000, 400)):
         monkeypatch.setattr(run_files, "MAX_PARSED_BYTES", most)
         open_dashboard(path).write()
         run = read_run(tmp_path / "dashboard.html")
-        assert [(each["kind"], each["iteration"]) for each in run["events"]] == [("resume", 3002), ("skip", 4001)]
+        assert [(each["kind"], each["iteration"]) for each in run["events"]] == [
+            ("resume", 3002),
+            ("skip", 4001),
+            ("end", 5099),
+        ]
         assert [each["iteration"] for each in run["validations"]] == [500]
         assert fewest <= len(run["records"]["iteration"]) <= run_data.MAX_RECORDS + 1
         assert run["records"]["iteration"][-1] == 6000

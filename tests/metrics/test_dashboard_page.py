@@ -17,6 +17,7 @@ PAGES = {
     "hostile": sample_runs.hostile_run,
     "list": sample_runs.list_of_runs,
     "collapsed": lambda: make_page(make_run("collapsed-router", collapsed=3)),
+    "silent": lambda: make_page({**make_run("silent"), "silent_at": 1.0}),
     "sparse": lambda: make_page(make_run("sparse", records=4)),
     "two ranks": lambda: make_page(make_run("long", ranks=2, slow=1), make_run("short", iterations=200)),
 }
@@ -137,6 +138,13 @@ def test_head_of_a_run_has_its_figures(show):
     head = show("large")("return document.getElementById('runs').textContent")
     for words in ("256 ranks on 32 nodes", "node-1, node-2, node-3, ...", "moe-trainer 0.1.0"):
         assert words in head, words
+
+
+def test_old_page_of_a_run_that_was_killed_does_not_say_running(show):
+    run = show("silent")
+    assert run("return document.querySelector('#runs .status').textContent").startswith("no sign of life since 2026-")
+    assert "ETA" not in run("return document.querySelector('#runs .facts').textContent")
+    assert "no sign of life" in run("return document.querySelector('.finding.bad').textContent")
 
 
 def test_parts_of_an_iteration_are_stacked(show):

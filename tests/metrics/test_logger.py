@@ -1,19 +1,23 @@
 import io
+import json
 import math
 import shutil
+import time
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from commands import read_metrics
+from commands import read_ends, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from arguments.output import OutputArgs
 from moe_trainer.errors import UserError
+from moe_trainer.metrics import logger as logger_module
 from moe_trainer.metrics.energy import Energy
 from moe_trainer.metrics.iteration import IterationRecord, StepResult
 from moe_trainer.metrics.logger import LogOptions, MetricsLogger, TaskMetric
-from moe_trainer.metrics.metrics_file import open_metrics_file
+from moe_trainer.metrics.metrics_file import append_end, open_metrics_file
+from moe_trainer.metrics.run_state import RunEnd
 
 OF_LOG = {field.name for field in fields(LogOptions)} - {"output"}
 
@@ -138,6 +142,62 @@ def test_validation_record_and_line(tmp_path, capsys):
     found = read_metrics(tmp_path / "metrics.jsonl")
     assert found == [{"validation": "test", "iteration": 200, "lm loss": 2.0, "ppl": math.exp(2.0)}]
     assert "validation loss at iteration 200 on test set | lm loss value: 2.000000E+00" in capsys.readouterr().out
+
+
+def test_end_of_a_run_is_a_record_that_stays_when_it_resumes(tmp_path, capsys):
+    path, failed = tmp_path / "metrics.jsonl", RunEnd("failed", 1, 16, "iteration 2: the loss is nan")
+    log = open_log(path)
+    log.record(record(1, 4.0))
+    log.end(failed, [])
+    assert (
+        "  ended:       failed after iteration 1, exit code 16: iteration 2: the loss is nan" in capsys.readouterr().out
+    )
+    expected = {"ended": "failed", "iteration": 1, "exit_code": 16, "reason": "iteration 2: the loss is nan"}
+    assert read_ends(path) == [expected] and len(read_metrics(path)) == 1
+    assert "the run failed after iteration 1, exit code 16" in path.with_name("dashboard.html").read_text()
+    log = open_log(path, start=1)
+    log.record(record(2, 4.0))
+    log.close()
+    assert [each["iteration"] for each in read_metrics(path)] == [1, 2] and read_ends(path) == [expected]
+
+
+def test_first_rank_that_records_an_end_of_a_start_knows_the_cause(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    cause, consequence = (RunEnd("failed", 1, code, text) for code, text in ((1, "boom"), (3, "another rank failed")))
+    for start, first, second in ((0, cause, consequence), (1, consequence, cause)):
+        log, began = open_log(path, start=start), time.time()
+        log.record(record(start + 1, 4.0))
+        assert append_end(path, first, began) == first
+        log.end(second, [])
+        assert append_end(path, second, began) == first
+        assert f"exit code {first.exit_code}: {first.reason}" in capsys.readouterr().out
+        log.close()
+    assert [each["reason"] for each in read_ends(path)] == ["boom", "another rank failed"]
+
+
+def test_end_before_the_first_record_describes_the_run(tmp_path):
+    log = open_log(tmp_path / "metrics.jsonl", run={"train_iters": 7})
+    log.end(RunEnd("failed", 0, 1, "RuntimeError: boom"), [])
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["run"] == {"train_iters": 7}
+
+
+def test_finished_run_that_is_started_again_repeats_no_validation(tmp_path):
+    for _ in range(2):
+        log = open_log(tmp_path / "metrics.jsonl", start=2)
+        log.validation("iteration 2", "validation", {"lm loss": 2.0}, 2, 8)
+        log.end(RunEnd("finished", 2, 0, "all 2 iterations are done"), [])
+        log.close()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_evaluation_prints_how_far_it_is(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(logger_module.time, "monotonic", lambda: now[0])
+    log = open_log()
+    for batch in log.evaluating("validation", iter(range(5)), 5):
+        now[0] += 20.0
+        assert batch < 5
+    assert capsys.readouterr().out.splitlines() == [f"evaluating validation: {at} of 5 microbatches" for at in (2, 4)]
 
 
 def test_figures_of_tasks_are_recorded_and_dropped_where_iterations_repeat(tmp_path, capsys):

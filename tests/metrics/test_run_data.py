@@ -1,9 +1,12 @@
 """Figures of a run that the page shows as they are: status, progress, times, tokens, rounding, and what changes within a run."""
 
+import time
+
 import pytest
 
 from moe_trainer.metrics import run_data
 from moe_trainer.metrics.run_data import RunData
+from moe_trainer.metrics.run_state import RunEnd, clock
 
 
 def make_run(records, **head):
@@ -25,19 +28,61 @@ def routing(layers, experts, load=3):
 
 @pytest.mark.parametrize(
     ("interval_s", "age_s", "status"),
-    [(1, 119, "running"), (1, 121, "stalled"), (10, 199, "running"), (10, 201, "stalled"), (10, 601, "stopped")],
+    [(1, 119, "running"), (1, 121, "silent"), (60, 299, "running"), (60, 301, "silent")],
 )
-def test_status_is_by_the_age_of_the_newest_record(monkeypatch, interval_s, age_s, status):
+def test_run_that_recorded_no_end_is_running_or_gives_no_sign_of_life(monkeypatch, interval_s, age_s, status):
     monkeypatch.setattr(run_data.time, "time", lambda: 5000.0)
-    run = make_run([{"interval_s": interval_s}], train_iters=2)
-    assert run.as_page(updated=5000.0 - age_s)["status"] == status
-    run.take({"iteration": 2})
-    assert run.as_page(updated=5000.0 - age_s)["status"] == "finished"
+    for iterations in (2, 1):  # also one that was killed after its last iteration
+        run = make_run([{"interval_s": interval_s, "elapsed_ms": 1000.0}], train_iters=iterations)
+        page = run.as_page(updated=5000.0 - age_s)
+        assert page["status"] == status and ("eta_s" in page["progress"]) == (status == "running")
+        said = f"no sign of life since {clock(5000.0 - age_s)}"
+        worst = page["findings"][0]["severity"]
+        assert (page["state"], worst) == (
+            ("running", "ok") if status == "running" else (said, "bad" if iterations == 2 else "warn")
+        )
+        assert said in page["findings"][0]["text"] or status == "running"
+    assert make_run([{}]).as_page()["state"] == "no sign of life"
+
+
+def test_recorded_end_is_the_state_until_later_iterations():
+    failed = RunEnd("failed", 1, 16, "iteration 2: the loss is nan")
+    run = make_run([{"time": 7.0}], train_iters=3)
+    run.take(failed.as_record())
+    run.take({"iteration": 1, "lm loss": 2.0})  # of a rank that had not noticed yet
+    page = run.as_page(updated=8.0)
+    assert (page["status"], page["state"], page["silent_at"]) == ("failed", "failed", None)
+    (finding,) = page["findings"]
+    assert finding == {
+        "severity": "bad",
+        "card": "events",
+        "text": "the run failed after iteration 1, exit code 16: iteration 2: the loss is nan",
+    }
+    run.take({"iteration": 2, "resumed_from": 1})
+    assert run.as_page(updated=time.time())["status"] == "running"
+    for _ in range(2):  # started again when it was done
+        run.take(RunEnd("finished", 3, 0, "all 3 iterations are done").as_record())
+    page = run.as_page(updated=8.0)
+    assert page["status"] == "finished" and page["findings"][0]["severity"] == "ok"
+    assert [each["text"] for each in page["events"] if each["kind"] == "end"] == [
+        str(failed),
+        "all 3 iterations are done",
+    ]
+
+
+def test_run_that_ends_before_its_first_record_is_described():
+    run = RunData("run", "path")
+    run.take(RunEnd("failed", 0, 1, "RuntimeError: no").as_record() | {"run": {"train_iters": 5, "started": 3.0}})
+    page = run.as_page(updated=4.0)
+    assert page["status"] == "failed" and page["progress"]["train_iters"] == 5 and len(page["head"]["starts"]) == 1
+    run.take({"ended": "running", "iteration": 3, "reason": "of another program"})
+    assert run.as_page(updated=4.0)["status"] == "failed"
 
 
 def test_progress_is_of_the_newest_records():
     records = [{"elapsed_ms": 9000.0 if at < 50 else 2000.0, "interval_s": 1.5, "time": 102.0 + 2 * at, "consumed_samples": 4 * at + 4} for at in range(100)]  # fmt: skip
-    progress = make_run(records, train_iters=110, started=100.0, model={"seq_length": 8}).as_page()["progress"]
+    page = make_run(records, train_iters=110, started=100.0, model={"seq_length": 8}).as_page(updated=time.time())
+    progress = page["progress"]
     assert progress == {"iteration": 100, "train_iters": 110, "wall_s": 200.0, "tokens": 3200, "eta_s": 20.0, "goodput": 0.75}  # fmt: skip
     fast = make_run([{"interval_s": 9.0, "time": 104.0}], started=100.0)
     assert fast.as_page()["progress"]["goodput"] == 1.0

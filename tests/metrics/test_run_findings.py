@@ -1,5 +1,7 @@
 """Findings of a run: which layers, ranks and losses are unusual, in words."""
 
+import time
+
 from moe_trainer.metrics.run_data import RunData
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
 
@@ -26,6 +28,16 @@ def test_collapsed_layer_is_named_with_the_iteration_since_when():
         "text": "layer 43: 8 of 16 experts have received no token since iteration 390",
     }
     assert worst_layers([make_routing(10, 0)]) == worst_layers([]) == []
+
+
+def test_few_idle_experts_and_the_busiest_are_named():
+    newest = make_routing(30, 2, loads=(1.0, 5.0))
+    newest["tokens_per_expert"][1] = [1, 1, 0, 9] + [1] * 11 + [0]
+    (finding,) = worst_layers([newest])
+    assert finding["text"] == (
+        "layer 43: 2 of 16 experts (2, 15) have received no token since iteration 30; the busiest expert (3) has 5.0 "
+        "times the mean load"
+    )
 
 
 def test_worst_layer_comes_first():
@@ -86,17 +98,18 @@ def test_findings_of_a_run_use_its_mapping_and_model():
     run = RunData("run", "metrics.jsonl")
     head = {"model": {"num_experts": 16}, "mapping": {"world_size": 2, "ep": 2}}
     run.take({"iteration": 1, "run": head})
-    assert "--moe-per-layer-logging" in (text := run.as_page()["findings"][0]["text"]) and "--log-straggler" in text
+    now = time.time()
+    assert "--moe-per-layer-logging" in (text := run.as_page(now)["findings"][0]["text"]) and "--log-straggler" in text
     health = {"rank_max_over_mean": [1.0, 1.0], "straggler_cost": 0.0}
     health |= make_routing(0, 0)
     del health["iteration"]
     for at in (2, 3):
         run.take({"iteration": at, "routing": health, "own_time_ms": {"ranks": [1.0, 2.0]}})
-    (finding,) = run.as_page()["findings"]
+    (finding,) = run.as_page(now)["findings"]
     assert "Routing does not explain it" in finding["text"]
     odd = RunData("odd", "metrics.jsonl")
     odd.take({"iteration": 1, "run": {"model": [], "mapping": {"world_size": "two", "ep": -1}}})
-    assert odd.as_page()["findings"][0]["text"] == "nothing unusual in the loss"
+    assert odd.as_page(now)["findings"][0]["text"] == "nothing unusual in the loss"
 
 
 def test_rising_and_nan_losses_are_found():
@@ -111,6 +124,50 @@ def test_rising_and_nan_losses_are_found():
         "card": "loss",
         "text": "2 of the newest iterations had a NaN loss",
     }
+
+
+def test_divergence_is_found():
+    """Of a run at --lr 10: loss and gradient norm leap after few iterations; also where that is all that there is."""
+    start = [{"iteration": at, "lm loss": 8.3, "grad_norm": 2.0, "learning_rate": 10.0} for at in (1, 2, 3)]
+    leapt = [{"iteration": at, "lm loss": 104.0, "grad_norm": 5e11, "learning_rate": 1.0} for at in range(4, 16)]
+    texts = {each["text"]: each["severity"] for each in find_problems(start + leapt, [], [], vocab_size=4096)}
+    assert texts == {
+        "the training loss is 104: a uniform guess over 4,096 tokens has 8.32": "bad",
+        "the training loss is 104, 13 times that of earlier iterations (8.3)": "bad",
+        "the gradient norm is 5e+11, 2.5e+11 times that of earlier iterations (2)": "bad",
+    }
+
+
+def test_loss_is_compared_with_a_guess_after_the_warmup():
+    def severities(loss, records, warmup):
+        rates = [min(1.0, at / warmup) for at in range(1, records + 1)]
+        found = [{"iteration": at, "lm loss": loss, "learning_rate": rate} for at, rate in enumerate(rates, 1)]
+        return [each["severity"] for each in find_problems(found, [], [], vocab_size=1000)]
+
+    guess = 6.91
+    assert severities(guess + 0.2, 40, 50) == severities(guess + 0.2, 10, 1) == severities(guess, 100, 1) == ["ok"]
+    assert severities(guess + 0.2, 40, 10) == severities(guess + 1.1, 10, 1) == ["bad"]
+
+
+def test_learning_rate_is_compared_with_that_of_models_of_the_size():
+    def found(rate, parameters=125_000_000, **settings):
+        run = RunData("run", "metrics.jsonl")
+        head = {
+            "all_settings": {"lr": rate, "optimizer": "adam", **settings},
+            "model": {"active_parameters": parameters},
+        }
+        run.take({"iteration": 1, "run": head})
+        return run.as_page(updated=time.time())["findings"][0]["text"]
+
+    assert found(10.0) == (
+        "the learning rate 10 is 16,667 times what models of 125 million active parameters use with Adam (about 0.0006)"
+    )
+    assert "a 6,000th of what" in found(1e-7)
+    quiet = "nothing unusual in the loss"
+    for parameters, rate in ((5e6, 5e-3), (125e6, 6e-4), (37e9, 2.2e-4), (175e9, 6e-5), (13e9, 1e-6)):
+        assert found(rate, int(parameters)) == quiet
+    for others in ({"use_mup": True}, {"optimizer": "muon"}, {"lora_dim": 8}):
+        assert found(10.0, **others) == quiet
 
 
 def test_thresholds_of_findings():

@@ -1,13 +1,17 @@
 """Exit signals: recorded during the run, ignored while it exits."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 
+import pytest
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
-from moe_trainer.resilience.signals import SCHEDULER_SIGNALS, make_exit_signal_handler
+from moe_trainer.resilience import signals
+from moe_trainer.resilience.signals import SCHEDULER_SIGNALS, SignalWatch, make_exit_signal_handler
 
 WORK = """
 import os, signal, sys, threading, time
@@ -52,3 +56,44 @@ def test_automatic_restarts_listen_to_the_exit_signal_too():
     finally:
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "reported", "code"), [(signal.SIGINT, KeyboardInterrupt, 130), (signal.SIGTERM, SystemExit, 143)]
+)
+def test_signals_end_a_process_whose_main_thread_is_stuck(monkeypatch, number, reported, code):
+    """The handler of the main thread does nothing, as long as it waits in a collective."""
+    monkeypatch.setattr(signals, "_INTERRUPT_GRACE_S", 0.0)
+    before = signal.signal(signal.SIGINT, lambda *_: None), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    happened, ended = [], threading.Event()
+    try:
+        with SignalWatch(
+            lambda error: happened.append(type(error)), True, lambda code: (happened.append(code), ended.set())
+        ):
+            signal.raise_signal(number)
+            assert ended.wait(30)
+        assert happened == [reported, code] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        for each, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+            signal.signal(each, handler)
+
+
+def test_interrupt_leaves_the_main_thread_time_to_end():
+    happened = []
+    with pytest.raises(KeyboardInterrupt), SignalWatch(happened.append, True, happened.append):
+        signal.raise_signal(signal.SIGINT)
+    assert happened == []
+
+
+def test_forked_process_does_not_end_its_parent():
+    happened = []
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with SignalWatch(happened.append, True, happened.append):
+            if (child := os.fork()) == 0:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert happened == []
+    finally:
+        signal.signal(signal.SIGTERM, before)

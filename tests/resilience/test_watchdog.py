@@ -104,9 +104,10 @@ def test_stuck_gpu_collective_ends_the_process(capsys):
     trace = Trace(5)
     call = trace.begin("reduce_scatter", "dp_cp", (1, 5))
     call.event = Stuck()
-    with Watchdog(trace, 8, None, 0.5, end=lambda code: (codes.append(code), ended.set())):
+    with Watchdog(trace, 8, None, 0.5, end=lambda code: (codes.append(code), ended.set())) as watchdog:
+        watchdog.on_failure = lambda error: codes.append(type(error))
         assert ended.wait(10)
-    assert codes == [ExitCode.COMMUNICATION_FAILED] and call.elapsed_s() < 5
+    assert codes == [CommunicationError, ExitCode.COMMUNICATION_FAILED] and call.elapsed_s() < 5
     printed = capsys.readouterr().err
     assert (
         "rank 5: reduce_scatter number 1 of group dp_cp (ranks 1 5) in test_stuck_gpu_collective_ends" in printed
@@ -228,7 +229,7 @@ def test_peers_are_classified_and_grouped():
 
 
 def test_watchdog_of_a_large_job_reads_few_statuses(tmp_path, monkeypatch):
-    monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self: None)  # there are none
+    monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self, is_interrupted: None)  # there are none
     store = dist.FileStore(str(tmp_path / "store"), 1000)
     for rank in range(1, 300):
         HeartbeatStore(store, rank).post(RankStatus(1, "waits", "", "somewhere", 1.0))
@@ -253,7 +254,9 @@ def test_watchdog_of_a_large_job_reads_few_statuses(tmp_path, monkeypatch):
 
 def test_late_heartbeat_does_not_count_as_a_dead_rank(tmp_path, monkeypatch):
     """The next heartbeat comes after the second read, by which time two were due."""
-    monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self: None)  # it would wait for 60 s
+    monkeypatch.setattr(
+        Watchdog, "_wait_for_peers_to_read", lambda self, is_interrupted: None
+    )  # it would wait for 60 s
     store = dist.FileStore(str(tmp_path / "store"), 2)
     heartbeats, other, reads = HeartbeatStore(store, 0), HeartbeatStore(store, 1), []
     other.post(RankStatus(1, "runs", "", "now in f", 1.0))
@@ -279,7 +282,9 @@ def test_late_heartbeat_does_not_count_as_a_dead_rank(tmp_path, monkeypatch):
 def test_the_message_is_printed_before_rank_0_waits_for_peers(tmp_path, capsys, monkeypatch):
     """A launcher kills all ranks within half a minute of the first death; a killed rank never acknowledges."""
     printed = []
-    monkeypatch.setattr(Watchdog, "_wait_for_peers_to_read", lambda self: printed.append(capsys.readouterr().err))
+    monkeypatch.setattr(
+        Watchdog, "_wait_for_peers_to_read", lambda self, is_interrupted: printed.append(capsys.readouterr().err)
+    )
     store = dist.FileStore(str(tmp_path / "store"), 2)
     with pytest.raises(CommunicationError) as raised, Watchdog(Trace(0), 2, HeartbeatStore(store, 0), TIMEOUT):
         raise CommunicationError("all_reduce number 1 of group dp: failed")

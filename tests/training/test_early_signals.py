@@ -1,15 +1,21 @@
-"""With --auto-resume a signal of the batch system is deferred from the first line on until the run handles it."""
+"""Signals and errors that end a run: deferred until the run handles them, or recorded as its end."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 
-from commands import environment, run, start
+import pytest
+from commands import REPOSITORY, environment, read_ends, run, start
 from harness import wait_until
 from training.tiny import MOCK, TINY
 
 import pretrain_moe
 from moe_trainer.training import loop
 
+SOON = ["--distributed-timeout-seconds-after-init", "30"]  # how long ranks wait for each other follows from it
 LINE = [*TINY, *MOCK, "--train-iters", "8", "--save", "ckpt", "--save-interval", "2"]
 
 
@@ -53,20 +59,97 @@ def test_signal_during_imports_saves_and_requests_a_restart(tmp_path):
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
-def test_an_interrupted_run_ends_with_its_summary(tmp_path, monkeypatch):
-    def interrupted_step(run, state, microbatches):
-        if state.iteration == 5:
-            os.kill(os.getpid(), signal.SIGINT)
+def fail_at(monkeypatch, iteration, act):
+    """Call act(run) before a step."""
+
+    def failing_step(run, state, microbatches):
+        if state.iteration == iteration:
+            act(run)
         return train_step(run, state, microbatches)
 
     train_step = loop.train_step
-    monkeypatch.setattr(loop, "train_step", interrupted_step)
+    monkeypatch.setattr(loop, "train_step", failing_step)
+
+
+def shown_state(folder):
+    """State and worst finding of the page that the run has left."""
+    page = (folder / "dashboard.html").read_text()
+    (run,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"]
+    return run["status"], run["findings"][0]["text"]
+
+
+def test_an_interrupted_run_ends_with_its_summary(tmp_path, monkeypatch):
+    fail_at(monkeypatch, 5, lambda run: os.kill(os.getpid(), signal.SIGINT))
     ended = run(LINE, tmp_path)
     assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
     summary = ended.stdout[ended.stdout.index("run summary") :].splitlines()
     assert summary[1] == "  ended:       interrupted after iteration 5"
     assert summary[2].startswith("  iterations:  5 of 8")
     assert "pretrain_moe.py: interrupted; the checkpoint of iteration 4 in ckpt is complete" in ended.stderr
+    expected = {"ended": "interrupted", "iteration": 5, "exit_code": 130, "reason": "interrupted after iteration 5"}
+    assert read_ends(tmp_path / "ckpt" / "metrics.jsonl") == [expected]
+    assert shown_state(tmp_path / "ckpt")[0] == "interrupted"
+
+
+def test_ctrl_c_under_torchrun_leaves_no_traceback_of_a_rank(tmp_path):
+    """The one traceback is torchrun's own. A terminal signals the launcher and the ranks."""
+    line = [*LINE, "--train-iters", "100000", "--lr-decay-iters", "100"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launched = subprocess.Popen(
+        [*command, str(REPOSITORY / "pretrain_moe.py"), *line],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "ckpt" / "metrics.jsonl"
+    wait_until(lambda: (metrics.exists() and metrics.stat().st_size) or launched.poll() is not None)
+    os.killpg(launched.pid, signal.SIGINT)
+    output, _ = launched.communicate(timeout=300)
+    assert launched.returncode == 1 and output.count("Traceback") <= 1 and "KeyboardInterrupt" not in output, output
+    assert "pretrain_moe.py: interrupted; " in output and "  ended:       interrupted after iteration" in output
+    (end,) = read_ends(metrics)
+    assert (end["ended"], end["exit_code"]) == ("interrupted", 130)
+
+
+def test_termination_while_the_main_thread_is_stuck_is_recorded(tmp_path, monkeypatch):
+    def stuck(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(300)
+
+    fail_at(monkeypatch, 3, stuck)
+    ended = run(LINE, tmp_path)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    reason = "terminated by SIGTERM after iteration 3"
+    expected = {"ended": "interrupted", "iteration": 3, "exit_code": 143, "reason": reason}
+    assert read_ends(tmp_path / "ckpt" / "metrics.jsonl") == [expected]
+    assert f"  ended:       {reason}" in ended.stdout and shown_state(tmp_path / "ckpt")[0] == "interrupted"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_error_of_one_rank_is_the_recorded_end(tmp_path, monkeypatch, failing):
+    """Rank 1, the last one, writes the metrics; it loses rank 0."""
+
+    def boom(run):
+        if run.ps.world.rank == failing:
+            raise RuntimeError("boom")
+
+    fail_at(monkeypatch, 3, boom)
+    run([*LINE, *SOON], tmp_path, 2)
+    (end,) = read_ends(tmp_path / "ckpt" / "metrics.jsonl")
+    assert end == {"ended": "failed", "iteration": 3, "exit_code": 1, "reason": "RuntimeError: boom"}
+    status, finding = shown_state(tmp_path / "ckpt")
+    assert status == "failed" and finding == "the run failed after iteration 3, exit code 1: RuntimeError: boom"
+
+
+def test_lost_rank_is_the_recorded_end(tmp_path, monkeypatch):
+    fail_at(monkeypatch, 3, lambda run: run.ps.world.rank == 0 and os.kill(os.getpid(), signal.SIGKILL))
+    run([*LINE, *SOON], tmp_path, 2)
+    (end,) = read_ends(tmp_path / "ckpt" / "metrics.jsonl")
+    assert (end["ended"], end["exit_code"]) == ("failed", 3)
+    assert "lost connection to the rendezvous store (hosted by rank 0 or the launcher)" in end["reason"]
 
 
 def test_describe_saved_names_the_last_complete_checkpoint(tmp_path):

@@ -249,7 +249,7 @@ def test_invalid_metrics_values_do_not_break_the_dashboard(tmp_path):
         folder = tmp_path / str(number)
         lines = (good, {"iteration": 2} | line, good | {"iteration": 3})
         write_files(folder, {"metrics.jsonl": "\n".join(map(json.dumps, lines))})
-        assert open_dashboard(folder / "metrics.jsonl").write(done=True)
+        assert open_dashboard(folder / "metrics.jsonl").write()
         page = (folder / "dashboard.html").read_text()
         (run,) = json.loads(page.partition('id="data">')[2].partition("</script>")[0])["runs"]
         records = run["records"]

@@ -7,7 +7,7 @@ from training.tiny import MOCK, TINY
 from arguments import parse_args
 from moe_trainer.launch_env import LaunchEnv, first_slurm_host, read_launch_env
 from moe_trainer.training import initialize
-from moe_trainer.training.initialize import thread_count_hint
+from moe_trainer.training.initialize import available_cores, threads_per_rank
 from tests import commands
 from tests.commands import run
 
@@ -96,15 +96,23 @@ def test_invalid_launch_variables_are_named(env, needle):
         read_launch_env(env)
 
 
-def test_thread_count_hint_when_ranks_share_cores():
-    assert thread_count_hint(4, 8, 8).endswith("export OMP_NUM_THREADS=2") and thread_count_hint(4, 2, 2).endswith("=1")
-    assert thread_count_hint(1, 8, 8) is None and thread_count_hint(4, 2, 8) is None
+def test_ranks_of_a_machine_share_its_cores(tmp_path):
+    chosen = {(1, 8, 8): 8, (4, 8, 8): 2, (4, 2, 8): 2, (4, 2, 2): 1, (1, 64, 4): 4}
+    assert {case: threads_per_rank(*case) for case in chosen} == chosen
+    quota = tmp_path / "cpu.max"
+    unlimited = available_cores(quota)
+    assert unlimited == len(os.sched_getaffinity(0))
+    for text, cores in (("max 100000", unlimited), ("100000 100000", 1), ("50000 100000", 1), ("9900000 100000", min(99, unlimited))):  # fmt: skip
+        quota.write_text(text + "\n")
+        assert available_cores(quota) == cores
 
 
-def test_thread_count_hint_is_logged_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+def test_ranks_without_a_number_of_threads_do_not_take_all_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(initialize, "available_cores", lambda: 6)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: print(f"{count} threads each"))
     line = [*TINY, *MOCK, "--train-iters", "1"]
-    assert "OMP_NUM_THREADS is not set" not in run(line, tmp_path, 2).stderr
+    assert "3 threads each" not in run(line, tmp_path, 2).stdout  # the user's number stays
     environment = commands.environment
     monkeypatch.setattr(
         commands,
@@ -112,10 +120,7 @@ def test_thread_count_hint_is_logged_once(tmp_path, monkeypatch):
         lambda **extra: {name: value for name, value in environment(**extra).items() if name != "OMP_NUM_THREADS"},
     )
     finished = run(line, tmp_path, 2)
-    assert (
-        finished.returncode == 0
-        and finished.stderr.count("OMP_NUM_THREADS is not set: 2 ranks of 1 thread share 1 core") == 1
-    )
+    assert finished.returncode == 0 and finished.stdout.count("3 threads each") == 2, finished.stderr
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:3", "nccl"), ("cpu", "gloo")])

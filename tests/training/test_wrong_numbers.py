@@ -5,7 +5,7 @@ import platform
 
 import pytest
 import torch
-from commands import read_metrics, run
+from commands import read_ends, read_metrics, run
 from torch.distributed.checkpoint import FileSystemReader
 from training.injected_faults import Fault, train_with
 from training.tiny import MOCK, TINY
@@ -187,6 +187,8 @@ def test_rejection_exits_with_16_and_another_machine_decides(tmp_path):
     always = (Fault("embedding", 3),)
     (first,) = train_with(argv, tmp_path, 1, always, node="one")
     assert first.code == 16 and "resume on other machines than one (exit code 16)" in first.message
+    (end,) = read_ends(tmp_path / "metrics.jsonl")
+    assert (end["ended"], end["iteration"], end["exit_code"]) == ("failed", 2, 16) and end["reason"] == first.message
     note = tmp_path / "ckpt" / "rejected_result.json"
     assert json.loads(note.read_text())["iteration"] == 3
     assert resumed(argv, tmp_path, "one", always).code == 16, "the same machine gives no new information"

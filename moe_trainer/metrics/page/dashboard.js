@@ -372,14 +372,19 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     const axes = ["tp", "cp", "pp", "vpp", "ep", "etp", "dp"].filter((name) => mapping[name] > 1).map((name) => name.toUpperCase() + " " + mapping[name]);
     return plural(mapping.world_size || 1, "rank") + (mapping.nodes > 1 ? " on " + mapping.nodes + " nodes" : "") + (axes.length ? " · " + axes.join(" · ") : "");
   }
+  // a page that nobody rewrites still says "running" when it is opened later
+  function stateOf(run) {
+    const isSilent = run.status === "running" && !data.live && isNumber(run.silent_at) && Date.now() > 1000 * run.silent_at;
+    return isSilent ? { name: "silent", words: "no sign of life since " + run.updated } : { name: run.status, words: run.state || run.status };
+  }
   function runCard(run, at) {
-    const head = run.head || {}, progress = run.progress || {}, share = progress.train_iters ? Math.min(1, (progress.iteration || 0) / progress.train_iters) : null;
-    const box = make("div", { class: "card run" }, make("div", { class: "run-head" }, make("b", {}, make("span", { class: "swatch", style: "background:" + colorOf(at) }), run.name || "run"), run.status ? make("span", { class: "status " + run.status, text: run.status }) : null, run.updated ? make("span", { class: "note", text: (run.status === "finished" ? "finished; " : "") + "updated " + run.updated }) : null));
+    const head = run.head || {}, progress = run.progress || {}, state = stateOf(run), share = progress.train_iters ? Math.min(1, (progress.iteration || 0) / progress.train_iters) : null;
+    const box = make("div", { class: "card run" }, make("div", { class: "run-head" }, make("b", {}, make("span", { class: "swatch", style: "background:" + colorOf(at) }), run.name || "run"), state.name ? make("span", { class: "status " + state.name, text: state.words }) : null, run.updated ? make("span", { class: "note", text: "updated " + run.updated }) : null));
     if (share != null) box.append(make("div", { class: "progress", role: "progressbar", "aria-label": "progress of " + run.name, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(share * 100) }, make("i", { style: `width:${share * 100}%` })));
     const facts = [
       ["iteration", progress.iteration != null ? whole(progress.iteration) + (progress.train_iters ? " of " + whole(progress.train_iters) + ` (${(share * 100).toFixed(share < 0.1 ? 1 : 0)} %)` : "") : null],
       ["tokens", isNumber(progress.tokens) ? number(progress.tokens) : null],
-      ["ETA", run.status === "running" && isNumber(progress.eta_s) ? duration(progress.eta_s) : null],
+      ["ETA", state.name === "running" && isNumber(progress.eta_s) ? duration(progress.eta_s) : null],
       ["wall time", isNumber(progress.wall_s) ? duration(progress.wall_s) : null],
       ["goodput", isNumber(progress.goodput) ? (progress.goodput * 100).toFixed(1) + " %" : null],
       ["starts", head.starts && head.starts.length > 1 ? String(head.starts.length) : null],
@@ -396,7 +401,8 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
   function findings() {
     const places = { routing: "#layers", ranks: "#ranks", loss: "#loss", events: "#events" };
     const order = { bad: 0, warn: 1, ok: 2 };
-    const all = data.runs.flatMap((run) => (run.findings || []).map((finding) => ({ ...finding, run }))).sort((a, b) => (order[a.severity] ?? 1) - (order[b.severity] ?? 1));
+    const silent = (run) => (stateOf(run).name !== run.status ? [{ severity: "bad", card: "events", text: stateOf(run).words + " (when this page was written)" }] : []);
+    const all = data.runs.flatMap((run) => [...silent(run), ...(run.findings || [])].map((finding) => ({ ...finding, run }))).sort((a, b) => (order[a.severity] ?? 1) - (order[b.severity] ?? 1));
     for (const finding of all.slice(0, 12)) {
       const show = () => { if (finding.metric) { view.health = finding.metric; draw(); } };
       const link = places[finding.card] && make("a", { href: places[finding.card], text: "show", onclick: show });
@@ -552,7 +558,7 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
       const [name, title, note, kind] = HEALTH.find(([each]) => each === view.health);
       const factor = kind === "percent" ? 100 : 1, of = (run) => run.routing.metrics?.[name];
       const spread = (run, pick) => of(run).map((row) => { const values = row.filter(isNumber).map((value) => value * factor).sort((a, b) => a - b); return values.length ? pick(values) : null; });
-      const shown = found.filter(of), lines = [["max", (values) => values[values.length - 1]], ["median", (values) => values[Math.floor(values.length / 2)]], ["min", (values) => values[0]]];
+      const shown = found.filter(of), lines = [["max", (values) => values[values.length - 1]], ["median", (values) => (values[(values.length - 1) >> 1] + values[values.length >> 1]) / 2], ["min", (values) => values[0]]];
       const box = make("div", { class: "wide" });
       healthBoxes.append(box);
       chart("health", box, shown.flatMap((run) => lines.map(([word, pick], at) => ({ label: label(run, word + " of the layers"), x: run.routing.iteration.map((each) => place(run, each)), values: spread(run, pick), color: data.runs.length > 1 ? colorOf(data.runs.indexOf(run)) : colorOf(at), dash: data.runs.length > 1 ? DASHES[at] : [] }))), { description: title + " of the layers: " + note });
@@ -634,8 +640,8 @@ const dashboard = { data: JSON.parse(document.getElementById("data").textContent
     element("list").replaceChildren();
     if (!list || data.runs.length) return;
     const chosen = new Set(), open = make("button", { type: "button", text: "Compare the chosen runs", disabled: true, onclick: () => { location.href = data.live.compare_url + [...chosen].map((query) => "&" + query).join(""); } });
-    const rows = list.map((run) => [make("input", { type: "checkbox", "aria-label": "choose " + run.name, onchange: (event) => { if (event.target.checked) chosen.add(run.query); else chosen.delete(run.query); open.disabled = chosen.size < 2; } }), make("a", { href: run.url, text: run.name }), make("span", { class: "status " + run.status, text: run.status || "-" }), run.train_iters ? whole(run.iteration) + " of " + whole(run.train_iters) : whole(run.iteration), number(run.lm_loss, 5), run.updated || "-", run.finding ? make("div", { class: "finding " + run.finding.severity, text: run.finding.text }) : "-"]);
-    element("list").append(make("h2", { text: "Runs" }), make("div", { class: "card scroll" }, list.length ? table(["", "run", "status", "iteration", "training loss", "updated", "worst finding"], rows, ["", "", "", "number", "number", "", ""]) : make("p", { text: "No run is here yet." }), make("div", { class: "tools" }, open)));
+    const rows = list.map((run) => [make("input", { type: "checkbox", "aria-label": "choose " + run.name, onchange: (event) => { if (event.target.checked) chosen.add(run.query); else chosen.delete(run.query); open.disabled = chosen.size < 2; } }), make("a", { href: run.url, text: run.name }), make("span", { class: "status " + run.status, text: run.state || run.status || "-" }), run.train_iters ? whole(run.iteration) + " of " + whole(run.train_iters) : whole(run.iteration), number(run.lm_loss, 5), run.updated || "-", run.finding ? make("div", { class: "finding " + run.finding.severity, text: run.finding.text }) : "-"]);
+    element("list").append(make("h2", { text: "Runs" }), make("div", { class: "tools" }, open), make("div", { class: "card scroll" }, list.length ? table(["", "run", "status", "iteration", "training loss", "updated", "worst finding"], rows, ["", "", "", "number", "number", "", ""]) : make("p", { text: "No run is here yet." })));
   }
 
   // ------------------------------------------------------------------ everything
