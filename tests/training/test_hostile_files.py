@@ -27,6 +27,7 @@ from moe_trainer.checkpoint.index import read_index
 from moe_trainer.data.index_cache import IndexCache
 from moe_trainer.data.preprocess import _Chunk, _Encoder, expand_inputs
 from moe_trainer.debug.step_record import _OWN_HASH, FORMAT, HEAD, Record, _hash_head, random_file
+from moe_trainer.debug.routing_trace import RoutingTraceReader
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.hardware import HardwareError, find_hardware
 from moe_trainer.io import resume_offset
@@ -80,6 +81,10 @@ def _precision(path: Path) -> None:
     PrecisionFile.load(str(path), make_recipe("delayed", wgrad=True))
 
 
+def _routing_trace(path: Path) -> None:
+    RoutingTraceReader(_moved(path, "router_trace_rank0.jsonl").parent, 0, 1, 2).experts(1, "decoder.layers.0.mlp", 0)
+
+
 READERS = {
     "config.json": (hf_files.read_json, CheckpointError),
     "--hardware": (lambda path: find_hardware(str(_moved(path, "given.yaml"))), HardwareError),
@@ -96,6 +101,7 @@ READERS = {
     "fault report": (_fault_report, ValueError),
     "jsonl": (_preprocess, UserError),
     "--load-weights": (_weights, UserError),
+    "--moe-routing-replay-path": (_routing_trace, UserError),
 }
 # readable in their form, if nothing else
 HARMLESS = {
