@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
 from arguments.machine import allocator_environment  # noqa: E402
+from arguments.settings import shorten  # noqa: E402
 from moe_trainer.errors import require_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
 from moe_trainer.launch_env import LaunchEnv, read_launch_env  # noqa: E402
@@ -253,9 +254,9 @@ def _read_flags(source: CheckpointArgsSource) -> Mapping[str, object]:
 
 
 def _report_error(error: ValueError, rank: str) -> int:
-    _write_torchrun_error(str(error))
+    _write_torchrun_error(shorten(str(error)))
     if rank == "0":
-        print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+        print(f"pretrain_moe.py: {shorten(str(error))}", file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR
     # torchrun ends all ranks as soon as one exits, which should be the rank that reports the reason
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(ExitCode.USER_ERROR))
