@@ -29,6 +29,7 @@ if (
 import gc  # noqa: E402
 import json  # noqa: E402
 import resource  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
@@ -176,12 +177,14 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
     # Imported after the flags are checked: torch takes seconds to import.
     from moe_trainer.errors import UserError
     from moe_trainer.io import BestEffortStream
+    from moe_trainer.metrics.tensorboard_writer import report_thread_error
     from moe_trainer.parallel.trace import CommunicationError
     from moe_trainer.resilience.rejection import ResultRejectedError
     from moe_trainer.resilience.weight_hash import WeightsDifferError
     from moe_trainer.training.pretrain import pretrain
 
     sys.stdout, sys.stderr = BestEffortStream(sys.stdout), BestEffortStream(sys.stderr)
+    setattr(threading, "excepthook", report_thread_error)  # noqa: B010 - of this process, like the streams
     try:
         return pretrain(args, launch_env, exit_signal)
     except UserError as error:
