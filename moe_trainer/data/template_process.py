@@ -32,7 +32,7 @@ class TemplateLimits(NamedTuple):
 
     Attributes:
         seconds: of processor time to compile it, and to write a conversation.
-        memory: bytes of address space, with the 0.1 GB of the process itself.
+        memory: bytes of address space, beside those of the empty process.
         characters: of a conversation.
     """
 
@@ -101,15 +101,16 @@ class LimitedTemplate:
         self._exchange(self._begin)
 
     def _exchange(self, request: list[Any]) -> Any:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        process, self._process = self._process, None  # one whose answer was not awaited is not asked again
+        assert process is not None and process.stdin is not None and process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
         if not answer:
-            code, self._process = self._process.wait(), None
+            code = process.wait()
             ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             problem = (
                 f"takes more than {self._limits.seconds} s of processor time"
@@ -117,6 +118,7 @@ class LimitedTemplate:
                 else f"ends its process ({ended})"
             )
             raise ValueError(f"{self._where}: the chat template {problem}")
+        self._process = process
         found = json.loads(answer)
         if "error" in found:
             raise ValueError(f"{self._where}: {found['error']}")
@@ -141,7 +143,7 @@ def serve() -> None:
             if template is None:
                 *arguments, given = request
                 limits = TemplateLimits(*given)
-                _set_limit(resource.RLIMIT_AS, limits.memory)
+                _set_limit(resource.RLIMIT_AS, _address_space() + limits.memory)
                 _set_limit(resource.RLIMIT_CORE, 0)
                 _limit_time(limits)
                 template, result = TemplateFormat(*arguments), None
@@ -156,6 +158,13 @@ def serve() -> None:
         except MemoryError:
             answer = {"error": f"the chat template needs more than {limits.memory >> 20} MiB of memory"}
         print(json.dumps(answer), flush=True)
+
+
+def _address_space() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    except OSError:  # only Linux has it
+        return 0
 
 
 def _limit_time(limits: TemplateLimits) -> None:

@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from arguments import Arguments
 from arguments.layer_pattern import moe_layer_pattern
+from arguments.regular_file import regular_file
 from moe_trainer.data.loader import Batch
 from moe_trainer.debug.routing_trace import TRACE_FILES, RoutingTraceReader, parse_layer
 from moe_trainer.errors import UserError
@@ -309,6 +310,7 @@ class SampleFolder(Mapping[int, StoredExperts]):
 
 def _names(path: Path) -> list[str]:
     with _named_errors(path):
+        regular_file(path)
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return list(arrays.files)

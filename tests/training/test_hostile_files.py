@@ -38,6 +38,7 @@ from moe_trainer.optim.loss_scale import DynamicLossScale
 from moe_trainer.quantization.precision_file import PrecisionFile
 from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, _report_file
+from moe_trainer.training.routing_replay import SampleFolder
 from moe_trainer.training.setup import read_safetensors
 
 
@@ -141,6 +142,7 @@ PIPES = {
     ".metadata": (lambda path: read_index(_moved(path, INDEX).parent), CheckpointError),
     "safetensors": (_shard, CheckpointError),
     "--input": (lambda path: expand_inputs([str(path)]), UserError),
+    ".npz": (lambda path: SampleFolder(_moved(path, "0.npz").parent), UserError),
 }
 
 
