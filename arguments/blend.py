@@ -39,7 +39,9 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     for item in items:
         item = item.strip()
         if not is_text(item):
-            raise ValueError(f"{flag}: {ascii(item)} has a zero byte or half of a surrogate pair, so it is no file's name")
+            raise ValueError(
+                f"{flag}: {ascii(item)} has a zero byte or half of a surrogate pair, so it is no file's name"
+            )
         words.extend([item] if os.path.exists(item + ".idx") else item.split())
     if not words:
         raise ValueError(f"{flag}: no data prefix was given")

@@ -1,8 +1,8 @@
 """A chat template in a process of its own, which may neither run for ever nor fill the memory.
 
 A template is a program of whoever made the tokenizer. jinja2's sandbox keeps it from files and from Python's internals,
-not from endless loops, huge texts and huge numbers, not even while it is compiled. The limits are the system's: processor
-time, so that a busy machine changes nothing, and address space.
+not from endless loops, huge texts and huge numbers, not even while it is compiled. The limits are the system's: address
+space, and processor time, so that a busy machine changes nothing.
 
 The process speaks JSON, one line for a request and one for its answer. It ends with its input.
 """

@@ -60,7 +60,9 @@ def _describe_largest_gradient(ctx: TrainContext, state: TrainState) -> str:
     if math.isfinite(ctx.optimizer.grad_norm()):
         return "nothing that is not finite was found in it"
     views = [(slot, view) for slot, view in ctx.grads.owned_views() if view.numel()]
-    mine = max(((float(view.abs().max()), get_param_info(slot.param).names[0]) for slot, view in views), default=(0.0, ""))
+    mine = max(
+        ((float(view.abs().max()), get_param_info(slot.param).names[0]) for slot, view in views), default=(0.0, "")
+    )
     gathered = collectives.all_gather_object((*mine, _describe_owner(ctx, state, None)), ctx.ps.world)
     largest, name, owner = max(gathered)
     return f"each gradient is finite, and their norm is not; the largest is {largest:.3g}, of {name}, on {owner}"

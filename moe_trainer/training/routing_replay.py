@@ -42,9 +42,7 @@ from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 _FLAG = "--moe-routing-replay-path"
 _FORMATS = (".safetensors", ".npz")
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
-_HEADERS = MappingProxyType(
-    {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-)
+_HEADERS = MappingProxyType({(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0})
 
 
 class RoutingReplay:
@@ -323,6 +321,14 @@ def _named_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (
-        OSError, ValueError, LookupError, EOFError, TypeError, NotImplementedError, BadZipFile, zlib.error, SafetensorError
+        OSError,
+        ValueError,
+        LookupError,
+        EOFError,
+        TypeError,
+        NotImplementedError,
+        BadZipFile,
+        zlib.error,
+        SafetensorError,
     ) as error:
         raise UserError(f"{_FLAG}: {path} cannot be read: {error}") from error

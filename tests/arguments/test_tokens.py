@@ -64,8 +64,8 @@ def test_long_values_are_cut():
 
 
 def test_flags_in_another_case_are_suggested():
-    for given, meant in (("--LR", "--lr"), ("--Num_Experts", "--num-experts"), ("--train_iters", "--train-iters")):
-        (message,) = messages([*TOY, given, "1"])
+    for typed, meant in (("--LR", "--lr"), ("--Num_Experts", "--num-experts"), ("--train_iters", "--train-iters")):
+        (message,) = messages([*TOY, typed, "1"])
         assert message.endswith(f"did you mean {meant}?")
 
 

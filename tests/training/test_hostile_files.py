@@ -26,8 +26,8 @@ from moe_trainer.checkpoint.hf import files as hf_files
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.data.index_cache import IndexCache
 from moe_trainer.data.preprocess import _Chunk, _Encoder, expand_inputs
-from moe_trainer.debug.step_record import _OWN_HASH, FORMAT, HEAD, Record, _hash_head, random_file
 from moe_trainer.debug.routing_trace import RoutingTraceReader
+from moe_trainer.debug.step_record import _OWN_HASH, FORMAT, HEAD, Record, _hash_head, random_file
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.hardware import HardwareError, find_hardware
 from moe_trainer.io import resume_offset
