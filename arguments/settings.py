@@ -18,7 +18,7 @@ KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine", "b
 
 
 def shorten(text: str) -> str:
-    """Cut words and lines that nobody can read: what was given may have any length."""
+    """Cut words and lines of a message: what was given may have any length."""
     lines = (
         _LONG_WORD.sub(lambda word: f"{word[0][:_KEPT_LETTERS]}... ({len(word[0])} characters)", line)
         for line in text.split("\n")

@@ -1,6 +1,6 @@
-"""A chat template in a process of its own, which may neither run for ever nor fill the memory.
+"""A chat template in a process of its own, with limits of time and memory.
 
-A template is a program of whoever made the tokenizer. jinja2's sandbox keeps it from files and from Python's internals,
+A template is a program that comes with a tokenizer. jinja2's sandbox keeps it from files and from Python's internals,
 not from endless loops, huge texts and huge numbers, not even while it is compiled. The limits are the system's: address
 space, and processor time, so that a busy machine changes nothing.
 
@@ -32,7 +32,7 @@ class TemplateLimits(NamedTuple):
 
     Attributes:
         seconds: of processor time to compile it, and to write a conversation.
-        memory: bytes of address space, beside those of the empty process.
+        memory: bytes of address space, without those of the empty process.
         characters: of a conversation.
     """
 
