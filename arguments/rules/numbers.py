@@ -108,10 +108,9 @@ def _numbers(s: Settings, dest: str) -> list:
 
 def check_positive(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in POSITIVE:
-        if any(value <= 0 for value in _numbers(s, dest)):
-            yield s.violation("{} must be above 0.", dest)
-        elif any(value <= ZERO_IN_FP32 for value in _numbers(s, dest)):
-            yield s.violation("{} must be above 0 in fp32 too, where the least number is 1.4e-45.", dest)
+        least = min(_numbers(s, dest), default=math.inf)
+        if least <= ZERO_IN_FP32:
+            yield s.violation(f"{{}} must be above 0{' in fp32, so at least 1.4e-45' if least > 0 else ''}.", dest)
 
 
 def check_not_negative(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
