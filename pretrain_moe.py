@@ -29,6 +29,7 @@ if (
 import gc  # noqa: E402
 import json  # noqa: E402
 import resource  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Mapping  # noqa: E402
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
 from arguments.machine import allocator_environment  # noqa: E402
+from arguments.settings import shorten  # noqa: E402
 from moe_trainer.errors import require_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
 from moe_trainer.launch_env import LaunchEnv, read_launch_env  # noqa: E402
@@ -176,12 +178,14 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
     # Imported after the flags are checked: torch takes seconds to import.
     from moe_trainer.errors import UserError
     from moe_trainer.io import BestEffortStream
+    from moe_trainer.metrics.tensorboard_writer import report_thread_error
     from moe_trainer.parallel.trace import CommunicationError
     from moe_trainer.resilience.rejection import ResultRejectedError
     from moe_trainer.resilience.weight_hash import WeightsDifferError
     from moe_trainer.training.pretrain import pretrain
 
     sys.stdout, sys.stderr = BestEffortStream(sys.stdout), BestEffortStream(sys.stderr)
+    setattr(threading, "excepthook", report_thread_error)  # noqa: B010 - of this process, like the streams
     try:
         return pretrain(args, launch_env, exit_signal)
     except UserError as error:
@@ -254,9 +258,9 @@ def _read_flags(source: CheckpointArgsSource) -> Mapping[str, object]:
 
 
 def _report_error(error: ValueError, rank: str) -> int:
-    _write_torchrun_error(str(error))
+    _write_torchrun_error(shorten(str(error)))
     if rank == "0":
-        print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+        print(f"pretrain_moe.py: {shorten(str(error))}", file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR
     # torchrun ends all ranks as soon as one exits, which should be the rank that reports the reason
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(ExitCode.USER_ERROR))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from arguments.data import DataArgs
 from arguments.regular_file import regular_file
+from arguments.schema import is_text
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -31,11 +32,16 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     word that holds blanks ("1.0 /data/a") is split, unless a dataset of that very name exists.
 
     Raises:
-        ValueError: if the list is empty, only some of the odd items are numbers, or a weight is negative.
+        ValueError: if the list is empty, only some of the odd items are numbers, a weight is negative, or a prefix
+            cannot be a file's name.
     """
     words: list[str] = []
     for item in items:
         item = item.strip()
+        if not is_text(item):
+            raise ValueError(
+                f"{flag}: {ascii(item)} has a zero byte or half of a surrogate pair, so it is no file's name"
+            )
         words.extend([item] if os.path.exists(item + ".idx") else item.split())
     if not words:
         raise ValueError(f"{flag}: no data prefix was given")

@@ -131,6 +131,14 @@ class Option:
         return value
 
 
+def is_text(value: str) -> bool:
+    """Return whether a value can be printed and used in a file name.
+
+    The system passes bytes that are not UTF-8 as lone surrogates.
+    """
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def read_int(text: str) -> int:
     try:
         value = int(text)
@@ -143,9 +151,12 @@ def read_int(text: str) -> int:
 
 def read_float(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise ValueError("a number") from None
+    if value == 0 and any(digit.isdecimal() and int(digit) for digit in text.lower().partition("e")[0]):
+        raise ValueError("a number of 64 bits (this one is so small that it would be 0)")
+    return value
 
 
 _READERS: Mapping[type, Callable[[str], Any]] = types.MappingProxyType({int: read_int, float: read_float, str: str})

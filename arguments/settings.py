@@ -4,6 +4,7 @@
 through `set_derived`, so that every value has a recorded source.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from string import Formatter
@@ -12,7 +13,19 @@ from typing import Any, NamedTuple
 from arguments.schema import Option
 
 SOURCES = ("default", "preset", "recipe", "command line", "derived")
+_LONG_WORD, _KEPT_LETTERS, _MAX_LINE = re.compile(r"\S{500,}"), 80, 4000
 KINDS = ("rule", "unknown", "value", "product", "later", "recipe", "machine", "build", "note")
+
+
+def shorten(text: str) -> str:
+    """Cut words and lines of a message: what was given may have any length."""
+    lines = (
+        _LONG_WORD.sub(lambda word: f"{word[0][:_KEPT_LETTERS]}... ({len(word[0])} characters)", line)
+        for line in text.split("\n")
+    )
+    return "\n".join(
+        line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}... ({len(line)} characters)" for line in lines
+    )
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,9 @@ class Violation:
     flags: tuple[str, ...]
     message: str
     kind: str = "rule"
+
+    def __post_init__(self):
+        object.__setattr__(self, "message", shorten(self.message))
 
     def __str__(self) -> str:
         return self.message
@@ -233,11 +249,12 @@ class Settings:
 
     def lines(self) -> list[str]:
         """Return the lines to log: renamed flags, flags without effect, notices."""
-        return [
+        lines = [
             *(f"{flag} is now {became}" for flag, became in self.renamed),
             *(f"{flag} has no effect{_join_reason(reason)}" for flag, reason in self.no_effect),
             *self.notes,
         ]
+        return [shorten(line) for line in lines]
 
     def _write(self, dest: str, value: object, source: str) -> None:
         self.values[dest], self.source[dest] = value, source

@@ -21,7 +21,7 @@ from arguments.flag_status import (
     find_out_of_scope,
     is_known_spelling,
 )
-from arguments.schema import Option
+from arguments.schema import Option, is_text
 from arguments.settings import Settings, Violation
 
 FIELDS = MappingProxyType(schema.by_spelling(OPTIONS))
@@ -184,7 +184,7 @@ class _TokenParser:
             if not bare.strip() and option.default != "":
                 self.reject(name, f"{name} {text!r}: the value is empty (an unset variable?)", "value", option.dest)
                 return
-            if not _is_text(bare):
+            if not is_text(bare):
                 self.reject(name, f"{name} {text}: the value is not valid UTF-8", "value", option.dest)
                 return
             new = RENAMED_VALUES.get((option.dest, bare))
@@ -211,7 +211,7 @@ class _TokenParser:
     def parse_old_spelling(self, record: OldSpelling, texts: list[str]) -> None:
         """Replace, skip or reject an old spelling."""
         name, shown = record.spelling, " ".join([record.spelling, *texts])
-        if not all(map(_is_text, texts)):
+        if not all(map(is_text, texts)):
             self.reject(name, f"{shown}: the value is not valid UTF-8", "value")
         elif isinstance(record.takes, int) and len(texts) < record.takes:
             self.reject(name, f"{name}: needs a value", "value")
@@ -278,16 +278,9 @@ class _TokenParser:
         self.searches_left -= 1
         spellings = [spelling for spelling, option in FIELDS.items() if not option.hidden]
         starts = [spelling for spelling in spellings if spelling.startswith(name)] if len(name) > 4 else []
-        close = (starts or _close_matches(name.replace("_", "-"), spellings, 3))[:3]
+        same = [spelling for spelling in spellings if spelling.lower() == name.lower().replace("_", "-")]
+        close = (same or starts or _close_matches(name.replace("_", "-"), spellings, 3))[:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _is_text(value: str) -> bool:
-    """Return whether a value can be printed and used in a file name.
-
-    The system passes bytes that are not UTF-8 as lone surrogates.
-    """
-    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _close_matches(word: str, words: list[str], count: int) -> list[str]:

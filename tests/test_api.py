@@ -200,6 +200,7 @@ def test_spec_replaces_the_router_in_training_and_after(tmp_path, monkeypatch):
         (["own.layers:missing"], "has no function missing"),
         (["own.layers:number"], "has no function number"),
         (["own.layers", "nothing"], "returned NoneType"),
+        (["os", "getpid"], "the function must take the LayerFactory and the Arguments (TypeError: "),
     ],
 )
 def test_wrong_spec_is_rejected(words, message, tmp_path):

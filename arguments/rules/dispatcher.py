@@ -293,13 +293,10 @@ def check_buffer_factors(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     """A rank receives at most all tokens: ep times an even share, and ep is at most the number of experts."""
     if f.experts is None:
         return
-    for dest in (
-        "moe_expert_rank_capacity_factor",
-        "moe_paged_stash_buffer_size_factor_cuda",
-        "moe_paged_stash_buffer_size_factor_cpu",
-    ):
+    pages = ("moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu")
+    for dest in ("moe_expert_rank_capacity_factor", *(pages if s.moe_paged_stash else ())):
         factor = getattr(s, dest)
-        if factor is not None and math.isfinite(factor) and factor > f.experts:
+        if s.given(dest) and factor is not None and math.isfinite(factor) and factor > f.experts:
             yield s.violation(
                 "{} is more than {num_experts}: a rank never receives more than that many times an even share.", dest
             )

@@ -25,7 +25,7 @@ POSITIVE = tuple(
     hierarchical_context_parallel_sizes min_dynamic_context_parallel_size fp8_amax_history_len replication_factor
     rotary_base rotary_scaling_factor rope_scaling_factor rotary_seq_len_interpolation_factor rotary_percent
     rotary_base_per_layer window_rotary_percent window_num_query_groups value_channels attention_value_scale
-    moe_router_topk_scaling_factor layernorm_epsilon loss_scale initial_loss_scale min_loss_scale
+    moe_router_topk_scaling_factor layernorm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda activation_func_clamp_value yarn_beta_fast
     yarn_beta_slow qk_clip_threshold muon_extra_scale_factor muon_num_ns_steps mup_base_hidden_size
@@ -50,7 +50,7 @@ NOT_NEGATIVE = tuple(
     """
     train_iters train_samples lr_decay_iters lr_warmup_iters lr_wsd_decay_iters lr_decay_samples
     lr_warmup_samples lr_wsd_decay_samples eval_iters manual_gc_interval exit_duration_in_mins num_workers
-    mup_attn_scale_power lr min_lr decoupled_lr decoupled_min_lr lr_warmup_init adam_eps clip_grad weight_decay
+    mup_attn_scale_power lr min_lr decoupled_lr decoupled_min_lr lr_warmup_init clip_grad weight_decay
     init_method_std embedding_init_method_std moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
     moe_router_bias_update_rate mtp_loss_scaling_factor mtp_num_layers ckpt_step profile_step_start
     profile_step_end dsa_indexer_loss_coeff wgrad_deferral_limit cuda_graph_warmup_steps num_experts
@@ -74,6 +74,8 @@ MAX_EXPERTS = 1_000_000
 MAX_MINUTES = 500_000
 MAX_WORKERS = 1024
 MAX_FP32 = 3.4028234663852886e38
+ZERO_IN_FP32 = 2.0**-150
+"""The largest number that fp32 rounds to 0."""
 MAX_STD = 1e6
 LOSS_SCALES = ("loss_scale", "initial_loss_scale", "min_loss_scale")
 SIZES = tuple(
@@ -106,8 +108,9 @@ def _numbers(s: Settings, dest: str) -> list:
 
 def check_positive(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in POSITIVE:
-        if any(value <= 0 for value in _numbers(s, dest)):
-            yield s.violation("{} must be above 0.", dest)
+        least = min(_numbers(s, dest), default=math.inf)
+        if least <= ZERO_IN_FP32:
+            yield s.violation(f"{{}} must be above 0{' in fp32, so at least 1.4e-45' if least > 0 else ''}.", dest)
 
 
 def check_not_negative(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -9,7 +9,8 @@ Prompt formats (--sft-tokenizer-prompt-format):
   {% generation %}, those marks count. Otherwise a turn is what the text gains by it, after its header.
 
 Templates are rendered by jinja2, which torch requires, with the names and settings that transformers gives them, except
-for today's date: text that changes from day to day has no index, and no run could be resumed.
+for today's date: text that changes from day to day has no index, and no run could be resumed. template_process.py runs
+them under limits.
 
 Source of the formats: Megatron-LM, sft_tokenizer.py (commit d98e8a64).
 """
@@ -175,6 +176,8 @@ class TemplateFormat:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template rejects it ({error})") from None
+        except MemoryError:
+            raise
         except Exception as error:  # a template can do what a program can
             raise ValueError(f"the chat template fails ({type(error).__name__}: {error})") from None
 
@@ -224,3 +227,9 @@ def _compile(source: str) -> Any:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template is not valid ({error.message}, line {error.lineno})") from None
+    except RecursionError:
+        raise ValueError("the chat template is nested too deeply") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # jinja2 computes constant expressions when it compiles
+        raise ValueError(f"the chat template is not valid ({type(error).__name__}: {error})") from None

@@ -115,8 +115,10 @@ class BlendedDataset(CombinedDataset[BlendSource], CachedIndex):
         return index
 
     def _find(self, index: int) -> tuple[BlendSource, int]:
-        dataset, inside = self.index
-        return self.datasets[dataset[index]], int(inside[index])
+        number, inside = (int(column[index]) for column in self.index)
+        if not (0 <= number < len(self.datasets) and 0 <= inside < len(self.datasets[number])):
+            raise self.damaged(index)
+        return self.datasets[number], inside
 
 
 class PhasedDataset(CombinedDataset[SampleSource]):

@@ -197,7 +197,6 @@ class GPTDataset(CachedIndex):
         for document, offset, length in self._parts(index):
             out[at : at + length] = self._source.get(document, offset, length)
             at += length
-        assert at == len(out), f"{self.name}: sample {index} has {at} tokens, needed {len(out)}"
         if self._config.fim is None:
             return out
         return self._config.fim.rearrange(out, np.random.RandomState([self._config.seed, index]))
@@ -212,15 +211,31 @@ class GPTDataset(CachedIndex):
                 self._source.prefetch(document, offset, length)
 
     def _parts(self, index: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (document, offset, length) of the parts of a sample."""
+        """Yield (document, offset, length) of the parts of a sample.
+
+        Raises:
+            ValueError: if the index is damaged.
+        """
         documents, samples, shuffle = self.index
-        row = int(shuffle[index])
+        row, missing = int(shuffle[index]), self._config.sequence_length + 1
+        if not 0 <= row < len(self):
+            raise self.damaged(index)
         (first, first_offset), (last, last_offset) = samples[row].tolist(), samples[row + 1].tolist()
+        if not 0 <= first <= last < len(documents):
+            raise self.damaged(index)
         for position in range(first, last + 1):
             document = int(documents[position])
+            if not self._begin <= document < self._end:
+                raise self.damaged(index)
+            size = int(self._source.sequence_lengths[document])
             offset = first_offset if position == first else 0
-            end = last_offset + 1 if position == last else int(self._source.sequence_lengths[document])
+            end = last_offset + 1 if position == last else size
+            missing -= end - offset
+            if not (0 <= offset <= end <= size and missing >= 0):
+                raise self.damaged(index)
             yield document, offset, end - offset
+        if missing:
+            raise self.damaged(index)
 
     def length(self, index: int) -> int:
         """Return the number of tokens that the model reads of a sample."""

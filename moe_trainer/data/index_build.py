@@ -30,7 +30,8 @@ import numpy as np
 from arguments.data import split_weights
 
 _SEPARATE_BELOW = 0.80
-_CHUNK_DOCUMENTS = 1 << 22
+_CHUNK = 1 << 22
+"""Documents or samples, whichever are more."""
 
 SplitMatrix = tuple[tuple[float, float] | None, ...]
 
@@ -130,8 +131,9 @@ def build_sample_index(lengths: np.ndarray, document: np.ndarray, sequence_lengt
     index = np.empty((num_samples + 1, 2), dtype=dtype)
     index[0] = 0  # also when the first document is empty: the start is a position, not yet a token
     tokens_before, written = 0, 1
-    for low in range(0, len(document), _CHUNK_DOCUMENTS):
-        chunk = document[low : low + _CHUNK_DOCUMENTS]
+    step = max(1, _CHUNK * len(document) // max(len(document), num_samples))
+    for low in range(0, len(document), step):
+        chunk = document[low : low + step]
         bounds = np.empty(len(chunk) + 1, dtype=np.int64)
         bounds[0] = tokens_before
         np.cumsum(lengths[chunk], dtype=np.int64, out=bounds[1:])

@@ -66,6 +66,12 @@ class CachedIndex(ABC):
             return None
         return IndexCache(self._cache_folder, self.class_name, self._split_name, self.identifiers, self._num_rows)
 
+    def damaged(self, sample: int) -> ValueError:
+        """Return the error of a sample whose entries in the index lie outside of what it is about."""
+        cache = self._cache()
+        files = "in memory" if cache is None else f"{cache.base}-*_index.npy"
+        return ValueError(f"index cache {files}: damaged (sample {sample}); delete its files and start again")
+
     def write_cache(self) -> None:
         """Build the index and write it to the cache unless it is there (one rank, before the barrier)."""
         cache = self._cache()
@@ -105,12 +111,12 @@ class IndexCache:
         self.folder, self._num_rows = folder, num_rows
         self._description = json.dumps(identifiers, indent=4)
         digest = hashlib.md5(self._description.encode("utf-8"), usedforsecurity=False).hexdigest()
-        self._base = os.path.join(folder, f"{digest}-{class_name}-{split_name}")
+        self.base = os.path.join(folder, f"{digest}-{class_name}-{split_name}")
 
     def is_valid(self, data_file: str | None) -> bool:
         """Return whether all files exist and none is older than the data, whose content their names do not tell."""
         arrays = list(map(self._array_path, self._num_rows))
-        if not all(map(os.path.isfile, (f"{self._base}-description.txt", *arrays))):
+        if not all(map(os.path.isfile, (f"{self.base}-description.txt", *arrays))):
             return False
         return data_file is None or min(map(os.path.getmtime, arrays)) >= os.path.getmtime(data_file)
 
@@ -121,7 +127,7 @@ class IndexCache:
             for name, array in zip(self._num_rows, arrays, strict=True):
                 with atomic_write(self._array_path(name), "wb") as file:
                     np.save(file, array)
-            with atomic_write(f"{self._base}-description.txt") as file:
+            with atomic_write(f"{self.base}-description.txt") as file:
                 file.write(self._description)
         except OSError as error:
             logger.warning(
@@ -156,4 +162,4 @@ class IndexCache:
         return tuple(arrays)
 
     def _array_path(self, name: str) -> str:
-        return f"{self._base}-{name}_index.npy"
+        return f"{self.base}-{name}_index.npy"

@@ -178,7 +178,10 @@ class TextSequences(CachedIndex):
         """
         place, size, number, part = self.index[0][index].tolist()
         where = self.describe(number, part)
-        tokenized = self._tokenize(self._rows.read(place, size, where), number)[part]
+        samples = self._tokenize(self._rows.read(place, size, where), number)
+        if not 0 <= part < len(samples):
+            raise self.damaged(index)
+        tokenized = samples[part]
         if len(tokenized.ids) != self.sequence_length(index):
             raise UserError(
                 f"{where}: {len(tokenized.ids)} tokens, {self.sequence_length(index)} when its index was built: the "

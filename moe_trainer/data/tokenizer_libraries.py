@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Any
 
 from arguments.regular_file import regular_file
-from moe_trainer.data.chat_templates import TURN_FORMATS, ChatFormat, TemplateFormat, TurnFormat
+from moe_trainer.data.chat_templates import TURN_FORMATS, ChatFormat, TurnFormat
+from moe_trainer.data.template_process import LimitedTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -219,13 +220,14 @@ def open_sft(model: str, special_tokens: Sequence[str], prompt_format: str, chat
     else:
         config = _read_config(os.path.dirname(path))
         source = _find_template(os.path.dirname(path), config, model) if chat_template is None else chat_template
+        where = f"--tokenizer-model {model}" if chat_template is None else "--chat-template"
         if chat_template is not None and "{" not in chat_template:
-            source = _read_text(chat_template, "--chat-template")
+            source, where = _read_text(chat_template, where), f"{where} {chat_template}"
         texts = {
             name: token["content"] if isinstance(token := config.get(name), dict) else token for name in _TEMPLATE_NAMES
         }
         names = {name: text for name, text in texts.items() if isinstance(text, str)}
-        chat_format = TemplateFormat(source, names, trains_prompts=prompt_format == "default")
+        chat_format = LimitedTemplate(where, source, names, trains_prompts=prompt_format == "default")
         pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
     return SFTTokenizer(tokenizer, pad, chat_format)
 

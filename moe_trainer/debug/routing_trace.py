@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from arguments.moe import MoEArgs
+from arguments.regular_file import regular_file
 from moe_trainer.errors import UserError
 from moe_trainer.io import ResumableFile, resume_offset
 
@@ -150,6 +151,14 @@ def _layer_key(name: str) -> int | str:
     return number if block == "decoder" else f"{block}.{number}"
 
 
+def _read_line(text: str) -> dict[str, Any]:
+    line = json.loads(text)
+    numbers = (line["step"], line["layer"], line["microbatch"], line["mtp_idx"] if line["block"] == "mtp" else 0)
+    if not all(isinstance(number, int) for number in numbers) or not isinstance(line["top_indices"], list):
+        raise TypeError("a value of another type")
+    return line
+
+
 class RoutingTraceReader:
     """Reader of the experts that one rank traced; for a run with the same ranks, mapping and batches.
 
@@ -197,20 +206,18 @@ class RoutingTraceReader:
         while self._next is not None and self._next["step"] <= step:
             line = self._next
             if line["step"] == step:
-                number = line["layer"] if line["block"] == "decoder" else line["mtp_idx"]
+                number = line["mtp_idx"] if line["block"] == "mtp" else line["layer"]
                 self._experts[f"{line['block']} layer {number}", line["microbatch"]] = self._to_tensor(line)
             self._next = next(self._lines, None)
 
     def _parse(self) -> Iterator[dict[str, Any]]:
         try:
-            with open(self.path, encoding="utf-8") as file:
+            with open(regular_file(self.path), encoding="utf-8", errors="replace") as file:
                 for number, text in enumerate(file, 1):
                     try:
-                        line = json.loads(text)
-                        line["step"], line["layer"], line["block"], line["microbatch"], line["top_indices"]
-                    except (ValueError, KeyError, TypeError):
+                        yield _read_line(text)
+                    except (ValueError, LookupError, TypeError, RecursionError):
                         raise UserError(f"{self.path}, line {number}: this is no line of a routing trace") from None
-                    yield line
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be read ({error.strerror}); the trace of another number of ranks or another "
@@ -221,8 +228,8 @@ class RoutingTraceReader:
         where = f"{self.path}: iteration {line['step'] + 1}, {line['block']} layer {line['layer']}"
         try:
             experts_TK = torch.tensor(line["top_indices"], dtype=torch.int64)
-        except (ValueError, TypeError):
-            raise UserError(f"{where}: the tokens have different numbers of experts") from None
+        except (ValueError, TypeError, RuntimeError):  # RuntimeError: a number of more than 64 bits
+            raise UserError(f"{where}: the tokens have different numbers of experts, or no integers") from None
         if experts_TK.dim() != 2 or experts_TK.shape[1] != self._topk:
             raise UserError(
                 f"{where}: the shape of the experts is {list(experts_TK.shape)}; [tokens, {self._topk}] is needed "

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+
+def report_thread_error(error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, but for a disk error of TensorBoard's: its writer raises it again, in `_do`."""
+    is_writer = type(error.thread).__module__.partition(".")[0] == "tensorboard"
+    if not (is_writer and issubclass(error.exc_type, OSError)):
+        threading.__excepthook__(error)
 
 
 class TensorBoardWriter:

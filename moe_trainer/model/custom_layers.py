@@ -15,10 +15,18 @@ def apply_spec(spec: Sequence[str], factory: LayerFactory, args: Arguments) -> L
         spec: "package.module:function", or module and function as two words.
 
     Raises:
-        UserError: if there is no such function, or it does not return a LayerFactory.
+        UserError: if there is no such function, or it does not take two arguments or not return a LayerFactory.
     """
     where = f"--spec {' '.join(spec)}"
-    result = import_function(where, ":".join(spec))(factory, args)
+    function = import_function(where, ":".join(spec))
+    try:
+        result = function(factory, args)
+    except Exception as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # in the user's code
+        raise UserError(
+            f"{where}: the function must take the LayerFactory and the Arguments ({type(error).__name__}: {error})"
+        ) from error
     if not isinstance(result, LayerFactory):
         raise UserError(
             f"{where}: the function must return the LayerFactory that it was given, or a changed copy "

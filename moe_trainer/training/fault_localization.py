@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -48,9 +49,23 @@ def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], l
     gathered = collectives.all_gather_object((local_fault, _describe_owner(ctx, state, local_fault)), ps.world)
     faults = [(fault, owner) for fault, owner in gathered if fault is not None]
     if not faults:
-        return "nothing that is not finite was found in it"
+        return _describe_largest_gradient(ctx, state)
     fault = min(fault for fault, _ in faults)
     return f"{fault.text}, on {' and '.join(owner for each, owner in faults if each == fault)}"
+
+
+def _describe_largest_gradient(ctx: TrainContext, state: TrainState) -> str:
+    """Describe the overflow of the norm of finite gradients, and the largest of them. Collective."""
+    assert ctx.grads is not None and ctx.optimizer is not None
+    if math.isfinite(ctx.optimizer.grad_norm()):
+        return "nothing that is not finite was found in it"
+    views = [(slot, view) for slot, view in ctx.grads.owned_views() if view.numel()]
+    mine = max(
+        ((float(view.abs().max()), get_param_info(slot.param).names[0]) for slot, view in views), default=(0.0, "")
+    )
+    gathered = collectives.all_gather_object((*mine, _describe_owner(ctx, state, None)), ctx.ps.world)
+    largest, name, owner = max(gathered)
+    return f"each gradient is finite, and their norm is not; the largest is {largest:.3g}, of {name}, on {owner}"
 
 
 def device_name(ctx: TrainContext) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import arguments
 from moe_trainer.checkpoint.manager import read_saved_args
-from moe_trainer.data.chat_templates import TemplateFormat
+from moe_trainer.data.template_process import LimitedTemplate
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.data.tokenizer_libraries import open_sft
 from moe_trainer.errors import UserError, as_user_error
@@ -91,7 +91,7 @@ def as_model(ctx: TrainContext) -> Model:
     return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, ctx.padded_vocab_size, ps.tp.size)
 
 
-def open_chat_template(ctx: TrainContext) -> TemplateFormat:
+def open_chat_template(ctx: TrainContext) -> LimitedTemplate:
     """Return the chat template of --chat-template or the tokenizer's folder.
 
     Raises:
@@ -102,5 +102,5 @@ def open_chat_template(ctx: TrainContext) -> TemplateFormat:
         raise UserError("a chat template needs --tokenizer-model: the folder of a Hugging Face tokenizer")
     with as_user_error("chat template"):
         chat_format = open_sft(data.tokenizer_model, data.special_tokens or [], "default", data.chat_template).format
-    assert isinstance(chat_format, TemplateFormat)
+    assert isinstance(chat_format, LimitedTemplate)
     return chat_format

@@ -15,12 +15,14 @@ decoder, K experts of a token, T tokens of this rank.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from arguments import Arguments
 from arguments.layer_pattern import moe_layer_pattern
+from arguments.regular_file import regular_file
 from moe_trainer.data.loader import Batch
 from moe_trainer.debug.routing_trace import TRACE_FILES, RoutingTraceReader, parse_layer
 from moe_trainer.errors import UserError
@@ -38,6 +41,8 @@ from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 
 _FLAG = "--moe-routing-replay-path"
 _FORMATS = (".safetensors", ".npz")
+_NUMBER = re.compile("0|[1-9][0-9]{0,17}")
+_HEADERS = MappingProxyType({(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0})
 
 
 class RoutingReplay:
@@ -183,16 +188,17 @@ class RoutingReplay:
     def _check_sample(self, given: Any, length: int, number: int) -> np.ndarray:
         """Return the experts [length, L, K] of a sample."""
         where = f"{self._name}: sample {number}"
-        array = np.asarray(given)
+        shape = given.shape if isinstance(given, StoredExperts) else np.shape(given)
         counts = sorted({self._num_layers, len(self._moe_layers)})
-        if array.ndim != 3 or array.shape[1] not in counts or array.shape[2] != self._topk:
+        if len(shape) != 3 or shape[1] not in counts or shape[2] != self._topk:
             layers = " or ".join(map(str, counts))
             raise UserError(
-                f"{where} has the shape {list(array.shape)}; [{length} tokens, {layers} layers, {self._topk} experts] "
+                f"{where} has the shape {list(shape)}; [{length} tokens, {layers} layers, {self._topk} experts] "
                 "is needed (--num-layers, --moe-layer-freq, --moe-router-topk)"
             )
-        if not length <= len(array) <= length + 1:
-            raise UserError(f"{where} has the experts of {len(array)} tokens; the sample has {length} input tokens")
+        if not length <= shape[0] <= length + 1:
+            raise UserError(f"{where} has the experts of {shape[0]} tokens; the sample has {length} input tokens")
+        array = given.read() if isinstance(given, StoredExperts) else np.asarray(given)
         if array.dtype.kind not in "iu":
             raise UserError(f"{where} is of {array.dtype}; experts are integers")
         if array.shape[1] == self._num_layers:
@@ -230,7 +236,40 @@ class RoutingReplay:
             router.given_TK = experts_TK.to(router.weight.device)
 
 
-class SampleFolder(Mapping[int, np.ndarray]):
+class StoredExperts:
+    """An array of a file, whose shape is known before it is read: a small compressed file can have a huge one.
+
+    Raises:
+        UserError: if the file is damaged, or its array in an .npz file is not of integers.
+    """
+
+    def __init__(self, path: Path, name: str):
+        self._path, self._name = path, name
+        with _named_errors(path):
+            self.shape = self._read_shape()
+
+    def _read_shape(self) -> tuple[int, ...]:
+        if self._path.suffix != ".npz":
+            with safe_open(self._path, framework="np") as file:
+                return tuple(file.get_slice(self._name).get_shape())
+        with ZipFile(self._path) as archive, archive.open(f"{self._name}.npy") as file:
+            read_header = _HEADERS[np.lib.format.read_magic(file)]
+            shape, _, dtype = read_header(file)
+        if dtype.kind not in "iu":
+            raise ValueError(f"its array {self._name} is of {dtype}; experts are integers")
+        return shape
+
+    def read(self) -> np.ndarray:
+        """Return the array. Raises as the class."""
+        with _named_errors(self._path):
+            if self._path.suffix == ".npz":
+                with np.load(self._path, allow_pickle=False) as arrays:
+                    return arrays[self._name]
+            with safe_open(self._path, framework="np") as file:
+                return file.get_tensor(self._name)
+
+
+class SampleFolder(Mapping[int, StoredExperts]):
     """Arrays of the .npz and .safetensors files of a folder, by the number of the sample, which is their name.
 
     Files may be added during the run: one whose name ends in another suffix is not read, so a writer renames it
@@ -241,16 +280,10 @@ class SampleFolder(Mapping[int, np.ndarray]):
         self._folder, self._files, self._read = folder, dict[int, Path](), set[Path]()
         self._scan()
 
-    def __getitem__(self, number: int) -> np.ndarray:
+    def __getitem__(self, number: int) -> StoredExperts:
         if number not in self._files:
             self._scan()
-        path = self._files[number]
-        with _named_errors(path):
-            if path.suffix == ".npz":
-                with np.load(path, allow_pickle=False) as arrays:
-                    return arrays[str(number)]
-            with safe_open(path, framework="np") as file:
-                return file.get_tensor(str(number))
+        return StoredExperts(self._files[number], str(number))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._files)
@@ -263,8 +296,10 @@ class SampleFolder(Mapping[int, np.ndarray]):
             if path.suffix not in _FORMATS or path in self._read:
                 continue
             for name in _names(path):
-                if not name.isdecimal() or name != str(int(name)):
-                    raise UserError(f"{_FLAG}: {path} has the array {name!r}; the name must be the sample's number")
+                if not _NUMBER.fullmatch(name):
+                    raise UserError(
+                        f"{_FLAG}: {path} has the array {name[:80]!r}; the name must be the sample's number"
+                    )
                 if int(name) in self._files:
                     raise UserError(f"{_FLAG}: sample {name} is in {self._files[int(name)]} and in {path}")
                 self._files[int(name)] = path
@@ -273,6 +308,7 @@ class SampleFolder(Mapping[int, np.ndarray]):
 
 def _names(path: Path) -> list[str]:
     with _named_errors(path):
+        regular_file(path)
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 return list(arrays.files)
@@ -284,5 +320,15 @@ def _names(path: Path) -> list[str]:
 def _named_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, EOFError, TypeError, BadZipFile, zlib.error, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        EOFError,
+        TypeError,
+        NotImplementedError,
+        BadZipFile,
+        zlib.error,
+        SafetensorError,
+    ) as error:
         raise UserError(f"{_FLAG}: {path} cannot be read: {error}") from error

@@ -56,6 +56,25 @@ def test_error_has_every_message_and_the_resolved_settings():
     assert "2 problems" in str(caught.value) and caught.value.settings.hidden_size == 64
 
 
+def test_long_values_are_cut():
+    (word,) = messages([*TOY, "--no-such-flag" + "x" * 100_000])
+    assert word.startswith("--no-such-flagxxx") and word.count("x") == 66 and "... (1000" in word
+    (words,) = messages([*TOY, "--seq-length", " ".join(["1"] * 10_000)])
+    assert len(words) < 4100 and words.endswith("characters)")
+
+
+def test_flags_in_another_case_are_suggested():
+    for typed, meant in (("--LR", "--lr"), ("--Num_Experts", "--num-experts"), ("--train_iters", "--train-iters")):
+        (message,) = messages([*TOY, typed, "1"])
+        assert message.endswith(f"did you mean {meant}?")
+
+
+def test_numbers_that_would_become_zero_are_rejected():
+    (message,) = messages([*TOY, "--adam-eps", "1e-400"])
+    assert "--adam-eps 1e-400: the value must be a number of 64 bits" in message
+    assert parse_args([*TOY, "--min-lr", "0e-400", "--weight-decay", "00.0"], 1).optimizer.min_lr == 0.0
+
+
 def test_switch_values():
     assert parse_args([*TOY, "--bf16", "--bf16=false"], 1).precision.bf16 is False
     assert parse_args([*TOY, "--disable-bias-linear=false"], 1).model.add_bias_linear is True

@@ -137,3 +137,9 @@ def test_blend_files(tmp_path):
         read_split_blends_file(str(splits))
     with pytest.raises(ValueError, match="--data-args-path .*absent"):
         read_blend_file(str(tmp_path / "absent"))
+    words.write_text("1 a\n2 b\0")
+    with pytest.raises(ValueError, match=r"--data-args-path .*blend.txt: 'b.x00' has a zero byte"):
+        read_blend_file(str(words))
+    splits.write_text(json.dumps({"train": ["a\ud800"]}))
+    with pytest.raises(ValueError, match=r"--per-split-data-args-path .*splits.json, train: 'a.ud800' has a zero byte"):
+        read_split_blends_file(str(splits))

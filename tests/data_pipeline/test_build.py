@@ -182,6 +182,30 @@ def test_damaged_cache_is_named(prefixes, tmp_path):
 
 
 @pytest.mark.parametrize("blend", [False, True])
+def test_damaged_entries_of_a_cache_are_named_or_harmless(prefixes, tmp_path, blend):
+    """Whatever a flipped bit makes of an entry, a sample has its length, or the error names the cache."""
+    flags = {"data_path": prefixes if blend else prefixes[:1], "split": "1", "data_cache_path": str(tmp_path / "cache")}
+    good = build(**flags).train
+    count, refused = len(good), set()
+    for path in sorted((tmp_path / "cache").glob("*train-*_index.npy")):
+        content = np.load(path)
+        for bit in range(0, 8 * content.itemsize, 3):
+            damaged = content.copy()
+            damaged.reshape(-1)[len(content) // 2] ^= content.dtype.type(1) << content.dtype.type(bit)
+            np.save(path, damaged)
+            train = build(**flags).train
+            for number in range(count):
+                try:
+                    assert train.tokens(number).shape == (17,)
+                except ValueError as error:
+                    kind = path.name.rpartition("-")[0]
+                    assert f"{kind}-*_index.npy: damaged (sample" in str(error) and "delete" in str(error)
+                    refused.add(path.name.rpartition("-")[2])
+        np.save(path, content)
+    assert refused >= ({"dataset_index.npy", "dataset_sample_index.npy"} if blend else {"document_index.npy", "sample_index.npy", "shuffle_index.npy"})  # fmt: skip
+
+
+@pytest.mark.parametrize("blend", [False, True])
 def test_a_cache_older_than_the_data_is_built_again(prefixes, tmp_path, blend):
     """The cache name depends only on the data path, so replaced data must not be read with the old index."""
     paths = prefixes if blend else prefixes[:1]

@@ -1,11 +1,13 @@
 """Conversations: their text in every prompt format, ids and trained tokens against transformers, errors."""
 
 import json
+import os
 
 import pytest
 from data_pipeline.corpora import CHAT_TOKENS, data_args, write_chat_tokenizer
 
 from moe_trainer.data.conversations import read_conversations, read_row, tokenize_conversation
+from moe_trainer.data.template_process import LimitedTemplate, TemplateLimits
 from moe_trainer.data.tokenizer import build_tokenizer
 
 CHATML = (
@@ -197,6 +199,40 @@ def test_templates_that_fail(tmp_path, template, problem):
     messages = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     with pytest.raises(ValueError, match=problem):
         tokenize_conversation(messages, build_by_template(tmp_path / "a", template))
+
+
+@pytest.mark.parametrize(
+    "template, problem",
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
+        ("{{ 10 ** (10 ** 9) }}", "takes more than 1 s"),  # when it is compiled
+        ("{% set ns = namespace(x='ab') %}{% for n in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}", "MiB"),
+        ("{{ 'ab'.center(100000000000) }}", "needs more than 300 MiB"),
+        ("{{ 'ab' * 1000 }}", "writes 2000 characters; at most 1000"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "is nested too deeply"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("\ud800{{ messages[0].content }}", "writes U.D800, half of a surrogate pair"),
+    ],
+)
+def test_templates_have_limits(template, problem):
+    limits = TemplateLimits(seconds=1, memory=300 << 20, characters=1000)
+    with pytest.raises(ValueError, match=f"--chat-template bad: the chat template .*{problem}"):
+        LimitedTemplate("--chat-template bad", template, {}, True, limits).write(turns(("user", "a")))
+
+
+def test_a_template_continues_after_an_error_and_in_a_fork():
+    template = LimitedTemplate("", "{% if messages[0].content == 'x' %}{% for n in range(99999) %}{{ 2 ** 9999 }}{% endfor %}{% endif %}"
+                               "{{ messages[0].content }}", {}, True, TemplateLimits(seconds=1))  # fmt: skip
+    assert template.write(turns(("user", "a"))).text == "a"
+    with pytest.raises(ValueError, match="the chat template"):
+        template.write(turns(("user", "x")))
+    assert template.write(turns(("user", "b"))).text == "b"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if template.write(turns(("user", "c"))).text == "c" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert template.write(turns(("user", "d"))).text == "d"
 
 
 def test_messages_cannot_mark_what_is_trained(tmp_path):

@@ -1,5 +1,7 @@
 """The vectorised indices against a slow, literal walk over documents."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -90,9 +92,20 @@ def test_chunked_sample_index_equals_unchunked(monkeypatch, chunk):
     documents = np.random.default_rng(1).permutation(100).astype(np.int32)
     samples = (int(lengths.sum()) - 1) // 13
     full = build_sample_index(lengths, documents, 13, samples)
-    monkeypatch.setattr(index_build, "_CHUNK_DOCUMENTS", chunk)
+    monkeypatch.setattr(index_build, "_CHUNK", chunk)
     np.testing.assert_array_equal(build_sample_index(lengths, documents, 13, samples), full)
     np.testing.assert_array_equal(full, slow_sample_index(lengths, documents, 13, samples))
+
+
+def test_short_sequences_need_little_more_memory_than_their_index(monkeypatch):
+    monkeypatch.setattr(index_build, "_CHUNK", 1 << 15)
+    lengths = np.full(1000, 1000, dtype=np.int32)
+    tracemalloc.start()
+    try:
+        index = build_sample_index(lengths, np.arange(1000, dtype=np.int32), 1, 999_999)
+        assert tracemalloc.get_traced_memory()[1] < 1.3 * index.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_split_is_parsed():

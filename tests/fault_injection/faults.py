@@ -291,7 +291,6 @@ FAULTS = (
         7,
         message="--tensorboard-dir: cannot write",
         flags="--moe-per-layer-logging",
-        traceback=True,
     ),
     Fault(
         "full disk: dashboard",
@@ -377,7 +376,6 @@ FAULTS = (
         repair="come_back",
         on_disk=("metrics", "tensorboard"),
         message="--tensorboard-dir: cannot write",
-        traceback=True,
     ),
     Fault(
         "read-only: metrics and TensorBoard",
@@ -385,7 +383,6 @@ FAULTS = (
         (Injection("read_only", STEP, 1, 4), Injection("unmount", STEP, 1, 6)),
         on_disk=("metrics", "tensorboard"),
         message="--tensorboard-dir: writing to .* again",
-        traceback=True,
     ),
     Fault(
         "read-only: metrics, from the start",

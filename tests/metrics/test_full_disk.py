@@ -2,6 +2,8 @@
 
 import errno
 import os
+import threading
+from types import SimpleNamespace
 
 import pytest
 from commands import read_metrics as read_json_lines
@@ -9,7 +11,7 @@ from commands import read_metrics as read_json_lines
 from moe_trainer.errors import UserError
 from moe_trainer.metrics import metrics_file
 from moe_trainer.metrics.metrics_file import open_metrics_file
-from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter
+from moe_trainer.metrics.tensorboard_writer import TensorBoardWriter, report_thread_error
 
 
 class Disk:
@@ -85,6 +87,25 @@ class Writer:
             raise disk_full_error()
 
     close = flush
+
+
+def test_disk_errors_of_tensorboards_thread_print_no_traceback(monkeypatch, capsys):
+    module = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(threading, "excepthook", report_thread_error)
+
+    def fail(kind):
+        def write(_):
+            raise kind("No space left on device")
+
+        return write
+
+    for kind, count in ((OSError, 0), (RuntimeError, 1)):
+        writer = module._AsyncWriter(SimpleNamespace(write=fail(kind), flush=lambda: None, close=lambda: None))
+        with pytest.raises(kind):
+            writer.write(b"event")
+            writer.flush()
+        writer._worker.join()
+        assert capsys.readouterr().err.count("Traceback") == count
 
 
 def disk_full_error():

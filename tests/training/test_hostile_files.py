@@ -26,6 +26,7 @@ from moe_trainer.checkpoint.hf import files as hf_files
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.data.index_cache import IndexCache
 from moe_trainer.data.preprocess import _Chunk, _Encoder, expand_inputs
+from moe_trainer.debug.routing_trace import RoutingTraceReader
 from moe_trainer.debug.step_record import _OWN_HASH, FORMAT, HEAD, Record, _hash_head, random_file
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.hardware import HardwareError, find_hardware
@@ -37,6 +38,7 @@ from moe_trainer.optim.loss_scale import DynamicLossScale
 from moe_trainer.quantization.precision_file import PrecisionFile
 from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, _report_file
+from moe_trainer.training.routing_replay import SampleFolder
 from moe_trainer.training.setup import read_safetensors
 
 
@@ -80,6 +82,10 @@ def _precision(path: Path) -> None:
     PrecisionFile.load(str(path), make_recipe("delayed", wgrad=True))
 
 
+def _routing_trace(path: Path) -> None:
+    RoutingTraceReader(_moved(path, "router_trace_rank0.jsonl").parent, 0, 1, 2).experts(1, "decoder.layers.0.mlp", 0)
+
+
 READERS = {
     "config.json": (hf_files.read_json, CheckpointError),
     "--hardware": (lambda path: find_hardware(str(_moved(path, "given.yaml"))), HardwareError),
@@ -96,6 +102,7 @@ READERS = {
     "fault report": (_fault_report, ValueError),
     "jsonl": (_preprocess, UserError),
     "--load-weights": (_weights, UserError),
+    "--moe-routing-replay-path": (_routing_trace, UserError),
 }
 # readable in their form, if nothing else
 HARMLESS = {
@@ -135,6 +142,7 @@ PIPES = {
     ".metadata": (lambda path: read_index(_moved(path, INDEX).parent), CheckpointError),
     "safetensors": (_shard, CheckpointError),
     "--input": (lambda path: expand_inputs([str(path)]), UserError),
+    ".npz": (lambda path: SampleFolder(_moved(path, "0.npz").parent), UserError),
 }
 
 

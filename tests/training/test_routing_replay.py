@@ -2,6 +2,7 @@
 
 import io
 import json
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -273,14 +274,14 @@ def test_files_of_samples(tmp_path):
     for content in (b"", (tmp_path / "plain.npy").read_bytes(), bytes(damaged)):
         (tmp_path / "bad.npz").write_bytes(content)
         with pytest.raises(UserError, match="bad.npz cannot be read"):
-            SampleFolder(tmp_path)[5]
+            SampleFolder(tmp_path)[5].read()
     np.savez(tmp_path / "bad.npz", **{"07": draw_experts(2, 1, 0)})
     with pytest.raises(UserError, match="'07'; the name must be the sample's number"):
         SampleFolder(tmp_path)
     (tmp_path / "bad.npz").unlink()
     save_torch_file({"6": torch.zeros(2, 1, 3, dtype=torch.bfloat16)}, tmp_path / "float.safetensors")
     with pytest.raises(UserError, match="float.safetensors cannot be read"):
-        SampleFolder(tmp_path)[6]
+        SampleFolder(tmp_path)[6].read()
     (tmp_path / "float.safetensors").unlink()
     save_file({"3": draw_experts(2, 1, 0)}, tmp_path / "twice.safetensors")
     with pytest.raises(UserError, match="sample 3 is in"):
@@ -288,6 +289,26 @@ def test_files_of_samples(tmp_path):
     save_file({"three": draw_experts(2, 1, 0)}, tmp_path / "twice.safetensors")
     with pytest.raises(UserError, match="'three'; the name must be the sample's number"):
         SampleFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, problem",
+    [
+        ((10**12, 3, 3), "<i8", r"sample 0 has the experts of 1000000000000 tokens; the sample has 8"),
+        ((8, 3, 10**12), "<i8", r"the shape \[8, 3, 1000000000000\]"),
+        ((8, 3, 3), "<U100000000", "huge.npz cannot be read: its array 0 is of <U100000000"),
+    ],
+)
+def test_arrays_of_a_wrong_shape_are_refused_before_they_are_read(model, tmp_path, shape, dtype, problem):
+    args, (chunk,) = model
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": dtype, "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        archive.writestr("0.npy", header.getvalue() + bytes(1000))
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    replay = RoutingReplay(args, [chunk], SampleFolder(tmp_path))
+    with pytest.raises(UserError, match=problem):
+        replay.begin_microbatch(chunk, 0, Batch(tokens, tokens, tokens, tokens, samples=(0,)))
 
 
 def truncate(path):

@@ -91,6 +91,24 @@ def test_overflowing_sum_of_finite_gradients_is_reported(tmp_path):
     )
 
 
+def enlarge_main_grad(run):
+    finish = run.grads.finish
+
+    def wrong():
+        finish()
+        run.chunks[0].decoder.layers[1].self_attention.linear_proj.weight.main_grad[0, :2] = 3e38
+
+    run.grads.finish = wrong
+
+
+def test_overflowing_norm_of_finite_gradients_names_the_largest(tmp_path):
+    (ended,) = train_with([*ARGV, "2"], tmp_path, change=enlarge_main_grad)
+    assert ended.code == 17 and (
+        "first place: each gradient is finite, and their norm is not; the largest is 3e+38, of "
+        "decoder.layers.1.self_attention.linear_proj.weight, on rank 0 (" in ended.message
+    )
+
+
 def set_weight_to_nan(run):
     with torch.no_grad():
         run.chunks[-1].decoder.layers[-1].mlp.experts.linear_fc2.weight[-1, 0, 0] = float("nan")
