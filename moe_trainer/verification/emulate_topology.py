@@ -9,12 +9,14 @@ the fp8 formats. Here:
 * Sinkhorn balancing: its iteration covers the tokens of one sequence shard.
 * Multi-token prediction: each context rank takes the mean over its valid tokens, and these means are averaged.
 
-Tokens of packed sequences include their padding, so the reference of such a quantity has the padding of the ranks.
+With dynamic context parallelism every microbatch has its own number of context ranks, and the mean of multi-token
+prediction is that of the whole group, as in one process. Tokens of packed sequences include their padding, so the
+reference of such a quantity has the padding of the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,16 +28,31 @@ from moe_trainer.training.context import TrainContext
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 
-def emulate_topology(run: TrainContext, sharding: SequenceSharding) -> None:
-    """Make a run on full sequences compute what a sharding defines. Call it before the first step."""
-    if sharding.num_shards == 1:
+def emulate_topology(run: TrainContext, sharding: SequenceSharding, cp_sizes: Iterator[int] | None = None) -> None:
+    """Make a run on full sequences compute what a sharding defines. Call it before the first step.
+
+    Args:
+        run: of the one process.
+        sharding: of all microbatches.
+        cp_sizes: yields the number of context ranks of every microbatch, in the place of the sharding's.
+    """
+    if sharding.num_shards == 1 and cp_sizes is None:
         return
-    get_lengths = track_lengths(run)
+    get_lengths, current = track_lengths(run), sharding
     batch_size = 1 if run.args.packed_capacity is not None else run.args.training.micro_batch_size
+
+    if cp_sizes is not None:
+        sizes = cp_sizes
+
+        def begin_microbatch(*_) -> None:
+            nonlocal current
+            current = SequenceSharding(sharding.tp, next(sizes))
+
+        run.chunks[0].register_forward_pre_hook(begin_microbatch)
 
     def get_tokens() -> list[Tensor]:
         lengths = get_lengths()
-        return [sharding.token_indices(index, lengths, batch_size) for index in range(sharding.num_shards)]
+        return [current.token_indices(index, lengths, batch_size) for index in range(current.num_shards)]
 
     for chunk in run.chunks:
         for layer in chunk.moe_layers():
