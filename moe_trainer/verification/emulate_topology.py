@@ -61,7 +61,7 @@ def emulate_topology(run: TrainContext, sharding: SequenceSharding, cp_sizes: It
             if run.args.moe.moe_router_load_balancing_type == "sinkhorn":
                 layer.router._route = route_by_shard(layer.router._route, get_tokens)
     losses = run.chunks[-1].mtp_losses
-    if sharding.cp > 1 and losses is not None:
+    if sharding.cp > 1 and losses is not None and not losses.is_global:
         by_context = SequenceSharding(1, sharding.cp)
         losses.forward = mean_by_context_rank(
             losses, lambda: [by_context.positions(index, get_lengths()) for index in range(sharding.cp)]
@@ -101,11 +101,11 @@ def mean_by_context_rank(losses: MTPLosses, get_positions: Callable[[], list[Ten
             for index, valid in zip(positions, before):
                 count = mask_BS[:, index].sum().clamp(min=1)
                 mean = (token_loss_BS[:, index].detach() * mask_BS[:, index]).sum() / count
-                losses.losses[depth] += mean / len(positions)
+                losses.losses[0, depth] += mean / len(positions)
                 share = valid / count if losses.per_token_loss else 1.0 / (count * len(positions))
                 weights_BS[:, index] = mask_BS[:, index] * share
             x_SBH = attach_loss(x_SBH, token_loss_BS * weights_BS, losses.loss_weight * grad_scale)
-        losses.losses[-1] += 1
+        losses.losses[1] += 1
         return x_SBH
 
     return forward

@@ -126,6 +126,7 @@ def test_mappings_equal_one_process(clean_pool, monkeypatch):
     cases += [
         [*PACKED, *TP, *CAPACITY],
         [*PACKED, *CP, *MTP, "--sequence-packing-scheduler", "cost_balanced"],
+        [*PACKED, *CP, *MTP, "--mtp-loss-per-token", "--calculate-per-token-loss"],
         [*PACKED, *EP, *GLOBAL],
         [*PACKED, *EP, *GLOBAL, "--calculate-per-token-loss"],
         [*PACKED, *EP, *CAPACITY, "--moe-token-drop-policy", "position"],
