@@ -29,8 +29,6 @@ from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, Order
 from moe_trainer.training.context import TrainContext
 
 GLOBAL_LOSS = "global_load_balancing_loss"
-
-
 Shares = Sequence[Sequence[int]]
 """By group of microbatches that run at once, the number of data and context ranks that share each; 1 for all, if they
 share all alike."""
@@ -77,13 +75,14 @@ class GlobalBalance:
     def __init__(self, router: TopKRouter, microbatch: Callable[[], int | None]):
         self.router, self.microbatch = router, microbatch
         self._other_losses = router._losses
-        self._pending: dict[int | None, list[tuple[Tensor, Tensor, Tensor | slice]]] = {}
+        self._pending: dict[int, list[tuple[Tensor, Tensor, Tensor | slice]]] = {}
         self.reset([])
 
     def reset(self, groups: Shares) -> None:
         """Discard the choices of the previous iteration; `groups` are those of the next one."""
         self._choices_E = torch.zeros(self.router.num_experts, dtype=torch.float64)
-        self._next_groups, self._mean_size = iter(groups), sum(map(len, groups)) / max(1, len(groups))
+        self._shares = [shares for shares in groups for _ in shares]  # by microbatch
+        self._mean_size = len(self._shares) / max(1, len(groups))
 
     def __call__(
         self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None, valid: ValidTokens | None = None
@@ -91,14 +90,14 @@ class GlobalBalance:
         """Return the gradient of all losses; that of the global loss is added later, in place."""
         grad_TE = self._others(logits_TE, shape, routing_TE, valid)
         counted_T = slice(None) if valid is None else valid.mask_T
-        if not self._pending:
-            self._shares = next(self._next_groups)
-        calls = self._pending.setdefault(self.microbatch(), [])
+        number = self.microbatch()
+        assert number is not None, "routers run inside a microbatch"
+        shares, calls = self._shares[number - 1], self._pending.setdefault(number, [])
         calls.append((logits_TE, grad_TE, counted_T))
         # a layer shared by several depths of multi-token prediction is called several times per microbatch
-        if len(self._pending) == len(self._shares) and len(calls) == len(next(iter(self._pending.values()))):
+        if len(self._pending) == len(shares) and len(calls) == len(next(iter(self._pending.values()))):
             for group in zip(*self._pending.values(), strict=True):
-                self._add_global_loss(group)
+                self._add_global_loss(group, shares)
             self._pending.clear()
         return grad_TE
 
@@ -114,17 +113,17 @@ class GlobalBalance:
             router.coefficients = coefficients
         return torch.zeros_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
 
-    def _add_global_loss(self, group: Sequence[tuple[Tensor, Tensor, Tensor | slice]]) -> None:
+    def _add_global_loss(self, group: Sequence[tuple[Tensor, Tensor, Tensor | slice]], shares: Sequence[int]) -> None:
         """Add the loss of one group: value and gradient for each of its microbatches.
 
         The third element is which tokens of a microbatch are no padding.
         """
         router = self.router
         counted = [logits_TE[counted_T].to(grad_TE.dtype) for logits_TE, grad_TE, counted_T in group]
-        tokens, ranks = sum(map(len, counted)), sum(self._shares)
+        tokens, ranks = sum(map(len, counted)), sum(shares)
         with torch.no_grad():
             self._choices_E += sum(map(self._counts, counted))
-        for logits_TE, (_, grad_TE, counted_T), share in zip(counted, group, self._shares):
+        for logits_TE, (_, grad_TE, counted_T), share in zip(counted, group, shares):
             with torch.enable_grad():
                 leaf_TE = logits_TE.detach().requires_grad_()
                 frequency_E = (self._choices_E / self._choices_E.sum()).to(leaf_TE.dtype)
