@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import json
 import logging
-import os
 import secrets
 import shutil
 import socket
@@ -48,8 +47,8 @@ from moe_trainer.checkpoint.megatron_legacy import writer as legacy_writer
 from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
 from moe_trainer.checkpoint.ownership import KINDS, ShardList, assign_owners, digest_shards
 from moe_trainer.checkpoint.save_planner import ShardSavePlanner, describe_plans
-from moe_trainer.checkpoint.shared_folder import check_seen_by_all
 from moe_trainer.checkpoint.sharding import KeyScheme, make_shards, rng_key
+from moe_trainer.checkpoint.shared_folder import check_seen_by_all
 from moe_trainer.io import flush_file
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import (
@@ -455,8 +454,7 @@ def _prepare_folder(directory: Path, probe: Path) -> tuple[str | None, int | Non
         identity = filesystem_id(directory)
         if (directory / TRACKER).is_dir():
             return (
-                f"{directory / TRACKER} is a folder, and the file that names the newest checkpoint is needed; "
-                "remove it"
+                f"{directory / TRACKER} is a folder, and the file that names the newest checkpoint is needed; remove it"
             ), None
     except OSError as error:
         return f"cannot write there: {error}", None

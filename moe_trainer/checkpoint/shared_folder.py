@@ -11,7 +11,7 @@ from moe_trainer.parallel.coordination import gather_errors
 from moe_trainer.parallel.state import ParallelState
 
 PATIENCE_S = 10.0
-"""How long a rank looks for a path that rank 0 may just have made: network file systems remember what they have seen."""
+"""How long a rank looks for a path that rank 0 may just have made: network file systems remember what they saw."""
 _LOOK_AGAIN_S = 0.5
 _RANKS_SHOWN = 4
 

@@ -125,7 +125,8 @@ def build_datasets(
     datasets = plan.datasets(sizes, consumed)
     domains = (dataset for _, dataset in datasets.domains)
     candidates = datasets.train, *datasets.valid, datasets.test, *domains
-    everything = [dataset for dataset in candidates if isinstance(dataset, CachedIndex | ContinuedDataset | PhasedDataset)]
+    kinds = CachedIndex | ContinuedDataset | PhasedDataset
+    everything = [dataset for dataset in candidates if isinstance(dataset, kinds)]
     try:
 
         def write_caches() -> None:
@@ -193,9 +194,7 @@ def build_streams(data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, 
 class _Plan:
     """Choose the data source and lay out the datasets, without building any index."""
 
-    def __init__(
-        self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, kept_order: Mapping[str, str]
-    ):
+    def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, kept_order: Mapping[str, str]):
         self._data, self._training, self._kept_order = data, training, kept_order
         self._opened: dict[str, IndexedDataset] = {}
         self._files: dict[str, FileSequences] = {}

@@ -104,7 +104,8 @@ def compare_orders(
 
 
 def _describe_loader(order: Mapping[str, str]) -> str:
-    return f"--dataloader-type cyclic over {order[_CYCLE].split()[0]} samples" if _CYCLE in order else "no cyclic loader"
+    total, *_ = order.get(_CYCLE, "").split(" ")
+    return f"--dataloader-type cyclic over {total} samples" if total else "no --dataloader-type cyclic"
 
 
 def _phases(dataset: SampleSource | PhasedDataset) -> Iterator[tuple[int, SampleSource]]:

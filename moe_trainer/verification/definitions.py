@@ -24,8 +24,9 @@ def defined_by_mapping(values: Mapping[str, object], mapping: ParallelMapping) -
     num_shards, kinds = mapping.tp * mapping.cp, as_list(values.get(_KINDS) or "")
     has_capacity, is_dynamic = values.get("moe_expert_capacity_factor") is not None, _has_groups(values)
     has_other_tokens = num_shards > 1 or bool(values.get("use_varlen_dataset"))  # padding counts as tokens of a rank
+    has_data_ranks = mapping.dp > 1 or is_dynamic
     is_defined = {
-        "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and (mapping.dp > 1 or is_dynamic),
+        "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and has_data_ranks,
         "sinkhorn balancing (over each rank's tokens)": "sinkhorn" in kinds and has_other_tokens,
         "expert capacity and dropped tokens (of each rank's tokens)": has_capacity and has_other_tokens,
         "multi-token prediction's mean (over each context rank's tokens)": _has_mean_of_ranks(values, mapping),

@@ -60,7 +60,10 @@ def test_own_folders_of_the_same_name_are_not_taken_for_one(nodes):
 
 @pytest.mark.parametrize(
     ("owner", "words"),
-    [(0, "do not see what rank 0 sees in this folder: rank 1 on node "), (1, "rank 0 sees no checkpoint in this folder")],
+    [
+        (0, "do not see what rank 0 sees in this folder: rank 1 on node "),
+        (1, "rank 0 sees no checkpoint in this folder"),
+    ],
 )
 def test_checkpoint_that_only_one_node_has_is_not_damaged(nodes, owner, words):
     """A damaged one would be skipped, and a run could start from scratch."""

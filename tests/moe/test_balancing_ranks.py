@@ -285,7 +285,7 @@ def _define_global_loss(microbatches):
         counts_E += torch.bincount(logits_TE.topk(2)[1].flatten(), minlength=8)
         loss = 8 * (counts_E / counts_E.sum() * leaf_TE.softmax(-1).mean(0)).sum()
         (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
-        yield float(loss), 0.3 * slope_TE
+        yield loss.item(), 0.3 * slope_TE
 
 
 @pytest.mark.parametrize("per_token_loss", [False, True])
