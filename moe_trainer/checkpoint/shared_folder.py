@@ -10,7 +10,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.parallel.coordination import gather_errors
 from moe_trainer.parallel.state import ParallelState
 
-PATIENCE_S = 10.0
+LOOK_TIMEOUT_S = 10.0
 """How long a rank looks for a path that rank 0 may just have made: network file systems remember what they saw."""
 _LOOK_AGAIN_S = 0.5
 _RANKS_SHOWN = 4
@@ -44,7 +44,7 @@ def describe_place(folder: Path, ps: ParallelState) -> str:
 
 
 def _is_seen(path: Path) -> bool:
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + LOOK_TIMEOUT_S
     while not os.path.exists(path):
         if time.monotonic() >= end:
             return False

@@ -13,7 +13,6 @@ Suffixes: B samples of a microbatch, S sequence length.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -269,15 +268,17 @@ class Cycle(NamedTuple):
         micro, ranks = self.micro_batch_size, self.num_ranks
         of_rank = self.length // ranks
 
-        @functools.lru_cache(maxsize=2)
-        def shuffle(epoch: int) -> Tensor:
-            return torch.randperm(of_rank, generator=torch.Generator().manual_seed(epoch))
+        shuffled, current = torch.empty(0), None
 
         def sample(position: int) -> int:
+            nonlocal shuffled, current
             epoch, inside = divmod(position, self.length)
+            if epoch != current:
+                shuffled = torch.randperm(of_rank, generator=torch.Generator().manual_seed(epoch))
+                current = epoch
             number, inside = divmod(inside, micro * ranks)
             rank, inside = divmod(inside, micro)
-            return int(shuffle(epoch)[number * micro + inside]) + rank * of_rank
+            return int(shuffled[number * micro + inside]) + rank * of_rank
 
         for first in itertools.count(consumed + dp_rank * micro_batch_size, micro_batch_size * dp_size):
             yield [sample(position) for position in range(first, first + micro_batch_size)]

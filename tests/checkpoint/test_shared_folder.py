@@ -16,7 +16,7 @@ ITERATION = "iter_0000003"
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_folder, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(shared_folder, "LOOK_TIMEOUT_S", 0.0)
     for number in range(2):
         (tmp_path / f"node{number}").mkdir()
     return tmp_path
