@@ -7,9 +7,7 @@ log-sum-exp of all keys.
 Shapes: T tokens of all sequences, U those of their keys, N query heads, G key-value heads, D key width, E value width.
 """
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,7 +50,9 @@ def varlen_attention(
     """
     width = v_TGE.shape[2]
     v_TGD = pad_width(v_TGE, q_TND.shape[2])
-    grouped = {"enable_gqa": k_TGD.shape[1] != q_TND.shape[1]} if _takes_gqa(varlen.varlen_attn) else {}
+    grouped = {}
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:  # torch 2.11 takes fewer key heads without it
+        grouped["enable_gqa"] = k_TGD.shape[1] != q_TND.shape[1]
     out_TND = varlen.varlen_attn(
         q_TND,
         k_TGD,
@@ -66,12 +66,6 @@ def varlen_attention(
         **grouped,
     )
     return out_TND[..., :width]
-
-
-@functools.cache
-def _takes_gqa(attention: Callable[..., Tensor]) -> bool:
-    """Return whether fewer key heads must be announced; torch 2.11 takes them without a word."""
-    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 class Borders(NamedTuple):

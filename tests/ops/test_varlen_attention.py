@@ -38,7 +38,7 @@ def sequence_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size,
 
 
 def sequence_attention_of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
-    """The same of an earlier torch, which takes fewer key heads without being told."""
+    """The same of an earlier torch, which takes fewer key heads without this argument."""
     enable_gqa = q.shape[1] != k.shape[1]
     return sequence_attention(
         q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=enable_gqa
