@@ -374,8 +374,11 @@ def kernels() -> Iterator[tuple[str, Check]]:
     """Triton kernels against torch."""
     import torch
 
+    from moe_trainer.layers import kernels as selected
     from scripts.bench_kernels import BENCH_SIZES, MAX_ERROR, measure, relative_error
     from scripts.kernel_cases import NAMES, make
+
+    optional = set(selected.NAMES) - set(selected.DEFAULT)  # torch has the default: no claim of speed
 
     def require_triton() -> None:
         if importlib.util.find_spec("triton") is None:
@@ -395,6 +398,8 @@ def kernels() -> Iterator[tuple[str, Check]]:
         _, _, plain, kernel, speedup, throughput, _ = measure(name, size, 20)
         torch.cuda.empty_cache()
         detail = f"torch {plain} ms, Triton {kernel} ms, speedup {speedup}, {throughput}"
+        if name in optional:
+            return f"{detail}; not a default kernel"
         assert float(speedup) >= MIN_SPEEDUP, f"slower than torch: {detail}"
         return detail
 
@@ -445,7 +450,7 @@ def profile() -> Iterator[tuple[str, Check]]:
     from scripts import bench_gpu
 
     def check(shape: str) -> CheckResult:
-        path = profile_step(shape_argv(shape), Path.cwd())
+        path = bench_gpu.in_new_process(profile_step, shape_argv(shape), Path.cwd())
         events = json.loads(path.read_text())["traceEvents"]
         gaps, idle_us, total_us = largest_gaps(events)
         if not total_us:

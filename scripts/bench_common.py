@@ -6,10 +6,12 @@ torch is imported where it is used: some benchmarks measure what happens before 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import platform
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -90,6 +92,15 @@ def provenance_line(machine: str = "", software: str = "") -> str:
         software = f"torch {torch.__version__}"
     machine = machine or f"{platform.machine()}, {os.cpu_count()} cores"
     return f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, {machine}, {software}"
+
+
+def get_commit(*options: str) -> str:
+    """Return `git describe` of this checkout; "unknown" without git or a repository."""
+    command = ["git", "describe", "--always", "--abbrev=12", *options]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
+    return "unknown"
 
 
 def load_line() -> str:

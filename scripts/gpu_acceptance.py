@@ -29,6 +29,7 @@ ROOT = SCRIPT.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from scripts.acceptance_checks import SECTIONS, NotMeasuredError, is_emulated
+from scripts.bench_common import get_commit
 
 DETAILS = """\
 Sections, in this order:
@@ -197,7 +198,6 @@ def get_provenance() -> dict[str, str]:
     """Return date, device, versions and commit of this run."""
     import torch
 
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     if is_emulated():
         device += ", EMULATED on the CPU (docs/testing_without_gpu.md): no result on speed, NCCL or compiled kernels"
@@ -206,7 +206,7 @@ def get_provenance() -> dict[str, str]:
         "device": device,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
         "python": sys.version.split()[0],
-        "commit": git.stdout.strip() or "unknown",
+        "commit": get_commit(),
     }
 
 

@@ -41,6 +41,7 @@ from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.roofline import Roofline, make_roofline
 from moe_trainer.estimate.roofline_text import roofline_json, roofline_lines, table_lines
 from moe_trainer.exit_codes import ExitCode
+from scripts.bench_common import get_commit
 
 DEVICE = ROOT / "tests" / "emulated_cuda"
 RECORD = ROOT / "scripts" / "bench_results" / "roofline.md"
@@ -166,10 +167,7 @@ def print_models(write: bool) -> int:
         print(f"{name} on {gpus} {hardware}: {' '.join(flags)}", file=sys.stderr)
         argv = [*flags, "--world-size", str(gpus), "--hardware", hardware]
         rows.append((name, *plan_and_roofline(argv, recordings)))
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True
-    ).stdout.strip()
-    lines = table_lines(rows, commit or "unknown")
+    lines = table_lines(rows, get_commit("--dirty"))
     print("\n".join(lines))
     if write:
         RECORD.write_text("\n".join(lines) + "\n", encoding="utf-8")

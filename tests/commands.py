@@ -88,11 +88,13 @@ def run(
 ) -> Finished:
     """Run `pretrain_moe.py argv` on `world_size` ranks. Return the first failing rank's result, or all output.
 
-    The ranks get torchrun's variables without torchrun, which takes seconds to start.
+    The ranks get torchrun's variables without torchrun, which takes seconds to start. CUDA cannot be used in a fork of a
+    process that has asked for devices, so where there are some (tests/gpu) every rank is a new interpreter.
     """
     with rank_variables(world_size) as ranks:
         envs = [environment(**variables, **env) for variables in ranks]
-        results = (_commands if new_interpreter else _forks)(argv, cwd, envs, timeout)
+        forks = not new_interpreter and not torch.cuda.is_available()
+        results = (_forks if forks else _commands)(argv, cwd, envs, timeout)
     failed = [result for result in results if result.returncode != 0]
     if failed and failed[0].returncode == 2:  # one of the ranks that found the same error prints it
         return Finished(2, failed[0].stdout, "".join(result.stderr for result in failed if result.returncode == 2))

@@ -130,7 +130,8 @@ def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
         and f.experts
         and (problem := experts_problem(s, f.ep))
     ):
-        s.note_no_effect(s.flag(dest), f"TransformerEngine cannot compute these experts, because {problem}")
+        reason = f"TransformerEngine cannot compute these experts, because {problem}; this program's grouped GEMMs do"
+        s.note_no_effect(s.flag(dest), reason)
 
 
 def resolve_deepep_num_sms(s: Settings, _f: DerivedSizes) -> None:

@@ -70,6 +70,8 @@ class Kernels:
             ActivationFns for experts.
         grouped_gemms, permutation, fused_topk, balancing: None for the torch versions.
         expert_kernels: for quantized experts whose counts are on the device; None for the torch versions.
+        add_weight_grad: adds weight gradients of all experts to fp32 sums, which torch's grouped GEMM cannot; None
+            without Triton.
     """
 
     rms_norm: Callable[..., Tensor] = pointwise.rms_norm
@@ -82,6 +84,7 @@ class Kernels:
     paged_stash: PageKernels = TORCH_PAGE_KERNELS
     activations: tuple[tuple[Activation, Callable[..., Tensor] | None, ActivationFns], ...] = ()
     grouped_gemms: GroupedGemms | None = None
+    add_weight_grad: Callable[..., None] | None = None
     permutation: Callable[[], Permutation] | None = None
     fused_topk: Callable[..., tuple[Tensor, Tensor]] | None = None
     balancing: Balancing | None = None
@@ -131,7 +134,10 @@ def select_kernels(
     if not found:
         return Kernels()
     logger.info("Triton kernels: %s", ", ".join(wanted))
-    return Kernels(**{part: value for name in wanted for part, value in _load(name).items()})
+    return Kernels(
+        **{part: value for name in wanted for part, value in _load(name).items()},
+        add_weight_grad=importlib.import_module("moe_trainer.ops.triton_grouped_gemm").add_weight_grad,
+    )
 
 
 def with_delta_rule(

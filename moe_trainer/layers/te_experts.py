@@ -1,7 +1,8 @@
 """One linear of all local experts by TransformerEngine's GroupedLinear, on our stacked weight.
 
 The library wants a tensor per expert; ours are one parameter [e, N, K]. The module loses its own parameters and gets
-views of the stack during a call. Their gradients reach the stack as one tensor, without a copy if they are contiguous.
+views of the stack during a call. Its GEMMs write their gradients in fp32 (`give_main_grads`), which are added to the
+stack's main gradient without a rounding to bf16.
 Where the stack is stored in fp8 (--fp8-param-gather), it gets tensors of the library that share the stack's bytes.
 Biases are added between the GEMMs (moe/grouped_experts.py). Deferred weight gradients use the library's
 delay_wgrad_compute, a first-in first-out queue; a pass that does not defer runs one entry, and since all are summed it
@@ -10,6 +11,7 @@ may be another pass's. Token counts are multiples of `pad_multiple`.
 Shape letters: R tokens sorted by expert, e local experts, N output width, K input width.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -26,38 +28,48 @@ from moe_trainer.quantization.iteration import WeightCastCache
 
 class _Unstacked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight_eNK: Tensor, collect, tensors: Sequence[Tensor] | None, to_ours):
+    def forward(ctx, weight_eNK: Tensor, collect, tensors: Sequence[Tensor] | None):
         ctx.set_materialize_grads(False)
-        ctx.collect, ctx.to_ours = collect, to_ours
+        ctx.collect = collect
         ctx.none, ctx.shape = weight_eNK.new_empty(0), weight_eNK.shape[1:]
         return weight_eNK.unbind(0) if tensors is None else tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
         if ctx.collect is not None:
-            return ctx.collect(), None, None, None
-        found = stacked([ctx.none.new_zeros(ctx.shape) if grad is None else grad for grad in grads])
-        return found if ctx.to_ours is None else ctx.to_ours(found), None, None, None
+            return ctx.collect(), None, None
+        return stacked([ctx.none.new_zeros(ctx.shape) if grad is None else grad for grad in grads]), None, None
 
 
 def unstacked(
-    weight_eNK: Tensor,
-    collect: Callable[[], Tensor | None] | None,
-    tensors: Sequence[Tensor] | None,
-    to_ours: Callable[[Tensor], Tensor] | None = None,
+    weight_eNK: Tensor, collect: Callable[[], Tensor | None] | None, tensors: Sequence[Tensor] | None
 ) -> tuple[Tensor, ...]:
     """Return per-expert views of a stacked weight for the library. Differentiable.
 
     Args:
         collect: returns the gradient of the stack, or None, instead of the sum over the views.
         tensors: of the library, instead of views.
-        to_ours: converts a stack of their gradients to the layout of the weight.
     """
-    shown = _Unstacked.apply(weight_eNK, collect, tensors, to_ours)
+    shown = _Unstacked.apply(weight_eNK, collect, tensors)
     if tensors is not None and weight_eNK.requires_grad and torch.is_grad_enabled():
         for tensor in shown:
             tensor.requires_grad_()  # the library's tensors remember what they were made with
     return shown
+
+
+def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor) -> Tensor:
+    """Give the weights of all experts the tensors to which the library adds their gradients: zeros, fp32 or wider.
+
+    Not slices of the parameter's main gradient: there the gradient is added times a factor, or replaces an old one.
+
+    Returns:
+        All of them, [e, N, K].
+    """
+    dtype = torch.promote_types(weight_eNK.dtype, torch.float32)
+    sums_eNK = torch.zeros(weight_eNK.shape, dtype=dtype, device=weight_eNK.device)
+    for weight, total in zip(weights, sums_eNK, strict=True):
+        weight.main_grad = total
+    return sums_eNK
 
 
 class LibraryWeight:
@@ -145,9 +157,13 @@ class FusedGroupedLinear(nn.Module):
             bias=False,
             params_dtype=torch.float32,
             device="meta",
+            fuse_wgrad_accumulation=True,
             delay_wgrad_compute=queue is not None,
             save_original_input=save_original_input,
         )
+        self._deferred: list[Tensor] = []  # results of the library's queue, in its order
+        declared = inspect.signature(library.GroupedLinear.forward).parameters.get("m_splits")
+        self._takes_tensor = declared is not None and declared.annotation is Tensor
         self._names = [f"weight{expert}" for expert in range(num_experts)]
         for name in self._names:
             delattr(self.fused, name)
@@ -158,22 +174,30 @@ class FusedGroupedLinear(nn.Module):
         Args:
             counts_e: host integers, multiples of pad_multiple that add up to R > 0.
         """
-        collect = (
-            None
-            if self.queue is None
-            else lambda: compute_or_defer(self.queue, weight_eNK, lambda: self._defer(weight_eNK))
-        )
+        sums = [] if self.queue is None else self._deferred
+
+        def collect() -> Tensor | None:
+            return compute_or_defer(self.queue, weight_eNK, lambda: self._take(weight_eNK, sums))
+
         is_first = self.casts.is_first()
         tensors = self.stored.tensors(weight_eNK, is_first, self.training)
-        with self.context(), self._showing(unstacked(weight_eNK, collect, tensors)):
-            return self.fused(x_RK, list(counts_e), is_first_microbatch=is_first)
+        views = unstacked(weight_eNK, collect, tensors)
+        with self.context(), self._showing(views):
+            y_RN = self.fused(x_RK, self._splits(counts_e), is_first_microbatch=is_first)
+        if y_RN.requires_grad and weight_eNK.requires_grad:
+            y_RN.register_hook(lambda _: sums.append(give_main_grads(views, weight_eNK)))  # when its backward begins
+        return y_RN
 
-    def _defer(self, weight_eNK: Parameter) -> Tensor:
-        """Run the oldest deferred weight gradient of the library."""
-        views = weight_eNK.detach().unbind(0)
-        with self._showing(views):
-            self.fused.backward_dw()
-        return stacked([view.grad for view in views])
+    def _splits(self, counts_e: Sequence[int]) -> list[int] | Tensor:
+        """Return the counts as the library declares them: a tensor on the host since 2.17, a list before."""
+        return torch.tensor(counts_e, dtype=torch.int64) if self._takes_tensor else list(counts_e)
+
+    def _take(self, weight_eNK: Parameter, sums: list[Tensor]) -> Tensor:
+        """Return the gradient; with a queue, compute the oldest one that the library has deferred."""
+        if self.queue is not None:
+            with self._showing(weight_eNK.detach().unbind(0)):
+                self.fused.backward_dw()
+        return sums.pop(0)
 
     def _showing(self, weights: Sequence[Tensor]) -> AbstractContextManager[None]:
         return showing(self.fused, dict(zip(self._names, weights, strict=True)))

@@ -12,7 +12,6 @@ weights are repeated with every microbatch, since operations know no first one.
 Shape letters: R tokens sorted by expert, e local experts, H hidden, F expert FFN width, G = 2F.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import Parameter
 
-from moe_trainer.layers.te_experts import stacked, unstacked
+from moe_trainer.layers.te_experts import give_main_grads, unstacked
 from moe_trainer.memory.host_read import integer_tensor
 from moe_trainer.ops.expert_mlp import compute_or_defer
 from moe_trainer.parallel.weight_grads import WeightGradQueue
@@ -88,12 +87,14 @@ class FusedExpertMLP(nn.Module):
                 bias=False,
                 device="meta",
                 dtype=torch.float32,
+                accumulate_into_main_grad=True,
                 delay_wgrad_compute=queue is not None,
             )
             for reads, makes in ((hidden, 2 * ffn), (ffn, output))
         )
         pipeline = _Pipeline(library, fc1, library.ops.ScaledSwiGLU(interleave_size), fc2)
         self._hidden = pipeline, fc1, fc2  # a tuple: the model has no parameters of theirs
+        self._deferred: tuple[list[Tensor], list[Tensor]] = [], []  # results of the library's queues, in their order
 
     def forward(
         self, x_RH: Tensor, probs_R: Tensor, w1_eGH: Parameter, w2_eHF: Parameter, counts_e: Sequence[int] | Tensor
@@ -102,41 +103,58 @@ class FusedExpertMLP(nn.Module):
         if not isinstance(counts_e, Tensor):
             counts_e = integer_tensor(counts_e, x_RH.device)
         pipeline, fc1, fc2 = self._hidden
-        weights = {}
+        weights, opened = {}, []
         for index, (linear, weight) in enumerate(((fc1, w1_eGH), (fc2, w2_eHF))):
-            _set_placeholders(linear, weight)
+            placeholders = _set_placeholders(linear, weight)
             size = self.interleave_size if linear is fc1 else None
-            collect = None if self.queue is None else self._collector(linear, weight, size)
-            rows = interleave(weight.detach(), size).unbind(0)
-            back = functools.partial(separate, size=size)
-            for expert, view in enumerate(unstacked(weight, collect, rows, back)):
-                weights[f"operations.{2 * index}.weight{expert}"] = view
+            sums = [] if self.queue is None else self._deferred[index]
+            views = unstacked(
+                weight,
+                self._collector(linear, weight, size, sums, placeholders),
+                interleave(weight.detach(), size).unbind(0),
+            )
+            views[0].main_grad = weight.new_empty(0)  # that there is one is checked here; backward reads placeholders
+            weights |= {f"operations.{2 * index}.weight{expert}": view for expert, view in enumerate(views)}
+            if weight.requires_grad:
+                opened.append((sums, placeholders, weight))
+
+        def open_sums(_: Tensor) -> None:
+            for sums, placeholders, weight in opened:
+                sums.append(give_main_grads(placeholders, weight))
+
         with self.context():
-            return functional_call(pipeline, weights, (x_RH, counts_e, probs_R))
+            y_RH = functional_call(pipeline, weights, (x_RH, counts_e, probs_R))
+        if y_RH.requires_grad:
+            y_RH.register_hook(open_sums)  # when its backward begins
+        return y_RH
 
-    def _collector(self, linear: nn.Module, weight: Parameter, size: int | None) -> Callable[[], Tensor | None]:
-        def run_deferred() -> Tensor:
-            """Run the oldest deferred weight gradient of the library."""
-            views = {f"weight{expert}": view for expert, view in enumerate(weight.detach().unbind(0))}
-            functional_call(_Deferred(linear), {f"linear.{name}": view for name, view in views.items()}, ())
-            return separate(stacked([view.grad for view in views.values()]), size)
+    def _collector(
+        self,
+        linear: nn.Module,
+        weight: Parameter,
+        size: int | None,
+        sums: list[Tensor],
+        placeholders: Sequence[Parameter],
+    ) -> Callable[[], Tensor | None]:
+        """Return a function that returns or defers the gradient that backward has written, or deferred, in `sums`."""
 
-        return lambda: compute_or_defer(self.queue, weight, run_deferred)
+        def take() -> Tensor:
+            if self.queue is not None:
+                linear.backward_dw()  # the oldest one
+            return separate(sums.pop(0), size)
+
+        def collect() -> Tensor | None:
+            for placeholder in placeholders:
+                del placeholder.main_grad
+            return compute_or_defer(self.queue, weight, take)
+
+        return collect
 
 
-def _set_placeholders(linear: nn.Module, weight_eNK: Tensor) -> None:
-    """Give an operation parameters without contents, from which its backward takes the device."""
+def _set_placeholders(linear: nn.Module, weight_eNK: Tensor) -> list[Parameter]:
+    """Return an operation's parameters without contents, from which its backward takes device and `main_grad`."""
+    names = [f"weight{expert}" for expert in range(len(weight_eNK))]
     if linear.weight0.device != weight_eNK.device:
-        for expert in range(len(weight_eNK)):
-            linear.register_parameter(f"weight{expert}", Parameter(weight_eNK.new_empty(0)))
-
-
-class _Deferred(nn.Module):
-    """The deferred weight gradient of one operation, as a call."""
-
-    def __init__(self, linear: nn.Module):
-        super().__init__()
-        self.linear = linear
-
-    def forward(self) -> None:
-        self.linear.backward_dw()
+        for name in names:
+            linear.register_parameter(name, Parameter(weight_eNK.new_empty(0)))
+    return [getattr(linear, name) for name in names]

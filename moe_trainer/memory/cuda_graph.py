@@ -80,6 +80,8 @@ class CudaGraphs:
         self._scale: Tensor | None = None
         self._scratch: dict[tuple, tuple[Tensor, ...]] = {}
         self._num_logged = 0
+        self._recorded: dict[tuple[str, str], bool] = {}  # layer kind and part -> whether it was captured
+        self._is_log_complete = False
         self.scopes: tuple[Scope, ...] = ()
 
     def is_captured(self, *parts: str) -> bool:
@@ -92,10 +94,20 @@ class CudaGraphs:
 
     def begin_iteration(self, eager: bool = False) -> None:
         """Begin the next iteration, with `eager` without graphs."""
-        if len(self._slots) > self._num_logged:
-            self._log_memory()
         self._iterations += 1
         self._eager = eager or self._iterations <= self._eager_iterations
+
+    def end_iteration(self) -> None:
+        """Log what the iteration has captured: of each layer kind once, and the memory of new graphs."""
+        if len(self._slots) > self._num_logged:
+            if not self._is_log_complete:
+                self._log_parts()
+            self._log_memory()
+
+    def record(self, kind: str, part: str, is_captured: bool) -> None:
+        """Record whether a part of a layer of this kind was captured in the current pass, for the log."""
+        if self._slot is not None:
+            self._recorded[kind, part] = is_captured
 
     def drop(self) -> None:
         """Drop all graphs and their memory; they are captured again where they are needed next."""
@@ -127,7 +139,9 @@ class CudaGraphs:
         """
         return x if self._slot is None else self._slot.hold(x)
 
-    def run(self, part: str, fn: Callable[..., Any], modules: Sequence[nn.Module], *tensors: Tensor) -> Any:
+    def run(
+        self, part: str, fn: Callable[..., Any], modules: Sequence[nn.Module], *tensors: Tensor, kind: str = "module"
+    ) -> Any:
         """Return fn(*tensors), captured or replayed if the part is selected and not inside another captured part.
 
         Args:
@@ -135,8 +149,12 @@ class CudaGraphs:
             fn: the part. Other tensors and values that it reads must not change.
             modules: modules whose parameters fn reads.
             *tensors: inputs.
+            kind: of the layer, for the log.
         """
-        if part not in self.parts or self._slot is None or self._slot.capturing:
+        if self._slot is None or self._slot.capturing:
+            return fn(*tensors)
+        self.record(kind, part, part in self.parts)
+        if part not in self.parts:
             return fn(*tensors)
         return self._slot.call(part, fn, modules, tensors)
 
@@ -158,6 +176,15 @@ class CudaGraphs:
         tensors = [x for slot in self._slots for x in slot.tensors()]
         tensors += [x for buffers in self._scratch.values() for x in buffers]
         return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+    def _log_parts(self) -> None:
+        self._is_log_complete = True
+        for kind in dict.fromkeys(kind for kind, _ in self._recorded):
+            captured, eager = (
+                ", ".join(part for (other, part), found in self._recorded.items() if other == kind and found is wanted)
+                for wanted in (True, False)
+            )
+            logger.info("CUDA graphs of %s: captured: %s; not captured: %s", kind, captured or "none", eager or "none")
 
     def _log_memory(self) -> None:
         self._num_logged = len(self._slots)

@@ -127,6 +127,11 @@ class TransformerLayer(nn.Module):
         return (self.norm, self.mixer) if self.is_mamba else (self.input_layernorm, self.self_attention)
 
     @property
+    def kind(self) -> str:
+        """The classes of its sublayers, for the log."""
+        return f"layers of {' and '.join(type(module).__name__ for module in self.sublayers.values())}"
+
+    @property
     def sublayers(self) -> dict[str, nn.Module]:
         """The modules that write to the residual stream, by their names in the layer."""
         names = [("mixer" if self.is_mamba else "self_attention")] * self.has_mixer + ["mlp"] * self.has_mlp
@@ -159,7 +164,9 @@ class TransformerLayer(nn.Module):
                 x_SBH = self._attention_sublayer(x_SBH, rope, visible, scale)
             return self._mlp_sublayer(x_SBH, scale, forced, routed_by) if self.has_mlp else x_SBH
 
-        return self.graphs.run("layer", run, [self], x_SBH, *forced)
+        if not self.graphs.is_captured("layer"):
+            return run(x_SBH, *forced)
+        return self.graphs.run("layer", run, [self], x_SBH, *forced, kind=self.kind)
 
     # Each sublayer is a function of tensors that graphs.run captures as a part; recompute and offload scopes are
     # inside.
@@ -176,7 +183,7 @@ class TransformerLayer(nn.Module):
                 y_SBH = attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
             return self._add_residual(x_SBH, normed, post_norm, y_SBH, weights)
 
-        return self.graphs.run("attn", run, _present(norm, attention, post_norm), x_SBH)
+        return self.graphs.run("attn", run, _present(norm, attention, post_norm), x_SBH, kind=self.kind)
 
     def _mlp_sublayer(
         self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], routed_by: dict[str, Any]
@@ -213,10 +220,12 @@ class TransformerLayer(nn.Module):
 
         if self.is_moe and self.graphs.is_captured("moe_router"):
             modules = _present(norm, *self.mlp.routing_modules)
-            normed, routed = self.graphs.run("moe_router", route, modules, x_SBH, *forced)
+            normed, routed = self.graphs.run("moe_router", route, modules, x_SBH, *forced, kind=self.kind)
+            self.graphs.record(self.kind, "moe_preprocess", routed.state is not None)
+            self.graphs.record(self.kind, "dispatch and experts", False)
             return self._add_residual(x_SBH, normed, post_norm, self.mlp(normed, grad_scale, routed))
         part = "moe" if self.is_moe else "mlp"
-        return self.graphs.run(part, run, _present(norm, self.mlp, post_norm), x_SBH, *forced)
+        return self.graphs.run(part, run, _present(norm, self.mlp, post_norm), x_SBH, *forced, kind=self.kind)
 
     def _normalize(
         self, part: str, norm: nn.Module | None, x_SBH: Tensor

@@ -130,6 +130,7 @@ class Experts(nn.Module):
             )
         self.activation = make_activation(model)
         self.activation_fns, self.gemms = kernels.expert_activation(self.activation), kernels.grouped_gemms
+        self.add_weight_grad = kernels.add_weight_grad
         self.allow_grouped = moe.moe_grouped_gemm
         self.probs_on_input = moe.moe_apply_probs_on_input
         self.queue, self.activations = queue, activations or ActivationPolicy()
@@ -270,6 +271,7 @@ class Experts(nn.Module):
                 options["grouped"] = self.gemms
                 return quantized_expert_mlp(*inputs, self.activation, tuple(self.quantized), **options)
             options |= {"allow_grouped": self.allow_grouped, "gemms": self.gemms}
+            options["add_weight_grad"] = self.add_weight_grad
             return expert_mlp(*inputs, self.activation, **options)
 
     def _fc2_bias(self, bias_eH: Tensor | None) -> Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_trainer.ops.grouped_gemm import (
     GROUPED_MM,
     GroupedGemms,
+    GroupedWeightGrad,
     can_read_offsets_on_device,
     check_token_counts,
     expert_ranges,
@@ -125,6 +126,7 @@ class _ExpertMLPOptions:
         num_used: tokens that experts may have, as far as the host knows; those after them are unused.
         gemms: of all experts in one call; None for a loop over the experts.
         queue: takes weight gradients.
+        add_weight_grad: the kernel of GroupedWeightGrad.
     """
 
     counts: tuple[int, ...] | Tensor
@@ -132,6 +134,7 @@ class _ExpertMLPOptions:
     activation: ActivationFns
     gemms: GroupedGemms | None
     queue: Any
+    add_weight_grad: Callable[..., None] | None
 
     @property
     def has_host_counts(self) -> bool:
@@ -191,6 +194,12 @@ def compute_or_defer(queue: Any, owner: Tensor | WeightOwner, grad: Callable[[],
         if isinstance(owner, WeightOwner):
             parameter, compute = owner.parameter, lambda: owner.convert(grad())
         queue.defer(parameter, torch.no_grad()(compute))  # outside backward gradients would be recorded
+        return None
+    if isinstance(grad, GroupedWeightGrad):
+        total = get_main_grad_sum(owner, grad.x_RK)
+        if total is None:
+            return grad()
+        grad.add_to(total)
         return None
     computed = grad()
     total = None if computed is None else get_main_grad_sum(owner, computed)
@@ -359,9 +368,11 @@ def _backward_grouped(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
             grad_h[start:stop] = block_grad_h
             if p is not None:
                 grad_p[start:stop] = block_grad_p
-    needs_w = ctx.needs_input_grad[2] or ctx.needs_input_grad[4]
-    grad_w1 = (lambda: gemms.weight_grad(grad_h, x_RH, offsets)) if needs_w else None
-    grad_w2 = (lambda: gemms.weight_grad(grad_RH, grad_a, offsets)) if needs_w else None
+    grad_w1 = grad_w2 = None
+    if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
+        how = offsets, options.counts if options.has_host_counts else None, options.add_weight_grad
+        grad_w1 = GroupedWeightGrad(gemms, grad_h, x_RH, *how)
+        grad_w2 = GroupedWeightGrad(gemms, grad_RH, grad_a, *how)
     grad_x = gemms.input_grad(grad_h, w1, offsets) if ctx.needs_input_grad[0] else None
     grad_b1 = _sum_tokens(grad_h, options, offsets, x_RH.dtype) if ctx.has_b1 else None
     grad_b2 = None
@@ -407,6 +418,7 @@ def expert_mlp(
     queue: Any = None,
     activation_fns: ActivationFns | None = None,
     gemms: GroupedGemms | None = None,
+    add_weight_grad: Callable[..., None] | None = None,
     unused: int = 0,
 ) -> Tensor:
     """Run every expert on its tokens: y = p * (act(x @ w1^T + b1) @ w2^T + b2), with p applied before fc2.
@@ -418,6 +430,7 @@ def expert_mlp(
         allow_grouped: use one grouped GEMM where it is faster (grouped_gemm.prefer_grouped).
         queue: takes weight gradients while active in backward: has `active` and `defer(weight, compute)`.
         activation_fns, gemms: kernels that replace the torch versions; GEMMs for any size if grouping is allowed.
+        add_weight_grad: adds weight gradients of all experts to fp32 sums (the kernel of GroupedWeightGrad).
         unused: number of zero tokens after the last expert's; their results are undefined.
 
     Raises:
@@ -434,5 +447,6 @@ def expert_mlp(
         if gemms is None and prefer and _aligned(w1_eGH, w2_eHF):
             gemms = GROUPED_MM
         counts, gemms = tuple(counts), gemms if allow_grouped and num_used > 0 else None
-    options = _ExpertMLPOptions(counts, num_used, activation_fns or get_activation_fns(activation), gemms, queue)
+    activation_fns = activation_fns or get_activation_fns(activation)
+    options = _ExpertMLPOptions(counts, num_used, activation_fns, gemms, queue, add_weight_grad)
     return _ExpertMLP.apply(x_RH.contiguous(), probs_R, w1_eGH, b1_eG, w2_eHF, b2_eH, options)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_trainer.ops.main_grad import HALF_DTYPES
+from moe_trainer.ops.main_grad import HALF_DTYPES, MainGradSum
 from moe_trainer.ops.transfer import to_device
 
 # below this many tokens per expert a loop spends more time on calls than grouped_mm loses on its kernel
@@ -107,3 +107,39 @@ class GroupedGemms(NamedTuple):
 
 
 GROUPED_MM = GroupedGemms(grouped_forward, grouped_input_grad, grouped_weight_grad)
+
+
+class GroupedWeightGrad(NamedTuple):
+    """The gradient of the weights of all experts, grad_eNK: computed when called, or added to a main gradient.
+
+    Attributes:
+        counts: tokens per expert on the host; None if they are on the device only.
+        kernel: adds to a main gradient given as fourth argument, else as gemms.weight_grad; None if there is none.
+    """
+
+    gemms: GroupedGemms
+    grad_RN: Tensor
+    x_RK: Tensor
+    offsets_e: Tensor
+    counts: Sequence[int] | None
+    kernel: Callable[[Tensor, Tensor, Tensor, MainGradSum], None] | None
+
+    def __call__(self) -> Tensor:
+        """Return the gradient in the dtype of the tokens."""
+        return self.gemms.weight_grad(self.grad_RN, self.x_RK, self.offsets_e)
+
+    def add_to(self, total: MainGradSum) -> None:
+        """Add the gradient; in an fp32 sum without a rounding to half precision, if `kernel` or `counts` allow it.
+
+        torch's grouped GEMM writes no fp32, so without the kernel there is a GEMM per expert, which needs the counts.
+        """
+        if total.total.dtype == self.x_RK.dtype or self.kernel is None and self.counts is None:
+            total.add_gradient(self())
+        elif self.kernel is not None:
+            self.kernel(self.grad_RN, self.x_RK, self.offsets_e, total)
+        else:
+            ranges = expert_ranges(self.counts)
+            for expert, start, stop, _ in ranges:
+                total.slice(expert).add(self.grad_RN[start:stop].t(), self.x_RK[start:stop])
+            for expert in set(range(len(self.counts))).difference(expert for expert, *_ in ranges):
+                total.slice(expert).clear()

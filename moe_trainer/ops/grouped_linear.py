@@ -7,7 +7,7 @@ Shape letters: R tokens sorted by expert, e experts, N output width, K input wid
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from moe_trainer.ops.expert_mlp import compute_or_defer, grad_owner
 from moe_trainer.ops.grouped_gemm import (
     GROUPED_MM,
     GroupedGemms,
+    GroupedWeightGrad,
     check_token_counts,
     expert_ranges,
     prefer_grouped,
@@ -42,7 +43,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_RN = grad_RN.contiguous()
         needs_x, needs_w = ctx.needs_input_grad[:2]
         grad_x = _input_grad(ctx, grad_RN, w_eNK) if needs_x else None
-        compute = (lambda: _weight_grad(ctx, grad_RN, x_RK, w_eNK)) if needs_w else None
+        compute = _make_wgrad_fn(ctx, grad_RN, x_RK, w_eNK) if needs_w else None
         return grad_x, compute_or_defer(None, ctx.owner, compute), None, None
 
 
@@ -55,13 +56,17 @@ def _input_grad(ctx, grad_RN: Tensor, w_eNK: Tensor) -> Tensor:
     return grad_x
 
 
-def _weight_grad(ctx, grad_RN: Tensor, x_RK: Tensor, w_eNK: Tensor) -> Tensor:
+def _make_wgrad_fn(ctx, grad_RN: Tensor, x_RK: Tensor, w_eNK: Tensor) -> Callable[[], Tensor]:
     if ctx.gemms is not None:
-        return ctx.gemms.weight_grad(grad_RN, x_RK, ctx.offsets)
-    grad_w = torch.zeros_like(w_eNK)
-    for expert, start, stop, _ in expert_ranges(ctx.counts):
-        torch.mm(grad_RN[start:stop].t(), x_RK[start:stop], out=grad_w[expert])
-    return grad_w
+        return GroupedWeightGrad(ctx.gemms, grad_RN, x_RK, ctx.offsets, ctx.counts, None)
+
+    def compute() -> Tensor:
+        grad_w = torch.zeros_like(w_eNK)
+        for expert, start, stop, _ in expert_ranges(ctx.counts):
+            torch.mm(grad_RN[start:stop].t(), x_RK[start:stop], out=grad_w[expert])
+        return grad_w
+
+    return compute
 
 
 def grouped_linear(

@@ -91,7 +91,7 @@ def forward_kernel(
         total = total * shrunk + tl.sum(powers, 1)
         weighted = tl.dot(powers.to(latent.dtype), latent, weighted * shrunk[:, None], input_precision=PRECISION)
         top = higher
-    has_keys = total > 0
+    has_keys = total != 0  # NaN has
     safe = tl.where(has_keys, total, 1.0)
     _put(mean + query * num_heads * rank, head, rank, num_heads, of_rank, rank, weighted / safe[:, None])
     tl.store(

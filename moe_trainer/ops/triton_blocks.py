@@ -49,3 +49,41 @@ def sum_partials(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     size = out.numel()
     sum_partials_kernel[(triton.cdiv(size, 32),)](partial, out, partial.shape[0], size, ROWS=32, BLOCK=32)
     return out
+
+
+@triton.constexpr_function
+def _integer(dtype):
+    """Return the integers of a float's width."""
+    return tl.int64 if dtype == tl.float64 else tl.int32
+
+
+@triton.constexpr_function
+def _largest(dtype):
+    """Return the largest of them."""
+    return (1 << (dtype.primitive_bitwidth - 1)) - 1
+
+
+@triton.jit
+def _ranks(keys):
+    """Integers in the order of torch.topk: zeros are equal, and NaN is the largest; all above the smallest integer.
+
+    An arg-max of floats finds no NaN, because comparisons with NaN are false, and cannot tell an expert of key -inf
+    from one that is chosen already.
+    """
+    LARGEST: tl.constexpr = _largest(keys.dtype)
+    bits = keys.to(_integer(keys.dtype), bitcast=True)
+    ranks = tl.where(bits < 0, bits ^ LARGEST, bits)
+    ranks = tl.where(keys == 0.0, 0, ranks)
+    return tl.where(keys != keys, LARGEST, ranks)
+
+
+@triton.jit
+def choose_largest(keys, allowed, expert, K: tl.constexpr):
+    """The K largest of each row's allowed keys, of which there are K, by K rounds of arg-max. Returns a bool tile."""
+    LOWEST: tl.constexpr = -_largest(keys.dtype) - 1
+    ranks = tl.where(allowed, _ranks(keys), LOWEST)
+    chosen = ranks != ranks
+    for _ in tl.static_range(K):
+        best = tl.argmax(tl.where(chosen, LOWEST, ranks), 1)
+        chosen = chosen | (expert[None, :] == best[:, None])
+    return chosen

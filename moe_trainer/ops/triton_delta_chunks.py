@@ -71,8 +71,9 @@ def _decays(total, first):
     """exp(G_i - G_j) where i >= j and both are of one document, else 0."""
     place = tl.arange(0, total.shape[0])
     seen = (place[:, None] >= place[None, :]) & (first[:, None] == first[None, :])
-    # at most one; what is above the diagonal would be more
-    return tl.where(seen, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
+    between = total[:, None] - total[None, :]
+    # at most one; what is above the diagonal would be more. tl.minimum would return 0 for NaN
+    return tl.where(seen, tl.exp(tl.where(between > 0.0, 0.0, between)), 0.0)
 
 
 @triton.jit

@@ -33,14 +33,11 @@ def _same(ids, one, other, length):
 
 
 @triton.jit
-def _program(x, ids, length, stride_b):
-    """Of this program: positions, channels, the sequence, and its inputs."""
+def _program():
+    """Of this program: positions, channels, and the sequence."""
     position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    sequence = tl.program_id(2).to(tl.int64)
-    if ids is not None:
-        ids += sequence * length
-    return position, channel, sequence, x + sequence * stride_b, ids
+    return position, channel, tl.program_id(2).to(tl.int64)
 
 
 @triton.jit
@@ -63,7 +60,10 @@ def _before_silu(x, weight, ids, position, channel, length, channels, stride, WI
 @triton.jit
 def convolve_kernel(x, weight, ids, y, length, channels, stride_s, stride_b, WIDTH: tl.constexpr):
     """Write the SiLU of the convolution to the contiguous y."""
-    position, channel, sequence, x, ids = _program(x, ids, length, stride_b)
+    position, channel, sequence = _program()
+    x += sequence * stride_b
+    if ids is not None:
+        ids += sequence * length
     value = _before_silu(x, weight, ids, position, channel, length, channels, stride_s, WIDTH)
     value = value / (1.0 + tl.exp(-value))
     to = y + (position[:, None].to(tl.int64) * tl.num_programs(2) + sequence) * channels + channel[None, :]
@@ -79,7 +79,10 @@ def gradient_kernel(
     grad_s, grad_b: strides of grad.
     """
     WIDE: tl.constexpr = partial.dtype.element_ty
-    position, channel, sequence, x, ids = _program(x, ids, length, stride_b)
+    position, channel, sequence = _program()
+    x += sequence * stride_b
+    if ids is not None:
+        ids += sequence * length
     known = channel < channels
     result = tl.zeros([POSITIONS, CHANNELS], WIDE)
     grad += sequence * grad_b

@@ -3,7 +3,8 @@
 Tokens of an expert need not be a multiple of anything. The launch covers the most tiles R tokens of e experts can need,
 R / tile + e; a program finds its tile from a cumulative sum over the offsets, and exits if there is none. The input
 gradient is the forward with exchanged strides. In the weight gradient a program owns a tile of one expert's gradient
-and walks over its tokens: no atomics, and an expert without tokens gets zeros. Sums are fp32.
+and walks over its tokens: no atomics, and an expert without tokens gets zeros. Sums are fp32, and may be added to an
+fp32 main gradient (ops/main_grad.py) without a rounding.
 
 Shapes: R tokens sorted by expert, e experts, N output width, K input width; offsets_e int32, the end of each expert's
 tokens. Tokens from offsets_e[-1] on are not written.
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.grouped_gemm import GroupedGemms
+from moe_trainer.ops.main_grad import MainGradSum
 
 GROUP = tl.constexpr(8)
 """Tiles of rows that go through all columns together, so that their weights are found in the L2 cache."""
@@ -89,12 +91,14 @@ def weight_kernel(
     in_width,
     stride_g,
     stride_x,
+    alpha,
+    beta,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     OUT: tl.constexpr,
     IN: tl.constexpr,
 ):
-    """grad_w[e] = grad[rows of e]^T @ x[rows of e]: one tile of one expert's."""
+    """One tile of grad_w[e] = beta * grad_w[e] + alpha * grad[rows of e]^T @ x[rows of e]; beta None: 0."""
     expert = tl.program_id(1)
     in_tiles = tl.cdiv(in_width, IN)
     n = tl.program_id(0) // in_tiles * OUT + tl.arange(0, OUT)
@@ -109,7 +113,11 @@ def weight_kernel(
         right = tl.load(at_x, mask=(row < end)[:, None] & (k < in_width)[None, :], other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
     at = grad_w + expert.to(tl.int64) * out_width * in_width + n[:, None].to(tl.int64) * in_width + k[None, :]
-    tl.store(at, total.to(grad_w.dtype.element_ty), mask=(n < out_width)[:, None] & (k < in_width)[None, :])
+    inside = (n < out_width)[:, None] & (k < in_width)[None, :]
+    total = total * alpha
+    if beta is not None:
+        total += tl.load(at, mask=inside, other=0.0).to(tl.float32) * beta
+    tl.store(at, total.to(grad_w.dtype.element_ty), mask=inside)
 
 
 def _tiles(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -154,16 +162,15 @@ def grouped_input_grad(grad_RN: Tensor, w_eNK: Tensor, offsets_e: Tensor) -> Ten
     return _rows_times_weights(grad_RN, w_eNK, offsets_e)
 
 
-def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Tensor:
-    """Return grad^T @ x per expert, grad_eNK, in one launch; zero for an expert without tokens."""
+def add_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor, total: MainGradSum) -> None:
+    """Add grad^T @ x per expert to the contiguous total_eNK in one launch; nothing for an expert without tokens."""
     grad_RN, x_RK = (each if each.stride(1) == 1 else each.contiguous() for each in (grad_RN, x_RK))
-    num_experts, out_width, in_width = offsets_e.shape[0], grad_RN.shape[1], x_RK.shape[1]
-    grad_w = x_RK.new_empty(num_experts, out_width, in_width)
-    if grad_w.numel():
+    num_experts, out_width, in_width = total.total.shape
+    if total.total.numel():
         out, inner, rows, warps, stages = _tiles(x_RK.dtype)
         weight_kernel[(triton.cdiv(out_width, out) * triton.cdiv(in_width, inner), num_experts)](
-            *(grad_RN, x_RK, grad_w, offsets_e),
-            *(out_width, in_width, grad_RN.stride(0), x_RK.stride(0)),
+            *(grad_RN, x_RK, total.total, offsets_e),
+            *(out_width, in_width, grad_RN.stride(0), x_RK.stride(0), total.alpha, total.beta or None),
             PRECISION=_precision(),
             ROWS=rows,
             OUT=out,
@@ -171,7 +178,13 @@ def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Ten
             num_warps=warps,
             num_stages=stages,
         )
-    return grad_w
+
+
+def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, offsets_e: Tensor) -> Tensor:
+    """Return grad^T @ x per expert, grad_eNK, in one launch; zero for an expert without tokens."""
+    grad_eNK = x_RK.new_empty(len(offsets_e), grad_RN.shape[1], x_RK.shape[1])
+    add_weight_grad(grad_RN, x_RK, offsets_e, MainGradSum(grad_eNK, beta=0.0, alpha=1.0))
+    return grad_eNK
 
 
 GROUPED_GEMMS = GroupedGemms(grouped_forward, grouped_input_grad, grouped_weight_grad)

@@ -21,6 +21,12 @@ from moe_trainer.ops.triton_blocks import block_size, contiguous_rows, num_warps
 
 
 @triton.jit
+def _positive(x):
+    """max(x, 0), and NaN of NaN: tl.maximum returns 0 then."""
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
 def _value(gate, up, KIND: tl.constexpr):
     """f(gate) * up for SwiGLU, f(gate) for the others."""
     if KIND == "swiglu":
@@ -28,7 +34,7 @@ def _value(gate, up, KIND: tl.constexpr):
     elif KIND == "gelu":
         value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
-        positive = tl.maximum(gate, 0.0)
+        positive = _positive(gate)
         value = positive * positive
     return value
 
@@ -42,7 +48,7 @@ def _slope(gate, KIND: tl.constexpr):
     elif KIND == "gelu":
         slope = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     else:
-        slope = 2.0 * tl.maximum(gate, 0.0)
+        slope = 2.0 * _positive(gate)
     return slope
 
 

@@ -2,7 +2,8 @@
 
 The torch version (moe/topk.py: score_topk) is a dozen small operations whose launches cost more than their memory. A
 program holds all scores of a few tokens in registers; k rounds of arg-max choose, lower indices first among ties
-(torch.topk may differ on exact ties). Backward recomputes scores from the logits. Scores, choice and weights are fp32
+(torch.topk may differ on exact ties). Every token gets k experts, whatever its logits: NaN is the largest score, as for
+torch.topk. Backward recomputes scores from the logits. Scores, choice and weights are fp32
 (fp64 for fp64); weights are rounded once. Balancing losses (moe/balancing.py) take two steps, between which counts may
 be reduced over ranks: `count_choices`, then `balancing_gradient`. A program stays inside one sequence and writes
 partial sums, which a second kernel adds: no atomics.
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_trainer.ops.attach_loss import Balancing
-from moe_trainer.ops.triton_blocks import block_size, sum_partials, wide
+from moe_trainer.ops.triton_blocks import block_size, choose_largest, sum_partials, wide
 
 TILE = 2048  # scores that a program holds
 
@@ -53,16 +54,6 @@ def _softmax(values, inside):
     return powers / tl.sum(powers, 1)[:, None]
 
 
-@triton.jit
-def _choose(keys, expert, K: tl.constexpr):
-    """The K largest keys of each row, by K rounds of arg-max. Returns a bool tile."""
-    chosen = tl.zeros_like(keys) > 0
-    for _ in tl.static_range(K):
-        best = tl.argmax(tl.where(chosen, float("-inf"), keys), 1)
-        chosen = chosen | (expert[None, :] == best[:, None])
-    return chosen
-
-
 @triton.constexpr_function
 def _padded(num_groups):
     """Return the power of two that covers the groups, at least 2."""
@@ -81,13 +72,13 @@ def _in_best_groups(
 ):
     """Experts in the GROUP_TOPK groups with the largest sums of their SCORED best keys."""
     group = tl.arange(0, _padded(NUM_GROUPS))
-    scores = tl.zeros_like(tl.sum(keys, 1))[:, None] + tl.where(group < NUM_GROUPS, 0.0, float("-inf"))[None, :]
+    scores = tl.zeros([keys.shape[0], group.shape[0]], keys.dtype)
     for number in tl.static_range(NUM_GROUPS):
         member = (expert // PER_GROUP == number)[None, :] & inside
-        taken = _choose(tl.where(member, keys, float("-inf")), expert, SCORED)
+        taken = choose_largest(keys, member, expert, SCORED)
         total = tl.sum(tl.where(taken, keys, 0.0), 1)
         scores = tl.where((group == number)[None, :], total[:, None], scores)
-    best = _choose(scores, group, GROUP_TOPK).to(tl.int32)
+    best = choose_largest(scores, (group < NUM_GROUPS)[None, :], group, GROUP_TOPK).to(tl.int32)
     allowed = tl.zeros_like(keys) > 0
     for number in tl.static_range(NUM_GROUPS):
         is_best = tl.sum(tl.where((group == number)[None, :], best, 0), 1) > 0
@@ -133,21 +124,21 @@ def choose_kernel(
             scores = _softmax(value, inside)
     else:
         scores = _raw_scores(value, SCORE)
-    keys = tl.where(inside, scores, float("-inf"))
+    keys = scores
     if bias is not None:
         if SCORE == "softmax" and not PRE_SOFTMAX:
-            keys = tl.where(inside, _softmax(value, inside), float("-inf"))
+            keys = _softmax(value, inside)
         keys = keys + tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(WIDE)[None, :]
+    allowed = inside
     if GROUP_TOPK > 0:
         allowed = _in_best_groups(keys, expert, inside, NUM_GROUPS, PER_GROUP, K // GROUP_TOPK, GROUP_TOPK)
-        keys = tl.where(allowed, keys, float("-inf"))
-    chosen = _choose(keys, expert, K)
+    chosen = choose_largest(keys, allowed, expert, K)
+    weights = scores
     if SCORE == "softmax" and not PRE_SOFTMAX:
         weights = _softmax(value, chosen)
-    else:
-        weights = tl.where(chosen, scores, 0.0)
-        if SCORE != "softmax" and K > 1:
-            weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+    if SCORE != "softmax" and K > 1:
+        weights = scores / (tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20)[:, None]
+    weights = tl.where(chosen, weights, 0.0)  # also if their sum is NaN
     at = token[:, None] * num_experts + expert[None, :]
     tl.store(probs + at, (weights * scaling).to(probs.dtype.element_ty), mask=real)
     tl.store(routing + at, chosen.to(tl.uint8), mask=real)
@@ -184,7 +175,7 @@ def backward_kernel(
             among = inside
         # a row beyond the last token has nothing chosen: keep its softmax finite
         weights = _softmax(value, among | (token >= num_tokens)[:, None])
-        result = weights * (g - tl.sum(weights * g, 1)[:, None])
+        result = tl.where(among, weights * (g - tl.sum(weights * g, 1)[:, None]), 0.0)
     else:
         scores = _raw_scores(value, SCORE)
         if K > 1:
@@ -207,6 +198,7 @@ def _log_sum(values, inside):
     """Logarithm of the sum of exponentials over the columns inside."""
     values = tl.where(inside, values, float("-inf"))
     top = tl.max(values, 1)
+    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)  # inf - inf would be NaN
     return top + tl.log(tl.sum(tl.where(inside, tl.exp(values - top[:, None]), 0.0), 1))
 
 
@@ -243,7 +235,7 @@ def count_kernel(
     at, expert, real, inside = _cells_of_sequence(length, num_experts, TOKENS, EXPERTS)
     value = tl.load(logits + at, mask=real, other=0.0).to(WIDE)
     scores, _ = _normalised(value, inside, SCORE)
-    chosen = _choose(tl.where(inside, scores, float("-inf")), expert, K)
+    chosen = choose_largest(scores, inside, expert, K)
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     mine = partial + program * (2 * num_experts + 1)
     tl.store(mine + expert, tl.sum(tl.where(real, scores, 0.0), 0), mask=expert < num_experts)

@@ -7,6 +7,7 @@ log-sum-exp of all keys.
 Shapes: T tokens of all sequences, U those of their keys, N query heads, G key-value heads, D key width, E value width.
 """
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,9 @@ def varlen_attention(
     """
     width = v_TGE.shape[2]
     v_TGD = pad_width(v_TGE, q_TND.shape[2])
+    grouped = {}
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:  # torch 2.11 takes fewer key heads without it
+        grouped["enable_gqa"] = k_TGD.shape[1] != q_TND.shape[1]
     out_TND = varlen.varlen_attn(
         q_TND,
         k_TGD,
@@ -59,7 +63,7 @@ def varlen_attention(
         max_seqlen,
         scale=scale,
         window_size=(max(left, -1), 0),
-        enable_gqa=k_TGD.shape[1] != q_TND.shape[1],
+        **grouped,
     )
     return out_TND[..., :width]
 

@@ -216,6 +216,8 @@ def forward_backward_reduce(
     defer_counts = ctx.may_lose_tokens and not eager  # recorded tokens must be complete
     with receive_scope(ctx.chunks, defer_counts):
         sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
+    for chunk in ctx.chunks:
+        chunk.graphs.end_iteration()
     sums = inject_error(ctx, state, sums, repeated)
     (loss_sum, tokens, *mtp), (num_overflowed, num_growing, num_grown), indexer = _copy_to_host(
         _reduce_sums(ctx, sums, get_mtp_sums(ctx.chunks)),

@@ -25,22 +25,22 @@ QWEN3_NEXT = (
 TRITON = f" --triton-kernels {' '.join(DEFAULT)} {DELTA_RULE}"  # as on a device that has triton
 # name: model, flags, kernels at most. LAYERS is the number of layers
 BUDGET = {
-    "Mixtral": ("plain", HEADS, 103),
-    "Mixtral, padded to capacity": ("padded capacity", HEADS, 115),
-    "Qwen3": ("plain", f"{QWEN3} --moe-router-load-balancing-type global_aux_loss", 107),
-    "DeepSeek-V3": ("deepseek", "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16", 167),
-    "Qwen3-Next, softmax attention": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [0]*LAYERS", 179),
-    "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 326),
+    "Mixtral": ("plain", HEADS, 115),
+    "Mixtral, padded to capacity": ("padded capacity", HEADS, 127),
+    "Qwen3": ("plain", f"{QWEN3} --moe-router-load-balancing-type global_aux_loss", 119),
+    "DeepSeek-V3": ("deepseek", "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 16", 179),
+    "Qwen3-Next, softmax attention": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [0]*LAYERS", 191),
+    "Qwen3-Next, gated DeltaNet over one chunk": ("plain", f"{QWEN3_NEXT} --linear-attention-freq [1]*LAYERS", 338),
 }
 BUDGET |= {
     f"{name}, Triton": (*BUDGET[name][:1], BUDGET[name][1] + TRITON, budget)
     for name, budget in (
-        ("Mixtral", 58),
-        ("Mixtral, padded to capacity", 70),
-        ("Qwen3", 74),
-        ("DeepSeek-V3", 94),
-        ("Qwen3-Next, softmax attention", 105),
-        ("Qwen3-Next, gated DeltaNet over one chunk", 110),
+        ("Mixtral", 56),
+        ("Mixtral, padded to capacity", 68),
+        ("Qwen3", 72),
+        ("DeepSeek-V3", 92),
+        ("Qwen3-Next, softmax attention", 103),
+        ("Qwen3-Next, gated DeltaNet over one chunk", 108),
     )
 }
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from unittest import mock
 
+import commands
 import pytest
+import torch
 from emulated_cuda import build
 from emulated_cuda.run import HERE, environment, on_device
 
@@ -37,6 +39,16 @@ def test_cpu_tests_hide_devices_and_can_fork(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_commands_are_not_forked_from_a_process_with_devices(monkeypatch, tmp_path):
+    """A real device cannot be used in a fork of a process that has asked for it; the emulated one could."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(commands, "_forks", lambda *_: pytest.fail("a fork"))
+    monkeypatch.setattr(
+        commands, "_commands", lambda argv, cwd, envs, timeout: [commands.Finished(0, "", "")] * len(envs)
+    )
+    assert commands.run([], tmp_path, world_size=2).returncode == 0
 
 
 def count_step(words: list[str]) -> str:

@@ -9,6 +9,7 @@ from emulation import Device
 def use_interpreter(device: Device) -> None:
     """Have the interpreter work on the device's own bytes, and count each launch."""
     import bf16_gemms
+    import device_maxima
     import fast_interpreter
     import triton
     from triton.runtime.interpreter import GridExecutor
@@ -28,6 +29,7 @@ def use_interpreter(device: Device) -> None:
 
     GridExecutor.__call__ = call
     bf16_gemms.correct()
+    device_maxima.use()
     fast_interpreter.patch_once()
     # nothing is copied: tensors of the host, whose bytes are the device's
     GridExecutor._init_args_hst = lambda executor, args, kwargs: (args, kwargs)

@@ -233,42 +233,40 @@ def _align(double: FakeTransformerEngine):
 
 
 class _Grouped(torch.autograd.Function):
-    """Matmuls of every expert; gradients of weights one after the other, or deferred into the module's store."""
+    """Matmuls of every expert; weight gradients are added to the weights' main_grad, at once or by the module's store."""
 
     @staticmethod
-    def forward(ctx, x, splits, store, packs, *weights):
+    def forward(ctx, x, splits, store, *weights):
         ctx.save_for_backward(x, *weights)
-        ctx.plan = splits, store, packs
+        ctx.plan = splits, store, weights
         return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(splits), weights)])
 
     @staticmethod
     def backward(ctx, grad):
-        (x, *weights), (splits, store, packs) = ctx.saved_tensors, ctx.plan
+        (x, *weights), (splits, store, objects) = ctx.saved_tensors, ctx.plan
         pairs = list(zip(grad.split(splits), x.split(splits)))
-        together = weights[0].new_empty(len(weights), *weights[0].shape)
+        sums = [weight.main_grad for weight in objects]
 
         def compute():
-            for index, (g, rows) in enumerate(pairs):
-                together[index] = g.t() @ rows
-            return [together[index] if packs else together[index].clone() for index in range(len(weights))]
+            for total, (g, rows) in zip(sums, pairs, strict=True):
+                total += g.t() @ rows
 
-        grad_x = torch.cat([g @ weight for (g, _), weight in zip(pairs, weights)])
         if store is None:
-            return grad_x, None, None, None, *compute()
-        store.append(compute)
-        return grad_x, None, None, None, *[None] * len(weights)
+            compute()
+        else:
+            store.append(compute)
+        grad_x = torch.cat([g @ weight for (g, _), weight in zip(pairs, weights)])
+        return grad_x, None, None, *[None] * len(weights)
 
 
 def _grouped(double: FakeTransformerEngine):
     prefix = f"{PYTORCH}.module.grouped_linear.GroupedLinear"
 
     class GroupedLinear(nn.Module):
-        packs = True
-
         def __init__(self, *args, **kwargs):
             super().__init__()
             bound = double.recorded.bind(prefix, args, kwargs)
-            assert not bound["bias"] and not bound.get("fuse_wgrad_accumulation") and not bound.get("tp_size")
+            assert not bound["bias"] and bound["fuse_wgrad_accumulation"] and not bound.get("tp_size")
             self.num_gemms, self.shape = bound["num_gemms"], (bound["out_features"], bound["in_features"])
             for index in range(self.num_gemms):
                 setattr(
@@ -294,12 +292,11 @@ def _grouped(double: FakeTransformerEngine):
             assert recipe is None or all(count % double.align == 0 for count in splits)
             double.gemms.append((self.shape, recipe))
             double.rows.append(splits)
-            return _Grouped.apply(x, splits, self.store, type(self).packs, *weights)
+            return _Grouped.apply(x, splits, self.store, *weights)
 
         def backward_dw(self, *args, **kwargs):
             double.recorded.bind(f"{prefix}.backward_dw", args, kwargs)
-            for index, grad in enumerate(self.store.pop(0)()):
-                getattr(self, f"weight{index}").grad = grad
+            self.store.pop(0)()
 
     return GroupedLinear
 

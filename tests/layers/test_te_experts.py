@@ -99,11 +99,9 @@ def assert_near(one, other):
             torch.testing.assert_close(one[name], other[name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("pad_multiple", [1, 16])
 @pytest.mark.parametrize("how", ["plain", "biases", "no probabilities", "recomputed activation"])
-def test_te_experts_equal_local_experts(fake_package, monkeypatch, packs, pad_multiple, how):
-    monkeypatch.setattr(sys.modules[PYTORCH].GroupedLinear, "packs", packs)
+def test_te_experts_equal_local_experts(fake_package, pad_multiple, how):
     activation, found = Activation("silu", gated=True), []
     for ours in (False, True):
         v = make_values()

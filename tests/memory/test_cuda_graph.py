@@ -1,5 +1,6 @@
 """Graphed training equals eager training bit for bit, in one process with an emulated device."""
 
+import logging
 from collections import Counter
 from types import SimpleNamespace
 
@@ -303,6 +304,26 @@ def test_no_graphs_in_evaluation_and_warm_up():
     graphed.graphs.begin_iteration(eager=True)
     run_passes(graphed, [0, 0])
     assert graphed.graphs.num_passes == 0
+
+
+@device_test
+def test_log_lists_captured_parts_of_every_layer_kind_once():
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    cuda_graph.logger.addHandler(handler)
+    cuda_graph.logger.setLevel(logging.INFO)
+    argv = [*small("deepseek", "--mtp-num-layers 0"), *local("attn moe_router moe_preprocess")]
+    run = training_trace.make_run(parse_args(argv, 1), 0, ParallelState.single(), 4, device="cuda")
+    state, after = TrainState(), []
+    for _ in range(3):
+        train_step(run, state, 2)
+        after.append([line for line in lines if "captured:" in line])
+    assert after[0] == [] and after[1] == after[2]
+    assert sorted(after[1]) == [
+        "CUDA graphs of layers of MultiLatentAttention and MLP: captured: attn; not captured: mlp",
+        "CUDA graphs of layers of MultiLatentAttention and MoELayer: captured: attn, moe_router, moe_preprocess; "
+        "not captured: dispatch and experts",
+    ]
 
 
 @device_test

@@ -37,9 +37,18 @@ def sequence_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size,
     return out
 
 
+def sequence_attention_of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+    """The same of an earlier torch, which takes fewer key heads without this argument."""
+    enable_gqa = q.shape[1] != k.shape[1]
+    return sequence_attention(
+        q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=enable_gqa
+    )
+
+
+@pytest.mark.parametrize("attention", [sequence_attention, sequence_attention_of_torch_2_11])
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("groups, width", [(4, 8), (2, 8), (4, 6)])
-def test_kernels_get_the_sequences(monkeypatch, window, groups, width):
+def test_kernels_get_the_sequences(monkeypatch, window, groups, width, attention):
     """The result is that of the blocks that other devices compute, with its gradients."""
     flags = [] if window is None else ["--window-size", f"{window},0"]
     model = parse_args([*MODEL, *flags], 1).model
@@ -51,7 +60,7 @@ def test_kernels_get_the_sequences(monkeypatch, window, groups, width):
     grads = torch.autograd.grad(expected.square().sum(), inputs)
     calls = []
     monkeypatch.setattr(varlen_attention, "can_run", lambda q, v: calls.append(q.shape) or True)
-    monkeypatch.setattr(varlen, "varlen_attn", sequence_attention)
+    monkeypatch.setattr(varlen, "varlen_attn", attention)
     found = core(*inputs, visible)
     assert calls == [(PACKED.num_tokens, 4, 8)]
     torch.testing.assert_close(found, expected)

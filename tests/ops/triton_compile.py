@@ -127,7 +127,12 @@ def grouped_gemm():
                 [data, data, data, "*i32", *[INT] * 6, *strides, INT, Const(precision), one, other, depth, Const(64)],
                 options,
             )
-        yield "weight_kernel", [data, data, data, "*i32", *[INT] * 4, Const(precision), depth, one, other], options
+        for total, beta in ((data, Const(None)), (FP32, "fp32")):
+            yield (
+                "weight_kernel",
+                [data, data, total, "*i32", *[INT] * 4, "fp32", beta, Const(precision), depth, one, other],
+                options,
+            )
 
 
 def quantize():

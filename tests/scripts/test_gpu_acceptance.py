@@ -15,7 +15,9 @@ from emulated_cuda.test_waits import CASES, MICROBATCHES, expected, run_acceptan
 from harness import wait_until
 from training.layouts import make_argv, shallow
 
-from scripts import acceptance_checks, gpu_acceptance
+from moe_trainer.estimate.dry_run import plan_of_flags
+from scripts import acceptance_checks, bench_gpu, bench_kernels, gpu_acceptance
+from scripts.bench_common import get_commit
 
 SCRIPT = REPOSITORY / "scripts" / "gpu_acceptance.py"
 LINES = f"""
@@ -135,13 +137,43 @@ def check_first_line(section: str, folder: Path) -> str:
     ("section", "detail"),
     [
         ("races", "the access check of the emulated device passed"),
-        ("profile", "the trace was written"),
         ("dispatchers", "with gloo instead of NCCL"),
     ],
 )
 def test_first_lines_pass_on_the_emulated_device(tmp_path, section, detail):
     assert detail in on_device(check_first_line, section, tmp_path, devices=2)
-    assert section != "profile" or list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("shape", bench_gpu.SHAPES)
+def test_shapes_of_the_benchmark_fit_a_device_of_80_gb(shape):
+    argv = [*bench_gpu.command_line(shape, bench_gpu.SEQ, False, ""), "--world-size", "1", "--hardware", "h100"]
+    assert plan_of_flags(argv).margin > 0
+
+
+def profile_and_measure(folder: Path) -> tuple[str, int]:
+    """The detail of a profiled shape, and the bytes that its process has on the device afterwards."""
+    return check_first_line("profile", folder), torch.cuda.memory_allocated()
+
+
+def test_a_profiled_shape_leaves_no_memory_to_the_next_one(tmp_path):
+    """Also of the step that another process has profiled the trace is written."""
+    detail, num_bytes = on_device(profile_and_measure, tmp_path)
+    assert "the trace was written" in detail and num_bytes == 0 and list(tmp_path.rglob("*.json"))
+
+
+def test_only_default_kernels_must_be_as_fast_as_torch(monkeypatch):
+    monkeypatch.setattr(bench_kernels, "measure", lambda name, size, rounds: [name, size, "1", "2", "0.5", "-", "0"])
+    monkeypatch.setattr(acceptance_checks, "is_emulated", lambda: False)
+    monkeypatch.setattr(acceptance_checks.importlib.util, "find_spec", lambda name: name)
+    lines = dict(acceptance_checks.kernels())
+    assert "not a default kernel" in lines["grouped-gemm: time, qwen3-30b"]()
+    with pytest.raises(AssertionError, match="slower than torch"):
+        lines["router: time, qwen3-30b"]()
+
+
+def test_a_machine_without_git_has_an_unknown_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert get_commit() == "unknown"
 
 
 def test_an_undocumented_wait_fails():

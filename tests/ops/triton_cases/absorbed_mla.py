@@ -50,6 +50,28 @@ def test_absorbed_mla_kernel_equals_torch(queries, heads, rows, chosen, rank, ro
         assert (one.float() - both).nan_to_num(0.0).norm() <= 2e-2 * both.nan_to_num(neginf=0.0).norm()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", ["query", "row"])
+def test_latent_attention_of_numbers_that_are_not_finite_equals_torch(place, value):
+    """The queries that see them have no result, in forward and backward; the others' are unchanged."""
+    keys = torch.tensor([[0, 2, -1], [1, 3, 4], [0, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    q, rows, weight, grad = torch.randn(4, 2, 5), torch.randn(5, 8), torch.randn(2, 7, 6), torch.randn(4, 2, 4)
+    if place == "query":
+        q[1, 0, 3] = value
+    else:
+        rows[3, 2] = value
+    found = []
+    for steps in (STEPS, TORCH_TILE_KERNELS):
+        latents = Latents(rows, weight, 0.5)
+        out, lse = attend(q, latents, keys, steps)
+        found.append((out, lse, *attend_backward(grad, q, latents, keys, out, lse, steps)))
+    assert not found[0][1][1].isneginf().any(), "the log-sum-exp says that there are no keys"
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+        ours, theirs = (torch.where(x.isfinite(), x, 0.0) for x in (ours, theirs))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_row_gradients_are_accumulated_over_query_blocks(monkeypatch):
     """Processing queries in blocks gives the same sums."""
     from moe_trainer.ops import triton_absorbed_mla

@@ -3,8 +3,9 @@
 import importlib.util
 
 if importlib.util.find_spec("triton") is not None:
-    from emulated_cuda import bf16_gemms, fast_interpreter, kernel_addresses
+    from emulated_cuda import bf16_gemms, device_maxima, fast_interpreter, kernel_addresses
 
     bf16_gemms.correct()
+    device_maxima.use()
     fast_interpreter.patch_once()
     kernel_addresses.check()

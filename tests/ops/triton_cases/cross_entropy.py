@@ -82,6 +82,25 @@ def test_columns_of_negative_infinity_give_no_nan():
     torch.testing.assert_close(probs, logits.softmax(1))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("columns", [17, 9001])
+def test_logits_that_are_not_finite_make_their_tokens_loss_nan(columns, value):
+    """As in torch: loss, probabilities and gradient of this token, and no other's."""
+    logits, labels = case(3, columns, torch.float32)
+    logits[1, columns // 2] = value
+    results = []
+    for module in (triton_cross_entropy, plain):
+        probs = logits.clone()
+        log_sum_exp, target = module.softmax_in_place(probs, labels)
+        loss, grad = log_sum_exp - target, probs.clone()
+        module.gradient_in_place(grad, labels, torch.ones(3), torch.expm1(-loss))
+        results.append((loss, probs, grad))
+    assert results[0][0].isfinite().tolist() == [True, False, True] and results[0][2][1].isnan().all()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours[[0, 2]], theirs[[0, 2]], rtol=2e-5, atol=2e-6)
+        assert theirs[1].isnan().any()
+
+
 def test_fp16_probabilities_are_stored_scaled():
     logits, labels = case(4, 300, torch.float16)
     results = []

@@ -136,6 +136,24 @@ def test_extreme_decay_gives_finite_results():
     assert all(torch.isfinite(x).all() for x in run(triton_delta_rule.gated_delta, inputs, heads, None))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [0, 20, 40, 48, 49], ids=["query", "key", "value", "beta", "alpha"])
+def test_delta_kernel_of_numbers_that_are_not_finite_equals_torch(column, value):
+    """A position after the first chunk: what torch makes of it is not finite here either, and nothing before it changes."""
+    heads = Heads(1, 1, 16, 16)
+    inputs = leaves(70, 1, heads, torch.float32)
+    with torch.no_grad():
+        inputs[0][66, 0, column] = value
+    ours, theirs = (
+        run(function, inputs, heads, None) for function in (triton_delta_rule.gated_delta, gated_delta_rule.gated_delta)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.isfinite().all() == other.isfinite().all()
+    (ours, *_), (theirs, *_) = ours, theirs
+    assert torch.equal(ours.isfinite(), theirs.isfinite())
+    torch.testing.assert_close(ours[:64], theirs[:64], rtol=2e-4, atol=2e-5)
+
+
 def test_only_the_inputs_are_saved():
     heads, kept = Heads(1, 2, 16, 16), []
     x, beta, alpha, *rest = (

@@ -5,6 +5,7 @@ import torch
 
 from moe_trainer.ops import triton_grouped_gemm, triton_permute
 from moe_trainer.ops.grouped_gemm import token_offsets
+from moe_trainer.ops.main_grad import MainGradSum
 
 COUNTS = [(1,), (0, 3, 0, 5), (70, 0, 1, 129, 64), (0, 0), (33, 31, 2)]
 
@@ -28,6 +29,19 @@ def test_grouped_gemm_equals_gemm_per_expert(counts, width, depth, spare):
         torch.testing.assert_close(grad_x[rows], grad[rows] @ w[expert], rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(grad_w[expert], grad[rows].t() @ x[rows], rtol=1e-5, atol=1e-4)
         start += count
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_weight_gradient_is_added_to_an_fp32_sum_without_a_rounding(beta):
+    """Of an expert without rows nothing is added, or zeros replace what was there."""
+    counts = (70, 0, 33)
+    x, grad = torch.randn(sum(counts), 36).bfloat16(), torch.randn(sum(counts), 70).bfloat16()
+    total = torch.randn(len(counts), 70, 36)
+    exact = torch.stack([g.double().t() @ r.double() for g, r in zip(grad.split(counts), x.split(counts))])
+    expected = beta * total.double() + 0.25 * exact
+    offsets = token_offsets(counts, torch.device("cpu"))
+    triton_grouped_gemm.add_weight_grad(grad, x, offsets, MainGradSum(total, beta, 0.25))
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_experts_with_device_counts_equal_a_loop():

@@ -34,6 +34,19 @@ def test_rms_norm(shape, gain, dtype):
         torch.testing.assert_close(ours, theirs, **near)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_equal_torch(value):
+    x, weight, results = torch.randn(300, 12), torch.randn(12), []
+    x[1, 3] = x[299, 0] = value
+    for function in (triton_rms_norm, rms_norm):
+        leaf, gain = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = function(leaf, gain, 1e-5)
+        y.backward(torch.ones_like(y))
+        results.append((y, leaf.grad, gain.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-4, equal_nan=True)
+
+
 def test_rows_too_long_are_rejected():
     with pytest.raises(ValueError, match="65536"):
         triton_rms_norm(torch.ones(1, 65537), None, 1e-6)

@@ -35,6 +35,19 @@ def test_activation_kernels_equal_torch(kind, weighed, rows, width, dtype):
         assert ours[2] is None
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_kernels_of_numbers_that_are_not_finite_equal_torch(kind, value):
+    """In the gate, in the other half, in the gradient and among the probabilities."""
+    h, p, grad = torch.randn(5, 8 * KINDS[kind].in_per_out), torch.rand(5), torch.randn(5, 8)
+    h[0, 2] = h[1, -1] = p[2] = grad[3, 4] = value
+    ours, theirs = getattr(triton_pointwise, kind.upper()), get_activation_fns(KINDS[kind])
+    pairs = [(ours.forward(h, p), theirs.forward(h, p))]
+    pairs += zip(ours.backward(h, p, grad.clone()), theirs.backward(h, p, grad.clone()), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("weighed", [True, False])
 def test_swiglu_kernel_of_three_dimensional_input(weighed):
     """Three dimensions, rows with a stride, a gradient that is not contiguous."""

@@ -76,11 +76,83 @@ def test_bias_affects_the_selection_only():
     torch.testing.assert_close(probs.sum(1), torch.ones(6))
 
 
-def test_every_token_selects_k_distinct_experts_for_any_scores():
-    for logits in (torch.zeros(9, 6), torch.full((9, 6), float("nan")), torch.full((9, 6), -60.0)):
-        for score in ("softmax", "sigmoid"):
-            assert (triton_router.fused_topk(logits, 3, score_function=score)[1].sum(1) <= 3).all()
-    assert (triton_router.fused_topk(torch.zeros(9, 6), 3)[1].sum(1) == 3).all()
+NAN, INF = float("nan"), float("inf")
+
+
+def with_special(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of 8 tokens and 6 experts, with `value` once in row 1, more often than 3 times in row 3, everywhere in row 4."""
+    logits = torch.randn(8, 6, dtype=dtype)
+    logits[1, 4] = value
+    logits[2, 0], logits[2, 3] = value, NAN
+    logits[3, 1:5] = value
+    logits[4] = value
+    return logits
+
+
+def selected_logits(logits: torch.Tensor, routing: torch.Tensor) -> list[list[float]]:
+    """The logits of each token's experts, with numbers for NaN and infinities: equal where ties are chosen differently."""
+    return [sorted(row[chosen].nan_to_num(1e30, 1e20, -1e20).tolist()) for row, chosen in zip(logits, routing)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 0.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_function": "softmax"},
+        {"score_function": "softmax", "use_pre_softmax": True},
+        {"score_function": "sigmoid"},
+        {"score_function": "sqrtsoftplus"},
+        {"score_function": "softmax", "expert_bias": torch.zeros(6)},
+        {"score_function": "sigmoid", "expert_bias": torch.zeros(6)},
+        {"score_function": "sigmoid", "num_groups": 2, "group_topk": 1},
+    ],
+    ids=str,
+)
+def test_every_token_gets_k_experts_whatever_its_logits(options, value, dtype):
+    """Those of torch, where a softmax over NaN or infinity does not make all experts equal."""
+    logits = with_special(value, dtype)
+    (probs, routing, grad), (torch_probs, torch_routing, torch_grad) = run_both(logits, 3, **options)
+    assert routing.sum(1).tolist() == torch_routing.sum(1).tolist() == [3] * 8
+    if "num_groups" in options:
+        assert all(row[:3].all() or row[3:].all() for row in routing)
+    by_logits = not options.keys() & {"num_groups"} and (options["score_function"] != "softmax" or len(options) == 1)
+    rows = torch.arange(8) if by_logits else logits.isfinite().all(1).nonzero()[:, 0]
+    assert selected_logits(logits[rows], routing[rows]) == selected_logits(logits[rows], torch_routing[rows])
+    alike = (routing == torch_routing).all(1)
+    assert alike[[0, 1, 5, 6, 7]].all() or not by_logits
+    near = {"rtol": 2e-5, "atol": 2e-6, "equal_nan": True}
+    torch.testing.assert_close(probs[alike], torch_probs[alike], **near)
+    torch.testing.assert_close(grad[alike], torch_grad[alike], **near)
+    assert (probs[~routing] == 0).all()
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_balancing_counts_k_experts_of_every_token_whatever_its_logits(score, value):
+    counted = triton_router.count_choices(with_special(value), 3, score, 2)
+    assert counted.counts_BE.sum(1).tolist() == [12.0, 12.0]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_z_loss_of_logits_that_are_not_finite_equals_torch(value):
+    logits, found = with_special(value), []
+    for own in (triton_router.BALANCING, None):
+        losses = balancing.balancing_losses(
+            logits,
+            num_sequences=2,
+            topk=3,
+            score_function="softmax",
+            coefficients=dict.fromkeys(COEFFICIENTS, 0.0),
+            z_loss_coeff=1e-2,
+            per_token_loss=False,
+            running=None,
+            ps=ParallelState.single(),
+            kernels=own,
+        )
+        found.append((losses.values, losses.grad_TE))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 COEFFICIENTS = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss")

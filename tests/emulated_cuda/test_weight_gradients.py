@@ -1,0 +1,91 @@
+"""Weight gradients of experts in bf16 reach the fp32 main gradient without a rounding to bf16, however many microbatches add to it."""
+
+import pytest
+import torch
+from emulated_cuda import te_package
+from emulated_cuda.run import on_device
+from torch.nn import Parameter
+
+from moe_trainer.ops.main_grad import MainGradSum
+
+MICROBATCHES, WIDTH, EXPERTS = 16, 64, 3
+LITTLE = 2.0**-9  # 1 + LITTLE is 1 in bf16
+COUNTS = (2, 0, 2)
+
+
+def with_main_grad(*shape: int, factor: float = 0.5) -> Parameter:
+    """A weight of all experts, whose main gradient an earlier iteration has left."""
+    weight = Parameter(torch.full(shape, 1 / WIDTH, dtype=torch.bfloat16, device="cuda"))
+    total, betas = torch.full(shape, 7.0, device="cuda"), iter([0.0, *[1.0] * MICROBATCHES])
+    weight.main_grad, weight.main_grad_sum = total, lambda operand: MainGradSum(total, next(betas), factor)
+    return weight
+
+
+def gradient_of_second_linear(run_experts) -> list[float]:
+    """Main gradients of fc2's experts, all of whose elements must be equal, after microbatches with a small and a large token each.
+
+    run_experts: function of tokens and both weights.
+    """
+    w1, w2 = with_main_grad(EXPERTS, 2 * WIDTH, WIDTH), with_main_grad(EXPERTS, WIDTH, WIDTH)
+    for _ in range(MICROBATCHES):
+        x = torch.ones(sum(COUNTS), WIDTH, dtype=torch.bfloat16, device="cuda").requires_grad_()
+        y = run_experts(x, w1, w2)
+        grad = torch.ones_like(y)
+        grad[::2] *= LITTLE
+        y.backward(grad)
+    assert w1.grad is None and w2.grad is None
+    assert all((expert == expert[0, 0]).all() for expert in w2.main_grad)
+    return [float(expert[0, 0]) for expert in w2.main_grad]
+
+
+def ours(where: str) -> tuple[list[float], float]:
+    """Main gradients, and the activation of every token."""
+    from moe_trainer.ops.expert_mlp import expert_mlp
+    from moe_trainer.ops.pointwise import Activation
+
+    options, counts = {}, COUNTS
+    if "kernel" in where:
+        from moe_trainer.ops.triton_grouped_gemm import add_weight_grad
+
+        options["add_weight_grad"] = add_weight_grad
+    if "device" in where:
+        counts = torch.tensor(COUNTS, device="cuda")
+    swiglu, ones = Activation("silu", gated=True), torch.ones(1, dtype=torch.bfloat16)
+    found = gradient_of_second_linear(lambda x, w1, w2: expert_mlp(x, None, w1, w2, counts, swiglu, **options))
+    return found, float(torch.nn.functional.silu(ones))
+
+
+def of_the_library(kind: str) -> tuple[list[float], float]:
+    from contextlib import nullcontext
+
+    import transformer_engine.pytorch as library
+
+    from moe_trainer.layers.te_experts import FusedGroupedLinear
+    from moe_trainer.layers.te_ops import FusedExpertMLP
+
+    probs = torch.ones(sum(COUNTS), device="cuda")
+    activation = float(torch.nn.functional.silu(torch.ones(1, dtype=torch.bfloat16)))
+    if kind == "operations":
+        from transformer_engine.pytorch import ops  # noqa: F401 - the attribute of the package
+
+        mlp = FusedExpertMLP(EXPERTS, (WIDTH, WIDTH, WIDTH), library=library, context=nullcontext)
+        return gradient_of_second_linear(lambda x, w1, w2: mlp(x, probs, w1, w2, COUNTS)), activation
+    linear = FusedGroupedLinear(EXPERTS, WIDTH, WIDTH, library=library, context=nullcontext)
+    return gradient_of_second_linear(lambda x, _, w2: linear(x, w2, COUNTS)), 1.0
+
+
+def assert_exact(found: list[float], activation: float) -> None:
+    exact = 0.5 * MICROBATCHES * (1.0 + LITTLE) * activation
+    assert found == [pytest.approx(exact, rel=1e-5), 0.0, pytest.approx(exact, rel=1e-5)]
+
+
+@pytest.mark.parametrize("where", ["counts on the host", "counts on the host, kernel", "counts on the device, kernel"])
+def test_grouped_gemms_lose_no_small_gradient(where):
+    if "kernel" in where:
+        pytest.importorskip("triton")
+    assert_exact(*on_device(ours, where))
+
+
+@pytest.mark.parametrize("kind", ["linears", "operations"])
+def test_transformer_engine_loses_no_small_gradient(kind):
+    assert_exact(*te_package.on_device(of_the_library, kind))
