@@ -17,8 +17,8 @@ from arguments.schema import Restore
 from arguments.settings import Settings, Violation
 
 
-def _restored(when: Restore) -> tuple[str, ...]:
-    return tuple(dest for dest, option in OPTIONS.items() if option.restore == when)
+def _restored(when: Restore) -> Iterator[str]:
+    return (dest for dest, option in OPTIONS.items() if option.restore == when)
 
 
 LORA = ("lora_dim", "lora_alpha", "lora_target_modules")
@@ -30,11 +30,11 @@ SHAPE = tuple(dest for dest in _restored("always") if dest not in LORA)
 STORAGE = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "moe_grouped_gemm")
 """Those of them that change storage only."""
 
-UNLESS_GIVEN = _restored("unless given")
+UNLESS_GIVEN = tuple(_restored("unless given"))
 """Taken unless given: a run may continue with longer sequences, another precision or other dropout. No Hugging Face
 model has Megatron's default of 0.1."""
 
-TO_EVALUATE = _restored("to evaluate")
+TO_EVALUATE = tuple(_restored("to evaluate"))
 """Taken for --skip-train unless given."""
 
 MUP = tuple(dest for dest in TO_EVALUATE if dest.startswith(("use_mup", "mup_")))
@@ -141,7 +141,7 @@ GROUPS = (
     ArgumentGroup(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
     ArgumentGroup(UNLESS_GIVEN),
     ArgumentGroup(CONVERSION, lambda settings: settings.ckpt_convert_format is not None),
-    ArgumentGroup((*(dest for dest in TO_EVALUATE if dest not in CAPACITY), *EVALUATION), _evaluates),
+    ArgumentGroup(tuple(dest for dest in (*TO_EVALUATE, *EVALUATION) if dest not in CAPACITY), _evaluates),
     ArgumentGroup(
         CAPACITY, _evaluates, lambda settings, recorded: recorded.get("moe_expert_capacity_factor") is not None
     ),
@@ -246,20 +246,22 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         value = recorded.get(dest)
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:
             continue
+        if value is None and settings.default(dest) is not None:  # no value of this flag
+            continue
         if dest in _SEVERAL_SPELLINGS and meaning(dest, value) == meaning(dest, settings.values[dest]):
             continue
         if dest in settings.typed:
             replaced[dest] = Replaced(settings.flag(dest), settings.shown(dest), settings.values[dest], value)
         settings.forget(dest)
         settings.set_derived(dest, value, "from the checkpoint")
-    if not (settings.bf16 or settings.fp16):  # then everything is in fp32, and the flag is refused
-        if settings.source["fp32_residual_connection"] == "derived":
-            settings.forget("fp32_residual_connection")
+    is_fp32 = not settings.bf16 and not settings.fp16  # then everything is, and the flag is refused
+    if is_fp32 and settings.source["fp32_residual_connection"] == "derived":
+        settings.forget("fp32_residual_connection")
     return replaced
 
 
 def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Settings) -> Iterator[Violation]:
-    """Yield what the command line and the checkpoint say differently, and note differences without effect.
+    """Yield what is another function than the checkpoint's, or another tokenizer; note sizes that are replaced.
 
     Args:
         settings: resolved, with the checkpoint's flags.
@@ -283,7 +285,7 @@ def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Setti
                 f"{old.shown}: the checkpoint has {dest} {old.recorded}, which --use-checkpoint-args takes. Leave "
                 f"{old.flag} out, {remedy}.",
             )
-        else:
+        elif dest in (*STORAGE, *MAPPING):
             settings.note(f"{old.shown}: overridden by the checkpoint's value {old.recorded} (--use-checkpoint-args)")
 
 

@@ -44,8 +44,8 @@ def flag(
     """Declare a flag whose spelling, number of values or reading is not what its field says.
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
-    (else "+"); `parse` reads one value; `hidden` flags are absent from --help. Every flag of the model and of its experts
-    says whether it is to `restore`; None leaves that to arguments/checkpoint_args.py.
+    (else "+"); `parse` reads one value; `hidden` flags are absent from --help. Every flag of the model and of its
+    experts says whether to `restore` it; None leaves that to arguments/checkpoint_args.py.
     """
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
     metadata["restore"] = restore

@@ -89,6 +89,7 @@ class Loader:
         self._padding_logged = False
         self._missing: list[str] = []
         self._mismatched: list[str] = []
+        self._found: set[str] = set()  # keys of weights, of which an fp32 copy may be read instead
         self._unexpected: list[str] = []  # known after `gather_key_mismatches`
 
     def request_model(self, chunks: Sequence[Any]) -> None:
@@ -183,9 +184,7 @@ class Loader:
             for key in self._stored
             if not key.startswith((*_OPTIMIZER_KEYS, SCALING)) and not _NOT_NEEDED.search(key)
         ]
-        used = torch.tensor(
-            [any(key in wanted for wanted in self._requests.values()) for key in keys], dtype=torch.uint8, device=device
-        )
+        used = torch.tensor([key in self._found for key in keys], dtype=torch.uint8, device=device)
         if keys:
             collectives.all_reduce(used, ps.world, op="max")
         self._unexpected = [key for key, is_used in zip(keys, used.tolist()) if not is_used]
@@ -349,6 +348,7 @@ class Loader:
         for scheme in self._schemes:
             runs = scheme.placements(info, shape)
             if all(run.key in self._stored for run in runs):
+                self._found.update(run.key for run in runs)
                 wrong = [run for run in runs if not self._fits(run)]
                 if not wrong:
                     return runs

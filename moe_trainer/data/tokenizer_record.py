@@ -22,7 +22,7 @@ _SAMPLE = (
     "The quick brown fox jumps over the lazy dog, while 12,345.67 others watch it from the hill.",
     "def area(width: int, height=3):\n    return width * height  # nothing else\n\tif x != y: {'a': [1, 2]}",
     "Training of a language model begins with the distribution of its weights; information about it is public.",
-    "https://example.org/a/b?c=1&d=%20 <p class=\"x\">HTML</p> $x^2 + \\frac{1}{2}$ UPPER lower MixedCase snake_case",
+    'https://example.org/a/b?c=1&d=%20 <p class="x">HTML</p> $x^2 + \\frac{1}{2}$ UPPER lower MixedCase snake_case',
     "Gr\u00fc\u00dfe, \u00e9t\u00e9, ni\u00f1o, \u041f\u0440\u0438\u0432\u0435\u0442, \u4f60\u597d\uff0c\u4e16\u754c, "
     "\u3053\u3093\u306b\u3061\u306f, \u0645\u0631\u062d\u0628\u0627, \ud55c\uad6d\uc5b4, \U0001f600  three   spaces",
 )
@@ -68,7 +68,8 @@ def check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
         digest, size = str(record["digest"]), int(record["vocab_size"])
         name = (record.get("tokenizer") or {}).get("tokenizer_path") or "a tokenizer"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: is no record of a tokenizer ({error}); remove it to read the files unchecked") from None
+        problem = f"is no record of a tokenizer ({error}); without this file nothing is compared"
+        raise UserError(f"{path}: {problem}") from None
     here = _digest(tokenizer)
     if here is not None and here != digest:
         raise UserError(
