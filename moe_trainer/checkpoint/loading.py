@@ -262,7 +262,7 @@ class Loader:
     def _initialize_adapters(self) -> None:
         """Keep the initial values of adapters that the checkpoint lacks; never drop trained ones."""
         absent = [key for key in self._missing if is_adapter(key)]
-        if unused := [key for key in self._unexpected if is_adapter(key)]:
+        if unused := [line for line in (*self._unexpected, *self._mismatched) if is_adapter(line)]:
             rank, targets = self._saved_args.get("lora_dim"), self._saved_args.get("lora_target_modules") or ()
             raise CheckpointError(
                 f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): its run "
