@@ -4,66 +4,41 @@ Reading a checkpoint needs torch, which this package does not import. So there a
 checkpoint to read, before any rule runs; the caller reads its recorded flags and passes them to `parse_args`.
 """
 
+import filecmp
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from arguments.container import OPTIONS
-from arguments.settings import Settings
+from arguments.layer_pattern import STAGE
+from arguments.moe import SELECTING
+from arguments.schema import Restore
+from arguments.settings import Settings, Violation
 
-SHAPE = tuple(
-    """
-    num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
-    num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent
-    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor
-    rope_scaling_high_freq_factor rope_type attn_temperature_tuning attn_temperature_scale attn_temperature_floor
-    rotary_scaling_factor mscale mscale_all_dim yarn_original_max_position_embeddings yarn_beta_fast
-    yarn_beta_slow yarn_correction_range_round_to_int no_rope_freq window_size attention_chunk_size
-    window_attn_skip_freq rotary_base_per_layer window_rotary_percent window_rope_unscaled
-    window_num_query_groups window_softmax_type value_channels attention_value_scale
-    qk_l2_norm_rope_layers_only
-    normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
-    pre_layernorm post_self_attn_layernorm post_mlp_layernorm
-    qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu quick_geglu
-    glu_linear_offset activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier
-    logits_scaling add_bias_linear add_qkv_bias add_attention_output_bias add_output_layer_bias
-    untie_embeddings_and_output_weights
-    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
-    linear_value_head_dim linear_num_key_heads linear_num_value_heads
-    csa_compress_ratios csa_window_size csa_compress_rotary_base csa_dense_mode o_groups o_lora_rank
-    kda_gate_rank kda_decay_lower_bound
-    enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations
-    hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
-    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-    dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
-    dsa_indexer_k_norm_epsilon attention_output_gate head_wise_attn_gate softmax_type multi_latent_attention q_lora_rank
-    kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers mtp_use_repeated_layer num_experts
-    moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
-    moe_apply_probs_on_input
-    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
-    moe_router_sparsemixer_jitter
-    moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_n_hash_layers moe_grouped_gemm moe_latent_size
-    finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion
-    finermoe_output_expansion moe_concat_proj vocab_size padded_vocab_size make_vocab_size_divisible_by
-    """.split()
-)
-"""Flags that define the model of the weights."""
+
+def _restored(when: Restore) -> Iterator[str]:
+    return (dest for dest, option in OPTIONS.items() if option.restore == when)
+
 
 LORA = ("lora_dim", "lora_alpha", "lora_target_modules")
 """Taken from a checkpoint with adapters; one without them may be the base of new ones."""
 
-MUP = tuple(
-    """
-    use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
-    """.split()
-)
-"""Taken for --skip-train unless given. Part of the model too, but Megatron-LM takes them from the command line only."""
+SHAPE = tuple(dest for dest in _restored("always") if dest not in LORA)
+"""Flags that define the function of the weights, and how they are stored."""
 
-WHERE_NOT_GIVEN = ("seq_length",)
-"""Taken unless given: a run may continue with longer sequences."""
+STORAGE = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "moe_grouped_gemm")
+"""Those of them that change storage only."""
 
-DROPOUT = ("attention_dropout", "hidden_dropout")
-"""Taken from a Hugging Face model's config.json unless given: no such model has Megatron's default of 0.1."""
+UNLESS_GIVEN = tuple(_restored("unless given"))
+"""Taken unless given: a run may continue with longer sequences, another precision or other dropout. No Hugging Face
+model has Megatron's default of 0.1."""
+
+TO_EVALUATE = tuple(_restored("to evaluate"))
+"""Taken for --skip-train unless given."""
+
+MUP = tuple(dest for dest in TO_EVALUATE if dest.startswith(("use_mup", "mup_")))
+"""Part of the model too, but Megatron-LM takes them from the command line only."""
 
 CONVERSION = ("bf16", "fp16", "optimizer")
 """Taken for --ckpt-convert-format unless given: they determine what is stored of a parameter."""
@@ -109,6 +84,21 @@ MAPPING = tuple(
 number of ranks available."""
 
 
+_SEVERAL_SPELLINGS = ("moe_router_load_balancing_type", "hybrid_layer_pattern", "moe_layer_freq")
+"""Flags with values that mean the same, of which the command line's stays."""
+
+_UNSET = MappingProxyType(
+    {
+        "moe_router_topk_scaling_factor": 1.0,
+        "yarn_original_max_position_embeddings": 4096,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_correction_range_round_to_int": True,
+    }
+)
+"""What flags mean where they are not set."""
+
+
 @dataclass(frozen=True)
 class ArgumentGroup:
     """Flags that are taken together.
@@ -149,10 +139,9 @@ GROUPS = (
     ArgumentGroup(TOKENIZER, _takes_tokenizer, lambda *both: not _keeps_tokenizer(*both), overrides=True),
     ArgumentGroup(("sft_tokenizer_prompt_format",), _takes_tokenizer),
     ArgumentGroup(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
-    ArgumentGroup(WHERE_NOT_GIVEN),
-    ArgumentGroup(DROPOUT, recorded=lambda settings, recorded: bool(recorded.get("hf_model_type"))),
+    ArgumentGroup(UNLESS_GIVEN),
     ArgumentGroup(CONVERSION, lambda settings: settings.ckpt_convert_format is not None),
-    ArgumentGroup(MUP + EVALUATION, _evaluates),
+    ArgumentGroup(tuple(dest for dest in (*TO_EVALUATE, *EVALUATION) if dest not in CAPACITY), _evaluates),
     ArgumentGroup(
         CAPACITY, _evaluates, lambda settings, recorded: recorded.get("moe_expert_capacity_factor") is not None
     ),
@@ -199,12 +188,45 @@ def suppliable(settings: Settings) -> frozenset[str]:
     return frozenset(dest for group in GROUPS if group.asked(settings) for dest in group.dests)
 
 
-def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
-    """Write the recorded architecture over the settings, and note what it overrides on the command line."""
+def meaning(dest: str, value: object) -> object:
+    """Return what a value means for the function of the weights, equal for different ways to write it."""
+    if value is None:
+        value = _UNSET.get(dest, OPTIONS[dest].default)
+    if isinstance(value, list | tuple):
+        value = tuple(value)
+    if dest == "moe_router_load_balancing_type":
+        kinds = value if isinstance(value, tuple) else (value,)
+        return next((kind for kind in kinds if kind in SELECTING), None)
+    if dest == "hybrid_layer_pattern" and isinstance(value, str):
+        return value.replace(STAGE, "")
+    if dest == "moe_layer_freq" and isinstance(value, tuple) and set(value) == {1}:
+        return 1
+    return value or None
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A flag of the command line whose value is not the checkpoint's, which was taken.
+
+    Attributes:
+        shown: the flag and its value as given.
+    """
+
+    flag: str
+    shown: str
+    value: object
+    recorded: object
+
+
+def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Replaced]:
+    """Write the recorded architecture over the settings; return what it replaced of the command line.
+
+    See `conflicts`.
+    """
     if not recorded:
         settings.set_derived("use_checkpoint_args", False, "there is no checkpoint yet")
         settings.note("--use-checkpoint-args: there is no checkpoint yet; the command line is used.")
-        return
+        return {}
     # the checkpoint of --moe-use-upcycling is of a dense model, whose experts the command line describes
     names = [
         dest
@@ -219,16 +241,65 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> None:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
         names = [dest for dest in names if dest != "padded_vocab_size"]
+    replaced: dict[str, Replaced] = {}
     for dest in names:
         value = recorded.get(dest)
         if dest not in OPTIONS or dest not in recorded or value == settings.values[dest]:
             continue
+        if value is None and settings.default(dest) is not None:  # no value of this flag
+            continue
+        if dest in _SEVERAL_SPELLINGS and meaning(dest, value) == meaning(dest, settings.values[dest]):
+            continue
         if dest in settings.typed:
-            settings.note(
-                f"{settings.shown(dest)}: overridden by the checkpoint's value {value} (--use-checkpoint-args)"
-            )
+            replaced[dest] = Replaced(settings.flag(dest), settings.shown(dest), settings.values[dest], value)
         settings.forget(dest)
         settings.set_derived(dest, value, "from the checkpoint")
+    is_fp32 = not settings.bf16 and not settings.fp16  # then everything is, and the flag is refused
+    if is_fp32 and settings.source["fp32_residual_connection"] == "derived":
+        settings.forget("fp32_residual_connection")
+    return replaced
+
+
+def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Settings) -> Iterator[Violation]:
+    """Yield what is another function than the checkpoint's, or another tokenizer; note sizes that are replaced.
+
+    Args:
+        settings: resolved, with the checkpoint's flags.
+        replaced: the result of `apply`.
+        alone: the command line resolved without the checkpoint.
+    """
+    for dest, old in replaced.items():
+        remedy = "or describe the whole model on the command line, without --use-checkpoint-args"
+        if dest in TOKENIZER:
+            matters = not _is_same_file(old.value, old.recorded)
+            remedy = "or keep the tokenizer of the command line with --no-use-tokenizer-model-from-checkpoint-args"
+        elif dest in ("group_query_attention", "num_query_groups"):
+            matters = _query_groups(settings) != _query_groups(alone, settings.num_attention_heads)
+        else:
+            taken = meaning(dest, settings.values[dest])
+            given = {meaning(dest, old.value), meaning(dest, alone.values[dest])}
+            matters = dest in (*SHAPE, *LORA) and dest not in STORAGE and taken not in given
+        if matters:
+            yield Violation(
+                (old.flag,),
+                f"{old.shown}: the checkpoint has {dest} {old.recorded}, which --use-checkpoint-args takes. Leave "
+                f"{old.flag} out, {remedy}.",
+            )
+        elif dest in (*STORAGE, *MAPPING):
+            settings.note(f"{old.shown}: overridden by the checkpoint's value {old.recorded} (--use-checkpoint-args)")
+
+
+def _query_groups(settings: Settings, heads: int | None = None) -> int | None:
+    return settings.num_query_groups if settings.group_query_attention else settings.num_attention_heads or heads
+
+
+def _is_same_file(one: object, other: object) -> bool:
+    """Return whether two values name the same file or folder, or files with the same content."""
+    if not isinstance(one, str) or not isinstance(other, str):
+        return False
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    return os.path.isfile(one) and os.path.isfile(other) and filecmp.cmp(one, other, shallow=False)
 
 
 def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:
@@ -260,7 +331,7 @@ def _for_evaluation(settings: Settings, recorded: Mapping[str, object], names: l
         ]
         if taken:
             settings.note(f"no data was given: the evaluation takes the checkpoint's, {', '.join(taken)}")
-    checked = {*MUP, *EVALUATION, *CAPACITY, *DATA}
+    checked = {*TO_EVALUATE, *EVALUATION, *CAPACITY, *DATA}
     return [dest for dest in names if dest not in checked or _is_value(dest, recorded.get(dest))]
 
 

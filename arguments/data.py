@@ -104,7 +104,7 @@ class DataArgs:
     """Directory for index files. Unset: a folder next to the data."""
 
     # ---- samples
-    seq_length: int = flag(None)
+    seq_length: int = flag(None, restore="unless given")
     """Length of a sample, in tokens."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
@@ -199,9 +199,9 @@ class DataArgs:
     """Vocabulary file of the GPT-2 BPE tokenizer."""
     merge_file: str | None = None
     """Merge file of the GPT-2 BPE tokenizer."""
-    vocab_size: int | None = None
+    vocab_size: int | None = flag(None, restore="always")
     """Vocabulary size before padding. Unset: the tokenizer's."""
-    padded_vocab_size: int | None = None
+    padded_vocab_size: int | None = flag(None, restore="always")
     """Vocabulary size after padding. Unset: computed from the vocabulary size."""
     pad_vocab_size: bool = flag(True, off=("--no-pad-vocab-size", "--disable-pad-vocab-size"))
     """Pad the vocabulary size to a multiple that ranks can shard."""

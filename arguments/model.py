@@ -16,394 +16,397 @@ class ModelArgs:
     """The shape and mathematics of the transformer."""
 
     # ---- sizes
-    num_layers: int = flag(None)
+    num_layers: int = flag(None, restore="always")
     """Number of decoder layers, without multi-token-prediction layers."""
-    hidden_size: int = flag(None)
+    hidden_size: int = flag(None, restore="always")
     """Width of the residual stream, which every layer reads and writes."""
-    ffn_hidden_size: int = flag(None)
+    ffn_hidden_size: int = flag(None, restore="always")
     """Width of a dense feed-forward layer. Unset: 4 x hidden size, or 8/3 x hidden size rounded down to a multiple
     of 64 with --swiglu."""
-    num_attention_heads: int = flag(None)
+    num_attention_heads: int = flag(None, restore="always")
     """Number of query heads."""
-    kv_channels: int = flag(None)
+    kv_channels: int = flag(None, restore="always")
     """Number of channels of one attention head. Unset: hidden size / heads."""
-    group_query_attention: bool = False
+    group_query_attention: bool = flag(False, restore="always")
     """Share each key/value head among a group of query heads."""
-    num_query_groups: int = 1
+    num_query_groups: int = flag(1, restore="always")
     """Number of key/value heads, with --group-query-attention."""
-    window_num_query_groups: int | None = None
+    window_num_query_groups: int | None = flag(None, restore="always")
     """Number of key/value heads of layers with a window. Unset: --num-query-groups. A flag of this program."""
-    value_channels: int | None = None
+    value_channels: int | None = flag(None, restore="always")
     """Number of channels of a value head. Unset: --kv-channels, as queries and keys have. A flag of this program."""
-    max_position_embeddings: int = flag(None)
+    max_position_embeddings: int = flag(None, restore="unless given")
     """Largest number of positions the model may see, in tokens; at least --seq-length."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = flag(128, restore="always")
     """Pad the vocabulary size to a multiple of this number times the tensor-parallel size."""
-    untie_embeddings_and_output_weights: bool = False
+    untie_embeddings_and_output_weights: bool = flag(False, restore="always")
     """Give the output layer its own weights instead of the embedding's."""
 
     # ---- normalization and activations
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", restore="always")
     """Kind of normalization before attention, before the feed-forward layer and at the end."""
-    layernorm_epsilon: float = flag(1e-05, "--norm-epsilon")
+    layernorm_epsilon: float = flag(1e-05, "--norm-epsilon", restore="always")
     """Constant added to the variance before its square root is taken."""
-    layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p")
+    layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p", restore="always")
     """Store the norm's gain minus one, so that weight decay pulls it towards one."""
-    apply_residual_connection_post_layernorm: bool = False
+    apply_residual_connection_post_layernorm: bool = flag(False, restore="always")
     """Take the residual after the norm instead of before it (the original transformer)."""
-    pre_layernorm: bool = flag(True, off=("--disable-pre-layernorm",))
+    pre_layernorm: bool = flag(True, off=("--disable-pre-layernorm",), restore="always")
     """Normalize the input of attention and of the feed-forward layer. A flag of this program."""
-    post_self_attn_layernorm: bool = False
+    post_self_attn_layernorm: bool = flag(False, restore="always")
     """Normalize the output of attention before it is added to the residual stream. A flag of this program."""
-    post_mlp_layernorm: bool = False
+    post_mlp_layernorm: bool = flag(False, restore="always")
     """Normalize the output of the feed-forward layer or of all experts before it is added to the residual stream. A
     flag of this program."""
-    fp32_residual_connection: bool = False
+    fp32_residual_connection: bool = flag(False, restore="unless given")
     """Keep the residual stream in fp32."""
-    qk_layernorm: bool = False
+    qk_layernorm: bool = flag(False, restore="always")
     """Normalize the queries and keys of each head."""
-    qk_layernorm_all_heads: bool = False
+    qk_layernorm_all_heads: bool = flag(False, restore="always")
     """Normalize queries over all heads together, and keys (OLMoE, MiniMax-M2), instead of each head."""
-    qk_layernorm_after_rope: bool = False
+    qk_layernorm_after_rope: bool = flag(False, restore="always")
     """Normalize queries and keys after they are rotated (Hunyuan), instead of before."""
-    qk_l2_norm: bool = False
+    qk_l2_norm: bool = flag(False, restore="always")
     """Normalize queries and keys by their length, without a learned gain (Llama 4)."""
-    qk_l2_norm_rope_layers_only: bool = False
+    qk_l2_norm_rope_layers_only: bool = flag(False, restore="always")
     """Normalize them so only in layers with rotary positions (see --no-rope-freq), as published Llama 4 models do. A
     flag of this program."""
-    swiglu: bool = False
+    swiglu: bool = flag(False, restore="always")
     """Use gated SiLU feed-forward layers (dense and experts)."""
-    squared_relu: bool = False
+    squared_relu: bool = flag(False, restore="always")
     """Use squared ReLU in feed-forward layers instead of GELU."""
-    quick_geglu: bool = False
+    quick_geglu: bool = flag(False, restore="always")
     """Use gated feed-forward layers with the sigmoid approximation of GELU."""
-    glu_linear_offset: float = 0.0
+    glu_linear_offset: float = flag(0.0, restore="always")
     """Constant added to the linear half of a gated feed-forward layer."""
-    enable_hyper_connections: bool = False
+    enable_hyper_connections: bool = flag(False, restore="always")
     """Use several residual streams instead of one; weights of every token mix them (DeepSeek-V4)."""
-    num_residual_streams: int = 4
+    num_residual_streams: int = flag(4, restore="always")
     """Number of residual streams of hyper-connections."""
-    mhc_sinkhorn_iterations: int = 20
+    mhc_sinkhorn_iterations: int = flag(20, restore="always")
     """Number of normalizations that make a mixing matrix of streams doubly stochastic."""
-    mhc_init_gating_factor: float = 0.01
+    mhc_init_gating_factor: float = flag(0.01, restore="never")
     """First value of the factors of what a hyper-connection computes from its token."""
-    activation_func_clamp_value: float | None = None
+    activation_func_clamp_value: float | None = flag(None, restore="always")
     """Clamp both halves of a gated activation to this magnitude. Unset: no limit."""
-    use_fused_weighted_squared_relu: bool = False
+    use_fused_weighted_squared_relu: bool = flag(False, restore="never")
     """Fuse squared ReLU with the multiplication by the router's probability."""
-    add_bias_linear: bool = flag(True, off=("--disable-bias-linear",))
+    add_bias_linear: bool = flag(True, off=("--disable-bias-linear",), restore="always")
     """Biases in all linear layers."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = flag(False, restore="always")
     """Add biases to the query/key/value projection only."""
-    add_attention_output_bias: bool = False
+    add_attention_output_bias: bool = flag(False, restore="always")
     """Add a bias to the output projection of attention, also with --disable-bias-linear (Phi-3.5-MoE). A flag of this
     program."""
-    add_output_layer_bias: bool = False
+    add_output_layer_bias: bool = flag(False, restore="always")
     """Add a bias to every logit, one per row of the vocabulary (Phi-3.5-MoE). A flag of this program."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = flag(0.1, restore="unless given")
     """Dropout probability on the residual branches, from 0 to below 1."""
-    attention_dropout: float = 0.1
+    attention_dropout: float = flag(0.1, restore="unless given")
     """Dropout probability on the attention weights, from 0 to below 1."""
 
     # ---- positions
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = (
-        "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
+        "learned_absolute", restore="always"
     )
     """Kind of position embedding: a learned table, rotary (rope), YaRN, or none."""
-    use_rotary_position_embeddings: bool = False
+    use_rotary_position_embeddings: bool = flag(False, restore="never")
     """Deprecated spelling of --position-embedding-type rope."""
-    add_position_embedding: bool = flag(True, off=("--no-position-embedding",))
+    add_position_embedding: bool = flag(True, off=("--no-position-embedding",), restore="never")
     """Add a learned position table (Megatron's old switch; only rope ignores it)."""
-    rotary_base: int = 10000
+    rotary_base: int = flag(10000, restore="always")
     """Base of the rotary frequencies."""
-    rotary_percent: float = 1.0
+    rotary_percent: float = flag(1.0, restore="always")
     """Fraction of each head's channels that is rotated, above 0 and at most 1."""
-    rotary_interleaved: bool = False
+    rotary_interleaved: bool = flag(False, restore="always")
     """Rotate neighboring pairs of channels instead of the two halves."""
-    rotary_seq_len_interpolation_factor: int | None = None
+    rotary_seq_len_interpolation_factor: int | None = flag(None, restore="always")
     """Divide positions by this factor (linear interpolation)."""
-    use_rope_scaling: bool = False
+    use_rope_scaling: bool = flag(False, restore="always")
     """Scale rotary frequencies as Llama 3 does, low ones most."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: float = flag(8.0, restore="always")
     """Factor by which --use-rope-scaling extends the context."""
-    rope_scaling_high_freq_factor: float = 4.0
+    rope_scaling_high_freq_factor: float = flag(4.0, restore="always")
     """Rotations per 8192 tokens above which --use-rope-scaling leaves a channel alone: 4 in Llama 3, 1 in Llama 4
     Scout. A flag of this program."""
-    rope_type: Literal["rope", "yarn"] | None = None
+    rope_type: Literal["rope", "yarn"] | None = flag(None, restore="always")
     """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
     """Layers without rotary embedding: every N-th, or a pattern with 1 for each of them and 0 for the others."""
-    rotary_base_per_layer: list[float] | None = None
+    rotary_base_per_layer: list[float] | None = flag(None, restore="always")
     """Base of the rotary frequencies of each layer, one number for each. Unset: --rotary-base in all."""
-    window_rotary_percent: float | None = None
+    window_rotary_percent: float | None = flag(None, restore="always")
     """Fraction of each head's channels that layers with a window rotate. Unset: --rotary-percent. A flag of this
     program."""
-    window_rope_unscaled: bool = False
+    window_rope_unscaled: bool = flag(False, restore="always")
     """Leave positions of layers with a window as they are; YaRN and other scalings act on the others. A flag of this
     program."""
-    yarn_original_max_position_embeddings: int | None = None
+    yarn_original_max_position_embeddings: int | None = flag(None, restore="always")
     """Context length, in tokens, that YaRN extends."""
-    yarn_beta_fast: float | None = None
+    yarn_beta_fast: float | None = flag(None, restore="always")
     """YaRN: rotations per context above which a channel is left alone."""
-    yarn_beta_slow: float | None = None
+    yarn_beta_slow: float | None = flag(None, restore="always")
     """YaRN: rotations per context below which a channel is interpolated fully."""
     yarn_correction_range_round_to_int: bool | None = flag(
-        None, "--yarn-correction-range-round-to-int", off=("--no-yarn-correction-range-round-to-int",)
+        None,
+        "--yarn-correction-range-round-to-int",
+        off=("--no-yarn-correction-range-round-to-int",),
+        restore="always",
     )
     """YaRN: round the limits of the blended channel range to integers."""
 
     # ---- attention
-    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag("auto", restore="never")
     """Kernel of attention on CUDA devices: flash (FlashAttention), fused (cuDNN), unfused (scores are stored), local
     (as unfused, and by the local layers), or auto. Sparse attention has its own; blocks of the local layers (context
     parallelism, packed documents, attention sinks) know flash and unfused only."""
-    flash_attention_version: Literal[2, 3, 4] | None = None
+    flash_attention_version: Literal[2, 3, 4] | None = flag(None, restore="never")
     """Generation of FlashAttention. All compute the same function."""
-    use_flash_attn: bool = False
+    use_flash_attn: bool = flag(False, restore="never")
     """Old request for FlashAttention, which nothing reads any more."""
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla", restore="always")
     """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
-    window_size: tuple[int, int] | None = flag(None, parse=int_pair)
+    window_size: tuple[int, int] | None = flag(None, parse=int_pair, restore="always")
     """Attend to a sliding window only: LEFT,RIGHT tokens around the query; -1 is unlimited. Unset: no window."""
-    attention_chunk_size: int | None = None
+    attention_chunk_size: int | None = flag(None, restore="always")
     """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
     Unset: no chunks. A flag of this program."""
-    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
     """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
     and 1 for the others."""
-    attn_temperature_tuning: Literal["llama4", "mistral4"] | None = None
+    attn_temperature_tuning: Literal["llama4", "mistral4"] | None = flag(None, restore="always")
     """Multiply queries by 1 + scale * log(1 + floor(p / floor)): p is the position plus one in layers without rotary
     positions (llama4; other layers have no factor), or the position in all layers (mistral4). Unset: no factor. A flag
     of this program."""
-    attn_temperature_scale: float = 0.1
+    attn_temperature_scale: float = flag(0.1, restore="always")
     """Scale of --attn-temperature-tuning. A flag of this program."""
-    attn_temperature_floor: int = 8192
+    attn_temperature_floor: int = flag(8192, restore="always")
     """Number of positions after which --attn-temperature-tuning changes its factor. A flag of this program."""
-    window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = None
+    window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = flag(None, restore="always")
     """Attention softmax of layers with a window. Unset: --softmax-type. A flag of this program."""
-    attention_value_scale: float | None = None
+    attention_value_scale: float | None = flag(None, restore="always")
     """Factor of the values that attention sums. Unset: 1. A flag of this program."""
-    head_wise_attn_gate: bool = False
+    head_wise_attn_gate: bool = flag(False, restore="always")
     """Multiply the output of every head of latent attention by the sigmoid of one number, made of the layer's input."""
-    attention_output_gate: bool = False
+    attention_output_gate: bool = flag(False, restore="always")
     """Multiply the attention output by a sigmoid gate of the layer's input."""
-    apply_query_key_layer_scaling: bool = False
+    apply_query_key_layer_scaling: bool = flag(False, restore="never")
     """Divide attention scores by the layer number and multiply them back in the softmax."""
-    qk_clip: bool = False
+    qk_clip: bool = flag(False, restore="never")
     """Rescale query and key weights when the largest attention logit passes a threshold (MuonClip)."""
-    qk_clip_alpha: float = 0.5
+    qk_clip_alpha: float = flag(0.5, restore="never")
     """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""
-    qk_clip_threshold: float = 100.0
+    qk_clip_threshold: float = flag(100.0, restore="never")
     """Attention logit above which --qk-clip rescales weights."""
 
     # ---- multi-head latent attention
-    multi_latent_attention: bool = False
+    multi_latent_attention: bool = flag(False, restore="always")
     """Use DeepSeek's attention with low-rank compressed keys and values (MLA)."""
-    q_lora_rank: int | None = None
+    q_lora_rank: int | None = flag(None, restore="always")
     """Rank of the compressed queries. Unset: queries are projected directly."""
-    kv_lora_rank: int = 32
+    kv_lora_rank: int = flag(32, restore="always")
     """Rank of the compressed keys and values."""
-    qk_head_dim: int = 128
+    qk_head_dim: int = flag(128, restore="always")
     """Number of channels of a query or key head that are not rotated."""
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: int = flag(64, restore="always")
     """Number of channels of a query or key head that are rotated."""
-    v_head_dim: int = 128
+    v_head_dim: int = flag(128, restore="always")
     """Number of channels of a value head."""
-    rotary_scaling_factor: float = 1.0
+    rotary_scaling_factor: float = flag(1.0, restore="always")
     """Factor by which YaRN extends the context."""
-    mscale: float = 1.0
+    mscale: float = flag(1.0, restore="always")
     """Coefficient of YaRN's attention temperature for the rotated channels."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: float = flag(0.0, restore="always")
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
-    mla_down_proj_fusion: bool = False
+    mla_down_proj_fusion: bool = flag(False, restore="never")
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
     experimental_attention_variant: (
         Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid", "kda", "short_conv"] | None
-    ) = None
+    ) = flag(None, restore="always")
     """Replace softmax attention in some layers by gated DeltaNet (gdn), Kimi delta attention (kda) or short
     convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a window and to
     compressed keys (dsv4_hybrid: DeepSeek-V4)."""
-    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern)
+    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
     """Layers with linear attention or short convolutions: N keeps softmax attention in every N-th layer only, a
     pattern has 1 for each layer without it and 0 for the others."""
-    linear_conv_kernel_dim: int = 4
+    linear_conv_kernel_dim: int = flag(4, restore="always")
     """Width of the causal convolution of a layer with linear attention or short convolutions, in tokens."""
-    linear_key_head_dim: int = 128
+    linear_key_head_dim: int = flag(128, restore="always")
     """Number of channels of a key head of a layer with linear attention."""
-    linear_value_head_dim: int = 128
+    linear_value_head_dim: int = flag(128, restore="always")
     """Number of channels of a value head of a layer with linear attention."""
-    linear_num_key_heads: int = 16
+    linear_num_key_heads: int = flag(16, restore="always")
     """Number of key heads of a layer with linear attention."""
-    linear_num_value_heads: int = 32
+    linear_num_value_heads: int = flag(32, restore="always")
     """Number of value heads of a layer with linear attention."""
-    kda_gate_rank: int | None = None
+    kda_gate_rank: int | None = flag(None, restore="always")
     """Kimi delta attention: number of channels of the latents from which decays and output gates are made. Unset: no
     latents, one matrix each. A flag of this program."""
-    kda_decay_lower_bound: float | None = None
+    kda_decay_lower_bound: float | None = flag(None, restore="always")
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
     bound. A flag of this program."""
-    hybrid_layer_pattern: str | None = None
+    hybrid_layer_pattern: str | None = flag(None, restore="always")
     """Layers of one sublayer each, one letter per layer: M (Mamba-2), * (attention), - (feed-forward), E (experts).
     A | begins the next pipeline stage. Determines --num-layers and --moe-layer-freq. Unset: transformer layers."""
-    hybrid_override_pattern: str | None = None
+    hybrid_override_pattern: str | None = flag(None, restore="never")
     """Deprecated spelling of --hybrid-layer-pattern."""
-    mamba_state_dim: int = 128
+    mamba_state_dim: int = flag(128, restore="always")
     """Number of channels of the state of a Mamba layer."""
-    mamba_head_dim: int = 64
+    mamba_head_dim: int = flag(64, restore="always")
     """Number of channels of a head of a Mamba layer."""
-    mamba_num_groups: int = 8
+    mamba_num_groups: int = flag(8, restore="always")
     """Number of groups of heads of a Mamba layer, which share what reads and writes the state."""
-    mamba_num_heads: int | None = None
+    mamba_num_heads: int | None = flag(None, restore="always")
     """Number of heads of a Mamba layer. Unset: 2 x hidden size / --mamba-head-dim."""
-    dsa_indexer_n_heads: int = flag(None)
+    dsa_indexer_n_heads: int = flag(None, restore="always")
     """Sparse attention: number of heads of the indexer that selects keys."""
-    dsa_indexer_head_dim: int = flag(None)
+    dsa_indexer_head_dim: int = flag(None, restore="always")
     """Sparse attention: number of channels of an indexer head."""
-    dsa_indexer_topk: int = flag(None)
+    dsa_indexer_topk: int = flag(None, restore="always")
     """Sparse attention: number of keys that each query attends to."""
-    dsa_indexer_topk_freq: int = 1
+    dsa_indexer_topk_freq: int = flag(1, restore="always")
     """Sparse attention: compute a new selection in every N-th layer, and reuse it in the others."""
-    dsa_indexer_skip_topk_offset: int = 0
+    dsa_indexer_skip_topk_offset: int = flag(0, restore="always")
     """Sparse attention: first layer that may reuse a selection."""
-    dsa_indexer_loss_coeff: float | None = None
+    dsa_indexer_loss_coeff: float | None = flag(None, restore="to evaluate")
     """Sparse attention: weight of the indexer's KL loss. Unset or 0: the indexer does not learn."""
-    dsa_indexer_warmup: bool = False
+    dsa_indexer_warmup: bool = flag(False, restore="to evaluate")
     """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is
     frozen. A flag of this program."""
-    dsa_indexer_use_sparse_loss: bool = False
+    dsa_indexer_use_sparse_loss: bool = flag(False, restore="never")
     """Sparse attention: compute the KL loss over the selected keys only."""
-    dsa_indexer_rope_interleaved: bool = False
+    dsa_indexer_rope_interleaved: bool = flag(False, restore="always")
     """Sparse attention: rotate neighboring pairs of channels in the indexer, not its two halves."""
     dsa_indexer_rotate_activation: bool = flag(
-        True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation")
+        True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation"), restore="always"
     )
     """Sparse attention: apply a Hadamard rotation to indexer queries and keys."""
     dsa_indexer_scoring_relu: bool = flag(
-        True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu")
+        True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu"), restore="always"
     )
     """Sparse attention: apply ReLU to the indexer's scores."""
-    dsa_indexer_k_norm_epsilon: float | None = None
+    dsa_indexer_k_norm_epsilon: float | None = flag(None, restore="always")
     """Sparse attention: constant added to the variance in the norm of the indexer's keys. Unset: --norm-epsilon."""
-    dsa_indexer_k_norm_fp32: bool = False
+    dsa_indexer_k_norm_fp32: bool = flag(False, restore="never")
     """Sparse attention: compute the indexer's key norm in fp32."""
-    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = "none"
+    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = flag("none", restore="never")
     """Sparse attention: kernel library; none: torch's own GEMMs."""
-    dsa_attention_form: Literal["auto", "masked", "gathered"] = "auto"
+    dsa_attention_form: Literal["auto", "masked", "gathered"] = flag("auto", restore="never")
     """Sparse attention: attend to all keys and mask the unselected ones, gather the latents of the selected ones, or
     whichever is cheaper for the shapes. A flag of this program."""
 
-    csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern)
+    csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
     """Compressed attention: tokens of a compressed key in each layer, as a list. 0: the window only; 4: overlapping
     windows, among which an indexer selects; more: all of them are visible."""
-    csa_window_size: int = 128
+    csa_window_size: int = flag(128, restore="always")
     """Compressed attention: number of recent tokens that a query sees uncompressed."""
-    csa_compress_rotary_base: float = 40000.0
+    csa_compress_rotary_base: float = flag(40000.0, restore="always")
     """Compressed attention: base of the rotary frequencies of layers with compressed keys."""
-    csa_dense_mode: bool = False
+    csa_dense_mode: bool = flag(False, restore="always")
     """Compressed attention: no indexers; queries see all compressed keys of the past."""
-    o_groups: int = 8
+    o_groups: int = flag(8, restore="always")
     """Compressed attention: number of groups of heads with an output projection of low rank."""
-    o_lora_rank: int = 1024
+    o_lora_rank: int = flag(1024, restore="always")
     """Compressed attention: rank of the output projection of a group of heads."""
 
     # ---- low-rank adapters
-    lora_dim: int | None = None
+    lora_dim: int | None = flag(None, restore="always")
     """LoRA: rank of the adapters, which are trained while every other parameter is frozen. Unset: none. A flag of this
     program."""
-    lora_alpha: float = 32.0
+    lora_alpha: float = flag(32.0, restore="always")
     """LoRA: an adapter's output is multiplied by this and divided by --lora-dim. A flag of this program."""
-    lora_dropout: float = 0.0
+    lora_dropout: float = flag(0.0, restore="never")
     """LoRA: dropout probability of an adapter's input. A flag of this program."""
-    lora_target_modules: list[str] = flag(["all-linear"])
+    lora_target_modules: list[str] = flag(["all-linear"], restore="always")
     """LoRA: linears of the decoder layers that get an adapter: last parts of their names (linear_qkv linear_proj
     linear_fc1 linear_fc2), patterns of names with dots (*.mlp.experts.*), or all-linear. A flag of this program."""
 
     # ---- multi-token prediction
-    mtp_num_layers: int | None = None
+    mtp_num_layers: int | None = flag(None, restore="always")
     """Depth of multi-token prediction: number of extra layers, which predict 2, 3, ... tokens ahead. Unset or 0:
     none."""
-    mtp_loss_scaling_factor: float = 0.1
+    mtp_loss_scaling_factor: float = flag(0.1, restore="never")
     """Weight of the mean multi-token-prediction loss in the total loss."""
-    mtp_use_repeated_layer: bool = False
+    mtp_use_repeated_layer: bool = flag(False, restore="always")
     """Use one layer's weights for every prediction depth."""
-    mtp_detach_heads: bool = False
+    mtp_detach_heads: bool = flag(False, restore="never")
     """Do not send multi-token-prediction gradients into the main model."""
-    mtp_loss_per_token: bool = False
+    mtp_loss_per_token: bool = flag(False, restore="never")
     """Divide the multi-token-prediction losses by the trained tokens of the global batch, as --calculate-per-token-loss
     does with the main loss, so that they depend on no microbatches, packs and context-parallel ranks. Off: each
     context-parallel rank takes the mean over its tokens of a microbatch. A flag of this program."""
-    mtp_hsm: bool = False
+    mtp_hsm: bool = flag(False, restore="always")
     """Predict the hidden state of the next depth (hidden-state matching)."""
 
     # ---- initialization
-    init_method_std: float = 0.02
+    init_method_std: float = flag(0.02, restore="never")
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
-    embedding_init_method_std: float | None = None
+    embedding_init_method_std: float | None = flag(None, restore="never")
     """Standard deviation of the initial embedding. Unset: --init-method-std."""
-    init_method_xavier_uniform: bool = False
+    init_method_xavier_uniform: bool = flag(False, restore="never")
     """Draw initial weights from Xavier's uniform distribution."""
-    perform_initialization: bool = flag(True, off=("--no-initialization",))
+    perform_initialization: bool = flag(True, off=("--no-initialization",), restore="never")
     """Initialize the weights (off: leave them as allocated, when a checkpoint follows)."""
-    use_cpu_initialization: bool | None = None
+    use_cpu_initialization: bool | None = flag(None, restore="never")
     """Draw the initial weights on the CPU."""
-    init_model_with_meta_device: bool = False
+    init_model_with_meta_device: bool = flag(False, restore="never")
     """Build the model without storage first, and materialize it when it is sharded."""
 
     # ---- maximal update parametrization
-    use_mup: bool = False
+    use_mup: bool = flag(False, restore="to evaluate")
     """Scale initial weights, logits and learning rates with the width (muP), so that rates tuned at one width fit
     another."""
-    mup_base_hidden_size: int | None = None
+    mup_base_hidden_size: int | None = flag(None, restore="to evaluate")
     """muP: the width at which nothing is scaled. Unset: --hidden-size."""
-    mup_embedding_mult: float = 1.0
+    mup_embedding_mult: float = flag(1.0, restore="to evaluate")
     """muP: multiply the embedding's output by this."""
-    mup_output_mult: float = 1.0
+    mup_output_mult: float = flag(1.0, restore="to evaluate")
     """muP: multiply the logits by this. 1: base width / width."""
-    mup_base_head_dim: float | None = None
+    mup_base_head_dim: float | None = flag(None, restore="to evaluate")
     """muP: multiply attention scores by the root of this. Unset: 1."""
-    mup_attn_scale_power: float = 1.0
+    mup_attn_scale_power: float = flag(1.0, restore="to evaluate")
     """muP: divide attention scores by the head size to this power (without muP 0.5)."""
 
     # ---- multipliers (Granite)
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: float = flag(1.0, restore="always")
     """Multiply the embedding's output by this."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: float = flag(1.0, restore="always")
     """Multiply the output of every attention and feed-forward sublayer by this before it is added to the residual."""
-    attention_multiplier: float | None = None
+    attention_multiplier: float | None = flag(None, restore="always")
     """Multiply attention scores by this. Unset: 1 / root of the head size."""
-    logits_scaling: float = 1.0
+    logits_scaling: float = flag(1.0, restore="always")
     """Divide the logits by this."""
 
     # ---- loss and fused kernels
-    cross_entropy_loss_fusion: bool = False
+    cross_entropy_loss_fusion: bool = flag(False, restore="never")
     """Use a fused cross-entropy kernel."""
-    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    cross_entropy_fusion_impl: Literal["native", "te"] = flag("native", restore="never")
     """Implementation of --cross-entropy-loss-fusion: native or TransformerEngine (te)."""
-    masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",))
+    masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",), restore="never")
     """Fuse scaling, masking and softmax of attention."""
-    bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",))
+    bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",), restore="unless given")
     """Fuse bias and GELU; with biases this is the tanh approximation of GELU, as in Megatron."""
-    bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",))
+    bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",), restore="never")
     """Fuse bias and SwiGLU: with --swiglu, have `activation` among the default --triton-kernels."""
-    bias_dropout_fusion: bool = flag(True, off=("--no-bias-dropout-fusion",))
+    bias_dropout_fusion: bool = flag(True, off=("--no-bias-dropout-fusion",), restore="never")
     """Fuse bias, dropout and residual."""
-    apply_rope_fusion: bool = flag(True, off=("--no-rope-fusion",))
+    apply_rope_fusion: bool = flag(True, off=("--no-rope-fusion",), restore="never")
     """Use a fused rotary-embedding kernel: have `rope` among the default --triton-kernels."""
-    no_persist_layer_norm: bool = False
+    no_persist_layer_norm: bool = flag(False, restore="never")
     """Do not use the persistent fused layer-norm kernel."""
-    fused_residual_rmsnorm: bool = False
+    fused_residual_rmsnorm: bool = flag(False, restore="never")
     """Fuse the residual addition with RMSNorm."""
-    use_transformer_engine_op_fuser: bool = False
+    use_transformer_engine_op_fuser: bool = flag(False, restore="never")
     """Let TransformerEngine fuse fc1, activation and fc2 of the routed experts; token counts stay on the device."""
-    use_te_activation_func: bool = False
+    use_te_activation_func: bool = flag(False, restore="never")
     """Use TransformerEngine's activation function."""
-    use_grouped_gemm_for_shared_expert: bool = False
+    use_grouped_gemm_for_shared_expert: bool = flag(False, restore="never")
     """Run the shared expert through the grouped GEMM."""
-    use_grouped_gemm_for_dense_mlp: bool = False
+    use_grouped_gemm_for_dense_mlp: bool = flag(False, restore="never")
     """Run dense feed-forward layers through the grouped GEMM."""
-    deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models")
+    deprecated_use_mcore_models: bool = flag(False, "--use-mcore-models", restore="never")
     """Use Megatron-Core's models, the only kind."""
 
     @property

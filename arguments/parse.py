@@ -80,13 +80,17 @@ def resolve_command_line(
     settings, violations, unread = _gather(argv)
     if unread is None:
         return settings, violations
+    replaced = {}
     if checkpoint is not None and settings.use_checkpoint_args:
-        checkpoint_args.apply(settings, checkpoint)
+        replaced = checkpoint_args.apply(settings, checkpoint)
     _apply_old(settings)
     rules.resolve(settings, world_size)
     names = {spelling for dest in unread for spelling in OPTIONS[dest].spellings}
     violations += [v for v in rules.check(settings, world_size) if not names.intersection(v.flags)]
     violations = violations + check_flag_status(settings)
+    if replaced:
+        alone, _ = resolve_command_line(argv, world_size)
+        violations += checkpoint_args.conflicts(settings, replaced, alone)
     note_flag_status(settings, unread)
     return settings, violations
 

@@ -19,7 +19,16 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Restore = Literal["always", "unless given", "to evaluate", "never"]
+"""Whether --use-checkpoint-args takes a flag from the checkpoint.
+
+* always: another value would be another function of the weights, or store them differently;
+* unless given: a run may change it, but the default need not be what the weights were trained with;
+* to evaluate: for --skip-train, unless given;
+* never: it says how a run trains or computes, not what.
+"""
 
 
 def flag(
@@ -30,13 +39,16 @@ def flag(
     parse: Callable[[str], object] | None = None,
     metavar: tuple[str, ...] | None = None,
     hidden: bool = False,
+    restore: Restore | None = None,
 ):
     """Declare a flag whose spelling, number of values or reading is not what its field says.
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
-    (else "+"); `parse` reads one value; `hidden` flags are absent from --help.
+    (else "+"); `parse` reads one value; `hidden` flags are absent from --help. Every flag of the model and of its
+    experts says whether to `restore` it; None leaves that to arguments/checkpoint_args.py.
     """
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
+    metadata["restore"] = restore
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -91,7 +103,7 @@ class Option:
     """One flag as the parser sees it.
 
     `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
-    value; `choices` are the allowed values, or None; `default` is Megatron's.
+    value; `choices` are the allowed values, or None; `default` is Megatron's; `restore` is as declared.
     """
 
     dest: str
@@ -105,6 +117,7 @@ class Option:
     default: Any
     metavar: tuple[str, ...] | None
     hidden: bool
+    restore: Restore | None
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -209,6 +222,7 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         default=default,
         metavar=extra.get("metavar"),
         hidden=bool(extra.get("hidden")),
+        restore=extra.get("restore"),
     )
 
 

@@ -224,8 +224,8 @@ def _plan_from_hf(
             logger.info("  %s", note)
         if to == "ours":
             logger.info(
-                "  dropout is not part of a checkpoint: give --attention-dropout and --hidden-dropout, whose default "
-                "is 0.1 as in Megatron-LM"
+                "  without --use-checkpoint-args give --attention-dropout and --hidden-dropout, whose default is 0.1 "
+                "as in Megatron-LM"
             )
         check_copies(model)
     if to == "weights":

@@ -193,6 +193,8 @@ def _entry(option: Option, text: str) -> Iterator[str]:
     yield ""
     yield f"- Write: {_code(_usage()[option.spellings[0]])}; field `{option.dest}`"
     yield f"- Default: {_default(option)}"
+    if option.restore not in (None, "never"):
+        yield f"- Of the checkpoint with `--use-checkpoint-args`: {option.restore}"
     if option.choices:
         yield f"- Choices: {', '.join(map(_code, option.choices))}"
     yield f"- Status: {kind}{f' ({reason})' if reason else ''}"

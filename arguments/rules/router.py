@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from arguments.moe import SELECTING
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -129,7 +130,7 @@ def limit_sparsemixer(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
         is_on and s.moe_router_fusion, text + "the kernel computes one softmax of both experts.", ("moe_router_fusion",)
     )
-    for kind in ("sinkhorn", "quantile_balancing"):
+    for kind in SELECTING:
         yield Limit(
             is_on and kind in balancing_types(s),
             "{moe_router_sparsemixer_jitter:flag} cannot be combined with {moe_router_load_balancing_type:flag} "
@@ -201,7 +202,7 @@ def check_balancing_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds = balancing_types(s)
-    mixed = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
+    mixed = [kind for kind in SELECTING if kind in kinds]
     if f.experts and mixed and len(kinds) > 1:
         yield s.violation(
             "{moe_router_load_balancing_type}: {balancing} chooses experts by itself and cannot be combined with other "
@@ -212,7 +213,7 @@ def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Vi
 
 def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds = balancing_types(s)
-    selecting = [kind for kind in ("sinkhorn", "quantile_balancing") if kind in kinds]
+    selecting = [kind for kind in SELECTING if kind in kinds]
     if f.experts and selecting and any(as_list(s.moe_aux_loss_coeff)):
         yield s.violation(
             "{moe_aux_loss_coeff} must be 0 with {moe_router_load_balancing_type:flag} {balancing}, which balances "
@@ -252,7 +253,7 @@ def check_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = f.experts is not None and s.moe_enable_routing_replay
-    for kind in ("sinkhorn", "quantile_balancing"):
+    for kind in SELECTING:
         yield Limit(
             is_on and kind in balancing_types(s),
             "{moe_enable_routing_replay:flag} cannot be combined with {moe_router_load_balancing_type:flag} "

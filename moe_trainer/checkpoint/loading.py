@@ -7,6 +7,7 @@ All mismatches are collected before anything is overwritten, and reported togeth
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from arguments.checkpoint_args import LORA, MUP, SHAPE
+from arguments.checkpoint_args import LORA, MUP, SHAPE, meaning
 from arguments.container import OPTIONS
 from arguments.lora import is_adapter
 from moe_trainer.checkpoint import random_state
@@ -38,6 +39,8 @@ _OPTIMIZER = "optimizer."
 _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
 # the state of delayed scaling: a run without it ignores it, a run with it may start from initial values
 SCALING = "fp8."
+# what no model needs: states of TransformerEngine's modules, tables that follow from the flags, counters of routers
+_NOT_NEEDED = re.compile(r"\.(_extra_state|inv_freq|(local|global)_tokens_per_expert|ga_steps)(/|$)")
 _VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
@@ -86,6 +89,7 @@ class Loader:
         self._padding_logged = False
         self._missing: list[str] = []
         self._mismatched: list[str] = []
+        self._found: set[str] = set()  # keys of weights, of which an fp32 copy may be read instead
         self._unexpected: list[str] = []  # known after `gather_key_mismatches`
 
     def request_model(self, chunks: Sequence[Any]) -> None:
@@ -175,10 +179,12 @@ class Loader:
         self._missing, self._mismatched = (
             list(dict.fromkeys(line for rank in problems for line in rank[part])) for part in (0, 1)
         )
-        keys = [key for key in self._stored if not key.startswith((*_OPTIMIZER_KEYS, SCALING))]
-        used = torch.tensor(
-            [any(key in wanted for wanted in self._requests.values()) for key in keys], dtype=torch.uint8, device=device
-        )
+        keys = [
+            key
+            for key in self._stored
+            if not key.startswith((*_OPTIMIZER_KEYS, SCALING)) and not _NOT_NEEDED.search(key)
+        ]
+        used = torch.tensor([key in self._found for key in keys], dtype=torch.uint8, device=device)
         if keys:
             collectives.all_reduce(used, ps.world, op="max")
         self._unexpected = [key for key, is_used in zip(keys, used.tolist()) if not is_used]
@@ -194,7 +200,7 @@ class Loader:
         strictness = self._options.strictness
         differing = self._differing_flags()
         fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
-        lines = list(self._mismatched)
+        lines, remedy = list(self._mismatched), ""
         self._check_spec()
         self._initialize_indexers()
         self._initialize_adapters()
@@ -207,6 +213,8 @@ class Loader:
             lines += [f"{key} is not in the checkpoint" for key in self._missing]
         unexpected = self._unexpected
         if unexpected and strictness in ("raise_unexpected", "raise_all"):
+            if not lines:
+                remedy = "To load it without these tensors: --dist-ckpt-strictness log_unexpected\n"
             lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
         elif unexpected and strictness not in ("assume_ok_unexpected", "ignore_all"):
             self._warn(
@@ -217,6 +225,7 @@ class Loader:
                 f"the checkpoint {self._folder} is of another architecture:\n"
                 + _format_lines(lines)
                 + _format_flags(differing)
+                + remedy
                 + "To take the architecture from the checkpoint: --use-checkpoint-args"
             )
         if differing and not self._options.finetune:
@@ -253,7 +262,7 @@ class Loader:
     def _initialize_adapters(self) -> None:
         """Keep the initial values of adapters that the checkpoint lacks; never drop trained ones."""
         absent = [key for key in self._missing if is_adapter(key)]
-        if unused := [key for key in self._unexpected if is_adapter(key)]:
+        if unused := [line for line in (*self._unexpected, *self._mismatched) if is_adapter(line)]:
             rank, targets = self._saved_args.get("lora_dim"), self._saved_args.get("lora_target_modules") or ()
             raise CheckpointError(
                 f"the checkpoint {self._folder} has adapters that this run does not have ({unused[0]}, ...): its run "
@@ -339,6 +348,7 @@ class Loader:
         for scheme in self._schemes:
             runs = scheme.placements(info, shape)
             if all(run.key in self._stored for run in runs):
+                self._found.update(run.key for run in runs)
                 wrong = [run for run in runs if not self._fits(run)]
                 if not wrong:
                     return runs
@@ -418,17 +428,10 @@ class Loader:
         differences = {}
         lora = LORA if here.get("lora_dim") and saved.get("lora_dim") else ()  # the base of new adapters has none
         for name in (dest for dest in (*SHAPE, *MUP, *lora) if dest not in left_out):
-            if name in here and name in saved and _normalized(here[name]) != _normalized(saved[name]):
-                flag = OPTIONS[name].spellings[0] if name in OPTIONS else name
+            if name in here and name in saved and meaning(name, here[name]) != meaning(name, saved[name]):
+                flag = OPTIONS[name].spellings[0]
                 differences[name] = f"{flag} ({name}): {saved[name]!r} in the checkpoint, {here[name]!r} here"
         return differences
-
-
-def _normalized(value: Any) -> Any:
-    """Normalize equivalent values: an unset switch is off, lists and tuples are alike."""
-    if isinstance(value, (list, tuple)):
-        return tuple(value)
-    return value or None
 
 
 def _format_lines(lines: list[str]) -> str:

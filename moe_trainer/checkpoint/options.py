@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from arguments import Arguments
 from arguments.output import OutputArgs
 
 
@@ -93,6 +94,8 @@ class LoadOptions:
         fully_parallel: replicas share the reading and send it to each other.
         upcycle: load a dense checkpoint into the MoE model of `args`; together with finetune.
         hf_mapping: mapping file of a Hugging Face folder's family, if that is not built in.
+        strictness: of --dist-ckpt-strictness. Its default accepts tensors that nothing reads, with which the model is
+            another one than was trained; so it counts only where it is given.
     """
 
     args: Mapping[str, Any]
@@ -102,7 +105,7 @@ class LoadOptions:
     load_rng: bool = True
     load_main_params: bool = False
     exit_on_missing: bool = False
-    strictness: str = "assume_ok_unexpected"
+    strictness: str = "raise_unexpected"
     verify_integrity: bool = False
     vocab_size: int | None = None
     fully_parallel: bool = False
@@ -110,20 +113,22 @@ class LoadOptions:
     hf_mapping: str | None = None
 
     @classmethod
-    def from_args(cls, output: OutputArgs, args: Mapping[str, Any], vocab_size: int | None = None) -> "LoadOptions":
+    def from_args(cls, args: Arguments, vocab_size: int | None = None) -> "LoadOptions":
+        output = args.output
+        given = {"strictness": output.dist_ckpt_strictness} if "dist_ckpt_strictness" in args.spelling else {}
         return cls(
-            args=args,
+            args=args.as_dict(),
             ckpt_step=output.ckpt_step,
             finetune=output.finetune,
             load_optim=not output.no_load_optim,
             load_rng=not output.no_load_rng,
             load_main_params=output.load_main_params_from_ckpt,
             exit_on_missing=output.exit_on_missing_checkpoint or output.ckpt_convert_format is not None,
-            strictness=output.dist_ckpt_strictness,
             verify_integrity=output.verify_integrity,
             vocab_size=vocab_size,
             fully_parallel=output.ckpt_fully_parallel_load,
             hf_mapping=output.hf_mapping,
+            **given,
         )
 
 

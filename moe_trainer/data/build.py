@@ -36,6 +36,7 @@ from moe_trainer.data.stream import StreamBlend, StreamedDataset
 from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
 from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.data.tokenizer_record import check_tokenizer
 from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
 from moe_trainer.errors import UserError
 
@@ -441,4 +442,5 @@ class _Plan:
         if prefix not in self._opened:
             with naming_flag(self._data, number):
                 self._opened[prefix] = open_token_file(prefix, self._config.memory_map, self._store)
+                check_tokenizer(prefix, self._config.tokenizer)
         return self._opened[prefix]

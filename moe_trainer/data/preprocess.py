@@ -37,6 +37,7 @@ from arguments.regular_file import regular_file
 from moe_trainer.data.document_sources import FilePart, decompress, lines_in_range, parse_json_object
 from moe_trainer.data.indexed import to_stored, token_dtype, write_indexed_dataset
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
+from moe_trainer.data.tokenizer_record import recorded_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
 
@@ -141,6 +142,8 @@ def write_token_files(
 ) -> Totals:
     """Tokenize parts of files and write one dataset per key; with `digests_path` also a digest of every document.
 
+    A record of the tokenizer is next to each dataset.
+
     Raises:
         ValueError: naming the file and line that is wrong, or if there are no documents. Nothing is written then.
     """
@@ -151,6 +154,8 @@ def write_token_files(
         chunks = _read_chunks(parts, options.text_unit)
         encode = _Encoder(tokenizer, options.json_keys, options.append_eod, dtype.name, digests_path is not None)
         results = _encode_chunks(chunks, encode, options.workers, stack)
+        for prefix in prefixes:
+            stack.enter_context(recorded_tokenizer(prefix, tokenizer))
         builders = [stack.enter_context(write_indexed_dataset(prefix, dtype)) for prefix in prefixes]
         digests = None if digests_path is None else stack.enter_context(atomic_write(digests_path, "wb"))
         documents = tokens = 0

@@ -37,6 +37,8 @@ from moe_trainer.data.preprocess import (
     output_prefixes,
     write_token_files,
 )
+from moe_trainer.data.tokenizer import Tokenizer
+from moe_trainer.data.tokenizer_record import record_path, recorded_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
 
@@ -116,7 +118,7 @@ def merge_shards(options: PreprocessOptions, data: DataArgs, num_shards: int, re
     prefixes = [_shard_prefix(options.output_prefix, number, num_shards) for number in range(num_shards)]
     totals = _read_merged(options, identity)
     if totals is None:
-        totals = _merge(options, prefixes, identity, report)
+        totals = _merge(options, prefixes, identity, tokenizer, report)
         _write_marker(options.output_prefix, identity, totals)
     for path in _shard_files(prefixes, options):
         try:
@@ -126,7 +128,9 @@ def merge_shards(options: PreprocessOptions, data: DataArgs, num_shards: int, re
     return totals
 
 
-def _merge(options: PreprocessOptions, prefixes: Sequence[str], identity: str, report: TextIO) -> Totals:
+def _merge(
+    options: PreprocessOptions, prefixes: Sequence[str], identity: str, tokenizer: Tokenizer, report: TextIO
+) -> Totals:
     markers = [_read_complete(prefix, options) for prefix in prefixes]
     missing = [number for number, marker in enumerate(markers) if "identity" not in marker]
     if missing:
@@ -147,7 +151,8 @@ def _merge(options: PreprocessOptions, prefixes: Sequence[str], identity: str, r
     outputs = output_prefixes(options.output_prefix, options)
     for number, output in enumerate(outputs):
         shards = [output_prefixes(prefix, options)[number] for prefix in prefixes]
-        documents, num_tokens = merge_token_files(shards, output, keep)
+        with recorded_tokenizer(output, tokenizer):
+            documents, num_tokens = merge_token_files(shards, output, keep)
         tokens += num_tokens
     if keep is not None:
         dropped = sum(marker["documents"] for marker in markers) - documents
@@ -205,7 +210,7 @@ def _shard_files(prefixes: Sequence[str], options: PreprocessOptions) -> Iterato
     for prefix in prefixes:
         yield from (Path(f"{prefix}.done.json"), Path(f"{prefix}.digests"))
         for each in output_prefixes(prefix, options):
-            yield from (Path(f"{each}.bin"), Path(f"{each}.idx"))
+            yield from (Path(f"{each}.bin"), Path(f"{each}.idx"), Path(record_path(each)))
 
 
 def _shard_prefix(prefix: str, number: int, num_shards: int) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from arguments.checkpoint_args import MAPPING, SHAPE, WHERE_NOT_GIVEN
+from arguments.checkpoint_args import MAPPING, SHAPE, UNLESS_GIVEN
 from arguments.spelling import to_command_line
 from moe_trainer.data.loader import Batch, build_loader
 from moe_trainer.debug import step_record
@@ -155,7 +155,7 @@ def record_metadata(ctx: TrainContext, counters: Mapping[str, Any], samples: int
 
 def explicit_flags(args: Arguments) -> dict[str, object]:
     """Return what command line, recipe or checkpoint set explicitly, enough to pass the same flags again."""
-    taken = (*SHAPE, *WHERE_NOT_GIVEN, *(MAPPING if args.output.use_mp_args_from_checkpoint_args else ()))
+    taken = (*SHAPE, *UNLESS_GIVEN, *(MAPPING if args.output.use_mp_args_from_checkpoint_args else ()))
     names = {*args.spelling, *(taken if args.output.use_checkpoint_args else ())}
     return {name: value for name, value in args.as_dict().items() if name in names}
 

@@ -74,9 +74,7 @@ def _upcycling_options(options: LoadOptions, ctx: TrainContext) -> LoadOptions:
                 f"--moe-use-upcycling: --save {save} has a checkpoint already; to continue from it, "
                 "--load it without this flag (or give --auto-resume too), else name another folder"
             )
-    # dense parameters without a counterpart in the MoE model are an error unless the flags choose a strictness
-    strictness = "raise_unexpected" if options.strictness == "assume_ok_unexpected" else options.strictness
-    return replace(options, upcycle=True, exit_on_missing=True, strictness=strictness)
+    return replace(options, upcycle=True, exit_on_missing=True)
 
 
 def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, TrainState]:
@@ -99,7 +97,7 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
     folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
     if folder is None:
         return ctx, state
-    options = LoadOptions.from_args(output, ctx.args.as_dict(), tokenizer.vocab_size)
+    options = LoadOptions.from_args(ctx.args, tokenizer.vocab_size)
     if ctx.args.is_eval_only:  # an evaluation draws no random numbers
         options = replace(options, load_optim=False, load_rng=False)
     if ctx.args.moe.moe_use_upcycling:

@@ -1,14 +1,21 @@
 """--use-checkpoint-args: the architecture is taken from the checkpoint."""
 
+from typing import get_args
+
 import pytest
 
 import pretrain_moe
 from arguments import ArgumentError, find_checkpoint_args_source, parse_args
-from arguments.checkpoint_args import MAPPING, SHAPE, TOKENIZER, CheckpointArgsSource
+from arguments.checkpoint_args import CAPACITY, EVALUATION, LORA, MAPPING, TOKENIZER, CheckpointArgsSource, apply
 from arguments.container import OPTIONS
+from arguments.moe import SELECTING
+from arguments.schema import Restore
+from arguments.settings import Settings
+from arguments.tokens import parse_tokens
 from tests.arguments.test_tokens import TOY
 
 LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
+PLAIN = [word for word in LINE if word not in ("--tokenizer-type", "NullTokenizer")]
 
 
 def find(words):
@@ -37,16 +44,105 @@ def test_missing_checkpoint_is_allowed_only_in_the_save_folder():
 
 
 def test_lists_contain_only_flags():
-    assert [dest for dest in SHAPE + TOKENIZER + MAPPING if dest not in OPTIONS] == []
+    assert [dest for dest in (*LORA, *TOKENIZER, *MAPPING, *EVALUATION, *CAPACITY) if dest not in OPTIONS] == []
+
+
+def test_every_flag_of_the_model_says_whether_a_checkpoint_restores_it():
+    of_model = [option for option in OPTIONS.values() if option.section in ("model", "moe")]
+    undecided = [option.dest for option in of_model if option.restore not in get_args(Restore)]
+    assert not undecided, f'say flag(..., restore="always"), or another of {get_args(Restore)}, of {undecided}'
+    # a list names what other sections have, and no second opinion
+    assert [dest for dest in EVALUATION if OPTIONS[dest].restore is not None] == []
+
+
+def _other_value(option):
+    """Return a value of a flag that is not its default."""
+    if option.takes == 0:
+        return not option.default
+    if option.choices is not None:
+        return next(choice for choice in option.choices if choice != option.default)
+    return {"int": 3, "float": 0.25}.get(option.type_name, "other")
+
+
+@pytest.mark.parametrize("restore", get_args(Restore))
+def test_restored_flags_are_taken(restore):
+    """What a flag declares is what happens, in a training run and in an evaluation."""
+    dests = [option.dest for option in OPTIONS.values() if option.restore == restore and option.dest not in LORA]
+    recorded = {dest: _other_value(OPTIONS[dest]) for dest in dests} | {"bf16": True}
+    recorded |= {"moe_router_load_balancing_type": "sinkhorn"} if restore == "always" else {}
+    recorded |= {"moe_expert_capacity_factor": 1.0} if restore == "to evaluate" else {}
+    for flags, wanted in (
+        ([], {"always", "unless given"}),
+        (["--skip-train"], {"always", "unless given", "to evaluate"}),
+    ):
+        settings = Settings(OPTIONS)
+        parse_tokens(["--load", "runs/a", "--use-checkpoint-args", "--bf16", *flags]).apply(settings, "command line")
+        apply(settings, recorded)
+        taken = {dest for dest in dests if settings.why.get(dest) == "from the checkpoint"}
+        assert taken == (set(dests) if restore in wanted else set()), f"with {flags}: not as declared"
+
+
+@pytest.mark.parametrize("kind", SELECTING)
+def test_how_experts_are_chosen_is_restored(kind):
+    recorded = {"num_experts": 4, "moe_router_load_balancing_type": kind}
+    assert parse_args(PLAIN, 1, checkpoint=recorded).moe.moe_router_load_balancing_type == kind
+    with pytest.raises(ArgumentError, match=f"type seq_aux_loss: the checkpoint has .* {kind}"):
+        parse_args([*PLAIN, "--moe-router-load-balancing-type", "seq_aux_loss"], 1, checkpoint=recorded)
+    # losses of training are those of the command line
+    recorded |= {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]}
+    args = parse_args([*PLAIN, "--moe-router-load-balancing-type", "seq_aux_loss"], 1, checkpoint=recorded)
+    assert args.moe.moe_router_load_balancing_type == "seq_aux_loss"
+
+
+def test_precision_of_the_residual_stream_needs_the_runs_own_precision():
+    recorded = {"fp32_residual_connection": True, "bf16": True}
+    assert not parse_args(LINE, 1, checkpoint=recorded).model.fp32_residual_connection
+    assert parse_args([*LINE, "--bf16"], 1, checkpoint=recorded).model.fp32_residual_connection
 
 
 def test_checkpoint_values_override_flags_with_a_note():
-    recorded = {"num_layers": 4, "hidden_size": 64, "num_experts": 2, "ffn_hidden_size": 300, "lr": 5.0, "unknown": 1}
-    args = parse_args([*LINE, "--disable-bias-linear"], 1, checkpoint=recorded)
-    assert args.model.num_layers == 4 and args.moe.num_experts == 2 and args.model.ffn_hidden_size == 300
-    assert args.optimizer.lr == 1e-3 and args.source["num_layers"] == "derived"
-    assert any("--num-layers 2: overridden by the checkpoint's value 4" in line for line in args.notes)
-    assert not any("--hidden-size" in line for line in args.notes)
+    recorded = {"num_layers": 2, "hidden_size": 64, "num_experts": 2, "ffn_hidden_size": 300, "lr": 5.0, "unknown": 1}
+    recorded |= {"make_vocab_size_divisible_by": 16}
+    line = [*LINE, "--disable-bias-linear", "--make-vocab-size-divisible-by", "64"]
+    args = parse_args(line, 1, checkpoint=recorded)
+    assert args.moe.num_experts == 2 and args.model.ffn_hidden_size == 300
+    assert args.optimizer.lr == 1e-3 and args.source["num_experts"] == "derived"
+    expected = "--make-vocab-size-divisible-by 64: overridden by the checkpoint's value 16 (--use-checkpoint-args)"
+    assert [line for line in args.notes if "overridden" in line] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("flags", "recorded", "refused"),
+    [
+        ("--rotary-base 20000 --position-embedding-type rope", {"rotary_base": 10000}, "--rotary-base 20000: the"),
+        ("--disable-bias-linear", {"add_bias_linear": True}, "--disable-bias-linear: the checkpoint has add_bias_l"),
+        ("--group-query-attention --num-query-groups 2", {"group_query_attention": False}, "--group-query-attention: "),
+        ("--lora-dim 4", {"lora_dim": 8, "lora_alpha": 32.0}, "--lora-dim 4: the checkpoint has lora_dim 8"),
+        ("", {"num_layers": 4}, "--num-layers 2: the checkpoint has num_layers 4, which .* Leave --num-layers out, or"),
+        # ways to write the same model
+        ("--group-query-attention --num-query-groups 4", {"group_query_attention": False, "num_query_groups": 1}, None),
+        ("--num-experts 4 --moe-layer-freq ([1]*2)", {"num_experts": 4, "moe_layer_freq": 1}, None),
+        ("--num-experts 4 --moe-router-topk-scaling-factor 1", {"num_experts": 4}, None),
+        ("--swiglu --ffn-hidden-size 128", {"swiglu": True, "ffn_hidden_size": 128}, None),
+        ("--kv-channels 16", {"kv_channels": None}, None),
+        ("--max-position-embeddings 64", {"max_position_embeddings": 32}, None),
+    ],
+)
+def test_a_typed_value_that_is_not_the_checkpoints_is_refused(flags, recorded, refused):
+    line = [*LINE, *flags.split()]
+    if refused is None:
+        parse_args(line, 1, checkpoint=recorded)
+    else:
+        with pytest.raises(ArgumentError, match=refused):
+            parse_args(line, 1, checkpoint=recorded)
+    parse_args(line, 1)
+
+
+def test_flags_of_the_run_itself_are_no_contradiction():
+    line = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --swiglu --disable-bias-linear"
+    line = [*LINE, *line.split(), "--position-embedding-type", "rope", "--num-experts", "4", "--untie-embeddings-and"]
+    line[-1] += "-output-weights"
+    parse_args(line, 1, checkpoint=parse_args(line, 1).as_dict())
 
 
 @pytest.mark.parametrize("rows, taken", [(384, 384), (129, None)])
@@ -57,9 +153,22 @@ def test_padded_vocab_size_not_divisible_by_tp_is_ignored(rows, taken):
 
 def test_tokenizer_is_taken_from_checkpoint_unless_disabled():
     recorded = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "t.model"}
-    assert parse_args(LINE, 1, checkpoint=recorded).data.tokenizer_model == "t.model"
+    assert parse_args(PLAIN, 1, checkpoint=recorded).data.tokenizer_model == "t.model"
     line = [*LINE, "--no-use-tokenizer-model-from-checkpoint-args"]
     assert parse_args(line, 1, checkpoint=recorded).data.tokenizer_type == "NullTokenizer"
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path):
+    for name, content in (("a", "same"), ("b", "same"), ("c", "other")):
+        (tmp_path / name).write_text(content)
+    recorded = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(tmp_path / "a")}
+    typed = [*PLAIN, "--tokenizer-model"]
+    for same in ("a", "b"):
+        args = parse_args([*typed, str(tmp_path / same)], 1, checkpoint=recorded)
+        assert args.data.tokenizer_model == recorded["tokenizer_model"]
+    for other in (str(tmp_path / "c"), "elsewhere"):
+        with pytest.raises(ArgumentError, match="keep .* with --no-use-tokenizer-model-from-checkpoint-args"):
+            parse_args([*typed, other], 1, checkpoint=recorded)
 
 
 SFT = "--sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format assistant".split()
@@ -70,13 +179,12 @@ SFT = "--sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format assista
     [
         (["--tokenizer-type", "SentencePieceTokenizer"], {"hf_model_type": "llama"}, "SentencePieceTokenizer"),
         ([], {"hf_model_type": "llama"}, "HuggingFaceTokenizer"),
-        (["--tokenizer-type", "SentencePieceTokenizer"], {}, "HuggingFaceTokenizer"),
         (SFT, {}, "SFTTokenizer"),
     ],
 )
 def test_tokenizer_of_the_command_line_wins_where_no_run_used_the_recorded_one(typed, recorded, expected):
     recorded = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder", **recorded}
-    line = [word for word in LINE if "Null" not in word and word != "--tokenizer-type"]
+    line = PLAIN
     data = ["--mock-data"] if typed is not SFT else ["--data-path", "chats.jsonl", "--split", "9,1,0"]
     line = [*(word for word in line if word != "--mock-data"), *data]
     args = parse_args([*line, *typed], 1, checkpoint=recorded)
@@ -104,7 +212,7 @@ def test_flags_from_the_checkpoint_are_not_required():
 
 
 def test_parallel_sizes_are_taken_from_checkpoint_on_request():
-    recorded = {"num_layers": 4, "num_experts": 4, "num_layers_per_virtual_pipeline_stage": 1}
+    recorded = {"num_layers": 2, "num_experts": 4, "num_layers_per_virtual_pipeline_stage": 1}
     sizes = {"tensor": 1, "pipeline": 2, "expert": 2}
     recorded |= {f"{name}_model_parallel_size": size for name, size in sizes.items()}
     recorded |= {"expert_tensor_parallel_size": 1, "context_parallel_size": 8}

@@ -39,13 +39,18 @@ LOAD_FLAGS = [
     ("--finetune", {"finetune": True}),
     ("--verify-integrity", {"verify_integrity": True}),
     ("--dist-ckpt-strictness raise_all", {"strictness": "raise_all"}),
+    ("--dist-ckpt-strictness assume_ok_unexpected", {"strictness": "assume_ok_unexpected"}),
     ("--exit-on-missing-checkpoint", {"exit_on_missing": True}),
 ]
 
 
-def output_args(flags):
+def parse(flags):
     argv = [*TINY, *MOCK, "--train-iters", "10", "--save", "s", "--load", "s", "--save-interval", "5", *flags.split()]
-    return arguments.parse_args(argv, 1).output
+    return arguments.parse_args(argv, 1)
+
+
+def output_args(flags):
+    return parse(flags).output
 
 
 @pytest.mark.parametrize("flags, fields", SAVE_FLAGS)
@@ -57,8 +62,8 @@ def test_save_flag_changes_only_its_option(flags, fields):
 
 @pytest.mark.parametrize("flags, fields", LOAD_FLAGS)
 def test_load_flag_changes_only_its_option(flags, fields):
-    plain = LoadOptions.from_args(output_args(""), {}, 120)
-    changed = LoadOptions.from_args(output_args(flags), {}, 120)
+    plain = LoadOptions.from_args(parse(""), 120)
+    changed = replace(LoadOptions.from_args(parse(flags), 120), args=plain.args)
     assert changed == replace(plain, **fields) != plain
 
 

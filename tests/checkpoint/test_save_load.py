@@ -200,7 +200,7 @@ def test_mixed_precision_keeps_both_copies(tmp_path):
     main = {id(held.param): held.tensor for held in optimizer.held if held.state_name == "fp32_param"}
     assert all(torch.equal(exact.table[name].flatten(), main[id(param)]) for name, param in model.table.items())
     save_one(tmp_path / "fp32")
-    load(tmp_path / "fp32", [other], other_optimizer, SINGLE, OPTIONS)
+    load(tmp_path / "fp32", [other], other_optimizer, SINGLE, replace(OPTIONS, strictness="assume_ok_unexpected"))
     weights = FakeModel(expert_bias=True)
     assert all(
         torch.equal(held.tensor, next(p for n, p in weights.table.items() if other.table[n] is held.param).flatten())
@@ -240,15 +240,32 @@ def test_other_head_count_with_equal_shapes_is_rejected(tmp_path, caplog):
 def test_strictness_levels_handle_missing_and_unexpected_keys(tmp_path, caplog):
     save_one(tmp_path)
     without, more = FakeModel(), FakeModel([layer_shapes(qk_norm=32)] * 2, expert_bias=True)
-    assert load(tmp_path, [without], None, SINGLE, OPTIONS)
+    assert load(tmp_path, [without], None, SINGLE, replace(OPTIONS, strictness="assume_ok_unexpected"))
     assert load(tmp_path, [without], None, SINGLE, replace(OPTIONS, strictness="log_unexpected"))
     assert "decoder.layers.mlp.router.expert_bias" in caplog.text
-    with pytest.raises(CheckpointError, match="expert_bias of the checkpoint is not in this model"):
-        load(tmp_path, [without], None, SINGLE, replace(OPTIONS, strictness="raise_unexpected"))
+    refusal = "(?s)expert_bias of the checkpoint is not in this model.*--dist-ckpt-strictness log_unexpected"
+    with pytest.raises(CheckpointError, match=refusal):
+        load(tmp_path, [without], None, SINGLE, OPTIONS)
     with pytest.raises(CheckpointError, match="q_layernorm.weight is not in the checkpoint"):
         load(tmp_path, [more], None, SINGLE, OPTIONS)
     assert load(tmp_path, [more], None, SINGLE, replace(OPTIONS, strictness="log_all"))
     assert "they keep their initial values" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "is_needed"),
+    [("router.global_tokens_per_expert", False), ("router.ga_steps", False), ("router.qb_beta", True)],
+)
+def test_only_what_no_model_needs_may_stay_unread(tmp_path, name, is_needed):
+    model = FakeModel()
+    model.buffer_table[f"decoder.layers.0.mlp.{name}"] = torch.ones(8)
+    model.buffer_table[f"decoder.layers.1.mlp.{name}"] = torch.ones(8)
+    save(tmp_path, CheckpointState(1, RECORD), [model], None, SINGLE, SaveOptions())
+    if not is_needed:
+        assert load(tmp_path, [FakeModel()], None, SINGLE, OPTIONS)
+        return
+    with pytest.raises(CheckpointError, match=f"{name} of the checkpoint is not in this model"):
+        load(tmp_path, [FakeModel()], None, SINGLE, replace(OPTIONS, finetune=True))
 
 
 @pytest.mark.parametrize("rows", [640, 384])

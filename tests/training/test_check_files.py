@@ -3,6 +3,7 @@
 `--validate-only --check-files` writes nothing. The data and the tokenizer are compared with those of the checkpoint.
 """
 
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import run
+from data_pipeline.corpora import train_byte_level_bpe
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from training.tiny import TINY
@@ -23,8 +25,14 @@ import pretrain_moe
 from arguments.data import DataArgs
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.indexed import write_indexed_dataset
+from moe_trainer.data.preprocess import PreprocessOptions, preprocess
+from moe_trainer.data.preprocess_shards import merge_shards, preprocess_shards
+from moe_trainer.data.tokenizer import build_tokenizer
+from moe_trainer.data.tokenizer_record import check_tokenizer
+from moe_trainer.errors import UserError
 
 ROOT = Path(pretrain_moe.__file__).parent
+NULL_TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 120}
 NULL = "--tokenizer-type NullTokenizer --vocab-size 120".split()
 CHECK = ["--validate-only", "--check-files", "--world-size", "2", "--train-iters", "50", *TINY]
 
@@ -323,3 +331,50 @@ def test_fingerprint_does_not_block_on_a_named_pipe(tmp_path):
     finally:
         signal.alarm(0)
     assert found == {"data": {}, "tokenizer": {}, "samples": {"flags": ""}}
+
+
+def test_tokens_of_another_tokenizer_are_refused(folder, check):
+    """Ids that fit into the vocabulary say nothing; the record next to the files does."""
+    corpora = {"boats": ["the red boat on the river"], "foxes": ["a quick brown fox jumps over the lazy dog"]}
+    for name, corpus in corpora.items():
+        (folder / name).mkdir()
+        train_byte_level_bpe(corpus * 9, ["</s>"]).save(str(folder / name / "tokenizer.json"))
+        (folder / name / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (folder / "text.jsonl").write_text('{"text": "the lazy dog jumps into the river, and the boat follows"}\n' * 200)
+    options = PreprocessOptions(("text.jsonl",), "made", append_eod=True)
+    of_boats = DataArgs(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="boats")
+    preprocess(options, of_boats, report=io.StringIO())
+    words = "made_text_document.tokenizer.json: these tokens are of boats"
+    flags = "--data-path made_text_document --split 60,20,20 --tokenizer-type"
+    shutil.copytree("boats", "moved")
+    for tokenizer, is_other in (
+        ("HuggingFaceTokenizer --tokenizer-model moved", False),
+        ("NullTokenizer --vocab-size 500", False),
+        ("HuggingFaceTokenizer --tokenizer-model foxes", True),
+    ):
+        code, out, err = check(f"{flags} {tokenizer}", base=())
+        assert (code == 2, words in out + err) == (is_other, is_other), out + err
+    started = run([*TINY, "--train-iters", "1", *flags.split(), *tokenizer.split()], folder)
+    assert started.returncode == 2 and f"--data-path: {words}" in started.stderr
+    (folder / "made_text_document.tokenizer.json").unlink()
+    assert check(f"{flags} {tokenizer}", base=())[0] == 0, "as Megatron-LM's files, it says nothing"
+
+
+def test_record_of_the_tokenizer_follows_the_files(folder):
+    """Also that of merged shards; one of earlier files does not stay."""
+    (folder / "text.jsonl").write_text('{"text": "1 2 3"}\n' * 9)
+    record = folder / "made_text_document.tokenizer.json"
+    record.write_text("of earlier files")
+    preprocess(PreprocessOptions(("text.jsonl",), "made"), DataArgs(**NULL_TOKENIZER), report=io.StringIO())
+    assert not record.exists(), "ids of numbers are of no tokenizer"
+    (folder / "words").mkdir()
+    train_byte_level_bpe(["one"], ["</s>"]).save(str(folder / "words" / "tokenizer.json"))
+    data = DataArgs(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="words")
+    options = PreprocessOptions(("text.jsonl",), "made")
+    preprocess_shards(options, data, 2, None, report=io.StringIO())
+    merge_shards(options, data, 2, report=io.StringIO())
+    assert json.loads(record.read_text())["tokenizer"]["tokenizer_path"] == "words"
+    assert [path.name for path in folder.glob("*.tokenizer.json")] == [record.name]
+    record.write_text("{}")
+    with pytest.raises(UserError, match="is no record of a tokenizer"):
+        check_tokenizer("made_text_document", build_tokenizer(data))

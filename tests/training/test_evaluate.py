@@ -1,6 +1,7 @@
 """--skip-train: one command evaluates a checkpoint, without anything that only training needs; and --no-load-optim restarts the schedule."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from commands import read_metrics, run
 from training.forked import pretrain
 from training.tiny import MOCK, TINY
 
+from arguments.moe import SELECTING
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.loader import Batch
 from moe_trainer.metrics.evaluation_summary import EvaluationResult
@@ -141,6 +143,17 @@ def test_log_of_an_early_exit_shows_all_settings_and_summary(trained):
         "(the batch of iteration 2; mean of the last 2 iterations " in finished.stdout
         and "  saved:       nothing (no --save)" in finished.stdout
     )
+
+
+@pytest.mark.parametrize("kind", SELECTING)
+def test_experts_are_chosen_as_in_training(kind, tmp_path):
+    """By plain top-k the same weights would be another function."""
+    flags = f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 0 --train-iters 2 --eval-iters 2 --lr 1e-2"
+    trained = run([*TINY, *MOCK, *flags.split(), "--save", "ck", "--save-interval", "2"], tmp_path)
+    evaluated = run(["--use-checkpoint-args", "--load", "ck", "--skip-train"], tmp_path)
+    assert (trained.returncode, evaluated.returncode) == (0, 0), trained.stderr + evaluated.stderr
+    losses = [re.search(r"on test set \| lm loss value: (\S+)", done.stdout)[1] for done in (trained, evaluated)]
+    assert losses[0] == losses[1]
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,16 @@ def test_dsa_warmup_updates_every_indexer_tensor(dense, warm, tmp_path):
         assert torch.equal(tensor, warm[2][name]) != (INDEXER in name), name
 
 
+def test_an_evaluation_of_the_warmup_attends_to_all_keys(warm, tmp_path):
+    """As the run that is to learn from it did: untrained indexers would select others."""
+    flags = ["--load", str(warm[0] / "saved"), "--skip-train", "--mock-data", "--eval-iters", "2"]
+    by_hand, _ = pretrain([*WARMUP, *flags], tmp_path / "a")
+    restored = run(["--use-checkpoint-args", *flags, "--metrics-file", "metrics.jsonl"], tmp_path)
+    assert restored.returncode == 0, restored.stderr
+    losses = [record["lm loss"] for record in by_hand if "lm loss" in record]
+    assert losses and losses == [r["lm loss"] for r in read_metrics(tmp_path / "metrics.jsonl") if "lm loss" in r]
+
+
 def test_dsa_warmup_resumes_bitwise(dense, warm, tmp_path):
     pretrain(
         [*WARMUP, "--train-iters", "6", "--exit-interval", "3", "--load", dense[0], "--finetune", "--save", "saved"],

@@ -203,8 +203,9 @@ def test_upcycling_under_every_layout_saves_the_same_model(model, experts, layou
 def test_dense_transformers_checkpoint_can_be_upcycled(tmp_path):
     pytest.importorskip("transformers")
     make("qwen2").save_pretrained(tmp_path / "theirs", safe_serialization=True)
+    of_dense = ("--num-layers", "--ffn-hidden-size")  # as config.json has them
     argv = [
-        *SHAPE,
+        *(word for before, word in zip(("", *SHAPE), SHAPE) if word not in of_dense and before not in of_dense),
         "--mock-data",
         "--tokenizer-type",
         "NullTokenizer",

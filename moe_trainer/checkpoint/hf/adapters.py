@@ -34,12 +34,12 @@ from moe_trainer.checkpoint.hf.conversion_job import (
     write_safetensors,
     write_text,
 )
+from moe_trainer.checkpoint.hf.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, raise_problems, tensor_mappings
 from moe_trainer.checkpoint.hf.rules import Names
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EXPERT_LEAVES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _STACKS = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
 _MAMBA_OUTPUT = ".mamba.out_proj.weight"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from arguments.checkpoint_args import SHAPE
+from arguments.checkpoint_args import SHAPE, meaning
 from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -31,16 +31,6 @@ from moe_trainer.checkpoint.hf.family import NEEDED, Family
 _FREE = frozenset(
     "moe_grouped_gemm make_vocab_size_divisible_by padded_vocab_size vocab_size rope_type "
     "group_query_attention num_query_groups kv_channels mtp_use_repeated_layer dsa_indexer_rotate_activation".split()
-)
-# flags that mean what their value here means where they are not set
-_UNSET = MappingProxyType(
-    {
-        "moe_router_topk_scaling_factor": 1.0,
-        "yarn_original_max_position_embeddings": 4096,
-        "yarn_beta_fast": 32.0,
-        "yarn_beta_slow": 1.0,
-        "yarn_correction_range_round_to_int": True,
-    }
 )
 _LATENT_ONLY = frozenset(
     "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale "
@@ -223,7 +213,7 @@ def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
     moe, latent = bool(expected.get("num_experts")), bool(expected.get("multi_latent_attention"))
     sparse = expected.get("experimental_attention_variant") in ("dsa", "dsv4_hybrid")
     differences = []
-    for dest in SHAPE:
+    for dest in (*SHAPE, "max_position_embeddings"):
         if (
             dest in _FREE
             or dest not in OPTIONS
@@ -232,19 +222,10 @@ def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
             or (dest.startswith("dsa_") and not sparse)
         ):
             continue
-        default = OPTIONS[dest].default
-        here, there = (_meaning(dest, values.get(dest, default), default) for values in (expected, actual))
+        here, there = (meaning(dest, values.get(dest)) for values in (expected, actual))
         if here != there and not _equal_patterns(dest, expected, actual):
             differences.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {here!r} here and {there!r} there")
     return differences
-
-
-def _meaning(dest: str, value: Any, default: Any) -> Any:
-    if value is None:
-        value = _UNSET.get(dest, default)
-    if isinstance(value, (list, tuple)):
-        return tuple(value)
-    return value or None
 
 
 def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bool:

@@ -40,6 +40,7 @@ from moe_trainer.checkpoint.hf.encodings import MXFP4, NVFP4, decode_block_fp8, 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SCALE = "_scale_inv"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 WEIGHT, PACKED, GROUP_SCALE = ".weight", ".weight_packed", ".weight_scale"
@@ -117,6 +118,7 @@ class SafetensorsFolder:
 
     Attributes:
         scales: names of the scales of weights in block fp8.
+        unlisted: names of further files that the index does not list.
     """
 
     def __init__(self, folder: Path, rename: Callable[[str], str | None] | None = None):
@@ -132,8 +134,10 @@ class SafetensorsFolder:
             index = read_json(folder / INDEX).get("weight_map")
             if not (isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())):
                 raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
-        file_names = (path.name for path in folder.glob("*.safetensors"))
-        for name in sorted(file_names if index is None else set(index.values())):
+        present = {path.name for path in folder.glob("*.safetensors")}
+        listed = present if index is None else set(index.values())
+        self.unlisted = sorted(present - listed)
+        for name in sorted(listed):
             self._read_table(folder / name, index)
         for tensor, file in (index or {}).items():
             if tensor not in self._tensors or self._tensors[tensor].path.name != file:
@@ -325,7 +329,7 @@ class SafetensorsFolder:
                 f"{module + GROUP_SCALE} has the shape {list(scales.shape)}, and one scale for {size} of the "
                 f"{columns} columns of each of {rows} rows is needed"
             )
-        factor = None
+        factor = ending = None
         if scales.dtype != torch.uint8:
             ending = next((end for end in (DIVISOR, MULTIPLIER) if module + end in self._tensors), None)
             if ending is None:
@@ -336,6 +340,9 @@ class SafetensorsFolder:
             if len(factor) != 1:
                 raise CheckpointError(f"{module + ending} has {len(factor)} elements, and one is needed")
             factor = 1 / factor if ending == DIVISOR else factor
+        for end in (DIVISOR, MULTIPLIER, ZERO_POINT):
+            if end != ending and module + end in self._tensors:
+                raise CheckpointError(f"{module + end}: {name} is stored in fp4 and read without it")
         value = decode_fp4(read_values(stored), read_values(scales), factor)
         if not torch.isfinite(value).all():
             raise DamagedError(f"{scales.path} is damaged: the scales of {name} yield values that are not finite")

@@ -25,7 +25,7 @@ from moe_trainer.checkpoint.hf.config import read_config
 from moe_trainer.checkpoint.hf.converters.registry import MTP
 from moe_trainer.checkpoint.hf.families import FAMILIES, Families, families_with, get_family
 from moe_trainer.checkpoint.hf.family import Family, TextPart
-from moe_trainer.checkpoint.hf.files import CONFIG, SafetensorsFolder, read_json
+from moe_trainer.checkpoint.hf.files import ADAPTER_CONFIG, CONFIG, INDEX, SafetensorsFolder, read_json
 from moe_trainer.checkpoint.hf.names import (
     TensorMapping,
     check_source,
@@ -180,9 +180,15 @@ def open_hf_model(
         CheckpointError: naming the tensors that are missing, unexpected or of another shape.
         DamagedError: if a file is damaged.
     """
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG}: an adapter next to the model, which would stay unread. Move it to a folder of "
+            "its own, from which scripts/convert.py --adapter imports it"
+        )
     config, text_part = read_text_config(folder, families)
     source = SafetensorsFolder(folder, None if text_part is None else text_part.rename)
     family, flags, notes = read_flags(folder, config, source.names, families)
+    notes += [f"{name} is left out: {INDEX} does not list it" for name in source.unlisted]
     if text_part is not None:
         left_out = " and ".join(f"{prefix}*" for prefix in text_part.others)
         notes.append(f"only the language model is read; the tensors {left_out} are left out")

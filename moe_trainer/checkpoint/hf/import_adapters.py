@@ -17,9 +17,9 @@ from torch import Tensor
 
 from arguments.lora import LINEARS, LORA_A, LORA_B
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.adapters import ADAPTER_CONFIG, is_transposed, module_mappings
+from moe_trainer.checkpoint.hf.adapters import is_transposed, module_mappings
 from moe_trainer.checkpoint.hf.family import Family
-from moe_trainer.checkpoint.hf.files import SafetensorsFolder, read_json
+from moe_trainer.checkpoint.hf.files import ADAPTER_CONFIG, SafetensorsFolder, read_json
 from moe_trainer.checkpoint.hf.names import HFTensor, TensorMapping, model_sizes, raise_problems
 from moe_trainer.parallel.rng import named_generator
 

@@ -94,7 +94,7 @@ def rank_files(folder: Path, sizes: legacy.LayoutSizes) -> list[RankFile]:
     """Return all files, those of the first expert-parallel rank first.
 
     Raises:
-        DamagedError: naming a missing file of the model.
+        DamagedError: naming a missing file of the model, or one that belongs to no rank.
     """
     parts = [
         RankFile(path, tp, pp, ep)
@@ -111,6 +111,12 @@ def rank_files(folder: Path, sizes: legacy.LayoutSizes) -> list[RankFile]:
             for etp in range(sizes.etp):
                 if not any((file.tp % sizes.etp, file.pp, file.ep) == (etp, pp, ep) for file in parts):
                     raise DamagedError(f"{folder / sizes.folder(etp, pp, ep) / legacy.MODEL_FILE} is missing")
+    unread = set(folder.glob(f"mp_rank_*/{legacy.MODEL_FILE}")) - {file.path for file in parts}
+    if unread:
+        raise DamagedError(
+            f"{min(unread)} is of a rank that the flags recorded in the checkpoint do not have: {sizes.tp} "
+            f"tensor-, {sizes.pp} pipeline- and {sizes.ep} expert-parallel"
+        )
     return parts
 
 

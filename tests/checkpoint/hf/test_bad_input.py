@@ -114,6 +114,16 @@ def test_index_that_does_not_fit_its_folder_is_rejected(source):
     assert folder_error(source).startswith(f"{NAME} is in")
 
 
+def test_files_that_nothing_reads(source):
+    """An adapter next to the model would change what it computes; a file that the index does not list is no part of it."""
+    write_index(source, {"weight_map": dict.fromkeys(load_file(source / "model.safetensors"), "model.safetensors")})
+    save_file({"other": torch.zeros(2)}, source / "consolidated.safetensors")
+    expected = "consolidated.safetensors is left out: model.safetensors.index.json does not list it"
+    assert expected in open_hf_model(source).notes
+    (source / "adapter_config.json").write_text("{}")
+    error_of(CheckpointError, open_hf_model, source, words=("an adapter next to the model, which would stay unread",))
+
+
 def test_expert_bias_stays_fp32_with_16_bit_weights(tmp_path):
     make("deepseek_v3").bfloat16().save_pretrained(tmp_path / "hf")
     model = open_hf_model(tmp_path / "hf")

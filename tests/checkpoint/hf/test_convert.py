@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from training.tiny import MOCK, TINY
 
 import arguments
+from arguments.moe import SELECTING
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import conversion_job
 from moe_trainer.checkpoint.hf.config import read_config, write_config
@@ -706,6 +707,15 @@ def test_mup_models_cannot_be_exported():
     flags = read_config(make("deepseek_v3").config.to_dict())[1]
     with pytest.raises(CheckpointError, match="--use-mup"):
         write_config(flags | {"use_mup": True}, 96)
+
+
+def test_balancing_that_chooses_experts_cannot_be_exported():
+    """No library chooses them by it; a loss of balancing is gone after training."""
+    flags = read_config(make("mixtral").config.to_dict())[1]
+    assert write_config(flags | {"moe_router_load_balancing_type": "seq_aux_loss"}, 96)[0].name == "mixtral"
+    for kind in SELECTING:
+        with pytest.raises(CheckpointError, match=f"--moe-router-load-balancing-type .* is '{kind}' here"):
+            write_config(flags | {"moe_router_load_balancing_type": kind}, 96)
 
 
 def test_dropout_defaults_to_the_value_of_the_hf_folder(tmp_path):

@@ -158,7 +158,7 @@ def test_folder_of_another_family_loads_with_its_mapping_file(hf, mapping):
     assert saved_padded_vocab_size(folder, None, mapping) == VOCAB
     ps = ParallelState.single()
     (ours,) = build_chunks(args, ps, VOCAB)
-    load(folder, [ours], None, ps, LoadOptions.from_args(args.output, args.as_dict()))
+    load(folder, [ours], None, ps, LoadOptions.from_args(args))
     tokens_BS, _, positions_BS = batch()
     difference = (ours.eval()(tokens_BS, positions_BS)[..., :VOCAB] - compute_logits(model, tokens_BS)).abs().max()
     assert difference < 1e-4

@@ -384,6 +384,8 @@ def test_command_line_is_checked(tmp_path, capfd):
         ("weight_global_scale", None, "is missing"),
         ("weight_global_scale", lambda value: value.repeat(2), "has 2 elements"),
         ("weight_global_scale", lambda value: value * 0, "not finite"),
+        ("weight_scale_2", torch.ones_like, "a.weight_scale_2: a.weight is stored in fp4 and read without it"),
+        ("weight_zero_point", torch.ones_like, "a.weight_zero_point: a.weight is stored in fp4 and read without"),
     ],
 )
 def test_damaged_nvfp4_is_named(part, change, words, tmp_path):
@@ -395,7 +397,7 @@ def test_damaged_nvfp4_is_named(part, change, words, tmp_path):
         "a.weight_scale": encoded.scales,
         "a.weight_global_scale": encoded.factor.view(1),
     }
-    value = tensors.pop(f"a.{part}")
+    value = tensors.pop(f"a.{part}", torch.ones(1))
     if change is not None:
         tensors[f"a.{part}"] = change(value)
     save_file(tensors, folder / "model.safetensors")

@@ -636,6 +636,12 @@ def test_missing_file_is_named(tmp_path):
     assert "mp_rank_01_001/model_optim_rng.pt is missing" in load_error(tmp_path)
 
 
+def test_file_that_no_rank_reads_is_named(golden_copy):
+    folder = golden_copy / "iter_0000005"
+    shutil.copytree(folder / "mp_rank_00", folder / "mp_rank_01")
+    assert "mp_rank_01/model_optim_rng.pt is of a rank that the flags recorded" in load_error(golden_copy)
+
+
 def change(golden_copy, edit):
     """Rewrite the golden file with another content."""
     content = load_bytes((golden_copy / FILE).read_bytes())
