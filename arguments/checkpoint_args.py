@@ -41,7 +41,7 @@ SHAPE = tuple(
     moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_apply_probs_on_input
     moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
-    moe_router_sparsemixer_jitter
+    moe_router_group_score_topk moe_router_sparsemixer_jitter
     moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_n_hash_layers moe_grouped_gemm moe_latent_size
     finermoe_intermediate_granularity finermoe_output_granularity finermoe_intermediate_expansion
     finermoe_output_expansion moe_concat_proj vocab_size padded_vocab_size make_vocab_size_divisible_by

@@ -317,6 +317,7 @@ REQUIRES = (
         "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff "
         "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_apply_probs_on_input "
         "moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+        "moe_router_group_score_topk "
         "moe_router_dtype moe_router_sparsemixer_jitter moe_router_enable_expert_bias "
         "moe_router_force_load_balancing moe_router_force_biased "
         "moe_n_hash_layers moe_input_jitter_eps moe_router_padding_for_quantization moe_router_load_balancing_type "
@@ -327,6 +328,7 @@ REQUIRES = (
         "save_tokens_per_expert_interval use_transformer_engine_op_fuser freeze_backbone",
     ),
     (("stream_weights_to",), "stream_weights_model_type"),
+    (("moe_router_group_topk",), "moe_router_group_score_topk"),
     (("moe_routing_replay_path",), "moe_enable_routing_replay"),
     (
         ("moe_routing_trace_path",),

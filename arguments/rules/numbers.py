@@ -19,7 +19,7 @@ POSITIVE = tuple(
     linear_num_key_heads
     linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     dsa_indexer_topk_freq dsa_indexer_k_norm_epsilon
-    yarn_original_max_position_embeddings moe_router_num_groups finermoe_intermediate_granularity
+    yarn_original_max_position_embeddings moe_router_num_groups moe_router_group_score_topk finermoe_intermediate_granularity
     finermoe_output_granularity moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
     suggested_communication_unit_size world_size model_parallel_size batch_size
     hierarchical_context_parallel_sizes min_dynamic_context_parallel_size fp8_amax_history_len replication_factor

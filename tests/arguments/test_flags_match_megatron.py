@@ -29,7 +29,8 @@ OWN = set(
     window_num_query_groups window_softmax_type value_channels attention_value_scale qk_layernorm_all_heads
     qk_layernorm_after_rope hf_mapping lora_dim lora_alpha lora_dropout lora_target_modules pre_layernorm
     post_self_attn_layernorm post_mlp_layernorm embedding_multiplier residual_multiplier attention_multiplier
-    logits_scaling moe_concat_proj moe_upcycling_expert_init moe_router_sparsemixer_jitter add_attention_output_bias
+    logits_scaling moe_concat_proj moe_upcycling_expert_init moe_router_sparsemixer_jitter
+    moe_router_group_score_topk add_attention_output_bias
     add_output_layer_bias stream_weights_to stream_weights_interval stream_weights_model_type hybrid_layer_pattern
     hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads freeze_backbone
     kda_gate_rank kda_decay_lower_bound sample_prompts sample_interval sample_max_new_tokens

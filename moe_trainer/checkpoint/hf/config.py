@@ -157,13 +157,6 @@ def _remarks(family: Family, config: Config, flags: Flags) -> list[str]:
                 f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with "
                 "1e-06, here (as in Megatron-LM) all norms have the one"
             )
-        best = flags.get("moe_router_group_topk")
-        here, there = (flags["moe_router_topk"] // best if best else 0), (1 if family.name == "deepseek_v2" else 2)
-        if best and here != there:
-            notes.append(
-                f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in "
-                f"Megatron-LM), by {there} in transformers"
-            )
     if INDEXER in family.converters:
         notes.append(
             "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, "
@@ -275,6 +268,8 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return here == there
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
         return not _limits(expected) and not _limits(actual)
+    if dest == "moe_router_group_score_topk":
+        return _scored_experts(expected) == _scored_experts(actual)
     if dest in ("rope_scaling_factor", "rope_scaling_high_freq_factor"):
         return not expected.get("use_rope_scaling") and not actual.get("use_rope_scaling")
     if dest in ("mscale", "rotary_scaling_factor", "mscale_all_dim"):
@@ -287,6 +282,13 @@ def _scales_logits(flags: Mapping[str, Any]) -> bool:
     """Return whether latent attention multiplies its logits by a temperature."""
     factor = flags.get("rotary_scaling_factor", OPTIONS["rotary_scaling_factor"].default)
     return bool(flags.get("mscale_all_dim")) and factor > 1
+
+
+def _scored_experts(flags: Mapping[str, Any]) -> int | None:
+    """Return the experts whose scores sum to that of their group; None without groups."""
+    if not _limits(flags):
+        return None
+    return flags.get("moe_router_group_score_topk") or flags["moe_router_topk"] // flags["moe_router_group_topk"]
 
 
 def _limits(flags: Mapping[str, Any]) -> bool:

@@ -73,6 +73,7 @@ IGNORED = tuple(
     "layer_types sliding_window use_sliding_window tie_word_embeddings partial_rotary_factor norm_topk_prob "
     "decoder_sparse_step mlp_only_layers first_k_dense_replace n_shared_experts num_nextn_predict_layers "
     "topk_method scoring_func use_mtp mlp_layer_types use_return_dict torchscript sep_token_id "
+    "original_max_position_embeddings "
     "decoder_start_token_id is_decoder add_cross_attention cross_attention_hidden_size num_return_sequences "
     "task_specific_params finetuning_task tokenizer_class prefix pruned_heads per_layer_config".split()
 )

@@ -304,9 +304,9 @@ MODELS = {
         _LATENT
         | {
             "q_lora_rank": None,
-            "num_experts_per_tok": 2,
-            "n_group": 4,
-            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
             "topk_method": "group_limited_greedy",
             "n_shared_experts": 2,
             "routed_scaling_factor": 4.0,
@@ -321,6 +321,7 @@ MODELS = {
             "attention_bias": True,
             "use_qk_norm": True,
             "first_k_dense_replace": 1,
+            "num_experts_per_tok": 3,
             "num_mtp_layers": 0,
         },
     ),

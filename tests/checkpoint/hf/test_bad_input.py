@@ -164,6 +164,8 @@ CONFIGS = (
     ("llama", {"rope_parameters": {"rope_theta": 1.5}}, "rope_theta"),
     ("llama", {"rope_parameters": {"original_max_position_embeddings": 4096}}, "--use-rope-scaling"),
     ("llama", {"rope_parameters": {"low_freq_factor": 2.0}}, "--use-rope-scaling"),
+    ("llama", {"rope_parameters": {"original_max_position_embeddings": None}, "max_position_embeddings": 4096}, "--use-rope-scaling"),
+    ("kimi_k2", {"rope_parameters": {"attention_factor": 1.5}}, "attention_factor of the rotary scaling is 1.5.* 1 is needed"),
     ("phimoe", {"rope_parameters": None, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
      r"longrope \(short_factor, long_factor\) has no flag"),
     # models that only share a type with Ling
@@ -204,6 +206,13 @@ def test_values_that_other_values_determine_are_read():
     rope = config_of("kimi_k2")["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.9}
     flags = flags_of("kimi_k2", rope_parameters=rope)
     assert (flags["mscale"], flags["mscale_all_dim"]) == (0.7, 0.9)
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "attention_factor": 1.138629}  # 0.1 ln 4 + 1
+    for changes, length in (
+        ({"rope_parameters": rope, "max_position_embeddings": 48}, 48),
+        ({"rope_parameters": rope | {"original_max_position_embeddings": 16}}, 16),
+        ({"rope_parameters": rope, "original_max_position_embeddings": 24}, 24),
+    ):
+        assert flags_of("qwen3_moe", **changes)["yarn_original_max_position_embeddings"] == length
     groups = {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 6, "layer_group_size": 3}
     flags = flags_of("bailing_hybrid", **groups, expert_swiglu_limit_list=[0] * 6)
     assert flags["linear_attention_freq"] == [1, 1, 0] * 2 and flags["moe_layer_freq"] == [0] + [1] * 5
