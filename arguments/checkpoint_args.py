@@ -22,7 +22,7 @@ SHAPE = tuple(
     window_attn_skip_freq rotary_base_per_layer window_rotary_percent window_rope_unscaled
     window_num_query_groups window_softmax_type value_channels attention_value_scale
     qk_l2_norm_rope_layers_only
-    normalization layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
+    normalization layernorm_epsilon latent_layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
     pre_layernorm post_self_attn_layernorm post_mlp_layernorm
     qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu quick_geglu
     glu_linear_offset activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier
@@ -33,7 +33,8 @@ SHAPE = tuple(
     csa_compress_ratios csa_window_size csa_compress_rotary_base csa_dense_mode o_groups o_lora_rank
     kda_gate_rank kda_decay_lower_bound
     enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations
-    hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    hybrid_layer_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_step_size_min
+    mamba_step_size_max
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
     dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     dsa_indexer_k_norm_epsilon attention_output_gate head_wise_attn_gate softmax_type multi_latent_attention q_lora_rank

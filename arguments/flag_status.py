@@ -306,7 +306,11 @@ REQUIRES = (
     (("phase_transition_iterations",), "phase_data_args_path"),
     (("dataloader_type=external",), "document_source document_text_key document_streams"),
     (("object_storage_cache_path",), "object_storage_cache_gb object_storage_read_ahead"),
-    (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
+    (
+        ("multi_latent_attention",),
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim latent_layernorm_epsilon",
+    ),
+    (("qk_layernorm",), "latent_layernorm_epsilon"),
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
     (("use_rope_scaling",), "rope_scaling_factor rope_scaling_high_freq_factor"),
@@ -439,7 +443,10 @@ REQUIRES = (
         "linear_attention_freq linear_conv_kernel_dim",
     ),
     (("experimental_attention_variant=kda",), "kda_gate_rank kda_decay_lower_bound"),
-    (("hybrid_layer_pattern",), "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"),
+    (
+        ("hybrid_layer_pattern",),
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_step_size_min mamba_step_size_max",
+    ),
     (
         ("experimental_attention_variant=dsa",),
         "dsa_indexer_loss_coeff dsa_indexer_warmup dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_attention_form "

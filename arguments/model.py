@@ -4,7 +4,7 @@ A field is a flag: its name is Megatron's destination, its annotation the type a
 the help text. schema.py turns fields into options.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arguments.mup import width_mult
@@ -215,6 +215,9 @@ class ModelArgs:
     """Coefficient of YaRN's attention temperature for the rotated channels."""
     mscale_all_dim: float = 0.0
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
+    latent_layernorm_epsilon: float | None = None
+    """Constant added to the variance in the norms of the compressed queries, keys and values. Unset: --norm-epsilon,
+    as in Megatron-LM. A flag of this program."""
     mla_down_proj_fusion: bool = False
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
@@ -257,6 +260,10 @@ class ModelArgs:
     """Number of groups of heads of a Mamba layer, which share what reads and writes the state."""
     mamba_num_heads: int | None = None
     """Number of heads of a Mamba layer. Unset: 2 x hidden size / --mamba-head-dim."""
+    mamba_step_size_min: float | None = None
+    """Lower limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
+    mamba_step_size_max: float | None = None
+    """Upper limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
     dsa_indexer_n_heads: int = flag(None)
     """Sparse attention: number of heads of the indexer that selects keys."""
     dsa_indexer_head_dim: int = flag(None)
@@ -437,6 +444,12 @@ class ModelArgs:
     def mamba_heads(self) -> int:
         """Number of heads of a Mamba layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def of_latents(self) -> "ModelArgs":
+        """These settings with the epsilon of the norms of latents."""
+        epsilon = self.latent_layernorm_epsilon
+        return self if epsilon is None else replace(self, layernorm_epsilon=epsilon)
 
     @property
     def value_width(self) -> int:

@@ -33,6 +33,7 @@ OWN = set(
     moe_router_group_score_topk add_attention_output_bias
     add_output_layer_bias stream_weights_to stream_weights_interval stream_weights_model_type hybrid_layer_pattern
     hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads freeze_backbone
+    mamba_step_size_min mamba_step_size_max latent_layernorm_epsilon
     kda_gate_rank kda_decay_lower_bound sample_prompts sample_interval sample_max_new_tokens
     chunked_optimizer_state_offload optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
     moe_n_hash_layers enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor

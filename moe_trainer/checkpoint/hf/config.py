@@ -14,9 +14,7 @@ from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.attention import INDEXER
-from moe_trainer.checkpoint.hf.converters.converter import Config, Flags
-from moe_trainer.checkpoint.hf.converters.experts import EXPERT_GROUPS
-from moe_trainer.checkpoint.hf.converters.hybrid import NO_STEP_LIMIT, STATE_SPACE
+from moe_trainer.checkpoint.hf.converters.converter import Config, Flags, ReadKeys
 from moe_trainer.checkpoint.hf.converters.layer_patterns import (
     expert_layers,
     layer_bases,
@@ -100,9 +98,10 @@ def read_config(
             raise CheckpointError(
                 f"{source}: {name} names {len(config[name])} layers, and num_hidden_layers is {flags['num_layers']}"
             )
+    seen = ReadKeys(config)
     try:
         for converter in family.converters:
-            flags |= converter.read(config)
+            flags |= converter.read(seen)
     except CheckpointError:
         raise
     except KeyError as error:
@@ -111,9 +110,13 @@ def read_config(
         raise CheckpointError(f"{source}: {error}") from error
     if not flags["num_layers"]:  # converters may have counted them
         raise CheckpointError(f"{source}: num_hidden_layers is 0, and a whole number above zero is needed")
-    known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored}
-    notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
-    return family, flags, notes + _remarks(family, config, flags)
+    known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored, *seen.read}
+    notes = [
+        f"{source}: the key {key} is not known here and changes nothing"
+        for key, value in config.items()
+        if key not in known and value is not None
+    ]
+    return family, flags, notes + _remarks(family, flags)
 
 
 def _with_defaults(family: Family, config: Config) -> dict[str, Any]:
@@ -142,21 +145,15 @@ def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
         raise CheckpointError(f"{source}: {name} is {value!r}, and {expected} is needed")
 
 
-def _remarks(family: Family, config: Config, flags: Flags) -> list[str]:
+def _remarks(family: Family, flags: Flags) -> list[str]:
     """Return where this program and the library compute something else from the same weights."""
     notes = []
-    limit = config.get("time_step_min", 0.001) or 0.0
-    if STATE_SPACE in family.converters and limit > NO_STEP_LIMIT:
+    limit = flags.get("mamba_step_size_min")
+    if limit is not None:
         notes.append(
-            f"time_step_min {limit}: transformers limits the step sizes of Mamba layers to at least this; here, as in "
-            f"Megatron-LM, nothing limits them. An exported config.json has {NO_STEP_LIMIT:g}"
+            f"--mamba-step-size-min {limit}: transformers limits the step sizes of Mamba layers to at least this, "
+            "and so does this program; Megatron-LM has no limit"
         )
-    if EXPERT_GROUPS in family.converters:
-        if flags.get("multi_latent_attention") and flags["layernorm_epsilon"] != 1e-6:
-            notes.append(
-                f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with "
-                "1e-06, here (as in Megatron-LM) all norms have the one"
-            )
     if INDEXER in family.converters:
         notes.append(
             "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, "
@@ -196,6 +193,18 @@ def write_config(
     raise CheckpointError(
         "no Hugging Face model type that is known here expresses this model:\n  " + "\n  ".join(refusals)
     )
+
+
+def write_notes(flags: Mapping[str, Any], config: Config, families: Families = FAMILIES) -> list[str]:
+    """Return what the written config.json, or transformers, has another number for than the flags."""
+    read, notes = read_config(config, families=families)[1:]
+    here, there = (each.get("latent_layernorm_epsilon") or each["layernorm_epsilon"] for each in (flags, read))
+    if flags.get("multi_latent_attention") and here != there:
+        notes.append(
+            f"the norms of the latents of attention have the epsilon {here} here (--latent-layernorm-epsilon, or "
+            f"--norm-epsilon), and {there} in transformers, which has no key for it"
+        )
+    return notes
 
 
 def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -263,6 +272,8 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return expected.get(dest) in (None, 0, 1)  # the tensors determine it, not config.json
     if dest == "dsa_indexer_k_norm_epsilon":
         return (expected.get("layernorm_epsilon") if expected.get(dest) is None else expected[dest]) == actual.get(dest)
+    if dest == "latent_layernorm_epsilon":
+        return True  # write_notes
     if dest == "moe_ffn_hidden_size":
         here, there = (flags.get(dest) or flags.get("ffn_hidden_size") for flags in (expected, actual))
         return here == there

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.adapters import NativeAdapters
-from moe_trainer.checkpoint.hf.config import read_config, write_config
+from moe_trainer.checkpoint.hf.config import write_config, write_notes
 from moe_trainer.checkpoint.hf.conversion_job import (
     ConversionJob,
     PlannedTensor,
@@ -121,7 +121,7 @@ def plan_hf_folder(
     items = _plan_items(read, mappings, tensors, family.names, flags, cut, dtype, quantized)
     runs = split_by_size(items, most)
     words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
-    for note in read_config(config, families=families)[2]:
+    for note in write_notes(flags, config, families):
         logger.info("  %s", note)
     config |= (
         {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -213,12 +213,35 @@ def test_values_that_other_values_determine_are_read():
         ({"rope_parameters": rope, "original_max_position_embeddings": 24}, 24),
     ):
         assert flags_of("qwen3_moe", **changes)["yarn_original_max_position_embeddings"] == length
+    flags = flags_of("nemotron_h", time_step_limit=[0.0, 1e308], norm_eps=1e-5)  # no limit, in a file without Infinity
+    assert (flags["mamba_step_size_min"], flags["mamba_step_size_max"]) == (0.6, None)
     groups = {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 6, "layer_group_size": 3}
     flags = flags_of("bailing_hybrid", **groups, expert_swiglu_limit_list=[0] * 6)
     assert flags["linear_attention_freq"] == [1, 1, 0] * 2 and flags["moe_layer_freq"] == [0] + [1] * 5
     written = write_config(flags, 96, "bailing_hybrid")[1]
     assert written["layer_group_size"] == 3
     assert written["layer_types"] == (["linear_attention"] * 2 + ["full_attention"]) * 2
+
+
+def test_keys_that_say_what_is_read_have_no_note():
+    """Those of published files that transformers does not read are checked; null and keys of generation say nothing."""
+    published = {
+        "hybrid_layer_pattern": [0, 1, 1],
+        "moe_layer_freq": [0, 1, 1],
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 12,
+        "swa_rope_theta": 1000,
+        "layernorm_epsilon": config_of("mimo_v2_flash")["rms_norm_eps"],
+        "add_swa_attention_sink_bias": True,
+    }
+    config = config_of("mimo_v2_flash", **published)
+    assert read_config(config)[2] == []
+    for key in published:
+        with pytest.raises(CheckpointError, match=f"{key} is .*, and transformers, which does not read it, takes"):
+            read_config(config | {key: 7})
+    notes = read_config(config_of("qwen3_moe", do_sample=False, bad_words_ids=None, num_beams=1, new_key=1))[2]
+    assert notes == ["config.json: the key new_key is not known here and changes nothing"]
+    assert read_config(config_of("qwen3_5_moe_text", attn_output_gate=True, mtp_num_hidden_layers=1))[2] == []
 
 
 def conversion_error(source, capfd, *words, flags=()):

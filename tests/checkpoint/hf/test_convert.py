@@ -907,7 +907,7 @@ def test_hybrid_models_of_other_layers_are_converted(pattern, tmp_path):
     config = json.loads((tmp_path / "plain" / "config.json").read_text()) | changes | {"time_step_min": 0.001}
     write_folder(tmp_path / "hf", tensors | {"mtp.layers.0.eh_proj.weight": torch.ones(32, 64)}, config)
     notes = " ".join(open_hf_model(tmp_path / "hf").notes)
-    assert "time_step_min 0.001" in notes and notes.count("the tensors mtp.* are left out") == 1
+    assert "--mamba-step-size-min 0.001" in notes and notes.count("the tensors mtp.* are left out") == 1
     assert run_convert(tmp_path / "hf", "--check") == 0
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--verify") == 0
