@@ -61,7 +61,9 @@ def compare_folder(folder: Path, families: Families) -> Comparison:
     config, text_part = read_text_config(folder, families)
     stored, has_shapes = _stored_shapes(folder, text_part)
     family, flags, notes = read_flags(folder, config, list(stored), families)
-    mappings = tuple(tensor_mappings(family.names, flags, stored.__contains__))
+    mappings = tuple(
+        tensor_mappings(family.names, flags, lambda name: (stored[name] or ()) if name in stored else None)
+    )
     if not has_shapes:
         notes.append(f"the files of {INDEX} are not all there: names are compared, and shapes are not")
     repeated = set(duplicated_tensors(family.names, flags))

@@ -40,6 +40,7 @@ _UNSET = MappingProxyType(
         "yarn_correction_range_round_to_int": True,
     }
 )
+_SHOWN_TYPES = 3
 _LATENT_ONLY = frozenset(
     "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale "
     "mscale_all_dim".split()
@@ -179,19 +180,25 @@ def write_config(
             "the model is trained with --use-mup: no Hugging Face model type has its multipliers of embeddings, "
             "logits and scores"
         )
-    refusals = []
+    refusals: list[tuple[float, str]] = []
     for family in families.values() if kind is None else (families[kind],):
         try:
             config = _write(family, flags, rows)
             differing = _differing(flags, read_config(config, families=families)[1])
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
-            refusals.append(f"{family.name}: {error}")
+            refusals.append((math.inf, f"{family.name}: {error}"))  # which hides further differences
             continue
         if not differing:
             return family, config
-        refusals.append(f"{family.name}: {'; '.join(differing[:3])}")
+        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        refusals.append((len(differing), f"{family.name}: {'; '.join(differing[:3])}{more}"))
+    nearest = sorted(refusals, key=lambda refusal: refusal[0])[:_SHOWN_TYPES]
+    lines = [text for _, text in nearest]
+    if any(count == 1 and "(mtp_num_layers)" in text for count, text in nearest):
+        lines.append("scripts/convert.py --drop-mtp leaves the layers of multi-token prediction out")
+    which = f" (the nearest {len(nearest)} of {len(refusals)})" if len(refusals) > len(nearest) else ""
     raise CheckpointError(
-        "no Hugging Face model type that is known here expresses this model:\n  " + "\n  ".join(refusals)
+        f"no Hugging Face model type that is known here expresses this model{which}:\n  " + "\n  ".join(lines)
     )
 
 

@@ -40,6 +40,7 @@ from moe_trainer.checkpoint.hf.encodings import MXFP4, NVFP4, decode_block_fp8, 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
 SCALE = "_scale_inv"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 WEIGHT, PACKED, GROUP_SCALE = ".weight", ".weight_packed", ".weight_scale"

@@ -80,10 +80,12 @@ class HFModel:
 
         Raises:
             DamagedError: as SafetensorsFolder.read.
-            CheckpointError: if the dtype cannot represent a value.
+            CheckpointError: if the dtype cannot represent a value, or a table of experts by token has no K of them.
         """
         parts = [self.source.read(ref.name, ref.index) for ref in mapping.sources]
         joined = mapping.join(parts, model_sizes(self.flags))
+        if mapping.native.endswith("tid2eid"):
+            _check_hash_table(joined, mapping.sources[0].name, self.flags["num_experts"])
         value = joined.to(self.target_dtype(mapping, dtype))
         # bf16 has the range of fp32
         if value.dtype == torch.float16 and joined.dtype != value.dtype and not torch.isfinite(value).all():
@@ -96,6 +98,16 @@ class HFModel:
 
     def target_dtype(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> torch.dtype:
         return mapping.fixed_dtypes[0] if mapping.fixed_dtypes else dtype or self.dtype
+
+
+def _check_hash_table(table_VK: Tensor, name: str, num_experts: int) -> None:
+    ordered_VK = table_VK.sort(dim=-1)[0]
+    repeats = (ordered_VK.diff(dim=-1) == 0).any(-1)
+    outside = (ordered_VK[:, 0] < 0) | (ordered_VK[:, -1] >= num_experts)
+    for wrong_V, problem in ((outside, f"experts are 0 to {num_experts - 1}"), (repeats, "distinct ones are needed")):
+        if wrong_V.any():
+            token = int(wrong_V.nonzero()[0])
+            raise CheckpointError(f"{name}: the token {token} has the experts {table_VK[token].tolist()}; {problem}")
 
 
 def is_computed(name: str) -> bool:
@@ -191,7 +203,9 @@ def open_hf_model(
             f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "
             f"{len(source.names)} tensors in all"
         )
-    mappings = tuple(tensor_mappings(family.names, flags, source.__contains__))
+    mappings = tuple(
+        tensor_mappings(family.names, flags, lambda name: source.shape(name) if name in source else None)
+    )
     repeated = {name: original for name, original in duplicated_tensors(family.names, flags).items() if name in source}
     unused = [name for name in source.names if is_unread(name, family.names) or ignore(name)]
     check_source(

@@ -282,6 +282,16 @@ def test_unsupported_numbers_are_named(source, capfd):
     assert run_convert(source, source.with_name("other"), "--dtype", "bf16") == 0
 
 
+def test_tables_of_hash_routing_need_distinct_experts(source, capfd):
+    make("deepseek_v4").save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith("tid2eid")][:1]
+    for row, problem in (([0, 0, 1], "distinct ones are needed"), ([0, 1, 8], "experts are 0 to 7")):
+        tensors[name][5] = torch.tensor(row[: tensors[name].shape[1]])
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        conversion_error(source, capfd, name, "the token 5 has the experts", problem)
+
+
 def test_fp8_blocks_use_their_own_scales():
     """Blocks of 128 x 128, the last ones smaller."""
     value = torch.randn(300, 200).to(torch.float8_e4m3fn)
