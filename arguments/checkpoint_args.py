@@ -22,7 +22,8 @@ SHAPE = tuple(
     window_attn_skip_freq rotary_base_per_layer window_rotary_percent window_rope_unscaled
     window_num_query_groups window_softmax_type value_channels attention_value_scale
     qk_l2_norm_rope_layers_only
-    normalization layernorm_epsilon latent_layernorm_epsilon layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
+    normalization layernorm_epsilon attention_latent_norm_epsilon layernorm_zero_centered_gamma
+    apply_residual_connection_post_layernorm
     pre_layernorm post_self_attn_layernorm post_mlp_layernorm
     qk_layernorm qk_layernorm_all_heads qk_layernorm_after_rope qk_l2_norm swiglu squared_relu quick_geglu
     glu_linear_offset activation_func_clamp_value embedding_multiplier residual_multiplier attention_multiplier

@@ -215,7 +215,7 @@ class ModelArgs:
     """Coefficient of YaRN's attention temperature for the rotated channels."""
     mscale_all_dim: float = 0.0
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
-    latent_layernorm_epsilon: float | None = None
+    attention_latent_norm_epsilon: float | None = None
     """Constant added to the variance in the norms of the compressed queries, keys and values. Unset: --norm-epsilon,
     as in Megatron-LM. A flag of this program."""
     mla_down_proj_fusion: bool = False
@@ -448,7 +448,7 @@ class ModelArgs:
     @property
     def of_latents(self) -> "ModelArgs":
         """These settings with the epsilon of the norms of latents."""
-        epsilon = self.latent_layernorm_epsilon
+        epsilon = self.attention_latent_norm_epsilon
         return self if epsilon is None else replace(self, layernorm_epsilon=epsilon)
 
     @property

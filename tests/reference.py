@@ -281,7 +281,7 @@ def latent_attention(x_SH: Tensor, params: dict[str, Tensor], name: str, model) 
         return x @ params[f"{name}.{leaf}.weight"].t()
 
     def normalized(x: Tensor, leaf: str) -> Tensor:
-        epsilon = model.latent_layernorm_epsilon or model.layernorm_epsilon
+        epsilon = model.attention_latent_norm_epsilon or model.layernorm_epsilon
         return rms_norm(x, params[f"{name}.{leaf}.weight"], epsilon) if model.qk_layernorm else x
 
     if model.q_lora_rank is None:

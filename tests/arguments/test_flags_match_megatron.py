@@ -33,7 +33,7 @@ OWN = set(
     moe_router_group_score_topk add_attention_output_bias
     add_output_layer_bias stream_weights_to stream_weights_interval stream_weights_model_type hybrid_layer_pattern
     hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads freeze_backbone
-    mamba_step_size_min mamba_step_size_max latent_layernorm_epsilon
+    mamba_step_size_min mamba_step_size_max attention_latent_norm_epsilon
     kda_gate_rank kda_decay_lower_bound sample_prompts sample_interval sample_max_new_tokens
     chunked_optimizer_state_offload optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
     moe_n_hash_layers enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor
@@ -43,7 +43,7 @@ OWN = set(
 )
 """Flags that are not among the recorded ones that are relevant to MoE: this program's, those of the dev branch, and a few more."""
 OWN_CHOICES = {
-    "moe_flex_dispatcher_backend": ["hierarchical"],
+    "moe_flex_dispatcher_backend": ["hierarchical", "deepepv2"],  # the second: the dev branch's
     "experimental_attention_variant": ["dsv4_hybrid", "kda", "short_conv"],  # the first: the dev branch's
 }
 
@@ -59,6 +59,22 @@ def test_every_spelling_of_any_version_is_known():
     names += [flag.rstrip(":") for flag, *_ in other["retired"]]
     names += [name for names, *_ in other["dev_only"] for name in names]
     assert [name for name in names if name not in FIELDS and not is_known_spelling(name)] == []
+
+
+RELEASED = """
+    --load-model-opt-format --langrl-inference-server-type --disable-chunked-prefill
+    --disable-async-tensor-model-parallel-allreduce --disable-ckpt-fully-parallel-save --tokenizer-hf-use-fast
+    --tokenizer-hf-include-special-tokens --no-stream-ckpt-dequant --disable-stream-ckpt-dequant
+    --muon-no-use-nesterov --enable-routing-replay --max-seqlen-per-cp-rank --teacher-model-config
+""".split()
+"""Of the releases 0.13 to 0.19 and their development branches, and not of main."""
+
+
+def test_spellings_of_releases_mean_what_they_meant():
+    assert [name for name in RELEASED if not is_known_spelling(name)] == []
+    assert OLD_SPELLINGS["--muon-no-use-nesterov"].status == "no effect" and not OPTIONS["muon_nesterov"].default
+    words = OLD_SPELLINGS["--max-seqlen-per-cp-rank"].replacement(["64"])
+    assert words == ["--max-seqlen-per-dp-cp-rank", "64"]
 
 
 def test_no_spelling_is_in_two_tables():

@@ -205,10 +205,10 @@ def write_config(
 def write_notes(flags: Mapping[str, Any], config: Config, families: Families = FAMILIES) -> list[str]:
     """Return what the written config.json, or transformers, has another number for than the flags."""
     read, notes = read_config(config, families=families)[1:]
-    here, there = (each.get("latent_layernorm_epsilon") or each["layernorm_epsilon"] for each in (flags, read))
+    here, there = (each.get("attention_latent_norm_epsilon") or each["layernorm_epsilon"] for each in (flags, read))
     if flags.get("multi_latent_attention") and here != there:
         notes.append(
-            f"the norms of the latents of attention have the epsilon {here} here (--latent-layernorm-epsilon, or "
+            f"the norms of the latents of attention have the epsilon {here} here (--attention-latent-norm-epsilon, or "
             f"--norm-epsilon), and {there} in transformers, which has no key for it"
         )
     return notes
@@ -279,7 +279,7 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return expected.get(dest) in (None, 0, 1)  # the tensors determine it, not config.json
     if dest == "dsa_indexer_k_norm_epsilon":
         return (expected.get("layernorm_epsilon") if expected.get(dest) is None else expected[dest]) == actual.get(dest)
-    if dest == "latent_layernorm_epsilon":
+    if dest == "attention_latent_norm_epsilon":
         return True  # write_notes
     if dest == "moe_ffn_hidden_size":
         here, there = (flags.get(dest) or flags.get("ffn_hidden_size") for flags in (expected, actual))
