@@ -751,7 +751,8 @@ PRODUCTS = (
         """--flash-decode --batch-invariant-mode --batch-invariant-backend=1 --symmetric-ar-type=1
         --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill=1 --cache-mla-latents --max-tokens-to-oom=1
         --output-bert-embeddings --bert-embedder-type=1 --use-legacy-static-engine --decode-only-cuda-graphs
-        --enable-chunked-prefill --disable-chunked-prefill --num-speculative-tokens=1 --use-same-sampling-seed-across-dp-ranks""",
+        --enable-chunked-prefill --disable-chunked-prefill --num-speculative-tokens=1
+        --use-same-sampling-seed-across-dp-ranks""",
         "--inference- --no-inference-",
     ),
     Product(

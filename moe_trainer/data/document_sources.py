@@ -160,8 +160,8 @@ def _saved_data_set(folder: str) -> list[str]:
     """
     state, sets = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
     if os.path.isfile(sets):
-        names = _read_json_file(sets).get("splits") or []
-        raise UserError(f"{folder}: has the sets {', '.join(map(str, names))}; give one, {os.path.join(folder, 'NAME')}")
+        names = ", ".join(map(str, _read_json_file(sets).get("splits") or []))
+        raise UserError(f"{folder}: has the sets {names}; give one, {os.path.join(folder, 'NAME')}")
     if not os.path.isfile(state):
         raise UserError(f'{folder}: is a folder; give its files, for example "{os.path.join(folder, "*.parquet")}"')
     listed = _read_json_file(state).get("_data_files")
