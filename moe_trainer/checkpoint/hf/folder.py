@@ -25,7 +25,7 @@ from moe_trainer.checkpoint.hf.config import read_config
 from moe_trainer.checkpoint.hf.converters.registry import MTP
 from moe_trainer.checkpoint.hf.families import FAMILIES, Families, families_with, get_family
 from moe_trainer.checkpoint.hf.family import Family, TextPart
-from moe_trainer.checkpoint.hf.files import CONFIG, SafetensorsFolder, read_json
+from moe_trainer.checkpoint.hf.files import CONFIG, SafetensorsFolder, listed_tensors, read_json
 from moe_trainer.checkpoint.hf.names import (
     TensorMapping,
     check_source,
@@ -283,9 +283,32 @@ class HFMetadata(VirtualMetadata):
 
 def recorded_flags(model: HFModel) -> dict[str, Any]:
     """Return all flags as a checkpoint records them: those of config.json, and the defaults."""
-    flags = {name: value for name, value in model.flags.items() if name in OPTIONS}
-    record = {dest: option.default for dest, option in OPTIONS.items()} | flags | {"hf_model_type": model.family.name}
-    return record | tokenizer_flags(model.folder, model.folder)
+    return _recorded(model.flags, model.family, model.folder)
+
+
+def _recorded(flags: Mapping[str, Any], family: Family, folder: Path) -> dict[str, Any]:
+    known = {name: value for name, value in flags.items() if name in OPTIONS}
+    record = {dest: option.default for dest, option in OPTIONS.items()} | known | {"hf_model_type": family.name}
+    return record | tokenizer_flags(folder, folder)
+
+
+def read_planned_flags(folder: Path, mapping_file: str | Path | None = None) -> dict[str, Any]:
+    """Return `recorded_flags` of a folder whose weights are not there yet, to plan with.
+
+    Raises:
+        CheckpointError: if config.json does not describe a model.
+    """
+    families = families_with(mapping_file)
+    config, text_part = read_text_config(folder, families)
+    listed = [text_part.rename(name) if text_part else name for name in listed_tensors(folder)]
+    names = [name for name in listed if name is not None]
+    family, flags, notes = read_config(config, str(folder / CONFIG), families)
+    if names:
+        family, flags, notes = read_flags(folder, config, names, families)
+    logger.info("  %s: the config.json of a Hugging Face model of type %s, without its weights", folder, family.name)
+    for note in notes:
+        logger.info("  %s", note)
+    return _recorded(flags, family, folder)
 
 
 def read_index(folder: Path, mapping_file: str | Path | None = None) -> HFMetadata:
