@@ -151,9 +151,8 @@ class MoEArgs:
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
     """Method of sending tokens to the ranks that hold their experts: gather all, all-to-all, or a library (flex)."""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep", "hierarchical", "deepepv2"] = "deepep"
-    """Communication library of --moe-token-dispatcher-type flex; deepepv2 is deepep, which uses the installed release
-    of DeepEP. hierarchical, of this program, needs none: it sends a
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep", "hierarchical"] = "deepep"
+    """Communication library of --moe-token-dispatcher-type flex. hierarchical, of this program, needs none: it sends a
     token once to every node that holds one of its experts, and distributes it there."""
     moe_hierarchical_domain_size: int | None = None
     """Number of consecutive ranks with fast links between them, for --moe-flex-dispatcher-backend hierarchical. Unset:

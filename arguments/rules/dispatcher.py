@@ -32,12 +32,6 @@ def resolve_negative_capacity(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("moe_expert_capacity_factor", None, "negative means no capacity limit")
 
 
-def resolve_deepep_release(s: Settings, _f: DerivedSizes) -> None:
-    if s.moe_flex_dispatcher_backend == "deepepv2":
-        s.note(f"{s.shown(BACKEND)}: taken as deepep, which uses the release of DeepEP that is installed.")
-        s.set_derived(BACKEND, "deepep", "from deepepv2")
-
-
 def resolve_old_deepep_flag(s: Settings, _f: DerivedSizes) -> None:
     if s.moe_enable_deepep and not _contradicts_deepep(s):
         s.set_derived(BACKEND, "deepep", "from --moe-enable-deepep")

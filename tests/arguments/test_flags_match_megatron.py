@@ -43,7 +43,7 @@ OWN = set(
 )
 """Flags that are not among the recorded ones that are relevant to MoE: this program's, those of the dev branch, and a few more."""
 OWN_CHOICES = {
-    "moe_flex_dispatcher_backend": ["hierarchical", "deepepv2"],  # the second: the dev branch's
+    "moe_flex_dispatcher_backend": ["hierarchical"],
     "experimental_attention_variant": ["dsv4_hybrid", "kda", "short_conv"],  # the first: the dev branch's
 }
 
