@@ -110,8 +110,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     to_hf("--keep-vocab-padding", action="store_true", default=None, help=text)
     text = "name of the base model to write into the adapter's configuration, to peft"
     to_hf("--base-model", metavar="NAME", help=text)
-    text = "config.json (or its folder) to copy bos_token_id and the like from"
     to_hf("--drop-mtp", action="store_true", default=None, help="leave out the layers of multi-token prediction")
+    text = "config.json (or its folder) to copy bos_token_id and the like from"
     to_hf("--config", type=Path, metavar="FILE", help=text)
     to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
     text = "store the weights of experts and MLPs (fp8-block: of attention too) in this format (default: in none)"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.vocabulary import padded_vocab_size
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.adapters import NativeAdapters
@@ -166,11 +167,8 @@ def plan_hf_folder(
 
 
 def _rows_of_vocabulary(flags: Mapping[str, Any], stored: int, tokens: int | None) -> int | None:
-    """Return the rows of the embedding before its padding, None if unknown.
-
-    A recorded --vocab-size beyond the embedding is that of a preset, whose tokenizer the run did not have.
-    """
-    known = [size for size in (tokens, flags.get("vocab_size")) if size and size <= stored]
+    """Return the rows of the embedding before its padding, None if unknown."""
+    known = [size for size in (tokens, _recorded_vocabulary(flags, stored)) if size is not None and size <= stored]
     if not known:
         logger.info("  vocab_size: %d, all rows of the embedding; how many of them are padding is not recorded", stored)
         return None
@@ -190,6 +188,15 @@ def _rows_of_vocabulary(flags: Mapping[str, Any], stored: int, tokens: int | Non
             tokens,
         )
     return rows
+
+
+def _recorded_vocabulary(flags: Mapping[str, Any], stored: int) -> int | None:
+    """Return the recorded --vocab-size if the embedding was made for it, and not for the tokens of a tokenizer."""
+    recorded = flags.get("vocab_size")
+    if not recorded or flags.get("tokenizer_type") == "NullTokenizer":
+        return recorded or None
+    divisible_by, tp = flags.get("make_vocab_size_divisible_by") or 1, flags.get("tensor_model_parallel_size") or 1
+    return recorded if stored in (recorded, padded_vocab_size(recorded, divisible_by, tp)) else None
 
 
 def _file_names(count: int) -> list[str]:
