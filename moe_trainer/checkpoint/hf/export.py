@@ -118,7 +118,7 @@ def plan_hf_folder(
     if rows is not None and not 0 < rows <= stored:
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
     if rows is None and not keep_padding:
-        rows = _rows_of_vocabulary(state.args, stored, tokens)
+        rows = rows_of_vocabulary(state.args, stored, tokens)
     flags = dict(state.args) | {"rows": stored} | ({"mtp_num_layers": None} if drop_mtp else {})
     family, config = write_config(flags, rows or stored, kind, families)
     config |= yarn_length(config)
@@ -166,7 +166,7 @@ def plan_hf_folder(
     )
 
 
-def _rows_of_vocabulary(flags: Mapping[str, Any], stored: int, tokens: int | None) -> int | None:
+def rows_of_vocabulary(flags: Mapping[str, Any], stored: int, tokens: int | None) -> int | None:
     """Return the rows of the embedding before its padding, None if unknown."""
     known = [size for size in (tokens, _recorded_vocabulary(flags, stored)) if size is not None and size <= stored]
     if not known:

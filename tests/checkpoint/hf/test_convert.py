@@ -29,10 +29,9 @@ from training.tiny import MOCK, TINY
 
 import arguments
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf import conversion_job
+from moe_trainer.checkpoint.hf import conversion_job, export
 from moe_trainer.checkpoint.hf.config import read_config, write_config
 from moe_trainer.checkpoint.hf.encodings import decode_block_fp8, decode_fp4
-from moe_trainer.checkpoint.hf.export import yarn_length
 from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
@@ -670,13 +669,25 @@ def test_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path, caplog)
     )
 
 
+def test_padding_of_the_vocabulary_is_known_where_the_embedding_was_made_for_it():
+    for flags, stored, tokens, rows in (
+        ({"vocab_size": 1001, "make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2}, 1002, None, 1001),
+        ({"vocab_size": 120, "tokenizer_type": "NullTokenizer"}, 128, None, 120),
+        ({"vocab_size": 4096, "make_vocab_size_divisible_by": 128}, 50048, None, None),  # a preset's
+        ({"vocab_size": 4096, "make_vocab_size_divisible_by": 128}, 50048, 50000, 50000),
+        ({"vocab_size": 151936}, 151936, 151669, 151936),  # published so
+        ({}, 128, None, None),
+    ):
+        assert export.rows_of_vocabulary(flags, stored, tokens) == rows
+
+
 def test_yarn_max_position_embeddings_is_written():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-    assert yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {"max_position_embeddings": 16384}
+    assert export.yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {"max_position_embeddings": 16384}
     assert (
-        yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
+        export.yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
         == {}
-        == yarn_length({"rope_scaling": None})
+        == export.yarn_length({"rope_scaling": None})
     )
 
 
