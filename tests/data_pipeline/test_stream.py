@@ -277,7 +277,9 @@ def test_a_folder_of_save_to_disk_is_its_listed_files(tmp_path):
     folder.mkdir()
     for number in range(3):
         (folder / f"data-{number}.jsonl").write_text(json.dumps({"text": f"document {number}"}) + "\n")
-    (folder / "state.json").write_text('{\n"_data_files": [{"filename": "data-2.jsonl"}, {"filename": "data-0.jsonl"}]}')
+    (folder / "state.json").write_text(
+        '{\n"_data_files": [{"filename": "data-2.jsonl"}, {"filename": "data-0.jsonl"}]}'
+    )
     source = FileSource([str(folder)], "text")
     assert [text for part in source.parts() for text in source.read(part, 0)] == ["document 2", "document 0"]
     for content, words in (

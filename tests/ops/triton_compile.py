@@ -76,7 +76,12 @@ def paged_copy():
 
 
 def router():
-    deepseek = {"bias": FP32, "groups": [Const(8), Const(32), Const(4), Const(2)], "tile": [Const(8), Const(256)], "k": Const(8)}
+    deepseek = {
+        "bias": FP32,
+        "groups": [Const(8), Const(32), Const(4), Const(2)],
+        "tile": [Const(8), Const(256)],
+        "k": Const(8),
+    }
     mixtral = {
         "bias": Const(None),
         "groups": [Const(1), Const(8), Const(0), Const(2)],

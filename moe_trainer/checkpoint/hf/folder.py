@@ -203,9 +203,7 @@ def open_hf_model(
             f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "
             f"{len(source.names)} tensors in all"
         )
-    mappings = tuple(
-        tensor_mappings(family.names, flags, lambda name: source.shape(name) if name in source else None)
-    )
+    mappings = tuple(tensor_mappings(family.names, flags, lambda name: source.shape(name) if name in source else None))
     repeated = {name: original for name, original in duplicated_tensors(family.names, flags).items() if name in source}
     unused = [name for name in source.names if is_unread(name, family.names) or ignore(name)]
     check_source(

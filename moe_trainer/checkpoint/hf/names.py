@@ -223,9 +223,7 @@ def _layer_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
     return {"CR": ratio, "CW": factor * flags["v_head_dim"], "CI": 2 * (flags.get("dsa_indexer_head_dim") or 0)}
 
 
-def tensor_mappings(
-    names: Names, flags: Mapping[str, Any], shape_of: ShapeOf | None = None
-) -> list[TensorMapping]:
+def tensor_mappings(names: Names, flags: Mapping[str, Any], shape_of: ShapeOf | None = None) -> list[TensorMapping]:
     """Return all tensors of the model that `flags` (and "rows", of the embedding) describe, in order.
 
     `shape_of` returns the shape of a Hugging Face tensor, () if unknown, and None if there is none: it chooses among

@@ -683,7 +683,9 @@ def test_padding_of_the_vocabulary_is_known_where_the_embedding_was_made_for_it(
 
 def test_yarn_max_position_embeddings_is_written():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-    assert export.yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {"max_position_embeddings": 16384}
+    assert export.yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {
+        "max_position_embeddings": 16384
+    }
     assert (
         export.yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
         == {}

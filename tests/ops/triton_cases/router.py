@@ -53,9 +53,7 @@ def test_router_scores_equal_torch(tokens, experts, topk, pre_softmax, score, sc
 def test_router_groups_and_bias_equal_torch(experts, topk, groups, group_topk, scored, score):
     groups = {"num_groups": groups, "group_topk": group_topk, "group_score_topk": scored}
     options = {"expert_bias": torch.randn(experts) * 0.2} if score == "sigmoid" else {"use_pre_softmax": True}
-    assert_kernel_equals_torch(
-        torch.randn(19, experts), topk, score_function=score, **groups, **options
-    )
+    assert_kernel_equals_torch(torch.randn(19, experts), topk, score_function=score, **groups, **options)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

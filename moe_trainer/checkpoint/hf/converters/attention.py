@@ -176,9 +176,7 @@ def _read_compressed(config: Config) -> Flags:
     # of latent attention, whose rotated channels are all of their own head
     latent = {"kv_lora_rank": None, "qk_rope_head_dim": rotated, "qk_nope_head_dim": 0}
     length = config.get("max_position_embeddings")
-    flags = read_rotary(
-        {"rope_parameters": scaling, "rope_theta": theta, "max_position_embeddings": length, **latent}
-    )
+    flags = read_rotary({"rope_parameters": scaling, "rope_theta": theta, "max_position_embeddings": length, **latent})
     own_base = {"csa_compress_rotary_base": float(base)} if rope.get("compress") and base else {}
     return (
         flags
