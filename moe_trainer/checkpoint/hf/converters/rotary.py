@@ -76,9 +76,9 @@ def read_rotary(config: Config) -> Flags:
 def _rotary_table(config: Config) -> dict[str, Any]:
     """Return the table of rotary settings; without a length before scaling, that is the model's, as in transformers."""
     key = "original_max_position_embeddings"
-    rope = {key: config.get("max_position_embeddings")}
-    rope |= {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    return rope if config.get(key) is None else rope | {key: config[key]}
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    lengths = (config.get(key), rope.get(key), config.get("max_position_embeddings"))
+    return rope | {key: next((length for length in lengths if length is not None), None)}
 
 
 def _check_attention_factor(rope: Config, mscales: tuple[float, float]) -> None:
