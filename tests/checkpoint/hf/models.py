@@ -531,7 +531,7 @@ MODELS = {
             "linear_head_dim": 8,
             "linear_num_heads": 2,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "rms_norm_eps": 1e-3,
+            "rms_norm_eps": 1e-6,
         },
     ),
 }
