@@ -272,6 +272,7 @@ RENAMED_VALUES = MappingProxyType(
         ("moe_token_dispatcher_type", "alltoall_seq"): "alltoall",
         ("no_weight_decay_cond_type", "qwen3_next"): "apply_wd_to_qk_layernorm",
         ("experimental_attention_variant", "gated_delta_net"): "gdn",
+        ("moe_flex_dispatcher_backend", "deepepv2"): "deepep",
     }
 )
 """(destination, old value) -> its new name."""
@@ -307,7 +308,11 @@ REQUIRES = (
     (("phase_transition_iterations",), "phase_data_args_path"),
     (("dataloader_type=external",), "document_source document_text_key document_streams"),
     (("object_storage_cache_path",), "object_storage_cache_gb object_storage_read_ahead"),
-    (("multi_latent_attention",), "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
+    (
+        ("multi_latent_attention",),
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim attention_latent_norm_epsilon",
+    ),
+    (("qk_layernorm",), "attention_latent_norm_epsilon"),
     (("q_lora_rank",), "mla_down_proj_fusion"),
     (("multi_latent_attention", "position_embedding_type=yarn"), "rotary_scaling_factor mscale_all_dim"),
     (("use_rope_scaling",), "rope_scaling_factor rope_scaling_high_freq_factor"),
@@ -318,6 +323,7 @@ REQUIRES = (
         "moe_router_topk moe_grouped_gemm moe_layer_freq moe_router_score_function moe_aux_loss_coeff moe_z_loss_coeff "
         "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_apply_probs_on_input "
         "moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+        "moe_router_group_score_topk "
         "moe_router_dtype moe_router_sparsemixer_jitter moe_router_enable_expert_bias "
         "moe_router_force_load_balancing moe_router_force_biased "
         "moe_n_hash_layers moe_input_jitter_eps moe_router_padding_for_quantization moe_router_load_balancing_type "
@@ -328,6 +334,7 @@ REQUIRES = (
         "save_tokens_per_expert_interval use_transformer_engine_op_fuser freeze_backbone",
     ),
     (("stream_weights_to",), "stream_weights_model_type"),
+    (("moe_router_group_topk",), "moe_router_group_score_topk"),
     (("moe_routing_replay_path",), "moe_enable_routing_replay"),
     (
         ("moe_routing_trace_path",),
@@ -438,7 +445,10 @@ REQUIRES = (
         "linear_attention_freq linear_conv_kernel_dim",
     ),
     (("experimental_attention_variant=kda",), "kda_gate_rank kda_decay_lower_bound"),
-    (("hybrid_layer_pattern",), "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"),
+    (
+        ("hybrid_layer_pattern",),
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_step_size_min mamba_step_size_max",
+    ),
     (
         ("experimental_attention_variant=dsa",),
         "dsa_indexer_loss_coeff dsa_indexer_warmup dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_attention_form "
@@ -489,6 +499,9 @@ _BECAME = (
     ("--s3-cache-path=1", "--object-storage-cache-path {}"),
     ("--tiktoken-special-tokens=+", "--tokenizer-special-tokens {}"),
     ("--muon-use-nesterov", "--muon-nesterov"),
+    ("--enable-routing-replay", "--moe-enable-routing-replay"),
+    ("--max-seqlen-per-cp-rank=1", "--max-seqlen-per-dp-cp-rank {}"),
+    ("--disable-ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save"),
     ("--virtual-pipeline-model-parallel-size=1", "--num-virtual-stages-per-pipeline-rank {}"),
     ("--local_rank=1", "--local-rank {}"),
     ("--moe-hybridep-pad-variable-tokens", "--moe-hybridep-pad-uneven-dispatch-inputs"),
@@ -540,6 +553,7 @@ _WITHOUT_EFFECT = (
     ("--DDP-impl=1", "--use-distributed-optimizer selects the kind of data parallelism"),
     (
         """--use-flashinfer-fused-rope --moe-use-legacy-grouped-gemm --no-async-tensor-model-parallel-allreduce
+        --disable-async-tensor-model-parallel-allreduce
         --no-scatter-gather-tensors-in-pipeline --scatter-gather-tensors-in-pipeline --no-dsa-kernel-fusion
         --gdn-pre-gated-delta-rule-fusion --gdn-conv-pad-alignment=1 --fallback-to-eager-attn""",
         _ONE_PATH,
@@ -564,6 +578,16 @@ _WITHOUT_EFFECT = (
     ("--use-fused-mhc", _ONE_PATH),
     ("--disable-grad-buffers-cpu-backup --disable-param-buffers-cpu-backup", "without optimizer offload"),
     ("--use-layer-wise-param-layout", "without --optimizer muon"),
+    ("--muon-no-use-nesterov", "this is the default; --muon-nesterov turns it on"),
+    ("--tokenizer-hf-use-fast", "this is the default; --tokenizer-hf-no-use-fast turns it off"),
+    (
+        "--tokenizer-hf-include-special-tokens",
+        "this is the default; --tokenizer-hf-no-include-special-tokens turns it off",
+    ),
+    (
+        "--no-stream-ckpt-dequant --disable-stream-ckpt-dequant",
+        "tensors of a checkpoint are read and converted one at a time, to the same values",
+    ),
     (
         "--megatron-fsdp-prefetch-recompute-forward-weights --megatron-fsdp-cache-param-bucket-views",
         "without --use-megatron-fsdp",
@@ -728,14 +752,15 @@ PRODUCTS = (
         """--flash-decode --batch-invariant-mode --batch-invariant-backend=1 --symmetric-ar-type=1
         --nccl-all-reduce-for-prefill --mlp-chunks-for-prefill=1 --cache-mla-latents --max-tokens-to-oom=1
         --output-bert-embeddings --bert-embedder-type=1 --use-legacy-static-engine --decode-only-cuda-graphs
-        --enable-chunked-prefill --num-speculative-tokens=1 --use-same-sampling-seed-across-dp-ranks""",
+        --enable-chunked-prefill --disable-chunked-prefill --num-speculative-tokens=1
+        --use-same-sampling-seed-across-dp-ranks""",
         "--inference- --no-inference-",
     ),
     Product(
         "reinforcement learning",
         "train here, and use a reinforcement-learning framework for the rest",
-        "--perform-rl-step --langrl-env-config=1 --refit-method=1",
-        "--rl- --no-rl- --grpo-",
+        "--perform-rl-step --refit-method=1",
+        "--rl- --no-rl- --grpo- --langrl-",
     ),
     Product(
         "vision models",
@@ -773,7 +798,8 @@ PRODUCTS = (
         """--export-model-type=1 --export-legacy-megatron --export-te-mcore-model --export-default-te-spec
         --export-kv-cache-quant=1 --export-real-quant-cfg=1 --export-quant-cfg=1 --finetune-hf-dataset=1
         --finetune-data-split=1 --finetune-data-files=+ --qad-train-target=1 --freeze-base-for-mtp --export-qk-l2-norm
-        --export-moe-apply-probs-on-input --export-offline-model --modelopt-enabled""",
+        --export-moe-apply-probs-on-input --export-offline-model --modelopt-enabled --load-model-opt-format
+        --teacher-model-config=1""",
         "--export-kd-",
     ),
     Product("distillation from logits", "this program trains on text", prefixes="--logits-save- --logits-load-"),

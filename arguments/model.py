@@ -4,7 +4,7 @@ A field is a flag: its name is Megatron's destination, its annotation the type a
 the help text. schema.py turns fields into options.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arguments.mup import width_mult
@@ -218,6 +218,9 @@ class ModelArgs:
     """Coefficient of YaRN's attention temperature for the rotated channels."""
     mscale_all_dim: float = flag(0.0, restore="always")
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
+    attention_latent_norm_epsilon: float | None = flag(None, restore="always")
+    """Constant added to the variance in the norms of the compressed queries, keys and values. Unset: --norm-epsilon,
+    as in Megatron-LM. A flag of this program."""
     mla_down_proj_fusion: bool = flag(False, restore="never")
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
@@ -260,6 +263,10 @@ class ModelArgs:
     """Number of groups of heads of a Mamba layer, which share what reads and writes the state."""
     mamba_num_heads: int | None = flag(None, restore="always")
     """Number of heads of a Mamba layer. Unset: 2 x hidden size / --mamba-head-dim."""
+    mamba_step_size_min: float | None = flag(None, restore="always")
+    """Lower limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
+    mamba_step_size_max: float | None = flag(None, restore="always")
+    """Upper limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
     dsa_indexer_n_heads: int = flag(None, restore="always")
     """Sparse attention: number of heads of the indexer that selects keys."""
     dsa_indexer_head_dim: int = flag(None, restore="always")
@@ -444,6 +451,12 @@ class ModelArgs:
     def mamba_heads(self) -> int:
         """Number of heads of a Mamba layer."""
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def of_latents(self) -> "ModelArgs":
+        """These settings with the epsilon of the norms of latents."""
+        epsilon = self.attention_latent_norm_epsilon
+        return self if epsilon is None else replace(self, layernorm_epsilon=epsilon)
 
     @property
     def value_width(self) -> int:

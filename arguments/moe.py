@@ -95,6 +95,9 @@ class MoEArgs:
     """Number of groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = flag(None, restore="always")
     """Number of groups that a token may choose its experts from."""
+    moe_router_group_score_topk: int | None = flag(None, restore="always")
+    """Number of a group's best experts whose scores sum to the score of the group; 1 as in DeepSeek-V2. Unset:
+    --moe-router-topk divided by --moe-router-group-topk, as in Megatron-LM. A flag of this program."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None, restore="unless given")
     """Format of the router's GEMM and scores. Unset: the format of the activations."""
     moe_router_enable_expert_bias: bool = flag(False, restore="always")

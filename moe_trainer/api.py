@@ -147,13 +147,16 @@ def save_checkpoint(model: LanguageModel, directory: str | Path, iteration: int 
     save(directory, state, [model.network], None, model.ps, SaveOptions(save_optim=False, save_rng=False))
 
 
-def save_hf_folder(model: LanguageModel, folder: str | Path, model_type: str | None = None) -> None:
+def save_hf_folder(
+    model: LanguageModel, folder: str | Path, model_type: str | None = None, keep_vocab_padding: bool = False
+) -> None:
     """Write the weights as a new Hugging Face folder. Collective.
 
     A hidden checkpoint in the same directory holds the weights meanwhile.
 
     Args:
         model_type: of config.json; by default the first that can express the model.
+        keep_vocab_padding: keep the rows that pad the vocabulary.
 
     Raises:
         ValueError: if no model type can express the model, or the folder exists (CheckpointError).
@@ -163,16 +166,16 @@ def save_hf_folder(model: LanguageModel, folder: str | Path, model_type: str | N
     save_checkpoint(model, staging)
     try:
         families = families_with(model.args.output.hf_mapping)
-        run_on_rank0(lambda: _convert(staging, target, model_type, families), model.ps.world)
+        run_on_rank0(lambda: _convert(staging, target, model_type, families, keep_vocab_padding), model.ps.world)
     finally:
         if model.ps.world.rank == 0:
             shutil.rmtree(staging)
 
 
-def _convert(checkpoint: Path, target: Path, model_type: str | None, families: Families) -> None:
+def _convert(checkpoint: Path, target: Path, model_type: str | None, families: Families, keep_padding: bool) -> None:
     source = resolve_checkpoint(checkpoint, None)
     assert source is not None  # it has just been written
-    job = plan_hf_folder(source, target, _MAX_FILE_BYTES, model_type, families=families)
+    job = plan_hf_folder(source, target, _MAX_FILE_BYTES, model_type, families=families, keep_padding=keep_padding)
     open_job(job)
     write_share(job)
     finish_job(job)

@@ -55,7 +55,10 @@ _EXIT_CODES = """exit codes:
 
 _QUANTIZED_FORMATS = ("fp8-block", "mxfp4", "nvfp4")
 _DTYPES = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"})
-_TO_HF_OPTIONS = ("model_type", "vocab_size", "config", "tokenizer", "ckpt_step", "base_model", "quantize")
+_TO_HF_OPTIONS = (
+    *("model_type", "vocab_size", "keep_vocab_padding", "drop_mtp", "config", "tokenizer", "ckpt_step"),
+    *("base_model", "quantize"),
+)
 _VERIFY_BATCH_SIZE, _VERIFY_SEQ_LENGTH = 2, 64
 # fractions of the largest logit: the same computation, and one whose weights are rounded or whose scores may tie
 _EXACT_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.1
@@ -101,9 +104,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     to_hf = parser.add_argument_group("to hf").add_argument
     to_hf("--ckpt-step", type=int, metavar="N", help="iteration to convert (default: the latest)")
     to_hf("--model-type", metavar="TYPE", help="model type to write (default: the first that expresses the model)")
-    to_hf("--vocab-size", type=int, metavar="N", help="drop rows of the padded vocabulary after the N-th")
+    text = "keep N rows of the vocabulary (default: those before its padding, where the run or its tokenizer tells)"
+    to_hf("--vocab-size", type=int, metavar="N", help=text)
+    text = "keep the rows that pad the vocabulary"
+    to_hf("--keep-vocab-padding", action="store_true", default=None, help=text)
     text = "name of the base model to write into the adapter's configuration, to peft"
     to_hf("--base-model", metavar="NAME", help=text)
+    to_hf("--drop-mtp", action="store_true", default=None, help="leave out the layers of multi-token prediction")
     text = "config.json (or its folder) to copy bos_token_id and the like from"
     to_hf("--config", type=Path, metavar="FILE", help=text)
     to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
@@ -189,7 +196,10 @@ def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
         raise ValueError(f"{options.source} is {kind}, so --to {to} does not convert it")
     inapplicable = {
         "hf": ("ignore", "transformer_impl", "adapter", "base_model"),
-        "peft": ("ignore", "transformer_impl", "adapter", "vocab_size", "config", "tokenizer"),
+        "peft": (
+            *("ignore", "transformer_impl", "adapter", "vocab_size", "keep_vocab_padding", "drop_mtp", "config"),
+            "tokenizer",
+        ),
         "ours": _TO_HF_OPTIONS,
         "weights": (*_TO_HF_OPTIONS, "transformer_impl", "adapter"),
     }
@@ -335,7 +345,9 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     record = read_saved_args(options.source, options.ckpt_step)  # raises for an unreadable or damaged checkpoint
     if options.to == "peft":
         return plan_peft_folder(folder, options.target, options.model_type, dtype, options.base_model)
-    extra = {}
+    if options.vocab_size is not None and options.keep_vocab_padding:
+        raise ValueError("--vocab-size and --keep-vocab-padding exclude each other")
+    extra, tokens = {}, None
     if options.config is not None:
         config = read_json(options.config / "config.json" if options.config.is_dir() else options.config)
         names = [name for name in config if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")]
@@ -345,7 +357,8 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     logger.info("%s", folder)
     tokenizer = options.tokenizer or folder / "tokenizer"
     if tokenizer.is_dir():
-        extra = _special_tokens(record, tokenizer, options) | extra
+        special, tokens = _special_tokens(record, tokenizer)
+        extra = special | extra
     else:
         tokenizer = None
     families = families_with(options.hf_mapping)
@@ -362,19 +375,24 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
         tokenizer,
         families,
         options.quantize,
+        tokens,
+        bool(options.keep_vocab_padding),
+        bool(options.drop_mtp),
     )
 
 
-def _special_tokens(record: Mapping[str, object], folder: Path, options: argparse.Namespace) -> dict[str, int | None]:
-    """Return the ids of the begin token and of the token that ended documents in training; None where unknown."""
+def _special_tokens(record: Mapping[str, object], folder: Path) -> tuple[dict[str, int | None], int | None]:
+    """Return the ids of the begin token and of the token that ended documents in training, and the number of tokens.
+
+    None where unknown.
+    """
     from arguments.data import DataArgs
-    from moe_trainer.checkpoint.resolve import saved_padded_vocab_size
     from moe_trainer.data.tokenizer import build_tokenizer
 
     kind, single_file = record.get("tokenizer_type"), folder / "tokenizer.model"
     if kind == "NullTokenizer":
         logger.info("  bos_token_id, eos_token_id: null (the run had a NullTokenizer); --config copies them")
-        return {"eos_token_id": None}
+        return {"eos_token_id": None}, None
     model = single_file if kind != "HuggingFaceTokenizer" and single_file.is_file() else folder
     try:
         form = record.get("sft_tokenizer_prompt_format") or DataArgs.sft_tokenizer_prompt_format
@@ -383,17 +401,8 @@ def _special_tokens(record: Mapping[str, object], folder: Path, options: argpars
         )
     except (ValueError, OSError) as error:
         logger.info("  bos_token_id, eos_token_id: null (--tokenizer-type %s: %s); --config copies them", kind, error)
-        return {"eos_token_id": None}
-    rows = saved_padded_vocab_size(options.source, options.ckpt_step)
-    if options.vocab_size is None and rows is not None and rows > tokenizer.vocab_size:
-        logger.info(
-            "  vocab_size: %d with padding, the tokenizer has %d tokens; --vocab-size %d drops the padding, so that no "
-            "id without a token can be sampled",
-            rows,
-            tokenizer.vocab_size,
-            tokenizer.vocab_size,
-        )
-    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+        return {"eos_token_id": None}, None
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}, tokenizer.vocab_size
 
 
 def _write(job: ConversionJob, rank: int, world_size: int, workers: int) -> int:

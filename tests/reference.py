@@ -65,7 +65,8 @@ def choose_experts(scores: list[float], moe) -> list[int]:
         return top_indices(scores, k)
     size = len(scores) // moe.moe_router_num_groups
     groups = [scores[g * size : (g + 1) * size] for g in range(moe.moe_router_num_groups)]
-    group_scores = [sum(sorted(group)[-(k // moe.moe_router_group_topk) :]) for group in groups]
+    scored = moe.moe_router_group_score_topk or k // moe.moe_router_group_topk
+    group_scores = [sum(sorted(group)[-scored:]) for group in groups]
     allowed = top_indices(group_scores, moe.moe_router_group_topk)
     return top_indices([s if e // size in allowed else -math.inf for e, s in enumerate(scores)], k)
 
@@ -280,7 +281,8 @@ def latent_attention(x_SH: Tensor, params: dict[str, Tensor], name: str, model) 
         return x @ params[f"{name}.{leaf}.weight"].t()
 
     def normalized(x: Tensor, leaf: str) -> Tensor:
-        return rms_norm(x, params[f"{name}.{leaf}.weight"], model.layernorm_epsilon) if model.qk_layernorm else x
+        epsilon = model.attention_latent_norm_epsilon or model.layernorm_epsilon
+        return rms_norm(x, params[f"{name}.{leaf}.weight"], epsilon) if model.qk_layernorm else x
 
     if model.q_lora_rank is None:
         queries = project(x_SH, "linear_q_proj")

@@ -57,6 +57,7 @@ def save_losses(words):
     torch.save(found, f"{target}.{model.ps.world.rank}")
     moe_trainer.save_checkpoint(model, f"{target}.ck", iteration=3)
     moe_trainer.save_hf_folder(model, f"{target}.hf", "qwen3_moe")
+    moe_trainer.save_hf_folder(model, f"{target}.hf_padded", keep_vocab_padding=True)
     return 0
 
 
@@ -91,10 +92,11 @@ def test_saved_models_compute_the_same_under_other_mappings(world_size, flags, s
         torch.testing.assert_close(found["losses"], losses)
         cross_entropy = torch.nn.functional.cross_entropy(found["logits"].mT, labels, reduction="none")
         torch.testing.assert_close(cross_entropy, losses)
-    for kind in ("ck", "hf"):
+    without_padding = torch.nn.functional.cross_entropy(found["logits"][..., :120].mT, labels, reduction="none")
+    for kind, expected in (("ck", losses), ("hf", without_padding), ("hf_padded", losses)):
         with torch.no_grad():
             again = moe_trainer.load_model(folder / f"{target}.{kind}")(tokens, labels)
-        torch.testing.assert_close(again, losses)
+        torch.testing.assert_close(again, expected)
     assert not list(folder.glob(".*")), "the hidden checkpoint is removed"
 
 

@@ -147,8 +147,19 @@ STREAM_CONFLICTS = (
     ("multiple_validation_sets", "streamed text has one validation set"),
     ("phase_transition_iterations", "phases need token files"),
     ("skip_train", "a checkpoint is evaluated on token files"),
-    ("split", "the sets have separate files"),
 )
+
+
+def note_split_of_streamed_text(s: Settings, _f: DerivedSizes) -> None:
+    if s.dataloader_type == "external" and s.given("split") and _is_all_training(s):
+        s.note(f"{s.shown('split')}: no effect with {s.shown('dataloader_type')}, whose sets have separate files.")
+
+
+def _is_all_training(s: Settings) -> bool:
+    try:
+        return not any(split_weights(s.split)[1:])
+    except ValueError:  # check_split reports it
+        return True
 
 
 def limit_streamed_text(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
@@ -158,6 +169,12 @@ def limit_streamed_text(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             "{dataloader_type:flag} external cannot be combined with {}: " + why + ".",
             (dest,),
         )
+    yield Limit(
+        s.dataloader_type == "external" and s.values["split"] and not _is_all_training(s),
+        "{dataloader_type:flag} external cannot be combined with {split}, which leaves something for validation or "
+        "test: the sets have separate files.",
+        ("split",),
+    )
 
 
 def check_object_storage(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -57,6 +57,9 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{hybrid_layer_pattern} has no layer of experts (E), but {num_experts} is given.")
     if MAMBA in letters:
         yield from _head_problems(s, f)
+        low, high = s.mamba_step_size_min, s.mamba_step_size_max
+        if low is not None and high is not None and low >= high:
+            yield s.violation("{mamba_step_size_min} must be below {mamba_step_size_max}.")
 
 
 def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

@@ -19,13 +19,15 @@ POSITIVE = tuple(
     linear_num_key_heads
     linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     dsa_indexer_topk_freq dsa_indexer_k_norm_epsilon
-    yarn_original_max_position_embeddings moe_router_num_groups finermoe_intermediate_granularity
+    yarn_original_max_position_embeddings moe_router_num_groups moe_router_group_score_topk
+    finermoe_intermediate_granularity
     finermoe_output_granularity moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
     suggested_communication_unit_size world_size model_parallel_size batch_size
     hierarchical_context_parallel_sizes min_dynamic_context_parallel_size fp8_amax_history_len replication_factor
     rotary_base rotary_scaling_factor rope_scaling_factor rotary_seq_len_interpolation_factor rotary_percent
     rotary_base_per_layer window_rotary_percent window_num_query_groups value_channels attention_value_scale
-    moe_router_topk_scaling_factor layernorm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale
+    moe_router_topk_scaling_factor layernorm_epsilon attention_latent_norm_epsilon mamba_step_size_max
+    adam_eps loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda activation_func_clamp_value yarn_beta_fast
     yarn_beta_slow qk_clip_threshold muon_extra_scale_factor muon_num_ns_steps mup_base_hidden_size
@@ -63,7 +65,7 @@ NOT_NEGATIVE = tuple(
     fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
     error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
     replication_jump object_storage_read_ahead moe_n_hash_layers mhc_init_gating_factor
-    attn_temperature_scale moe_router_sparsemixer_jitter
+    attn_temperature_scale moe_router_sparsemixer_jitter mamba_step_size_min
     """.split()
 )
 MAX_SAMPLES = 10**12

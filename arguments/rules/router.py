@@ -180,6 +180,13 @@ def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             available=topk * per_group,
             per_group=per_group,
         )
+    scored = s.moe_router_group_score_topk
+    if scored is not None and per_group is not None and scored > per_group:
+        yield s.violation(
+            "{moe_router_group_score_topk} is more than the {per_group} experts of a group.",
+            "moe_router_num_groups",
+            per_group=per_group,
+        )
 
 
 def check_balancing_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -277,6 +284,7 @@ SCORING = (
     "moe_router_pre_softmax",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_group_score_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
 )

@@ -21,7 +21,7 @@ from moe_trainer.checkpoint.directory import (
 )
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.hf import folder as hf_folder
-from moe_trainer.checkpoint.hf.files import is_hf_folder
+from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, lacks_weights
 from moe_trainer.checkpoint.index import check, detect_format, read_index
 from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
 from moe_trainer.checkpoint.virtual_index import tensor_entry
@@ -54,6 +54,11 @@ def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
                 f"--load {directory.absolute().parent}, and choose it with --ckpt-step"
             )
         complete = complete_iterations(directory)
+        if not complete and lacks_weights(directory):
+            raise CheckpointError(
+                f"{directory}: has the {CONFIG} of a Hugging Face model, and no safetensors files; --dry-run and "
+                "scripts/plan.py need no more, and a run needs the weights"
+            )
         if not complete:
             return None
         wanted = complete[-1]
@@ -198,7 +203,10 @@ def read_saved_args(
     Raises:
         CheckpointError: if there is no checkpoint or it cannot be used.
     """
-    folder = resolve_checkpoint(Path(directory), ckpt_step)
+    place = Path(directory)
+    if ckpt_step is None and read_tracker(place) is None and not complete_iterations(place) and lacks_weights(place):
+        return hf_folder.read_planned_flags(place, hf_mapping)
+    folder = resolve_checkpoint(place, ckpt_step)
     if folder is None:
         raise CheckpointError(
             f"--use-checkpoint-args: no checkpoint in {directory}: {Path(directory) / TRACKER} is missing"

@@ -143,11 +143,41 @@ def _is_json(path: str) -> bool:
 def _expand(pattern: str) -> list[str]:
     if is_remote(pattern):
         found = list_objects(pattern)
+    elif os.path.isdir(pattern):
+        found = _saved_data_set(pattern)
     else:
         found = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
     if not found:
         raise UserError(f"{pattern}: no such file")
     return found
+
+
+def _saved_data_set(folder: str) -> list[str]:
+    """Return the files of a folder that `datasets.save_to_disk` wrote, in their order.
+
+    Raises:
+        UserError: if it is another folder, or has several sets.
+    """
+    state, sets = os.path.join(folder, "state.json"), os.path.join(folder, "dataset_dict.json")
+    if os.path.isfile(sets):
+        names = ", ".join(map(str, _read_json_file(sets).get("splits") or []))
+        raise UserError(f"{folder}: has the sets {names}; give one, {os.path.join(folder, 'NAME')}")
+    if not os.path.isfile(state):
+        raise UserError(f'{folder}: is a folder; give its files, for example "{os.path.join(folder, "*.parquet")}"')
+    listed = _read_json_file(state).get("_data_files")
+    try:
+        files = [os.path.join(folder, os.path.basename(entry["filename"])) for entry in listed]
+    except (TypeError, KeyError):
+        raise UserError(f'{state}: needed a list "_data_files" of files') from None
+    missing = [file for file in files if not os.path.isfile(file)]
+    if missing:
+        raise UserError(f"{missing[0]}: no such file, and {state} lists it")
+    return files
+
+
+def _read_json_file(path: str) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return parse_json_object(file.read(), path)
 
 
 def lines_in_range(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:

@@ -181,7 +181,8 @@ class CompressedAttention(nn.Module):
         self.linear_q_down_proj = factory.replicated_linear(
             model.hidden_size, model.q_lora_rank, name=f"{name}.linear_q_down_proj", init=init, **options
         )
-        self.q_layernorm = factory.norm(model.q_lora_rank, model, name=f"{name}.q_layernorm", partial=self.is_local)
+        latents = model.of_latents
+        self.q_layernorm = factory.norm(model.q_lora_rank, latents, name=f"{name}.q_layernorm", partial=self.is_local)
         self.linear_q_up_proj = factory.column_linear(
             model.q_lora_rank, heads * width, name=f"{name}.linear_q_up_proj", init=init, **options
         )
@@ -189,7 +190,7 @@ class CompressedAttention(nn.Module):
         self.linear_kv_proj = factory.replicated_linear(
             model.hidden_size, width, name=f"{name}.linear_kv_proj", init=init, **options
         )
-        self.kv_layernorm = factory.norm(width, model, name=f"{name}.kv_layernorm", partial=self.is_local)
+        self.kv_layernorm = factory.norm(width, latents, name=f"{name}.kv_layernorm", partial=self.is_local)
         self.core_attention = CompressedCoreAttention(
             model, ps.tp, ratio, name=f"{name}.core_attention", factory=factory, is_local=self.is_local
         )

@@ -9,6 +9,7 @@ Source: arXiv 2405.21060; names and initialization of Megatron-Core.
 Shapes: S sequence, B microbatch, H hidden, and those of ops/state_space.py.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -60,7 +61,8 @@ class MambaMixer(nn.Module):
     ):
         super().__init__()
         heads, groups, tp = model.mamba_heads, model.mamba_num_groups, ps.tp
-        full = StateSpaceSizes(heads, groups, model.mamba_head_dim, model.mamba_state_dim)
+        limits = model.mamba_step_size_min or 0.0, model.mamba_step_size_max or math.inf
+        full = StateSpaceSizes(heads, groups, model.mamba_head_dim, model.mamba_state_dim, limits)
         if groups % (tp.size * ps.context.max_size) or heads % groups:
             raise ValueError(
                 f"{name}: {heads} heads and {groups} groups do not divide over {tp.size} tensor-parallel and "

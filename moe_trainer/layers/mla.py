@@ -149,7 +149,9 @@ class MultiLatentAttention(nn.Module):
 
         def norm(size: int, leaf: str) -> nn.Module | None:
             partial = self.sequence_parallel and ps.tp.size > 1
-            return factory.norm(size, model, name=f"{name}.{leaf}", partial=partial) if model.qk_layernorm else None
+            if not model.qk_layernorm:
+                return None
+            return factory.norm(size, model.of_latents, name=f"{name}.{leaf}", partial=partial)
 
         up, down = factory.column_linear, factory.replicated_linear
         self.linear_qkv_down_proj = self.q_layernorm = None

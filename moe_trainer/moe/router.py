@@ -340,6 +340,7 @@ class TopKRouter(nn.Module):
             pre_softmax=moe.moe_router_pre_softmax,
             num_groups=moe.moe_router_num_groups,
             group_topk=moe.moe_router_group_topk,
+            group_score_topk=moe.moe_router_group_score_topk,
             scaling_factor=moe.moe_router_topk_scaling_factor,
             expert_bias_E=self.expert_bias,
             cache_fn=self.activations.cached_for_recompute,
@@ -379,6 +380,7 @@ class TopKRouter(nn.Module):
             moe.moe_router_score_function,
             moe.moe_router_num_groups,
             moe.moe_router_group_topk,
+            moe.moe_router_group_score_topk,
             self.expert_bias,
         )
 

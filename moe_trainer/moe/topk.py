@@ -18,23 +18,19 @@ from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.moe.routing_margin import mask_to_best_groups
 
 
-def group_limited_topk(scores_TE: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
-    """Return indices_TK of the top-k experts in the best groups.
-
-    A group's score is the sum of its top (topk // group_topk) scores.
-    Source: DeepSeek-V2, section 2.1.3; DeepSeek-V3, section 2.1.2.
-    """
-    return mask_to_best_groups(scores_TE, topk, num_groups, group_topk)[1].topk(topk, dim=-1)[1]
-
-
 @torch.no_grad()
 def _select(
-    scores_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, grid: ExpertGrid | None = None
+    scores_TE: Tensor,
+    topk: int,
+    num_groups: int | None,
+    group_topk: int | None,
+    group_score_topk: int | None,
+    grid: ExpertGrid | None,
 ) -> Tensor:
     if grid is not None:
         return choose_slices(scores_TE, grid, topk)
     if group_topk:
-        return group_limited_topk(scores_TE, topk, num_groups, group_topk)
+        scores_TE = mask_to_best_groups(scores_TE, num_groups, group_topk, group_score_topk or topk // group_topk)[1]
     return scores_TE.topk(topk, dim=-1)[1]
 
 
@@ -58,6 +54,7 @@ def score_topk(
     pre_softmax: bool = False,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float | None = None,
     expert_bias_E: Tensor | None = None,
     cache_fn: CacheFn = no_cache,
@@ -76,6 +73,7 @@ def score_topk(
         pre_softmax: softmax over all experts before selection.
         num_groups: number of expert groups.
         group_topk: groups per token.
+        group_score_topk: experts whose scores sum to that of their group; None: topk // group_topk.
         scaling_factor: factor of the weights.
         expert_bias_E: bias of the selection; weights come from unbiased scores.
         cache_fn: wraps the selection.
@@ -101,7 +99,7 @@ def score_topk(
         summed_TE = logits_TE.to(wide) if grid is not None else torch.softmax(logits_TE.detach(), dim=-1, dtype=wide)
         biased_TE = summed_TE + expert_bias_E
     if chosen_TK is None:
-        chosen_TK = cache_fn(lambda: _select(biased_TE, topk, num_groups, group_topk, grid))
+        chosen_TK = cache_fn(lambda: _select(biased_TE, topk, num_groups, group_topk, group_score_topk, grid))
     if given_TK is not None:
         own_TK, routing_TE = chosen_TK, None
         chosen_TK = cache_fn(lambda: order_given_experts(given_TK, own_TK, biased_TE))

@@ -10,6 +10,7 @@ Shapes: S sequence, B microbatch, I inner channels, C channels of the convolutio
 groups, N channels of the state, W width of the convolution.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,13 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class StateSpaceSizes:
-    """Numbers and widths of the heads and groups of a rank: H, G, P, N."""
+    """Numbers and widths of the heads and groups of a rank: H, G, P, N, and the limits of their step sizes."""
 
     heads: int
     groups: int
     head_dim: int
     state_dim: int
+    step_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
     def inner(self) -> int:
@@ -113,7 +115,7 @@ def _mix(
     groups = (sizes.groups, sizes.state_dim)
     y, state = scan(
         x,
-        F.softplus(dt_SBH + dt_bias_H),
+        _step_sizes(dt_SBH + dt_bias_H, *sizes.step_limits),
         -a_log_H.exp(),
         b.unflatten(-1, groups),
         c.unflatten(-1, groups),
@@ -124,6 +126,14 @@ def _mix(
     y = y.unflatten(-1, (sizes.groups, -1))
     y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS)).flatten(2)
     return y * gain_I, state
+
+
+def _step_sizes(raw_SBH: Tensor, low: float, high: float) -> Tensor:
+    steps_SBH = F.softplus(raw_SBH)
+    if low <= 0.0 and high == math.inf:
+        return steps_SBH
+    # padding, whose input is minus infinity, stays without a step
+    return steps_SBH.clamp(low, high).masked_fill(raw_SBH == -math.inf, 0.0)
 
 
 def _widen(tensors: tuple[Tensor, ...]) -> list[Tensor]:

@@ -111,6 +111,7 @@ def choose_kernel(
     NUM_GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
     GROUP_TOPK: tl.constexpr,
+    SCORED: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
@@ -131,7 +132,7 @@ def choose_kernel(
         keys = keys + tl.load(bias + expert, mask=expert < num_experts, other=0.0).to(WIDE)[None, :]
     allowed = inside
     if GROUP_TOPK > 0:
-        allowed = _in_best_groups(keys, expert, inside, NUM_GROUPS, PER_GROUP, K // GROUP_TOPK, GROUP_TOPK)
+        allowed = _in_best_groups(keys, expert, inside, NUM_GROUPS, PER_GROUP, SCORED, GROUP_TOPK)
     chosen = choose_largest(keys, allowed, expert, K)
     weights = scores
     if SCORE == "softmax" and not PRE_SOFTMAX:
@@ -338,7 +339,7 @@ class _ScoreTopK(torch.autograd.Function):
     def forward(ctx, logits_TE, topk, score, pre_softmax, groups, scaling, bias_E):
         num_tokens, num_experts = logits_TE.shape
         logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
-        num_groups, group_topk = groups if groups[1] else (1, 0)
+        num_groups, group_topk, scored = groups if groups[1] else (1, 0, 0)
         probs_TE = logits_TE.new_empty(num_tokens, num_experts)
         routing_TE = torch.empty(num_tokens, num_experts, dtype=torch.bool, device=logits_TE.device)
         if num_tokens:
@@ -358,6 +359,7 @@ class _ScoreTopK(torch.autograd.Function):
                 NUM_GROUPS=num_groups,
                 PER_GROUP=num_experts // num_groups,
                 GROUP_TOPK=group_topk,
+                SCORED=scored or topk // max(group_topk, 1),
                 TOKENS=tokens,
                 EXPERTS=experts,
             )
@@ -403,6 +405,7 @@ def fused_topk(
     use_pre_softmax: bool = False,
     num_groups: int | None = None,
     group_topk: int | None = None,
+    group_score_topk: int | None = None,
     scaling_factor: float | None = None,
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
@@ -416,7 +419,7 @@ def fused_topk(
         topk,
         score_function,
         bool(use_pre_softmax),
-        (num_groups, group_topk or 0),
+        (num_groups, group_topk or 0, group_score_topk or 0),
         float(scaling_factor or 1.0),
         expert_bias,
     )

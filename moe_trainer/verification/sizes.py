@@ -203,7 +203,7 @@ def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
     if shared:
         is_wider = shared > (s.moe_ffn_hidden_size or ffn)
         values["moe_shared_expert_intermediate_size"] = (1 + is_wider) * expert_ffn
-    topk, groups, allowed = min(s.moe_router_topk, 3), 1, 1
+    topk, groups, allowed, scored = min(s.moe_router_topk, 3), 1, 1, 1
     if s.moe_router_num_groups:
         groups = min(s.moe_router_num_groups, 4)
         values["moe_router_num_groups"] = groups
@@ -211,11 +211,13 @@ def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
         allowed = groups if s.moe_router_group_topk == s.moe_router_num_groups else max(1, groups // 2)
         topk = allowed * min(max(s.moe_router_topk // s.moe_router_group_topk, 1), 2)
         values["moe_router_group_topk"] = allowed
+        if s.moe_router_group_score_topk:
+            values["moe_router_group_score_topk"] = scored = min(s.moe_router_group_score_topk, 2)
     lone = s.num_experts == s.expert_model_parallel_size and new.ep > 1
     number = new.ep if lone else max(8, 2 * new.ep)
     if lone and groups == 1:
         topk = min(topk, max(2, number // 2))
-    while number % new.ep or number % groups or number < 2 * topk or number // groups < max(topk // allowed, 1):
+    while number % new.ep or number % groups or number < 2 * topk or number // groups < max(topk // allowed, scored):
         number += new.ep if lone else 4
     return values | {"num_experts": number, "moe_router_topk": topk}
 

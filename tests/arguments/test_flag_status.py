@@ -69,6 +69,7 @@ def test_renamed_flags_are_accepted_with_a_note():
         ("--moe-frequency 2", "moe_layer_freq", 2),
         ("--local_rank 3", "local_rank", 3),
         ("--moe-token-dispatcher-type alltoall_seq", "moe_token_dispatcher_type", "alltoall"),
+        ("--moe-flex-dispatcher-backend deepepv2", "moe_flex_dispatcher_backend", "deepep"),
         ("--expert-parallel 1", "expert_model_parallel_size", 1),
         ("--fp8-e4m3 --bf16", "fp8", "e4m3"),
         ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),

@@ -29,9 +29,11 @@ OWN = set(
     window_num_query_groups window_softmax_type value_channels attention_value_scale qk_layernorm_all_heads
     qk_layernorm_after_rope hf_mapping lora_dim lora_alpha lora_dropout lora_target_modules pre_layernorm
     post_self_attn_layernorm post_mlp_layernorm embedding_multiplier residual_multiplier attention_multiplier
-    logits_scaling moe_concat_proj moe_upcycling_expert_init moe_router_sparsemixer_jitter add_attention_output_bias
+    logits_scaling moe_concat_proj moe_upcycling_expert_init moe_router_sparsemixer_jitter
+    moe_router_group_score_topk add_attention_output_bias
     add_output_layer_bias stream_weights_to stream_weights_interval stream_weights_model_type hybrid_layer_pattern
     hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads freeze_backbone
+    mamba_step_size_min mamba_step_size_max attention_latent_norm_epsilon
     kda_gate_rank kda_decay_lower_bound sample_prompts sample_interval sample_max_new_tokens
     chunked_optimizer_state_offload optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
     moe_n_hash_layers enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor
@@ -57,6 +59,22 @@ def test_every_spelling_of_any_version_is_known():
     names += [flag.rstrip(":") for flag, *_ in other["retired"]]
     names += [name for names, *_ in other["dev_only"] for name in names]
     assert [name for name in names if name not in FIELDS and not is_known_spelling(name)] == []
+
+
+RELEASED = """
+    --load-model-opt-format --langrl-inference-server-type --disable-chunked-prefill
+    --disable-async-tensor-model-parallel-allreduce --disable-ckpt-fully-parallel-save --tokenizer-hf-use-fast
+    --tokenizer-hf-include-special-tokens --no-stream-ckpt-dequant --disable-stream-ckpt-dequant
+    --muon-no-use-nesterov --enable-routing-replay --max-seqlen-per-cp-rank --teacher-model-config
+""".split()
+"""Of the releases 0.13 to 0.19 and their development branches, and not of main."""
+
+
+def test_spellings_of_releases_mean_what_they_meant():
+    assert [name for name in RELEASED if not is_known_spelling(name)] == []
+    assert OLD_SPELLINGS["--muon-no-use-nesterov"].status == "no effect" and not OPTIONS["muon_nesterov"].default
+    words = OLD_SPELLINGS["--max-seqlen-per-cp-rank"].replacement(["64"])
+    assert words == ["--max-seqlen-per-dp-cp-rank", "64"]
 
 
 def test_no_spelling_is_in_two_tables():

@@ -272,6 +272,32 @@ def test_compressed_parquet_and_arrow_files(tmp_path):
         FileSource([str(tmp_path / "f.parquet")], "text")
 
 
+def test_a_folder_of_save_to_disk_is_its_listed_files(tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"data-{number}.jsonl").write_text(json.dumps({"text": f"document {number}"}) + "\n")
+    (folder / "state.json").write_text(
+        '{\n"_data_files": [{"filename": "data-2.jsonl"}, {"filename": "data-0.jsonl"}]}'
+    )
+    source = FileSource([str(folder)], "text")
+    assert [text for part in source.parts() for text in source.read(part, 0)] == ["document 2", "document 0"]
+    for content, words in (
+        ('{"_data_files": [{"filename": "data-7.jsonl"}]}', "data-7.jsonl: no such file"),
+        ("{}", 'needed a list "_data_files"'),
+        (None, "is a folder; give its files"),
+    ):
+        if content is None:
+            (folder / "state.json").unlink()
+        else:
+            (folder / "state.json").write_text(content)
+        with pytest.raises(UserError, match=words):
+            FileSource([str(folder)], "text").parts()
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match="has the sets train, test"):
+        FileSource([str(folder)], "text").parts()
+
+
 def test_missing_libraries_files_and_keys_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)

@@ -152,6 +152,10 @@ def test_older_te_without_the_kernel_falls_back(fake_transformer_engine):
     [
         ({"moe_router_dtype": "fp64"}, "--moe-router-dtype is fp64"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        (
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 1, "moe_router_group_score_topk": 1},
+            "--moe-router-group-score-topk 1",
+        ),
     ],
 )
 def test_unsupported_router_settings_use_no_kernel(fake_transformer_engine, caplog, changes, reason):

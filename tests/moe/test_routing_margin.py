@@ -10,6 +10,7 @@ CASES = {
     "softmax": {},
     "softmax before": {"pre_softmax": True},
     "softmax, groups": {"pre_softmax": True, "num_groups": 4, "group_topk": 2},
+    "softmax, groups by their best": {"pre_softmax": True, "num_groups": 4, "group_topk": 2, "group_score_topk": 1},
     "sigmoid": {"score_function": "sigmoid"},
     "sigmoid, groups, bias": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2, "bias": True},
     "softmax, bias": {"score_function": "softmax", "bias": True},

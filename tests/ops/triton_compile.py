@@ -76,10 +76,15 @@ def paged_copy():
 
 
 def router():
-    deepseek = {"bias": FP32, "groups": [Const(8), Const(32), Const(4)], "tile": [Const(8), Const(256)], "k": Const(8)}
+    deepseek = {
+        "bias": FP32,
+        "groups": [Const(8), Const(32), Const(4), Const(2)],
+        "tile": [Const(8), Const(256)],
+        "k": Const(8),
+    }
     mixtral = {
         "bias": Const(None),
-        "groups": [Const(1), Const(8), Const(0)],
+        "groups": [Const(1), Const(8), Const(0), Const(2)],
         "tile": [Const(256), Const(8)],
         "k": Const(2),
     }

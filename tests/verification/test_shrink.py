@@ -367,6 +367,7 @@ REQUIRED_FLAGS = {
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"),
     "head_wise_attn_gate": "--multi-latent-attention",
+    "attention_latent_norm_epsilon": "--multi-latent-attention --qk-layernorm",
     "mla_down_proj_fusion": "--multi-latent-attention --q-lora-rank 12",
     **dict.fromkeys(("qk_layernorm_all_heads", "qk_layernorm_after_rope"), "--qk-layernorm"),
     "qk_l2_norm_rope_layers_only": "--qk-l2-norm",
@@ -383,6 +384,7 @@ REQUIRED_FLAGS = {
     "overlap_param_gather_with_optimizer_step":
         f"{VIRTUAL} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ckpt-format torch",
     "moe_shared_expert_overlap": "--moe-token-dispatcher-type alltoall", "moe_router_group_topk": "--moe-router-num-groups 8",
+    "moe_router_group_score_topk": "--moe-router-num-groups 8 --moe-router-group-topk 2",
     "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
     "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",
     "moe_router_sparsemixer_jitter": "--moe-router-topk 2",
@@ -391,7 +393,9 @@ REQUIRED_FLAGS = {
     "moe_paged_stash": f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5",
     **dict.fromkeys(("moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
                     f"{HYBRIDEP} --moe-expert-rank-capacity-factor 1.5 --moe-paged-stash"),
-    **dict.fromkeys(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), HYBRID),
+    **dict.fromkeys(
+        ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_step_size_min", "mamba_step_size_max"), HYBRID
+    ),
     "cp_comm_type": "--context-parallel-size 2", "hierarchical_context_parallel_sizes": "--context-parallel-size 4 --cp-comm-type a2a+p2p",
     **dict.fromkeys(("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"), "--moe-token-dispatcher-type alltoall"),
     "moe_router_padding_for_quantization": "--fp8-format e4m3 --moe-token-dispatcher-type alltoall",

@@ -164,7 +164,7 @@ def plan_peft_folder(
 
 def module_mappings(names: Names, flags: Mapping[str, Any], present: Callable[[str], bool]) -> list[TensorMapping]:
     """Return `tensor_mappings` with the names that tensors have in the model of transformers."""
-    found = tensor_mappings(names, flags, lambda name: present(names.module_name(name)))
+    found = tensor_mappings(names, flags, lambda name: () if present(names.module_name(name)) else None)
     return [
         replace(each, sources=tuple(replace(ref, name=names.module_name(ref.name)) for ref in each.sources))
         for each in found

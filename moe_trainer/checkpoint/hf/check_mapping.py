@@ -23,7 +23,7 @@ from moe_trainer.checkpoint.hf.files import (
     SCALE,
     WEIGHT,
     SafetensorsFolder,
-    read_json,
+    listed_tensors,
 )
 from moe_trainer.checkpoint.hf.folder import is_unread, read_flags, read_text_config
 from moe_trainer.checkpoint.hf.names import TensorMapping, duplicated_tensors, tensor_mappings
@@ -61,7 +61,9 @@ def compare_folder(folder: Path, families: Families) -> Comparison:
     config, text_part = read_text_config(folder, families)
     stored, has_shapes = _stored_shapes(folder, text_part)
     family, flags, notes = read_flags(folder, config, list(stored), families)
-    mappings = tuple(tensor_mappings(family.names, flags, stored.__contains__))
+    mappings = tuple(
+        tensor_mappings(family.names, flags, lambda name: (stored[name] or ()) if name in stored else None)
+    )
     if not has_shapes:
         notes.append(f"the files of {INDEX} are not all there: names are compared, and shapes are not")
     repeated = set(duplicated_tensors(family.names, flags))
@@ -77,9 +79,7 @@ def _stored_shapes(folder: Path, text_part: TextPart | None) -> tuple[dict[str, 
         if not source.names:
             raise CheckpointError(f"{folder} has neither {INDEX} nor safetensors files to compare with")
         return {name: source.shape(name) for name in source.names}, True
-    files = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-        raise CheckpointError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
+    files = listed_tensors(folder)
     if all((folder / file).is_file() for file in set(files.values())):
         source = SafetensorsFolder(folder, rename)
         return {name: source.shape(name) for name in source.names}, True

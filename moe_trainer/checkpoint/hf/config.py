@@ -14,9 +14,7 @@ from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.attention import INDEXER
-from moe_trainer.checkpoint.hf.converters.converter import Config, Flags
-from moe_trainer.checkpoint.hf.converters.experts import EXPERT_GROUPS
-from moe_trainer.checkpoint.hf.converters.hybrid import NO_STEP_LIMIT, STATE_SPACE
+from moe_trainer.checkpoint.hf.converters.converter import Config, Flags, ReadKeys
 from moe_trainer.checkpoint.hf.converters.layer_patterns import (
     expert_layers,
     layer_bases,
@@ -32,6 +30,7 @@ _FREE = frozenset(
     "moe_grouped_gemm make_vocab_size_divisible_by padded_vocab_size vocab_size rope_type "
     "group_query_attention num_query_groups kv_channels mtp_use_repeated_layer dsa_indexer_rotate_activation".split()
 )
+_SHOWN_TYPES = 3
 _LATENT_ONLY = frozenset(
     "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale "
     "mscale_all_dim".split()
@@ -90,9 +89,10 @@ def read_config(
             raise CheckpointError(
                 f"{source}: {name} names {len(config[name])} layers, and num_hidden_layers is {flags['num_layers']}"
             )
+    seen = ReadKeys(config)
     try:
         for converter in family.converters:
-            flags |= converter.read(config)
+            flags |= converter.read(seen)
     except CheckpointError:
         raise
     except KeyError as error:
@@ -101,9 +101,13 @@ def read_config(
         raise CheckpointError(f"{source}: {error}") from error
     if not flags["num_layers"]:  # converters may have counted them
         raise CheckpointError(f"{source}: num_hidden_layers is 0, and a whole number above zero is needed")
-    known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored}
-    notes = [f"{source}: the key {key} is not known here and changes nothing" for key in config if key not in known]
-    return family, flags, notes + _remarks(family, config, flags)
+    known = {key.name for key in family.keys} | {*family.required_values, *IGNORED, *family.ignored, *seen.read}
+    notes = [
+        f"{source}: the key {key} is not known here and changes nothing"
+        for key, value in config.items()
+        if key not in known and value is not None
+    ]
+    return family, flags, notes + _remarks(family, flags)
 
 
 def _with_defaults(family: Family, config: Config) -> dict[str, Any]:
@@ -132,28 +136,15 @@ def _check_kind(source: str, name: str, value: Any, kind: str) -> None:
         raise CheckpointError(f"{source}: {name} is {value!r}, and {expected} is needed")
 
 
-def _remarks(family: Family, config: Config, flags: Flags) -> list[str]:
+def _remarks(family: Family, flags: Flags) -> list[str]:
     """Return where this program and the library compute something else from the same weights."""
     notes = []
-    limit = config.get("time_step_min", 0.001) or 0.0
-    if STATE_SPACE in family.converters and limit > NO_STEP_LIMIT:
+    limit = flags.get("mamba_step_size_min")
+    if limit is not None:
         notes.append(
-            f"time_step_min {limit}: transformers limits the step sizes of Mamba layers to at least this; here, as in "
-            f"Megatron-LM, nothing limits them. An exported config.json has {NO_STEP_LIMIT:g}"
+            f"--mamba-step-size-min {limit}: transformers limits the step sizes of Mamba layers to at least this, "
+            "and so does this program; Megatron-LM has no limit"
         )
-    if EXPERT_GROUPS in family.converters:
-        if flags.get("multi_latent_attention") and flags["layernorm_epsilon"] != 1e-6:
-            notes.append(
-                f"rms_norm_eps {flags['layernorm_epsilon']}: transformers normalises the latents of attention with "
-                "1e-06, here (as in Megatron-LM) all norms have the one"
-            )
-        best = flags.get("moe_router_group_topk")
-        here, there = (flags["moe_router_topk"] // best if best else 0), (1 if family.name == "deepseek_v2" else 2)
-        if best and here != there:
-            notes.append(
-                f"groups of experts are chosen by their {here} best experts here (top-k / groups, as in "
-                f"Megatron-LM), by {there} in transformers"
-            )
     if INDEXER in family.converters:
         notes.append(
             "of keys with the same score (few heads: all at zero, behind the relu) the first are chosen here, "
@@ -179,20 +170,38 @@ def write_config(
             "the model is trained with --use-mup: no Hugging Face model type has its multipliers of embeddings, "
             "logits and scores"
         )
-    refusals = []
+    refusals: list[tuple[float, str]] = []
     for family in families.values() if kind is None else (families[kind],):
         try:
             config = _write(family, flags, rows)
             differing = _differing(flags, read_config(config, families=families)[1])
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
-            refusals.append(f"{family.name}: {error}")
+            refusals.append((math.inf, f"{family.name}: {error}"))  # which hides further differences
             continue
         if not differing:
             return family, config
-        refusals.append(f"{family.name}: {'; '.join(differing[:3])}")
+        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        refusals.append((len(differing), f"{family.name}: {'; '.join(differing[:3])}{more}"))
+    nearest = sorted(refusals, key=lambda refusal: refusal[0])[:_SHOWN_TYPES]
+    lines = [text for _, text in nearest]
+    if any(count == 1 and "(mtp_num_layers)" in text for count, text in nearest):
+        lines.append("scripts/convert.py --drop-mtp leaves the layers of multi-token prediction out")
+    which = f" (the nearest {len(nearest)} of {len(refusals)})" if len(refusals) > len(nearest) else ""
     raise CheckpointError(
-        "no Hugging Face model type that is known here expresses this model:\n  " + "\n  ".join(refusals)
+        f"no Hugging Face model type that is known here expresses this model{which}:\n  " + "\n  ".join(lines)
     )
+
+
+def write_notes(flags: Mapping[str, Any], config: Config, families: Families = FAMILIES) -> list[str]:
+    """Return what the written config.json, or transformers, has another number for than the flags."""
+    read, notes = read_config(config, families=families)[1:]
+    here, there = (each.get("attention_latent_norm_epsilon") or each["layernorm_epsilon"] for each in (flags, read))
+    if flags.get("multi_latent_attention") and here != there:
+        notes.append(
+            f"the norms of the latents of attention have the epsilon {here} here (--attention-latent-norm-epsilon, or "
+            f"--norm-epsilon), and {there} in transformers, which has no key for it"
+        )
+    return notes
 
 
 def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -251,11 +260,15 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return expected.get(dest) in (None, 0, 1)  # the tensors determine it, not config.json
     if dest == "dsa_indexer_k_norm_epsilon":
         return (expected.get("layernorm_epsilon") if expected.get(dest) is None else expected[dest]) == actual.get(dest)
+    if dest == "attention_latent_norm_epsilon":
+        return True  # write_notes
     if dest == "moe_ffn_hidden_size":
         here, there = (flags.get(dest) or flags.get("ffn_hidden_size") for flags in (expected, actual))
         return here == there
     if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
         return not _limits(expected) and not _limits(actual)
+    if dest == "moe_router_group_score_topk":
+        return _scored_experts(expected) == _scored_experts(actual)
     if dest in ("rope_scaling_factor", "rope_scaling_high_freq_factor"):
         return not expected.get("use_rope_scaling") and not actual.get("use_rope_scaling")
     if dest in ("mscale", "rotary_scaling_factor", "mscale_all_dim"):
@@ -268,6 +281,13 @@ def _scales_logits(flags: Mapping[str, Any]) -> bool:
     """Return whether latent attention multiplies its logits by a temperature."""
     factor = flags.get("rotary_scaling_factor", OPTIONS["rotary_scaling_factor"].default)
     return bool(flags.get("mscale_all_dim")) and factor > 1
+
+
+def _scored_experts(flags: Mapping[str, Any]) -> int | None:
+    """Return the experts whose scores sum to that of their group; None without groups."""
+    if not _limits(flags):
+        return None
+    return flags.get("moe_router_group_score_topk") or flags["moe_router_topk"] // flags["moe_router_group_topk"]
 
 
 def _limits(flags: Mapping[str, Any]) -> bool:

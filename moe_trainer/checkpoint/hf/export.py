@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.vocabulary import padded_vocab_size
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.adapters import NativeAdapters
-from moe_trainer.checkpoint.hf.config import read_config, write_config
+from moe_trainer.checkpoint.hf.config import write_config, write_notes
 from moe_trainer.checkpoint.hf.conversion_job import (
     ConversionJob,
     PlannedTensor,
@@ -29,7 +30,7 @@ from moe_trainer.checkpoint.hf.conversion_job import (
     write_text,
 )
 from moe_trainer.checkpoint.hf.families import FAMILIES, Families
-from moe_trainer.checkpoint.hf.files import CONFIG, INDEX, SINGLE
+from moe_trainer.checkpoint.hf.files import CONFIG, GENERATION_CONFIG, INDEX, SINGLE
 from moe_trainer.checkpoint.hf.folder import SENTENCEPIECE_CONFIG, tokenizer_files
 from moe_trainer.checkpoint.hf.names import (
     VOCABULARY,
@@ -49,7 +50,7 @@ from moe_trainer.io import flush_file
 
 logger = logging.getLogger(__name__)
 
-_SCALING = "fp8."
+_SCALING, _MTP = "fp8.", "mtp."
 _SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer")
 
 
@@ -83,24 +84,30 @@ def plan_hf_folder(
     tokenizer: Path | None = None,
     families: Families = FAMILIES,
     quantize: str | None = None,
+    tokens: int | None = None,
+    keep_padding: bool = False,
+    drop_mtp: bool = False,
 ) -> ConversionJob:
     """Plan the weights of a native checkpoint folder as a Hugging Face folder with files of at most `most` bytes.
 
     Low-rank adapters are merged into the weights.
 
-    `kind`: the model type, by default the first that can express the model. `rows` of the embedding and `dtype` are
-    those of the checkpoint by default. `extra`: further keys of config.json. `tokenizer`: folder whose tokenizer files
-    are copied. `quantize`: one of quantized_export.FORMATS. `families`: those that can be written.
+    `kind`: the model type, by default the first that can express the model. `dtype`: that of the checkpoint by default.
+    `rows` of the embedding: by default those before the padding of the vocabulary, with `keep_padding` all. `tokens`:
+    of the tokenizer. `extra`: further keys of config.json. `tokenizer`: folder whose tokenizer files are copied.
+    `quantize`: one of quantized_export.FORMATS. `families`: those that can be written. `drop_mtp`: leave out the layers
+    of multi-token prediction.
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or flags that no model type supports.
     """
     index = read_index(folder)
     state, _, _ = common_state.parse(common_state.read(folder, index))
+    left_out = (_SCALING, _MTP) if drop_mtp else (_SCALING,)
     tensors = {
         tensor.name: tensor
         for tensor in logical_tensors(index)
-        if tensor.state is None and not tensor.name.startswith(_SCALING)
+        if tensor.state is None and not tensor.name.startswith(left_out)
     }
     adapters = NativeAdapters.of(tensors, state.args)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in adapters.tensors}
@@ -110,7 +117,9 @@ def plan_hf_folder(
     stored = embedding.shape[0]
     if rows is not None and not 0 < rows <= stored:
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
-    flags = dict(state.args) | {"rows": stored}
+    if rows is None and not keep_padding:
+        rows = rows_of_vocabulary(state.args, stored, tokens)
+    flags = dict(state.args) | {"rows": stored} | ({"mtp_num_layers": None} if drop_mtp else {})
     family, config = write_config(flags, rows or stored, kind, families)
     config |= yarn_length(config)
     mappings = tensor_mappings(family.names, flags)
@@ -121,7 +130,7 @@ def plan_hf_folder(
     items = _plan_items(read, mappings, tensors, family.names, flags, cut, dtype, quantized)
     runs = split_by_size(items, most)
     words = str(embedding.dtype if dtype is None else dtype).removeprefix("torch.")
-    for note in read_config(config, families=families)[2]:
+    for note in write_notes(flags, config, families):
         logger.info("  %s", note)
     config |= (
         {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -155,6 +164,39 @@ def plan_hf_folder(
         write_safetensors if quantized is None else quantized.write,
         finish,
     )
+
+
+def rows_of_vocabulary(flags: Mapping[str, Any], stored: int, tokens: int | None) -> int | None:
+    """Return the rows of the embedding before its padding, None if unknown."""
+    known = [size for size in (tokens, _recorded_vocabulary(flags, stored)) if size is not None and size <= stored]
+    if not known:
+        logger.info("  vocab_size: %d, all rows of the embedding; how many of them are padding is not recorded", stored)
+        return None
+    rows = max(known)
+    if rows < stored:
+        logger.info(
+            "  vocab_size: %d; %d rows of padding are left out, for which no tokenizer has tokens "
+            "(--keep-vocab-padding keeps them)",
+            rows,
+            stored - rows,
+        )
+    if tokens is not None and tokens < rows:
+        logger.info(
+            "  vocab_size: %d as recorded, and the tokenizer has %d tokens; --vocab-size %d leaves the others out",
+            rows,
+            tokens,
+            tokens,
+        )
+    return rows
+
+
+def _recorded_vocabulary(flags: Mapping[str, Any], stored: int) -> int | None:
+    """Return the recorded --vocab-size if the embedding was made for it, and not for the tokens of a tokenizer."""
+    recorded = flags.get("vocab_size")
+    if not recorded or flags.get("tokenizer_type") == "NullTokenizer":
+        return recorded or None
+    divisible_by, tp = flags.get("make_vocab_size_divisible_by") or 1, flags.get("tensor_model_parallel_size") or 1
+    return recorded if stored in (recorded, padded_vocab_size(recorded, divisible_by, tp)) else None
 
 
 def _file_names(count: int) -> list[str]:
@@ -206,7 +248,7 @@ def _finish_folder(
     is_sentencepiece: bool,
     quantized: QuantizedExport | None,
 ) -> None:
-    """Write the files next to the weights: tokenizer and modeling code (`copied`), index, configuration.
+    """Write the files next to the weights: tokenizer and modeling code (`copied`), index, configurations.
 
     Report on quantized weights.
     """
@@ -219,6 +261,9 @@ def _finish_folder(
     if len(notes) > 1:
         table = {name: file for file, known in notes.items() for name in known}
         write_text(folder / INDEX, json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": table}, indent=1))
+    special = {key: value for key, value in config.items() if key.endswith("_token_id") and value is not None}
+    if special and not (folder / GENERATION_CONFIG).is_file():
+        write_text(folder / GENERATION_CONFIG, json.dumps(special, indent=2) + "\n")
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

@@ -73,8 +73,15 @@ IGNORED = tuple(
     "layer_types sliding_window use_sliding_window tie_word_embeddings partial_rotary_factor norm_topk_prob "
     "decoder_sparse_step mlp_only_layers first_k_dense_replace n_shared_experts num_nextn_predict_layers "
     "topk_method scoring_func use_mtp mlp_layer_types use_return_dict torchscript sep_token_id "
+    "original_max_position_embeddings "
     "decoder_start_token_id is_decoder add_cross_attention cross_attention_hidden_size num_return_sequences "
-    "task_specific_params finetuning_task tokenizer_class prefix pruned_heads per_layer_config".split()
+    "task_specific_params finetuning_task tokenizer_class prefix pruned_heads per_layer_config "
+    # of generation, which older releases of transformers wrote here
+    "do_sample temperature top_k top_p typical_p max_length min_length num_beams num_beam_groups diversity_penalty "
+    "length_penalty repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids early_stopping "
+    "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens "
+    "remove_invalid_values output_scores return_dict_in_generate tie_encoder_decoder tf_legacy_loss "
+    "use_bfloat16".split()
 )
 ALIASES = MappingProxyType(
     {

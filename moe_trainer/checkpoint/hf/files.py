@@ -41,6 +41,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
 SCALE = "_scale_inv"
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
 WEIGHT, PACKED, GROUP_SCALE = ".weight", ".weight_packed", ".weight_scale"
@@ -93,6 +94,29 @@ def is_hf_folder(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))
 
 
+def lacks_weights(folder: Path) -> bool:
+    """Whether a folder has the config.json of a Hugging Face model, and not all files of its weights."""
+    if not (folder / CONFIG).is_file() or "model_type" not in read_json(folder / CONFIG):
+        return False
+    if not (folder / INDEX).is_file():
+        return not any(folder.glob("*.safetensors"))
+    return not all((folder / file).is_file() for file in set(listed_tensors(folder).values()))
+
+
+def listed_tensors(folder: Path) -> dict[str, str]:
+    """Return the files of the tensors that the index lists, none without an index.
+
+    Raises:
+        DamagedError: if it is no table.
+    """
+    if not (folder / INDEX).is_file():
+        return {}
+    listed = read_json(folder / INDEX).get("weight_map")
+    if not (isinstance(listed, dict) and listed and all(isinstance(name, str) for name in listed.values())):
+        raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
+    return listed
+
+
 def _untagged(table: dict[str, Any]) -> Any:
     """Return the number of {"__float__": "Infinity"}, as transformers writes numbers that JSON lacks."""
     return float(table["__float__"]) if table.keys() == {"__float__"} else table
@@ -129,11 +153,7 @@ class SafetensorsFolder:
         """
         self.folder = folder
         self._tensors: dict[str, StoredTensor] = {}
-        index = None
-        if (folder / INDEX).is_file():
-            index = read_json(folder / INDEX).get("weight_map")
-            if not (isinstance(index, dict) and index and all(isinstance(name, str) for name in index.values())):
-                raise DamagedError(f"{folder / INDEX}: weight_map must be a table of tensors and files")
+        index = listed_tensors(folder) or None
         present = {path.name for path in folder.glob("*.safetensors")}
         listed = present if index is None else set(index.values())
         self.unlisted = sorted(present - listed)

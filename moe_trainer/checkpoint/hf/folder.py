@@ -25,7 +25,14 @@ from moe_trainer.checkpoint.hf.config import read_config
 from moe_trainer.checkpoint.hf.converters.registry import MTP
 from moe_trainer.checkpoint.hf.families import FAMILIES, Families, families_with, get_family
 from moe_trainer.checkpoint.hf.family import Family, TextPart
-from moe_trainer.checkpoint.hf.files import ADAPTER_CONFIG, CONFIG, INDEX, SafetensorsFolder, read_json
+from moe_trainer.checkpoint.hf.files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    INDEX,
+    SafetensorsFolder,
+    listed_tensors,
+    read_json,
+)
 from moe_trainer.checkpoint.hf.names import (
     TensorMapping,
     check_source,
@@ -80,10 +87,12 @@ class HFModel:
 
         Raises:
             DamagedError: as SafetensorsFolder.read.
-            CheckpointError: if the dtype cannot represent a value.
+            CheckpointError: if the dtype cannot represent a value, or a table of experts by token has no K of them.
         """
         parts = [self.source.read(ref.name, ref.index) for ref in mapping.sources]
         joined = mapping.join(parts, model_sizes(self.flags))
+        if mapping.native.endswith("tid2eid"):
+            _check_hash_table(joined, mapping.sources[0].name, self.flags["num_experts"])
         value = joined.to(self.target_dtype(mapping, dtype))
         # bf16 has the range of fp32
         if value.dtype == torch.float16 and joined.dtype != value.dtype and not torch.isfinite(value).all():
@@ -96,6 +105,16 @@ class HFModel:
 
     def target_dtype(self, mapping: TensorMapping, dtype: torch.dtype | None = None) -> torch.dtype:
         return mapping.fixed_dtypes[0] if mapping.fixed_dtypes else dtype or self.dtype
+
+
+def _check_hash_table(table_VK: Tensor, name: str, num_experts: int) -> None:
+    ordered_VK = table_VK.sort(dim=-1)[0]
+    repeats = (ordered_VK.diff(dim=-1) == 0).any(-1)
+    outside = (ordered_VK[:, 0] < 0) | (ordered_VK[:, -1] >= num_experts)
+    for wrong_V, problem in ((outside, f"experts are 0 to {num_experts - 1}"), (repeats, "distinct ones are needed")):
+        if wrong_V.any():
+            token = int(wrong_V.nonzero()[0])
+            raise CheckpointError(f"{name}: the token {token} has the experts {table_VK[token].tolist()}; {problem}")
 
 
 def is_computed(name: str) -> bool:
@@ -197,7 +216,7 @@ def open_hf_model(
             f"{folder / CONFIG}: num_hidden_layers is {flags['num_layers']}, and the files have "
             f"{len(source.names)} tensors in all"
         )
-    mappings = tuple(tensor_mappings(family.names, flags, source.__contains__))
+    mappings = tuple(tensor_mappings(family.names, flags, lambda name: source.shape(name) if name in source else None))
     repeated = {name: original for name, original in duplicated_tensors(family.names, flags).items() if name in source}
     unused = [name for name in source.names if is_unread(name, family.names) or ignore(name)]
     check_source(
@@ -275,9 +294,32 @@ class HFMetadata(VirtualMetadata):
 
 def recorded_flags(model: HFModel) -> dict[str, Any]:
     """Return all flags as a checkpoint records them: those of config.json, and the defaults."""
-    flags = {name: value for name, value in model.flags.items() if name in OPTIONS}
-    record = {dest: option.default for dest, option in OPTIONS.items()} | flags | {"hf_model_type": model.family.name}
-    return record | tokenizer_flags(model.folder, model.folder)
+    return _recorded(model.flags, model.family, model.folder)
+
+
+def _recorded(flags: Mapping[str, Any], family: Family, folder: Path) -> dict[str, Any]:
+    known = {name: value for name, value in flags.items() if name in OPTIONS}
+    record = {dest: option.default for dest, option in OPTIONS.items()} | known | {"hf_model_type": family.name}
+    return record | tokenizer_flags(folder, folder)
+
+
+def read_planned_flags(folder: Path, mapping_file: str | Path | None = None) -> dict[str, Any]:
+    """Return `recorded_flags` of a folder whose weights are not there yet, to plan with.
+
+    Raises:
+        CheckpointError: if config.json does not describe a model.
+    """
+    families = families_with(mapping_file)
+    config, text_part = read_text_config(folder, families)
+    listed = [text_part.rename(name) if text_part else name for name in listed_tensors(folder)]
+    names = [name for name in listed if name is not None]
+    family, flags, notes = read_config(config, str(folder / CONFIG), families)
+    if names:
+        family, flags, notes = read_flags(folder, config, names, families)
+    logger.info("  %s: the config.json of a Hugging Face model of type %s, without its weights", folder, family.name)
+    for note in notes:
+        logger.info("  %s", note)
+    return _recorded(flags, family, folder)
 
 
 def read_index(folder: Path, mapping_file: str | Path | None = None) -> HFMetadata:

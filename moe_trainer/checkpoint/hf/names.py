@@ -5,7 +5,7 @@ Shapes, missing and unexpected tensors follow from it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.hybrid import state_space_heads
 from moe_trainer.checkpoint.hf.converters.layer_patterns import expert_layers, linear_layers, sliding_layers
 from moe_trainer.checkpoint.hf.rules import Names, Rule
-from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, ModelSizes, Transform
+from moe_trainer.checkpoint.hf.transforms import HALVES, SAME, TRANSPOSED, ModelSizes, Transform
 
+ShapeOf = Callable[[str], tuple[int, ...] | None]
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 """Native tensors whose last rows may be padding."""
 
@@ -222,12 +223,11 @@ def _layer_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
     return {"CR": ratio, "CW": factor * flags["v_head_dim"], "CI": 2 * (flags.get("dsa_indexer_head_dim") or 0)}
 
 
-def tensor_mappings(
-    names: Names, flags: Mapping[str, Any], present: Callable[[str], bool] | None = None
-) -> list[TensorMapping]:
+def tensor_mappings(names: Names, flags: Mapping[str, Any], shape_of: ShapeOf | None = None) -> list[TensorMapping]:
     """Return all tensors of the model that `flags` (and "rows", of the embedding) describe, in order.
 
-    `present` tells which Hugging Face names exist, to choose among spellings; without it the written ones are used.
+    `shape_of` returns the shape of a Hugging Face tensor, () if unknown, and None if there is none: it chooses among
+    spellings and orders. Without it the written ones are used.
 
     Raises:
         CheckpointError: naming the rule whose layout or transform does not fit this model.
@@ -237,15 +237,15 @@ def tensor_mappings(
     last = {**flags, **_window_flags(flags, layers - 1)}  # which a layer of multi-token prediction copies
     of_depth = last, sizes | _layer_sizes(last)
     by_layer, mtp_rules = _layer_rules(names, flags)
-    mappings = list(_expand(names.model, "", "", flags, sizes, present))
+    mappings = list(_expand(names.model, "", "", flags, sizes, shape_of))
     for layer, rules in enumerate(by_layer):
         prefix, own = names.layer_prefix.format(l=layer // names.native_layers), _layer_flags(flags, layer)
-        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, own, sizes | _layer_sizes(own), present)
-    mappings += _expand(names.head, "", "", flags, sizes, present)
+        mappings += _expand(rules, f"decoder.layers.{layer}.", prefix, own, sizes | _layer_sizes(own), shape_of)
+    mappings += _expand(names.head, "", "", flags, sizes, shape_of)
     for depth in range(depths):
         depth_prefix, layer_prefix = (place.format(l=layers + depth, d=depth) for place in names.mtp_prefixes)
-        mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, present)
-        mappings += _expand(mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, *of_depth, present)
+        mappings += _expand(names.mtp, f"mtp.layers.{depth}.", depth_prefix, flags, sizes, shape_of)
+        mappings += _expand(mtp_rules, f"mtp.layers.{depth}.mtp_model_layer.", layer_prefix, *of_depth, shape_of)
     return mappings
 
 
@@ -297,21 +297,29 @@ def _expand(
     hf_prefix: str,
     flags: Mapping[str, Any],
     sizes: ModelSizes,
-    present: Callable[[str], bool] | None,
+    shape_of: ShapeOf | None,
 ) -> Iterator[TensorMapping]:
     for rule in (rule for rule in rules if rule.applies(flags)):
         shapes: list[tuple[int, ...]] = []
-        parts = _select_spelling(rule.spellings, hf_prefix, present).split(",")
+        parts = _select_spelling(rule.spellings, hf_prefix, shape_of).split(",")
         for expert in range(sizes["X"]) if "{e}" in rule.native[0] else (None,):
-            refs = tuple(_ref(part, hf_prefix, expert, sizes, rule, present) for part in parts)
+            refs = tuple(_ref(part, hf_prefix, expert, sizes, rule, shape_of) for part in parts)
             # a stack holds both halves already
             transform = SAME if rule.transform is HALVES and len(refs) == 1 else rule.transform
+            if rule.transform is TRANSPOSED and shape_of is not None and _is_turned(refs[0], shape_of):
+                refs, transform = tuple(replace(ref, shape=ref.shape[::-1]) for ref in refs), SAME
             if not shapes:  # equal for all experts
                 joined = _joined_shapes(rule, transform, refs, sizes)
                 shapes = [tuple(each.shape) for each in (joined if len(rule.native) > 1 else (joined,))]
             names = tuple(native_prefix + name.format(e=expert) for name in rule.native)
             for name, shape in zip(names, shapes, strict=True):
                 yield TensorMapping(name, shape, refs, transform, names if len(names) > 1 else (), rule.origin)
+
+
+def _is_turned(ref: HFTensor, shape_of: ShapeOf) -> bool:
+    """Return whether a transposed matrix is stored as its transpose, as some releases of transformers save it."""
+    stored = shape_of(ref.name)
+    return bool(stored) and stored[-2:] == ref.shape[::-1] != ref.shape
 
 
 def _joined_shapes(rule: Rule, transform: Transform, refs: Sequence[HFTensor], sizes: ModelSizes) -> Any:
@@ -326,22 +334,22 @@ def _joined_shapes(rule: Rule, transform: Transform, refs: Sequence[HFTensor], s
         ) from error
 
 
-def _select_spelling(spellings: Sequence[str], prefix: str, present: Callable[[str], bool] | None) -> str:
+def _select_spelling(spellings: Sequence[str], prefix: str, shape_of: ShapeOf | None) -> str:
     """Return the spelling whose first tensor exists, else the one that is written."""
-    if present is not None:
+    if shape_of is not None:
         for spelling in spellings:
-            if _found(prefix + spelling.split()[0].format(e=0), present) is not None:
+            if _found(prefix + spelling.split()[0].format(e=0), shape_of) is not None:
                 return spelling
     return spellings[0]
 
 
-def _found(name: str, present: Callable[[str], bool]) -> str | None:
+def _found(name: str, shape_of: ShapeOf) -> str | None:
     """Return the name if it is there, or with the prefix that transformers writes before names of published files."""
-    return next((each for each in (name, f"model.{name}") if present(each)), None)
+    return next((each for each in (name, f"model.{name}") if shape_of(each) is not None), None)
 
 
 def _ref(
-    part: str, prefix: str, expert: int | None, sizes: ModelSizes, rule: Rule, present: Callable[[str], bool] | None
+    part: str, prefix: str, expert: int | None, sizes: ModelSizes, rule: Rule, shape_of: ShapeOf | None
 ) -> HFTensor:
     name, *layout = part.split()
     unknown = [symbol for symbol in layout if symbol not in sizes and not symbol.isdigit()]
@@ -353,8 +361,8 @@ def _ref(
         )
     shape = tuple(sizes[symbol] if symbol in sizes else int(symbol) for symbol in layout)
     whole = prefix + name.format(e=expert)
-    if present is not None:
-        whole = _found(whole, present) or whole
+    if shape_of is not None:
+        whole = _found(whole, shape_of) or whole
     if expert is not None and "{e}" not in name:
         return HFTensor(whole, shape[1:], expert, shape[0])
     return HFTensor(whole, shape)

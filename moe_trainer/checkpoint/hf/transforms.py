@@ -101,6 +101,8 @@ def _part_interleaved(full: Tensor, _sizes: ModelSizes) -> Sequence[Tensor]:
 SAME = Transform(lambda parts, _: parts[0], lambda full, _: (full,))
 # gate above up
 HALVES = Transform(lambda parts, _: torch.cat(tuple(parts)), lambda full, _: full.chunk(2), (1, 2))
+# inputs x outputs in Hugging Face, which multiplies from the right
+TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),))
 TRANSFORMS = MappingProxyType(
     {
         "SAME": SAME,
@@ -135,8 +137,7 @@ TRANSFORMS = MappingProxyType(
             lambda full, _: (torch.cat(tuple(full)),),
             num_natives=3,
         ),
-        # inputs x outputs in Hugging Face, which multiplies from the right
-        "TRANSPOSED": Transform(lambda parts, _: parts[0].t(), lambda full, _: (full.t(),)),
+        "TRANSPOSED": TRANSPOSED,
         # a vector; Hugging Face: a matrix of one row
         "ROW": Transform(lambda parts, _: parts[0].squeeze(0), lambda full, _: (full.unsqueeze(0),)),
         # a number of each head; Hugging Face: [1, 1, heads, 1]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -152,7 +153,9 @@ def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
     """Return the kernel that scores and selects experts: ours if named, fused for --moe-router-fusion, or None."""
     if moe.finermoe is not None or moe.moe_router_sparsemixer_jitter is not None:
         return None
-    our_kernel = None if kernels is None else kernels.fused_topk
+    our_kernel, scored = None if kernels is None else kernels.fused_topk, moe.moe_router_group_score_topk
+    if our_kernel is not None and scored is not None:
+        our_kernel = partial(our_kernel, group_score_topk=scored)
     if our_kernel is not None and ("triton_kernels" in backends.typed or not moe.moe_router_fusion):
         return our_kernel
     if not moe.moe_router_fusion:
@@ -164,6 +167,8 @@ def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
         limitation = "the kernel does not support --moe-router-load-balancing-type sinkhorn"
     elif moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
         limitation = "the kernel adds no expert bias to --moe-router-score-function softmax"
+    elif moe.moe_router_group_topk and scored not in (None, moe.moe_router_topk // moe.moe_router_group_topk):
+        limitation = f"the kernel does not support --moe-router-group-score-topk {scored}"
     is_usable = _use_te_kernels(
         "--moe-router-fusion",
         "moe_router_fusion",

@@ -204,9 +204,9 @@ MODELS = {
             "mamba_n_heads": 8,
             "mamba_n_groups": 4,
             "mamba_d_state": 10,
+            "time_step_limit": [0.4, 0.9],
         },
     ),
-    # their step sizes have a lower limit, time_step_min, and Megatron-Core's have none
     "nemotron_h": (
         "NemotronH",
         _GROUPED
@@ -223,7 +223,7 @@ MODELS = {
             "moe_shared_expert_intermediate_size": 40,
             "moe_latent_size": 16,
             "routed_scaling_factor": 1.5,
-            "time_step_min": 1e-30,
+            "time_step_min": 0.6,
             "rescale_prenorm_residual": False,
         },
     ),
@@ -304,9 +304,9 @@ MODELS = {
         _LATENT
         | {
             "q_lora_rank": None,
-            "num_experts_per_tok": 2,
-            "n_group": 4,
-            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
             "topk_method": "group_limited_greedy",
             "n_shared_experts": 2,
             "routed_scaling_factor": 4.0,
@@ -321,6 +321,7 @@ MODELS = {
             "attention_bias": True,
             "use_qk_norm": True,
             "first_k_dense_replace": 1,
+            "num_experts_per_tok": 3,
             "num_mtp_layers": 0,
         },
     ),
@@ -370,7 +371,7 @@ MODELS = {
     ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
-        _LATENT | _SIGMOID | {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "q_lora_rank": 20},
+        _LATENT | _SIGMOID | {"rms_norm_eps": 1e-3, "num_key_value_heads": 4, "q_lora_rank": 20},
     ),
     "exaone_moe": (
         "ExaoneMoe",
@@ -437,7 +438,7 @@ MODELS = {
         },
     ),
     "deepseek_v32": ("DeepseekV32", _INDEXED | {"n_group": 4, "topk_group": 2}),
-    "glm_moe_dsa": ("GlmMoeDsa", _INDEXED | {"rms_norm_eps": 1e-6}),
+    "glm_moe_dsa": ("GlmMoeDsa", _INDEXED | {"rms_norm_eps": 1e-3}),
     # 16 indexer heads, as above; the second layer selects 5 of 8 compressed keys
     "deepseek_v4": (
         "DeepseekV4",

@@ -174,6 +174,8 @@ CONFIGS = (
     ("llama", {"rope_parameters": {"rope_theta": 1.5}}, "rope_theta"),
     ("llama", {"rope_parameters": {"original_max_position_embeddings": 4096}}, "--use-rope-scaling"),
     ("llama", {"rope_parameters": {"low_freq_factor": 2.0}}, "--use-rope-scaling"),
+    ("llama", {"rope_parameters": {"original_max_position_embeddings": None}, "max_position_embeddings": 4096}, "--use-rope-scaling"),
+    ("kimi_k2", {"rope_parameters": {"attention_factor": 1.5}}, "attention_factor of the rotary scaling is 1.5.* 1 is needed"),
     ("phimoe", {"rope_parameters": None, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
      r"longrope \(short_factor, long_factor\) has no flag"),
     # models that only share a type with Ling
@@ -214,12 +216,42 @@ def test_values_that_other_values_determine_are_read():
     rope = config_of("kimi_k2")["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.9}
     flags = flags_of("kimi_k2", rope_parameters=rope)
     assert (flags["mscale"], flags["mscale_all_dim"]) == (0.7, 0.9)
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "attention_factor": 1.138629}  # 0.1 ln 4 + 1
+    for changes, length in (
+        ({"rope_parameters": rope, "max_position_embeddings": 48}, 48),
+        ({"rope_parameters": rope | {"original_max_position_embeddings": 16}}, 16),
+        ({"rope_parameters": rope, "original_max_position_embeddings": 24}, 24),
+    ):
+        assert flags_of("qwen3_moe", **changes)["yarn_original_max_position_embeddings"] == length
+    flags = flags_of("nemotron_h", time_step_limit=[0.0, 1e308], norm_eps=1e-5)  # no limit, in a file without Infinity
+    assert (flags["mamba_step_size_min"], flags["mamba_step_size_max"]) == (0.6, None)
     groups = {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 6, "layer_group_size": 3}
     flags = flags_of("bailing_hybrid", **groups, expert_swiglu_limit_list=[0] * 6)
     assert flags["linear_attention_freq"] == [1, 1, 0] * 2 and flags["moe_layer_freq"] == [0] + [1] * 5
     written = write_config(flags, 96, "bailing_hybrid")[1]
     assert written["layer_group_size"] == 3
     assert written["layer_types"] == (["linear_attention"] * 2 + ["full_attention"]) * 2
+
+
+def test_keys_that_say_what_is_read_have_no_note():
+    """Those of published files that transformers does not read are checked; null and keys of generation say nothing."""
+    published = {
+        "hybrid_layer_pattern": [0, 1, 1],
+        "moe_layer_freq": [0, 1, 1],
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 12,
+        "swa_rope_theta": 1000,
+        "layernorm_epsilon": config_of("mimo_v2_flash")["rms_norm_eps"],
+        "add_swa_attention_sink_bias": True,
+    }
+    config = config_of("mimo_v2_flash", **published)
+    assert read_config(config)[2] == []
+    for key in published:
+        with pytest.raises(CheckpointError, match=f"{key} is .*, and transformers, which does not read it, takes"):
+            read_config(config | {key: 7})
+    notes = read_config(config_of("qwen3_moe", do_sample=False, bad_words_ids=None, num_beams=1, new_key=1))[2]
+    assert notes == ["config.json: the key new_key is not known here and changes nothing"]
+    assert read_config(config_of("qwen3_5_moe_text", attn_output_gate=True, mtp_num_hidden_layers=1))[2] == []
 
 
 def conversion_error(source, capfd, *words, flags=()):
@@ -258,6 +290,16 @@ def test_unsupported_numbers_are_named(source, capfd):
     save_file(tensors | norm, source / "model.safetensors")
     conversion_error(source, capfd, "model.norm.weight", flags=("--dtype", "fp16"))
     assert run_convert(source, source.with_name("other"), "--dtype", "bf16") == 0
+
+
+def test_tables_of_hash_routing_need_distinct_experts(source, capfd):
+    make("deepseek_v4").save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith("tid2eid")][:1]
+    for row, problem in (([0, 0, 1], "distinct ones are needed"), ([0, 1, 8], "experts are 0 to 7")):
+        tensors[name][5] = torch.tensor(row[: tensors[name].shape[1]])
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+        conversion_error(source, capfd, name, "the token 5 has the experts", problem)
 
 
 def test_fp8_blocks_use_their_own_scales():

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -29,10 +30,9 @@ from training.tiny import MOCK, TINY
 import arguments
 from arguments.moe import SELECTING
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf import conversion_job
+from moe_trainer.checkpoint.hf import conversion_job, export
 from moe_trainer.checkpoint.hf.config import read_config, write_config
 from moe_trainer.checkpoint.hf.encodings import decode_block_fp8, decode_fp4
-from moe_trainer.checkpoint.hf.export import yarn_length
 from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
@@ -148,6 +148,24 @@ def test_deepseek_mtp_layer_is_converted(name, tmp_path):
     after = read_tensors(tmp_path / "back")
     assert after.keys() == tensors.keys() and all(torch.equal(after[name], tensors[name]) for name in tensors)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_multi_token_prediction_can_be_left_out(tmp_path):
+    tensors = hub_like_deepseek(tmp_path / "hf")
+    assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
+    assert run_convert(tmp_path / "ours", tmp_path / "back", "--drop-mtp", "--verify") == 0
+    after = read_tensors(tmp_path / "back")
+    assert after.keys() == {name for name in tensors if not name.startswith("model.layers.3.")}
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_refusal_names_the_nearest_model_types():
+    flags = read_config(make("qwen3_moe").config.to_dict())[1]
+    with pytest.raises(CheckpointError) as refusal:
+        write_config(flags | {"mtp_num_layers": 1}, VOCAB)
+    first, nearest, *others = str(refusal.value).split("\n  ")
+    assert f"the nearest 3 of {len(FAMILIES)}" in first and nearest.startswith("qwen3_moe: --mtp-num-layers ")
+    assert len(others) == 3 and "--drop-mtp" in others[-1]
 
 
 @pytest.mark.parametrize("last", ["full_attention", "linear_attention"])
@@ -628,10 +646,14 @@ def test_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path, caplog)
         assert run_convert(tmp_path / "run", tmp_path / "hf", "--verify") == 0  # the run has recorded no --vocab-size
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos_id(), ours.eos_id()) and config[
-        "vocab_size"
-    ] == 128
-    assert f"--vocab-size {ours.get_piece_size()} drops the padding" in caplog.text and "at iteration 1" in caplog.text
+    assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos_id(), ours.eos_id())
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "hf")
+    assert (generation.bos_token_id, generation.eos_token_id) == (ours.bos_id(), ours.eos_id())
+    size = ours.get_piece_size()
+    assert config["vocab_size"] == size < 128 and f"{128 - size} rows of padding are left out" in caplog.text
+    assert "at iteration 1" in caplog.text
+    assert run_convert(tmp_path / "run", tmp_path / "padded", "--keep-vocab-padding") == 0
+    assert json.loads((tmp_path / "padded" / "config.json").read_text())["vocab_size"] == 128
     assert run_convert(tmp_path / "hf", tmp_path / "back") == 0
     for name, model in (("hf", tmp_path / "hf"), ("back", tmp_path / "back" / "release" / "tokenizer")):
         flags = read_saved_args(tmp_path / name)
@@ -648,13 +670,27 @@ def test_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path, caplog)
     )
 
 
+def test_padding_of_the_vocabulary_is_known_where_the_embedding_was_made_for_it():
+    for flags, stored, tokens, rows in (
+        ({"vocab_size": 1001, "make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2}, 1002, None, 1001),
+        ({"vocab_size": 120, "tokenizer_type": "NullTokenizer"}, 128, None, 120),
+        ({"vocab_size": 4096, "make_vocab_size_divisible_by": 128}, 50048, None, None),  # a preset's
+        ({"vocab_size": 4096, "make_vocab_size_divisible_by": 128}, 50048, 50000, 50000),
+        ({"vocab_size": 151936}, 151936, 151669, 151936),  # published so
+        ({}, 128, None, None),
+    ):
+        assert export.rows_of_vocabulary(flags, stored, tokens) == rows
+
+
 def test_yarn_max_position_embeddings_is_written():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-    assert yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {"max_position_embeddings": 16384}
+    assert export.yarn_length({"max_position_embeddings": 1024, "rope_scaling": scaling}) == {
+        "max_position_embeddings": 16384
+    }
     assert (
-        yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
+        export.yarn_length({"max_position_embeddings": 16384, "rope_scaling": scaling})
         == {}
-        == yarn_length({"rope_scaling": None})
+        == export.yarn_length({"rope_scaling": None})
     )
 
 
@@ -839,7 +875,11 @@ def test_unsupported_sparse_attention_key_is_named(changes, named):
 @pytest.mark.parametrize(
     "name, changes, named",
     [
-        ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full"]}, "indexer_types"),
+        (
+            "glm_moe_dsa",
+            {"indexer_types": ["full", "shared", "full"], "layer_types": ["deepseek_sparse_attention"] * 3},
+            "indexer_types",
+        ),
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 2}, "index_topk_freq"),
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FSF"}, "index_topk_pattern"),
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave"),
@@ -917,7 +957,7 @@ def test_hybrid_models_of_other_layers_are_converted(pattern, tmp_path):
     config = json.loads((tmp_path / "plain" / "config.json").read_text()) | changes | {"time_step_min": 0.001}
     write_folder(tmp_path / "hf", tensors | {"mtp.layers.0.eh_proj.weight": torch.ones(32, 64)}, config)
     notes = " ".join(open_hf_model(tmp_path / "hf").notes)
-    assert "time_step_min 0.001" in notes and notes.count("the tensors mtp.* are left out") == 1
+    assert "--mamba-step-size-min 0.001" in notes and notes.count("the tensors mtp.* are left out") == 1
     assert run_convert(tmp_path / "hf", "--check") == 0
     assert run_convert(tmp_path / "hf", tmp_path / "ours") == 0
     assert run_convert(tmp_path / "ours", tmp_path / "back", "--verify") == 0
@@ -1055,9 +1095,15 @@ def test_language_model_of_a_model_that_reads_images(name, prefix, changes, visi
         )
         for key, value in read_tensors(tmp_path / "hf").items()
     }
-    save_file(stored, tmp_path / "hf" / "model.safetensors")
     assert any(name.startswith(left_out.split("*")[0]) for name in stored)
+    if prefix == "Qwen3VLMoe":
+        shutil.copytree(tmp_path / "hf", tmp_path / "saved")
+    save_file(stored, tmp_path / "hf" / "model.safetensors")
     assert run_convert(tmp_path / "hf", tmp_path / "ours", "--verify") == 0
+    if prefix == "Qwen3VLMoe":  # as transformers saves it
+        assert run_convert(tmp_path / "saved", tmp_path / "theirs") == 0
+        for name, tensor in load_ours(tmp_path / "theirs").state_dict().items():
+            assert torch.equal(tensor, load_ours(tmp_path / "ours").state_dict()[name])
     assert f"only the language model is read; the tensors {left_out} are left out" in caplog.text
     tokens, _, positions = batch()
     expected = compute_logits(theirs, tokens)

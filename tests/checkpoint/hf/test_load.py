@@ -1,5 +1,8 @@
 """Hugging Face folders load as they are: logits, loss and gradients of every family equal those of transformers."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from checkpoint.hf.models import (
@@ -16,7 +19,9 @@ from checkpoint.hf.models import (
 from model.test_against_transformers import convert
 from safetensors.torch import load_file
 
+from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.weight_stream import HFWeights
+from moe_trainer.checkpoint.resolve import read_saved_args, resolve_checkpoint
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.state import ParallelState
 
@@ -137,3 +142,17 @@ def test_bf16_logits_are_as_exact_as_those_of_transformers(name, tmp_path, recor
     ours_error, their_error = (actual - in_fp32).abs().median(), (in_bf16 - in_fp32).abs().median()
     assert ours_error < 2 * their_error
     record_property("bf16", (ours_error / their_error).item())
+
+
+def test_a_model_without_its_weights_has_flags_to_plan_with(tmp_path):
+    """From config.json alone, or with the index of files that are not there."""
+    make("qwen3_moe").save_pretrained(tmp_path / "whole")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", tmp_path / "bare")
+    expected = read_saved_args(tmp_path / "whole")
+    assert read_saved_args(tmp_path / "bare") == expected
+    with pytest.raises(CheckpointError, match="has the config.json of a Hugging Face model, and no safetensors files"):
+        resolve_checkpoint(tmp_path / "bare", None)
+    index = {"weight_map": dict.fromkeys(load_file(tmp_path / "whole" / "model.safetensors"), "absent.safetensors")}
+    (tmp_path / "bare" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_saved_args(tmp_path / "bare") == expected

@@ -45,13 +45,15 @@ def test_router_scores_equal_torch(tokens, experts, topk, pre_softmax, score, sc
     )
 
 
-@pytest.mark.parametrize("experts,topk,groups,group_topk", [(12, 2, 4, 2), (15, 4, 3, 2), (24, 8, 8, 4), (6, 2, 2, 1)])
+@pytest.mark.parametrize(
+    "experts,topk,groups,group_topk,scored",
+    [(12, 2, 4, 2, None), (15, 4, 3, 2, None), (24, 8, 8, 4, 1), (6, 2, 2, 1, None), (12, 2, 4, 2, 3)],
+)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_router_groups_and_bias_equal_torch(experts, topk, groups, group_topk, score):
+def test_router_groups_and_bias_equal_torch(experts, topk, groups, group_topk, scored, score):
+    groups = {"num_groups": groups, "group_topk": group_topk, "group_score_topk": scored}
     options = {"expert_bias": torch.randn(experts) * 0.2} if score == "sigmoid" else {"use_pre_softmax": True}
-    assert_kernel_equals_torch(
-        torch.randn(19, experts), topk, score_function=score, num_groups=groups, group_topk=group_topk, **options
-    )
+    assert_kernel_equals_torch(torch.randn(19, experts), topk, score_function=score, **groups, **options)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -91,17 +91,15 @@ def _write_llama4_attention(flags: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_SPARSE_KINDS = frozenset(("indexed_attention", "deepseek_sparse_attention"))
+
+
 def _read_indexer(config: Config) -> Flags:
     """Read the indexers, which every layer has.
 
     The library leaves out the Hadamard rotation, on which no score depends; here it is on if possible.
     """
     kinds, experts = config.get("layer_types"), config.get("mlp_layer_types")
-    if kinds is not None and set(kinds) != {"indexed_attention"}:
-        raise CheckpointError(
-            f"config.json: layer_types has {', '.join(sorted(set(kinds)))}; 'indexed_attention' is needed in "
-            "every layer"
-        )
     pattern = config.get("index_topk_pattern") or ""
     if (
         "shared" in (config.get("indexer_types") or ())
@@ -111,6 +109,11 @@ def _read_indexer(config: Config) -> Flags:
         raise CheckpointError(
             "config.json: some layers take the choice of an earlier indexer (indexer_types, index_topk_freq or "
             "index_topk_pattern); an indexer in every layer is needed"
+        )
+    if kinds is not None and not {*kinds} <= _SPARSE_KINDS:
+        raise CheckpointError(
+            f"config.json: layer_types has {', '.join(sorted(set(kinds)))}; 'indexed_attention' is needed in "
+            "every layer"
         )
     dense = config.get("first_k_dense_replace") or 0
     if experts is not None and list(experts) != ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense):
@@ -172,7 +175,8 @@ def _read_compressed(config: Config) -> Flags:
     theta = main.get("rope_theta") or config.get("rope_theta") or 10000.0
     # of latent attention, whose rotated channels are all of their own head
     latent = {"kv_lora_rank": None, "qk_rope_head_dim": rotated, "qk_nope_head_dim": 0}
-    flags = read_rotary({"rope_parameters": scaling, "rope_theta": theta, **latent})
+    length = config.get("max_position_embeddings")
+    flags = read_rotary({"rope_parameters": scaling, "rope_theta": theta, "max_position_embeddings": length, **latent})
     own_base = {"csa_compress_rotary_base": float(base)} if rope.get("compress") and base else {}
     return (
         flags

@@ -142,20 +142,27 @@ def _write_gated_shared(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"shared_expert_intermediate_size": flags.get("moe_shared_expert_intermediate_size") or 0}
 
 
-def _read_groups_of_experts(config: Config) -> Flags:
-    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
-    limited = groups > 1 and best < groups and config.get("topk_method") != "greedy"
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": best} if limited else {}
+def _groups_of_experts(scored: int) -> ConfigConverter:
+    """Return the converter of groups whose score is the sum of their `scored` best experts."""
 
+    def read(config: Config) -> Flags:
+        groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+        if groups <= 1 or best >= groups or config.get("topk_method") == "greedy":
+            return {}
+        flags: Flags = {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+        is_default = config.get("num_experts_per_tok", 0) // best == scored
+        return flags | ({} if is_default else {"moe_router_group_score_topk": scored})
 
-def _write_groups_of_experts(flags: Mapping[str, Any]) -> dict[str, Any]:
-    best = flags.get("moe_router_group_topk")
-    method = "group_limited_greedy" if best else "greedy"
-    return {
-        "n_group": flags["moe_router_num_groups"] if best else 1,
-        "topk_group": best or 1,
-        "topk_method": "noaux_tc" if flags.get("moe_router_score_function") == "sigmoid" else method,
-    }
+    def write(flags: Mapping[str, Any]) -> dict[str, Any]:
+        best = flags.get("moe_router_group_topk")
+        method = "group_limited_greedy" if best else "greedy"
+        return {
+            "n_group": flags["moe_router_num_groups"] if best else 1,
+            "topk_group": best or 1,
+            "topk_method": "noaux_tc" if flags.get("moe_router_score_function") == "sigmoid" else method,
+        }
+
+    return ConfigConverter(read, write)
 
 
 def _read_hash_layers(config: Config) -> Flags:
@@ -190,5 +197,5 @@ OPTIONAL_SHARED = ConfigConverter(
     lambda flags: {"shared_intermediate_size": flags.get("moe_shared_expert_intermediate_size") or 0},
 )
 OPTIONAL_GATED_SHARED = ConfigConverter(_read_gated_shared, _write_gated_shared)
-EXPERT_GROUPS = ConfigConverter(_read_groups_of_experts, _write_groups_of_experts)
+EXPERT_GROUPS, GREEDY_GROUPS = _groups_of_experts(2), _groups_of_experts(1)
 HASH_LAYERS = ConfigConverter(_read_hash_layers, _write_hash_layers)

@@ -21,8 +21,11 @@ _BLOCK_LETTERS = MappingProxyType(
     }
 )
 _OF_EXPERTS = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size")
-NO_STEP_LIMIT = 1e-30
+_LARGEST_FP32 = 3.4e38
+_NO_FLOOR = 1e-30
 """Smaller step sizes leave a state as it is, in fp32."""
+_NO_CEILING = 1e308
+"""Written for infinity, which JSON has no number for."""
 
 
 def _read_block_types(config: Config) -> Flags:
@@ -129,22 +132,62 @@ def _write_granite_layers(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_state_space(config: Config) -> Flags:
-    """Read what Mamba-2 layers must have; here nothing limits their step sizes, as in Megatron-Core."""
-    low, high = config.get("time_step_limit") or (0.0, math.inf)
-    if (low, high) != (0.0, math.inf):
-        raise CheckpointError(
-            f"config.json: time_step_limit is {[low, high]}, and [0.0, Infinity], no limit, is needed"
-        )
-    key = "layer_norm_epsilon" if "layer_norm_epsilon" in config else "rms_norm_eps"
-    if config.get(key, NORM_EPS) != NORM_EPS:
-        raise CheckpointError(
-            f"config.json: {key} is {config[key]}, and {NORM_EPS} is needed, that of the gated norm of Mamba layers"
-        )
-    return {}
+    """Read the limits of step sizes of Mamba-2 layers, and check the epsilon of their norm."""
+    return _check_norms(config) | _limit_flags(*_step_limits(config))
 
 
 def _write_state_space(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {"mamba_num_heads": state_space_heads(flags), "time_step_min": NO_STEP_LIMIT}
+    low, high = flags.get("mamba_step_size_min"), flags.get("mamba_step_size_max")
+    limits = {} if low is high is None else {"time_step_limit": [low or 0.0, high or _NO_CEILING]}
+    return {"mamba_num_heads": state_space_heads(flags), **limits}
+
+
+def _read_floored_state_space(config: Config) -> Flags:
+    """Read the same where `time_step_min` is the limit in transformers, which does not read `time_step_limit`.
+
+    Raises:
+        CheckpointError: if `time_step_limit` limits more.
+    """
+    (low, high), floor = _step_limits(config), config.get("time_step_min", 0.001) or 0.0
+    if low > floor or high < _LARGEST_FP32:
+        raise CheckpointError(
+            f"config.json: time_step_limit is {[low, high]}, and transformers, which does not read it, takes "
+            f"time_step_min {floor} and no upper limit"
+        )
+    return _check_norms(config) | _limit_flags(floor, math.inf)
+
+
+def _write_floored_state_space(flags: Mapping[str, Any]) -> dict[str, Any]:
+    if flags.get("mamba_step_size_max") is not None:
+        raise CheckpointError(
+            f"--mamba-step-size-max {flags['mamba_step_size_max']}: such a model has a lower limit only"
+        )
+    floor = flags.get("mamba_step_size_min") or _NO_FLOOR
+    return {"mamba_num_heads": state_space_heads(flags), "time_step_min": floor}
+
+
+def _step_limits(config: Config) -> tuple[float, float]:
+    limits = config.get("time_step_limit") or (0.0, math.inf)
+    is_pair = isinstance(limits, (list, tuple)) and len(limits) == 2
+    if not is_pair or not all(type(each) in (int, float) for each in limits) or not 0 <= limits[0] < limits[1]:
+        raise CheckpointError(f"config.json: time_step_limit is {limits!r}, and two rising numbers are needed")
+    return limits[0], limits[1]
+
+
+def _limit_flags(low: float, high: float) -> Flags:
+    return {
+        "mamba_step_size_min": low if low > _NO_FLOOR else None,
+        "mamba_step_size_max": high if high < _LARGEST_FP32 else None,
+    }
+
+
+def _check_norms(config: Config) -> Flags:
+    for key in ("layer_norm_epsilon" if "layer_norm_epsilon" in config else "rms_norm_eps", "norm_eps"):
+        if config.get(key, NORM_EPS) != NORM_EPS:
+            raise CheckpointError(
+                f"config.json: {key} is {config[key]}, and {NORM_EPS} is needed, that of the gated norm of Mamba layers"
+            )
+    return {}
 
 
 def state_space_heads(flags: Mapping[str, Any]) -> int:
@@ -155,3 +198,4 @@ def state_space_heads(flags: Mapping[str, Any]) -> int:
 BLOCK_TYPES = ConfigConverter(_read_block_types, _write_block_types)
 GRANITE_LAYERS = ConfigConverter(_read_granite_layers, _write_granite_layers)
 STATE_SPACE = ConfigConverter(_read_state_space, _write_state_space)
+FLOORED_STATE_SPACE = ConfigConverter(_read_floored_state_space, _write_floored_state_space)

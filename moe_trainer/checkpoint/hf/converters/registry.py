@@ -48,6 +48,8 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_nextn_predict_layers": flags.get("mtp_num_layers") or 0}
 
 
+# tensors tell how many there are
+TENSOR_MTP = ConfigConverter(lambda _: {}, lambda flags: {"mtp_num_hidden_layers": flags.get("mtp_num_layers") or 0})
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
 SCALED_EMBEDDING = ConfigConverter(_read_scaled_embedding, _write_scaled_embedding)

@@ -1,11 +1,13 @@
 """Convert rotary position settings of config.json: base, rotated share, and the scalings yarn, llama3 and linear."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.converter import Config, ConfigConverter, Flags
+from moe_trainer.ops.rope import yarn_mscale
 
 _LLAMA3_SCALING = MappingProxyType({"low_freq_factor": 1.0, "original_max_position_embeddings": 8192})
 
@@ -34,14 +36,10 @@ def read_rotary(config: Config) -> Flags:
     if latent:
         flags["rope_type"] = "yarn" if kind == "yarn" else "rope"
     if kind == "yarn":
-        if rope.get("attention_factor") is not None:
-            raise CheckpointError(
-                "config.json: attention_factor of the rotary scaling has no flag; --mscale and --mscale-all-dim "
-                "decide it"
-            )
         if not rope.get("factor"):
             raise CheckpointError("config.json: the rotary scaling yarn has no factor")
         both = rope.get("mscale") and rope.get("mscale_all_dim")
+        _check_attention_factor(rope, (rope["mscale"], rope["mscale_all_dim"]) if both else (1.0, 0.0))
         if not latent:
             flags["position_embedding_type"] = "yarn"
         if latent and rope.get("mscale_all_dim") and not both:
@@ -58,7 +56,7 @@ def read_rotary(config: Config) -> Flags:
     if kind == "linear" and not latent and float(rope["factor"]) == int(rope["factor"]):
         return flags | {"rotary_seq_len_interpolation_factor": int(rope["factor"])}
     if kind == "llama3" and not latent:
-        if any(float(rope.get(name, value)) != value for name, value in _LLAMA3_SCALING.items()):
+        if any(float(rope.get(name) or value) != value for name, value in _LLAMA3_SCALING.items()):
             raise CheckpointError(
                 f"config.json: --use-rope-scaling means {dict(_LLAMA3_SCALING)}, and the model has {rope}"
             )
@@ -76,7 +74,21 @@ def read_rotary(config: Config) -> Flags:
 
 
 def _rotary_table(config: Config) -> dict[str, Any]:
-    return dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    """Return the table of rotary settings; without a length before scaling, that is the model's, as in transformers."""
+    key = "original_max_position_embeddings"
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    lengths = (config.get(key), rope.get(key), config.get("max_position_embeddings"))
+    return rope | {key: next((length for length in lengths if length is not None), None)}
+
+
+def _check_attention_factor(rope: Config, mscales: tuple[float, float]) -> None:
+    given, factor = rope.get("attention_factor"), float(rope["factor"])
+    computed = yarn_mscale(factor, mscales[0]) / yarn_mscale(factor, mscales[1])
+    if given is not None and not math.isclose(given, computed, rel_tol=1e-6):
+        raise CheckpointError(
+            f"config.json: attention_factor of the rotary scaling is {given}, which has no flag; {computed:.6g} is "
+            "needed, which follows from factor, mscale and mscale_all_dim"
+        )
 
 
 def read_alpha_rotary(config: Config) -> Flags:

@@ -149,6 +149,36 @@ def _read_mimo_window(config: Config) -> Flags:
     return flags
 
 
+def _check_mimo_keys(config: Config) -> Flags:
+    """Check the keys of published files, which transformers does not read, against what it takes instead.
+
+    Raises:
+        CheckpointError: naming the key that says something else.
+    """
+    slides = [int(kind == "sliding_attention") for kind in _mimo_layer_types(config)]
+    kinds = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (config["num_hidden_layers"] - 1)
+    tables = config["rope_parameters"]
+    taken = {
+        "hybrid_layer_pattern": slides,
+        "moe_layer_freq": [int(kind == "sparse") for kind in kinds],
+        "swa_num_attention_heads": config["num_attention_heads"],
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"],
+        "swa_head_dim": config["head_dim"],
+        "swa_v_head_dim": config.get("v_head_dim", 128),
+        "swa_rope_theta": tables.get("sliding_attention", {}).get("rope_theta"),
+        "rope_theta": tables.get("full_attention", {}).get("rope_theta"),
+        "layernorm_epsilon": config.get("rms_norm_eps", 1e-5),
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    for key, value in taken.items():
+        if value is not None and config.get(key, value) not in (value, None):
+            raise CheckpointError(
+                f"config.json: {key} is {config[key]!r}, and transformers, which does not read it, takes {value!r}"
+            )
+    return {}
+
+
 def _mimo_layer_types(config: Config) -> list[str]:
     full = ((layer + 1) % 6 == 0 or layer == 0 for layer in range(config["num_hidden_layers"]))
     return config.get("layer_types") or layer_type_names((not each for each in full), "sliding_attention")
@@ -165,6 +195,7 @@ ALTERNATING = ConfigConverter(_read_alternating, _write_listed_window)
 LISTED_WINDOW = ConfigConverter(_read_full_unless_listed, _write_listed_window)
 QUARTER_WINDOW = ConfigConverter(_read_quarter_window, _write_listed_window)
 MIMO_WINDOW = ConfigConverter(_read_mimo_window, _write_listed_window)
+MIMO_KEYS = ConfigConverter(_check_mimo_keys, lambda flags: {})
 MIMO_ROPE = ConfigConverter(
     lambda config: read_typed_rotary({**config, "layer_types": _mimo_layer_types(config)}), write_typed_rotary
 )
