@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 def flag(
@@ -30,13 +30,18 @@ def flag(
     parse: Callable[[str], object] | None = None,
     metavar: tuple[str, ...] | None = None,
     hidden: bool = False,
+    needs: str | tuple[str, ...] = (),
+    path: Literal["local", "data"] | None = None,
 ):
-    """Declare a flag whose spelling, number of values or reading is not what its field says.
+    """Declare a flag whose spelling, values or reading are not what its field says, or that needs others to act.
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
-    (else "+"); `parse` reads one value; `hidden` flags are absent from --help.
+    (else "+"); `parse` reads one value; `hidden` flags are absent from --help; `needs` are the conditions without which
+    the flag has no effect, as arguments/needs.py reads them; `path` marks paths, with "data" also in object storage.
     """
+    needs = (needs,) if isinstance(needs, str) else needs
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
+    metadata |= {"needs": needs, "path": path}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -91,7 +96,8 @@ class Option:
     """One flag as the parser sees it.
 
     `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
-    value; `choices` are the allowed values, or None; `default` is Megatron's.
+    value; `choices` are the allowed values, or None; `default` is Megatron's; `needs` are conditions (needs.py); `path` is the kind of
+    path that a value is, or None.
     """
 
     dest: str
@@ -105,6 +111,8 @@ class Option:
     default: Any
     metavar: tuple[str, ...] | None
     hidden: bool
+    needs: tuple[str, ...]
+    path: Literal["local", "data"] | None
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -198,6 +206,8 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         default=default,
         metavar=extra.get("metavar"),
         hidden=bool(extra.get("hidden")),
+        needs=extra.get("needs", ()),
+        path=extra.get("path"),
     )
 
 

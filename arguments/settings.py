@@ -87,6 +87,7 @@ class Settings:
         values: value by destination.
         source: one of SOURCES by destination.
         spelling: the flag as typed, by destination; only of flags that were given.
+        requests: value and source of a flag as it was given, by destination; rules may change both.
         why: reason of a derived value, by destination.
         typed: destinations given on the command line.
         notes: one-line notices.
@@ -100,6 +101,7 @@ class Settings:
         "typed",
         "source",
         "spelling",
+        "requests",
         "why",
         "notes",
         "renamed",
@@ -116,6 +118,7 @@ class Settings:
         self.typed: set[str] = set()
         self.source = dict.fromkeys(options, "default")
         self.spelling: dict[str, str] = {}
+        self.requests: dict[str, tuple[object, str]] = {}
         self.why: dict[str, str] = {}
         self.notes: list[str] = []
         self.renamed: list[tuple[str, str]] = []
@@ -144,7 +147,7 @@ class Settings:
         """Record a value from a preset, a recipe or the command line."""
         self._check_known(dest)
         self._write(dest, value, source)
-        self.spelling[dest] = spelling
+        self.spelling[dest], self.requests[dest] = spelling, (value, source)
         if source == "command line":
             self.typed.add(dest)
 
@@ -168,7 +171,10 @@ class Settings:
 
     def shown(self, dest: str) -> str:
         """Return `--flag value`, for messages."""
-        value = self.values[dest]
+        return self.with_value(dest, self.values[dest])
+
+    def with_value(self, dest: str, value: object) -> str:
+        """Return `--flag value` for another value than the flag has now."""
         if isinstance(value, bool) or value is None:
             return self.flag(dest)
         return f"{self.flag(dest)} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
@@ -213,12 +219,18 @@ class Settings:
         """Return the destinations that were given, in order of declaration."""
         return tuple(dest for dest in self._options if dest in self.spelling)
 
+    def path_kinds(self) -> tuple[tuple[str, str], ...]:
+        """Return destination and kind (see schema.py) of the given flags whose values are paths."""
+        options = ((dest, self._options[dest].path) for dest in self.given_dests())
+        return tuple((dest, kind) for dest, kind in options if kind is not None)
+
     def forget(self, dest: str) -> None:
         """Reset a flag to its default, as if it had not been given."""
         self._check_known(dest)
         self._write(dest, self._options[dest].default, "default")
         self.typed.discard(dest)
         self.spelling.pop(dest, None)
+        self.requests.pop(dest, None)
         self.why.pop(dest, None)
 
     def note_renamed(self, flag: str, became: str) -> None:

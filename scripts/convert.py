@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -88,12 +89,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
-    add("target", type=Path, nargs="?", metavar="TO", help="folder or file to create")
+    add("source", type=local_path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
+    add("target", type=local_path, nargs="?", metavar="TO", help="folder or file to create")
     add("--to", choices=("hf", "ours", "weights", "peft"), help="what TO becomes (default: the other kind than FROM)")
     add("--check", action="store_true", help="compare the tensors of FROM with its config.json, and write nothing")
     text = "mapping file of a Hugging Face family that is not built in"
-    add("--hf-mapping", type=Path, metavar="FILE", help=text)
+    add("--hf-mapping", type=local_path, metavar="FILE", help=text)
     add("--verify", action="store_true", help="then compare the logits of both models in fp32, if they fit in memory")
     add("--workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
     add("--dtype", choices=tuple(_DTYPES), help="type of the weights (default: as stored)")
@@ -105,14 +106,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     text = "name of the base model to write into the adapter's configuration, to peft"
     to_hf("--base-model", metavar="NAME", help=text)
     text = "config.json (or its folder) to copy bos_token_id and the like from"
-    to_hf("--config", type=Path, metavar="FILE", help=text)
-    to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
+    to_hf("--config", type=local_path, metavar="FILE", help=text)
+    to_hf("--tokenizer", type=local_path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
     text = "store the weights of experts and MLPs (fp8-block: of attention too) in this format (default: in none)"
     to_hf("--quantize", choices=_QUANTIZED_FORMATS, help=text)
     from_hf = parser.add_argument_group("from hf").add_argument
     text = "names that Megatron-LM would expect (default: transformer_engine); this program reads both"
     from_hf("--transformer-impl", choices=("transformer_engine", "local"), help=text)
-    from_hf("--adapter", type=Path, metavar="DIR", help="adapter folder of PEFT, to train it further (--to ours)")
+    from_hf("--adapter", type=local_path, metavar="DIR", help="adapter folder of PEFT, to train it further (--to ours)")
     text = "regular expression of tensors that may be left unused; they are listed"
     from_hf("--ignore", metavar="PATTERN", help=text)
     if not argv:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 from scripts import rank_program
@@ -49,9 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--apply-chat-template", action="store_true", help=text)
     text = "run tasks that execute code which the model writes"
     add("--confirm-run-unsafe-code", action="store_true", help=text)
-    add("--output", type=Path, metavar="FILE", help="write figures and routing statistics as JSON")
-    add("--report-html", type=Path, metavar="FILE", help="write a page with the figures and maps of the experts")
-    add("--table", type=Path, nargs="+", metavar="FILE", help="print a Markdown table of results that were written")
+    add("--output", type=local_path, metavar="FILE", help="write figures and routing statistics as JSON")
+    add("--report-html", type=local_path, metavar="FILE", help="write a page with the figures and maps of the experts")
+    add("--table", type=local_path, nargs="+", metavar="FILE", help="print a Markdown table of results that were written")
     return parser
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 from scripts import rank_program
@@ -45,8 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--prompts-file", type=Path, metavar="FILE", help="more prompts, one per line (.jsonl: JSON)")
-    add("--output", type=Path, metavar="FILE", help="write prompts, texts and tokens as JSON Lines, instead of text")
+    add("--prompts-file", type=local_path, metavar="FILE", help="more prompts, one per line (.jsonl: JSON)")
+    add("--output", type=local_path, metavar="FILE", help="write prompts, texts and tokens as JSON Lines, instead of text")
     text = "largest number of new tokens of a text (default: %(default)s)"
     add("--max-new-tokens", type=int, default=64, metavar="N", help=text)
     text = "draw tokens by their probability at this temperature (default: 0, the most probable token)"

@@ -31,6 +31,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
+from arguments.paths import local_path
 from arguments.tokens import FIELDS
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
@@ -130,7 +131,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         help="GEMM formats to compare, separated by commas: bf16, tensorwise, blockwise, mxfp8, nvfp4 (default: that "
         "of FLAGS)",
     )
-    add("--report-html", type=Path, metavar="FILE", help="write a page with this text and pictures of the mappings")
+    add("--report-html", type=local_path, metavar="FILE", help="write a page with this text and pictures of the mappings")
     search_parser.set_defaults(mode="search")
     pieces_parser = modes.add_parser(
         "pieces",

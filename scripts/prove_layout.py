@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
+from arguments.paths import local_path
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -56,8 +57,8 @@ def make_parser(is_random: bool) -> argparse.ArgumentParser:
     if is_random:
         parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --random (default: %(default)s)")
     parser.add_argument("--as-is", action="store_true", help="do not shrink the flags")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a Markdown report")
-    parser.add_argument("--report-html", type=Path, metavar="FILE", help="write a page with this text and pictures")
+    parser.add_argument("--report", type=local_path, metavar="FILE", help="write a Markdown report")
+    parser.add_argument("--report-html", type=local_path, metavar="FILE", help="write a page with this text and pictures")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="maximum seconds per run (default: %(default)g)"
     )

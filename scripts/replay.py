@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
@@ -53,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("record", type=Path, metavar="DIR", help="directory of the record; the first argument")
+    add("record", type=local_path, metavar="DIR", help="directory of the record; the first argument")
     add("--one-process", action="store_true", help="drop all flags of parallelism, recompute and offloading")
     add("--fp32", action="store_true", help="drop --bf16, --fp16, --fp8-format, --fp4-format and dependent flags")
     add("--without", action="append", default=[], metavar="FLAG", help="drop a recorded flag; can be repeated")
@@ -63,10 +64,10 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks (default: as recorded if the layout allows, else one model replica)",
     )
-    add("--against", type=Path, metavar="DIR", help="run nothing; compare with another record of the same iteration")
-    add("--keep", type=Path, metavar="DIR", help="store the record of the replay in DIR")
+    add("--against", type=local_path, metavar="DIR", help="run nothing; compare with another record of the same iteration")
+    add("--keep", type=local_path, metavar="DIR", help="store the record of the replay in DIR")
     add("--all", action="store_true", help="print every quantity, not only those that differ")
-    add("--report-html", type=Path, metavar="FILE", help="write a page with this text and a picture of the model")
+    add("--report-html", type=local_path, metavar="FILE", help="write a page with this text and a picture of the model")
     add("--timeout", type=float, default=600.0, metavar="S", help="maximum seconds of the ranks (default: %(default)g)")
     return parser
 

@@ -34,11 +34,6 @@ def note_router_dtype(s: Settings, f: DerivedSizes) -> None:
         )
 
 
-def note_groups_without_group_topk(s: Settings, f: DerivedSizes) -> None:
-    if f.experts and s.moe_router_num_groups is not None and s.moe_router_group_topk is None:
-        s.note(f"{s.shown('moe_router_num_groups')} has no effect without --moe-router-group-topk.")
-
-
 # Checks.
 
 
