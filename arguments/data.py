@@ -119,7 +119,9 @@ class DataArgs:
     """Do not attend across end-of-document tokens."""
     eod_mask_loss: bool = flag(False, needs=("!use_varlen_dataset", "!sft"))
     """Compute no loss on end-of-document tokens."""
-    create_attention_mask_in_dataloader: bool = flag(True, off=("--no-create-attention-mask-in-dataloader",), needs="reset_attention_mask")
+    create_attention_mask_in_dataloader: bool = flag(
+        True, off=("--no-create-attention-mask-in-dataloader",), needs="reset_attention_mask"
+    )
     """Create the attention mask of --reset-attention-mask in the data loader."""
     dataloader_inter_document_masking: bool = False
     """Do not attend across documents: pass the lengths of documents to the attention."""
@@ -201,7 +203,8 @@ class DataArgs:
     ) = None
     """Kind of tokenizer. Unset: GPT2BPETokenizer."""
     tokenizer_model: str | None = flag(
-        None, needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=GPT2BPETokenizer or metadata_path"), path="local")
+        None, needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=GPT2BPETokenizer or metadata_path"), path="local"
+    )
     """Model file, directory or hub name of the tokenizer."""
     vocab_file: str | None = flag(None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="local")
     """Vocabulary file of the GPT-2 BPE tokenizer."""
@@ -213,7 +216,12 @@ class DataArgs:
     """Vocabulary size after padding. Unset: computed from the vocabulary size."""
     pad_vocab_size: bool = flag(True, off=("--no-pad-vocab-size", "--disable-pad-vocab-size"))
     """Pad the vocabulary size to a multiple that ranks can shard."""
-    metadata_path: str | None = flag(None, "--tokenizer-metadata", needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=SFTTokenizer"), path="local")
+    metadata_path: str | None = flag(
+        None,
+        "--tokenizer-metadata",
+        needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=SFTTokenizer"),
+        path="local",
+    )
     """File or directory with the tokenizer's metadata."""
     special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens", needs="!tokenizer_type=NullTokenizer")
     """Special tokens to add to the tokenizer."""
@@ -228,7 +236,9 @@ class DataArgs:
         off=(
             "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
             "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
-        ), needs=_SENTENCEPIECE)
+        ),
+        needs=_SENTENCEPIECE,
+    )
     """Let SentencePiece drop repeated blanks."""
     tokenizer_hf_no_use_fast: bool = flag(False, needs=_HUGGING_FACE)
     """Use the slow implementation of a Hugging Face tokenizer."""

@@ -133,7 +133,9 @@ class ModelArgs:
     """Fraction of each head's channels that is rotated, above 0 and at most 1."""
     rotary_interleaved: bool = flag(False, needs=_ROTARY)
     """Rotate neighboring pairs of channels instead of the two halves."""
-    rotary_seq_len_interpolation_factor: int | None = flag(None, needs=("position_embedding_type=rope", "!multi_latent_attention"))
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, needs=("position_embedding_type=rope", "!multi_latent_attention")
+    )
     """Divide positions by this factor (linear interpolation)."""
     use_rope_scaling: bool = flag(False, needs=("position_embedding_type=rope", "!multi_latent_attention"))
     """Scale rotary frequencies as Llama 3 does, low ones most."""
@@ -161,7 +163,11 @@ class ModelArgs:
     yarn_beta_slow: float | None = flag(None, needs=(_YARN, "rotary_scaling_factor"))
     """YaRN: rotations per context below which a channel is interpolated fully."""
     yarn_correction_range_round_to_int: bool | None = flag(
-        None, "--yarn-correction-range-round-to-int", off=("--no-yarn-correction-range-round-to-int",), needs=(_YARN, "rotary_scaling_factor"))
+        None,
+        "--yarn-correction-range-round-to-int",
+        off=("--no-yarn-correction-range-round-to-int",),
+        needs=(_YARN, "rotary_scaling_factor"),
+    )
     """YaRN: round the limits of the blended channel range to integers."""
 
     # ---- attention
@@ -180,7 +186,9 @@ class ModelArgs:
     attention_chunk_size: int | None = None
     """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
     Unset: no chunks. A flag of this program."""
-    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, needs="window_size or attention_chunk_size")
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, needs="window_size or attention_chunk_size"
+    )
     """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
     and 1 for the others."""
     attn_temperature_tuning: Literal["llama4", "mistral4"] | None = None
@@ -289,10 +297,12 @@ class ModelArgs:
     dsa_indexer_rope_interleaved: bool = flag(False, needs=_DSA)
     """Sparse attention: rotate neighboring pairs of channels in the indexer, not its two halves."""
     dsa_indexer_rotate_activation: bool = flag(
-        True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation"), needs=_INDEXERS)
+        True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation"), needs=_INDEXERS
+    )
     """Sparse attention: apply a Hadamard rotation to indexer queries and keys."""
     dsa_indexer_scoring_relu: bool = flag(
-        True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu"), needs=_INDEXERS)
+        True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu"), needs=_INDEXERS
+    )
     """Sparse attention: apply ReLU to the indexer's scores."""
     dsa_indexer_k_norm_epsilon: float | None = flag(None, needs=_DSA)
     """Sparse attention: constant added to the variance in the norm of the indexer's keys. Unset: --norm-epsilon."""
@@ -389,7 +399,9 @@ class ModelArgs:
     """Implementation of --cross-entropy-loss-fusion: native or TransformerEngine (te)."""
     masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",))
     """Fuse scaling, masking and softmax of attention."""
-    bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",), needs=("!swiglu", "!quick_geglu", "!squared_relu", "add_bias_linear"))
+    bias_gelu_fusion: bool = flag(
+        True, off=("--no-bias-gelu-fusion",), needs=("!swiglu", "!quick_geglu", "!squared_relu", "add_bias_linear")
+    )
     """Fuse bias and GELU; with biases this is the tanh approximation of GELU, as in Megatron."""
     bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",), needs=("swiglu", "cuda"))
     """Fuse bias and SwiGLU: with --swiglu, have `activation` among the default --triton-kernels."""
@@ -401,7 +413,9 @@ class ModelArgs:
     """Do not use the persistent fused layer-norm kernel."""
     fused_residual_rmsnorm: bool = False
     """Fuse the residual addition with RMSNorm."""
-    use_transformer_engine_op_fuser: bool = flag(False, needs=("num_experts", "moe_grouped_gemm", "transformer_impl=transformer_engine"))
+    use_transformer_engine_op_fuser: bool = flag(
+        False, needs=("num_experts", "moe_grouped_gemm", "transformer_impl=transformer_engine")
+    )
     """Let TransformerEngine fuse fc1, activation and fc2 of the routed experts; token counts stay on the device."""
     use_te_activation_func: bool = False
     """Use TransformerEngine's activation function."""

@@ -136,7 +136,9 @@ class MoEArgs:
     negative: no limit."""
     moe_pad_expert_input_to_capacity: bool = flag(False, needs="num_experts")
     """Pad every expert's input to its capacity."""
-    moe_token_drop_policy: Literal["probs", "position"] = flag("probs", needs=("num_experts", "moe_expert_capacity_factor"))
+    moe_token_drop_policy: Literal["probs", "position"] = flag(
+        "probs", needs=("num_experts", "moe_expert_capacity_factor")
+    )
     """Tokens to drop beyond the capacity: the least probable (probs) or the last ones (position)."""
     moe_expert_rank_capacity_factor: float | None = flag(None, needs="num_experts")
     """Number of tokens that the receive buffer of a rank holds, as a multiple of an even share; the buffer grows if
@@ -145,17 +147,24 @@ class MoEArgs:
     moe_clone_hot_experts: int = 0
     """Number of experts a rank hosts for overloaded ranks: clones of hot experts, planned for every microbatch (ECHO).
     Same results, balanced load. 0: none. A flag of this program."""
-    moe_per_layer_logging: bool = flag(False, needs=("num_experts", "save or tensorboard_dir or metrics_file or wandb_project or expert_model_parallel_size"))
+    moe_per_layer_logging: bool = flag(
+        False,
+        needs=("num_experts", "save or tensorboard_dir or metrics_file or wandb_project or expert_model_parallel_size"),
+    )
     """Write balancing losses of every layer to TensorBoard, and routing statistics (loads, entropy, dead experts,
     drops, bias drift, tokens between expert-parallel ranks) to metrics.jsonl and the dashboard."""
 
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag("allgather", needs="num_experts")
     """Method of sending tokens to the ranks that hold their experts: gather all, all-to-all, or a library (flex)."""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep", "hierarchical"] = flag("deepep", needs="moe_token_dispatcher_type=flex")
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep", "hierarchical"] = flag(
+        "deepep", needs="moe_token_dispatcher_type=flex"
+    )
     """Communication library of --moe-token-dispatcher-type flex. hierarchical, of this program, needs none: it sends a
     token once to every node that holds one of its experts, and distributes it there."""
-    moe_hierarchical_domain_size: int | None = flag(None, needs=("moe_token_dispatcher_type=flex", "moe_flex_dispatcher_backend=hierarchical"))
+    moe_hierarchical_domain_size: int | None = flag(
+        None, needs=("moe_token_dispatcher_type=flex", "moe_flex_dispatcher_backend=hierarchical")
+    )
     """Number of consecutive ranks with fast links between them, for --moe-flex-dispatcher-backend hierarchical. Unset:
     the environment's NVLINK_DOMAIN_SIZE, else the launcher's ranks per node. A flag of this program."""
     moe_enable_deepep: bool = False
@@ -176,7 +185,9 @@ class MoEArgs:
     """Pad ranks to equal token counts for HybridEP."""
     moe_permute_fusion_into_hybridep: bool = flag(False, needs=("moe_token_dispatcher_type=flex", _HYBRIDEP))
     """Let HybridEP permute tokens during the exchange."""
-    moe_ncclep_zero_copy: bool = flag(False, needs=("moe_token_dispatcher_type=flex", "moe_flex_dispatcher_backend=ncclep"))
+    moe_ncclep_zero_copy: bool = flag(
+        False, needs=("moe_token_dispatcher_type=flex", "moe_flex_dispatcher_backend=ncclep")
+    )
     """Let the ncclep backend write directly into receive buffers in memory that is registered with NCCL; needs
     --moe-expert-rank-capacity-factor."""
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = flag("bf16", needs="num_experts")

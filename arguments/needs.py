@@ -36,7 +36,9 @@ def note_unmet_needs(s: Settings, facts: Mapping[str, bool | None], unread: Coll
 def notes_about(s: Settings, facts: Mapping[str, bool | None]) -> Iterator[tuple[str, str]]:
     """Yield the destination and the note of each flag that has no effect because of some of `facts`."""
     for dest, value in _requested(s):
-        conditions = [need for need in OPTIONS[dest].needs if any(f" {fact} " in f" {need.replace('!', '')} " for fact in facts)]
+        conditions = [
+            need for need in OPTIONS[dest].needs if any(f" {fact} " in f" {need.replace('!', '')} " for fact in facts)
+        ]
         if reason := _unmet(s, conditions, facts, ()):
             yield dest, f"{s.with_value(dest, value)} has no effect {reason}."
 
@@ -82,7 +84,9 @@ def _describe(s: Settings, need: list[str]) -> str:
     for alternative in need:
         dest, _, value = alternative.removeprefix("!").partition("=")
         (in_the_way if alternative.startswith("!") else wanted).setdefault(dest, []).append(value)
-    present = [_name(s, dest, values) for dest, values in in_the_way.items() if dest not in wanted and dest not in FACTS]
+    present = [
+        _name(s, dest, values) for dest, values in in_the_way.items() if dest not in wanted and dest not in FACTS
+    ]
     parts = [f"with {' or '.join(present)}"] if present else []
     if wanted:
         parts.append(f"without {' or '.join(_name(s, dest, values) for dest, values in wanted.items())}")

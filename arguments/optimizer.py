@@ -17,17 +17,27 @@ class OptimizerArgs:
     # ---- optimizer
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
     """Optimizer of the weights."""
-    adam_beta1: float = flag(0.9, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"))
+    adam_beta1: float = flag(
+        0.9, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+    )
     """Decay factor of Adam's first moment, from 0 to below 1."""
-    adam_beta2: float = flag(0.999, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"))
+    adam_beta2: float = flag(
+        0.999, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+    )
     """Decay factor of Adam's second moment, from 0 to below 1."""
-    adam_eps: float = flag(1e-08, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"))
+    adam_eps: float = flag(
+        1e-08, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+    )
     """Constant added to the square root of Adam's second moment."""
     sgd_momentum: float = flag(0.9, needs="optimizer=sgd")
     """Momentum of SGD, from 0 to below 1."""
-    lion_beta1: float = flag(0.95, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion"))
+    lion_beta1: float = flag(
+        0.95, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion")
+    )
     """Weight of the momentum in the mean whose sign Lion follows, from 0 to below 1."""
-    lion_beta2: float = flag(0.98, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion"))
+    lion_beta2: float = flag(
+        0.98, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion")
+    )
     """Decay factor of Lion's momentum, from 0 to below 1."""
     clip_grad: float = 1.0
     """Clip the global gradient norm to this value; 0: do not clip."""
@@ -68,7 +78,9 @@ class OptimizerArgs:
     """Length of the linear warm-up, in samples."""
     lr_warmup_init: float = flag(0.0, needs="lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction")
     """Learning rate that the warm-up starts from."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential", needs="lr_decay_style=WSD")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", needs="lr_decay_style=WSD"
+    )
     """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = flag(None, needs="lr_decay_style=WSD")
     """Length of the final decay of WSD, in iterations."""
@@ -81,10 +93,16 @@ class OptimizerArgs:
     mup_width_mult: float = flag(1.0, needs="use_mup")
     """muP: factor that scales learning rates and Adam's epsilon, per parameter. Always --hidden-size /
     --mup-base-hidden-size."""
-    override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler", needs="load or auto_resume")
+    override_opt_param_scheduler: bool = flag(
+        False, "--override-opt_param-scheduler", "--override-opt-param-scheduler", needs="load or auto_resume"
+    )
     """Use the schedules of this command line instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler", needs="load or auto_resume")
+        False,
+        "--use-checkpoint-opt_param-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+        needs="load or auto_resume",
+    )
     """Use the checkpoint's schedules instead of those of this command line."""
     warmup: int | None = None
     """Old warm-up percentage; use --lr-warmup-fraction."""
@@ -111,7 +129,9 @@ class OptimizerArgs:
     """Overlap copies to and from the host with the optimizer step."""
     pin_cpu_grads: bool = flag(True, off=("--no-pin-cpu-grads",), needs="optimizer_cpu_offload")
     """Pin host memory of offloaded gradients."""
-    pin_cpu_params: bool = flag(True, off=("--no-pin-cpu-params",), needs="optimizer_cpu_offload or chunked_optimizer_state_offload")
+    pin_cpu_params: bool = flag(
+        True, off=("--no-pin-cpu-params",), needs="optimizer_cpu_offload or chunked_optimizer_state_offload"
+    )
     """Pin host memory of offloaded parameters."""
     chunked_optimizer_state_offload: bool = flag(
         False, "--chunked-optimizer-state-offload", "--offload-optimizer-states"

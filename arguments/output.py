@@ -88,7 +88,9 @@ class OutputArgs:
     """I/O priority of the background writer."""
     async_ckpt_use_cpu_shm: bool = False
     """Pass tensors to the background writer through shared memory."""
-    save_tokenizer_assets: bool = flag(True, off=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"), needs="save")
+    save_tokenizer_assets: bool = flag(
+        True, off=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"), needs="save"
+    )
     """Copy tokenizer files into checkpoints."""
     verify_integrity: bool = flag(False, needs="save or load or pretrained_checkpoint")
     """Write hashes of checkpoint files, and verify them when they are loaded."""
@@ -127,7 +129,9 @@ class OutputArgs:
     """Take the parallel sizes from the checkpoint too."""
     use_tokenizer_model_from_checkpoint_args: bool = flag(
         True,
-        off=("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"), needs="use_checkpoint_args")
+        off=("--no-use-tokenizer-model-from-checkpoint-args", "--disable-use-tokenizer-model-from-checkpoint-args"),
+        needs="use_checkpoint_args",
+    )
     """Take the tokenizer from the checkpoint (with --use-checkpoint-args)."""
     auto_resume: bool = False
     """Resume from the newest complete checkpoint under --save if there is one, else start as the other flags say.
@@ -138,7 +142,9 @@ class OutputArgs:
     """Continue as if the checkpoint were of this iteration."""
 
     # ---- checkpoint format
-    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag("torch_dist", needs="save or use_megatron_fsdp")
+    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = flag(
+        "torch_dist", needs="save or use_megatron_fsdp"
+    )
     """Format of saved checkpoints."""
     auto_detect_ckpt_format: bool = False
     """Detect the format of the checkpoint to load."""
@@ -268,7 +274,8 @@ class OutputArgs:
     log_timers_to_tensorboard: bool = flag(False, needs=_TRACKERS)
     """Write timers to TensorBoard."""
     log_loss_scale_to_tensorboard: bool = flag(
-        True, off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"), needs=_TRACKERS)
+        True, off=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"), needs=_TRACKERS
+    )
     """Write the loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = flag(False, needs=_TRACKERS)
     """Write validation perplexity to TensorBoard."""

@@ -43,8 +43,7 @@ def dynamic_cp_sizes(num_ranks: int, smallest: int) -> tuple[int, ...]:
 
 _PLANS = "validate_only or dry_run or fake_process_group"
 _VIRTUAL_STAGES = (
-    "num_virtual_stages_per_pipeline_rank or num_layers_per_virtual_pipeline_stage or "
-    "pipeline_model_parallel_layout"
+    "num_virtual_stages_per_pipeline_rank or num_layers_per_virtual_pipeline_stage or pipeline_model_parallel_layout"
 )
 _BF16_GRADS = "grad_reduce_in_bf16 or main_grads_dtype=bf16"
 _SHARDED_GRADS = "data_parallel_sharding_strategy=optim_grads or data_parallel_sharding_strategy=optim_grads_params"
@@ -91,9 +90,13 @@ class ParallelArgs:
     """Number of layers of one virtual pipeline stage. Unset: no virtual stages."""
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, needs="pipeline_model_parallel_size")
     """Number of virtual stages of one pipeline rank (VPP). Unset: no virtual stages."""
-    microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage", needs=_VIRTUAL_STAGES)
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None, "--microbatch-group-size-per-virtual-pipeline-stage", needs=_VIRTUAL_STAGES
+    )
     """Number of consecutive microbatches that a virtual stage runs. Unset: the pipeline size."""
-    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = flag(None, needs="pipeline_model_parallel_size")
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = flag(
+        None, needs="pipeline_model_parallel_size"
+    )
     """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
     zero-bubble computes weight gradients separately, where a stage would wait; the results are the same."""
     account_for_embedding_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
@@ -119,7 +122,9 @@ class ParallelArgs:
     cp_comm_type: list[str] = flag(["p2p"], needs="context_parallel_size or dynamic_context_parallel")
     """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per
     layer (the last one serves multi-token prediction too)."""
-    hierarchical_context_parallel_sizes: list[int] | None = flag(None, needs="context_parallel_size or dynamic_context_parallel")
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None, needs="context_parallel_size or dynamic_context_parallel"
+    )
     """Sizes of the two levels of --cp-comm-type a2a+p2p: neighbors that exchange heads, and number of such groups
     in the ring."""
     hybrid_context_parallel: bool = False
@@ -139,7 +144,9 @@ class ParallelArgs:
     pad_packed_seq_alignment: str | None = flag(None, needs="use_varlen_dataset or sft")
     """Pad packed microbatches to multiples of this number of tokens per context-parallel rank, or to
     --max-seqlen-per-dp-cp-rank (max)."""
-    thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(None, needs="pad_packed_seq_alignment")
+    thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(
+        None, needs="pad_packed_seq_alignment"
+    )
     """What the padding of --pad-packed-seq-alignment is: a separate sequence, or a part of the last one. Unset:
     append_dummy_seq."""
     thd_max_packed_sequences: int | None = flag(None, needs="use_varlen_dataset or sft")
@@ -164,13 +171,21 @@ class ParallelArgs:
     tp_comm_overlap_cfg: str | None = flag(None, needs="tp_comm_overlap", path="local")
     """YAML file with settings of --tp-comm-overlap by GEMM, as TransformerEngine reads them; the local layers read the
     numbers of chunks of reduce-scatters."""
-    tp_comm_bulk_wgrad: bool = flag(True, off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"), needs="tp_comm_overlap")
+    tp_comm_bulk_wgrad: bool = flag(
+        True, off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"), needs="tp_comm_overlap"
+    )
     """Overlap the weight-gradient GEMM with the reduce-scatter, in TransformerEngine's layers. Local ones always do."""
-    tp_comm_bulk_dgrad: bool = flag(True, off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"), needs="tp_comm_overlap")
+    tp_comm_bulk_dgrad: bool = flag(
+        True, off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"), needs="tp_comm_overlap"
+    )
     """Overlap the input-gradient GEMM with the all-gather, in TransformerEngine's layers. Local ones always do."""
-    tp_comm_overlap_ag: bool = flag(True, off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"), needs="tp_comm_overlap")
+    tp_comm_overlap_ag: bool = flag(
+        True, off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"), needs="tp_comm_overlap"
+    )
     """Overlap the all-gather before a GEMM with it, as a ring."""
-    tp_comm_overlap_rs: bool = flag(True, off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"), needs="tp_comm_overlap")
+    tp_comm_overlap_rs: bool = flag(
+        True, off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"), needs="tp_comm_overlap"
+    )
     """Overlap the reduce-scatter after a GEMM with it, in chunks."""
     tp_comm_overlap_rs_dgrad: bool = flag(False, needs="tp_comm_overlap")
     """Overlap the reduce-scatter with the input-gradient GEMM, in chunks."""
@@ -208,7 +223,9 @@ class ParallelArgs:
     """Pad buckets to sizes at which NCCL reaches a high bandwidth."""
     ddp_average_in_collective: bool = flag(False, needs="data_ranks")
     """Let the collective average gradients instead of scaling them before it."""
-    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(False, needs=("use_distributed_optimizer", "data_ranks", _BF16_GRADS))
+    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
+        False, needs=("use_distributed_optimizer", "data_ranks", _BF16_GRADS)
+    )
     """Reduce bf16 gradients with accumulation in fp32."""
     ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([], needs=_BF16_GRADS)
     """Name patterns of parameters whose gradients accumulate locally in fp32."""
@@ -222,20 +239,28 @@ class ParallelArgs:
     """Shard parameters, gradients and optimizer states over data-parallel ranks (Megatron's FSDP)."""
     use_torch_fsdp2: bool = False
     """Shard parameters, gradients and optimizer states over data-parallel ranks (torch's fully_shard)."""
-    torch_fsdp2_reshard_after_forward: bool = flag(True, off=("--torch-fsdp2-no-reshard-after-forward",), needs="use_torch_fsdp2")
+    torch_fsdp2_reshard_after_forward: bool = flag(
+        True, off=("--torch-fsdp2-no-reshard-after-forward",), needs="use_torch_fsdp2"
+    )
     """Free gathered parameters after the forward pass."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
-        flag("optim_grads_params", needs="use_megatron_fsdp")
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = flag(
+        "optim_grads_params", needs="use_megatron_fsdp"
     )
     """What --use-megatron-fsdp shards: nothing, optimizer states, gradients too, or parameters too."""
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag("no_shard", needs=("use_megatron_fsdp", "num_distributed_optimizer_instances"))
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
+        "no_shard", needs=("use_megatron_fsdp", "num_distributed_optimizer_instances")
+    )
     """What Megatron's FSDP shards over the instances of the distributed optimizer, besides inside each: nothing, or
     optimizer states."""
     megatron_fsdp_version: Literal[1, 2] = 1
     """Generation of Megatron's FSDP."""
-    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag("fp32", needs=("use_megatron_fsdp", "bf16 or fp16"))
+    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
+        "fp32", needs=("use_megatron_fsdp", "bf16 or fp16")
+    )
     """Format of main parameters in Megatron's FSDP: fp32, or that of the model (auto, or its name)."""
-    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag("auto", needs=("use_megatron_fsdp", "bf16 or fp16"))
+    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
+        "auto", needs=("use_megatron_fsdp", "bf16 or fp16")
+    )
     """Format of main gradients in Megatron's FSDP."""
     megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag("auto", needs="use_megatron_fsdp")
     """Format in which Megatron's FSDP reduces gradients."""
@@ -254,7 +279,14 @@ class ParallelArgs:
     """Size of one communication of Megatron's FSDP, in elements."""
     keep_fp8_transpose_cache: bool = False
     """Cache transposed fp8 weights."""
-    enable_full_sharding_in_hsdp: bool = flag(False, needs=("use_megatron_fsdp", "num_distributed_optimizer_instances", "data_parallel_sharding_strategy=optim_grads_params"))
+    enable_full_sharding_in_hsdp: bool = flag(
+        False,
+        needs=(
+            "use_megatron_fsdp",
+            "num_distributed_optimizer_instances",
+            "data_parallel_sharding_strategy=optim_grads_params",
+        ),
+    )
     """The same as --outer-dp-sharding-strategy optim."""
     create_all_gather_group: bool = False
     """Create a separate group for parameter gathers."""
@@ -297,15 +329,24 @@ class ParallelArgs:
     flight_recorder_trace_buffer_size: int = flag(2000, needs="flight_recorder_dump_path")
     """Number of events that the flight recorder stores."""
     flight_recorder_dump_on_timeout: bool = flag(
-        True, off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout"), needs="flight_recorder_dump_path")
+        True,
+        off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout"),
+        needs="flight_recorder_dump_path",
+    )
     """Write the flight recorder when a collective times out."""
     flight_recorder_include_stack_trace: bool = flag(False, needs="flight_recorder_dump_path")
     """Record stack traces in the flight recorder."""
     flight_recorder_include_only_active: bool = flag(
-        True, off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active"), needs="flight_recorder_dump_path")
+        True,
+        off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active"),
+        needs="flight_recorder_dump_path",
+    )
     """Write only unfinished collectives to the flight recorder's file."""
     flight_recorder_extra_dump_on_exec: bool = flag(
-        True, off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec"), needs="flight_recorder_dump_path")
+        True,
+        off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec"),
+        needs="flight_recorder_dump_path",
+    )
     """Write the flight recorder's file once more when a program is executed."""
 
     @property

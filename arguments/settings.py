@@ -186,7 +186,9 @@ class Settings:
         source, why = self.source[dest], self.why.get(dest, "")
         if source not in ("default", "derived"):
             return self.shown(dest)
-        return f"{self.shown(dest)} ({why if source == 'derived' and why.startswith('from --') else source})"
+        if source == "default" or not why:
+            return f"{self.shown(dest)} ({source})"
+        return f"{self.shown(dest)} ({why if why.startswith('from --') else f'derived: {why}'})"
 
     def violation(self, message: str, *dests: str, kind: str = "rule", **values: object) -> Violation:
         """Return the violation of a rule about the flags in its message, the most important first.

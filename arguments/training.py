@@ -250,7 +250,9 @@ class TrainingArgs:
     loss_spike_factor: float | None = flag(None, needs="check_for_spiky_loss")
     """Treat a loss above this factor times the median of the last hundred iterations as a spike (with
     --check-for-spiky-loss)."""
-    on_loss_spike: Literal["report", "skip", "stop"] = flag("report", needs="check_for_spiky_loss or check_for_large_grads")
+    on_loss_spike: Literal["report", "skip", "stop"] = flag(
+        "report", needs="check_for_spiky_loss or check_for_large_grads"
+    )
     """Action when a rerun reproduces a spike of the loss or the gradient norm: report it, skip the update, or stop."""
     check_weight_hash_across_dp_replicas_interval: int | None = flag(None, needs="data_ranks")
     """Number of iterations between comparisons of weights across data-parallel ranks. Unset: never."""
@@ -261,7 +263,9 @@ class TrainingArgs:
     iteration and report how far the results differ. disabled: no reruns (exit code 1)."""
     error_injection_rate: int = flag(0, needs=_CHECKS)
     """Corrupt the result of one rank in about one of this many iterations (to test --rerun-mode)."""
-    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag("transient_error", needs="error_injection_rate")
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
+        "transient_error", needs="error_injection_rate"
+    )
     """transient_error: wrong once; persistent_error: wrong as long as the machines are the same; correct_result: wrong
     on every rank."""
     result_rejected_tracker_filename: str | None = flag(None, needs=_CHECKS, path="local")

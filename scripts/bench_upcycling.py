@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=150, help="of the dense model")
     parser.add_argument("--more", type=int, default=75, help="iterations after upcycling")
     parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--data", type=local_path, help="folder with text and tokenizer of a quickstart (default: make them)")
+    parser.add_argument(
+        "--data", type=local_path, help="folder with text and tokenizer of a quickstart (default: make them)"
+    )
     options = parser.parse_args()
     data, dense = options.data or options.folder / "data", options.folder / "dense"
     if options.data is None:

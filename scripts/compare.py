@@ -34,7 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs to compare")
-    parser.add_argument("--scaling", metavar="RUNS", type=local_path, help="fit scaling laws to all runs below this folder")
+    parser.add_argument(
+        "--scaling", metavar="RUNS", type=local_path, help="fit scaling laws to all runs below this folder"
+    )
     parser.add_argument("--predict", metavar="FLOPS", type=float, nargs="+", default=[], help="losses at this compute")
     parser.add_argument("--report-html", metavar="FILE", type=local_path, help="write the report with pictures, too")
     return parser

@@ -32,8 +32,12 @@ def main(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("traces", nargs="+", type=local_path, metavar="TRACE", help="trace of a rank, or the folder of all")
-    parser.add_argument("--report-html", type=local_path, metavar="FILE", help="write a page with the table and the picture")
+    parser.add_argument(
+        "traces", nargs="+", type=local_path, metavar="TRACE", help="trace of a rank, or the folder of all"
+    )
+    parser.add_argument(
+        "--report-html", type=local_path, metavar="FILE", help="write a page with the table and the picture"
+    )
     options = parser.parse_args(words)
     try:
         traces = read_traces(find_traces(options.traces))

@@ -52,7 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--confirm-run-unsafe-code", action="store_true", help=text)
     add("--output", type=local_path, metavar="FILE", help="write figures and routing statistics as JSON")
     add("--report-html", type=local_path, metavar="FILE", help="write a page with the figures and maps of the experts")
-    add("--table", type=local_path, nargs="+", metavar="FILE", help="print a Markdown table of results that were written")
+    add(
+        "--table",
+        type=local_path,
+        nargs="+",
+        metavar="FILE",
+        help="print a Markdown table of results that were written",
+    )
     return parser
 
 
@@ -72,11 +78,15 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
     """Split this script's own options from the trainer's flags; the first word is the model."""
     source = "" if words[0].startswith("-") else words[0]
     options, flags = parser.parse_known_args(words[1:] if source else words)
-    options.source = source
     problems = []
     if options.table is not None:
-        if source or flags or options.tasks:
-            problems.append("--table prints results that were written; it takes no model, tasks or flags")
+        unused = [
+            name for name, value in vars(options).items() if name != "table" and value != parser.get_default(name)
+        ]
+        if source or flags or unused:
+            problems.append(
+                "--table prints results that were written; it takes no model, tasks or flags, and no options"
+            )
     elif not source:
         problems.append("the checkpoint directory or Hugging Face folder comes first")
     elif not options.tasks:
@@ -92,6 +102,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             problems.append(f"--{name.replace('_', '-')} {path}: the file cannot be written")
     if problems:
         parser.error("; ".join(problems))
+    options.source = source
     return options, flags
 
 

@@ -50,7 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preview-tokens", type=int, default=40, help="tokens of each of them (default 40)")
     parser.add_argument("--json", type=local_path, metavar="FILE", help="write all numbers to a JSON file")
     parser.add_argument(
-        "--length-histogram", type=local_path, metavar="FILE.csv", help="write length,count of all sequences, which a plan reads"
+        "--length-histogram",
+        type=local_path,
+        metavar="FILE.csv",
+        help="write length,count of all sequences, which a plan reads",
     )
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if there are problems")
     add_tokenizer_flags(parser, "tokenizer, for text, and for checks of ids and special tokens", required=False)

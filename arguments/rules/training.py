@@ -1,9 +1,11 @@
 """Batch sizes, the length of training, warmup and decay, evaluation."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Any
 
+from arguments.optimizer import OptimizerArgs
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.settings import Limit, Settings, Violation
 from arguments.training import parse_batch_schedule
@@ -100,6 +102,9 @@ def note_flags_without_effect_in_eval(s: Settings, _f: DerivedSizes) -> None:
     unused = [s.flag(dest) for dest in TRAINING_ONLY if s.given(dest) and getattr(s, dest)]
     if unused:
         s.note(f"{', '.join(unused)} with {skip}: no effect, because nothing is trained or saved.")
+    of_updates = [s.flag(field.name) for field in fields(OptimizerArgs) if field.name in s.typed]
+    if of_updates:
+        s.note(f"{', '.join(of_updates)} with {skip}: no effect, because no weights are updated.")
     if s.eval_iters == 0 and not s.full_validation:
         s.note(f"{s.flag('eval_iters')} 0 with {skip}: nothing is evaluated; give --eval-iters N or --full-validation.")
     if s.load is None and s.pretrained_checkpoint is None and s.init_from is None:

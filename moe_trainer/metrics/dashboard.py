@@ -171,7 +171,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m moe_trainer.metrics.dashboard", allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file")
-    parser.add_argument("-o", "--output", type=local_path, metavar="FILE", help="default: dashboard.html next to the first run's file")
+    parser.add_argument(
+        "-o", "--output", type=local_path, metavar="FILE", help="default: dashboard.html next to the first run's file"
+    )
     options = parser.parse_args(argv)
     try:
         runs = read_runs(options.runs)

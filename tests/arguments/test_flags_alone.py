@@ -4,16 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from arguments import recipe
 from arguments.container import OPTIONS
 from arguments.machine import check_machine
 from arguments.needs import FACTS, notes_about
 from arguments.parse import resolve_command_line
 
-BASE = "--preset mixtral_tiny --mock-data --train-iters 2 --eval-iters 2 --eval-interval 2".split()
+PRESET = "mixtral_tiny"
 WORDS = {"window_size": ["8,0"], "init_from": ["x"], "dump_step": ["1", "x"], "preset": ["qwen3_tiny"]}
 ALONE = set(
     """
-    num_layers ffn_hidden_size num_attention_heads kv_channels group_query_attention num_query_groups value_channels
+    num_layers num_attention_heads kv_channels group_query_attention num_query_groups value_channels
     make_vocab_size_divisible_by untie_embeddings_and_output_weights normalization layernorm_epsilon
     layernorm_zero_centered_gamma apply_residual_connection_post_layernorm post_self_attn_layernorm
     post_mlp_layernorm qk_layernorm qk_l2_norm swiglu glu_linear_offset enable_hyper_connections
@@ -35,7 +36,7 @@ ALONE = set(
     cpu_offloading_num_layers seed deterministic_mode check_for_nan_in_loss_and_grad on_nan check_for_large_grads
     check_for_spiky_loss rerun_mode error_injection_rate result_rejected_tracker_filename gpu_sniff_test_interval
     manual_gc gradient_accumulation_fusion dataloader_type optimizer adam_beta1 adam_beta2 adam_eps clip_grad
-    weight_decay freeze_backbone lr min_lr lr_decay_style lr_decay_iters lr_warmup_fraction lr_warmup_iters
+    weight_decay freeze_backbone lr min_lr lr_decay_style lr_decay_iters lr_warmup_fraction
     lr_warmup_init decoupled_lr use_precision_aware_optimizer chunked_optimizer_state_offload
     dump_param_to_param_group_map bf16 fp16 on_missing_backend logit_dtype fp8 fp4 mock_data use_varlen_dataset sft
     phase_transition_iterations data_cache_path seq_length reset_position_ids reset_attention_mask eod_mask_loss
@@ -56,6 +57,50 @@ STATED = set(
 """Flags that here only say what is the case anyway, with the values that are not refused."""
 
 
+def test_conditions_name_flags_and_their_values():
+    for option in OPTIONS.values():
+        for alternative in (each for need in option.needs for each in need.split(" or ")):
+            dest, _, value = alternative.removeprefix("!").partition("=")
+            assert dest in FACTS or dest in OPTIONS, option.dest
+            assert not value or value in OPTIONS[dest].choices, option.dest
+
+
+def test_defaults_that_are_typed_are_quiet():
+    """Recipes write down Megatron's defaults."""
+    base = preset_words()
+    for option in OPTIONS.values():
+        if not option.needs or option.takes == 0 or option.default in (None, []):
+            continue
+        default = option.default if isinstance(option.default, list) else [option.default]
+        settings, _ = resolve_command_line([*base, option.spellings[0], *map(str, default)], 1)
+        assert not any(flag.startswith(option.spellings[0]) for flag, _ in settings.no_effect), option.dest
+
+
+@pytest.mark.parametrize(
+    ("words", "arch", "expected"),
+    [
+        ("--nvtx-ranges", None, "--nvtx-ranges has no effect without a CUDA device."),
+        ("--nvtx-ranges", 9, None),
+        ("--profile --pytorch-profiler-collect-shapes", 9, "has no effect without --use-pytorch-profiler."),
+        ("--profile --pytorch-profiler-collect-shapes", None, None),
+    ],
+)
+def test_what_a_device_decides_is_said_where_it_is_known(words, arch, expected):
+    settings, _ = resolve_command_line([*preset_words(), *words.split()], 1)
+    assert not any(flag in words for flag, _ in settings.no_effect)
+    notes = [text for _, text in notes_about(settings, {"cuda": arch is not None})]
+    assert notes == [] if expected is None else expected in notes[0]
+
+
+def preset_words() -> list[str]:
+    """Return a short run of the preset with its flags as words, which are read faster than its file."""
+    words = ["--mock-data"]
+    for item in recipe.load(PRESET, {}, is_run=False).parsed.given:
+        values = item.value if isinstance(item.value, list) else [item.value]
+        words += [item.spelling, *(str(value) for value in values if not isinstance(value, bool))]
+    return [*words, "--train-iters", "2", "--eval-iters", "2", "--eval-interval", "2"]
+
+
 def lines_with(option) -> Iterator[list[str]]:
     """Yield command lines that give a flag another value than its default, one for each choice."""
     if option.takes == 0:
@@ -64,27 +109,32 @@ def lines_with(option) -> Iterator[list[str]]:
     if option.dest in WORDS:
         yield [option.spellings[0], *WORDS[option.dest]]
         return
-    texts = option.choices or {"int": ("4", "2", "1"), "float": ("0.7", "0.3", "1e-4")}.get(option.type_name, ("x", "1"))
+    texts = option.choices or {"int": ("4", "2", "1"), "float": ("0.7", "0.3", "1e-4")}.get(
+        option.type_name, ("x", "1")
+    )
     for text in texts:
         if str(text) != str(option.default):
             yield [option.spellings[0], *[str(text)] * (option.takes if isinstance(option.takes, int) else 1)]
 
 
-def outcomes(option) -> set[str]:
-    """Return what comes of a flag: refused, noted, or silent; of several values that are not refused, of each."""
+def outcomes(option, base: list[str]) -> set[str]:
+    """Return what comes of a flag after a line: refused, noted or silent; for each choice, else the first valid value."""
     found = set()
     for words in lines_with(option):
-        settings, violations = resolve_command_line([*BASE, *words], 1)
+        settings, violations = resolve_command_line([*base, *words], 1)
         if any(flag in option.spellings for violation in violations for flag in violation.flags):
             found.add("refused")
             continue
+        starts = tuple(f"{spelling}{end}" for spelling in option.spellings for end in " :")
         notes = [*settings.lines(), *map(str, check_machine(settings, {}, None))]
-        is_noted = any(note.startswith(tuple(f"{spelling}{end}" for spelling in option.spellings for end in " :")) for note in notes)
-        found.add("noted" if is_noted else "silent")
+        found.add("noted" if any(note.startswith(starts) for note in notes) else "silent")
+        if not option.choices:
+            break
     return found
 
 
 def test_every_flag_acts_is_refused_or_is_noted():
-    silent = {dest for dest, option in OPTIONS.items() if "silent" in outcomes(option)}
+    base = preset_words()
+    silent = {dest for dest, option in OPTIONS.items() if "silent" in outcomes(option, base)}
     assert silent - ALONE - STATED == set(), "no effect and no note: see flag(needs=...); or they act alone: see ALONE"
     assert (ALONE | STATED) - silent == set(), "these are refused or noted when they are given alone"

@@ -164,7 +164,11 @@ def test_tokens_are_parsed_as_argparse_does():
 
 def differing(argv) -> set[str]:
     megatron, ours = parse_with_megatron(argv), parse_with_ours(argv)
-    return {dest for dest in ours if dest in megatron and dest not in {*PARSED, *OWN_DEFAULTS} and megatron[dest] != ours[dest]}
+    return {
+        dest
+        for dest in ours
+        if dest in megatron and dest not in {*PARSED, *OWN_DEFAULTS} and megatron[dest] != ours[dest]
+    }
 
 
 def test_recipes_are_parsed_as_argparse_does(shared):

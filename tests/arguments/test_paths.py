@@ -31,7 +31,9 @@ def test_flags_refuse_what_is_no_local_path(text):
 
 def test_flags_that_name_files_say_so():
     names = re.compile(r"(path|dir|file|filename|save|load|checkpoint)$")
-    unmarked = {dest for dest, option in OPTIONS.items() if option.type_name == "str" and names.search(dest) and not option.path}
+    unmarked = {
+        dest for dest, option in OPTIONS.items() if option.type_name == "str" and names.search(dest) and not option.path
+    }
     assert {dest for dest in unmarked if get_flag_status(dest)[0] == "acts"} == set()
 
 
