@@ -10,7 +10,6 @@ from typing import Literal
 from arguments.mup import width_mult
 from arguments.schema import flag, int_pair, layer_pattern
 
-
 _GATED = "swiglu or quick_geglu"
 _ROTARY = "position_embedding_type=rope or position_embedding_type=yarn"
 _YARN = "position_embedding_type=yarn or rope_type=yarn"

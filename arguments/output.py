@@ -9,7 +9,6 @@ from typing import Literal
 
 from arguments.schema import flag
 
-
 _PLANS = "validate_only or dry_run or fake_process_group"
 _LOADS = "load or pretrained_checkpoint"
 _RESUMES = "load or pretrained_checkpoint or auto_resume"

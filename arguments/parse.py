@@ -1,8 +1,9 @@
 """argv -> Arguments: parse, apply the recipe, resolve, check, freeze.
 
 tokens.py parses flags; recipe.py reads a preset; rules/ derives values and finds contradictions; apply_flag_status.py
-rejects what is not implemented and notes what never has an effect, needs.py what has none here; container.py freezes. All violations are collected and
-reported at once. Of the machine, only environment variables that a recipe names are read.
+rejects what is not implemented and notes what never has an effect, needs.py what has none here; container.py freezes.
+All violations are collected and reported at once. Of the machine, only environment variables that a recipe names are
+read.
 """
 
 import os

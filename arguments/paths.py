@@ -9,7 +9,7 @@ _UNEXPANDED = re.compile(r"~|.*\$[A-Za-z_{(]", re.DOTALL)
 
 
 def find_path_problem(text: str, *, may_be_url: bool = False, may_have_variables: bool = False) -> str | None:
-    """Return why a text is no local path, None if it is one: a folder of that name would be made, or missed, silently."""
+    """Return why a text is no local path (a folder of that name would be made silently), or None."""
     if not may_be_url and _URL.match(text):
         return "this is a URL, and a local path is needed"
     if not may_have_variables and _UNEXPANDED.match(text):

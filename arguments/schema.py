@@ -96,8 +96,8 @@ class Option:
     """One flag as the parser sees it.
 
     `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
-    value; `choices` are the allowed values, or None; `default` is Megatron's; `needs` are conditions (needs.py); `path` is the kind of
-    path that a value is, or None.
+    value; `choices` are the allowed values, or None; `default` is Megatron's; `needs` are conditions (needs.py); `path`
+    is the kind of path that a value is, or None.
     """
 
     dest: str

@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
 from arguments.help import field_docs, help_lines
+from arguments.needs import FACTS
 from arguments.paths import local_path
 from arguments.schema import Option
 

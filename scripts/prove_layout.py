@@ -32,7 +32,6 @@ from moe_trainer.verification.random_layouts import draw_cases
 from moe_trainer.verification.report import command, markdown, result_lines, shrunk_lines, summary_lines
 from moe_trainer.verification.shrink import ParityCase, ShrinkError, ShrinkResult, as_is, shrink
 
-
 DEFAULT_TIMEOUT_S = 300.0
 
 

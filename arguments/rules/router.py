@@ -40,7 +40,7 @@ def note_no_balancing(s: Settings, f: DerivedSizes) -> None:
     losses = any(as_list(s.moe_aux_loss_coeff))
     if f.experts and f.experts > 1 and not (losses or chosen or is_even or s.moe_router_enable_expert_bias):
         s.note(
-            f"{s.shown('num_experts')}: nothing balances the load of the experts; give --moe-aux-loss-coeff above 0, or "
+            f"{s.shown('num_experts')}: nothing balances the load of the experts; give --moe-aux-loss-coeff above 0 or "
             "--moe-router-enable-expert-bias (--moe-router-load-balancing-type none: on purpose)."
         )
 
