@@ -413,7 +413,7 @@ class ModelArgs:
     fused_residual_rmsnorm: bool = False
     """Fuse the residual addition with RMSNorm."""
     use_transformer_engine_op_fuser: bool = flag(
-        False, needs=("num_experts", "moe_grouped_gemm", "transformer_impl=transformer_engine")
+        False, needs=("num_experts", "moe_grouped_gemm", "transformer_impl=transformer_engine", "cuda")
     )
     """Let TransformerEngine fuse fc1, activation and fc2 of the routed experts; token counts stay on the device."""
     use_te_activation_func: bool = False

@@ -91,6 +91,12 @@ def test_dense_model_reports_expert_flags():
     assert not silent, f"no effect on a dense model and no note: {silent} need num_experts"
 
 
+@pytest.mark.parametrize("flag", ["--lora-alpha", "--lora-dropout"])
+def test_lora_flags_without_lora_have_no_effect(flag):
+    settings, _ = resolve_command_line([*TOY, *MOE, "--moe-aux-loss-coeff", "0.1", flag, "0.5"], 1)
+    assert [name.split()[0] for name, _ in settings.no_effect] == [flag]
+
+
 def test_feature_with_a_rejected_value_is_not_called_missing():
     with pytest.raises(ArgumentError) as raised:
         parse("--phase-data-args-path", "a", "b", "--phase-transition-iterations", "0,3")
