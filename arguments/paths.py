@@ -1,7 +1,6 @@
 """Paths on the command lines of all programs: local ones, as the shell has expanded them."""
 
 import re
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
@@ -25,6 +24,8 @@ def local_prefix(text: str) -> str:
     """
     problem = find_path_problem(text)
     if problem is not None:
+        from argparse import ArgumentTypeError  # (only now: the trainer's command line needs no argparse)
+
         raise ArgumentTypeError(f"{text}: {problem}")
     return text
 

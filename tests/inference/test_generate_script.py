@@ -143,7 +143,10 @@ def main(words):
         ("ck --prompts-file chat.jsonl", '"messages" needs --apply-chat-template'),
         ("ck --prompts-file turns.jsonl --apply-chat-template", '"messages" must be a list of objects'),
         ("ck Once\udcff --max-new-tokens 4", "'Once\\udcff': not UTF-8"),
-        ("ck Once --max-new-tokens 64 --num-workers 4 --save x", "--num-workers, --save: no effect here"),
+        (
+            "ck Once --max-new-tokens 64 --num-workers 4 --exit-interval 9",
+            "--exit-interval, --num-workers: no effect here",
+        ),
         ("ck Once --max-new-tokens 64", "with 64 new ones it is longer than the model's 64 positions"),
     ],
 )
