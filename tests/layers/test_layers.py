@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from arguments import parse_args
-from arguments.layer_pattern import uses_window
 from arguments.container import OPTIONS
+from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
