@@ -243,7 +243,7 @@ def _init_process_group(args: Arguments, launch_env: LaunchEnv, device: torch.de
     minutes = args.parallel.distributed_timeout_minutes
     # in a shell of `srun --ntasks 4 --pty bash` the other ranks are never started, and this is the only line
     logger.info(
-        f"waiting for {launch_env.world_size - 1} other ranks ({launch_env.source}) at "
+        f"waiting for all {launch_env.world_size} ranks ({launch_env.source}) to meet at "
         f"{launch_env.master_addr}:{launch_env.master_port}, at most {minutes} minutes"
     )
     timeout = datetime.timedelta(minutes=minutes)
