@@ -1,13 +1,12 @@
 """Apply flag_status.py to a command line: reject what is not implemented, and note what is renamed or has no effect."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from arguments.flag_status import (
     ARCHITECTURE_FLAGS,
     NO_EFFECT,
     NOT_IMPLEMENTED,
     RENAMED,
-    REQUIRES,
     UNSUPPORTED,
 )
 from arguments.settings import Settings, Violation
@@ -35,12 +34,8 @@ def _check_unsupported(s: Settings) -> Iterator[Violation]:
             yield s.violation("{:shown}: {instead}", dest, kind="product", instead=unsupported.instead)
 
 
-def note_flag_status(s: Settings, unread: Collection[str]) -> None:
-    """Record every given flag that is renamed or has no effect.
-
-    Args:
-        unread: destinations that are given, with a value that is rejected.
-    """
+def note_flag_status(s: Settings) -> None:
+    """Record every given flag that is renamed, or that never has an effect."""
     rejected = {dest for dest in NOT_IMPLEMENTED if _is_feature_requested(s, dest)}
     for dest in s.given_dests():
         if dest in RENAMED:
@@ -48,33 +43,6 @@ def note_flag_status(s: Settings, unread: Collection[str]) -> None:
         elif dest in NO_EFFECT and dest not in rejected:
             given = s.flag(dest) if s.source[dest] == "derived" else s.shown(dest)  # not a value that a rule chose
             s.note_no_effect(given, NO_EFFECT[dest])
-    for required, dests in REQUIRES:
-        if not any(_is_on(s, name) or name.partition("=")[0] in unread for name in required):
-            requirement = " or ".join(_requirement(s, name) for name in required)
-            for dest in dests.split():
-                if s.given(dest) and s.values[dest] != s.default(dest):
-                    s.note_no_effect(s.shown(dest), f"without {requirement}")
-
-
-def _is_on(s: Settings, requirement: str) -> bool:
-    """Return whether "dest" is set (the size of a dimension: above 1), or "dest=value" holds."""
-    dest, _, wanted = requirement.partition("=")
-    value, default = s.values[dest], s.default(dest)
-    if wanted:
-        return value == wanted
-    return bool(value) and not (type(value) is int and value == default == 1)
-
-
-def _requirement(s: Settings, requirement: str) -> str:
-    dest, _, value = requirement.partition("=")
-    if value:
-        return f"{s.flag(dest)} {value}"
-    if dest in NOT_IMPLEMENTED and (values := NOT_IMPLEMENTED[dest].values):
-        return f"{s.flag(dest)} {values[0]}"
-    default = s.default(dest)
-    if default is True:  # on unless it is switched off
-        return f"what {s.flag(dest)} switches off"
-    return f"{s.flag(dest)} above 1" if isinstance(default, int) and not isinstance(default, bool) else s.flag(dest)
 
 
 def can_count_params(s: Settings, violations: list[Violation]) -> bool:

@@ -59,24 +59,31 @@ def _checked_transitions(text: str) -> str:
     return text
 
 
+_SENTENCEPIECE = (
+    "tokenizer_type=SentencePieceTokenizer or tokenizer_type=GPTSentencePieceTokenizer or "
+    "tokenizer_type=Llama2Tokenizer or metadata_path"
+)
+_HUGGING_FACE = "tokenizer_type=HuggingFaceTokenizer or metadata_path"
+
+
 @dataclass(frozen=True)
 class DataArgs:
     """Corpora, samples, tokenizer."""
 
     # ---- corpora
-    data_path: list[str] | None = flag(None, nargs="*")
+    data_path: list[str] | None = flag(None, nargs="*", path="data")
     """Data prefixes: one, several, or weights and prefixes in turn; --split divides them."""
-    split: str | None = None
+    split: str | None = flag(None, needs="data_path or data_args_path")
     """Shares of training, validation and test samples, such as 969,30,1. Unset: 969,30,1."""
-    train_data_path: list[str] | None = flag(None, nargs="*")
+    train_data_path: list[str] | None = flag(None, nargs="*", path="data")
     """Data prefixes for training, with weights or without."""
-    valid_data_path: list[str] | None = flag(None, nargs="*")
+    valid_data_path: list[str] | None = flag(None, nargs="*", path="data")
     """Data prefixes for validation, with weights or without."""
-    test_data_path: list[str] | None = flag(None, nargs="*")
+    test_data_path: list[str] | None = flag(None, nargs="*", path="data")
     """Data prefixes for test, with weights or without."""
-    data_args_path: str | None = None
+    data_args_path: str | None = flag(None, path="local")
     """File with the words of --data-path."""
-    per_split_data_args_path: str | None = None
+    per_split_data_args_path: str | None = flag(None, path="local")
     """JSON file with a list of prefixes for each of train, valid and test."""
     per_dataset_sequences_path: str | None = None
     """JSON file with the number of sequences of each dataset."""
@@ -87,20 +94,20 @@ class DataArgs:
     sample of at most --seq-length tokens."""
     sft: bool = False
     """Train on conversations: JSONL or Parquet files of messages, each conversation a sample."""
-    varlen_sbhd_validation: bool = False
+    varlen_sbhd_validation: bool = flag(False, needs="use_varlen_dataset")
     """Pad every sample of --use-varlen-dataset to --seq-length instead of packing them."""
-    varlen_mock_dataset_config_json: str | None = None
+    varlen_mock_dataset_config_json: str | None = flag(None, needs=("use_varlen_dataset", "mock_data"), path="local")
     """Lengths of samples with --use-varlen-dataset --mock-data: JSON, or a file with it. mode "distribution" needs type
     "lognormal", min_seq_len, max_seq_len, mean_seq_len and lognormal_sigma; "file" needs path, a CSV file with lengths;
     "verification" needs data_path, a data prefix that tokens are taken from. Unset: lognormal up to --seq-length."""
-    sft_mock_dataset_config_json: str | None = None
+    sft_mock_dataset_config_json: str | None = flag(None, needs=("sft", "mock_data"), path="local")
     """Lengths of samples with --sft --mock-data, as in --varlen-mock-dataset-config-json."""
     phase_transition_iterations: str | None = flag(None, parse=_checked_transitions)
     """Iterations at which a training phase ends, such as 1000,1500. The run saves and stops there, to be continued with
     another data blend; with --phase-data-args-path it continues with the next one."""
-    phase_data_args_path: list[str] | None = None
+    phase_data_args_path: list[str] | None = flag(None, needs="phase_transition_iterations", path="local")
     """One file for each training phase with the words of its blend, as in --data-args-path."""
-    data_cache_path: str | None = None
+    data_cache_path: str | None = flag(None, path="local")
     """Directory for index files. Unset: a folder next to the data."""
 
     # ---- samples
@@ -108,11 +115,13 @@ class DataArgs:
     """Length of a sample, in tokens."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
-    reset_attention_mask: bool = False
+    reset_attention_mask: bool = flag(False, needs="create_attention_mask_in_dataloader")
     """Do not attend across end-of-document tokens."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = flag(False, needs=("!use_varlen_dataset", "!sft"))
     """Compute no loss on end-of-document tokens."""
-    create_attention_mask_in_dataloader: bool = flag(True, off=("--no-create-attention-mask-in-dataloader",))
+    create_attention_mask_in_dataloader: bool = flag(
+        True, off=("--no-create-attention-mask-in-dataloader",), needs="reset_attention_mask"
+    )
     """Create the attention mask of --reset-attention-mask in the data loader."""
     dataloader_inter_document_masking: bool = False
     """Do not attend across documents: pass the lengths of documents to the attention."""
@@ -122,55 +131,55 @@ class DataArgs:
     # ---- fill-in-the-middle samples
     fim_data: bool = False
     """Rearrange documents into prefix, suffix and middle (FIM), so that the model learns to fill gaps."""
-    fim_rate: float = 0.5
+    fim_rate: float = flag(0.5, needs="fim_data")
     """Fraction of documents that are rearranged, above 0 and at most 1."""
-    fim_spm_rate: float = 0.5
+    fim_spm_rate: float = flag(0.5, needs="fim_data")
     """Fraction of rearranged documents with the suffix first (SPM) instead of the prefix (PSM), above 0 and at most
     1."""
-    fim_split_sample: str | None = None
+    fim_split_sample: str | None = flag(None, needs="fim_data")
     """Token that divides a document into fragments, which are rearranged one by one."""
-    fim_fragment_rate: float | None = None
+    fim_fragment_rate: float | None = flag(None, needs="fim_split_sample")
     """Fraction of fragments that are rearranged, with --fim-split-sample; from 0 to 1."""
-    fim_no_prefix: str | None = None
+    fim_no_prefix: str | None = flag(None, needs="fim_data")
     """Do not rearrange text that begins with these words."""
-    fim_prefix_token: str = "<fim_prefix>"
+    fim_prefix_token: str = flag("<fim_prefix>", needs="fim_data")
     """Token before the prefix."""
-    fim_middle_token: str = "<fim_middle>"
+    fim_middle_token: str = flag("<fim_middle>", needs="fim_data")
     """Token before the middle."""
-    fim_suffix_token: str = "<fim_suffix>"
+    fim_suffix_token: str = flag("<fim_suffix>", needs="fim_data")
     """Token before the suffix."""
-    fim_pad_token: str = "<fim_pad>"
+    fim_pad_token: str = flag("<fim_pad>", needs="fim_data")
     """Token that fills a sample that has become shorter."""
-    fim_eod_token: str = "<|endoftext|>"
+    fim_eod_token: str = flag("<|endoftext|>", needs="fim_data")
     """Token that ends a document."""
 
     # ---- reading
     num_workers: int = 2
     """Number of data-loading processes per rank; 0: load in the training process."""
-    mmap_bin_files: bool = flag(True, off=("--no-mmap-bin-files",))
+    mmap_bin_files: bool = flag(True, off=("--no-mmap-bin-files",), needs="!mock_data")
     """Map .bin files into memory instead of reading them."""
     num_dataset_builder_threads: int = 1
     """Number of threads per rank that build datasets."""
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: float = flag(0.005, needs="!mock_data")
     """Fraction by which each dataset of a blend has more samples than its share."""
     dataloader_fast_cache_load: bool = False
     """Trust that index files exist and skip the checks."""
     dataloader_defer_npy_index_mmap: bool = False
     """Map index files on first use."""
-    object_storage_cache_path: str | None = None
+    object_storage_cache_path: str | None = flag(None, path="local")
     """Local directory for data in object storage (s3://, gs://, msc://): whole indices, and blocks of .bin files."""
-    object_storage_cache_gb: float = 16.0
+    object_storage_cache_gb: float = flag(16.0, needs="object_storage_cache_path")
     """Bound of the blocks in --object-storage-cache-path, in GiB, over all processes that share the directory."""
-    object_storage_read_ahead: int = 32
+    object_storage_read_ahead: int = flag(32, needs="object_storage_cache_path")
     """Number of microbatches before their turn at which their blocks are read from object storage."""
 
     # ---- text that is tokenized while it is read (--dataloader-type external)
-    document_source: str | None = None
+    document_source: str | None = flag(None, needs="dataloader_type=external")
     """MODULE:CALLABLE: a function from a name of --train-data-path to its documents (see the manual). Unset: files
     .jsonl, .parquet and .arrow."""
-    document_text_key: str = "text"
+    document_text_key: str = flag("text", needs="dataloader_type=external")
     """Key or column of the text."""
-    document_streams: int = 16
+    document_streams: int = flag(16, needs="dataloader_type=external")
     """Number of streams into which the documents are divided, at best a multiple of micro-batch size times
     data-parallel size. It decides which sample comes when, and must not change during a run."""
 
@@ -193,11 +202,13 @@ class DataArgs:
         | None
     ) = None
     """Kind of tokenizer. Unset: GPT2BPETokenizer."""
-    tokenizer_model: str | None = None
+    tokenizer_model: str | None = flag(
+        None, needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=GPT2BPETokenizer or metadata_path"), path="local"
+    )
     """Model file, directory or hub name of the tokenizer."""
-    vocab_file: str | None = None
+    vocab_file: str | None = flag(None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="local")
     """Vocabulary file of the GPT-2 BPE tokenizer."""
-    merge_file: str | None = None
+    merge_file: str | None = flag(None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="local")
     """Merge file of the GPT-2 BPE tokenizer."""
     vocab_size: int | None = flag(None, restore="always")
     """Vocabulary size before padding. Unset: the tokenizer's."""
@@ -205,15 +216,20 @@ class DataArgs:
     """Vocabulary size after padding. Unset: computed from the vocabulary size."""
     pad_vocab_size: bool = flag(True, off=("--no-pad-vocab-size", "--disable-pad-vocab-size"))
     """Pad the vocabulary size to a multiple that ranks can shard."""
-    metadata_path: str | None = flag(None, "--tokenizer-metadata")
+    metadata_path: str | None = flag(
+        None,
+        "--tokenizer-metadata",
+        needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=SFTTokenizer"),
+        path="local",
+    )
     """File or directory with the tokenizer's metadata."""
-    special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens")
+    special_tokens: list[str] | None = flag(None, "--tokenizer-special-tokens", needs="!tokenizer_type=NullTokenizer")
     """Special tokens to add to the tokenizer."""
-    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    tiktoken_pattern: Literal["v1", "v2"] | None = flag(None, needs="tokenizer_type=TikTokenizer or metadata_path")
     """Pre-tokenization pattern of tiktoken."""
-    tiktoken_num_special_tokens: int = 1000
+    tiktoken_num_special_tokens: int = flag(1000, needs="tokenizer_type=TikTokenizer or metadata_path")
     """Number of special tokens of the tiktoken tokenizer."""
-    tokenizer_sentencepiece_legacy: bool = False
+    tokenizer_sentencepiece_legacy: bool = flag(False, needs=_SENTENCEPIECE)
     """Use SentencePiece's legacy treatment of special tokens."""
     tokenizer_sentencepiece_ignore_extra_whitespaces: bool = flag(
         True,
@@ -221,25 +237,26 @@ class DataArgs:
             "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
             "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
         ),
+        needs=_SENTENCEPIECE,
     )
     """Let SentencePiece drop repeated blanks."""
-    tokenizer_hf_no_use_fast: bool = False
+    tokenizer_hf_no_use_fast: bool = flag(False, needs=_HUGGING_FACE)
     """Use the slow implementation of a Hugging Face tokenizer."""
-    tokenizer_hf_no_include_special_tokens: bool = False
+    tokenizer_hf_no_include_special_tokens: bool = flag(False, needs=_HUGGING_FACE)
     """Do not let a Hugging Face tokenizer add special tokens to texts."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = flag(False, needs=_HUGGING_FACE)
     """Allow a Hugging Face tokenizer to run code from the hub."""
-    null_tokenizer_eod_id: int | None = None
+    null_tokenizer_eod_id: int | None = flag(None, needs="tokenizer_type=NullTokenizer")
     """End-of-document token of the null tokenizer, as an id."""
-    null_tokenizer_pad_id: int = -1
+    null_tokenizer_pad_id: int = flag(-1, needs="tokenizer_type=NullTokenizer")
     """Pad token of the null tokenizer, as an id."""
     use_gigatoken: bool = False
     """Use the gigatoken library for tokenization."""
-    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
+    sft_tokenizer_prompt_format: str = flag("nemotron-h-aligned", needs="tokenizer_type=SFTTokenizer")
     """How SFTTokenizer writes a conversation: nemotron-h-aligned, nemotron-nano-v2, identity; default: by the chat
     template of the tokenizer, with loss on all tokens; assistant (not in Megatron-LM): the same with loss on the
     assistant's turns only."""
-    chat_template: str | None = None
+    chat_template: str | None = flag(None, needs="tokenizer_type=SFTTokenizer")
     """Chat template in place of the tokenizer's, as Jinja text or a file with it."""
 
     @property

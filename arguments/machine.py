@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from arguments.container import OPTIONS, Arguments
+from arguments.needs import CUDA, notes_about
 from arguments.rules.derived_sizes import DerivedSizes, derive_sizes
 from arguments.settings import Settings, Violation
 
@@ -33,10 +34,11 @@ Rule = Callable[[Settings, DerivedSizes, Mapping[str, str], int], Iterator[Viola
 def check_machine(args: Arguments | Settings, env: Mapping[str, str], arch: int | None) -> list[Violation]:
     """Check resolved arguments against an environment and a GPU generation (major compute capability; None: a CPU)."""
     s = _flat(args)
+    idle = [_finding(s, note, dest, kind="note") for dest, note in notes_about(s, {CUDA: arch is not None})]
     if arch is None:
-        return list(profiling_on_a_cpu(s))
+        return [*idle, *profiling_on_a_cpu(s)]
     facts = derive_sizes(s, None)
-    return [violation for rule in RULES for violation in rule(s, facts, env, arch)]
+    return [*idle, *(violation for rule in RULES for violation in rule(s, facts, env, arch))]
 
 
 def check_packages(args: Arguments | Settings, versions: Mapping[str, str]) -> list[Violation]:
@@ -115,6 +117,7 @@ def _flat(args: Arguments | Settings) -> Settings:
     s.values.update(args.as_dict())
     s.spelling.update(args.spelling)
     s.source.update(args.source)
+    s.requests.update({dest: (s.values[dest], s.source[dest]) for dest in s.spelling})
     return s
 
 
@@ -243,9 +246,6 @@ def gpu_generation(s: Settings, _f: DerivedSizes, _environment: Mapping[str, str
 
 def profiling_on_a_cpu(s: Settings) -> Iterator[Violation]:
     """Note what marks for nsys are replaced by: the CUDA driver starts and stops its recording."""
-    for dest in ("nvtx_ranges", "record_shapes"):
-        if getattr(s, dest):
-            yield _finding(s, f"{s.flag(dest)} has no effect on a CPU: nsys records CUDA devices.", dest, kind="note")
     if s.profile and not s.use_pytorch_profiler:
         message = f"{s.flag('profile')}: on a CPU torch's profiler writes a trace, as with --use-pytorch-profiler."
         yield _finding(s, message, "profile", kind="note")

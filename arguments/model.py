@@ -10,6 +10,18 @@ from typing import Literal
 from arguments.mup import width_mult
 from arguments.schema import flag, int_pair, layer_pattern
 
+_GATED = "swiglu or quick_geglu"
+_ROTARY = "position_embedding_type=rope or position_embedding_type=yarn"
+_YARN = "position_embedding_type=yarn or rope_type=yarn"
+_MIXERS = (
+    "experimental_attention_variant=gdn or experimental_attention_variant=kda or "
+    "experimental_attention_variant=short_conv"
+)
+_LINEAR = "experimental_attention_variant=gdn or experimental_attention_variant=kda"
+_INDEXERS = "experimental_attention_variant=dsa or experimental_attention_variant=dsv4_hybrid"
+_DSA = "experimental_attention_variant=dsa"
+_COMPRESSED = "experimental_attention_variant=dsv4_hybrid"
+
 
 @dataclass(frozen=True)
 class ModelArgs:
@@ -29,9 +41,9 @@ class ModelArgs:
     """Number of channels of one attention head. Unset: hidden size / heads."""
     group_query_attention: bool = flag(False, restore="always")
     """Share each key/value head among a group of query heads."""
-    num_query_groups: int = flag(1, restore="always")
+    num_query_groups: int = flag(1, restore="always", needs="group_query_attention")
     """Number of key/value heads, with --group-query-attention."""
-    window_num_query_groups: int | None = flag(None, restore="always")
+    window_num_query_groups: int | None = flag(None, restore="always", needs="window_size")
     """Number of key/value heads of layers with a window. Unset: --num-query-groups. A flag of this program."""
     value_channels: int | None = flag(None, restore="always")
     """Number of channels of a value head. Unset: --kv-channels, as queries and keys have. A flag of this program."""
@@ -77,17 +89,17 @@ class ModelArgs:
     """Use squared ReLU in feed-forward layers instead of GELU."""
     quick_geglu: bool = flag(False, restore="always")
     """Use gated feed-forward layers with the sigmoid approximation of GELU."""
-    glu_linear_offset: float = flag(0.0, restore="always")
+    glu_linear_offset: float = flag(0.0, restore="always", needs=_GATED)
     """Constant added to the linear half of a gated feed-forward layer."""
     enable_hyper_connections: bool = flag(False, restore="always")
     """Use several residual streams instead of one; weights of every token mix them (DeepSeek-V4)."""
-    num_residual_streams: int = flag(4, restore="always")
+    num_residual_streams: int = flag(4, restore="always", needs="enable_hyper_connections")
     """Number of residual streams of hyper-connections."""
-    mhc_sinkhorn_iterations: int = flag(20, restore="always")
+    mhc_sinkhorn_iterations: int = flag(20, restore="always", needs="enable_hyper_connections")
     """Number of normalizations that make a mixing matrix of streams doubly stochastic."""
-    mhc_init_gating_factor: float = flag(0.01, restore="never")
+    mhc_init_gating_factor: float = flag(0.01, restore="never", needs="enable_hyper_connections")
     """First value of the factors of what a hyper-connection computes from its token."""
-    activation_func_clamp_value: float | None = flag(None, restore="always")
+    activation_func_clamp_value: float | None = flag(None, restore="always", needs=_GATED)
     """Clamp both halves of a gated activation to this magnitude. Unset: no limit."""
     use_fused_weighted_squared_relu: bool = flag(False, restore="never")
     """Fuse squared ReLU with the multiplication by the router's probability."""
@@ -114,49 +126,58 @@ class ModelArgs:
     """Deprecated spelling of --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",), restore="never")
     """Add a learned position table (Megatron's old switch; only rope ignores it)."""
-    rotary_base: int = flag(10000, restore="always")
+    rotary_base: int = flag(10000, restore="always", needs=_ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, restore="always")
+    rotary_percent: float = flag(1.0, restore="always", needs=(_ROTARY, "!multi_latent_attention or rope_type=rope"))
     """Fraction of each head's channels that is rotated, above 0 and at most 1."""
-    rotary_interleaved: bool = flag(False, restore="always")
+    rotary_interleaved: bool = flag(False, restore="always", needs=_ROTARY)
     """Rotate neighboring pairs of channels instead of the two halves."""
-    rotary_seq_len_interpolation_factor: int | None = flag(None, restore="always")
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, restore="always", needs=("position_embedding_type=rope", "!multi_latent_attention")
+    )
     """Divide positions by this factor (linear interpolation)."""
-    use_rope_scaling: bool = flag(False, restore="always")
+    use_rope_scaling: bool = flag(
+        False, restore="always", needs=("position_embedding_type=rope", "!multi_latent_attention")
+    )
     """Scale rotary frequencies as Llama 3 does, low ones most."""
-    rope_scaling_factor: float = flag(8.0, restore="always")
+    rope_scaling_factor: float = flag(8.0, restore="always", needs="use_rope_scaling")
     """Factor by which --use-rope-scaling extends the context."""
-    rope_scaling_high_freq_factor: float = flag(4.0, restore="always")
+    rope_scaling_high_freq_factor: float = flag(4.0, restore="always", needs="use_rope_scaling")
     """Rotations per 8192 tokens above which --use-rope-scaling leaves a channel alone: 4 in Llama 3, 1 in Llama 4
     Scout. A flag of this program."""
-    rope_type: Literal["rope", "yarn"] | None = flag(None, restore="always")
+    rope_type: Literal["rope", "yarn"] | None = flag(None, restore="always", needs="multi_latent_attention")
     """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_ROTARY)
     """Layers without rotary embedding: every N-th, or a pattern with 1 for each of them and 0 for the others."""
-    rotary_base_per_layer: list[float] | None = flag(None, restore="always")
+    rotary_base_per_layer: list[float] | None = flag(None, restore="always", needs=_ROTARY)
     """Base of the rotary frequencies of each layer, one number for each. Unset: --rotary-base in all."""
-    window_rotary_percent: float | None = flag(None, restore="always")
+    window_rotary_percent: float | None = flag(None, restore="always", needs="window_size")
     """Fraction of each head's channels that layers with a window rotate. Unset: --rotary-percent. A flag of this
     program."""
-    window_rope_unscaled: bool = flag(False, restore="always")
+    window_rope_unscaled: bool = flag(False, restore="always", needs="window_size")
     """Leave positions of layers with a window as they are; YaRN and other scalings act on the others. A flag of this
     program."""
-    yarn_original_max_position_embeddings: int | None = flag(None, restore="always")
+    yarn_original_max_position_embeddings: int | None = flag(
+        None, restore="always", needs=(_YARN, "rotary_scaling_factor")
+    )
     """Context length, in tokens, that YaRN extends."""
-    yarn_beta_fast: float | None = flag(None, restore="always")
+    yarn_beta_fast: float | None = flag(None, restore="always", needs=(_YARN, "rotary_scaling_factor"))
     """YaRN: rotations per context above which a channel is left alone."""
-    yarn_beta_slow: float | None = flag(None, restore="always")
+    yarn_beta_slow: float | None = flag(None, restore="always", needs=(_YARN, "rotary_scaling_factor"))
     """YaRN: rotations per context below which a channel is interpolated fully."""
     yarn_correction_range_round_to_int: bool | None = flag(
         None,
         "--yarn-correction-range-round-to-int",
         off=("--no-yarn-correction-range-round-to-int",),
         restore="always",
+        needs=(_YARN, "rotary_scaling_factor"),
     )
     """YaRN: round the limits of the blended channel range to integers."""
 
     # ---- attention
-    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag("auto", restore="never")
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
+        "auto", restore="never", needs="cuda"
+    )
     """Kernel of attention on CUDA devices: flash (FlashAttention), fused (cuDNN), unfused (scores are stored), local
     (as unfused, and by the local layers), or auto. Sparse attention has its own; blocks of the local layers (context
     parallelism, packed documents, attention sinks) know flash and unfused only."""
@@ -171,18 +192,22 @@ class ModelArgs:
     attention_chunk_size: int | None = flag(None, restore="always")
     """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
     Unset: no chunks. A flag of this program."""
-    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, restore="always", needs="window_size or attention_chunk_size"
+    )
     """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
     and 1 for the others."""
     attn_temperature_tuning: Literal["llama4", "mistral4"] | None = flag(None, restore="always")
     """Multiply queries by 1 + scale * log(1 + floor(p / floor)): p is the position plus one in layers without rotary
     positions (llama4; other layers have no factor), or the position in all layers (mistral4). Unset: no factor. A flag
     of this program."""
-    attn_temperature_scale: float = flag(0.1, restore="always")
+    attn_temperature_scale: float = flag(0.1, restore="always", needs="attn_temperature_tuning")
     """Scale of --attn-temperature-tuning. A flag of this program."""
-    attn_temperature_floor: int = flag(8192, restore="always")
+    attn_temperature_floor: int = flag(8192, restore="always", needs="attn_temperature_tuning")
     """Number of positions after which --attn-temperature-tuning changes its factor. A flag of this program."""
-    window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = flag(None, restore="always")
+    window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = flag(
+        None, restore="always", needs="window_size"
+    )
     """Attention softmax of layers with a window. Unset: --softmax-type. A flag of this program."""
     attention_value_scale: float | None = flag(None, restore="always")
     """Factor of the values that attention sums. Unset: 1. A flag of this program."""
@@ -194,34 +219,36 @@ class ModelArgs:
     """Divide attention scores by the layer number and multiply them back in the softmax."""
     qk_clip: bool = flag(False, restore="never")
     """Rescale query and key weights when the largest attention logit passes a threshold (MuonClip)."""
-    qk_clip_alpha: float = flag(0.5, restore="never")
+    qk_clip_alpha: float = flag(0.5, restore="never", needs="qk_clip")
     """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""
-    qk_clip_threshold: float = flag(100.0, restore="never")
+    qk_clip_threshold: float = flag(100.0, restore="never", needs="qk_clip")
     """Attention logit above which --qk-clip rescales weights."""
 
     # ---- multi-head latent attention
     multi_latent_attention: bool = flag(False, restore="always")
     """Use DeepSeek's attention with low-rank compressed keys and values (MLA)."""
-    q_lora_rank: int | None = flag(None, restore="always")
+    q_lora_rank: int | None = flag(None, restore="always", needs="multi_latent_attention")
     """Rank of the compressed queries. Unset: queries are projected directly."""
-    kv_lora_rank: int = flag(32, restore="always")
+    kv_lora_rank: int = flag(32, restore="always", needs="multi_latent_attention")
     """Rank of the compressed keys and values."""
-    qk_head_dim: int = flag(128, restore="always")
+    qk_head_dim: int = flag(128, restore="always", needs="multi_latent_attention")
     """Number of channels of a query or key head that are not rotated."""
-    qk_pos_emb_head_dim: int = flag(64, restore="always")
+    qk_pos_emb_head_dim: int = flag(64, restore="always", needs="multi_latent_attention")
     """Number of channels of a query or key head that are rotated."""
-    v_head_dim: int = flag(128, restore="always")
+    v_head_dim: int = flag(128, restore="always", needs="multi_latent_attention")
     """Number of channels of a value head."""
-    rotary_scaling_factor: float = flag(1.0, restore="always")
+    rotary_scaling_factor: float = flag(1.0, restore="always", needs=_YARN)
     """Factor by which YaRN extends the context."""
-    mscale: float = flag(1.0, restore="always")
+    mscale: float = flag(1.0, restore="always", needs=(_YARN, "rotary_scaling_factor"))
     """Coefficient of YaRN's attention temperature for the rotated channels."""
-    mscale_all_dim: float = flag(0.0, restore="always")
+    mscale_all_dim: float = flag(0.0, restore="always", needs=(_YARN, "rotary_scaling_factor"))
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
-    attention_latent_norm_epsilon: float | None = flag(None, restore="always")
+    attention_latent_norm_epsilon: float | None = flag(
+        None, restore="always", needs=("multi_latent_attention", "qk_layernorm")
+    )
     """Constant added to the variance in the norms of the compressed queries, keys and values. Unset: --norm-epsilon,
     as in Megatron-LM. A flag of this program."""
-    mla_down_proj_fusion: bool = flag(False, restore="never")
+    mla_down_proj_fusion: bool = flag(False, restore="never", needs="q_lora_rank")
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
@@ -231,23 +258,23 @@ class ModelArgs:
     """Replace softmax attention in some layers by gated DeltaNet (gdn), Kimi delta attention (kda) or short
     convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a window and to
     compressed keys (dsv4_hybrid: DeepSeek-V4)."""
-    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
+    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_MIXERS)
     """Layers with linear attention or short convolutions: N keeps softmax attention in every N-th layer only, a
     pattern has 1 for each layer without it and 0 for the others."""
-    linear_conv_kernel_dim: int = flag(4, restore="always")
+    linear_conv_kernel_dim: int = flag(4, restore="always", needs=_MIXERS)
     """Width of the causal convolution of a layer with linear attention or short convolutions, in tokens."""
-    linear_key_head_dim: int = flag(128, restore="always")
+    linear_key_head_dim: int = flag(128, restore="always", needs=_LINEAR)
     """Number of channels of a key head of a layer with linear attention."""
-    linear_value_head_dim: int = flag(128, restore="always")
+    linear_value_head_dim: int = flag(128, restore="always", needs=_LINEAR)
     """Number of channels of a value head of a layer with linear attention."""
-    linear_num_key_heads: int = flag(16, restore="always")
+    linear_num_key_heads: int = flag(16, restore="always", needs=_LINEAR)
     """Number of key heads of a layer with linear attention."""
-    linear_num_value_heads: int = flag(32, restore="always")
+    linear_num_value_heads: int = flag(32, restore="always", needs=_LINEAR)
     """Number of value heads of a layer with linear attention."""
-    kda_gate_rank: int | None = flag(None, restore="always")
+    kda_gate_rank: int | None = flag(None, restore="always", needs="experimental_attention_variant=kda")
     """Kimi delta attention: number of channels of the latents from which decays and output gates are made. Unset: no
     latents, one matrix each. A flag of this program."""
-    kda_decay_lower_bound: float | None = flag(None, restore="always")
+    kda_decay_lower_bound: float | None = flag(None, restore="always", needs="experimental_attention_variant=kda")
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
     bound. A flag of this program."""
     hybrid_layer_pattern: str | None = flag(None, restore="always")
@@ -255,78 +282,84 @@ class ModelArgs:
     A | begins the next pipeline stage. Determines --num-layers and --moe-layer-freq. Unset: transformer layers."""
     hybrid_override_pattern: str | None = flag(None, restore="never")
     """Deprecated spelling of --hybrid-layer-pattern."""
-    mamba_state_dim: int = flag(128, restore="always")
+    mamba_state_dim: int = flag(128, restore="always", needs="hybrid_layer_pattern")
     """Number of channels of the state of a Mamba layer."""
-    mamba_head_dim: int = flag(64, restore="always")
+    mamba_head_dim: int = flag(64, restore="always", needs="hybrid_layer_pattern")
     """Number of channels of a head of a Mamba layer."""
-    mamba_num_groups: int = flag(8, restore="always")
+    mamba_num_groups: int = flag(8, restore="always", needs="hybrid_layer_pattern")
     """Number of groups of heads of a Mamba layer, which share what reads and writes the state."""
-    mamba_num_heads: int | None = flag(None, restore="always")
+    mamba_num_heads: int | None = flag(None, restore="always", needs="hybrid_layer_pattern")
     """Number of heads of a Mamba layer. Unset: 2 x hidden size / --mamba-head-dim."""
-    mamba_step_size_min: float | None = flag(None, restore="always")
+    mamba_step_size_min: float | None = flag(None, restore="always", needs="hybrid_layer_pattern")
     """Lower limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
-    mamba_step_size_max: float | None = flag(None, restore="always")
+    mamba_step_size_max: float | None = flag(None, restore="always", needs="hybrid_layer_pattern")
     """Upper limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
-    dsa_indexer_n_heads: int = flag(None, restore="always")
+    dsa_indexer_n_heads: int = flag(None, restore="always", needs=_INDEXERS)
     """Sparse attention: number of heads of the indexer that selects keys."""
-    dsa_indexer_head_dim: int = flag(None, restore="always")
+    dsa_indexer_head_dim: int = flag(None, restore="always", needs=_INDEXERS)
     """Sparse attention: number of channels of an indexer head."""
-    dsa_indexer_topk: int = flag(None, restore="always")
+    dsa_indexer_topk: int = flag(None, restore="always", needs=_INDEXERS)
     """Sparse attention: number of keys that each query attends to."""
     dsa_indexer_topk_freq: int = flag(1, restore="always")
     """Sparse attention: compute a new selection in every N-th layer, and reuse it in the others."""
     dsa_indexer_skip_topk_offset: int = flag(0, restore="always")
     """Sparse attention: first layer that may reuse a selection."""
-    dsa_indexer_loss_coeff: float | None = flag(None, restore="to evaluate")
+    dsa_indexer_loss_coeff: float | None = flag(None, restore="to evaluate", needs=_DSA)
     """Sparse attention: weight of the indexer's KL loss. Unset or 0: the indexer does not learn."""
-    dsa_indexer_warmup: bool = flag(False, restore="to evaluate")
+    dsa_indexer_warmup: bool = flag(False, restore="to evaluate", needs=_DSA)
     """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is
     frozen. A flag of this program."""
-    dsa_indexer_use_sparse_loss: bool = flag(False, restore="never")
+    dsa_indexer_use_sparse_loss: bool = flag(False, restore="never", needs=_DSA)
     """Sparse attention: compute the KL loss over the selected keys only."""
-    dsa_indexer_rope_interleaved: bool = flag(False, restore="always")
+    dsa_indexer_rope_interleaved: bool = flag(False, restore="always", needs=_DSA)
     """Sparse attention: rotate neighboring pairs of channels in the indexer, not its two halves."""
     dsa_indexer_rotate_activation: bool = flag(
-        True, off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation"), restore="always"
+        True,
+        off=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation"),
+        restore="always",
+        needs=_INDEXERS,
     )
     """Sparse attention: apply a Hadamard rotation to indexer queries and keys."""
     dsa_indexer_scoring_relu: bool = flag(
-        True, off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu"), restore="always"
+        True,
+        off=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu"),
+        restore="always",
+        needs=_INDEXERS,
     )
     """Sparse attention: apply ReLU to the indexer's scores."""
-    dsa_indexer_k_norm_epsilon: float | None = flag(None, restore="always")
+    dsa_indexer_k_norm_epsilon: float | None = flag(None, restore="always", needs=_DSA)
     """Sparse attention: constant added to the variance in the norm of the indexer's keys. Unset: --norm-epsilon."""
     dsa_indexer_k_norm_fp32: bool = flag(False, restore="never")
     """Sparse attention: compute the indexer's key norm in fp32."""
-    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = flag("none", restore="never")
+    dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = flag("none", restore="never", needs=_DSA)
     """Sparse attention: kernel library; none: torch's own GEMMs."""
-    dsa_attention_form: Literal["auto", "masked", "gathered"] = flag("auto", restore="never")
+    dsa_attention_form: Literal["auto", "masked", "gathered"] = flag("auto", restore="never", needs=_DSA)
     """Sparse attention: attend to all keys and mask the unselected ones, gather the latents of the selected ones, or
     whichever is cheaper for the shapes. A flag of this program."""
 
-    csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern, restore="always")
+    csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_COMPRESSED)
     """Compressed attention: tokens of a compressed key in each layer, as a list. 0: the window only; 4: overlapping
     windows, among which an indexer selects; more: all of them are visible."""
-    csa_window_size: int = flag(128, restore="always")
+    csa_window_size: int = flag(128, restore="always", needs=_COMPRESSED)
     """Compressed attention: number of recent tokens that a query sees uncompressed."""
-    csa_compress_rotary_base: float = flag(40000.0, restore="always")
+    csa_compress_rotary_base: float = flag(40000.0, restore="always", needs=_COMPRESSED)
     """Compressed attention: base of the rotary frequencies of layers with compressed keys."""
-    csa_dense_mode: bool = flag(False, restore="always")
+    csa_dense_mode: bool = flag(False, restore="always", needs=_COMPRESSED)
     """Compressed attention: no indexers; queries see all compressed keys of the past."""
-    o_groups: int = flag(8, restore="always")
+    o_groups: int = flag(8, restore="always", needs=_COMPRESSED)
     """Compressed attention: number of groups of heads with an output projection of low rank."""
-    o_lora_rank: int = flag(1024, restore="always")
+    o_lora_rank: int = flag(1024, restore="always", needs=_COMPRESSED)
     """Compressed attention: rank of the output projection of a group of heads."""
 
     # ---- low-rank adapters
     lora_dim: int | None = flag(None, restore="always")
     """LoRA: rank of the adapters, which are trained while every other parameter is frozen. Unset: none. A flag of this
     program."""
-    lora_alpha: float = flag(32.0, restore="always")
+    lora_alpha: float = flag(32.0, restore="always", needs="lora_dim")
     """LoRA: an adapter's output is multiplied by this and divided by --lora-dim. A flag of this program."""
-    lora_dropout: float = flag(0.0, restore="never")
+    lora_dropout: float = flag(0.0, restore="never", needs="lora_dim")
     """LoRA: dropout probability of an adapter's input. A flag of this program."""
-    lora_target_modules: list[str] = flag(["all-linear"], restore="always")
+    lora_target_modules: list[str] = flag(["all-linear"], restore="always", needs="lora_dim")
     """LoRA: linears of the decoder layers that get an adapter: last parts of their names (linear_qkv linear_proj
     linear_fc1 linear_fc2), patterns of names with dots (*.mlp.experts.*), or all-linear. A flag of this program."""
 
@@ -334,13 +367,13 @@ class ModelArgs:
     mtp_num_layers: int | None = flag(None, restore="always")
     """Depth of multi-token prediction: number of extra layers, which predict 2, 3, ... tokens ahead. Unset or 0:
     none."""
-    mtp_loss_scaling_factor: float = flag(0.1, restore="never")
+    mtp_loss_scaling_factor: float = flag(0.1, restore="never", needs="mtp_num_layers")
     """Weight of the mean multi-token-prediction loss in the total loss."""
-    mtp_use_repeated_layer: bool = flag(False, restore="always")
+    mtp_use_repeated_layer: bool = flag(False, restore="always", needs="mtp_num_layers")
     """Use one layer's weights for every prediction depth."""
-    mtp_detach_heads: bool = flag(False, restore="never")
+    mtp_detach_heads: bool = flag(False, restore="never", needs="mtp_num_layers")
     """Do not send multi-token-prediction gradients into the main model."""
-    mtp_loss_per_token: bool = flag(False, restore="never")
+    mtp_loss_per_token: bool = flag(False, restore="never", needs=("mtp_num_layers", "calculate_per_token_loss"))
     """Divide the multi-token-prediction losses by the trained tokens of the global batch, as --calculate-per-token-loss
     does with the main loss, so that they depend on no microbatches, packs and context-parallel ranks. Off: each
     context-parallel rank takes the mean over its tokens of a microbatch. A flag of this program."""
@@ -365,15 +398,15 @@ class ModelArgs:
     use_mup: bool = flag(False, restore="to evaluate")
     """Scale initial weights, logits and learning rates with the width (muP), so that rates tuned at one width fit
     another."""
-    mup_base_hidden_size: int | None = flag(None, restore="to evaluate")
+    mup_base_hidden_size: int | None = flag(None, restore="to evaluate", needs="use_mup")
     """muP: the width at which nothing is scaled. Unset: --hidden-size."""
-    mup_embedding_mult: float = flag(1.0, restore="to evaluate")
+    mup_embedding_mult: float = flag(1.0, restore="to evaluate", needs="use_mup")
     """muP: multiply the embedding's output by this."""
-    mup_output_mult: float = flag(1.0, restore="to evaluate")
+    mup_output_mult: float = flag(1.0, restore="to evaluate", needs="use_mup")
     """muP: multiply the logits by this. 1: base width / width."""
-    mup_base_head_dim: float | None = flag(None, restore="to evaluate")
+    mup_base_head_dim: float | None = flag(None, restore="to evaluate", needs="use_mup")
     """muP: multiply attention scores by the root of this. Unset: 1."""
-    mup_attn_scale_power: float = flag(1.0, restore="to evaluate")
+    mup_attn_scale_power: float = flag(1.0, restore="to evaluate", needs="use_mup")
     """muP: divide attention scores by the head size to this power (without muP 0.5)."""
 
     # ---- multipliers (Granite)
@@ -393,19 +426,26 @@ class ModelArgs:
     """Implementation of --cross-entropy-loss-fusion: native or TransformerEngine (te)."""
     masked_softmax_fusion: bool = flag(True, off=("--no-masked-softmax-fusion",), restore="never")
     """Fuse scaling, masking and softmax of attention."""
-    bias_gelu_fusion: bool = flag(True, off=("--no-bias-gelu-fusion",), restore="unless given")
+    bias_gelu_fusion: bool = flag(
+        True,
+        off=("--no-bias-gelu-fusion",),
+        restore="unless given",
+        needs=("!swiglu", "!quick_geglu", "!squared_relu", "add_bias_linear"),
+    )
     """Fuse bias and GELU; with biases this is the tanh approximation of GELU, as in Megatron."""
-    bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",), restore="never")
+    bias_swiglu_fusion: bool = flag(True, off=("--no-bias-swiglu-fusion",), restore="never", needs=("swiglu", "cuda"))
     """Fuse bias and SwiGLU: with --swiglu, have `activation` among the default --triton-kernels."""
     bias_dropout_fusion: bool = flag(True, off=("--no-bias-dropout-fusion",), restore="never")
     """Fuse bias, dropout and residual."""
-    apply_rope_fusion: bool = flag(True, off=("--no-rope-fusion",), restore="never")
+    apply_rope_fusion: bool = flag(True, off=("--no-rope-fusion",), restore="never", needs=(_ROTARY, "cuda"))
     """Use a fused rotary-embedding kernel: have `rope` among the default --triton-kernels."""
     no_persist_layer_norm: bool = flag(False, restore="never")
     """Do not use the persistent fused layer-norm kernel."""
     fused_residual_rmsnorm: bool = flag(False, restore="never")
     """Fuse the residual addition with RMSNorm."""
-    use_transformer_engine_op_fuser: bool = flag(False, restore="never")
+    use_transformer_engine_op_fuser: bool = flag(
+        False, restore="never", needs=("num_experts", "moe_grouped_gemm", "transformer_impl=transformer_engine", "cuda")
+    )
     """Let TransformerEngine fuse fc1, activation and fc2 of the routed experts; token counts stay on the device."""
     use_te_activation_func: bool = flag(False, restore="never")
     """Use TransformerEngine's activation function."""

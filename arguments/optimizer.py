@@ -17,17 +17,27 @@ class OptimizerArgs:
     # ---- optimizer
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
     """Optimizer of the weights."""
-    adam_beta1: float = 0.9
+    adam_beta1: float = flag(
+        0.9, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+    )
     """Decay factor of Adam's first moment, from 0 to below 1."""
-    adam_beta2: float = 0.999
+    adam_beta2: float = flag(
+        0.999, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+    )
     """Decay factor of Adam's second moment, from 0 to below 1."""
-    adam_eps: float = 1e-08
+    adam_eps: float = flag(
+        1e-08, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+    )
     """Constant added to the square root of Adam's second moment."""
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = flag(0.9, needs="optimizer=sgd")
     """Momentum of SGD, from 0 to below 1."""
-    lion_beta1: float = 0.95
+    lion_beta1: float = flag(
+        0.95, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion")
+    )
     """Weight of the momentum in the mean whose sign Lion follows, from 0 to below 1."""
-    lion_beta2: float = 0.98
+    lion_beta2: float = flag(
+        0.98, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion")
+    )
     """Decay factor of Lion's momentum, from 0 to below 1."""
     clip_grad: float = 1.0
     """Clip the global gradient norm to this value; 0: do not clip."""
@@ -39,26 +49,26 @@ class OptimizerArgs:
     """Last value of a weight decay that rises over the run."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the rise from --start-weight-decay to --end-weight-decay; constant: --weight-decay."""
-    apply_wd_to_qk_layernorm: bool = False
+    apply_wd_to_qk_layernorm: bool = flag(False, needs="qk_layernorm")
     """Decay the gains of the query/key norms as well."""
     no_weight_decay_cond_type: Literal["apply_wd_to_qk_layernorm"] | None = None
     """Deprecated way to choose the parameters without weight decay."""
     freeze_all_layers: bool = False
     """Run training batches forward only, and update no weights."""
-    freeze_backbone: bool = False
+    freeze_backbone: bool = flag(False, needs="num_experts")
     """Train the embedding, norms, routers and routed experts only, as FineRMoE's code does to train upcycled experts
     (its --only-train-list embedding+router+mlp.experts+layernorm). A flag of this program."""
 
     # ---- learning rate
     lr: float | None = None
     """Largest learning rate, after warm-up."""
-    min_lr: float = 0.0
+    min_lr: float = flag(0.0, needs="!lr_decay_style=constant")
     """Smallest learning rate of the schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay from --lr to --min-lr. WSD: constant, with a final decay."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = flag(None, needs="!lr_decay_style=constant or lr_warmup_fraction")
     """Length of the decay, with its warm-up, in iterations. Unset: --train-iters."""
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = flag(None, needs="!lr_decay_style=constant or lr_warmup_fraction")
     """Length of the decay, with its warm-up, in samples. Unset: --train-samples."""
     lr_warmup_fraction: float | None = None
     """Length of the linear warm-up, as a fraction of the decay's length."""
@@ -66,25 +76,32 @@ class OptimizerArgs:
     """Length of the linear warm-up, in iterations."""
     lr_warmup_samples: int = 0
     """Length of the linear warm-up, in samples."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: float = flag(0.0, needs="lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction")
     """Learning rate that the warm-up starts from."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", needs="lr_decay_style=WSD"
+    )
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = flag(None, needs="lr_decay_style=WSD")
     """Length of the final decay of WSD, in iterations."""
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: int | None = flag(None, needs="lr_decay_style=WSD")
     """Length of the final decay of WSD, in samples."""
     decoupled_lr: float | None = None
     """Largest learning rate of embedding and output layer. Unset: --lr."""
-    decoupled_min_lr: float | None = None
+    decoupled_min_lr: float | None = flag(None, needs="decoupled_lr")
     """Smallest learning rate of embedding and output layer, with --decoupled-lr."""
-    mup_width_mult: float = 1.0
+    mup_width_mult: float = flag(1.0, needs="use_mup")
     """muP: factor that scales learning rates and Adam's epsilon, per parameter. Always --hidden-size /
     --mup-base-hidden-size."""
-    override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler")
+    override_opt_param_scheduler: bool = flag(
+        False, "--override-opt_param-scheduler", "--override-opt-param-scheduler", needs="load or auto_resume"
+    )
     """Use the schedules of this command line instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
+        False,
+        "--use-checkpoint-opt_param-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+        needs="load or auto_resume",
     )
     """Use the checkpoint's schedules instead of those of this command line."""
     warmup: int | None = None
@@ -96,7 +113,7 @@ class OptimizerArgs:
     --exp-avg-sq-dtype."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format of the gradients that the optimizer reads."""
-    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    main_params_dtype: Literal["fp32", "fp16"] = flag("fp32", needs="bf16 or fp16")
     """Format of the main parameters."""
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
     """Format of Adam's first moment."""
@@ -104,50 +121,52 @@ class OptimizerArgs:
     """Format of Adam's second moment."""
     optimizer_cpu_offload: bool = False
     """Store optimizer states and run the optimizer step on the host."""
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: float = flag(1.0, needs="optimizer_cpu_offload")
     """Fraction of the parameters whose states are on the host, from 0 to 1."""
     use_torch_optimizer_for_cpu_offload: bool = False
     """Use torch's optimizer for the part on the host."""
-    overlap_cpu_optimizer_d2h_h2d: bool = False
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(False, needs="optimizer_cpu_offload")
     """Overlap copies to and from the host with the optimizer step."""
-    pin_cpu_grads: bool = flag(True, off=("--no-pin-cpu-grads",))
+    pin_cpu_grads: bool = flag(True, off=("--no-pin-cpu-grads",), needs="optimizer_cpu_offload")
     """Pin host memory of offloaded gradients."""
-    pin_cpu_params: bool = flag(True, off=("--no-pin-cpu-params",))
+    pin_cpu_params: bool = flag(
+        True, off=("--no-pin-cpu-params",), needs="optimizer_cpu_offload or chunked_optimizer_state_offload"
+    )
     """Pin host memory of offloaded parameters."""
     chunked_optimizer_state_offload: bool = flag(
         False, "--chunked-optimizer-state-offload", "--offload-optimizer-states"
     )
     """Store optimizer states on the host between steps; the device updates them chunk by chunk."""
-    optimizer_state_offload_chunk_size_mb: int = 0
+    optimizer_state_offload_chunk_size_mb: int = flag(0, needs="chunked_optimizer_state_offload")
     """Device memory for the states of one chunk, in MiB; 0: a fixed number of elements."""
-    optimizer_state_offload_fraction: float = 1.0
+    optimizer_state_offload_fraction: float = flag(1.0, needs="chunked_optimizer_state_offload")
     """Fraction of the parameters whose states are on the host between steps, from 0 to 1."""
     optimizer_cuda_graph: bool = False
     """Capture the optimizer step in a CUDA graph."""
-    dump_param_to_param_group_map: str | None = None
+    dump_param_to_param_group_map: str | None = flag(None, path="local")
     """Write the parameter group of every parameter to this file."""
 
     # ---- muon
-    muon_momentum: float = 0.9
+    muon_momentum: float = flag(0.9, needs="optimizer=muon")
     """Momentum of Muon, from 0 to below 1."""
-    muon_nesterov: bool = False
+    muon_nesterov: bool = flag(False, needs="optimizer=muon")
     """Use Nesterov momentum in Muon."""
-    muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",))
+    muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",), needs="optimizer=muon")
     """Orthogonalize queries, keys and values separately."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral", needs="optimizer=muon")
     """Scale of Muon's update as a function of the matrix shape."""
-    muon_extra_scale_factor: float = 1.0
+    muon_extra_scale_factor: float = flag(1.0, needs="optimizer=muon")
     """Multiply Muon's update by this factor."""
-    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = "medium"
+    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium", needs="optimizer=muon")
     """Precision of the GEMMs in Newton-Schulz: high computes in fp32, the others in bf16."""
-    muon_coefficient_type: str = "quintic"
+    muon_coefficient_type: str = flag("quintic", needs="optimizer=muon")
     """Name of the polynomial of Newton-Schulz."""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: int = flag(5, needs="optimizer=muon")
     """Number of iterations of Newton-Schulz."""
-    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = "duplicated"
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated", needs="optimizer=muon")
     """Orthogonalize tensor-parallel matrices shard by shard (blockwise), unsharded on every rank (duplicated), or
     together (distributed)."""
     muon_use_syrk: bool = False
     """Use the symmetric GEMM kernel in Newton-Schulz."""
-    muon_scalar_optimizer: Literal["adam", "lion"] = "adam"
+    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", needs="optimizer=muon")
     """Optimizer of vectors and embeddings with --optimizer muon."""

@@ -41,6 +41,15 @@ def dynamic_cp_sizes(num_ranks: int, smallest: int) -> tuple[int, ...]:
     return (*(size for size in powers if smallest <= size < num_ranks and num_ranks % size == 0), num_ranks)
 
 
+_PLANS = "validate_only or dry_run or fake_process_group"
+_VIRTUAL_STAGES = (
+    "num_virtual_stages_per_pipeline_rank or num_layers_per_virtual_pipeline_stage or pipeline_model_parallel_layout"
+)
+_BF16_GRADS = "grad_reduce_in_bf16 or main_grads_dtype=bf16"
+_SHARDED_GRADS = "data_parallel_sharding_strategy=optim_grads or data_parallel_sharding_strategy=optim_grads_params"
+_FSDP_BUFFERS = "fsdp_double_buffer or megatron_fsdp_max_pool_double_buffer or nccl_ub"
+
+
 @dataclass(frozen=True)
 class ParallelArgs:
     """How work is split over ranks, and how ranks talk."""
@@ -58,9 +67,9 @@ class ParallelArgs:
     """Number of ranks that shard the matrices of each expert (ETP). Unset: the tensor-parallel size."""
     sequence_parallel: bool = False
     """Shard activations along the sequence over tensor-parallel ranks, outside the GEMMs."""
-    use_tp_pp_dp_mapping: bool = False
+    use_tp_pp_dp_mapping: bool = flag(False, needs="pipeline_model_parallel_size")
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    world_size: int | None = None
+    world_size: int | None = flag(None, needs=_PLANS)
     """Number of ranks for --validate-only and --dry-run. Unset: the environment's WORLD_SIZE."""
     model_parallel_size: int | None = None
     """Deprecated spelling of --tensor-model-parallel-size."""
@@ -70,29 +79,33 @@ class ParallelArgs:
     """Number of shards of tensor-parallel expert weights over data-parallel ranks."""
 
     # ---- pipeline
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size")
     """Number of decoder layers of the first pipeline stage."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size")
     """Number of decoder layers of the last pipeline stage."""
     pipeline_model_parallel_layout: str | None = None
     """Layers of each (virtual) pipeline stage, such as "Et*3|(tt|)*28m|L": E embedding, t decoder layer, m
     multi-token prediction, L loss, | next stage."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, needs="pipeline_model_parallel_size")
     """Number of layers of one virtual pipeline stage. Unset: no virtual stages."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, needs="pipeline_model_parallel_size")
     """Number of virtual stages of one pipeline rank (VPP). Unset: no virtual stages."""
-    microbatch_group_size_per_vp_stage: int | None = flag(None, "--microbatch-group-size-per-virtual-pipeline-stage")
+    microbatch_group_size_per_vp_stage: int | None = flag(
+        None, "--microbatch-group-size-per-virtual-pipeline-stage", needs=_VIRTUAL_STAGES
+    )
     """Number of consecutive microbatches that a virtual stage runs. Unset: the pipeline size."""
-    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = None
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = flag(
+        None, needs="pipeline_model_parallel_size"
+    )
     """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
     zero-bubble computes weight gradients separately, where a stage would wait; the results are the same."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
     """Count the embedding as a layer when layers are divided into stages."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
     """Count the loss as a layer when layers are divided into stages."""
     mtp_standalone: bool = False
     """Put the multi-token-prediction layers on a separate stage."""
-    overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",))
+    overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",), needs=_VIRTUAL_STAGES)
     """Overlap messages between stages with computation, with virtual stages."""
     overlap_p2p_comm_warmup_flush: bool = flag(False, "--overlap-p2p-communication-warmup-flush")
     """Overlap messages between stages in warm-up and flush as well."""
@@ -102,14 +115,16 @@ class ParallelArgs:
     """Communication library between pipeline stages."""
     defer_embedding_wgrad_compute: bool = False
     """Compute the output layer's weight gradient in the flush of the pipeline."""
-    wgrad_deferral_limit: int = 0
+    wgrad_deferral_limit: int = flag(0, needs="defer_embedding_wgrad_compute")
     """Number of microbatches whose output-layer weight gradient may be deferred; 0: all."""
 
     # ---- context
-    cp_comm_type: list[str] = flag(["p2p"])
+    cp_comm_type: list[str] = flag(["p2p"], needs="context_parallel_size or dynamic_context_parallel")
     """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per
     layer (the last one serves multi-token prediction too)."""
-    hierarchical_context_parallel_sizes: list[int] | None = None
+    hierarchical_context_parallel_sizes: list[int] | None = flag(
+        None, needs="context_parallel_size or dynamic_context_parallel"
+    )
     """Sizes of the two levels of --cp-comm-type a2a+p2p: neighbors that exchange heads, and number of such groups
     in the ring."""
     hybrid_context_parallel: bool = False
@@ -117,22 +132,24 @@ class ParallelArgs:
     dynamic_context_parallel: bool = False
     """Choose for each packed microbatch which ranks of dp x cp share its sequences: long ones get large groups, others
     run in small groups at the same time."""
-    min_dynamic_context_parallel_size: int = 1
+    min_dynamic_context_parallel_size: int = flag(1, needs="dynamic_context_parallel")
     """Smallest group of --dynamic-context-parallel. Groups have powers of two of ranks, and all of dp x cp."""
-    max_seqlen_per_dp_cp_rank: int | None = None
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, needs="use_varlen_dataset or sft")
     """Largest number of packed tokens of a microbatch on one context-parallel rank. Unset: enough for one sequence of
     --seq-length."""
     sequence_packing_scheduler: Literal["dp_balanced", "cost_balanced", "default_dynamic_cp"] | None = None
     """How sequences of different lengths are packed into microbatches: dp_balanced fills them in order, cost_balanced
     (not in Megatron-LM) balances their FLOPs, default_dynamic_cp chooses the ranks that share them too. Unset:
     dp_balanced with --use-varlen-dataset, default_dynamic_cp with --dynamic-context-parallel."""
-    pad_packed_seq_alignment: str | None = None
+    pad_packed_seq_alignment: str | None = flag(None, needs="use_varlen_dataset or sft")
     """Pad packed microbatches to multiples of this number of tokens per context-parallel rank, or to
     --max-seqlen-per-dp-cp-rank (max)."""
-    thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = None
+    thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(
+        None, needs="pad_packed_seq_alignment"
+    )
     """What the padding of --pad-packed-seq-alignment is: a separate sequence, or a part of the last one. Unset:
     append_dummy_seq."""
-    thd_max_packed_sequences: int | None = None
+    thd_max_packed_sequences: int | None = flag(None, needs="use_varlen_dataset or sft")
     """Largest number of sequences in a packed microbatch, with the one that append_dummy_seq adds."""
 
     # ---- expert communication
@@ -144,31 +161,39 @@ class ParallelArgs:
     """Overlap the backward of dispatch with the experts' weight gradients."""
     ep_overlap_early_attn_memory_release: bool = False
     """Free attention memory earlier if --overlap-moe-expert-parallel-comm is set."""
-    high_priority_a2a_comm_stream: bool = False
+    high_priority_a2a_comm_stream: bool = flag(False, needs=("num_experts", "expert_model_parallel_size", "cuda"))
     """Exchange tokens on a high-priority stream: that of NCCL's communicators of expert-parallel ranks, and HybridEP's.
     DeepEP always has such a stream."""
 
     # ---- tensor-parallel communication
     tp_comm_overlap: bool = False
     """Overlap the communication of sequence parallelism with the GEMMs, in chunks."""
-    tp_comm_overlap_cfg: str | None = None
+    tp_comm_overlap_cfg: str | None = flag(None, needs="tp_comm_overlap", path="local")
     """YAML file with settings of --tp-comm-overlap by GEMM, as TransformerEngine reads them; the local layers read the
     numbers of chunks of reduce-scatters."""
-    tp_comm_bulk_wgrad: bool = flag(True, off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"))
+    tp_comm_bulk_wgrad: bool = flag(
+        True, off=("--no-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-wgrad"), needs="tp_comm_overlap"
+    )
     """Overlap the weight-gradient GEMM with the reduce-scatter, in TransformerEngine's layers. Local ones always do."""
-    tp_comm_bulk_dgrad: bool = flag(True, off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"))
+    tp_comm_bulk_dgrad: bool = flag(
+        True, off=("--no-tp-comm-bulk-dgrad", "--disable-tp-comm-bulk-dgrad"), needs="tp_comm_overlap"
+    )
     """Overlap the input-gradient GEMM with the all-gather, in TransformerEngine's layers. Local ones always do."""
-    tp_comm_overlap_ag: bool = flag(True, off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"))
+    tp_comm_overlap_ag: bool = flag(
+        True, off=("--no-tp-comm-overlap-ag", "--disable-tp-comm-overlap-ag"), needs="tp_comm_overlap"
+    )
     """Overlap the all-gather before a GEMM with it, as a ring."""
-    tp_comm_overlap_rs: bool = flag(True, off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"))
+    tp_comm_overlap_rs: bool = flag(
+        True, off=("--no-tp-comm-overlap-rs", "--disable-tp-comm-overlap-rs"), needs="tp_comm_overlap"
+    )
     """Overlap the reduce-scatter after a GEMM with it, in chunks."""
-    tp_comm_overlap_rs_dgrad: bool = False
+    tp_comm_overlap_rs_dgrad: bool = flag(False, needs="tp_comm_overlap")
     """Overlap the reduce-scatter with the input-gradient GEMM, in chunks."""
     tp_comm_split_ag: bool = flag(True, off=("--no-tp-comm-split-ag", "--disable-tp-comm-split-ag"))
     """Split the all-gather into pieces."""
     tp_comm_split_rs: bool = flag(True, off=("--no-tp-comm-split-rs", "--disable-tp-comm-split-rs"))
     """Split the reduce-scatter into pieces."""
-    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = "nccl"
+    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = flag("nccl", needs="tp_comm_overlap")
     """Communication library that sets up the buffers of TransformerEngine's layers."""
     clone_scatter_output_in_embedding: bool = flag(
         True, off=("--no-clone-scatter-output-in-embedding", "--disable-clone-scatter-output-in-embedding")
@@ -178,9 +203,9 @@ class ParallelArgs:
     # ---- data parallel
     use_distributed_optimizer: bool = False
     """Shard optimizer states and main parameters over data-parallel ranks."""
-    num_distributed_optimizer_instances: int = 1
+    num_distributed_optimizer_instances: int = flag(1, needs="use_distributed_optimizer or use_megatron_fsdp")
     """Number of replicas of the sharded optimizer state: it is sharded within a part of the data-parallel ranks."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: bool = flag(False, needs="data_ranks")
     """Reduce gradients bucket by bucket during the backward pass."""
     overlap_param_gather: bool = False
     """Gather parameters bucket by bucket during the forward pass."""
@@ -190,17 +215,19 @@ class ParallelArgs:
     """Let all stages start their gradient reductions together."""
     align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
     """Let all stages start their parameter gathers together."""
-    ddp_num_buckets: int | None = None
+    ddp_num_buckets: int | None = flag(None, needs="overlap_grad_reduce")
     """Number of gradient buckets with --overlap-grad-reduce. Unset: --ddp-bucket-size decides."""
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: int | None = flag(None, needs="overlap_grad_reduce")
     """Size of a gradient bucket with --overlap-grad-reduce, in elements. Unset: chosen from the number of ranks."""
-    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, needs="data_ranks")
     """Pad buckets to sizes at which NCCL reaches a high bandwidth."""
-    ddp_average_in_collective: bool = False
+    ddp_average_in_collective: bool = flag(False, needs="data_ranks")
     """Let the collective average gradients instead of scaling them before it."""
-    ddp_reduce_scatter_with_fp32_accumulation: bool = False
+    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
+        False, needs=("use_distributed_optimizer", "data_ranks", _BF16_GRADS)
+    )
     """Reduce bf16 gradients with accumulation in fp32."""
-    ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([])
+    ddp_param_name_patterns_for_fp32_local_accumulation: list[str] = flag([], needs=_BF16_GRADS)
     """Name patterns of parameters whose gradients accumulate locally in fp32."""
     gradient_reduce_div_fusion: bool = flag(True, off=("--no-gradient-reduce-div-fusion",))
     """Let the reduction divide by the number of ranks (fully sharded data parallel)."""
@@ -212,31 +239,39 @@ class ParallelArgs:
     """Shard parameters, gradients and optimizer states over data-parallel ranks (Megatron's FSDP)."""
     use_torch_fsdp2: bool = False
     """Shard parameters, gradients and optimizer states over data-parallel ranks (torch's fully_shard)."""
-    torch_fsdp2_reshard_after_forward: bool = flag(True, off=("--torch-fsdp2-no-reshard-after-forward",))
+    torch_fsdp2_reshard_after_forward: bool = flag(
+        True, off=("--torch-fsdp2-no-reshard-after-forward",), needs="use_torch_fsdp2"
+    )
     """Free gathered parameters after the forward pass."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
-        "optim_grads_params"
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = flag(
+        "optim_grads_params", needs="use_megatron_fsdp"
     )
     """What --use-megatron-fsdp shards: nothing, optimizer states, gradients too, or parameters too."""
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
+        "no_shard", needs=("use_megatron_fsdp", "num_distributed_optimizer_instances")
+    )
     """What Megatron's FSDP shards over the instances of the distributed optimizer, besides inside each: nothing, or
     optimizer states."""
     megatron_fsdp_version: Literal[1, 2] = 1
     """Generation of Megatron's FSDP."""
-    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
+    megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
+        "fp32", needs=("use_megatron_fsdp", "bf16 or fp16")
+    )
     """Format of main parameters in Megatron's FSDP: fp32, or that of the model (auto, or its name)."""
-    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = "auto"
+    megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
+        "auto", needs=("use_megatron_fsdp", "bf16 or fp16")
+    )
     """Format of main gradients in Megatron's FSDP."""
-    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = "auto"
+    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag("auto", needs="use_megatron_fsdp")
     """Format in which Megatron's FSDP reduces gradients."""
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     """Gather fully sharded parameters module by module."""
-    megatron_fsdp_max_pool_double_buffer: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = flag(False, needs=("use_megatron_fsdp", _SHARDED_GRADS))
     """--fsdp-double-buffer with buffers of the largest layer's size, for all layers."""
-    fsdp_double_buffer: bool = False
+    fsdp_double_buffer: bool = flag(False, needs=("use_megatron_fsdp", _SHARDED_GRADS))
     """Communicate parameters and gradients of Megatron's FSDP through two persistent buffers, for layers of the most
     frequent size."""
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = flag(False, needs=_FSDP_BUFFERS)
     """Persistent buffers also for parameters that do not fit --fsdp-double-buffer."""
     fsdp_manual_registration: bool = False
     """Register all buffers of --use-nccl-ub at once, after the first iteration."""
@@ -244,7 +279,14 @@ class ParallelArgs:
     """Size of one communication of Megatron's FSDP, in elements."""
     keep_fp8_transpose_cache: bool = False
     """Cache transposed fp8 weights."""
-    enable_full_sharding_in_hsdp: bool = False
+    enable_full_sharding_in_hsdp: bool = flag(
+        False,
+        needs=(
+            "use_megatron_fsdp",
+            "num_distributed_optimizer_instances",
+            "data_parallel_sharding_strategy=optim_grads_params",
+        ),
+    )
     """The same as --outer-dp-sharding-strategy optim."""
     create_all_gather_group: bool = False
     """Create a separate group for parameter gathers."""
@@ -252,9 +294,9 @@ class ParallelArgs:
     # ---- processes
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library. Ranks on CPUs always use gloo."""
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: int = flag(10, needs="ranks")
     """Timeout of a collective, in minutes."""
-    distributed_timeout_seconds_after_init: int | None = None
+    distributed_timeout_seconds_after_init: int | None = flag(None, needs="ranks")
     """Timeout of a collective once the first iteration is done, in seconds. Unset: --distributed-timeout-minutes."""
     print_groups: bool = False
     """Print every process group of the layout at start-up."""
@@ -266,38 +308,44 @@ class ParallelArgs:
     """Create gloo groups in addition to the NCCL ones."""
     fake_process_group: bool = False
     """Pretend to be one rank of many, without communication: the same as --dry-run."""
-    nccl_communicator_config_path: str | None = None
+    nccl_communicator_config_path: str | None = flag(None, needs="cuda", path="local")
     """YAML file with options of NCCL communicators, below the names of their groups: cga_cluster_size, max_ctas,
     min_ctas, net_name, is_high_priority_stream."""
-    nccl_ub: bool = flag(False, "--use-nccl-ub")
+    nccl_ub: bool = flag(False, "--use-nccl-ub", needs=("use_megatron_fsdp", _SHARDED_GRADS))
     """Allocate the communication buffers of Megatron's FSDP in memory that is registered with NCCL."""
-    disable_symmetric_registration: bool = False
+    disable_symmetric_registration: bool = flag(False, needs="nccl_ub")
     """Do not register NCCL user buffers symmetrically."""
     use_sharp: bool = False
     """Reduce in the network switches (SHARP)."""
     sharp_enabled_group: Literal["dp", "dp_replica"] | None = None
     """Group of ranks that uses SHARP."""
-    high_priority_stream_groups: list[str] = flag([])
+    high_priority_stream_groups: list[str] = flag([], needs="cuda")
     """Groups of ranks whose NCCL communicators run on high-priority streams (tp, cp, pp, dp, dp_cp, ep, ep_dp, ...);
     groups with the same ranks and kind of traffic share a communicator."""
     disable_jit_fuser: bool = False
     """Do not compile groups of small operations."""
-    flight_recorder_dump_path: str | None = None
+    flight_recorder_dump_path: str | None = flag(None, needs="cuda", path="local")
     """File or directory for the dumps of NCCL's flight recorder. Unset: no recording."""
-    flight_recorder_trace_buffer_size: int = 2000
+    flight_recorder_trace_buffer_size: int = flag(2000, needs="flight_recorder_dump_path")
     """Number of events that the flight recorder stores."""
     flight_recorder_dump_on_timeout: bool = flag(
-        True, off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout")
+        True,
+        off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout"),
+        needs="flight_recorder_dump_path",
     )
     """Write the flight recorder when a collective times out."""
-    flight_recorder_include_stack_trace: bool = False
+    flight_recorder_include_stack_trace: bool = flag(False, needs="flight_recorder_dump_path")
     """Record stack traces in the flight recorder."""
     flight_recorder_include_only_active: bool = flag(
-        True, off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active")
+        True,
+        off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active"),
+        needs="flight_recorder_dump_path",
     )
     """Write only unfinished collectives to the flight recorder's file."""
     flight_recorder_extra_dump_on_exec: bool = flag(
-        True, off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec")
+        True,
+        off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec"),
+        needs="flight_recorder_dump_path",
     )
     """Write the flight recorder's file once more when a program is executed."""
 

@@ -1,8 +1,9 @@
 """argv -> Arguments: parse, apply the recipe, resolve, check, freeze.
 
 tokens.py parses flags; recipe.py reads a preset; rules/ derives values and finds contradictions; apply_flag_status.py
-rejects what is not implemented and notes what has no effect; container.py freezes. All violations are collected and
-reported at once. Of the machine, only environment variables that a recipe names are read.
+rejects what is not implemented and notes what never has an effect, needs.py what has none here; container.py freezes.
+All violations are collected and reported at once. Of the machine, only environment variables that a recipe names are
+read.
 """
 
 import os
@@ -12,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from arguments import checkpoint_args, rules
 from arguments.apply_flag_status import check_flag_status, note_flag_status
 from arguments.container import OPTIONS, Arguments, freeze
+from arguments.needs import DATA_RANKS, RANKS, note_unmet_needs
+from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import ArgumentError, Settings, Violation
 from arguments.tokens import parse_tokens
 
@@ -91,7 +94,12 @@ def resolve_command_line(
     if replaced:
         alone, _ = resolve_command_line(argv, world_size)
         violations += checkpoint_args.conflicts(settings, replaced, alone)
-    note_flag_status(settings, unread)
+    note_flag_status(settings)
+    sizes = derive_sizes(settings, world_size)
+    facts: dict[str, bool | None] = {RANKS: None if world_size is None else world_size > 1}
+    if sizes.dp is not None and sizes.edp is not None:
+        facts[DATA_RANKS] = max(sizes.dp * sizes.cp, sizes.edp) > 1
+    note_unmet_needs(settings, facts, unread)
     return settings, violations
 
 

@@ -40,7 +40,7 @@ class PrecisionArgs:
             "paged-stash",
             "delta-rule",
         ]
-    ] = flag([])
+    ] = flag([], needs="cuda")
     """Operations that use this program's Triton kernels on CUDA devices instead of plain torch, with the same results
     up to rounding. Unset: all but grouped-gemm (torch has a fused GEMM), and but those that --no-rope-fusion and
     --no-bias-swiglu-fusion switch off, if the package triton is installed; TransformerEngine's norms,
@@ -51,7 +51,7 @@ class PrecisionArgs:
     this program's. On a CPU: plain torch."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32 (on with --bf16)."""
-    grad_reduce_in_bf16: bool = False
+    grad_reduce_in_bf16: bool = flag(False, needs="bf16")
     """Accumulate and reduce gradients in bf16 instead of fp32."""
     attention_softmax_in_fp32: bool = False
     """Compute the attention softmax in fp32."""
@@ -59,39 +59,39 @@ class PrecisionArgs:
     """Compute the loss in half precision."""
     logit_dtype: Literal["bf16", "fp32"] | None = flag(None, "--output-logit-dtype")
     """Format of the logits that the loss reads. Unset: the format of the model."""
-    disable_bf16_reduced_precision_matmul: bool = False
+    disable_bf16_reduced_precision_matmul: bool = flag(False, needs=("bf16", "cuda"))
     """Do not let bf16 GEMMs accumulate in bf16 (on CUDA; sets torch's allow_bf16_reduced_precision_reduction)."""
 
     # ---- fp16 loss scale
-    loss_scale: float | None = None
+    loss_scale: float | None = flag(None, needs="fp16")
     """Constant loss scale of --fp16. Unset: a dynamic one."""
-    initial_loss_scale: float = 4294967296.0
+    initial_loss_scale: float = flag(4294967296.0, needs=("fp16", "!loss_scale"))
     """First value of the dynamic loss scale."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: float = flag(1.0, needs=("fp16", "!loss_scale"))
     """Smallest value of the dynamic loss scale."""
-    loss_scale_window: float = 1000.0
+    loss_scale_window: float = flag(1000.0, needs=("fp16", "!loss_scale"))
     """Number of iterations without overflow after which the loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: int = flag(2, needs=("fp16", "!loss_scale"))
     """Number of overflows after which the loss scale halves."""
 
     # ---- fp8 and fp4
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format")
     """Compute linear layers in fp8: e4m3 for all tensors, or hybrid with gradients in e5m2."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = "delayed"
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag("delayed", needs="fp8")
     """Method of computing fp8 scales. custom: --fp8-quantizer-factory chooses."""
-    fp8_quantizer_factory: str | None = None
+    fp8_quantizer_factory: str | None = flag(None, needs="fp8_recipe=custom")
     """Python path (package.module.function) of a function that chooses the format of every tensor with --fp8-recipe
     custom. It gets a role (module_type, tensor_type, name) and returns tensorwise, blockwise, mxfp8, nvfp4 or
     high_precision for the local layers, or a quantizer for TransformerEngine's."""
-    fp8_margin: int = 0
+    fp8_margin: int = flag(0, needs=("fp8", "fp8_recipe=delayed"))
     """Powers of two that are left free below the largest fp8 number."""
     fp8_interval: int = 1
     """Number of iterations between updates of delayed scales."""
-    fp8_amax_history_len: int = 1
+    fp8_amax_history_len: int = flag(1, needs=("fp8", "fp8_recipe=delayed"))
     """Number of iterations whose largest values delayed scaling remembers."""
-    fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
+    fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", needs=("fp8", "fp8_recipe=delayed"))
     """Value of the history that delayed scaling uses: the most recent one or the maximum."""
-    fp8_wgrad: bool = flag(True, off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
+    fp8_wgrad: bool = flag(True, off=("--no-fp8-wgrad", "--disable-fp8-wgrad"), needs="fp8")
     """Compute weight gradients in fp8 as well."""
     fp8_output_proj: bool = False
     """Compute the output layer in fp8 as well."""
@@ -102,22 +102,22 @@ class PrecisionArgs:
     """With --fp8-param-gather and --fp8-recipe mxfp8: gather weights in the model's format through the memory of the
     gradients, and store them in MXFP8 only, by rows and by columns (2.06 bytes per element), so that no GEMM quantizes
     a weight. TransformerEngine's layers keep theirs in the model's format."""
-    first_last_layers_bf16: bool = False
+    first_last_layers_bf16: bool = flag(False, needs="fp8 or fp4")
     """Keep the first and last layers in bf16 when others are quantized."""
-    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_start_in_bf16: int = flag(1, needs="first_last_layers_bf16")
     """Number of first layers that stay in bf16 with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = flag(1, needs="first_last_layers_bf16")
     """Number of last layers that stay in bf16 with --first-last-layers-bf16."""
     fp4: Literal["e2m1"] | None = flag(None, "--fp4-format")
     """Compute linear layers in fp4."""
-    fp4_recipe: Literal["nvfp4", "custom"] = "nvfp4"
+    fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", needs="fp4")
     """Method of computing fp4 scales. custom: --fp4-quantizer-factory chooses."""
-    fp4_quantizer_factory: str | None = None
+    fp4_quantizer_factory: str | None = flag(None, needs="fp4_recipe=custom")
     """As --fp8-quantizer-factory, with --fp4-recipe custom."""
     fp4_param_gather: bool = False
     """Store and gather the weights of quantized layers in NVFP4: half a byte per element and scales of 16 x 16
     blocks."""
-    te_precision_config_file: str | None = None
+    te_precision_config_file: str | None = flag(None, needs="fp8 or fp4", path="local")
     """YAML file that sets the format of each layer for TransformerEngine."""
 
     @property

@@ -40,15 +40,19 @@ def flag(
     metavar: tuple[str, ...] | None = None,
     hidden: bool = False,
     restore: Restore | None = None,
+    needs: str | tuple[str, ...] = (),
+    path: Literal["local", "data"] | None = None,
 ):
-    """Declare a flag whose spelling, number of values or reading is not what its field says.
+    """Declare a flag whose spelling, values or reading are not what its field says, or that needs others to act.
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
-    (else "+"); `parse` reads one value; `hidden` flags are absent from --help. Every flag of the model and of its
-    experts says whether to `restore` it; None leaves that to arguments/checkpoint_args.py.
+    (else "+"); `parse` reads one value; `hidden` flags are absent from --help; `needs` are the conditions without which
+    the flag has no effect, as arguments/needs.py reads them; `path` marks paths, with "data" also in object storage.
+    Every flag of the model and of its experts says whether to `restore` it; None leaves that to checkpoint_args.py.
     """
+    needs = (needs,) if isinstance(needs, str) else needs
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
-    metadata["restore"] = restore
+    metadata |= {"restore": restore, "needs": needs, "path": path}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -103,7 +107,8 @@ class Option:
     """One flag as the parser sees it.
 
     `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
-    value; `choices` are the allowed values, or None; `default` is Megatron's; `restore` is as declared.
+    value; `choices` are the allowed values, or None; `default` is Megatron's; `restore` is as declared; `needs` are
+    conditions (needs.py); `path` is the kind of path that a value is, or None.
     """
 
     dest: str
@@ -118,6 +123,8 @@ class Option:
     metavar: tuple[str, ...] | None
     hidden: bool
     restore: Restore | None
+    needs: tuple[str, ...]
+    path: Literal["local", "data"] | None
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -223,6 +230,8 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         metavar=extra.get("metavar"),
         hidden=bool(extra.get("hidden")),
         restore=extra.get("restore"),
+        needs=extra.get("needs", ()),
+        path=extra.get("path"),
     )
 
 

@@ -103,6 +103,7 @@ class Settings:
         values: value by destination.
         source: one of SOURCES by destination.
         spelling: the flag as typed, by destination; only of flags that were given.
+        requests: value and source of a flag as it was given, by destination; rules may change both.
         why: reason of a derived value, by destination.
         typed: destinations given on the command line.
         notes: one-line notices.
@@ -116,6 +117,7 @@ class Settings:
         "typed",
         "source",
         "spelling",
+        "requests",
         "why",
         "notes",
         "renamed",
@@ -132,6 +134,7 @@ class Settings:
         self.typed: set[str] = set()
         self.source = dict.fromkeys(options, "default")
         self.spelling: dict[str, str] = {}
+        self.requests: dict[str, tuple[object, str]] = {}
         self.why: dict[str, str] = {}
         self.notes: list[str] = []
         self.renamed: list[tuple[str, str]] = []
@@ -160,7 +163,7 @@ class Settings:
         """Record a value from a preset, a recipe or the command line."""
         self._check_known(dest)
         self._write(dest, value, source)
-        self.spelling[dest] = spelling
+        self.spelling[dest], self.requests[dest] = spelling, (value, source)
         if source == "command line":
             self.typed.add(dest)
 
@@ -184,7 +187,10 @@ class Settings:
 
     def shown(self, dest: str) -> str:
         """Return `--flag value`, for messages."""
-        value = self.values[dest]
+        return self.with_value(dest, self.values[dest])
+
+    def with_value(self, dest: str, value: object) -> str:
+        """Return `--flag value` for another value than the flag has now."""
         if isinstance(value, bool) or value is None:
             return self.flag(dest)
         return f"{self.flag(dest)} {' '.join(map(str, value)) if isinstance(value, list | tuple) else value}"
@@ -196,7 +202,9 @@ class Settings:
         source, why = self.source[dest], self.why.get(dest, "")
         if source not in ("default", "derived"):
             return self.shown(dest)
-        return f"{self.shown(dest)} ({why if source == 'derived' and why.startswith('from --') else source})"
+        if source == "default" or not why:
+            return f"{self.shown(dest)} ({source})"
+        return f"{self.shown(dest)} ({why if why.startswith('from --') else f'derived: {why}'})"
 
     def violation(self, message: str, *dests: str, kind: str = "rule", **values: object) -> Violation:
         """Return the violation of a rule about the flags in its message, the most important first.
@@ -229,12 +237,18 @@ class Settings:
         """Return the destinations that were given, in order of declaration."""
         return tuple(dest for dest in self._options if dest in self.spelling)
 
+    def path_kinds(self) -> tuple[tuple[str, str], ...]:
+        """Return destination and kind (see schema.py) of the given flags whose values are paths."""
+        options = ((dest, self._options[dest].path) for dest in self.given_dests())
+        return tuple((dest, kind) for dest, kind in options if kind is not None)
+
     def forget(self, dest: str) -> None:
         """Reset a flag to its default, as if it had not been given."""
         self._check_known(dest)
         self._write(dest, self._options[dest].default, "default")
         self.typed.discard(dest)
         self.spelling.pop(dest, None)
+        self.requests.pop(dest, None)
         self.why.pop(dest, None)
 
     def note_renamed(self, flag: str, became: str) -> None:

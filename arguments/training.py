@@ -55,6 +55,10 @@ def _checked_batch_schedule(text: str) -> str:
     return text
 
 
+_EVALUATES = "eval_iters or full_validation"
+_CHECKS = "check_for_nan_in_loss_and_grad or check_for_spiky_loss or check_for_large_grads"
+
+
 @dataclass(frozen=True)
 class TrainingArgs:
     """Batches, duration, recompute, offload, evaluation, exit."""
@@ -119,7 +123,7 @@ class TrainingArgs:
         "SIGSYS",
         "SIGRTMIN",
         "SIGRTMAX",
-    ] = "SIGTERM"
+    ] = flag("SIGTERM", needs="exit_signal_handler or auto_resume")
     """Signal at which --exit-signal-handler and --auto-resume save and stop."""
     exit_signal_handler_for_dataloader: bool = False
     """Install the signal handler in data workers as well."""
@@ -133,13 +137,13 @@ class TrainingArgs:
     # ---- evaluation
     eval_iters: int = 100
     """Number of iterations of one evaluation; 0: none."""
-    eval_interval: int | None = None
+    eval_interval: int = flag(1000, needs=_EVALUATES)
     """Number of iterations between evaluations."""
-    start_eval_at_iter: int | None = None
+    start_eval_at_iter: int | None = flag(None, needs=_EVALUATES)
     """First iteration that an evaluation may follow. Unset: 0."""
-    eval_global_batch_size: int | None = None
+    eval_global_batch_size: int | None = flag(None, needs=_EVALUATES)
     """Global batch size of evaluations, in samples. Unset: training's."""
-    eval_micro_batch_size: int | None = None
+    eval_micro_batch_size: int | None = flag(None, needs=_EVALUATES)
     """Micro-batch size of evaluations, in samples. Unset: training's."""
     skip_train: bool = False
     """Evaluate only, without training."""
@@ -147,15 +151,15 @@ class TrainingArgs:
     """Run the additional checks of Megatron-LM's tests during the run."""
     full_validation: bool = False
     """Evaluate on the full validation set every time, whatever --eval-iters is."""
-    multiple_validation_sets: bool = False
+    multiple_validation_sets: bool = flag(False, needs=(_EVALUATES, "!mock_data"))
     """Evaluate on each validation set separately."""
-    validation_set_names: list[str] | None = None
+    validation_set_names: list[str] | None = flag(None, needs=(_EVALUATES, "multiple_validation_sets"))
     """Names of the validation sets in logs, in their order."""
     eval_tasks: list[str] | None = None
     """Benchmark tasks of lm-eval to run every --eval-tasks-interval iterations, separated by commas or blanks."""
     eval_tasks_interval: int | None = None
     """Number of iterations between runs of --eval-tasks; they also run after the last iteration."""
-    eval_tasks_path: str | None = None
+    eval_tasks_path: str | None = flag(None, path="local")
     """Folder with task files (YAML) of your own for --eval-tasks."""
     eval_tasks_limit: int | None = None
     """Number of questions of each task of --eval-tasks. Unset: all."""
@@ -163,18 +167,18 @@ class TrainingArgs:
     """Texts that the model continues greedily every --sample-interval iterations, for the log and the dashboard."""
     sample_interval: int | None = None
     """Number of iterations between continuations of --sample-prompts; they also come after the last iteration."""
-    sample_max_new_tokens: int = 64
+    sample_max_new_tokens: int = flag(64, needs="sample_prompts")
     """Largest number of tokens of a continuation of --sample-prompts."""
 
     # ---- recompute
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: those of full layers, or of selected modules."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = flag(None, needs="recompute_granularity")
     """Which full layers are recomputed: all, in groups of --recompute-num-layers (uniform), or the first ones of
     each stage (block)."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: int | None = flag(None, needs="recompute_granularity")
     """Number of layers of a recomputed group (uniform), or of recomputed layers (block)."""
-    recompute_modules: list[str] | None = None
+    recompute_modules: list[str] | None = flag(None, needs="recompute_granularity=selective")
     """Modules of a layer to recompute with --recompute-granularity selective."""
     mlp_chunks_for_training: int = 1
     """Number of chunks of the sequence in which feed-forward layers and experts run, so that their intermediate tensors
@@ -193,25 +197,25 @@ class TrainingArgs:
     """Retain the pinned host buffers."""
     fine_grained_activation_offloading: bool = False
     """Offload the saved tensors of the modules in --offload-modules to the host."""
-    offload_modules: list[str] = flag([])
+    offload_modules: list[str] = flag([], needs="fine_grained_activation_offloading")
     """Modules of a layer to offload with --fine-grained-activation-offloading."""
-    min_offloaded_tensor_size: int = 1048576
+    min_offloaded_tensor_size: int = flag(1048576, needs="fine_grained_activation_offloading")
     """Size of the smallest tensor that is offloaded, in elements."""
     delay_offload_until_cuda_graph: bool = False
     """Start offloading only when CUDA graphs are replayed."""
-    delta_offload_bytes_across_pp_ranks: int = 0
+    delta_offload_bytes_across_pp_ranks: int = flag(0, needs="fine_grained_activation_offloading")
     """Number of bytes that a pipeline rank offloads less than the rank before it."""
-    activation_offload_fraction: float = 1.0
+    activation_offload_fraction: float = flag(1.0, needs="fine_grained_activation_offloading")
     """Fraction of the activations of --offload-modules to offload, from 0 to 1."""
-    fine_grained_offloading_max_inflight_offloads: int | None = None
+    fine_grained_offloading_max_inflight_offloads: int | None = flag(None, needs="fine_grained_activation_offloading")
     """Largest number of transfers to the host at a time. Unset: no limit."""
 
     # ---- CUDA graphs
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
     """Capture modules or layers as CUDA graphs, or the full iteration as one."""
-    cuda_graph_modules: list[str] = flag([])
+    cuda_graph_modules: list[str] = flag([], needs="cuda_graph_impl")
     """Modules of a layer to capture. Unset: full layers."""
-    cuda_graph_warmup_steps: int = 3
+    cuda_graph_warmup_steps: int = flag(3, needs="cuda_graph_impl")
     """Number of iterations that run before capture."""
     enable_cuda_graph: bool = False
     """Deprecated spelling of --cuda-graph-impl local."""
@@ -234,7 +238,7 @@ class TrainingArgs:
     # ---- checks
     check_for_nan_in_loss_and_grad: bool = flag(True, off=("--no-check-for-nan-in-loss-and-grad",))
     """Reject an iteration whose loss or gradients are not finite; see --on-nan."""
-    on_nan: Literal["stop", "skip"] = "stop"
+    on_nan: Literal["stop", "skip"] = flag("stop", needs="check_for_nan_in_loss_and_grad")
     """Action when a rerun reproduces a non-finite loss or gradient: stop, and name the layer, expert and microbatch; or
     skip the update, and stop after ten in a row. Skipped iterations and their samples are recorded in checkpoints and
     metrics.jsonl."""
@@ -243,24 +247,28 @@ class TrainingArgs:
     --on-loss-spike."""
     check_for_spiky_loss: bool = False
     """Reject an iteration whose loss is ten times the largest of the first hundred iterations; see --on-loss-spike."""
-    loss_spike_factor: float | None = None
+    loss_spike_factor: float | None = flag(None, needs="check_for_spiky_loss")
     """Treat a loss above this factor times the median of the last hundred iterations as a spike (with
     --check-for-spiky-loss)."""
-    on_loss_spike: Literal["report", "skip", "stop"] = "report"
+    on_loss_spike: Literal["report", "skip", "stop"] = flag(
+        "report", needs="check_for_spiky_loss or check_for_large_grads"
+    )
     """Action when a rerun reproduces a spike of the loss or the gradient norm: report it, skip the update, or stop."""
-    check_weight_hash_across_dp_replicas_interval: int | None = None
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(None, needs="data_ranks")
     """Number of iterations between comparisons of weights across data-parallel ranks. Unset: never."""
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
     """validate_results: rerun a rejected iteration in place. A different result is a hardware fault: it is reported,
     and the run continues if the rerun is valid, else it exits with code 17. An equal result stops the run with its
     location, exit code 16 where resuming on other machines can tell more, else 17. report_stats: rerun every logged
     iteration and report how far the results differ. disabled: no reruns (exit code 1)."""
-    error_injection_rate: int = 0
+    error_injection_rate: int = flag(0, needs=_CHECKS)
     """Corrupt the result of one rank in about one of this many iterations (to test --rerun-mode)."""
-    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = "transient_error"
+    error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
+        "transient_error", needs="error_injection_rate"
+    )
     """transient_error: wrong once; persistent_error: wrong as long as the machines are the same; correct_result: wrong
     on every rank."""
-    result_rejected_tracker_filename: str | None = None
+    result_rejected_tracker_filename: str | None = flag(None, needs=_CHECKS, path="local")
     """File that gets a line for every rejected result and every rerun."""
     gpu_sniff_test_interval: int | None = None
     """Number of iterations between short correctness tests of the device. Unset: never."""
@@ -268,11 +276,11 @@ class TrainingArgs:
     # ---- housekeeping
     manual_gc: bool = False
     """Disable Python's automatic garbage collection, and collect every --manual-gc-interval iterations."""
-    manual_gc_interval: int = 0
+    manual_gc_interval: int = flag(0, needs="manual_gc")
     """Number of iterations between manual collections; 0: never."""
-    manual_gc_eval: bool = flag(True, off=("--no-manual-gc-eval", "--disable-manual-gc-eval"))
+    manual_gc_eval: bool = flag(True, off=("--no-manual-gc-eval", "--disable-manual-gc-eval"), needs="manual_gc")
     """Collect garbage before and after evaluations as well."""
-    empty_unused_memory_level: Literal[0, 1, 2] = 0
+    empty_unused_memory_level: Literal[0, 1, 2] = flag(0, needs="cuda")
     """Return cached device memory: never (0), after the backward passes of each iteration (1), or after its update as
     well (2)."""
     gradient_accumulation_fusion: bool = flag(True, off=("--no-gradient-accumulation-fusion",))

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from arguments.paths import local_path
 from scripts.bench_common import Report, make_parser
 
 HIDDEN, EXPERTS, FFN, HEADS, HEAD_DIM, GROUPS = 2048, 64, 768, 16, 128, 4
@@ -135,7 +136,7 @@ def resume_after_kill(argv: list[str], staging: Path, num_files: int) -> tuple[i
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=local_path)
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--workers", default="1")
     parser.add_argument("--to", choices=("ours",), help="one direction only")

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from arguments.paths import local_path
 from scripts.bench_common import Report, make_parser, provenance_line
 
 VOCAB_SIZE, BATCH = 4096, 16
@@ -85,11 +86,13 @@ def count_parameters(flags: str) -> list[str]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=local_path)
     parser.add_argument("--iterations", type=int, default=150, help="of the dense model")
     parser.add_argument("--more", type=int, default=75, help="iterations after upcycling")
     parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--data", type=Path, help="folder with text and tokenizer of a quickstart (default: make them)")
+    parser.add_argument(
+        "--data", type=local_path, help="folder with text and tokenizer of a quickstart (default: make them)"
+    )
     options = parser.parse_args()
     data, dense = options.data or options.folder / "data", options.folder / "dense"
     if options.data is None:

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from arguments.paths import local_path
 from moe_trainer.comparison.report import comparison_figures, comparison_lines
 from moe_trainer.comparison.runs import make_groups
 from moe_trainer.drawing.report_page import Figure, write_report
@@ -33,9 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs to compare")
-    parser.add_argument("--scaling", metavar="RUNS", type=Path, help="fit scaling laws to all runs below this folder")
+    parser.add_argument(
+        "--scaling", metavar="RUNS", type=local_path, help="fit scaling laws to all runs below this folder"
+    )
     parser.add_argument("--predict", metavar="FLOPS", type=float, nargs="+", default=[], help="losses at this compute")
-    parser.add_argument("--report-html", metavar="FILE", type=Path, help="write the report with pictures, too")
+    parser.add_argument("--report-html", metavar="FILE", type=local_path, help="write the report with pictures, too")
     return parser
 
 

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ _TO_HF_OPTIONS = (
     *("model_type", "vocab_size", "keep_vocab_padding", "drop_mtp", "config", "tokenizer", "ckpt_step"),
     *("base_model", "quantize"),
 )
+_WHOLE_MODEL_OPTIONS = (
+    *("vocab_size", "keep_vocab_padding", "drop_mtp", "config", "tokenizer", "quantize", "max_shard_size"),
+    "hf_mapping",
+)
+_MAX_SHARD_GB = 5.0
 _VERIFY_BATCH_SIZE, _VERIFY_SEQ_LENGTH = 2, 64
 # fractions of the largest logit: the same computation, and one whose weights are rounded or whose scores may tie
 _EXACT_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.1
@@ -91,16 +97,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
-    add("target", type=Path, nargs="?", metavar="TO", help="folder or file to create")
+    add("source", type=local_path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
+    add("target", type=local_path, nargs="?", metavar="TO", help="folder or file to create")
     add("--to", choices=("hf", "ours", "weights", "peft"), help="what TO becomes (default: the other kind than FROM)")
     add("--check", action="store_true", help="compare the tensors of FROM with its config.json, and write nothing")
     text = "mapping file of a Hugging Face family that is not built in"
-    add("--hf-mapping", type=Path, metavar="FILE", help=text)
+    add("--hf-mapping", type=local_path, metavar="FILE", help=text)
     add("--verify", action="store_true", help="then compare the logits of both models in fp32, if they fit in memory")
-    add("--workers", type=int, default=1, metavar="N", help="processes on this host (default: 1)")
+    add("--workers", type=int, metavar="N", help="processes on this host (default: 1)")
     add("--dtype", choices=tuple(_DTYPES), help="type of the weights (default: as stored)")
-    add("--max-shard-size", type=float, default=5.0, metavar="GB", help="size of the largest file (default: 5)")
+    text = f"size of the largest file (default: {_MAX_SHARD_GB:g})"
+    add("--max-shard-size", type=float, metavar="GB", help=text)
     to_hf = parser.add_argument_group("to hf").add_argument
     to_hf("--ckpt-step", type=int, metavar="N", help="iteration to convert (default: the latest)")
     to_hf("--model-type", metavar="TYPE", help="model type to write (default: the first that expresses the model)")
@@ -112,14 +119,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     to_hf("--base-model", metavar="NAME", help=text)
     to_hf("--drop-mtp", action="store_true", default=None, help="leave out the layers of multi-token prediction")
     text = "config.json (or its folder) to copy bos_token_id and the like from"
-    to_hf("--config", type=Path, metavar="FILE", help=text)
-    to_hf("--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer files (default: that of the checkpoint)")
+    to_hf("--config", type=local_path, metavar="FILE", help=text)
+    to_hf(
+        "--tokenizer",
+        type=local_path,
+        metavar="DIR",
+        help="folder of tokenizer files (default: that of the checkpoint)",
+    )
     text = "store the weights of experts and MLPs (fp8-block: of attention too) in this format (default: in none)"
     to_hf("--quantize", choices=_QUANTIZED_FORMATS, help=text)
     from_hf = parser.add_argument_group("from hf").add_argument
     text = "names that Megatron-LM would expect (default: transformer_engine); this program reads both"
     from_hf("--transformer-impl", choices=("transformer_engine", "local"), help=text)
-    from_hf("--adapter", type=Path, metavar="DIR", help="adapter folder of PEFT, to train it further (--to ours)")
+    from_hf("--adapter", type=local_path, metavar="DIR", help="adapter folder of PEFT, to train it further (--to ours)")
     text = "regular expression of tensors that may be left unused; they are listed"
     from_hf("--ignore", metavar="PATTERN", help=text)
     if not argv:
@@ -128,9 +140,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.check == (options.target is not None):
         parser.error("--check writes nothing: TO must be left out" if options.check else "TO is missing")
-    if options.workers < 1:
+    if options.check:
+        given = [name for name, value in vars(options).items() if value not in (None, False)]
+        unused = [name for name in given if name not in ("source", "check", "hf_mapping")]
+        if unused:
+            parser.error(f"--check writes nothing, and does not read --{unused[0].replace('_', '-')}")
+    if options.workers is not None and options.workers < 1:
         parser.error(f"--workers {options.workers} must be above 0")
-    if not 0 < options.max_shard_size < float("inf"):
+    if options.max_shard_size is not None and not 0 < options.max_shard_size < float("inf"):
         parser.error(f"--max-shard-size {options.max_shard_size} must be above 0, and finite")
     if options.verify and options.quantize == "nvfp4":
         # transformers 5.23, integrations/compressed_tensors.py: only values, scales and shapes reach the decompression
@@ -160,7 +177,7 @@ def _convert(options: argparse.Namespace) -> int:
     start_time, num_missing = time.monotonic(), len(missing_files(job))
     if num_missing < len(job.files):
         logger.info("%d of %d files exist from an earlier run", len(job.files) - num_missing, len(job.files))
-    code = _write(job, rank, world_size, min(options.workers, len(job.files)))
+    code = _write(job, rank, world_size, min(options.workers or 1, len(job.files)))
     if code:
         return code
     if not finish_job(job):
@@ -196,18 +213,19 @@ def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
         raise ValueError(f"{options.source} is {kind}, so --to {to} does not convert it")
     inapplicable = {
         "hf": ("ignore", "transformer_impl", "adapter", "base_model"),
-        "peft": (
-            *("ignore", "transformer_impl", "adapter", "vocab_size", "keep_vocab_padding", "drop_mtp", "config"),
-            "tokenizer",
-        ),
+        "peft": ("ignore", "transformer_impl", "adapter", *_WHOLE_MODEL_OPTIONS),
         "ours": _TO_HF_OPTIONS,
-        "weights": (*_TO_HF_OPTIONS, "transformer_impl", "adapter"),
+        "weights": (*_TO_HF_OPTIONS, "transformer_impl", "adapter", "max_shard_size"),
     }
     for name in inapplicable[to]:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} does not apply to --to {to}")
+    if options.verify and to == "weights":
+        raise ValueError("--verify: a weights file has no flags to build a model from")
+    if options.verify and (to == "peft" or options.adapter is not None):
+        raise ValueError("--verify compares two models, and not adapters; --to hf merges them into one")
     dtype = getattr(torch, _DTYPES[options.dtype]) if options.dtype else None
-    most = int(options.max_shard_size * 1e9)
+    most = int((options.max_shard_size or _MAX_SHARD_GB) * 1e9)
     return _plan_from_hf(options, to, most, dtype, log) if from_hf else _plan_to_hf(options, most, dtype)
 
 
@@ -443,10 +461,6 @@ def _work(index: int, job: ConversionJob, first_rank: int, world_size: int) -> N
 
 def _verify(options: argparse.Namespace) -> int:
     """Compare the logits of both models. Returns the exit code."""
-    if options.to == "weights":
-        raise ValueError("--verify: a weights file has no flags to build a model from")
-    if options.to == "peft" or options.adapter is not None:
-        raise ValueError("--verify compares two models, and not adapters; --to hf merges them into one")
     from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, read_json
 
     hf_folder, native = options.source, options.target

@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
 from moe_trainer.metrics.run_data import RunData
@@ -207,7 +208,7 @@ def make_server(folder: Path, port: int) -> tuple[ThreadingHTTPServer, str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="RUNS", type=Path, help="folder below which runs are")
+    parser.add_argument("folder", metavar="RUNS", type=local_path, help="folder below which runs are")
     parser.add_argument("--port", type=int, default=0, help="default: any free port")
     options = parser.parse_args(argv)
     if not options.folder.is_dir():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.profile_trace import find_traces, read_traces, trace_figure, trace_lines
@@ -31,8 +32,12 @@ def main(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="trace of a rank, or the folder of all")
-    parser.add_argument("--report-html", type=Path, metavar="FILE", help="write a page with the table and the picture")
+    parser.add_argument(
+        "traces", nargs="+", type=local_path, metavar="TRACE", help="trace of a rank, or the folder of all"
+    )
+    parser.add_argument(
+        "--report-html", type=local_path, metavar="FILE", help="write a page with the table and the picture"
+    )
     options = parser.parse_args(words)
     try:
         traces = read_traces(find_traces(options.traces))

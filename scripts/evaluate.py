@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 from scripts import rank_program
@@ -49,9 +50,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--apply-chat-template", action="store_true", help=text)
     text = "run tasks that execute code which the model writes"
     add("--confirm-run-unsafe-code", action="store_true", help=text)
-    add("--output", type=Path, metavar="FILE", help="write figures and routing statistics as JSON")
-    add("--report-html", type=Path, metavar="FILE", help="write a page with the figures and maps of the experts")
-    add("--table", type=Path, nargs="+", metavar="FILE", help="print a Markdown table of results that were written")
+    add("--output", type=local_path, metavar="FILE", help="write figures and routing statistics as JSON")
+    add("--report-html", type=local_path, metavar="FILE", help="write a page with the figures and maps of the experts")
+    add(
+        "--table",
+        type=local_path,
+        nargs="+",
+        metavar="FILE",
+        help="print a Markdown table of results that were written",
+    )
     return parser
 
 
@@ -71,11 +78,15 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
     """Split this script's own options from the trainer's flags; the first word is the model."""
     source = "" if words[0].startswith("-") else words[0]
     options, flags = parser.parse_known_args(words[1:] if source else words)
-    options.source = source
     problems = []
     if options.table is not None:
-        if source or flags or options.tasks:
-            problems.append("--table prints results that were written; it takes no model, tasks or flags")
+        unused = [
+            name for name, value in vars(options).items() if name != "table" and value != parser.get_default(name)
+        ]
+        if source or flags or unused:
+            problems.append(
+                "--table prints results that were written; it takes no model, tasks or flags, and no options"
+            )
     elif not source:
         problems.append("the checkpoint directory or Hugging Face folder comes first")
     elif not options.tasks:
@@ -91,6 +102,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
             problems.append(f"--{name.replace('_', '-')} {path}: the file cannot be written")
     if problems:
         parser.error("; ".join(problems))
+    options.source = source
     return options, flags
 
 

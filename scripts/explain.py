@@ -25,6 +25,7 @@ from arguments import Arguments
 from arguments.container import freeze
 from arguments.layer_pattern import moe_layer_pattern
 from arguments.parse import resolve_command_line
+from arguments.paths import local_path
 from arguments.report import get_world_size, table
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.drawing.rank_grid import Axis, rank_grid
@@ -63,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="print every value, not only those that are set")
     parser.add_argument("--rank", type=int, metavar="R", help="describe this rank instead of all groups")
     text = "write a page with this text and a picture of the groups over the nodes of --hardware"
-    parser.add_argument("--report-html", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--report-html", type=local_path, metavar="FILE", help=text)
     return parser
 
 

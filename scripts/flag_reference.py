@@ -26,6 +26,8 @@ sys.path.insert(0, str(ROOT))
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
 from arguments.help import field_docs, help_lines
+from arguments.needs import FACTS
+from arguments.paths import local_path
 from arguments.schema import Option
 
 STATUS = {
@@ -157,14 +159,16 @@ def _value_notes(option: Option) -> Iterator[str]:
     for (name, old), new in flag_status.RENAMED_VALUES.items():
         if name == dest:
             yield f"Old value: `{old}` is read as `{new}`."
-    for parents, children in flag_status.REQUIRES:
-        if dest in children.split():
-            yield f"Has an effect only with {' or '.join(map(_needed, parents))}."
+    for need in option.needs:
+        yield f"Has an effect only {' or '.join(map(_needed, need.split(' or ')))}."
 
 
-def _needed(parent: str) -> str:
-    dest, _, value = parent.partition("=")
-    return _code(f"{OPTIONS[dest].spellings[0]} {value}".strip())
+def _needed(alternative: str) -> str:
+    dest, _, value = alternative.removeprefix("!").partition("=")
+    word = "without" if alternative.startswith("!") else "with"
+    if dest in FACTS:
+        return f"{word} {FACTS[dest]}"
+    return f"{word} {_code(f'{OPTIONS[dest].spellings[0]} {value}'.strip())}"
 
 
 def _section_page(section: str, cls: type) -> str:
@@ -293,7 +297,7 @@ def _sentence(text: str) -> str:
 def main() -> int:
     """Write the pages into a folder."""
     parser = argparse.ArgumentParser(description="Write the flag reference of the manual as Markdown pages.")
-    parser.add_argument("folder", type=Path, help="where the pages go; made if it is missing")
+    parser.add_argument("folder", type=local_path, help="where the pages go; made if it is missing")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():

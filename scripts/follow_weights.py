@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
 
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="follow_weights.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="what --stream-weights-to names; /dev/shm/NAME for shm:NAME")
+    add("folder", type=local_path, metavar="FOLDER", help="what --stream-weights-to names; /dev/shm/NAME for shm:NAME")
     add("--tokens", type=int, nargs="+", required=True, metavar="ID", help="token ids whose continuation is printed")
     add("--until", type=int, metavar="N", help="end with the weights of iteration N (default: never)")
     add("--timeout", type=float, default=600.0, metavar="S", help="longest wait for new weights (default: %(default)s)")

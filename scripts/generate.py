@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 from scripts import rank_program
@@ -45,8 +46,13 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--prompts-file", type=Path, metavar="FILE", help="more prompts, one per line (.jsonl: JSON)")
-    add("--output", type=Path, metavar="FILE", help="write prompts, texts and tokens as JSON Lines, instead of text")
+    add("--prompts-file", type=local_path, metavar="FILE", help="more prompts, one per line (.jsonl: JSON)")
+    add(
+        "--output",
+        type=local_path,
+        metavar="FILE",
+        help="write prompts, texts and tokens as JSON Lines, instead of text",
+    )
     text = "largest number of new tokens of a text (default: %(default)s)"
     add("--max-new-tokens", type=int, default=64, metavar="N", help=text)
     text = "draw tokens by their probability at this temperature (default: 0, the most probable token)"
@@ -100,6 +106,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> Request:
             problems.append(f"--{name.replace('_', '-')} {getattr(options, name)} must be above 0")
     if options.samples_per_prompt > 1 and not options.temperature:
         problems.append("--samples-per-prompt needs a --temperature above 0: without one all texts are the same")
+    if options.sampling_seed and not options.temperature:
+        problems.append("--sampling-seed needs a --temperature above 0: without one nothing is drawn")
     if "" in options.stop:
         problems.append("--stop: a text must not be empty")
     if options.output is not None and cannot_write(options.output):

@@ -28,6 +28,7 @@ SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from arguments.paths import find_path_problem
 from scripts.acceptance_checks import SECTIONS, NotMeasuredError, is_emulated
 from scripts.bench_common import get_commit
 
@@ -228,6 +229,8 @@ def main(argv: list[str], program: Path = SCRIPT) -> int:
     options = parser.parse_args(argv)
     if options.output == "":
         parser.error("--output is empty: give the name of a new directory")
+    if problem := find_path_problem(options.output or ""):
+        parser.error(f"--output {options.output}: {problem}")
     folder = Path(options.output or f"gpu_acceptance-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     if not options.time_limit > 0:
         parser.error(f"--time-limit {options.time_limit:g}: a positive number of seconds is needed")

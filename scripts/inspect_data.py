@@ -17,6 +17,7 @@ from collections import Counter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+from arguments.paths import local_path
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -47,9 +48,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sft", action="store_true", help="read text files as a run with --sft does")
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print the beginnings of N documents")
     parser.add_argument("--preview-tokens", type=int, default=40, help="tokens of each of them (default 40)")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers to a JSON file")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="write all numbers to a JSON file")
     parser.add_argument(
-        "--length-histogram", metavar="FILE.csv", help="write length,count of all sequences, which a plan reads"
+        "--length-histogram",
+        type=local_path,
+        metavar="FILE.csv",
+        help="write length,count of all sequences, which a plan reads",
     )
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if there are problems")
     add_tokenizer_flags(parser, "tokenizer, for text, and for checks of ids and special tokens", required=False)

@@ -31,6 +31,7 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
+from arguments.paths import local_path
 from arguments.tokens import FIELDS
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
@@ -130,7 +131,12 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         help="GEMM formats to compare, separated by commas: bf16, tensorwise, blockwise, mxfp8, nvfp4 (default: that "
         "of FLAGS)",
     )
-    add("--report-html", type=Path, metavar="FILE", help="write a page with this text and pictures of the mappings")
+    add(
+        "--report-html",
+        type=local_path,
+        metavar="FILE",
+        help="write a page with this text and pictures of the mappings",
+    )
     search_parser.set_defaults(mode="search")
     pieces_parser = modes.add_parser(
         "pieces",
@@ -184,8 +190,7 @@ def main(words: list[str]) -> int:
 def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags: list[str], words: list[str]) -> int:
     for word, option in misspelled(flags):
         parser.error(f"{word}: this flag is unknown; did you mean {option}?")
-    if any(flag.partition("=")[0] == "--length-histogram" for flag in flags):
-        parser.error("--length-histogram plans one command line: leave search out")
+    _refuse_flags_of_a_plan(parser, flags, "search", "--length-histogram", "--report")
     if options.gpus is None:
         parser.error("--gpus N is missing: the number of devices to search for")
     if options.gpus < 1 or options.best < 1 or not options.headroom >= 1:
@@ -217,8 +222,7 @@ def _pieces(parser: argparse.ArgumentParser, flags: list[str]) -> int:
     if not flags or {"--help", "-h"} & set(flags):
         parser.print_help()
         return ExitCode.OK if flags else ExitCode.USER_ERROR
-    if any(flag.partition("=")[0] == "--report-html" for flag in flags):
-        parser.error("--report-html draws the plan of a command line, or a search: leave pieces out")
+    _refuse_flags_of_a_plan(parser, flags, "pieces", "--report-html", "--report")
     try:
         plan, rows = plan_of_flags(flags), list(make_rows(flags))
     except ValueError as error:
@@ -226,6 +230,13 @@ def _pieces(parser: argparse.ArgumentParser, flags: list[str]) -> int:
         return ExitCode.USER_ERROR
     print("\n".join(pieces_lines(plan, rows)))
     return ExitCode.OK
+
+
+def _refuse_flags_of_a_plan(parser: argparse.ArgumentParser, flags: list[str], mode: str, *names: str) -> None:
+    """End with an error if a mode does not do what these flags ask for."""
+    given = [name for name in names if any(flag.partition("=")[0] == name for flag in flags)]
+    if given:
+        parser.error(f"{' and '.join(given)}: only with the plan of one command line; leave {mode} out")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from arguments.data import DataArgs
+from arguments.paths import local_prefix
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -53,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--drop-duplicates", action="store_true", help="keep the first of documents with exactly the same text"
     )
-    output.add_argument("--output-prefix", required=True, help="files are named <prefix>_<key>_document.bin and .idx")
+    output.add_argument(
+        "--output-prefix", type=local_prefix, required=True, help="files are named <prefix>_<key>_document.bin and .idx"
+    )
     runtime = parser.add_argument_group("runtime")
     runtime.add_argument("--workers", type=int, default=1, help="tokenizing processes (default 1)")
     runtime.add_argument(

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
+from arguments.paths import local_path
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -30,6 +31,8 @@ from moe_trainer.verification.pictures import proof_figures
 from moe_trainer.verification.random_layouts import draw_cases
 from moe_trainer.verification.report import command, markdown, result_lines, shrunk_lines, summary_lines
 from moe_trainer.verification.shrink import ParityCase, ShrinkError, ShrinkResult, as_is, shrink
+
+DEFAULT_TIMEOUT_S = 300.0
 
 
 def make_parser(is_random: bool) -> argparse.ArgumentParser:
@@ -56,10 +59,12 @@ def make_parser(is_random: bool) -> argparse.ArgumentParser:
     if is_random:
         parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --random (default: %(default)s)")
     parser.add_argument("--as-is", action="store_true", help="do not shrink the flags")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a Markdown report")
-    parser.add_argument("--report-html", type=Path, metavar="FILE", help="write a page with this text and pictures")
+    parser.add_argument("--report", type=local_path, metavar="FILE", help="write a Markdown report")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="maximum seconds per run (default: %(default)g)"
+        "--report-html", type=local_path, metavar="FILE", help="write a page with this text and pictures"
+    )
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help=f"maximum seconds per run (default: {DEFAULT_TIMEOUT_S:g})"
     )
     return parser
 
@@ -98,13 +103,18 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     for flag, path in (("--report", options.report), ("--report-html", options.report_html)):
         if path is not None and cannot_write(path):
             yield f"{flag} {path}: the file cannot be written"
+    unused = {"--report": options.report, "--report-html": options.report_html, "--timeout": options.timeout}
+    for flag in (flag for flag, value in unused.items() if options.shrink_only and value is not None):
+        yield f"{flag} is about a comparison, and --shrink-only compares nothing"
+    if options.random is not None and options.as_is:
+        yield "--as-is keeps the flags of a command line, and --random draws its own"
     if options.ranks < 1:
         yield f"--ranks {options.ranks} must be above 0"
     if options.random is not None and options.random < 1:
         yield f"--random {options.random} must be above 0"
     if options.random is not None and options.ranks == 1:
         yield "--ranks 1: --random needs at least 2 ranks"
-    if not (options.timeout > 0 and math.isfinite(options.timeout)):
+    if options.timeout is not None and not (options.timeout > 0 and math.isfinite(options.timeout)):
         yield f"--timeout {options.timeout} must be a number of seconds above 0"
 
 
@@ -185,7 +195,7 @@ def _prove(cases: list[ParityCase], shrunk: ShrinkResult | None, options: argpar
     if shrunk is not None:
         show(shrunk_lines(shrunk))
     results = []
-    with RankPool(max(case.pool_size for case in cases), options.timeout) as pool:
+    with RankPool(max(case.pool_size for case in cases), options.timeout or DEFAULT_TIMEOUT_S) as pool:
         for number, case in enumerate(cases, start=1):
             results.append(check_parity(pool, case))
             show(result_lines(results[-1], f"case {number} of {len(cases)}"))

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 
 DOCUMENT_CHARACTERS = 8000
@@ -92,8 +93,8 @@ def train_tokenizer(documents: list[str], prefix: Path, vocab_size: int) -> None
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Text and tokenizer for the quickstart.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", type=Path, default=None, help="a text or .jsonl file of your own")
+    parser.add_argument("folder", type=local_path)
+    parser.add_argument("--text", type=local_path, default=None, help="a text or .jsonl file of your own")
     parser.add_argument("--megabytes", type=float, default=8.0, help="how much text to take, in millions of characters")
     parser.add_argument("--vocab-size", type=int, default=4096)
     options = parser.parse_args(argv)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.paths import local_path
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from moe_trainer.launch_env import LaunchEnv
     from moe_trainer.verification.replay import ReplayPlan
 
+DEFAULT_TIMEOUT_S = 600.0
 MAX_FORKED_RANKS = 8  # for repeating the recorded flags after a mismatch
 
 
@@ -53,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("record", type=Path, metavar="DIR", help="directory of the record; the first argument")
+    add("record", type=local_path, metavar="DIR", help="directory of the record; the first argument")
     add("--one-process", action="store_true", help="drop all flags of parallelism, recompute and offloading")
     add("--fp32", action="store_true", help="drop --bf16, --fp16, --fp8-format, --fp4-format and dependent flags")
     add("--without", action="append", default=[], metavar="FLAG", help="drop a recorded flag; can be repeated")
@@ -63,11 +65,17 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks (default: as recorded if the layout allows, else one model replica)",
     )
-    add("--against", type=Path, metavar="DIR", help="run nothing; compare with another record of the same iteration")
-    add("--keep", type=Path, metavar="DIR", help="store the record of the replay in DIR")
+    add(
+        "--against",
+        type=local_path,
+        metavar="DIR",
+        help="run nothing; compare with another record of the same iteration",
+    )
+    add("--keep", type=local_path, metavar="DIR", help="store the record of the replay in DIR")
     add("--all", action="store_true", help="print every quantity, not only those that differ")
-    add("--report-html", type=Path, metavar="FILE", help="write a page with this text and a picture of the model")
-    add("--timeout", type=float, default=600.0, metavar="S", help="maximum seconds of the ranks (default: %(default)g)")
+    add("--report-html", type=local_path, metavar="FILE", help="write a page with this text and a picture of the model")
+    text = f"maximum seconds of the ranks (default: {DEFAULT_TIMEOUT_S:g})"
+    add("--timeout", type=float, metavar="S", help=text)
     return parser
 
 
@@ -106,12 +114,13 @@ def _parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     problems = []
     if options.world_size is not None and options.world_size < 1:
         problems.append(f"--world-size {options.world_size} must be above 0")
-    if not (options.timeout > 0 and math.isfinite(options.timeout)):
+    if options.timeout is not None and not (options.timeout > 0 and math.isfinite(options.timeout)):
         problems.append(f"--timeout {options.timeout} must be a number of seconds above 0")
     if options.keep is not None and options.keep.exists():
         problems.append(f"--keep {options.keep}: already exists")
-    if options.against is not None and (flags or options.keep):
-        problems.append("--against runs nothing, so it takes no flags of the trainer and no --keep")
+    of_runs = (options.keep, options.world_size, options.timeout, options.without, options.one_process, options.fp32)
+    if options.against is not None and (flags or any(of_runs)):
+        problems.append("--against runs nothing, so it takes no flags of the trainer, and no options of a replay")
     if options.report_html is not None and cannot_write(options.report_html):
         problems.append(f"--report-html {options.report_html}: the file cannot be written")
     if problems:
@@ -131,7 +140,7 @@ def _replay(options: argparse.Namespace, flags: list[str]) -> int:
     plan = plan_replay(record, _changes(options, flags, options.world_size))
     with tempfile.TemporaryDirectory(prefix="replay") as temporary:
         folder = options.keep or Path(temporary, "replay")
-        _run(record, plan, folder, options.timeout)
+        _run(record, plan, folder, options.timeout or DEFAULT_TIMEOUT_S)
         return _compare(
             record,
             Record.open(folder),
@@ -188,7 +197,7 @@ def _repeat_recorded(record: Record, folder: Path, options: argparse.Namespace) 
 
     if record.head["world_size"] > MAX_FORKED_RANKS:
         return None
-    _run(record, plan_replay(record, ReplayChanges()), folder, options.timeout)
+    _run(record, plan_replay(record, ReplayChanges()), folder, options.timeout or DEFAULT_TIMEOUT_S)
     return {(row.quantity, row.name): row.difference for row in compare_records(record, Record.open(folder))}
 
 

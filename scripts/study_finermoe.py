@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import arguments
+from arguments.paths import local_path
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.parameters import count_parameters
@@ -289,7 +290,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done, 1 a run failed, 2 an option or the folder is wrong, 130 interrupted",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, metavar="OUT", help="a new folder, or that of a study to continue")
+    parser.add_argument("folder", type=local_path, metavar="OUT", help="a new folder, or that of a study to continue")
     parser.add_argument("--seeds", type=seeds, default=3, metavar="N", help="runs of every kind (default: 3)")
     parser.add_argument("--jobs", type=jobs, metavar="N", help="runs at a time, of one thread each (default: cores)")
     parser.add_argument("--smoke", action="store_true", help="a few iterations and two seeds, to see that it works")

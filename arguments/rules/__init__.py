@@ -34,6 +34,7 @@ from arguments.rules import (
     overlap,
     packing,
     parallel,
+    paths,
     pipeline,
     precision,
     recompute,
@@ -79,6 +80,7 @@ AREAS = (
     packing,
     sft,
     checkpoint,
+    paths,
 )
 
 

@@ -177,6 +177,13 @@ def limit_streamed_text(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
+def note_unused_object_storage(s: Settings, _f: DerivedSizes) -> None:
+    in_files = s.data_args_path or s.per_split_data_args_path or s.phase_data_args_path or s.document_source
+    words = [word for dest in ("data_path", *SPLIT_PATHS) for word in as_list(getattr(s, dest))]
+    if s.object_storage_cache_path is not None and not in_files and not any("://" in word for word in words):
+        s.note_no_effect(s.shown("object_storage_cache_path"), "without data in object storage")
+
+
 def check_object_storage(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in ("data_path", *SPLIT_PATHS):
         remote = next((word for word in as_list(getattr(s, dest)) if "://" in word), None)

@@ -122,7 +122,7 @@ def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
 
 
 def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
-    """Note why experts are not a pipeline of TransformerEngine's; the other conditions are of flag_status.py."""
+    """Note why experts are not a pipeline of TransformerEngine's; the other conditions are those of the flag."""
     dest = "use_transformer_engine_op_fuser"
     if (
         getattr(s, dest)

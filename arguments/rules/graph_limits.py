@@ -62,10 +62,7 @@ def _iteration_varies(s: Settings) -> bool:
     return pattern is None or any(pattern) or bool(s.mtp_num_layers)
 
 
-def note_options_without_graphs(s: Settings, _f: DerivedSizes) -> None:
-    for dest in (MODULES, "cuda_graph_warmup_steps"):
-        if s.cuda_graph_impl == "none" and s.given(dest):
-            s.note_no_effect(s.shown(dest), f"without {s.flag(IMPL)}")
+def note_own_graphs(s: Settings, _f: DerivedSizes) -> None:
     if s.cuda_graph_impl == "transformer_engine":
         s.note(
             f"{_graph_flag(s)}: the same parts are captured as with local, by this program itself (TransformerEngine's "

@@ -73,35 +73,6 @@ def resolve_fsdp_buffers(s: Settings, _f: DerivedSizes) -> None:
             s.set_derived("fsdp_double_buffer", True, f"from {s.flag(dest)}")
 
 
-def note_unused_fsdp_buffers(s: Settings, _f: DerivedSizes) -> None:
-    if s.use_megatron_fsdp and s.data_parallel_sharding_strategy not in ("optim_grads", "optim_grads_params"):
-        for dest in ("nccl_ub", "megatron_fsdp_max_pool_double_buffer", "fsdp_double_buffer"):
-            if getattr(s, dest) and s.given(dest):
-                s.note_no_effect(
-                    s.flag(dest), "without --data-parallel-sharding-strategy optim_grads or optim_grads_params"
-                )
-
-
-def note_outer_sharding(s: Settings, _f: DerivedSizes) -> None:
-    """Note where there are no instances that could share the state."""
-    for dest in ("outer_dp_sharding_strategy", "enable_full_sharding_in_hsdp"):
-        is_on = s.use_megatron_fsdp and getattr(s, dest) not in ("no_shard", False)
-        if is_on and s.num_distributed_optimizer_instances == 1:
-            s.note_no_effect(s.flag(dest), "without --num-distributed-optimizer-instances above 1")
-    if (
-        s.use_megatron_fsdp
-        and s.enable_full_sharding_in_hsdp
-        and s.data_parallel_sharding_strategy != "optim_grads_params"
-    ):
-        s.note_no_effect(s.flag("enable_full_sharding_in_hsdp"), "without sharded parameters")
-
-
-def note_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> None:
-    dest = "megatron_fsdp_main_params_dtype"
-    if s.use_megatron_fsdp and getattr(s, dest) != "fp32" and not (s.bf16 or s.fp16):
-        s.note_no_effect(s.shown(dest), "without --bf16 or --fp16: fp32 parameters are the main parameters")
-
-
 def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
     if s.ckpt_format == "fsdp_dtensor":
         s.note(

@@ -63,10 +63,6 @@ def note_flags_without_use(s: Settings, _f: DerivedSizes) -> None:
     dest = sequences_flag(s)
     if dest is None:
         return
-    if s.given(MOCK_LENGTHS[dest]) and not s.mock_data:
-        s.note_no_effect(s.flag(MOCK_LENGTHS[dest]), f"without {s.flag('mock_data')}")
-    if s.eod_mask_loss:
-        s.note_no_effect(s.flag("eod_mask_loss"), f"with {s.flag(dest)}")
     if is_packed(s) and s.given("micro_batch_size") and positive(s.micro_batch_size) and s.micro_batch_size > 1:
         s.note(
             f"{s.shown('micro_batch_size')} with {s.flag(dest)}: the lengths of samples determine the microbatches; "

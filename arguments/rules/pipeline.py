@@ -202,7 +202,15 @@ def check_microbatch_groups(s: Settings, f: DerivedSizes) -> Iterator[Violation]
         count = quotient(s.global_batch_size, s.micro_batch_size * f.dp)
     if f.vpp is None or f.pp == 1 or count is None or not positive(group):
         return
-    if not f.pp <= group <= count:
+    if count < f.pp and not s.given("microbatch_group_size_per_vp_stage"):
+        yield s.violation(
+            "{} makes {vpp} virtual stages per pipeline rank, which needs at least as many microbatches in an "
+            "iteration as pipeline ranks ({pipeline_model_parallel_size}), not {count}. Change {global_batch_size}.",
+            next(dest for dest in (LAYOUT, VIRTUAL, PER_VIRTUAL) if getattr(s, dest) is not None),
+            vpp=f.vpp,
+            count=count,
+        )
+    elif not f.pp <= group <= count:
         yield s.violation(
             "{microbatch_group_size_per_vp_stage} must be between {pipeline_model_parallel_size} and the {count} "
             "microbatches of an iteration ({global_batch_size} / ({micro_batch_size} * {dp} data ranks)).",

@@ -74,20 +74,6 @@ def note_unused_grad_buffer(s: Settings, _f: DerivedSizes) -> None:
         s.note_no_effect(s.flag(dest), reason)
 
 
-def note_main_params_dtype(s: Settings, _f: DerivedSizes) -> None:
-    if s.main_params_dtype != "fp32" and s.use_precision_aware_optimizer and not (s.bf16 or s.fp16):
-        s.note(
-            f"{s.shown('main_params_dtype')} has no effect without --bf16 or --fp16: fp32 parameters are the main "
-            "parameters."
-        )
-
-
-def note_fsdp_main_grads_dtype(s: Settings, _f: DerivedSizes) -> None:
-    dest = "megatron_fsdp_main_grads_dtype"
-    if s.use_megatron_fsdp and s.megatron_fsdp_main_grads_dtype == "bf16" and not (s.bf16 or s.fp16):
-        s.note(f"{s.shown(dest)} has no effect without --bf16 or --fp16: fp32 gradients are accumulated in fp32.")
-
-
 # Checks.
 
 

@@ -60,11 +60,7 @@ def resolve_moe_layer_recompute(s: Settings, _f: DerivedSizes) -> None:
 
 
 def resolve_selective_modules(s: Settings, _f: DerivedSizes) -> None:
-    if s.recompute_granularity != "selective":
-        if s.given(MODULES):
-            s.note(f"{s.flag(MODULES)} has no effect without --recompute-granularity selective.")
-        return
-    if s.recompute_modules is None:
+    if s.recompute_granularity == "selective" and s.recompute_modules is None:
         s.set_derived(MODULES, ["core_attn"], "the default of selective recompute")
         s.note(
             f"{s.flag(GRANULARITY)} selective without --recompute-modules recomputes core_attn; fused attention "

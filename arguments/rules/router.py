@@ -35,9 +35,15 @@ def note_router_dtype(s: Settings, f: DerivedSizes) -> None:
         )
 
 
-def note_groups_without_group_topk(s: Settings, f: DerivedSizes) -> None:
-    if f.experts and s.moe_router_num_groups is not None and s.moe_router_group_topk is None:
-        s.note(f"{s.shown('moe_router_num_groups')} has no effect without --moe-router-group-topk.")
+def note_no_balancing(s: Settings, f: DerivedSizes) -> None:
+    is_even = s.moe_router_force_load_balancing or s.moe_router_topk == f.experts
+    chosen = {"sinkhorn", "quantile_balancing", "none"}.intersection(balancing_types(s))
+    losses = any(as_list(s.moe_aux_loss_coeff))
+    if f.experts and f.experts > 1 and not (losses or chosen or is_even or s.moe_router_enable_expert_bias):
+        s.note(
+            f"{s.shown('num_experts')}: nothing balances the load of the experts; give --moe-aux-loss-coeff above 0 or "
+            "--moe-router-enable-expert-bias (--moe-router-load-balancing-type none: on purpose)."
+        )
 
 
 # Checks.

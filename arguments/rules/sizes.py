@@ -72,6 +72,14 @@ def resolve_softmax_in_fp32(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("attention_softmax_in_fp32", True, "query-key layer scaling")
 
 
+def note_unused_ffn_hidden_size(s: Settings, f: DerivedSizes) -> None:
+    widths = ("ffn_hidden_size", "moe_ffn_hidden_size")
+    reads = s.moe_use_upcycling or s.finermoe_intermediate_granularity or s.finermoe_output_granularity
+    is_typed = all(s.given(dest) for dest in widths) and widths[0] in s.typed
+    if is_typed and f.moe_layers and all(f.moe_layers) and not reads:
+        s.note_no_effect(s.shown(widths[0]), f"all layers have experts, of {s.shown(widths[1])}")
+
+
 # Checks.
 
 

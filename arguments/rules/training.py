@@ -1,9 +1,11 @@
 """Batch sizes, the length of training, warmup and decay, evaluation."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import PurePosixPath
 from typing import Any
 
+from arguments.optimizer import OptimizerArgs
 from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
 from arguments.settings import Limit, Settings, Violation
 from arguments.training import parse_batch_schedule
@@ -82,6 +84,12 @@ def resolve_eval_batch_of_ranks(s: Settings, f: DerivedSizes) -> None:
     s.set_derived(GBS, s.eval_global_batch_size, "as the batch of evaluation")
 
 
+def note_batch_that_fits(s: Settings, f: DerivedSizes) -> None:
+    step = _samples_per_microstep(s, f, s.micro_batch_size)
+    if s.decrease_batch_size_if_needed and step is not None and divides(step, s.global_batch_size):
+        s.note_no_effect(s.flag("decrease_batch_size_if_needed"), f"{s.shown(GBS)} divides among the ranks")
+
+
 def resolve_eval_load_optim(s: Settings, _f: DerivedSizes) -> None:
     if s.is_eval_only:
         s.set_derived("no_load_optim", True, "--skip-train")
@@ -94,6 +102,9 @@ def note_flags_without_effect_in_eval(s: Settings, _f: DerivedSizes) -> None:
     unused = [s.flag(dest) for dest in TRAINING_ONLY if s.given(dest) and getattr(s, dest)]
     if unused:
         s.note(f"{', '.join(unused)} with {skip}: no effect, because nothing is trained or saved.")
+    of_updates = [s.flag(field.name) for field in fields(OptimizerArgs) if field.name in s.typed]
+    if of_updates:
+        s.note(f"{', '.join(of_updates)} with {skip}: no effect, because no weights are updated.")
     if s.eval_iters == 0 and not s.full_validation:
         s.note(f"{s.flag('eval_iters')} 0 with {skip}: nothing is evaluated; give --eval-iters N or --full-validation.")
     if s.load is None and s.pretrained_checkpoint is None and s.init_from is None:
@@ -244,14 +255,6 @@ def check_wsd_decay(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.lr_decay_style == "WSD" and s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
         yield s.violation(
             "{lr_decay_style} needs {lr_wsd_decay_iters:flag} (or -samples): how long the final decay lasts."
-        )
-
-
-def check_eval_interval(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.eval_interval is None and not s.skip_train and not s.full_validation and s.eval_iters != 0:
-        yield s.violation(
-            "{eval_interval:flag} is missing: give the number of iterations between validations (or --eval-iters 0 for "
-            "none)."
         )
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from arguments.paths import local_path
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import TRACKER, describe_complete, folder_name, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -337,7 +338,7 @@ def main(argv: list[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument("paths", metavar="PATH", type=Path, nargs=2 if name == "diff" else 1)
+        command.add_argument("paths", metavar="PATH", type=local_path, nargs=2 if name == "diff" else 1)
         command.add_argument(
             "--ckpt-step", type=int, help="the iteration to look at, if PATH is a folder of checkpoints"
         )

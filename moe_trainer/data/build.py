@@ -77,8 +77,8 @@ def batch_format(data: DataArgs, tokenizer: Tokenizer, vocab_size: int | None = 
     pad = tokenizer.pad
     if pad is None or (pad == tokenizer.eod and not data.allow_ambiguous_pad_tokens):
         pad = NO_PAD
-    if data.reset_attention_mask and not data.create_attention_mask_in_dataloader:
-        logger.warning("--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader")
+    if data.allow_ambiguous_pad_tokens and tokenizer.pad != tokenizer.eod:
+        logger.info("--allow-ambiguous-pad-tokens has no effect: end-of-document tokens are not pad tokens")
     return BatchFormat(
         eod=tokenizer.eod,
         pad=pad,

@@ -48,7 +48,7 @@ def requested_sizes(training: TrainingArgs) -> tuple[int, int | None, int]:
     else:
         train_iters = training.train_iters or 0
         train = train_iters * training.global_batch_size
-    evaluations = train_iters // training.eval_interval + 1 if training.eval_interval and not training.skip_train else 1
+    evaluations = train_iters // training.eval_interval + 1
     valid = None if training.full_validation else evaluations * training.eval_iters * eval_batch
     return train, valid, training.eval_iters * eval_batch
 

@@ -4,7 +4,6 @@ Positions are those in the full sequence, also with --reset-position-ids: Megatr
 position ids. Only packed sequences (THD) have positions of their own.
 """
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,6 @@ from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_table
 from moe_trainer.ops.transfer import to_device
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group
-
-logger = logging.getLogger(__name__)
 
 Tables = tuple[Tensor, Tensor]
 
@@ -78,7 +75,6 @@ def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rota
         yarn, dim = model.rope_type != "rope", model.qk_pos_emb_head_dim
         if not yarn:
             dim = int(dim * model.rotary_percent)
-        _note_unused_scalings(model)
     else:
         yarn, dim = kind == "yarn", int(model.kv_channels * model.rotary_percent)
     if yarn:
@@ -140,18 +136,6 @@ def make_compressed_rotary(model: ModelArgs, *, is_compressed: bool) -> Rotary:
     rotary = _make_yarn(model, model.qk_pos_emb_head_dim, None, model.csa_compress_rotary_base)
     rotary.amplitude = 1.0
     return rotary
-
-
-def _note_unused_scalings(model: ModelArgs) -> None:
-    """Warn about scalings without effect: latent attention has only YaRN, as in Megatron-LM."""
-    if model.use_rope_scaling:
-        logger.warning("--use-rope-scaling has no effect on --multi-latent-attention; --rope-type yarn scales there")
-    if model.rotary_seq_len_interpolation_factor not in (None, 1):
-        logger.warning(
-            "--rotary-seq-len-interpolation-factor %d has no effect on --multi-latent-attention; "
-            "--rope-type yarn scales there",
-            model.rotary_seq_len_interpolation_factor,
-        )
 
 
 def _make_yarn(model: ModelArgs, dim: int, sequence: SequenceShard | None, base: float | None = None) -> Rotary:

@@ -80,9 +80,12 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def validation_line(where: str, losses: Mapping[str, float]) -> str:
-    """Return the framed validation line; `where` is "iteration N" or "iteration N on validation set"."""
-    text = f" validation loss at {where} | "
+def validation_line(where: str, losses: Mapping[str, float], set_name: str = "") -> str:
+    """Return the framed validation line; `where` is "iteration N" or "iteration N on validation set".
+
+    `set_name` tells several validation sets apart, as in Megatron-LM.
+    """
+    text = f" validation{f'-{set_name}' if set_name else ''} loss at {where} | "
     for name, value in losses.items():
         text += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
     frame = "-" * (len(text) + 1)

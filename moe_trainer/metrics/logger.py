@@ -330,7 +330,7 @@ class MetricsLogger:
         `where` is "iteration 200" or "iteration 200 on test set", `kind` "validation", "validation-NAME" or "test".
         `evaluated` adds the values of the evaluation of a checkpoint to the record.
         """
-        self.print(validation_line(where, losses))
+        self.print(validation_line(where, losses, set_name=kind.partition("-")[2]))
         self._summary.add_validation(kind, iteration, losses["lm loss"])
         record = {"validation": kind, "iteration": iteration, **losses, "ppl": perplexity(losses["lm loss"])}
         self._append(record | ({} if evaluated is None else evaluated.as_record()))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import arguments
+from arguments.help import field_docs
 from moe_trainer.checkpoint.manager import read_saved_args
 from moe_trainer.data.template_process import LimitedTemplate
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
@@ -22,6 +23,11 @@ from moe_trainer.training.setup import build_context
 
 # evaluation batches of a data set are not read, so none is needed
 _FLAGS = ("--use-checkpoint-args", "--skip-train", "--eval-iters", "0")
+_UNUSED_TOPICS = (
+    *("batches and duration", "evaluation", "checks", "corpora", "fill-in-the-middle samples", "reading"),
+    *("saving", "TensorBoard and Weights & Biases", "profiling"),
+)
+"""Headings of flags (arguments/help.py) about training and its data."""
 _TOKENIZER_FLAGS = frozenset(("--tokenizer-type", "--tokenizer-model"))
 
 logger = logging.getLogger(__name__)
@@ -66,12 +72,20 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
     for note in args.notes:
         if note.startswith(tuple(names)):  # others are on flags that were not given
             logger.info("%s", note)
+    if unused := sorted(names.intersection(_unused_flags(args))):
+        logger.info("%s: no effect here, because nothing is trained, and no data set is read", ", ".join(unused))
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     ctx, state = resume(build_context(args, runtime, tokenizer), tokenizer)
     for chunk in ctx.chunks:
         chunk.eval()
     return LoadedModel(ctx, state, tokenizer)
+
+
+def _unused_flags(args: arguments.Arguments) -> set[str]:
+    """Return the given flags that neither texts nor their scores depend on."""
+    docs = (item for section in ("training", "data", "output") for item in field_docs(section).items())
+    return {args.spelling[dest] for dest, (topic, _) in docs if topic in _UNUSED_TOPICS and dest in args.spelling}
 
 
 def as_model(ctx: TrainContext) -> Model:

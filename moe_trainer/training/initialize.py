@@ -186,7 +186,7 @@ def check_environment(args: Arguments, arch: int | None) -> None:
     violations += check_packages(args, {"torch": torch.__version__})
     for violation in violations:
         if violation.kind == "note":
-            logger.warning("%s", violation.message)
+            logger.info("%s", violation.message)
     if errors := [violation for violation in violations if violation.kind != "note"]:
         raise ArgumentError(errors)
 
@@ -249,7 +249,13 @@ def _init_process_group(args: Arguments, launch_env: LaunchEnv, device: torch.de
         logger.info("--distributed-backend %s needs CUDA devices: these CPU ranks talk over gloo", backend)
         backend = "gloo"
     method = f"tcp://{launch_env.master_addr}:{launch_env.master_port}" if launch_env.source == "SLURM" else "env://"
-    timeout = datetime.timedelta(minutes=args.parallel.distributed_timeout_minutes)
+    minutes = args.parallel.distributed_timeout_minutes
+    # in a shell of `srun --ntasks 4 --pty bash` the other ranks are never started, and this is the only line
+    logger.info(
+        f"waiting for all {launch_env.world_size} ranks ({launch_env.source}) to meet at "
+        f"{launch_env.master_addr}:{launch_env.master_port}, at most {minutes} minutes"
+    )
+    timeout = datetime.timedelta(minutes=minutes)
     limit = threading.Timer(timeout.total_seconds() + _JOIN_GRACE_S, _abort_unanswered, (args, launch_env))
     limit.daemon = True
     limit.start()
@@ -267,8 +273,7 @@ def _init_process_group(args: Arguments, launch_env: LaunchEnv, device: torch.de
     except dist.DistError as error:
         raise CommunicationError(
             f"start-up: the {launch_env.world_size} ranks did not all meet at "
-            f"{launch_env.master_addr}:{launch_env.master_port} within "
-            f"{args.parallel.distributed_timeout_minutes} minutes ({backend_reason(error)})"
+            f"{launch_env.master_addr}:{launch_env.master_port} within {minutes} minutes ({backend_reason(error)})"
         ) from error
     finally:
         limit.cancel()

@@ -190,7 +190,7 @@ def skip_iteration(ctx: TrainContext, state: TrainState, microbatches: int, samp
 def evaluation_is_due(ctx: TrainContext, state: TrainState) -> bool:
     """Return whether a validation follows this iteration."""
     training, iteration = ctx.args.training, state.iteration
-    if training.eval_interval is None or iteration % training.eval_interval != 0:
+    if iteration % training.eval_interval != 0:
         return False
     return iteration >= (training.start_eval_at_iter or 0) and can_validate(ctx)
 

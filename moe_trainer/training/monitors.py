@@ -53,8 +53,6 @@ class RankMonitors:
         self._energy = _make_energy_meter(args, runtime)
         self._allocations = _make_snapshot_recorder(args, runtime)
         self._iterations = 0  # since the energy was read
-        if args.output.log_device_memory_used and runtime.device.type != "cuda":
-            logger.info("--log-device-memory-used has no effect on CPU")
 
     def start(self) -> None:
         """Begin an iteration."""
@@ -139,10 +137,7 @@ def _make_energy_meter(args: Arguments, runtime: Runtime) -> EnergyMeter | None:
 
 
 def _make_snapshot_recorder(args: Arguments, runtime: Runtime) -> MemorySnapshotRecorder | None:
-    if not args.output.record_memory_history:
-        return None
-    if runtime.device.type != "cuda":
-        logger.info("--record-memory-history has no effect: torch records allocations on CUDA devices only")
+    if not args.output.record_memory_history or runtime.device.type != "cuda":
         return None
     launch_env = runtime.launch_env
     return MemorySnapshotRecorder(args.output.memory_snapshot_path, launch_env.rank, writer=launch_env.world_size - 1)

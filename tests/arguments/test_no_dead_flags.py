@@ -23,6 +23,7 @@ READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_
 """Read as f"{split}_data_path" in arguments/blend.py, and by key in checkpoint/upcycling.py."""
 READ_FOR_THE_RECORD = {
     "use_gigatoken",  # part of the tokenizer's identity in the names of index files, as in Megatron
+    "local_rank",  # what is read is the launch environment's attribute of this name
 }
 
 

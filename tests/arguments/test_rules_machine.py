@@ -31,10 +31,10 @@ def test_frozen_arguments_give_the_same_findings():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--nvtx-ranges", ["--nvtx-ranges has no effect on a CPU"]),
+        ("--nvtx-ranges", ["--nvtx-ranges has no effect without a CUDA device"]),
         ("--profile", ["--profile: on a CPU torch's profiler writes a trace"]),
         ("--profile --use-pytorch-profiler", []),
-        ("--profile --record-shapes", ["--record-shapes has no effect on a CPU", "--profile: on a CPU"]),
+        ("--profile --record-shapes", ["--record-shapes has no effect without a CUDA device", "--profile: on a CPU"]),
     ],
 )
 def test_marks_for_nsys_on_a_cpu_are_noted(flags, expected):

@@ -327,7 +327,8 @@ def test_unreadable_lengths_end_without_a_plan(tmp_path, capsys):
     assert "--length-histogram" in capsys.readouterr().err
 
 
-def test_search_does_not_take_lengths(capsys):
+@pytest.mark.parametrize("flag", ["--length-histogram", "--report"])
+def test_search_does_not_take_flags_of_a_plan(flag, capsys):
     with pytest.raises(SystemExit) as stopped:
-        plan_script.main(["search", *FLAGS.split(), "--gpus", "8", "--length-histogram", "lengths.csv"])
-    assert stopped.value.code == 2 and "--length-histogram plans one command line" in capsys.readouterr().err
+        plan_script.main(["search", *FLAGS.split(), "--gpus", "8", flag, "file"])
+    assert stopped.value.code == 2 and f"{flag}: only with the plan of one command line" in capsys.readouterr().err

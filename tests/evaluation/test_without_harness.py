@@ -143,6 +143,7 @@ def test_routing_table_shows_loads_and_the_busiest_experts():
         ("ck --tasks a --num-fewshot -1", "--num-fewshot -1"),
         ("ck --tasks a --output nowhere/x.json", "--output nowhere/x.json: the file cannot be written"),
         ("ck --table a.json", "takes no model, tasks or flags"),
+        ("--table a.json --limit 5", "and no options"),
     ],
 )
 def test_wrong_options_are_named(words, message, capsys):

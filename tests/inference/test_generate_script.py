@@ -132,6 +132,7 @@ def main(words):
         ("ck", "no prompt"),
         ("ck Once --max-new-tokens 0", "--max-new-tokens 0 must be above 0"),
         ("ck Once --samples-per-prompt 2", "--samples-per-prompt needs a --temperature"),
+        ("ck Once --sampling-seed 2", "--sampling-seed needs a --temperature"),
         ("ck Once --top-k 3", "need a temperature"),
         ("ck Once --temperature -1", "temperature -1.0 must be 0, or"),
         ("ck Once --output no/such/file", "--output no/such/file: the file cannot be written"),
@@ -142,6 +143,10 @@ def main(words):
         ("ck --prompts-file chat.jsonl", '"messages" needs --apply-chat-template'),
         ("ck --prompts-file turns.jsonl --apply-chat-template", '"messages" must be a list of objects'),
         ("ck Once\udcff --max-new-tokens 4", "'Once\\udcff': not UTF-8"),
+        (
+            "ck Once --max-new-tokens 64 --num-workers 4 --exit-interval 9",
+            "--exit-interval, --num-workers: no effect here",
+        ),
         ("ck Once --max-new-tokens 64", "with 64 new ones it is longer than the model's 64 positions"),
     ],
 )

@@ -75,8 +75,8 @@ def test_a_cpu_run_logs_that_the_flags_have_no_effect(tmp_path):
     assert done.returncode == 0, done.stderr
     for flag, reason in (
         ("--log-energy", "a CPU has no energy counter"),
-        ("--log-device-memory-used", "on CPU"),
-        ("--record-memory-history", "on CUDA devices only"),
+        ("--log-device-memory-used", "without a CUDA device"),
+        ("--record-memory-history", "without a CUDA device"),
     ):
         assert f"{flag} has no effect" in done.stderr and reason in done.stderr
     assert "energy per GPU" not in done.stdout and not (tmp_path / "snapshot.pickle").exists()

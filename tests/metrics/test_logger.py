@@ -138,10 +138,16 @@ def test_new_run_renames_the_old_metrics_file(tmp_path):
 def test_validation_record_and_line(tmp_path, capsys):
     log = open_log(tmp_path / "metrics.jsonl")
     log.validation("iteration 200 on test set", "test", {"lm loss": 2.0}, 200, 800)
+    log.validation("iteration 200", "validation-code", {"lm loss": 2.0}, 200, 800)
     log.close()
-    found = read_metrics(tmp_path / "metrics.jsonl")
-    assert found == [{"validation": "test", "iteration": 200, "lm loss": 2.0, "ppl": math.exp(2.0)}]
-    assert "validation loss at iteration 200 on test set | lm loss value: 2.000000E+00" in capsys.readouterr().out
+    record = {"iteration": 200, "lm loss": 2.0, "ppl": math.exp(2.0)}
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"validation": "test"} | record,
+        {"validation": "validation-code"} | record,
+    ]
+    printed = capsys.readouterr().out
+    assert " validation loss at iteration 200 on test set | lm loss value: 2.000000E+00" in printed
+    assert " validation-code loss at iteration 200 | lm loss value: 2.000000E+00" in printed
 
 
 def test_end_of_a_run_is_a_record_that_stays_when_it_resumes(tmp_path, capsys):

@@ -372,6 +372,7 @@ def test_damaged_record_is_refused_with_the_file_name(one_rank, replay, tmp_path
     (["--num-experts", "8"], "the weights do not fit the model"),
     (["--against", "nowhere"], "nowhere: there is no such folder"),
     (["--against", "nowhere", "--swiglu"], "it takes no flags"),
+    (["--against", "nowhere", "--fp32"], "and no options of a replay"),
     (["--timeout", "nan"], "--timeout nan"),
     (["--keep", "/"], "--keep /: already exists"),
 ])  # fmt: skip

@@ -124,7 +124,7 @@ def test_ranks_without_a_number_of_threads_do_not_take_all_cores(tmp_path, monke
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:3", "nccl"), ("cpu", "gloo")])
-def test_the_process_group_is_bound_to_the_device(monkeypatch, device, backend):
+def test_the_process_group_is_bound_to_the_device(monkeypatch, caplog, device, backend):
     """NCCL then makes the communicators at once, and those of the groups by splitting the first."""
     seen = {}
     store = torch.distributed.HashStore()
@@ -133,7 +133,7 @@ def test_the_process_group_is_bound_to_the_device(monkeypatch, device, backend):
         initialize.dist, "init_process_group", lambda backend, **options: seen.update(options, backend=backend)
     )
     args = parse_args([*TINY, *MOCK, "--train-iters", "1"], 2)
-    assert (
-        initialize._init_process_group(args, LaunchEnv(0, 2, 0, "localhost", 1, "test"), torch.device(device)) is store
-    )
+    with caplog.at_level("INFO"):
+        found = initialize._init_process_group(args, LaunchEnv(0, 2, 0, "localhost", 1, "test"), torch.device(device))
+    assert found is store and "waiting for all 2 ranks (test) to meet at localhost:1, at most" in caplog.text
     assert (seen["backend"], seen["device_id"]) == (backend, torch.device(device) if backend == "nccl" else None)

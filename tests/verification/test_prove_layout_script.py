@@ -85,6 +85,8 @@ def test_pasted_torchrun_command_is_parsed(prove_layout):
             ["--random", "0", "--ranks", "-1", "--timeout", "nan"],
             "--ranks -1 must be above 0; --random 0 must be above 0; --timeout nan",
         ),
+        (["--random", "1", "--as-is"], "--as-is keeps the flags of a command line"),
+        ([*SMALL, "--shrink-only", "--report", "r.md"], "--report is about a comparison"),
         (["--random", "1", "--ranks", "1"], "--random needs at least 2 ranks"),
         (["--random", "1", "--report", "/"], "--report /: the file cannot be written"),
         (["--random", "1", "--report-html", "/no/such/r.html"], "--report-html /no/such/r.html: the file cannot be"),

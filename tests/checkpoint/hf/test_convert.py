@@ -511,6 +511,8 @@ def test_convert_given_iteration_with_tokenizer_of_another_folder(tmp_path):
         (["--vocab-size", "3"], "--vocab-size"),
         (["--max-shard-size", "-1"], "--max-shard-size"),
         (["--ignore", "("], "--ignore"),
+        (["--to", "weights", "--max-shard-size", "1"], "--max-shard-size does not apply to --to weights"),
+        (["--to", "weights", "--verify"], "--verify: a weights file"),
     ],
 )
 def test_wrong_options_are_refused(words, named, tmp_path, capfd):

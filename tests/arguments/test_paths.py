@@ -1,0 +1,71 @@
+"""A URL, or a path that the shell has not expanded, is refused by every flag and every program that needs a local path."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from arguments.container import OPTIONS
+from arguments.flag_status import get_flag_status
+from arguments.parse import resolve_command_line
+from arguments.paths import local_path
+from scripts import compare, dashboard
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ["--preset", "mixtral_tiny"]
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/x", "$HOME/x", "~/x"])
+def test_flags_refuse_what_is_no_local_path(text):
+    accepted = []
+    for dest, option in OPTIONS.items():
+        if option.path is None or (option.path == "data" and text.startswith("s3:")):
+            continue
+        flag = option.spellings[0]
+        _, violations = resolve_command_line([*BASE, flag, *[text] * (option.takes if option.takes == 2 else 1)], 1)
+        if not any(violation.flags == (flag,) and text in violation.message for violation in violations):
+            accepted.append(dest)
+    assert accepted == []
+
+
+def test_flags_that_name_files_say_so():
+    names = re.compile(r"(path|dir|file|filename|save|load|checkpoint)$")
+    unmarked = {
+        dest for dest, option in OPTIONS.items() if option.type_name == "str" and names.search(dest) and not option.path
+    }
+    assert {dest for dest in unmarked if get_flag_status(dest)[0] == "acts"} == set()
+
+
+def test_paths_of_a_recipe_may_have_variables_in_a_plan(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("MODEL_ARGS:\n  --save: $UNSET_FOLDER/x\n  --save-interval: 5\n")
+    _, violations = resolve_command_line(["--preset", str(tmp_path / "recipe.yaml"), "--validate-only"], 1)
+    assert [violation for violation in violations if "--save" in violation.flags] == []
+
+
+def test_no_program_reads_a_path_unchecked():
+    """`type=Path` would make a folder called s3: or $HOME."""
+    unchecked = []
+    for path in (*(ROOT / "scripts").glob("*.py"), *(ROOT / "moe_trainer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "type" and getattr(node.value, "id", "") == "Path":
+                unchecked.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert [place for place in unchecked if not place.startswith(STANDALONE)] == []
+
+
+STANDALONE = ("scripts/analyze_nsys.py", "scripts/launch_fixes.py")
+"""They read and write single files without importing this repository: opening a file below s3: fails."""
+
+
+@pytest.mark.parametrize(
+    ("program", "argv"), [(compare, ["run", "--report-html", "gs://bucket/r.html"]), (dashboard, ["$HOME/runs"])]
+)
+def test_programs_refuse_what_is_no_local_path(program, argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(argv)
+    assert ended.value.code == 2 and argv[-1] in capsys.readouterr().err
+
+
+def test_other_paths_are_taken_as_they_are():
+    for text in ("a/b", "/x:y/z", "a$1 c", "run-2024~", "C", "x:y"):
+        assert local_path(text) == Path(text)
