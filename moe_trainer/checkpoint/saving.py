@@ -437,7 +437,7 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
         problem, name = collectives.broadcast_object((problem, probe.name), ps.world)
         if problem is not None:
             raise CheckpointError(f"--save {directory}: {problem}")
-        check_seen_by_all(folder, folder / name, "Every rank writes its part of a checkpoint there", ps)
+        check_seen_by_all(folder, folder / name, "Every rank writes its part of a checkpoint", ps, "--save ")
     finally:
         if ps.world.rank == 0:
             with contextlib.suppress(OSError):

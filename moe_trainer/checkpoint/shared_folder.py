@@ -16,7 +16,7 @@ _LOOK_AGAIN_S = 0.5
 _RANKS_SHOWN = 4
 
 
-def check_seen_by_all(folder: Path, path: Path, need: str, ps: ParallelState) -> None:
+def check_seen_by_all(folder: Path, path: Path, need: str, ps: ParallelState, flag: str = "") -> None:
     """Check that every rank sees a path that rank 0 sees. Collective.
 
     Args:
@@ -24,6 +24,7 @@ def check_seen_by_all(folder: Path, path: Path, need: str, ps: ParallelState) ->
         path: the folder, or something in it.
         need: what the ranks need it for.
         ps: of the run.
+        flag: that names the folder, with a space.
 
     Raises:
         CheckpointError: on every rank; it names the ranks and nodes that do not see it.
@@ -32,7 +33,7 @@ def check_seen_by_all(folder: Path, path: Path, need: str, ps: ParallelState) ->
     if blind:
         more = f"; and {len(blind) - _RANKS_SHOWN} more" if len(blind) > _RANKS_SHOWN else ""
         raise CheckpointError(
-            f"{folder}: {len(blind)} of {ps.world.size} ranks do not see what rank 0 sees in this folder: "
+            f"{flag}{folder}: {len(blind)} of {ps.world.size} ranks do not see what rank 0 sees in this folder: "
             f"{'; '.join(blind[:_RANKS_SHOWN])}{more}. {need}: give the absolute path of a folder that all nodes "
             "share. No checkpoint was changed"
         )
