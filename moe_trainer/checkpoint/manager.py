@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from moe_trainer.checkpoint import common_state, random_state
-from moe_trainer.checkpoint.directory import TRACKER, folder_name, recover_interrupted_rename, tokenizer_files
+from moe_trainer.checkpoint.directory import (
+    TRACKER,
+    complete_iterations,
+    folder_name,
+    recover_interrupted_rename,
+    tokenizer_files,
+)
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.flat_states import FlatStateMetadata, has_flat_states
 from moe_trainer.checkpoint.index import read_index
@@ -31,6 +37,7 @@ from moe_trainer.checkpoint.resolve import (
     saved_padded_vocab_size,
 )
 from moe_trainer.checkpoint.saving import PendingSave, check_writable
+from moe_trainer.checkpoint.shared_folder import check_seen_by_all, describe_place
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS
 from moe_trainer.checkpoint.upcycling import UpcycledMetadata
 from moe_trainer.parallel import collectives
@@ -147,7 +154,7 @@ def load(
         None if `directory` has no checkpoint and options.exit_on_missing is False; a warning is logged.
 
     Raises:
-        CheckpointError: if a required checkpoint is missing, or it is of another architecture.
+        CheckpointError: if a required checkpoint is missing, not all ranks see it, or it is of another architecture.
         DamagedError: if it is incomplete or damaged, before anything is overwritten if file sizes show it.
     """
     directory = Path(directory)
@@ -156,6 +163,7 @@ def load(
     if folder is None:
         _nothing_to_load(directory, options, ps)
         return None
+    check_seen_by_all(directory, folder, "Every rank reads the checkpoint", ps)
     weights_only = is_weights_only(folder)
     if weights_only:
         options = replace(options, load_optim=False, load_rng=False)
@@ -220,6 +228,13 @@ def _select_folder(directory: Path, options: LoadOptions) -> Path | None:
 
 
 def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -> None:
+    has_checkpoint = (directory / TRACKER).is_file() or complete_iterations(directory)
+    others = gather_errors(describe_place(directory, ps) if has_checkpoint else None, ps.world)
+    if others:
+        raise CheckpointError(
+            f"{directory}: rank 0 sees no checkpoint in this folder, and others do: {others[0]}. Give the absolute "
+            "path of a folder that all nodes share"
+        )
     if options.exit_on_missing:
         raise CheckpointError(
             f"{directory}: there is no checkpoint (could not find the metadata file {directory / TRACKER}), and "

@@ -126,14 +126,14 @@ def peek_latest_valid(directory: str | Path) -> int | None:
 
 
 def latest_valid(directory: Path, hashes: bool = False, before: int | None = None) -> int | None:
-    """Return the latest iteration (below `before`) with a complete, undamaged checkpoint; None without checkpoints.
+    """Return the latest iteration with a complete, undamaged checkpoint; None without checkpoints.
 
-    It does not depend on the tracker. Every later one that is skipped is logged as a warning. `hashes`: as in
-    `index.check`.
+    With `before` it is the latest one below, None if there is none. It does not depend on the tracker. Every later one
+    that is skipped is logged as a warning. `hashes`: as in `index.check`.
 
     Raises:
-        DamagedError: if there are checkpoints, or were by the tracker, and none is valid. A run that starts from
-            scratch would overwrite them.
+        DamagedError: without `before`, if there are checkpoints, or were by the tracker, and none is valid. A run that
+            starts from scratch would overwrite them.
     """
     try:
         tracker = read_tracker(directory)
@@ -156,13 +156,13 @@ def latest_valid(directory: Path, hashes: bool = False, before: int | None = Non
                 )
             return iteration
         logger.warning("WARNING: skipping the damaged checkpoint %s: %s", folder, problems[0])
-    if iterations or isinstance(tracker, int):
+    if before is None and (iterations or isinstance(tracker, int)):
         state = "it holds no checkpoint"
         if iterations:
             state = f"none of its checkpoints (iteration {', '.join(map(str, iterations[-5:]))}) is valid"
         raise DamagedError(
-            f"{directory}: {state}, and the tracker names {tracker}; repair one, or move them and the tracker "
-            "elsewhere to start from scratch"
+            f"{directory}: {state}, and the tracker names {tracker}; repair one, or give another --save folder "
+            "to start from scratch. Keep this one: what cannot be read now may be valid"
         )
     return None
 

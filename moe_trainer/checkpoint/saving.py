@@ -5,11 +5,13 @@ memory after planning and writes it in a thread, which does not communicate; the
 written.
 """
 
+import contextlib
 import datetime
 import json
 import logging
-import os
+import secrets
 import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,7 @@ from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
 from moe_trainer.checkpoint.ownership import KINDS, ShardList, assign_owners, digest_shards
 from moe_trainer.checkpoint.save_planner import ShardSavePlanner, describe_plans
 from moe_trainer.checkpoint.sharding import KeyScheme, make_shards, rng_key
+from moe_trainer.checkpoint.shared_folder import check_seen_by_all
 from moe_trainer.io import flush_file
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import (
@@ -418,30 +421,43 @@ def _root_cause(error: BaseException) -> str:
 def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
     """Create, test and lock the save folder, so that a wrong --save ends the run at its start. Collective.
 
+    All ranks look for a file that rank 0 writes there.
+
     Returns:
         The number of its file system on rank 0, for SaveOptions.filesystem_id.
 
     Raises:
-        CheckpointError: if it cannot be written, or another run is saving there.
+        CheckpointError: if it cannot be written, another run is saving there, or a node does not see it.
     """
-    problem, identity = None, None
-    if ps.world.rank == 0:
-        probe = Path(directory) / f".write_test-{os.getpid()}"
-        try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            probe.write_text("")
-            probe.unlink()
-            holder = acquire_lock(Path(directory))
-            identity = filesystem_id(Path(directory))
-            if (Path(directory) / TRACKER).is_dir():
-                problem = (
-                    f"{Path(directory) / TRACKER} is a folder, and the file that names the newest checkpoint is "
-                    "needed; remove it"
-                )
-            problem = problem or holder and f"another run is saving there ({holder}); end it, or choose another folder"
-        except OSError as error:
-            problem = f"cannot write there: {error}"
-    problem = collectives.broadcast_object(problem, ps.world)
-    if problem is not None:
-        raise CheckpointError(f"--save {directory}: {problem}")
+    problem, identity, folder = None, None, Path(directory)
+    probe = folder / f".write_test-{socket.gethostname()}-{secrets.token_hex(4)}"
+    try:
+        if ps.world.rank == 0:
+            problem, identity = _prepare_folder(folder, probe)
+        problem, name = collectives.broadcast_object((problem, probe.name), ps.world)
+        if problem is not None:
+            raise CheckpointError(f"--save {directory}: {problem}")
+        check_seen_by_all(folder, folder / name, "Every rank writes its part of a checkpoint", ps, "--save ")
+    finally:
+        if ps.world.rank == 0:
+            with contextlib.suppress(OSError):
+                probe.unlink()
     return identity
+
+
+def _prepare_folder(directory: Path, probe: Path) -> tuple[str | None, int | None]:
+    """Create and lock the save folder, and write `probe`; return a problem, and the number of its file system."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        holder = acquire_lock(directory)
+        identity = filesystem_id(directory)
+        if (directory / TRACKER).is_dir():
+            return (
+                f"{directory / TRACKER} is a folder, and the file that names the newest checkpoint is needed; remove it"
+            ), None
+    except OSError as error:
+        return f"cannot write there: {error}", None
+    if holder:
+        return f"another run is saving there ({holder}); end it, or choose another folder", None
+    return None, identity

@@ -195,6 +195,8 @@ def _load(folder: str, ctx: TrainContext, options: LoadOptions) -> LoadedState |
                 logger.warning("WARNING: skipping the checkpoint of iteration %d: %s", options.ckpt_step, error)
             find = partial(latest_valid, Path(folder), options.verify_integrity, before=options.ckpt_step)
             newest = run_on_rank0(find, ctx.ps.world)
+            if newest is None:
+                raise
             logger.info("--auto-resume: going on from iteration %d instead", newest)
             options = replace(options, ckpt_step=newest)
 
