@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from arguments.blend import (
     SPLIT_NAMES,
@@ -20,7 +21,7 @@ from arguments.data import DEFAULT_SPLIT, DataArgs
 from arguments.mock_lengths import read_mock_lengths
 from arguments.training import TrainingArgs
 from moe_trainer.data.blend import normalize
-from moe_trainer.data.combined import BlendedDataset, PhasedDataset
+from moe_trainer.data.combined import BlendedDataset, ContinuedDataset, PhasedDataset
 from moe_trainer.data.dataset import NO_PAD, DatasetConfig, GPTDataset, MockTokens, SampleSource
 from moe_trainer.data.document_sources import open_source
 from moe_trainer.data.fim import FillInTheMiddle
@@ -29,6 +30,7 @@ from moe_trainer.data.index_cache import CachedIndex
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.loader import BatchFormat
 from moe_trainer.data.object_storage import make_object_store
+from moe_trainer.data.sample_order import keep_order
 from moe_trainer.data.sources import domain_names, naming_flag, requested_sizes, source_flag, training_phases
 from moe_trainer.data.stream import StreamBlend, StreamedDataset
 from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 _MOCK_SPLIT = "1,1,1"
 _WHOLE = (0.0, 1.0)
 
-TokenFileDataset = GPTDataset | VarlenDataset | BlendedDataset
+TokenFileDataset = GPTDataset | ContinuedDataset | VarlenDataset | BlendedDataset
 AnyDataset = TokenFileDataset | PhasedDataset | Streamed
 Sizes = tuple[int | None, int | None, int | None]
 """Samples of the train, valid and test splits."""
@@ -95,6 +97,7 @@ def build_datasets(
     sizes: Sizes | None = None,
     *,
     consumed: int = 0,
+    kept_order: Mapping[str, str] = MappingProxyType({}),
     run_once: Callable[[Callable[[], None]], None] = lambda write: write(),
 ) -> Datasets:
     """Build the train, validation and test datasets of a run.
@@ -106,6 +109,7 @@ def build_datasets(
         sizes: samples per split, `requested_sizes` by default; 0 leaves a split out if the data has no part for it,
             None is one full pass.
         consumed: training samples that are consumed already; they tell the phase of --phase-transition-iterations.
+        kept_order: the order of the training samples of the run to be continued, from `describe_order`.
         run_once: calls a function, which writes missing index caches, on one rank; the others wait for it and
             raise its error.
 
@@ -113,7 +117,7 @@ def build_datasets(
         ValueError: for missing or damaged files, contradictory flags, and samples asked of an empty split.
     """
     sizes = requested_sizes(training) if sizes is None else sizes
-    plan = _Plan(data, training, tokenizer)
+    plan = _Plan(data, training, tokenizer, kept_order)
     if plan.texts:
         run_once(plan.index_texts)
         for text in plan.texts.values():
@@ -121,7 +125,8 @@ def build_datasets(
     datasets = plan.datasets(sizes, consumed)
     domains = (dataset for _, dataset in datasets.domains)
     candidates = datasets.train, *datasets.valid, datasets.test, *domains
-    everything = [dataset for dataset in candidates if isinstance(dataset, CachedIndex | PhasedDataset)]
+    kinds = CachedIndex | ContinuedDataset | PhasedDataset
+    everything = [dataset for dataset in candidates if isinstance(dataset, kinds)]
     try:
 
         def write_caches() -> None:
@@ -189,8 +194,8 @@ def build_streams(data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, 
 class _Plan:
     """Choose the data source and lay out the datasets, without building any index."""
 
-    def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer):
-        self._data, self._training = data, training
+    def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, kept_order: Mapping[str, str]):
+        self._data, self._training, self._kept_order = data, training, kept_order
         self._opened: dict[str, IndexedDataset] = {}
         self._files: dict[str, FileSequences] = {}
         self._mock: MockSequences | None = None
@@ -281,11 +286,15 @@ class _Plan:
             logger.warning("%s: %d of %d samples are cut to --seq-length %d", name, num_cut, num_sequences, length)
 
     def datasets(self, sizes: Sizes, consumed: int) -> Datasets:
-        train = self._phases(consumed) if self._data.phase_transitions and sizes[0] else self._split(0, sizes[0])
+        train = self._phases(consumed) if self._data.phase_transitions and sizes[0] else self._train(sizes[0])
         test = self._split(2, sizes[2])
         valid, names = self._validation(sizes[1])
         domains = tuple(self._domains(sizes)) if self._training.skip_train else ()
         return Datasets(train, valid, names, test, domains)
+
+    def _train(self, size: int | None, blend: Blend | None = None, start: int = 0) -> TokenFileDataset | None:
+        """Return the training samples of the phase that begins with sample `start`."""
+        return self._split(0, size, blend, self._kept_order.get(str(start), "").splitlines())
 
     def _phases(self, consumed: int) -> PhasedDataset:
         """Return the training samples from the current phase on."""
@@ -293,7 +302,7 @@ class _Plan:
         datasets: list[tuple[int, SampleSource]] = []
         for number, first, end in phases:
             blend = self._phase_blends[number] if self._phase_blends else self._get_blend(0)
-            dataset = self._split(0, end - first, blend)
+            dataset = self._train(end - first, blend, first)
             assert dataset is not None, "training without data is refused"
             datasets.append((first, dataset))
         return PhasedDataset(datasets, phases[-1].end)
@@ -331,10 +340,16 @@ class _Plan:
             return self._config.split_matrix[number]
         return _WHOLE if self._get_blend(number) is not None else None
 
-    def _split(self, number: int, size: int | None, blend: Blend | None = None) -> TokenFileDataset | None:
+    def _split(
+        self, number: int, size: int | None, blend: Blend | None = None, kept: Sequence[str] = ()
+    ) -> TokenFileDataset | None:
         """Return the dataset of split `number`, or None when there is no data for it and none is needed.
 
-        `blend`: by default that of the split.
+        Args:
+            number: of the split.
+            size: samples.
+            blend: by default that of the split.
+            kept: the order of its token files in the run to be continued; see sample_order.py.
         """
         if self._get_share(number) is None:
             if size:
@@ -344,11 +359,11 @@ class _Plan:
             return None
         blend = blend or self._get_blend(number)
         if blend is None:
-            return self._single(None, number, size)
+            return self._single(None, number, size, *kept[:1])
         if blend.weights is None and len(blend.prefixes) == 1:
-            return self._single(blend.prefixes[0], number, size)
+            return self._single(blend.prefixes[0], number, size, *kept[:1])
         if blend.weights is not None and size is not None:
-            return self._weighted(blend.prefixes, blend.weights, number, size)
+            return self._weighted(blend.prefixes, blend.weights, number, size, kept)
         return self._proportional(blend, number, size)
 
     def _leave_out(self, number: int, size: int) -> None:
@@ -361,12 +376,16 @@ class _Plan:
             )
         logger.info("there is no data for the %s split (%s): it is not evaluated", name, origin)
 
-    def _weighted(self, prefixes: Sequence[str], weights: Sequence[float], number: int, size: int) -> BlendedDataset:
+    def _weighted(
+        self, prefixes: Sequence[str], weights: Sequence[float], number: int, size: int, kept: Sequence[str]
+    ) -> BlendedDataset:
         weights = normalize(weights)
         targets = [math.ceil(size * weight) for weight in weights]
         surplus = 1 + self._data.mid_level_dataset_surplus
+        lines = kept if len(kept) == len(prefixes) else [""] * len(prefixes)
         datasets = [
-            self._single(prefix, number, math.ceil(target * surplus)) for prefix, target in zip(prefixes, targets)
+            self._single(prefix, number, math.ceil(target * surplus), line)
+            for prefix, target, line in zip(prefixes, targets, lines)
         ]
         return BlendedDataset(datasets, weights, sum(targets), SPLIT_NAMES[number], self._config)
 
@@ -380,8 +399,8 @@ class _Plan:
         size = None if size is None else min(size, sum(lengths))
         return BlendedDataset(datasets, lengths, size, SPLIT_NAMES[number], self._config)
 
-    def _single(self, prefix: str | None, number: int, size: int | None) -> GPTDataset | VarlenDataset:
-        """Return a split of one token file, or of mock data."""
+    def _single(self, prefix: str | None, number: int, size: int | None, kept: str = "") -> TokenFileDataset:
+        """Return a split of one token file, or of mock data; `kept` is its line in the order to be continued."""
         share = self._get_share(number)
         assert share is not None, "a split without a share has no dataset"
         if self._data.has_sequences:
@@ -394,7 +413,12 @@ class _Plan:
             else MockTokens(self._config.tokenizer.vocab_size, self._config.tokenizer.eod)
         )
         begin, end = split_range(share, len(source))
-        return GPTDataset(source, prefix, begin, end, size, SPLIT_NAMES[number], self._config)
+
+        def make(num_samples: int | None, order: int = 0) -> GPTDataset:
+            config = replace(self._config, seed=self._config.seed + order)
+            return GPTDataset(source, prefix, begin, end, num_samples, SPLIT_NAMES[number], config)
+
+        return keep_order(make(size), kept, make) if kept else make(size)
 
     def _sequences(self, prefix: str | None, number: int) -> Sequences:
         data, tokenizer = self._data, self._config.tokenizer

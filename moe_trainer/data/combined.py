@@ -1,16 +1,17 @@
-"""Datasets that consist of others: blends, and the phases of a run."""
+"""Datasets that consist of others: blends, phases of a run, and epochs that follow those of a run that is extended."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from moe_trainer.data.blend import build_blend_index, build_exhaustive_index, normalize
-from moe_trainer.data.dataset import BlendSource, DatasetConfig, Sample, SampleSource, TokenDataset
+from moe_trainer.data.dataset import BlendSource, DatasetConfig, GPTDataset, Sample, SampleSource, TokenDataset
 from moe_trainer.data.index_cache import CachedIndex
 
 Source = TypeVar("Source", bound=TokenDataset)
@@ -119,6 +120,53 @@ class BlendedDataset(CombinedDataset[BlendSource], CachedIndex):
         return self.datasets[dataset[index]], int(inside[index])
 
 
+class ContinuedDataset(CombinedDataset[GPTDataset]):
+    """Samples of the same documents in several orders: those of one dataset to its end, then those of the next."""
+
+    def __init__(self, datasets: Sequence[GPTDataset]):
+        self.datasets = tuple(datasets)
+        self._starts = (0, *accumulate(map(len, self.datasets)))
+
+    @property
+    def name(self) -> str:
+        return self.datasets[0].name
+
+    @property
+    def identifiers(self) -> dict[str, Any]:
+        return {"class": "ContinuedDataset", "datasets": [dataset.identifiers for dataset in self.datasets]}
+
+    @property
+    def order(self) -> str:
+        """What the order of the samples depends on; see GPTDataset."""
+        return self.datasets[0].order
+
+    @property
+    def requests(self) -> tuple[int | None, ...]:
+        """The numbers of samples that were asked for."""
+        return tuple(number for dataset in self.datasets for number in dataset.requests)
+
+    def shuffled_with(self, index: int) -> tuple[int, int]:
+        """Return the first and one past the last of the samples that are shuffled together with sample `index`."""
+        dataset, inside = self._find(index)
+        begin, end = dataset.shuffled_with(inside)
+        return begin + index - inside, end + index - inside
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def write_cache(self) -> None:
+        for dataset in self.datasets:
+            dataset.write_cache()
+
+    def load(self) -> None:
+        for dataset in self.datasets:
+            dataset.load()
+
+    def _find(self, index: int) -> tuple[GPTDataset, int]:
+        number = min(bisect_right(self._starts, index), len(self.datasets)) - 1
+        return self.datasets[number], index - self._starts[number]
+
+
 class PhasedDataset(CombinedDataset[SampleSource]):
     """Training samples of consecutive phases: the samples of one dataset, then those of the next.
 
@@ -141,6 +189,10 @@ class PhasedDataset(CombinedDataset[SampleSource]):
 
     def __len__(self) -> int:
         return self._end
+
+    def phases(self) -> Iterator[tuple[int, SampleSource]]:
+        """Yield the first sample of every phase, and its dataset."""
+        return zip(self._starts, self.datasets)
 
     def write_cache(self) -> None:
         for dataset in self.datasets:

@@ -108,7 +108,7 @@ class MockTokens:
 class GPTDataset(CachedIndex):
     """Samples of L+1 tokens cut from the shuffled documents of one split of one token file.
 
-    Its index is that of index_build.GPTIndices.
+    Its index is that of index_build.GPTIndices, for `plan`.
 
     Args:
         source: the token file.
@@ -139,7 +139,7 @@ class GPTDataset(CachedIndex):
                 f"{self.name}: the {split_name} split (sequences {begin} to {end} of {len(source)}) holds no tokens, "
                 "and samples were asked of it; change --split, add data, or do not evaluate (--eval-iters 0)"
             )
-        self._plan = plan_epochs(tokens, config.sequence_length, num_samples)
+        self.plan = plan_epochs(tokens, config.sequence_length, num_samples)
         class_name = "GPTDataset" if config.fim is None else "GPTFIMDataset"
         cache_folder = config.cache_path
         if cache_folder is None and isinstance(source, IndexedDataset):
@@ -158,7 +158,7 @@ class GPTDataset(CachedIndex):
         return self._path or "mock data"
 
     def __len__(self) -> int:
-        return self._plan.samples
+        return self.plan.samples
 
     @property
     def identifiers(self) -> dict[str, Any]:
@@ -175,19 +175,35 @@ class GPTDataset(CachedIndex):
             "tokenizer": config.tokenizer.unique_identifiers,
         }
 
+    @property
+    def order(self) -> str:
+        """What the order of the samples depends on, besides the file and their number."""
+        config = self._config
+        return f"sequences {self._begin} to {self._end}, --seq-length {config.sequence_length}, --seed {config.seed}"
+
+    @property
+    def requests(self) -> tuple[int | None]:
+        """The number of samples that was asked for; None for one epoch."""
+        return (self._num_samples,)
+
+    def shuffled_with(self, index: int) -> tuple[int, int]:
+        """Return the first and one past the last of the samples that are shuffled together with sample `index`."""
+        first = self.plan.samples_before_last_epoch if self.plan.separate_last_epoch else 0
+        return (first, len(self)) if index >= first else (0, first)
+
     def _build(self) -> GPTIndices:
         logger.info(
             "building the %s index of %s: %d samples, %d epochs",
             self._split_name,
             self.name,
             len(self),
-            self._plan.epochs,
+            self.plan.epochs,
         )
         if isinstance(self._source, IndexedDataset):
             self._source.check_sequences()  # here, where lengths are read anyway; a cached index is of sound files
         lengths = np.ascontiguousarray(self._source.sequence_lengths)
         return build_indices(
-            lengths, self._begin, self._end, self._config.sequence_length, self._plan, self._config.seed
+            lengths, self._begin, self._end, self._config.sequence_length, self.plan, self._config.seed
         )
 
     def tokens(self, index: int) -> np.ndarray:

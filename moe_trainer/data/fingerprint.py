@@ -24,7 +24,8 @@ _BLOCK_BYTES, _NUM_BLOCKS = 4096, 64
 _MAX_SHOWN = 3
 
 Fingerprint = dict[str, dict[str, str]]
-"""{"data": {prefix: digest}, "tokenizer": {file: digest}, "samples": {"flags": those that select them}}."""
+"""{"data": {prefix: digest}, "tokenizer": {file: digest}, "samples": {"flags": those that select them}}; with the data
+set up, "order": see sample_order.py."""
 
 
 def make_fingerprint(data: DataArgs, tokenizer_files: Iterable[Path], is_streamed: bool = False) -> Fingerprint:

@@ -13,13 +13,14 @@ Suffixes: B samples of a microbatch, S sequence length.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -250,6 +251,39 @@ def cyclic_order(
         consumed += whole * chunk
 
 
+class Cycle(NamedTuple):
+    """What the order of --dataloader-type cyclic depends on: the run that began with it, on any ranks afterwards."""
+
+    total: int
+    micro_batch_size: int
+    num_ranks: int
+
+    @property
+    def length(self) -> int:
+        """Samples of an epoch."""
+        return self.total - self.total % (self.micro_batch_size * self.num_ranks)
+
+    def order(self, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
+        """Yield a rank's microbatches endlessly, in the order of the global batches of that run."""
+        micro, ranks = self.micro_batch_size, self.num_ranks
+        of_rank = self.length // ranks
+
+        shuffled, current = torch.empty(0), None
+
+        def sample(position: int) -> int:
+            nonlocal shuffled, current
+            epoch, inside = divmod(position, self.length)
+            if epoch != current:
+                shuffled = torch.randperm(of_rank, generator=torch.Generator().manual_seed(epoch))
+                current = epoch
+            number, inside = divmod(inside, micro * ranks)
+            rank, inside = divmod(inside, micro)
+            return int(shuffled[number * micro + inside]) + rank * of_rank
+
+        for first in itertools.count(consumed + dp_rank * micro_batch_size, micro_batch_size * dp_size):
+            yield [sample(position) for position in range(first, first + micro_batch_size)]
+
+
 class BatchLoader:
     """Batches of one rank, from `consumed_samples` on.
 
@@ -322,13 +356,15 @@ def build_loader(
     *,
     fmt: BatchFormat,
     sharded: bool = True,
+    cycle: Cycle | None = None,
     pin_memory: bool = False,
     read_ahead: int = 0,
     numbered: bool = False,
 ) -> BatchLoader:
     """Make the loader of one rank over one dataset.
 
-    `consumed_samples` counts samples over all ranks; `fmt` is from `build.batch_format`.
+    `consumed_samples` counts samples over all ranks; `fmt` is from `build.batch_format`; `cycle`: of the run that is
+    continued.
 
     Raises:
         ValueError: if more samples are consumed than a single-order dataset holds, or it holds less than one
@@ -349,6 +385,8 @@ def build_loader(
                 "--train-samples, or start the data afresh (--finetune)"
             )
         order = partial(single_order, *place)
+    elif cycle not in (None, Cycle(total, micro_batch_size, dp_size)):
+        order = partial(cycle.order, *place[1:])
     elif dataloader_type == "cyclic":
         order = partial(cyclic_order, *place, sharded)
     else:

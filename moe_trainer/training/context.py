@@ -14,7 +14,7 @@ from moe_trainer.checkpoint.manager import AsyncSaver
 from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.build import Datasets
 from moe_trainer.data.fingerprint import Fingerprint
-from moe_trainer.data.loader import Batch, BatchFormat
+from moe_trainer.data.loader import Batch, BatchFormat, Cycle
 from moe_trainer.data.packing import PackingPlanner
 from moe_trainer.data.stream import StreamLoader, StreamState
 from moe_trainer.debug.tensor_dump import Dumps
@@ -76,6 +76,7 @@ class TrainContext:
     Attributes:
         may_lose_tokens: expert buffers may be too small for an iteration, which is then repeated with larger ones.
         iteration_graph: CUDA graph of the full iteration.
+        cycle: how --dataloader-type cyclic shuffles the training samples.
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
         tasks: of --eval-tasks.
         samples: of --sample-prompts.
@@ -105,6 +106,7 @@ class TrainContext:
     datasets: Datasets | None = None
     batch_format: BatchFormat | None = None
     train_batches: Iterator[Batch] | None = None
+    cycle: Cycle | None = None
     packing: PackingPlanner | None = None
     train_stream: StreamLoader | None = None
     may_lose_tokens: bool = False

@@ -12,8 +12,9 @@ from arguments import Arguments
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, build_streams
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
-from moe_trainer.data.loader import BatchLoader, build_loader, build_packed_loader
+from moe_trainer.data.loader import BatchLoader, Cycle, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.data.sample_order import compare_orders, describe_order, keep_cycle
 from moe_trainer.data.sources import requested_sizes, training_phases
 from moe_trainer.data.stream import StreamLoader, StreamState, merge_states
 from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
@@ -43,14 +44,17 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
     for name, size in (("train", train), ("validation", valid), ("test", test)):
         print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
     with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
-        is_streamed = args.training.dataloader_type == "external"
+        is_streamed, saved_order = args.training.dataloader_type == "external", {}
         if rank == 0 and not args.training.skip_train:  # other data may be evaluated
             current = make_fingerprint(args.data, get_tokenizer_files(args), is_streamed)
             # a new phase has other data
             saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
-            for warning in compare_fingerprints(saved, current):
+            warnings = compare_fingerprints(saved, current)
+            for warning in warnings:
                 logger.warning("WARNING: %s", warning)
+            saved_order = {} if warnings else state.fingerprint.get("order", {})
             state.fingerprint = current
+        saved_order = collectives.broadcast_object(saved_order, ps.world)
         sizes = (train, valid, test)
         consumed = state.consumed_train_samples
         if is_streamed:
@@ -63,13 +67,22 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
                 tokenizer,
                 sizes,
                 consumed=consumed,
+                kept_order=saved_order,
                 run_once=partial(run_on_rank0, group=ps.world),
             )
+        if datasets.train is not None and not isinstance(datasets.train, Streamed) and not args.training.skip_train:
+            if args.training.dataloader_type == "cyclic":
+                own = Cycle(len(datasets.train), args.training.micro_batch_size, ps.dp.size)
+                ctx = replace(ctx, cycle=keep_cycle(saved_order, own))
+            if rank == 0:
+                state.fingerprint["order"] = describe_order(datasets.train, ctx.cycle)
+                if warning := compare_orders(saved_order, datasets.train, consumed, ctx.cycle):
+                    logger.warning("WARNING: %s", warning)
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:
             micro = args.training.micro_batch_size
             packing, get_size = make_packing_planner(ctx, datasets.train, micro), ctx.batch_size.global_batch_size
-            loader = make_loader(ctx, datasets.train, micro, consumed, packing, get_size)
+            loader = make_loader(ctx, datasets.train, micro, consumed, packing, get_size, ctx.cycle)
             stream = loader if isinstance(loader, StreamLoader) else None
             ctx = replace(ctx, train_batches=iter(loader), train_stream=stream, packing=packing)
     return ctx
@@ -160,10 +173,12 @@ def make_loader(
     consumed: int,
     packing: PackingPlanner | None,
     get_batch_size: Callable[[int], int],
+    cycle: Cycle | None = None,
 ) -> BatchLoader | StreamLoader:
     """Return the loader of this rank's batches of a dataset after `consumed` samples, counted over all ranks.
 
-    With `packing` a batch is a pack of a global batch, whose size after a number of consumed samples is given.
+    With `packing` a batch is a pack of a global batch, whose size after a number of consumed samples is given. `cycle`:
+    see build_loader.
     """
     args, dp, fmt = ctx.args, ctx.ps.dp, ctx.batch_format
     assert fmt is not None
@@ -194,6 +209,7 @@ def make_loader(
             kind,
             workers,
             fmt=fmt,
+            cycle=cycle,
             pin_memory=pin_memory,
             read_ahead=read_ahead,
             numbered=numbered,

@@ -167,7 +167,8 @@ def get_sample_numbers(ctx: TrainContext, state: TrainState, num_microbatches: i
     kind, micro = training.dataloader_type or "single", training.micro_batch_size
     by_rank = []
     for rank in range(dp.size):
-        loader = build_loader(ctx.datasets.train, micro, rank, dp.size, consumed, kind, fmt=ctx.batch_format)
+        place = micro, rank, dp.size, consumed, kind
+        loader = build_loader(ctx.datasets.train, *place, fmt=ctx.batch_format, cycle=ctx.cycle)
         by_rank.append([batch for batch, _ in zip(loader.indices(), range(num_microbatches))])
     return [int(number) for microbatch in zip(*by_rank) for batch in microbatch for number in batch]
 
