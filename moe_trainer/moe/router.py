@@ -88,7 +88,8 @@ def _counted(routing_TE: Tensor, valid: ValidTokens | None) -> Tensor:
 class TopKRouter(nn.Module):
     """Route tokens to experts.
 
-    Buffers: expert_bias [E] fp32 (persistent) and local_tokens_per_expert [E] with --moe-router-enable-expert-bias;
+    Buffers: expert_bias [E] fp32 (persistent) and local_tokens_per_expert [E], after drops as in Megatron-Core but
+    before them with --moe-pad-expert-input-to-capacity, with --moe-router-enable-expert-bias;
     tid2eid [V, K] int32 (persistent), the experts of every token id, with --moe-n-hash-layers; global_tokens_per_expert
     [E] and ga_steps with global_aux_loss; tokens_per_expert [E], selected before drops, with --moe-per-layer-logging.
 
@@ -249,22 +250,20 @@ class TopKRouter(nn.Module):
             probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE, given_TK)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
+        chosen_TE = routing_TE
         if self._drops_tokens:
             if valid is not None:  # padding takes no capacity from tokens
                 valid_T1 = valid.mask_T.unsqueeze(1)
                 probs_TE, routing_TE = probs_TE * valid_T1, routing_TE & valid_T1
             probs_TE, routing_TE = self._drop_tokens(probs_TE, routing_TE)
         if not self.activations.is_recomputing:
-            self._record_routing(raw_logits_TE, probs_TE, routing_TE, active, valid)
+            if self.expert_bias is not None and active:
+                # padded to capacity, all experts have equally many tokens, which says nothing about the choice
+                loads_TE = chosen_TE if self.moe.moe_pad_expert_input_to_capacity else routing_TE
+                self.local_tokens_per_expert += _counted(loads_TE, valid).sum(0)
+            if self.recorder is not None:
+                self.recorder.append({"logits": raw_logits_TE, "probs": probs_TE.detach(), "map": routing_TE})
         return probs_TE, routing_TE
-
-    def _record_routing(
-        self, logits_TE: Tensor, probs_TE: Tensor, routing_TE: Tensor, active: bool, valid: ValidTokens | None
-    ) -> None:
-        if self.expert_bias is not None and active:
-            self.local_tokens_per_expert += _counted(routing_TE, valid).sum(0)
-        if self.recorder is not None:
-            self.recorder.append({"logits": logits_TE, "probs": probs_TE.detach(), "map": routing_TE})
 
     def _logits(self, x_TH: Tensor, active: bool) -> Tensor:
         eps = self.moe.moe_input_jitter_eps
