@@ -330,6 +330,10 @@ class ModelArgs:
     """Use one layer's weights for every prediction depth."""
     mtp_detach_heads: bool = False
     """Do not send multi-token-prediction gradients into the main model."""
+    mtp_loss_per_token: bool = False
+    """Divide the multi-token-prediction losses by the trained tokens of the global batch, as --calculate-per-token-loss
+    does with the main loss, so that they depend on no microbatches, packs and context-parallel ranks. Off: each
+    context-parallel rank takes the mean over its tokens of a microbatch. A flag of this program."""
     mtp_hsm: bool = False
     """Predict the hidden state of the next depth (hidden-state matching)."""
 

@@ -5,10 +5,12 @@ d positions ahead, and predicts the label d positions ahead with the model's out
 shifted left by one per depth, before they are sharded over cp. The losses are attached to the hidden state that the
 main loss reads. Evaluation skips all of it. With --mtp-detach-heads the losses do not train the main model.
 
-As in Megatron-LM each context-parallel rank divides by its own number of valid tokens and the means are averaged, so
-the loss depends on the layout (docs and list in moe/balancing.py). With dynamic context parallelism, where a sequence
-may be in any group, the number is that of the whole group. The layers and the losses are separate modules, because they
-may be on different pipeline stages; the losses are with the output layer.
+As in Megatron-LM each context-parallel rank divides by its own number of valid tokens of a microbatch and the means are
+averaged, so the loss depends on the layout (docs and list in moe/balancing.py). With dynamic context parallelism, where
+a sequence may be in any group, the number is that of the whole group. With --mtp-loss-per-token nothing is divided
+here: the gradient is that of a sum over tokens, which is divided by the trained tokens of the global batch with that of
+the main loss. The layers and the losses are separate modules, because they may be on different pipeline stages; the
+losses are with the output layer.
 
 Source: DeepSeek-V3 report, section 2.2; shapes, names and normalization of Megatron-Core.
 Shapes: S sequence (sharded in hidden states, full in tokens, labels and masks), B microbatch, H hidden.
@@ -158,7 +160,8 @@ class MTPLosses(nn.Module):
     """The losses of all depths.
 
     Attributes:
-        losses: per depth the sum over microbatches of the mean loss; last, the number of microbatches.
+        is_global: they are a mean over the tokens of the global batch (--mtp-loss-per-token).
+        losses: [2, depths]: sums over microbatches of the mean loss, or of the loss, and of what divides them.
     """
 
     losses: Tensor
@@ -170,7 +173,8 @@ class MTPLosses(nn.Module):
         self.num_depths = args.model.mtp_num_layers
         self.loss_weight = args.model.mtp_loss_scaling_factor / self.num_depths
         self.per_token_loss = args.training.calculate_per_token_loss
-        self.register_buffer("losses", torch.zeros(self.num_depths + 1, dtype=torch.float32), persistent=False)
+        self.is_global = self.per_token_loss and args.model.mtp_loss_per_token
+        self.register_buffer("losses", torch.zeros(2, self.num_depths, dtype=torch.float32), persistent=False)
 
     def forward(
         self,
@@ -195,12 +199,15 @@ class MTPLosses(nn.Module):
             labels_BS, mask_BS = shift_left(labels_BS, packed), shift_left(mask_BS, packed)
             local_mask_BS = local(mask_BS, 1)
             masked_BS = loss_BS(state, local(labels_BS, 1), local_mask_BS) * local_mask_BS
-            count = count_tokens(mask_BS).clamp(min=1)
-            self.losses[depth] += masked_BS.detach().sum() / count
-            # with grad_scale losses are summed over cp, but these means of the ranks must be averaged
-            norm = original_count / count if self.per_token_loss else 1.0 / (count * self.sequence.cp.size)
+            loss, divisor, norm = masked_BS.detach().sum(), local_mask_BS.sum(), 1.0
+            if not self.is_global:
+                count = count_tokens(mask_BS).clamp(min=1)
+                loss, divisor = loss / count, 1.0 if cp_size is None else 1.0 / cp_size
+                # with grad_scale losses are summed over cp, but these means of the ranks must be averaged
+                norm = original_count / count if self.per_token_loss else 1.0 / (count * self.sequence.cp.size)
+            self.losses[0, depth] += loss
+            self.losses[1, depth] += divisor
             x_SBH = attach_loss(x_SBH, masked_BS, norm * self.loss_weight * grad_scale)
-        self.losses[-1] += 1 if cp_size is None else 1 / cp_size
         return x_SBH
 
 
@@ -211,14 +218,15 @@ def reset_mtp_metrics(chunks: Sequence[Any]) -> None:
 
 
 def get_mtp_sums(chunks: Sequence[Any]) -> Tensor:
-    """Return the input of mtp_metrics, to be all-reduced: fp64 [depths + 1], zero except on the last stage."""
+    """Return the input of mtp_metrics, to be all-reduced: fp64 [2 * depths], zero except on the last stage."""
     depths, losses = chunks[0].mtp_depths, chunks[-1].mtp_losses
     if losses is None:
-        return torch.zeros(depths + 1 if depths else 0, dtype=torch.float64, device=chunks[-1].device)
-    return losses.losses.double()
+        return torch.zeros(2 * depths, dtype=torch.float64, device=chunks[-1].device)
+    return losses.losses.double().flatten()
 
 
 def mtp_metrics(sums: Sequence[float]) -> dict[str, float]:
-    """Return the mean loss of every depth over microbatches and ranks: {"mtp_1 loss": ...}."""
-    *losses, count = sums or (1.0,)
-    return {f"mtp_{depth} loss": value / max(count, 1.0) for depth, value in enumerate(losses, start=1)}
+    """Return the mean loss of every depth over microbatches, or tokens, and ranks: {"mtp_1 loss": ...}."""
+    depths = len(sums) // 2
+    pairs = zip(sums[:depths], sums[depths:])
+    return {f"mtp_{depth} loss": loss / max(divisor, 1.0) for depth, (loss, divisor) in enumerate(pairs, start=1)}

@@ -7,8 +7,8 @@ n, every balancing loss is linear in s:
 
 For aux_loss, n and the number of tokens N are of the microbatch (all tp x cp ranks), for seq_aux_loss of each sequence
 (of packed sequences with a weight in proportion to their length);
-for global_aux_loss n is the running mean over the iteration's microbatches so far and tp x dp x cp. The sum of the
-losses has a closed gradient with respect to the logits,
+for global_aux_loss n / N are frequencies over the iteration's microbatches so far and tp x dp x cp, so that packs of
+different lengths count by their tokens. The sum of the losses has a closed gradient with respect to the logits,
 
     softmax: s * (c - <s, c>),      others: r'(logit) / sum(r) * (c - <s, c>)
 
@@ -23,7 +23,7 @@ By Megatron-Core's definition these results depend on the layout, and the refere
 
 * --moe-expert-capacity-factor: capacity and drops are per rank (sequence shard over cp and tp) and microbatch;
 * aux_loss: the mean over microbatches and data ranks of a quadratic function of their counts;
-* global_aux_loss: counts are a running mean, so the order of microbatches and the number of data ranks matter;
+* global_aux_loss: counts are those so far, so the order of microbatches and the number of data ranks matter;
 * quantile_balancing: estimates are per microbatch, so the micro-batch size matters;
 * sinkhorn: normalizes over the tokens of one rank and microbatch;
 * multi-token prediction under cp (model/mtp.py): each cp rank divides by its own number of valid tokens;
@@ -179,10 +179,11 @@ def balancing_losses(
 
     `running` is (counts_E summed over the iteration's earlier microbatches and tp_dp_cp, number of microbatches) for
     global_aux_loss, updated in place. per_token_loss multiplies the gradient by the microbatch's token count over tp
-    and cp, because the gradients are divided by the token count later. `kernels` compute all of it, if given. Only
-    `valid` tokens count; their number may differ between ranks.
+    and cp (global_aux_loss: the mean count of the data ranks), because the gradients are divided by the token count
+    later. `kernels` compute all of it, if given. Only `valid` tokens count; their number may differ between ranks and
+    microbatches.
 
-    Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17.
+    Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17; arXiv 2501.11873, section 3.
     """
     num_tokens = logits_TE.shape[0]
     num_shards = ps.tp_cp.size
@@ -203,7 +204,9 @@ def balancing_losses(
             num_sequences = valid.num_sequences
         num_rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
         scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows, valid)
-        weights_BE = _loss_weights(probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid)
+        weights_BE = _loss_weights(
+            probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid, per_token_loss
+        )
         if valid is not None and len(weights_BE) > 1:
             weights_TE = weights_BE.index_select(0, valid.sequence_T)
         else:
@@ -295,6 +298,7 @@ def _loss_weights(
     ps: ParallelState,
     values: Tensor,
     valid: ValidTokens | None,
+    per_token_loss: bool,
 ) -> Tensor:
     """Return the sum of the c's of the losses in use, [1 or B, E]; write the losses to `values`.
 
@@ -326,11 +330,16 @@ def _loss_weights(
         all_counts_E = _sum_over_ranks(counts_E, ps.tp_dp_cp)
         sums_E += all_counts_E
         steps += 1
-        if valid is not None:
-            global_scale = num_experts * topk / all_counts_E.sum().square()
+        coefficient: float | Tensor = coefficients["global_load_balancing_loss"]
+        if valid is not None:  # earlier microbatches had other numbers of tokens: as many as so many of this size
+            num_chosen = all_counts_E.sum()
+            steps = sums_E.sum() / num_chosen
+            global_scale = num_experts * topk / num_chosen.square()
+            if per_token_loss:  # the gradient is multiplied by `total`, which differs between the ranks
+                coefficient *= num_chosen * group.size / (topk * ps.tp_dp_cp.size * total)
         weight_E = (sums_E / steps).to(probs_E.dtype) * global_scale
         torch.dot(probs_E, weight_E, out=values[2])
-        weights.append(coefficients["global_load_balancing_loss"] * weight_E)
+        weights.append(coefficient * weight_E)
     return functools.reduce(torch.add, weights).view(-1, num_experts)
 
 

@@ -22,15 +22,27 @@ def defined_by_mapping(values: Mapping[str, object], mapping: ParallelMapping) -
     `values` is a small command line by destination.
     """
     num_shards, kinds = mapping.tp * mapping.cp, as_list(values.get(_KINDS) or "")
-    has_capacity, has_mtp = values.get("moe_expert_capacity_factor") is not None, bool(values.get("mtp_num_layers"))
+    has_capacity, is_dynamic = values.get("moe_expert_capacity_factor") is not None, _has_groups(values)
     has_other_tokens = num_shards > 1 or bool(values.get("use_varlen_dataset"))  # padding counts as tokens of a rank
+    has_data_ranks = mapping.dp > 1 or is_dynamic
     is_defined = {
-        "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and mapping.dp > 1,
+        "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and has_data_ranks,
         "sinkhorn balancing (over each rank's tokens)": "sinkhorn" in kinds and has_other_tokens,
         "expert capacity and dropped tokens (of each rank's tokens)": has_capacity and has_other_tokens,
-        "multi-token prediction's mean (over each context rank's tokens)": has_mtp and mapping.cp > 1,
+        "multi-token prediction's mean (over each context rank's tokens)": _has_mean_of_ranks(values, mapping),
     }
     return tuple(name for name, condition in is_defined.items() if condition)
+
+
+def _has_groups(values: Mapping[str, object]) -> bool:
+    """Return whether ranks share sequences in groups of several sizes; the second flag is the deprecated spelling."""
+    return bool(values.get("dynamic_context_parallel") or values.get("hybrid_context_parallel"))
+
+
+def _has_mean_of_ranks(values: Mapping[str, object], mapping: ParallelMapping) -> bool:
+    """Return whether each context rank takes the mean of multi-token prediction over its tokens."""
+    is_per_token = values.get("mtp_loss_per_token") and values.get("calculate_per_token_loss")
+    return bool(values.get("mtp_num_layers")) and mapping.cp > 1 and not is_per_token and not _has_groups(values)
 
 
 def plain_values(values: Mapping[str, object], mapping: ParallelMapping) -> dict[str, object]:
@@ -49,6 +61,6 @@ def plain_values(values: Mapping[str, object], mapping: ParallelMapping) -> dict
         changes |= {_KINDS: list(by_kind), _COEFFS: list(by_kind.values())}
     if mapping.tp * mapping.cp > 1 or values.get("use_varlen_dataset"):
         changes |= {dest: None for dest in _CAPACITY if dest in values}
-    if values.get("mtp_num_layers") and mapping.cp > 1 and not values.get("pipeline_model_parallel_layout"):
+    if _has_mean_of_ranks(values, mapping) and not values.get("pipeline_model_parallel_layout"):
         changes |= {dest: None for dest in values if dest.startswith("mtp_")}
     return changes

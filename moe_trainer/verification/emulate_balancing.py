@@ -1,10 +1,11 @@
 """Global auxiliary loss of a mapping with several data ranks, computed by one process.
 
-Megatron-LM defines the loss of a microbatch by the running mean, over the microbatches so far in the iteration, of
-token counts summed over tensor, context and data ranks. One process runs the microbatches of all data ranks one after
-the other, and `num_data_ranks` consecutive ones have the same microbatch index in the mapping. Their gradients need
-the counts of all of them, so the process runs the forward passes of such a group before the backward passes
-(`grouped_order`) and adds the gradients after the last forward pass of the group.
+Definition (arXiv 2501.11873, section 3): E * sum_e f_e * P_e. f_e is the frequency of expert e among all choices of the
+iteration so far, on all ranks, and P_e its mean probability over the tokens of the microbatch, on all ranks. In the
+gradient every data rank has the same part of the sum over tokens, as in Megatron-LM. One process runs the microbatches
+of all data ranks one after the other; those that the mapping runs at once are a group. Their gradients need the choices
+of all of them, so the process runs the forward passes of a group before the backward passes (`grouped_order`) and adds
+the gradients after the last forward pass of the group.
 
 The loss is computed from its definition and differentiated by autograd. It shares nothing with moe/balancing.py (except
 the choice of FineRMoE's experts).
@@ -12,7 +13,7 @@ the choice of FineRMoE's experts).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,47 +29,60 @@ from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, Order
 from moe_trainer.training.context import TrainContext
 
 GLOBAL_LOSS = "global_load_balancing_loss"
+Shares = Sequence[Sequence[int]]
+"""By group of microbatches that run at once, the number of data and context ranks that share each; 1 for all, if they
+share all alike."""
 
 
-def emulate_global_balance(run: TrainContext, num_data_ranks: int) -> None:
-    """Make one process compute the global auxiliary loss of several data ranks. Call it before the first step."""
+def emulate_global_balance(run: TrainContext, steps: Iterator[Shares]) -> None:
+    """Make one process compute the global auxiliary loss of several data ranks. Call it before the first step.
+
+    Args:
+        run: of the one process.
+        steps: yields the groups of every step, and of the validation after them.
+    """
     routers = [
         layer.router for chunk in run.chunks for layer in chunk.moe_layers() if layer.router.coefficients[GLOBAL_LOSS]
     ]
     if not routers:
         return
-    run.schedule.orders = lambda num_microbatches: [grouped_order(num_microbatches, num_data_ranks)]
-    balances = [GlobalBalance(router, num_data_ranks, lambda: run.ps.trace.microbatch) for router in routers]
+    balances = [GlobalBalance(router, lambda: run.ps.trace.microbatch) for router in routers]
     for balance in balances:
         balance.router._losses = balance
-    run_microbatches = run.schedule.run
+    schedule, run_microbatches = run.schedule, run.schedule.run
 
     def reset_and_run(work: ScheduleInputs) -> list:
+        groups = next(steps)
+        order = grouped_order(list(map(len, groups)))
+        schedule.program = lambda _, forward_only: [each for each in order if not forward_only or each.kind == FORWARD]
         for balance in balances:
-            balance.reset()
+            balance.reset(groups)
         return run_microbatches(work)
 
     run.schedule.run = reset_and_run
 
 
-def grouped_order(num_microbatches: int, size: int) -> Order:
-    """Return an order with the forward passes of `size` microbatches, then their backward passes, and so on."""
-    groups = [range(start, min(start + size, num_microbatches)) for start in range(0, num_microbatches, size)]
+def grouped_order(sizes: Sequence[int]) -> Order:
+    """Return an order with the forward passes of a group of microbatches, then their backward passes, and so on."""
+    numbers = iter(range(sum(sizes)))
+    groups = [[next(numbers) for _ in range(size)] for size in sizes]
     return tuple(Action(kind, 0, number) for group in groups for kind in (FORWARD, BACKWARD) for number in group)
 
 
 class GlobalBalance:
-    """Replacement of a router's losses that adds the global one when the counts of all data ranks are known."""
+    """Replacement of a router's losses that adds the global one when the choices of a whole group are known."""
 
-    def __init__(self, router: TopKRouter, num_data_ranks: int, microbatch: Callable[[], int | None]):
-        self.router, self.num_data_ranks, self.microbatch = router, num_data_ranks, microbatch
+    def __init__(self, router: TopKRouter, microbatch: Callable[[], int | None]):
+        self.router, self.microbatch = router, microbatch
         self._other_losses = router._losses
-        self._pending: dict[int | None, list[tuple[Tensor, Tensor, Tensor | slice]]] = {}
-        self.reset()
+        self._pending: dict[int, list[tuple[Tensor, Tensor, Tensor | slice]]] = {}
+        self.reset([])
 
-    def reset(self) -> None:
-        """Discard the counts of the previous iteration."""
-        self._sums_E, self._steps = torch.zeros(self.router.num_experts), 0
+    def reset(self, groups: Shares) -> None:
+        """Discard the choices of the previous iteration; `groups` are those of the next one."""
+        self._choices_E = torch.zeros(self.router.num_experts, dtype=torch.float64)
+        self._shares = [shares for shares in groups for _ in shares]  # by microbatch
+        self._mean_size = len(self._shares) / max(1, len(groups))
 
     def __call__(
         self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None, valid: ValidTokens | None = None
@@ -76,12 +90,14 @@ class GlobalBalance:
         """Return the gradient of all losses; that of the global loss is added later, in place."""
         grad_TE = self._others(logits_TE, shape, routing_TE, valid)
         counted_T = slice(None) if valid is None else valid.mask_T
-        calls = self._pending.setdefault(self.microbatch(), [])
+        number = self.microbatch()
+        assert number is not None, "routers run inside a microbatch"
+        shares, calls = self._shares[number - 1], self._pending.setdefault(number, [])
         calls.append((logits_TE, grad_TE, counted_T))
         # a layer shared by several depths of multi-token prediction is called several times per microbatch
-        if len(self._pending) == self.num_data_ranks and len(calls) == len(next(iter(self._pending.values()))):
+        if len(self._pending) == len(shares) and len(calls) == len(next(iter(self._pending.values()))):
             for group in zip(*self._pending.values(), strict=True):
-                self._add_global_loss(group)
+                self._add_global_loss(group, shares)
             self._pending.clear()
         return grad_TE
 
@@ -97,28 +113,27 @@ class GlobalBalance:
             router.coefficients = coefficients
         return torch.zeros_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
 
-    def _add_global_loss(self, group: Sequence[tuple[Tensor, Tensor, Tensor | slice]]) -> None:
-        """Add the loss of one microbatch index: value and gradient for each data rank.
+    def _add_global_loss(self, group: Sequence[tuple[Tensor, Tensor, Tensor | slice]], shares: Sequence[int]) -> None:
+        """Add the loss of one group: value and gradient for each of its microbatches.
 
-        The third element is which tokens of a data rank are no padding.
+        The third element is which tokens of a microbatch are no padding.
         """
         router = self.router
         counted = [logits_TE[counted_T].to(grad_TE.dtype) for logits_TE, grad_TE, counted_T in group]
-        tokens = sum(map(len, counted))
+        tokens, ranks = sum(map(len, counted)), sum(shares)
         with torch.no_grad():
-            self._sums_E = self._sums_E + sum(map(self._counts, counted))
-        self._steps += 1
-        for logits_TE, (_, grad_TE, counted_T) in zip(counted, group):
+            self._choices_E += sum(map(self._counts, counted))
+        for logits_TE, (_, grad_TE, counted_T), share in zip(counted, group, shares):
             with torch.enable_grad():
                 leaf_TE = logits_TE.detach().requires_grad_()
-                mean_E = (self._sums_E / self._steps).to(leaf_TE.dtype)
-                loss = router.num_experts / (router.topk * tokens**2) * (self._scores(leaf_TE).sum(0) * mean_E).sum()
+                frequency_E = (self._choices_E / self._choices_E.sum()).to(leaf_TE.dtype)
+                loss = router.num_experts * (frequency_E * self._scores(leaf_TE).sum(0) / tokens).sum()
                 (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
             grad_TE[counted_T] += slope_TE * (
-                router.coefficients[GLOBAL_LOSS] * (len(leaf_TE) if router.per_token_loss else 1)
+                router.coefficients[GLOBAL_LOSS] * (tokens * share / ranks if router.per_token_loss else 1)
             )
             # ranks sum their shares, but the one process averages over as many microbatches
-            router.loss_sums[LOSS_NAMES.index(GLOBAL_LOSS)] += loss.detach() * self.num_data_ranks
+            router.loss_sums[LOSS_NAMES.index(GLOBAL_LOSS)] += loss.detach() * self._mean_size
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
         """Return the scores, which sum to one for each token."""

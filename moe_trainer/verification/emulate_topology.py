@@ -9,12 +9,14 @@ the fp8 formats. Here:
 * Sinkhorn balancing: its iteration covers the tokens of one sequence shard.
 * Multi-token prediction: each context rank takes the mean over its valid tokens, and these means are averaged.
 
-Tokens of packed sequences include their padding, so the reference of such a quantity has the padding of the ranks.
+With dynamic context parallelism every microbatch has its own number of context ranks, and the mean of multi-token
+prediction is that of the whole group, as in one process. Tokens of packed sequences include their padding, so the
+reference of such a quantity has the padding of the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,16 +28,31 @@ from moe_trainer.training.context import TrainContext
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 
-def emulate_topology(run: TrainContext, sharding: SequenceSharding) -> None:
-    """Make a run on full sequences compute what a sharding defines. Call it before the first step."""
-    if sharding.num_shards == 1:
+def emulate_topology(run: TrainContext, sharding: SequenceSharding, cp_sizes: Iterator[int] | None = None) -> None:
+    """Make a run on full sequences compute what a sharding defines. Call it before the first step.
+
+    Args:
+        run: of the one process.
+        sharding: of all microbatches.
+        cp_sizes: yields the number of context ranks of every microbatch, in the place of the sharding's.
+    """
+    if sharding.num_shards == 1 and cp_sizes is None:
         return
-    get_lengths = track_lengths(run)
+    get_lengths, current = track_lengths(run), sharding
     batch_size = 1 if run.args.packed_capacity is not None else run.args.training.micro_batch_size
+
+    if cp_sizes is not None:
+        sizes = cp_sizes
+
+        def begin_microbatch(*_) -> None:
+            nonlocal current
+            current = SequenceSharding(sharding.tp, next(sizes))
+
+        run.chunks[0].register_forward_pre_hook(begin_microbatch)
 
     def get_tokens() -> list[Tensor]:
         lengths = get_lengths()
-        return [sharding.token_indices(index, lengths, batch_size) for index in range(sharding.num_shards)]
+        return [current.token_indices(index, lengths, batch_size) for index in range(current.num_shards)]
 
     for chunk in run.chunks:
         for layer in chunk.moe_layers():
@@ -44,7 +61,7 @@ def emulate_topology(run: TrainContext, sharding: SequenceSharding) -> None:
             if run.args.moe.moe_router_load_balancing_type == "sinkhorn":
                 layer.router._route = route_by_shard(layer.router._route, get_tokens)
     losses = run.chunks[-1].mtp_losses
-    if sharding.cp > 1 and losses is not None:
+    if sharding.cp > 1 and losses is not None and not losses.is_global:
         by_context = SequenceSharding(1, sharding.cp)
         losses.forward = mean_by_context_rank(
             losses, lambda: [by_context.positions(index, get_lengths()) for index in range(sharding.cp)]
@@ -84,11 +101,11 @@ def mean_by_context_rank(losses: MTPLosses, get_positions: Callable[[], list[Ten
             for index, valid in zip(positions, before):
                 count = mask_BS[:, index].sum().clamp(min=1)
                 mean = (token_loss_BS[:, index].detach() * mask_BS[:, index]).sum() / count
-                losses.losses[depth] += mean / len(positions)
+                losses.losses[0, depth] += mean / len(positions)
                 share = valid / count if losses.per_token_loss else 1.0 / (count * len(positions))
                 weights_BS[:, index] = mask_BS[:, index] * share
             x_SBH = attach_loss(x_SBH, token_loss_BS * weights_BS, losses.loss_weight * grad_scale)
-        losses.losses[-1] += 1
+        losses.losses[1] += 1
         return x_SBH
 
     return forward

@@ -5,7 +5,7 @@ Megatron-LM defines a quantity by the layout, the reference follows the definiti
 
 * expert capacity and dropped tokens per sequence shard, and the mean of multi-token prediction per context rank:
   emulate_topology.py;
-* running counts of the global auxiliary loss over the data ranks: emulate_balancing.py;
+* choices of all data ranks so far in the global auxiliary loss: emulate_balancing.py;
 * scales and blocks of fp8 formats: emulate_fp8.py.
 
 Packed sequences (--use-varlen-dataset) share a microbatch as on the ranks. One process does not pad them, unless a
@@ -15,9 +15,10 @@ quantity is defined by the mapping: that counts the padding of the ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -30,14 +31,14 @@ from moe_trainer.training.initialize import make_groups
 from moe_trainer.verification.activation_sums import ActivationSums, record_rank_sums, record_reference_sums
 from moe_trainer.verification.compare_runs import compare, describe_agreement
 from moe_trainer.verification.comparison import ComparisonRow
-from moe_trainer.verification.emulate_balancing import emulate_global_balance
+from moe_trainer.verification.emulate_balancing import Shares, emulate_global_balance
 from moe_trainer.verification.emulate_fp8 import emulate_fp8
 from moe_trainer.verification.emulate_topology import emulate_topology
 from moe_trainer.verification.low_precision import needs_fp64
 from moe_trainer.verification.rank_pool import RankPool, RankPoolError
 from moe_trainer.verification.sequence_sharding import SequenceSharding
 from moe_trainer.verification.shrink import STEPS, ParityCase
-from moe_trainer.verification.synthetic_data import PackLayout
+from moe_trainer.verification.synthetic_data import PackLayout, plan_packs
 from moe_trainer.verification.training_trace import TrainingTrace, train
 
 # Rounding must not decide: a near tie of a router or an indexer turns a last digit into another expert, another
@@ -158,28 +159,41 @@ def train_reference(
     Returns:
         The trace; what was chosen: routing maps and the keys of sparse attention.
     """
-    args = _parse(case.reference, world_size, False)
+    args, mapping = _parse(case.reference, world_size, False), case.mapping
     routing: list[dict] = []
     keys: list[Tensor] = []
     is_sequence_parallel, layout = "--sequence-parallel" in case.argv, _pack_layout(case)
 
+    has_groups = layout is not None and bool(layout.format.cp_sizes)
+
     def prepare(run: TrainContext) -> ActivationSums:
-        emulate_topology(run, SequenceSharding(case.mapping.tp, case.mapping.cp))
-        emulate_global_balance(run, case.mapping.dp)
-        emulate_fp8(run, case.mapping, is_sequence_parallel)
+        sharding = SequenceSharding(mapping.tp, 1 if has_groups else mapping.cp)
+        sizes = chain.from_iterable(chain.from_iterable(_iter_shares(args, mapping.dp, layout, seed)))
+        emulate_topology(run, sharding, sizes if has_groups else None)
+        emulate_global_balance(run, _iter_shares(args, mapping.dp, layout, seed))
+        emulate_fp8(run, mapping, is_sequence_parallel)
         _perturb(run, perturbation, direction)
         for chunk in run.chunks:
             for layer in chunk.moe_layers():
                 layer.router.recorder = routing
             for attention in chunk.sparse_attentions():
                 attention.recorder = keys
-        if layout is not None and not layout.sets_padding:
+        if layout is not None and (has_groups or not layout.sets_padding):
             return ActivationSums()  # the ranks have other tokens
-        sharding = SequenceSharding(case.mapping.tp if is_sequence_parallel else 1, case.mapping.cp)
-        return record_reference_sums(run, sharding, case.mapping.dp)
+        return record_reference_sums(
+            run, SequenceSharding(mapping.tp if is_sequence_parallel else 1, mapping.cp), mapping.dp
+        )
 
     trace = _train(args, rank, world_size, seed, prepare, layout=layout)
     return trace, [*(record["map"] for record in routing), *keys]
+
+
+def _iter_shares(args: Arguments, dp: int, layout: PackLayout | None, seed: int) -> Iterator[Shares]:
+    """Yield by step which microbatches the ranks of a mapping run at once."""
+    if layout is None:
+        training = args.training
+        return repeat([[1] * dp] * (training.global_batch_size // (training.micro_batch_size * dp)))
+    return ([[pack.num_ranks for pack in packs] for packs in plan.packs] for plan in plan_packs(args, layout, seed))
 
 
 def train_case(rank: int, world_size: int, case: ParityCase, seed: int, device: str = "cpu") -> TrainingTrace:

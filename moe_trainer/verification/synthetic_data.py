@@ -6,7 +6,8 @@ Every sequence holds several documents. Packed samples (--use-varlen-dataset) ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from arguments import Arguments
 from moe_trainer.data.build import batch_format
 from moe_trainer.data.dataset import Sample
 from moe_trainer.data.loader import Batch, make_batch, make_packed_batch
-from moe_trainer.data.packing import PackFormat, PackingPlanner
+from moe_trainer.data.packing import PackFormat, PackingPlan, PackingPlanner
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
 
@@ -124,14 +125,23 @@ def draw_batches(
     ]
 
 
-def _draw_packs(args: Arguments, layout: PackLayout, ps: ParallelState, step: int, seed: int) -> list[Batch]:
+def plan_packs(args: Arguments, layout: PackLayout, seed: int, first_step: int = 0) -> Iterator[PackingPlan]:
+    """Yield the packs of every step."""
     micro, size = args.training.micro_batch_size, args.training.global_batch_size
-    fmt = batch_format(args.data, make_null_tokenizer(args))
+    lengths = _varying_dataset(args, seed).length
+    planner = PackingPlanner(lengths, float, layout.format, micro, layout.num_data_ranks, layout.group_size)
+    return (planner.plan(step * size, size) for step in itertools.count(first_step))
+
+
+def _varying_dataset(args: Arguments, seed: int) -> VaryingTokenDataset:
+    return VaryingTokenDataset(seed, args.data.seq_length, batch_format(args.data, make_null_tokenizer(args)).eod)
+
+
+def _draw_packs(args: Arguments, layout: PackLayout, ps: ParallelState, step: int, seed: int) -> list[Batch]:
+    fmt, dataset = batch_format(args.data, make_null_tokenizer(args)), _varying_dataset(args, seed)
     own = PackLayout.of(args, ps.dp.size).format
     padding = layout.format if layout.sets_padding else own
-    dataset = VaryingTokenDataset(seed, args.data.seq_length, fmt.eod)
-    planner = PackingPlanner(dataset.length, float, layout.format, micro, layout.num_data_ranks, layout.group_size)
-    plan = planner.plan(step * size, size)
+    plan = next(plan_packs(args, layout, seed, step))
     if own.cp_sizes:
         packs = [plan.pack(microbatch, ps.dp_cp.rank) for microbatch in range(plan.num_microbatches)]
     else:  # the same packs, one after the other

@@ -87,6 +87,25 @@ def test_mtp_depths_equal_the_plain_loop(argv, depths, repeated, per_token):
     assert metrics == {f"mtp_{i} loss": pytest.approx(mean, rel=1e-5) for i, mean in enumerate(means, 1)}
 
 
+def test_loss_per_token_does_not_depend_on_the_microbatches():
+    """Of four sequences, one without a trained token: alone, in pairs and together."""
+    model = build(*"--mtp-num-layers 2 --mtp-loss-per-token --calculate-per-token-loss".split())
+    data = [torch.cat(pair) for pair in zip(batch(), batch())]
+    data[3][1] = 0
+    found = []
+    for size in (1, 2, 4):
+        model.zero_grad()
+        for microbatch in zip(*(table.split(size) for table in data)):
+            (model(*microbatch) * microbatch[3]).sum().backward()
+        found.append(({name: param.grad.clone() for name, param in model.named_parameters()}, collect_losses(model)))
+    (expected, metrics), *others = found
+    assert len(metrics) == 2
+    for grads, other in others:
+        assert other == pytest.approx(metrics, rel=1e-6)
+        for name, grad in grads.items():
+            assert (grad - expected[name]).norm() < 1e-5 * expected[name].norm(), name
+
+
 @pytest.mark.parametrize(
     "argv",
     [

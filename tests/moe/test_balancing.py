@@ -237,6 +237,64 @@ def test_padding_does_not_count(score_function, per_token_loss):
         torch.testing.assert_close(whole, getattr(losses(logits_TE), name))
 
 
+PACKS = (6, 2, 12, 4)
+"""Numbers of tokens of an iteration's packs."""
+
+
+def losses_of_packs(logits: list[torch.Tensor], score_function: str, per_token_loss: bool = True):
+    """All balancing losses of consecutive packs, and their gradients."""
+    running = torch.zeros(8), torch.zeros(())
+    for logits_TE in logits:
+        yield balancing_losses(
+            logits_TE,
+            num_sequences=1,
+            topk=2,
+            score_function=score_function,
+            coefficients=ALL_LOSSES,
+            z_loss_coeff=None,
+            per_token_loss=per_token_loss,
+            running=running,
+            ps=ParallelState.single(),
+            valid=ValidTokens(torch.ones(len(logits_TE), dtype=torch.bool), len(logits_TE)),
+        )
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_bounds_of_balancing_losses_hold_for_packs_of_different_lengths(score_function):
+    """1 with equal probabilities, whatever is chosen; E / k if all tokens choose the same experts with all probability."""
+    even = [torch.zeros(size, 8, dtype=torch.float64) for size in PACKS]
+    sure = [torch.tensor([[300.0, 300.0] + [-300.0] * 6], dtype=torch.float64).expand(size, 8) for size in PACKS]
+    for logits, bound in ((even, 1.0), (sure, 4.0)):
+        for losses in losses_of_packs(logits, score_function):
+            torch.testing.assert_close(losses.values[:3], torch.full((3,), bound, dtype=torch.float64))
+
+
+def test_equal_tokens_of_packs_of_different_lengths_have_equal_losses_and_gradients():
+    """With a loss per token."""
+    row_TE = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = list(losses_of_packs([row_TE.repeat(size // 2, 1) for size in PACKS], "softmax"))
+    for losses in found[1:]:
+        torch.testing.assert_close(losses.values, found[0].values)
+        torch.testing.assert_close(losses.grad_TE[:2], found[0].grad_TE[:2])
+    assert found[0].grad_TE.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_expert_bias_counts_choices_where_experts_are_padded_to_capacity(pads):
+    """Padded experts have equally many tokens, which would never move a bias. Without padding drops do not count, as in Megatron-LM."""
+    options = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": pads}
+    chosen_TE = build_layer(sections(**SIGMOID_BIAS)).router(tokens(0))[1]
+    layer = build_layer(sections(**SIGMOID_BIAS, **options))
+    before_E = layer.router.expert_bias.clone()
+    padded_TE = layer.router(tokens(0), 1.0)[1]
+    counts_E = chosen_TE.sum(0).float()
+    assert counts_E.max() > 3 > counts_E.min(), "capacity is 3"
+    assert torch.equal(padded_TE.sum(0).float(), torch.full((8,), 3.0) if pads else counts_E.clamp(max=3))
+    assert torch.equal(layer.router.local_tokens_per_expert, counts_E if pads else counts_E.clamp(max=3))
+    update_expert_bias([Chunk(layer)], ParallelState.single())
+    assert (layer.router.expert_bias - before_E).abs().max() == pytest.approx(0.01)
+
+
 def test_padding_does_not_count_in_expert_bias():
     layer = build_layer(sections(**SIGMOID_BIAS))
     x_SBH = tokens(0)

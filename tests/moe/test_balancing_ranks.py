@@ -246,46 +246,62 @@ DYNAMIC = [*MODEL, *"--use-varlen-dataset --dynamic-context-parallel --calculate
 
 
 def _tokens(microbatch: int, rank: int) -> torch.Tensor:
+    """Packs of different lengths, on every rank and in every microbatch."""
     generator = torch.Generator().manual_seed(10 * microbatch + rank)
-    return torch.randn(3 + 2 * rank, 8, dtype=torch.float64, generator=generator)
+    return torch.randn(3 + 2 * rank + 5 * (microbatch % 2), 8, dtype=torch.float64, generator=generator)
 
 
-def _global_loss(logits_TE, running, ps, valid=None):
-    coefficients = {name: 0.3 if name.startswith("global") else 0.0 for name in LOSS_NAMES}
-    found = balancing_losses(
-        logits_TE,
-        num_sequences=1,
-        topk=2,
-        score_function="softmax",
-        coefficients=coefficients,
-        z_loss_coeff=None,
-        per_token_loss=valid is not None,
-        running=running,
-        ps=ps,
-        valid=valid,
-    )
-    return float(found.values[2]), found.grad_TE
-
-
-def _dynamic_global_losses(rank, n):
-    ps, running = create_groups(DYNAMIC, rank, n), (torch.zeros(8), torch.zeros(()))
+def _global_losses(rank, n, argv, groups, per_token_loss):
+    """Loss and gradient of a rank's tokens in every microbatch; `groups`: how many ranks share them."""
+    ps, running = create_groups(argv, rank, n), (torch.zeros(8), torch.zeros(()))
     results = []
-    for microbatch, sizes in enumerate(GROUPS):
+    for microbatch, sizes in enumerate(groups):
         logits_TE, size = _tokens(microbatch, rank), sizes[rank]
         sharing = range(rank // size * size, rank // size * size + size)
         total = sum(len(_tokens(microbatch, other)) for other in sharing)
-        valid = ValidTokens(torch.ones(len(logits_TE), dtype=torch.bool), total, cp_size=size)
-        loss, grad_TE = _global_loss(logits_TE, running, ps, valid)
-        results.append((loss, grad_TE / total))
+        found = balancing_losses(
+            logits_TE,
+            num_sequences=1,
+            topk=2,
+            score_function="softmax",
+            coefficients={name: 0.3 if name.startswith("global") else 0.0 for name in LOSS_NAMES},
+            z_loss_coeff=None,
+            per_token_loss=per_token_loss,
+            running=running,
+            ps=ps,
+            valid=ValidTokens(
+                torch.ones(len(logits_TE), dtype=torch.bool), total, cp_size=size if ps.dynamic_cp else None
+            ),
+        )
+        results.append((float(found.values[2]), found.grad_TE))
     return results
 
 
-def test_global_loss_counts_the_tokens_of_all_dynamic_groups():
-    """Its counts are those of all ranks, whatever groups they form; the ranks' shares add up to the loss of one process."""
-    ranks, running = run_ranks(_dynamic_global_losses, 4), (torch.zeros(8), torch.zeros(()))
-    for microbatch in range(len(GROUPS)):
-        logits_TE = torch.cat([_tokens(microbatch, rank) for rank in range(4)])
-        expected, expected_TE = _global_loss(logits_TE, running, ParallelState.single())
-        found = [results[microbatch] for results in ranks]
+def _define_global_loss(microbatches):
+    """E * sum_e f_e * P_e for every microbatch: frequencies of all choices so far, mean probabilities of its tokens."""
+    counts_E = torch.zeros(8, dtype=torch.float64)
+    for logits_TE in microbatches:
+        leaf_TE = logits_TE.clone().requires_grad_()
+        counts_E += torch.bincount(logits_TE.topk(2)[1].flatten(), minlength=8)
+        loss = 8 * (counts_E / counts_E.sum() * leaf_TE.softmax(-1).mean(0)).sum()
+        (slope_TE,) = torch.autograd.grad(loss, leaf_TE)
+        yield loss.item(), 0.3 * slope_TE
+
+
+@pytest.mark.parametrize("per_token_loss", [False, True])
+@pytest.mark.parametrize(("argv", "groups"), [(DYNAMIC, GROUPS), (MODEL, ((1, 1, 1, 1),) * 4)])
+def test_global_loss_of_packs_equals_its_definition(argv, groups, per_token_loss):
+    """Counts are those of all ranks, whatever groups they form, and a pack counts by its tokens.
+
+    With a loss per token, gradients are divided by the tokens of the global batch, and so multiplied by those of the
+    microbatch, of which the ranks that share a sequence have their part.
+    """
+    ranks = run_ranks(_global_losses, 4, argv, groups, per_token_loss)
+    microbatches = [torch.cat([_tokens(number, rank) for rank in range(4)]) for number in range(len(groups))]
+    for number, (expected, expected_TE) in enumerate(_define_global_loss(microbatches)):
+        found = [results[number] for results in ranks]
         assert sum(loss for loss, _ in found) == pytest.approx(expected, rel=1e-6) and expected > 0
-        torch.testing.assert_close(torch.cat([grad_TE for _, grad_TE in found]), expected_TE, rtol=1e-6, atol=1e-9)
+        parts = expected_TE.split([len(_tokens(number, rank)) for rank in range(4)])
+        for (_, grad_TE), part_TE, size in zip(found, parts, groups[number]):
+            scale = len(expected_TE) * size / 4 if per_token_loss else 1.0
+            torch.testing.assert_close(grad_TE, part_TE * scale, rtol=1e-6, atol=1e-9)

@@ -49,6 +49,7 @@ KINDS = {
     "learned positions": "--position-embedding-type learned_absolute",
     "mla": f"{MLA} --head-wise-attn-gate",
     "mtp": f"{GQA} --mtp-num-layers 2",
+    "mtp per token": f"{GQA} --mtp-num-layers 2 --mtp-loss-per-token",
     "linear attention": LINEAR,
     "mamba": MAMBA,
     "decays by channel": KDA,
@@ -90,7 +91,7 @@ def run_both(argv: list[str], multiple: int):
     # the other balancing losses are products of counts of all sequences
     balanced = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
     args = replace(args, moe=replace(args.moe, **balanced))
-    lengths = EQUAL_LENGTHS if args.model.mtp_num_layers else LENGTHS
+    lengths = EQUAL_LENGTHS if args.model.mtp_num_layers and not args.model.mtp_loss_per_token else LENGTHS
     ids = [
         torch.randint(0, 60, (length + 1,), generator=torch.Generator().manual_seed(number))
         for number, length in enumerate(lengths)

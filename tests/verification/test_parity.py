@@ -50,6 +50,7 @@ PACKED = (
     "--use-varlen-dataset --global-batch-size 8 --max-seqlen-per-dp-cp-rank 32 --pad-packed-seq-alignment 8 "
     "--thd-max-packed-sequences 4"
 ).split()
+DYNAMIC = "--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss --global-batch-size 8 --max-seqlen-per-dp-cp-rank 8".split()
 NO_BIAS = "--moe-router-enable-expert-bias=false"
 GLOBAL = ["--moe-router-load-balancing-type", "global_aux_loss"]
 
@@ -125,7 +126,9 @@ def test_mappings_equal_one_process(clean_pool, monkeypatch):
     cases += [
         [*PACKED, *TP, *CAPACITY],
         [*PACKED, *CP, *MTP, "--sequence-packing-scheduler", "cost_balanced"],
+        [*PACKED, *CP, *MTP, "--mtp-loss-per-token", "--calculate-per-token-loss"],
         [*PACKED, *EP, *GLOBAL],
+        [*PACKED, *EP, *GLOBAL, "--calculate-per-token-loss"],
         [*PACKED, *EP, *CAPACITY, "--moe-token-drop-policy", "position"],
         [*PACKED, *EP, *CAPACITY, "--moe-pad-expert-input-to-capacity", "--pad-packed-seq-alignment", "max"],
         [*PACKED, *PP, "--thd-tail-padding-policy", "extend_last"],
@@ -140,6 +143,14 @@ def test_mappings_equal_one_process(clean_pool, monkeypatch):
     monkeypatch.setattr(parity, "STEPS", 1)
     for flags in cases:
         assert_equal(clean_pool, make_case(*flags))
+
+
+def test_groups_of_several_sizes_equal_one_process(clean_pool, monkeypatch):
+    """A microbatch has as many packs as groups, and each has its own number of context ranks."""
+    monkeypatch.setattr(parity, "STEPS", 1)
+    every_rank = ["--min-dynamic-context-parallel-size", "2"]
+    for flags in (GLOBAL, [*GLOBAL, *every_rank], [*CP, *MTP], [*CAPACITY, *MTP], [*GLOBAL, *CP]):
+        assert_equal(clean_pool, make_case(*DYNAMIC, *flags))
 
 
 def test_reference_follows_the_definition_of_the_global_loss(clean_pool):
