@@ -193,11 +193,15 @@ class FusedGroupedLinear(nn.Module):
         return torch.tensor(counts_e, dtype=torch.int64) if self._takes_tensor else list(counts_e)
 
     def _take(self, weight_eNK: Parameter, sums: list[Tensor]) -> Tensor:
-        """Return the gradient; with a queue, compute the oldest one that the library has deferred."""
+        """Return the gradient; with a queue, the oldest one that the library has deferred."""
         if self.queue is not None:
-            with self._showing(weight_eNK.detach().unbind(0)):
-                self.fused.backward_dw()
+            self._defer(weight_eNK)
         return sums.pop(0)
+
+    def _defer(self, weight_eNK: Parameter) -> None:
+        """Run the oldest deferred weight gradient of the library."""
+        with self._showing(weight_eNK.detach().unbind(0)):
+            self.fused.backward_dw()
 
     def _showing(self, weights: Sequence[Tensor]) -> AbstractContextManager[None]:
         return showing(self.fused, dict(zip(self._names, weights, strict=True)))
