@@ -201,7 +201,7 @@ class Loader:
         differing = self._differing_flags()
         fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
         lines, remedy = list(self._mismatched), ""
-        self._check_spec()
+        drops_modules = self._check_spec()
         self._initialize_indexers()
         self._initialize_adapters()
         tolerant = strictness in ("log_all", "return_all", "ignore_all")
@@ -212,7 +212,7 @@ class Loader:
         if not tolerant:
             lines += [f"{key} is not in the checkpoint" for key in self._missing]
         unexpected = self._unexpected
-        if unexpected and strictness in ("raise_unexpected", "raise_all"):
+        if unexpected and strictness in ("raise_unexpected", "raise_all") and not drops_modules:
             if not lines:
                 remedy = "To load it without these tensors: --dist-ckpt-strictness log_unexpected\n"
             lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
@@ -231,10 +231,13 @@ class Loader:
         if differing and not self._options.finetune:
             self._warn("flags differ from those of the checkpoint:\n%s", _format_flags(differing, title="").rstrip())
 
-    def _check_spec(self) -> None:
-        """Never compute with other modules than those that were trained, unless --finetune asks for it."""
+    def _check_spec(self) -> bool:
+        """Never compute with other modules than those that were trained, unless --finetune asks for it.
+
+        Returns whether it does.
+        """
         if not self._spec or self._options.args.get("spec"):
-            return
+            return False
         written = f"the checkpoint {self._folder} was written with --spec {' '.join(self._spec)}"
         if not self._options.finetune:
             raise CheckpointError(
@@ -242,6 +245,7 @@ class Loader:
                 "takes the weights without its modules"
             )
         self._warn("%s; this model is built without it", written)
+        return True
 
     def _initialize_indexers(self) -> None:
         """Keep the initial values of indexers that the checkpoint lacks, with --finetune."""
