@@ -365,7 +365,8 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
         return plan_peft_folder(folder, options.target, options.model_type, dtype, options.base_model)
     if options.vocab_size is not None and options.keep_vocab_padding:
         raise ValueError("--vocab-size and --keep-vocab-padding exclude each other")
-    extra, tokens = {}, None
+    extra: dict[str, object] = {}
+    tokens: int | None = None
     if options.config is not None:
         config = read_json(options.config / "config.json" if options.config.is_dir() else options.config)
         names = [name for name in config if name.endswith("_token_id") or name in ("auto_map", "tokenizer_class")]

@@ -319,7 +319,7 @@ def _expand(
 def _is_turned(ref: HFTensor, shape_of: ShapeOf) -> bool:
     """Return whether a transposed matrix is stored as its transpose, as some releases of transformers save it."""
     stored = shape_of(ref.name)
-    return bool(stored) and stored[-2:] == ref.shape[::-1] != ref.shape
+    return stored is not None and stored[-2:] == ref.shape[::-1] != ref.shape
 
 
 def _joined_shapes(rule: Rule, transform: Transform, refs: Sequence[HFTensor], sizes: ModelSizes) -> Any:
