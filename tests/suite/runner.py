@@ -136,6 +136,8 @@ class Run:
         workers += [Worker(session, board, self.finder, unit, count + at) for at, unit in enumerate(board.waiting)]
         measured: dict[str, tuple[float, float]] = {}
         capture = self.config.pluginmanager.getplugin("capturemanager")
+        tier = f": {self.tier.header}" if self.tier else ""
+        self.print_lines(f"{len(session.items)} tests, {len(workers)} processes{tier}")
         try:
             capture.suspend_global_capture(in_=True)
             for worker in workers:
@@ -150,6 +152,13 @@ class Run:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
+
+    def print_lines(self, *lines: str) -> None:
+        """Print in the first process, at once: a log file shows that the tests run."""
+        reporter = self.config.pluginmanager.getplugin("terminalreporter")
+        for line in lines:
+            reporter.write_line(line)
+        reporter.flush()
 
     def _report(self, session: pytest.Session, board: Board, workers: list[Worker], measured: dict) -> None:
         hook = self.config.hook
@@ -185,6 +194,7 @@ class Run:
                 if "seconds" in message:
                     missing.discard(message["test"])
                     measured[session.items[message["test"]].nodeid] = message["seconds"]
+                self.print_lines()
                 if session.shouldfail or session.shouldstop:
                     board.stop()
         if missing and not (session.shouldfail or session.shouldstop):

@@ -81,6 +81,26 @@ def test_a_changed_helper_selects_the_modules_that_import_it(change, tmp_path):
     assert tier.has_module(tmp_path / "tests" / "test_unknown.py"), "new modules belong to every tier"
 
 
+@pytest.mark.parametrize(
+    ("text", "is_import"),
+    {
+        "from folder import a, record\n": True,
+        "from folder import (\n    a,\n    record,\n)\n": True,
+        "import folder.record\n": True,
+        "    from folder.record import read\n": True,
+        "from moe_trainer.metrics import record\n": False,
+        "from folder import recorder\n": False,
+        "from folder import (\n    a,\n)\n\nrecord = a\n": False,
+    }.items(),
+)
+def test_a_helper_is_imported_by_its_path(change, tmp_path, text, is_import):
+    (tmp_path / "tests" / "test_other.py").write_text(text)
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "second"], cwd=tmp_path, check=True
+    )
+    assert (TESTS[3] in change("tests/folder/record.py", "read = 0\n").names) == is_import
+
+
 @pytest.mark.parametrize("file", ["tests/folder/conftest.py", "tests/folder/cases/a.yaml", "folder/a.yaml"])
 def test_what_no_module_names_selects_those_of_its_folder(change, file):
     assert change(file, "nothing: 0\n").names == {TABLE}

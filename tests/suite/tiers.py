@@ -131,8 +131,8 @@ def changed_tier(limit_s: float, processes: int) -> Tier:
     chosen, spent = _cheapest(reached, affected, known.seconds, budget - of_modules)
     left = [test for test in affected if test not in chosen | whole]
     summary = [
-        f"compared with {base}: {len(functions)} functions of {len(product)} files changed, {len(helpers)} other files, "
-        f"{len(modules)} test modules; {len(affected)} tests reach or use them",
+        f"compared with {base}: {len(product)} files of the product changed, with {len(functions)} functions that were there; "
+        f"other files: {len(helpers)}; test modules: {len(modules)}; {len(affected)} tests reach or use them",
         f"left out: {len(left)} of those, {sum(known.seconds[test] for test in left):.0f} s of processor time; --all runs everything",
     ]
     if of_modules > budget:
@@ -232,9 +232,8 @@ def _modules_that_use(file: str, texts: dict[str, str]) -> set[str]:
         if path.name == "conftest.py":
             found |= {name for name in texts if path.parent in Path(name).parents}
             continue
-        is_import = rf"^\s*(?:from|import) .*\b{re.escape(path.stem)}\b"
         is_name = re.escape(path.name if path.suffix else str(path))
-        pattern = re.compile(is_import if path.suffix == ".py" else is_name, re.MULTILINE)
+        pattern = re.compile(_import_of(path) if path.suffix == ".py" else is_name, re.MULTILINE)
         new = {name for name, text in texts.items() if pattern.search(text)} - found
         found |= new
         waiting += [name for name in new if not _is_module(name)]
@@ -245,6 +244,14 @@ def _modules_that_use(file: str, texts: dict[str, str]) -> set[str]:
         modules = {name for name in texts if Path(name).parent == folder and _is_module(name)}
         parts.pop()
     return modules
+
+
+def _import_of(helper: Path) -> str:
+    """Return what an import of a helper looks like: tests import each other by the path below tests/."""
+    *package, name = map(re.escape, helper.with_suffix("").parts[1:])
+    whole, package = r"\.".join([*package, name]), r"\.".join(package)
+    one_of_several = rf"|from {package} import (?:[^(\n]*|\([^)]*)\b{name}\b" if package else ""
+    return rf"^\s*(?:(?:from|import) {whole}\b{one_of_several})"
 
 
 def _is_module(name: str) -> bool:
