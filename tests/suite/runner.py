@@ -142,7 +142,6 @@ class Run:
             capture.suspend_global_capture(in_=True)
             for worker in workers:
                 worker.start()
-            capture.resume_global_capture()
             self._report(session, board, workers, measured)
         finally:
             for worker in workers:
