@@ -400,7 +400,9 @@ class _Plan:
         size = None if size is None else min(size, sum(lengths))
         return BlendedDataset(datasets, lengths, size, SPLIT_NAMES[number], self._config)
 
-    def _single(self, prefix: str | None, number: int, size: int | None, kept: str = "") -> TokenFileDataset:
+    def _single(
+        self, prefix: str | None, number: int, size: int | None, kept: str = ""
+    ) -> GPTDataset | ContinuedDataset | VarlenDataset:
         """Return a split of one token file, or of mock data; `kept` is its line in the order to be continued."""
         share = self._get_share(number)
         assert share is not None, "a split without a share has no dataset"

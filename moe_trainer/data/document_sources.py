@@ -164,7 +164,7 @@ def _saved_data_set(folder: str) -> list[str]:
         raise UserError(f"{folder}: has the sets {names}; give one, {os.path.join(folder, 'NAME')}")
     if not os.path.isfile(state):
         raise UserError(f'{folder}: is a folder; give its files, for example "{os.path.join(folder, "*.parquet")}"')
-    listed = _read_json_file(state).get("_data_files")
+    listed: Any = _read_json_file(state).get("_data_files")
     try:
         files = [os.path.join(folder, os.path.basename(entry["filename"])) for entry in listed]
     except (TypeError, KeyError):

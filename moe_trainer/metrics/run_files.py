@@ -62,8 +62,10 @@ def _lines(path: Path, size: int | None) -> Iterator[bytes]:
     """Yield the lines of a metrics file; of a very large one, evenly spaced lines, all events and the last line."""
     size = path.stat().st_size if size is None else size
     stride, newest = size // MAX_PARSED_BYTES + 1, b""
-    rare = (b'{"validation"', b'{"task"', b'{"sample"', b'{"ended"')
-    rare += (b'"resumed_from"', b'"rejected"', b'"saved"', b'"run": {')
+    rare = (
+        *(b'{"validation"', b'{"task"', b'{"sample"', b'{"ended"'),
+        *(b'"resumed_from"', b'"rejected"', b'"saved"', b'"run": {'),
+    )
     with path.open("rb") as file:
         for number, line in enumerate(file):
             size -= len(line)

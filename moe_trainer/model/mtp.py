@@ -199,7 +199,9 @@ class MTPLosses(nn.Module):
             labels_BS, mask_BS = shift_left(labels_BS, packed), shift_left(mask_BS, packed)
             local_mask_BS = local(mask_BS, 1)
             masked_BS = loss_BS(state, local(labels_BS, 1), local_mask_BS) * local_mask_BS
-            loss, divisor, norm = masked_BS.detach().sum(), local_mask_BS.sum(), 1.0
+            loss = masked_BS.detach().sum()
+            divisor: float | Tensor = local_mask_BS.sum()
+            norm: float | Tensor = 1.0
             if not self.is_global:
                 count = count_tokens(mask_BS).clamp(min=1)
                 loss, divisor = loss / count, 1.0 if cp_size is None else 1.0 / cp_size

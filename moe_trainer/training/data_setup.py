@@ -76,8 +76,8 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
                 ctx = replace(ctx, cycle=keep_cycle(saved_order, own))
             if rank == 0:
                 state.fingerprint["order"] = describe_order(datasets.train, ctx.cycle)
-                if warning := compare_orders(saved_order, datasets.train, consumed, ctx.cycle):
-                    logger.warning("WARNING: %s", warning)
+                if difference := compare_orders(saved_order, datasets.train, consumed, ctx.cycle):
+                    logger.warning("WARNING: %s", difference)
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:
             micro = args.training.micro_batch_size

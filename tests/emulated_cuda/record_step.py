@@ -179,9 +179,9 @@ def report_captured_parts(recording: Recording, captured: frozenset[str]) -> Non
     """Have CudaGraphs.run report these parts to the recording; layers run as under capture, each operator on its own."""
     run, apart = CudaGraphs.run, captured & {"moe_router", "moe_preprocess"}
 
-    def counts_to_use(graphs, part, *rest):
+    def counts_to_use(graphs, part, *rest, **named):
         with recording.inside(part if part in captured else ""):
-            return run(graphs, part, *rest)
+            return run(graphs, part, *rest, **named)
 
     CudaGraphs.run, CudaGraphs.is_captured = counts_to_use, lambda graphs, *parts: not apart.isdisjoint(parts)
 
