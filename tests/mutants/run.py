@@ -112,7 +112,16 @@ class Result:
 
 def read_table(paths: list[Path]) -> list[Mutant]:
     """Return the mutants of the YAML files."""
-    return [Mutant(**entry) for path in paths for entry in yaml.safe_load(path.read_text())]
+    mutants = []
+    for path in paths:
+        try:
+            mutants += [Mutant(**entry) for entry in yaml.safe_load(path.read_text())]
+        except (OSError, yaml.YAMLError, TypeError) as error:
+            raise pytest.UsageError(f"{path} is no table of mutants: {error}") from error
+    for mutant in mutants:
+        if not (ROOT / mutant.file).resolve().is_relative_to(ROOT) or Path(mutant.file).is_absolute():
+            raise pytest.UsageError(f"{mutant.name}: {mutant.file} is not a path inside the checkout")
+    return mutants
 
 
 def candidates(mutant: Mutant, text: str, line: int, known: record.Record, allowed: frozenset[str] | None) -> list[str]:
@@ -363,8 +372,15 @@ def _confirm(test: str, copy: Copy, file: str, mutated: str, unchanged: str, lim
 
 
 def _serve(
-    pipe: Connection, folder: Path, known: record.Record, allowed: frozenset[str] | None, limit_s: float
+    pipe: Connection,
+    others: list[Connection],
+    folder: Path,
+    known: record.Record,
+    allowed: frozenset[str] | None,
+    limit_s: float,
 ) -> None:
+    for other in others:  # else the end of the first process would not end this one
+        other.close()
     with contextlib.suppress(KeyboardInterrupt, EOFError):  # the first process has been interrupted, or is gone
         copy = Copy(folder)
         while (job := pipe.recv()) is not None:
@@ -387,7 +403,7 @@ def run_all(
         pipes, servers = [], []
         for number in range(min(processes, len(jobs))):
             ours, theirs = context.Pipe()
-            arguments = (theirs, Path(name, f"copy{number}"), known, allowed, limit_s)
+            arguments = (theirs, [*pipes, ours], Path(name, f"copy{number}"), known, allowed, limit_s)
             servers.append(context.Process(target=_serve, args=arguments))
             servers[-1].start()
             theirs.close()  # else an error there would not end the wait here
@@ -420,6 +436,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--limit", type=float, default=200.0, help="processor seconds of tests for one mutant")
     args = parser.parse_args(argv)
+    if args.processes < 1:
+        parser.error(f"--processes {args.processes}: at least one is needed")
+    # as Ctrl-C: the tests are killed; a job in the background of a script starts with SIGINT ignored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     mutants = read_table(args.table or sorted(HERE.glob("*.yaml")))
     known = record.read()
     if known is None:
@@ -435,7 +456,9 @@ def main(argv: list[str]) -> int:
         mutants = [mutant for mutant in mutants if mutant.file in files or _modules(noticed, mutant) & files]
     allowed = frozenset(tiers.DEFAULT_FILE.read_text().splitlines()) if args.tier == "default" else None
     jobs = [(mutant, [tests[0] for tests in noticed.get(mutant.name, {}).values() if tests]) for mutant in mutants]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the tests are killed
+    if not jobs:
+        print("no mutant is in a file that differs from main, or is noticed by a test that does")
+        return 0
     start, outcomes = time.monotonic(), defaultdict(list)
     for mutant, result in run_all(jobs, args.processes, known, allowed, args.limit):
         outcomes[result.outcome].append(mutant.name)
@@ -466,4 +489,8 @@ def _detail(mutant: Mutant, result: Result) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except pytest.UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from toy import Toy, build_training, compute_loss, train_step
 
-from moe_trainer.optim.clip import clip_factor
+from moe_trainer.optim.clip import clip_factor, square_sum
 
 
 def _step(clip_grad):
@@ -20,7 +20,17 @@ def test_gradient_below_the_limit_is_unchanged():
     assert not all(torch.equal(a, b) for a, b in zip(_step(0.9 * norm)[1], unclipped))
 
 
-@pytest.mark.parametrize("norm, limit, factor", [(0.0, 1.0, 1.0), (0.5, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    "norm, limit, factor",
+    [
+        (0.0, 1.0, 1.0),
+        (0.5, 1.0, 1.0),
+        (4.0, 1.0, 0.25),
+        (4.0, 0.0, 1.0),
+        (float("inf"), 1.0, 1.0),
+        (float("nan"), 1.0, 1.0),
+    ],
+)
 def test_clip_factor(norm, limit, factor):
     assert clip_factor(norm, limit) == pytest.approx(factor, rel=1e-5)
 
@@ -37,3 +47,8 @@ def test_sgd_without_momentum_is_gradient_descent():
                 param.sub_(0.05 * param.grad)
     for a, b in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
+
+
+def test_norms_of_half_precision_are_summed_in_fp32():
+    x = torch.randn(5000).bfloat16()
+    assert float(square_sum([x])) == pytest.approx(float(x.double().square().sum()), rel=1e-6)

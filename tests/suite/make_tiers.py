@@ -48,6 +48,10 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="folder of a run with --record")
     parser.add_argument("--budget", type=float, default=BUDGET_S)
     args = parser.parse_args()
+    if not 0 <= args.budget < float("inf"):
+        parser.error(f"--budget {args.budget}: seconds are needed")
+    if args.record and not (args.record / "blocks.json").is_file():
+        parser.error(f"--record {args.record}: not a folder that a whole run with --record has written")
     if args.record:
         found, old = record.read_raw(args.record), record.read()
         if old is not None:
@@ -58,6 +62,8 @@ def main() -> int:
         )
         return 0
     known = record.read()
+    if known is None:
+        parser.error(f"there is no {record.FILE}; --record FOLDER makes it")
     chosen = choose(known, json.loads((MUTANTS / "noticed.json").read_text()), args.budget)
     names = sorted(known.tests[at] for at in chosen)
     tiers.DEFAULT_FILE.write_text("\n".join(names) + "\n")

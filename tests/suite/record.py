@@ -6,17 +6,19 @@ of its function, so that the record stays useful while code moves.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import lzma
 import pickle
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import pytest
 from structure.source import ROOT
 from suite import blocks
 
@@ -73,7 +75,7 @@ def read(path: Path = FILE) -> Record | None:
     """Return the record of the repository, None where it was never made."""
     if not path.exists():
         return None
-    with lzma.open(path) as file:
+    with _open(path) as file:
         header = _read_header(file)
         bits = np.frombuffer(file.read(), np.uint8).reshape(len(header["tests"]), -1)
     blocks = [tuple(block) for block in header["blocks"]]
@@ -84,9 +86,20 @@ def read_seconds(path: Path = FILE) -> dict[str, float]:
     """Return the recorded seconds by test."""
     if not path.exists():
         return {}
-    with lzma.open(path) as file:
+    with _open(path) as file:
         header = _read_header(file)
     return dict(zip(header["tests"], header["seconds"]))
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with lzma.open(path) as file:
+            yield file
+    except (EOFError, lzma.LZMAError, ValueError, KeyError) as error:
+        raise pytest.UsageError(
+            f"{path} is damaged ({error}); take it from git, or renew it (docs/test_suite.md)"
+        ) from error
 
 
 def _read_header(file: BinaryIO) -> dict:

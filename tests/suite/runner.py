@@ -34,6 +34,8 @@ WAITING_FOLDERS = ("tests/resilience/", "tests/slurm/")
 """Folders whose tests mostly wait for time limits; no two tests of such a folder run at the same time."""
 HELP_FROM_S = 4.0
 """A worker without a module helps with one whose remaining tests took longer than this."""
+LOOK_S = 2.0
+"""Without a report for so long, the workers are looked after."""
 INTERRUPTED_S = 30.0
 """Time for the fixtures of an interrupted worker to end."""
 STATE = pytest.StashKey["Run"]()
@@ -88,6 +90,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config = session.config
     if session.testsfailed and not config.option.continue_on_collection_errors:
         raise session.Interrupted("errors during collection")
+    if config.option.processes < 1:
+        raise pytest.UsageError(f"--processes {config.option.processes}: at least one is needed")
     count = min(config.option.processes, len(session.items))
     if config.option.collectonly or (count < 2 and not config.option.record):
         return None
@@ -138,6 +142,7 @@ class Run:
         capture = self.config.pluginmanager.getplugin("capturemanager")
         tier = f": {self.tier.header}" if self.tier else ""
         self.print_lines(f"{len(session.items)} tests, {len(workers)} processes{tier}")
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # of CI or timeout: workers are stopped
         try:
             capture.suspend_global_capture(in_=True)
             for worker in workers:
@@ -147,6 +152,7 @@ class Run:
             for worker in workers:
                 worker.stop()
             durations.write(self.config, measured)
+            signal.signal(signal.SIGTERM, before)
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
@@ -164,9 +170,13 @@ class Run:
         alive = {worker.pipe: worker for worker in workers}
         missing = set(range(len(session.items)))
         while alive:
-            for pipe in wait(list(alive)):
+            for pipe in wait(list(alive), LOOK_S) or list(alive):
                 worker = alive[pipe]
                 try:
+                    if not pipe.poll():
+                        if worker.process.is_alive():
+                            continue
+                        raise EOFError  # what it has started may hold the pipe
                     message = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     del alive[pipe]
@@ -322,6 +332,7 @@ class Worker:
         """Run claimed tests in this process and send their reports."""
         code = 1  # of an error in this file too: only a worker that has found nothing more to run ends with 0
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of the ranks and programs that tests end
             self.pipe.close()
             self._become_worker()
             self._serve(pipe)

@@ -1,7 +1,9 @@
 """Tests of suite/runner.py: every test runs once, failures are reported, folders that wait have a separate worker."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -171,3 +173,38 @@ def test_longest_modules_come_first_and_an_idle_worker_helps_from_the_back():
     assert [next(other), next(owner)] == [5, 3]  # 9 seconds are left: worth helping
     assert list(other) == []  # 3 seconds are not
     assert list(owner) == [4]
+
+
+def test_a_process_that_outlives_its_test_does_not_keep_the_run(suite, tmp_path):
+    """A killed worker's pipe stays open in what a test has left running; the test is an error, the run ends."""
+    (tmp_path / "tests" / "moe" / "test_0.py").write_text(
+        "import os, signal, time\n"
+        "def test_one():\n"
+        "    if os.fork() == 0:\n"
+        "        os.setsid()\n"
+        "        time.sleep(1000)\n"
+        "    open('left', 'w').write('')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    try:
+        code, output, processes_of = suite()
+    finally:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if (entry / "cwd").resolve() == tmp_path:
+                    os.kill(int(entry.name), signal.SIGKILL)
+    assert code == 1 and "1 failed, 11 passed" in output and len(processes_of) == 11
+
+
+def test_termination_of_the_first_process_ends_its_workers(suite, tmp_path):
+    (tmp_path / "tests" / "moe" / "test_0.py").write_text(
+        "import os, signal, time\n"
+        "def test_one():\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    try:\n"
+        "        time.sleep(1000)\n"
+        "    finally:\n"
+        "        open('cleaned', 'w').write('')\n"
+    )
+    code, _, _ = suite()
+    assert code == 2 and (tmp_path / "cleaned").exists()

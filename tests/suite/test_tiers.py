@@ -130,3 +130,23 @@ def test_changed_modules_that_exceed_the_limit_are_said(change):
 def test_code_that_no_test_reaches_is_named(change):
     tier = change("alone.py", "def new():\n    return 0\n")
     assert any("no recorded test reaches: alone.py" in line for line in tier.summary())
+
+
+def test_what_git_does_not_know_is_an_error(change, tmp_path, monkeypatch):
+    """Else a checkout of which git knows nothing would be one without changes, and its tests pass."""
+    subprocess.run(["git", "branch", "-qm", "other"], cwd=tmp_path, check=True)
+    with pytest.raises(pytest.UsageError, match="compares with main"):
+        change("product.py", BEFORE)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nothing"))
+    with pytest.raises(pytest.UsageError, match="not a git repository"):
+        change("product.py", BEFORE)
+
+
+def test_a_renamed_helper_selects_those_that_import_its_old_name(change, tmp_path):
+    (tmp_path / "tests" / "helper.py").rename(tmp_path / "tests" / "helpers.py")
+    assert TESTS[3] in change("product.py", BEFORE).names
+
+
+def test_methods_are_known_by_their_class(tmp_path):
+    (tmp_path / "test_a.py").write_text("def test_a(): pass\nclass TestB:\n    def test_a(self): pass\n")
+    assert tiers.function_names(tmp_path / "test_a.py") == {"test_a", "TestB::test_a"}

@@ -10,7 +10,7 @@ import ast
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,8 @@ def choose(config: pytest.Config) -> Tier | None:
     """Return the tier that the command line asks for, None for everything that pytest itself selects."""
     option = config.option
     selects = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.all or option.record
+    if option.record and (option.keyword or any("::" in word for word in config.args)):
+        raise pytest.UsageError("--record records whole modules: leave out -k and single tests")
     if option.changed:
         if selects:
             raise pytest.UsageError("--changed chooses the tests: leave out paths, --all and --record")
@@ -42,7 +44,10 @@ def choose(config: pytest.Config) -> Tier | None:
         return None
     if option.markexpr != "not slow" or any(getattr(option, name, None) for name in SELECTING):
         return None
-    return Tier(DEFAULT_FILE.read_text().splitlines(), "the default tier; --all runs everything", [])
+    names = DEFAULT_FILE.read_text().splitlines() if DEFAULT_FILE.exists() else []
+    if not names:
+        raise pytest.UsageError(f"{DEFAULT_FILE} names no tests; python tests/suite/make_tiers.py writes it")
+    return Tier(names, "the default tier; --all runs everything", [])
 
 
 class Tier:
@@ -55,7 +60,8 @@ class Tier:
         self._known = frozenset(record.read_seconds())
         self._known_names: dict[str, set[str]] = defaultdict(set)
         for name in self._known:
-            self._known_names[name.partition("::")[0]].add(name.partition("[")[0].rpartition("::")[2])
+            module, _, function = name.partition("[")[0].partition("::")
+            self._known_names[module].add(function)
         self._count = 0
 
     def has_module(self, path: Path) -> bool:
@@ -63,7 +69,7 @@ class Tier:
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
         if name in self._modules or name not in self._known_names:
             return True
-        return bool(function_names(path) - self._known_names[name] - _slow_names(path))
+        return bool(function_names(path) - self._known_names[name])
 
     def select(self, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
         """Return the tests of the tier, and the others."""
@@ -87,14 +93,20 @@ class Tier:
 
 
 def function_names(path: Path) -> set[str]:
-    """Return the names of the test functions and methods of a module, without importing it."""
-    return set(re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE))
+    """Return the test functions of a module, methods as Class::name, without importing it; without the slow ones."""
+
+    def names(nodes: Iterable[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                yield from names(node.body, f"{prefix}{node.name}::")
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not _is_slow(node):
+                yield prefix + node.name
+
+    return set(names(ast.parse(path.read_text()).body, ""))
 
 
-def _slow_names(path: Path) -> set[str]:
-    """Return the names of the functions that are marked as slow, which no record of an ordinary run has."""
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    return {node.name for node in functions if "pytest.mark.slow" in map(ast.unparse, node.decorator_list)}
+def _is_slow(node: ast.FunctionDef) -> bool:
+    return "pytest.mark.slow" in map(ast.unparse, node.decorator_list)
 
 
 # ---- what a change can affect
@@ -165,16 +177,24 @@ def _cheapest(reached: dict, affected: list[int], seconds: list[float], budget: 
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    try:
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise pytest.UsageError("--changed asks git what has changed, and there is no git") from None
+    if result.returncode:
+        raise pytest.UsageError(f"--changed: git {' '.join(arguments)}: {result.stderr.strip() or result.returncode}")
+    return result.stdout
 
 
 def _base() -> str:
     """Return the commit to compare with: where this branch left main, or the last commit on main itself."""
+    known = set(
+        _git("for-each-ref", "--format=%(refname:short)", "refs/heads/main", "refs/remotes/origin/main").split()
+    )
     for main in ("origin/main", "main"):
-        base = _git("merge-base", "HEAD", main).strip()
-        if base:
-            return base[:12]
-    return "HEAD"
+        if main in known:
+            return _git("merge-base", "HEAD", main).strip()[:12]
+    raise pytest.UsageError("--changed compares with main, which this clone does not have: git fetch origin main:main")
 
 
 def changed_files() -> set[str]:
@@ -183,7 +203,7 @@ def changed_files() -> set[str]:
 
 
 def _changed_names(base: str) -> list[str]:
-    lines = _git("diff", "--name-only", base).splitlines()
+    lines = _git("diff", "--name-only", "--no-renames", base).splitlines()
     return list(dict.fromkeys([*lines, *_git("ls-files", "--others", "--exclude-standard").splitlines()]))
 
 
@@ -207,7 +227,8 @@ def _changed_files(base: str) -> tuple[list[str], set[str], set[str]]:
 
 
 def _changed_functions(base: str, file: str) -> list[str]:
-    old = _hashes(_git("show", f"{base}:{file}"))
+    was_there = _git("ls-tree", "--name-only", base, "--", file)
+    old = _hashes(_git("show", f"{base}:{file}")) if was_there else {}
     new = _hashes((ROOT / file).read_text() if (ROOT / file).exists() else "")
     return [name for name in old if old[name] != new.get(name)]
 
