@@ -111,6 +111,13 @@ def test_checkpoint_values_override_flags_with_a_note():
     assert [line for line in args.notes if "overridden" in line] == [expected]
 
 
+LATENT = "--multi-latent-attention --position-embedding-type rope"
+GROUPS = (
+    "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-score-function sigmoid"
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "recorded", "refused"),
     [
@@ -126,9 +133,16 @@ def test_checkpoint_values_override_flags_with_a_note():
         ("--swiglu --ffn-hidden-size 128", {"swiglu": True, "ffn_hidden_size": 128}, None),
         ("--kv-channels 16", {"kv_channels": None}, None),
         ("--max-position-embeddings 64", {"max_position_embeddings": 32}, None),
+        (f"{LATENT} --attention-latent-norm-epsilon 1e-5", {}, None),
+        (f"{LATENT} --attention-latent-norm-epsilon 1e-6", {}, "--attention-latent-norm-epsilon 1e-06: the check"),
+        (GROUPS, dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk")), "--moe-router-num-groups 4: the"),
+        (f"{GROUPS} --moe-router-group-score-topk 2", {}, None),
+        (f"{GROUPS} --moe-router-group-score-topk 1", {}, "--moe-router-group-score-topk 1: the checkpoint has"),
     ],
 )
 def test_a_typed_value_that_is_not_the_checkpoints_is_refused(flags, recorded, refused):
+    if not recorded:  # of the same run without its last flag
+        recorded = parse_args([*LINE, *flags.split()[:-2]], 1).as_dict()
     line = [*LINE, *flags.split()]
     if refused is None:
         parse_args(line, 1, checkpoint=recorded)
