@@ -72,6 +72,12 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "t
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args. A tokenizer of the command line wins over that of a
 Hugging Face folder, and with --sft over that of a run, which need not have read conversations."""
 
+TOKENIZER_FILES = tuple(
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model spiece.model vocab.txt chat_template.jinja".split()
+)
+"""What makes a folder a tokenizer."""
+
 MAPPING = tuple(
     """
     tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
@@ -308,7 +314,7 @@ def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Setti
     for dest, old in replaced.items():
         remedy = "or describe the whole model on the command line, without --use-checkpoint-args"
         if dest in TOKENIZER:
-            matters = not _is_same_file(old.value, old.recorded)
+            matters = not _is_same_tokenizer(old.value, old.recorded)
             remedy = "or keep the tokenizer of the command line with --no-use-tokenizer-model-from-checkpoint-args"
         elif dest in ("group_query_attention", "num_query_groups"):
             matters = _query_groups(settings) != _query_groups(alone, settings.num_attention_heads)
@@ -329,12 +335,18 @@ def _query_groups(settings: Settings, heads: int | None = None) -> int | None:
     return settings.num_query_groups if settings.group_query_attention else settings.num_attention_heads or heads
 
 
-def _is_same_file(one: object, other: object) -> bool:
-    """Return whether two values name the same file or folder, or files with the same content."""
+def _is_same_tokenizer(one: object, other: object) -> bool:
+    """Return whether two values name the same file or folder, or files or tokenizer folders with the same content."""
     if not isinstance(one, str) or not isinstance(other, str):
         return False
     if os.path.realpath(one) == os.path.realpath(other):
         return True
+    if os.path.isdir(one) and os.path.isdir(other):
+        present = [
+            [name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(each, name))] for each in (one, other)
+        ]
+        names = present[0]
+        return present[1] == names != [] and filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
     return os.path.isfile(one) and os.path.isfile(other) and filecmp.cmp(one, other, shallow=False)
 
 

@@ -185,6 +185,25 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path):
             parse_args([*typed, other], 1, checkpoint=recorded)
 
 
+def test_copy_of_a_tokenizer_folder_is_the_same_tokenizer(tmp_path):
+    for folder, tokens in (("a", "same"), ("copy", "same"), ("other", "else"), ("weights", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(folder)  # of the model
+        if tokens:
+            (tmp_path / folder / "tokenizer.json").write_text(tokens)
+    recorded = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "a")}
+    typed = [*PLAIN, "--tokenizer-model"]
+    assert parse_args([*typed, str(tmp_path / "copy")], 1, checkpoint=recorded).data.tokenizer_model == str(
+        tmp_path / "a"
+    )
+    for other in ("other", "weights"):
+        with pytest.raises(ArgumentError, match="keep .* with --no-use-tokenizer-model-from-checkpoint-args"):
+            parse_args([*typed, str(tmp_path / other)], 1, checkpoint=recorded)
+    (tmp_path / "copy" / "merges.txt").write_text("more")
+    with pytest.raises(ArgumentError, match="--tokenizer-model"):
+        parse_args([*typed, str(tmp_path / "copy")], 1, checkpoint=recorded)
+
+
 SFT = "--sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format assistant".split()
 
 
