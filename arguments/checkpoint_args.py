@@ -278,6 +278,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
     ]
     if settings.moe_use_upcycling:
         names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
+    if _drops_mtp(settings):
+        names = [dest for dest in names if not dest.startswith("mtp_")]
     if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
@@ -316,6 +318,9 @@ def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Setti
         if dest in TOKENIZER:
             matters = not _is_same_tokenizer(old.value, old.recorded)
             remedy = "or keep the tokenizer of the command line with --no-use-tokenizer-model-from-checkpoint-args"
+        elif dest == "mtp_num_layers" and not old.value:
+            matters = bool(old.recorded)
+            remedy = "or leave multi-token prediction out of the training with --dist-ckpt-strictness log_unexpected"
         elif dest in ("group_query_attention", "num_query_groups"):
             matters = _query_groups(settings) != _query_groups(alone, settings.num_attention_heads)
         else:
@@ -348,6 +353,12 @@ def _is_same_tokenizer(one: object, other: object) -> bool:
         names = present[0]
         return present[1] == names != [] and filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
     return os.path.isfile(one) and os.path.isfile(other) and filecmp.cmp(one, other, shallow=False)
+
+
+def _drops_mtp(settings: Settings) -> bool:
+    """Return whether the command line leaves out multi-token prediction, and its tensors may stay unread."""
+    given = {"mtp_num_layers", "dist_ckpt_strictness"} <= settings.typed
+    return given and not settings.mtp_num_layers and not settings.dist_ckpt_strictness.startswith("raise_")
 
 
 def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:

@@ -214,7 +214,11 @@ class Loader:
         unexpected = self._unexpected
         if unexpected and strictness in ("raise_unexpected", "raise_all") and not drops_modules:
             if not lines:
-                remedy = "To load it without these tensors: --dist-ckpt-strictness log_unexpected\n"
+                is_mtp = all(key.startswith("mtp.") for key in unexpected)
+                more = (
+                    "To train without multi-token prediction (--mtp-num-layers 0)" if is_mtp else "To load it without"
+                )
+                remedy = f"{more} these tensors: --dist-ckpt-strictness log_unexpected\n"
             lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
         elif unexpected and strictness not in ("assume_ok_unexpected", "ignore_all"):
             self._warn(

@@ -152,6 +152,17 @@ def test_a_typed_value_that_is_not_the_checkpoints_is_refused(flags, recorded, r
     parse_args(line, 1)
 
 
+def test_multi_token_prediction_can_be_left_out_where_tensors_may_stay_unread():
+    rope = [*LINE, "--position-embedding-type", "rope"]
+    recorded = parse_args([*rope, "--mtp-num-layers", "1", "--mtp-use-repeated-layer"], 1).as_dict()
+    line = [*rope, "--mtp-num-layers", "0"]
+    args = parse_args([*line, "--dist-ckpt-strictness", "log_unexpected"], 1, checkpoint=recorded)
+    assert not args.model.mtp_num_layers and not args.model.mtp_use_repeated_layer
+    for more in ([], ["--dist-ckpt-strictness", "raise_all"]):
+        with pytest.raises(ArgumentError, match="--mtp-num-layers 0: .* with --dist-ckpt-strictness log_unexpected"):
+            parse_args([*line, *more], 1, checkpoint=recorded)
+
+
 def test_flags_of_the_run_itself_are_no_contradiction():
     line = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --swiglu --disable-bias-linear"
     line = [*LINE, *line.split(), "--position-embedding-type", "rope", "--num-experts", "4", "--untie-embeddings-and"]

@@ -257,6 +257,11 @@ def test_strictness_levels_handle_missing_and_unexpected_keys(tmp_path, caplog):
     refusal = "(?s)expert_bias of the checkpoint is not in this model.*--dist-ckpt-strictness log_unexpected"
     with pytest.raises(CheckpointError, match=refusal):
         load(tmp_path, [without], None, SINGLE, OPTIONS)
+    with_mtp = FakeModel()
+    with_mtp.buffer_table["mtp.layers.0.eh_proj.weight"] = torch.ones(8)
+    save(tmp_path / "mtp", CheckpointState(3, RECORD), [with_mtp], None, SINGLE, SaveOptions())
+    with pytest.raises(CheckpointError, match="(?s)eh_proj.*--mtp-num-layers 0.*--dist-ckpt-strictness log_unexpected"):
+        load(tmp_path / "mtp", [without], None, SINGLE, OPTIONS)
     with pytest.raises(CheckpointError, match="q_layernorm.weight is not in the checkpoint"):
         load(tmp_path, [more], None, SINGLE, OPTIONS)
     assert load(tmp_path, [more], None, SINGLE, replace(OPTIONS, strictness="log_all"))
