@@ -61,6 +61,15 @@ def test_save_folder_that_a_node_does_not_see_is_an_error_at_the_start(nodes):
     assert run_ranks(_attempt, 2, nodes, check_writable, str(nodes / "shared")) == [None, None]
 
 
+def test_path_that_a_node_sees_late_is_waited_for(tmp_path, monkeypatch, caplog):
+    late = tmp_path / "late"
+    monkeypatch.setattr(shared_folder, "NOTE_AFTER_S", 0.0)
+    monkeypatch.setattr(shared_folder.time, "sleep", lambda seconds: late.touch())
+    shared_folder.check_seen_by_all(tmp_path, late, "", ParallelState.single())
+    assert [record.getMessage().partition(" on node ")[0] for record in caplog.records] == ["rank 0"]
+    assert "does not see late yet, which rank 0 sees; it looks for up to 90 s" in caplog.text
+
+
 def test_own_folders_of_the_same_name_are_not_taken_for_one(nodes):
     for number in range(2):
         save_on(nodes / f"node{number}" / "ck")
