@@ -72,6 +72,12 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "t
 """Taken too, unless --no-use-tokenizer-model-from-checkpoint-args. A tokenizer of the command line wins over that of a
 Hugging Face folder, and with --sft over that of a run, which need not have read conversations."""
 
+TOKENIZER_FILES = tuple(
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "tokenizer.model spiece.model vocab.txt chat_template.jinja".split()
+)
+"""What makes a folder a tokenizer."""
+
 MAPPING = tuple(
     """
     tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
@@ -97,6 +103,15 @@ _UNSET = MappingProxyType(
     }
 )
 """What flags mean where they are not set."""
+
+_UNSET_IS = MappingProxyType(
+    {
+        "attention_latent_norm_epsilon": "layernorm_epsilon",
+        "dsa_indexer_k_norm_epsilon": "layernorm_epsilon",
+        "moe_ffn_hidden_size": "ffn_hidden_size",
+    }
+)
+"""Flags that have the value of another one where they are not set."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +203,19 @@ def suppliable(settings: Settings) -> frozenset[str]:
     return frozenset(dest for group in GROUPS if group.asked(settings) for dest in group.dests)
 
 
-def meaning(dest: str, value: object) -> object:
-    """Return what a value means for the function of the weights, equal for different ways to write it."""
-    if value is None:
+def meaning(dest: str, flags: Mapping[str, object]) -> object:
+    """Return what a flag means for the function of the weights, equal for different ways to write it.
+
+    Args:
+        dest: of the flag.
+        flags: the whole record; an unset flag may take its value from another one.
+    """
+    value = flags.get(dest)
+    if dest in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"):
+        value = _group_limit(dest, flags)
+    elif value is None and dest in _UNSET_IS:
+        value = flags.get(_UNSET_IS[dest])
+    elif value is None:
         value = _UNSET.get(dest, OPTIONS[dest].default)
     if isinstance(value, list | tuple):
         value = tuple(value)
@@ -202,6 +227,22 @@ def meaning(dest: str, value: object) -> object:
     if dest == "moe_layer_freq" and isinstance(value, tuple) and set(value) == {1}:
         return 1
     return value or None
+
+
+def _group_limit(dest: str, flags: Mapping[str, object]) -> object:
+    """Return what a flag of group-limited routing means; None where the groups are no limit, such as all of them."""
+    groups, best, value = flags.get("moe_router_num_groups"), flags.get("moe_router_group_topk"), flags.get(dest)
+    if not isinstance(groups, int) or not isinstance(best, int) or not 0 < best < groups:
+        return None
+    if value is None and dest == "moe_router_group_score_topk":
+        topk = flags.get("moe_router_topk")
+        return topk // best if isinstance(topk, int) else None
+    return value
+
+
+def same_meaning(dest: str, flags: Mapping[str, object], others: Mapping[str, object]) -> bool:
+    """Return whether a flag means the same in two records, or differs only because of another flag."""
+    return flags.get(dest) == others.get(dest) or meaning(dest, flags) == meaning(dest, others)
 
 
 @dataclass(frozen=True)
@@ -237,6 +278,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
     ]
     if settings.moe_use_upcycling:
         names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
+    if _drops_mtp(settings):
+        names = [dest for dest in names if not dest.startswith("mtp_")]
     if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
@@ -248,7 +291,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
             continue
         if value is None and settings.default(dest) is not None:  # no value of this flag
             continue
-        if dest in _SEVERAL_SPELLINGS and meaning(dest, value) == meaning(dest, settings.values[dest]):
+        if dest in _SEVERAL_SPELLINGS and same_meaning(dest, recorded, settings.values):
             continue
         if dest in settings.typed:
             replaced[dest] = Replaced(settings.flag(dest), settings.shown(dest), settings.values[dest], value)
@@ -268,17 +311,21 @@ def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Setti
         replaced: the result of `apply`.
         alone: the command line resolved without the checkpoint.
     """
+    # what the command line asks for, in which a flag that it leaves out is the checkpoint's
+    asked = {**settings.values, **{dest: old.value for dest, old in replaced.items()}}
     for dest, old in replaced.items():
         remedy = "or describe the whole model on the command line, without --use-checkpoint-args"
         if dest in TOKENIZER:
-            matters = not _is_same_file(old.value, old.recorded)
+            matters = not _is_same_tokenizer(old.value, old.recorded)
             remedy = "or keep the tokenizer of the command line with --no-use-tokenizer-model-from-checkpoint-args"
+        elif dest == "mtp_num_layers" and not old.value:
+            matters = bool(old.recorded)
+            remedy = "or leave multi-token prediction out of the training with --dist-ckpt-strictness log_unexpected"
         elif dest in ("group_query_attention", "num_query_groups"):
             matters = _query_groups(settings) != _query_groups(alone, settings.num_attention_heads)
         else:
-            taken = meaning(dest, settings.values[dest])
-            given = {meaning(dest, old.value), meaning(dest, alone.values[dest])}
-            matters = dest in (*SHAPE, *LORA) and dest not in STORAGE and taken not in given
+            same = any(meaning(dest, settings.values) == meaning(dest, given) for given in (asked, alone.values))
+            matters = dest in (*SHAPE, *LORA) and dest not in STORAGE and not same
         if matters:
             yield Violation(
                 (old.flag,),
@@ -293,13 +340,25 @@ def _query_groups(settings: Settings, heads: int | None = None) -> int | None:
     return settings.num_query_groups if settings.group_query_attention else settings.num_attention_heads or heads
 
 
-def _is_same_file(one: object, other: object) -> bool:
-    """Return whether two values name the same file or folder, or files with the same content."""
+def _is_same_tokenizer(one: object, other: object) -> bool:
+    """Return whether two values name the same file or folder, or files or tokenizer folders with the same content."""
     if not isinstance(one, str) or not isinstance(other, str):
         return False
     if os.path.realpath(one) == os.path.realpath(other):
         return True
+    if os.path.isdir(one) and os.path.isdir(other):
+        present = [
+            [name for name in TOKENIZER_FILES if os.path.isfile(os.path.join(each, name))] for each in (one, other)
+        ]
+        names = present[0]
+        return present[1] == names != [] and filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
     return os.path.isfile(one) and os.path.isfile(other) and filecmp.cmp(one, other, shallow=False)
+
+
+def _drops_mtp(settings: Settings) -> bool:
+    """Return whether the command line leaves out multi-token prediction, and its tensors may stay unread."""
+    given = {"mtp_num_layers", "dist_ckpt_strictness"} <= settings.typed
+    return given and not settings.mtp_num_layers and not settings.dist_ckpt_strictness.startswith("raise_")
 
 
 def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:

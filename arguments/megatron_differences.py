@@ -148,6 +148,14 @@ FAILS_EARLIER = (
         "a flag acts or is rejected",
     ),
     Difference(
+        "tensors_that_nothing_reads",
+        "leaves tensors unread that the checkpoint has and the model has not: --dist-ckpt-strictness is "
+        "assume_ok_unexpected unless given",
+        "refuses such a checkpoint (raise_unexpected) unless the flag is given, also with Megatron-LM's default",
+        "the model would be another one than was trained; to train one with multi-token prediction without it: "
+        "--mtp-num-layers 0 --dist-ckpt-strictness log_unexpected",
+    ),
+    Difference(
         "layer_frequency_length",
         "builds the arguments and fails when the model is built",
         "parses it too, and refuses to start (--validate-only: exit code 2) before anything is built",

@@ -157,7 +157,8 @@ class OutputArgs:
         "return_all",
         "ignore_all",
     ] = flag("assume_ok_unexpected", needs=_RESUMES)
-    """What to do about keys that are missing in a checkpoint or that nothing reads: accept, log or raise."""
+    """What to do about keys that are missing in a checkpoint or that nothing reads: accept, log or raise. Not given, it
+    acts as raise_unexpected: the default must be named to act."""
     dist_ckpt_optim_fully_reshardable: bool = False
     """Store optimizer states so that any layout can load them."""
     distrib_optim_fully_reshardable_mem_efficient: bool = False

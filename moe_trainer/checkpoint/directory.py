@@ -23,6 +23,7 @@ import socket
 import time
 from pathlib import Path
 
+from arguments.checkpoint_args import TOKENIZER_FILES
 from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.io import atomic_write
@@ -39,10 +40,6 @@ _STAGING = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
 _PARTIAL_TRACKER = re.compile(rf"^{re.escape(TRACKER)}\.tmp-(.+)-(\d+)$")
 # a temporary of another host is stale when nothing in it has changed for this long
 _STALE_AGE_S = 900.0
-_TOKENIZER_FILES = tuple(
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
-    "tokenizer.model spiece.model vocab.txt chat_template.jinja".split()
-)
 
 
 def folder_name(iteration: int) -> str:
@@ -299,7 +296,7 @@ def tokenizer_files(*paths: str | None) -> tuple[Path, ...]:
     files: list[Path] = []
     for path in (Path(text) for text in paths if text):
         if path.is_dir():
-            files += [path / name for name in _TOKENIZER_FILES if (path / name).is_file()]
+            files += [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
         elif path.is_file():
             files.append(path)
     return tuple(files)

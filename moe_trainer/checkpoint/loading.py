@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from arguments.checkpoint_args import LORA, MUP, SHAPE, meaning
+from arguments.checkpoint_args import LORA, MUP, SHAPE, same_meaning
 from arguments.container import OPTIONS
 from arguments.lora import is_adapter
 from moe_trainer.checkpoint import random_state
@@ -214,7 +214,11 @@ class Loader:
         unexpected = self._unexpected
         if unexpected and strictness in ("raise_unexpected", "raise_all") and not drops_modules:
             if not lines:
-                remedy = "To load it without these tensors: --dist-ckpt-strictness log_unexpected\n"
+                is_mtp = all(key.startswith("mtp.") for key in unexpected)
+                more = (
+                    "To train without multi-token prediction (--mtp-num-layers 0)" if is_mtp else "To load it without"
+                )
+                remedy = f"{more} these tensors: --dist-ckpt-strictness log_unexpected\n"
             lines += [f"{key} of the checkpoint is not in this model" for key in unexpected]
         elif unexpected and strictness not in ("assume_ok_unexpected", "ignore_all"):
             self._warn(
@@ -432,7 +436,7 @@ class Loader:
         differences = {}
         lora = LORA if here.get("lora_dim") and saved.get("lora_dim") else ()  # the base of new adapters has none
         for name in (dest for dest in (*SHAPE, *MUP, *lora) if dest not in left_out):
-            if name in here and name in saved and meaning(name, here[name]) != meaning(name, saved[name]):
+            if name in here and name in saved and not same_meaning(name, here, saved):
                 flag = OPTIONS[name].spellings[0]
                 differences[name] = f"{flag} ({name}): {saved[name]!r} in the checkpoint, {here[name]!r} here"
         return differences

@@ -5,6 +5,7 @@ every rank. See directory.py for atomic commits, sharding.py for keys and owners
 """
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -228,7 +229,10 @@ def _select_folder(directory: Path, options: LoadOptions) -> Path | None:
 
 
 def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -> None:
-    has_checkpoint = (directory / TRACKER).is_file() or complete_iterations(directory)
+    def look() -> bool:
+        return (directory / TRACKER).is_file() or bool(complete_iterations(directory))
+
+    has_checkpoint = _raise_on_all_ranks(look, ps)
     others = gather_errors(describe_place(directory, ps) if has_checkpoint else None, ps.world)
     if others:
         raise CheckpointError(
@@ -275,13 +279,15 @@ def _restore_random(
 
 
 def _raise_on_all_ranks(step: Callable[[], T], ps: ParallelState) -> T:
-    """Run a step on every rank; raise a CheckpointError of any rank on all of them. Collective."""
+    """Run a step on every rank; raise an error of files or of the checkpoint of any rank on all of them. Collective."""
     result: Any = None
     failure: tuple[str, bool] | None = None
     try:
         result = step()
     except CheckpointError as error:
         failure = (str(error), isinstance(error, DamagedError))
+    except OSError as error:  # perhaps of one node, while the others wait for it
+        failure = (f"on node {socket.gethostname()}: {error}", False)
     failures = gather_errors(failure, ps.world)
     if failures:
         kind = DamagedError if any(damaged for _, damaged in failures) else CheckpointError

@@ -1,6 +1,7 @@
 """Whether all ranks see the same folder. A node's own disk, or a relative path, may name another one on each node."""
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -10,8 +11,12 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.parallel.coordination import gather_errors
 from moe_trainer.parallel.state import ParallelState
 
-LOOK_TIMEOUT_S = 10.0
-"""How long a rank looks for a path that rank 0 may just have made: network file systems remember what they saw."""
+logger = logging.getLogger(__name__)
+
+LOOK_TIMEOUT_S = 90.0
+"""How long a rank looks for a path that rank 0 may just have made: network file systems remember up to a minute that
+it was not there."""
+NOTE_AFTER_S = 5.0
 _LOOK_AGAIN_S = 0.5
 _RANKS_SHOWN = 4
 
@@ -29,7 +34,7 @@ def check_seen_by_all(folder: Path, path: Path, need: str, ps: ParallelState, fl
     Raises:
         CheckpointError: on every rank; it names the ranks and nodes that do not see it.
     """
-    blind = gather_errors(None if _is_seen(path) else describe_place(folder, ps), ps.world)
+    blind = gather_errors(None if _is_seen(path, ps) else describe_place(folder, ps), ps.world)
     if blind:
         more = f"; and {len(blind) - _RANKS_SHOWN} more" if len(blind) > _RANKS_SHOWN else ""
         raise CheckpointError(
@@ -44,11 +49,20 @@ def describe_place(folder: Path, ps: ParallelState) -> str:
     return f"rank {ps.world.rank} on node {socket.gethostname()} ({folder.absolute()})"
 
 
-def _is_seen(path: Path) -> bool:
-    end = time.monotonic() + LOOK_TIMEOUT_S
+def _is_seen(path: Path, ps: ParallelState) -> bool:
+    start, is_noted = time.monotonic(), False
     while not os.path.exists(path):
-        if time.monotonic() >= end:
+        waited = time.monotonic() - start
+        if waited >= LOOK_TIMEOUT_S:
             return False
+        if waited >= NOTE_AFTER_S and not is_noted:
+            is_noted = True
+            logger.warning(
+                "%s does not see %s yet, which rank 0 sees; it looks for up to %.0f s",
+                describe_place(path.parent, ps),
+                path.name,
+                LOOK_TIMEOUT_S,
+            )
         for parent in path.parents:  # listing a folder renews what NFS remembers of it
             with contextlib.suppress(OSError):
                 os.listdir(parent)

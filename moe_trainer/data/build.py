@@ -36,7 +36,7 @@ from moe_trainer.data.stream import StreamBlend, StreamedDataset
 from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
 from moe_trainer.data.text_sequences import TextSequences, is_text_file
 from moe_trainer.data.tokenizer import Tokenizer
-from moe_trainer.data.tokenizer_record import check_tokenizer
+from moe_trainer.data.tokenizer_record import TokenizerCheck
 from moe_trainer.data.varlen import FileSequences, MockSequences, Sequences, VarlenDataset
 from moe_trainer.errors import UserError
 
@@ -198,6 +198,7 @@ class _Plan:
     def __init__(self, data: DataArgs, training: TrainingArgs, tokenizer: Tokenizer, kept_order: Mapping[str, str]):
         self._data, self._training, self._kept_order = data, training, kept_order
         self._opened: dict[str, IndexedDataset] = {}
+        self._tokenizer_check = TokenizerCheck(tokenizer)
         self._files: dict[str, FileSequences] = {}
         self._mock: MockSequences | None = None
         self._store = make_object_store(data)
@@ -444,5 +445,5 @@ class _Plan:
         if prefix not in self._opened:
             with naming_flag(self._data, number):
                 self._opened[prefix] = open_token_file(prefix, self._config.memory_map, self._store)
-                check_tokenizer(prefix, self._config.tokenizer)
+                self._tokenizer_check.check(prefix)
         return self._opened[prefix]

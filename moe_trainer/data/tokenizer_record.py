@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
+from itertools import dropwhile
 from typing import Any
 
 from moe_trainer.data.object_storage import is_remote
 from moe_trainer.data.tokenizer import NullTokenizer, Tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
+
+logger = logging.getLogger(__name__)
 
 _SAMPLE = (
     "The quick brown fox jumps over the lazy dog, while 12,345.67 others watch it from the hill.",
@@ -51,31 +56,41 @@ def recorded_tokenizer(prefix: str, tokenizer: Tokenizer) -> Iterator[None]:
         json.dump(content, file, indent=1)
 
 
-def check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
-    """Check that token files without a record, or with that of this tokenizer, are read.
+class TokenizerCheck:
+    """Compares the run's tokenizer with those that made token files."""
 
-    A tokenizer that reads no text is not compared, nor are files in object storage.
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
 
-    Raises:
-        UserError: if another tokenizer made the files, or their record is damaged.
-    """
-    path = record_path(prefix)
-    if is_remote(prefix) or not os.path.exists(path):
-        return
-    try:
-        with open(path, encoding="utf-8") as file:
-            record: dict[str, Any] = json.load(file)
-        digest, size = str(record["digest"]), int(record["vocab_size"])
-        name = (record.get("tokenizer") or {}).get("tokenizer_path") or "a tokenizer"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"is no record of a tokenizer ({error}); without this file nothing is compared"
-        raise UserError(f"{path}: {problem}") from None
-    here = _digest(tokenizer)
-    if here is not None and here != digest:
-        raise UserError(
-            f"{path}: these tokens are of {name} ({size:,} tokens), which makes other ids of the same text than this "
-            "run's tokenizer; use that one, or tokenize the text again. Without this file nothing is compared"
-        )
+    @cached_property
+    def _digest(self) -> str | None:
+        return _digest(self._tokenizer)
+
+    def check(self, prefix: str) -> None:
+        """Check that token files without a record, or with that of this tokenizer, are read.
+
+        A tokenizer that reads no text is not compared, nor are files in object storage.
+
+        Raises:
+            UserError: if another tokenizer made the files, or their record is damaged.
+        """
+        path = record_path(prefix)
+        if is_remote(prefix) or not os.path.exists(path):
+            return
+        try:
+            with open(path, encoding="utf-8") as file:
+                record: dict[str, Any] = json.load(file)
+            digest, size = str(record["digest"]), int(record["vocab_size"])
+            name = (record.get("tokenizer") or {}).get("tokenizer_path") or "a tokenizer"
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            problem = f"is no record of a tokenizer ({error}); without this file nothing is compared"
+            raise UserError(f"{path}: {problem}") from None
+        here = self._digest
+        if here is not None and here != digest:
+            raise UserError(
+                f"{path}: these tokens are of {name} ({size:,} tokens), which makes other ids of the same text than "
+                "this run's tokenizer; use that one, or tokenize the text again. Without this file nothing is compared"
+            )
 
 
 def _digest(tokenizer: Tokenizer) -> str | None:
@@ -84,7 +99,15 @@ def _digest(tokenizer: Tokenizer) -> str | None:
         return None
     special = {tokenizer.bos, tokenizer.eod, tokenizer.pad}
     try:
-        ids = [[int(token) for token in tokenizer.tokenize(text) if token not in special] for text in _SAMPLE]
-    except ValueError:
+        ids = [_without_ends([int(token) for token in tokenizer.tokenize(text)], special) for text in _SAMPLE]
+    except Exception as error:  # whatever a tokenizer raises for text that the run need not have
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning("token files are not compared with the tokenizer, which does not read the sample: %s", reason)
         return None
     return hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()
+
+
+def _without_ends(ids: list[int], special: set[int | None]) -> list[int]:
+    """Leave out special tokens around a text. In it they stand for something, such as an unknown word."""
+    kept = list(dropwhile(special.__contains__, ids))[::-1]
+    return list(dropwhile(special.__contains__, kept))[::-1]

@@ -28,7 +28,7 @@ from moe_trainer.data.object_storage import make_object_store
 from moe_trainer.data.sources import requested_sizes, source_flag, training_phases
 from moe_trainer.data.text_sequences import TextSequences, first_label, is_text_file
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
-from moe_trainer.data.tokenizer_record import check_tokenizer
+from moe_trainer.data.tokenizer_record import TokenizerCheck
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.estimate.state_bytes import MOMENTS
@@ -145,6 +145,7 @@ class _Check:
     def _open(self, wanted: dict[str, str], vocab_size: int | None) -> dict[str, np.ndarray]:
         """Return the sequence lengths of each prefix that can be opened."""
         found, store = {}, make_object_store(self.args.data)
+        check = None if self.built_tokenizer is None else TokenizerCheck(self.built_tokenizer)
         data = self.args.data
         for prefix, flag in wanted.items():
             try:
@@ -153,8 +154,8 @@ class _Check:
                     continue
                 dataset = open_token_file(prefix, store=store)
                 self._compare_ids(dataset, prefix, flag, vocab_size)
-                if self.built_tokenizer is not None:
-                    check_tokenizer(prefix, self.built_tokenizer)
+                if check is not None:
+                    check.check(prefix)
             except (ValueError, OSError) as error:
                 self._add_problem(flag.split()[0], f"{flag}: {error}")
                 continue

@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from arguments import Arguments
+from moe_trainer.checkpoint.hf.export import known_vocabulary
 from moe_trainer.checkpoint.hf.families import families_with
 from moe_trainer.checkpoint.hf.weight_stream import HFWeights, SnapshotFolder, split_into_buckets
 from moe_trainer.model.transformer import Transformer
@@ -61,8 +62,7 @@ class WeightStream:
         bucket_bytes: int = BUCKET_BYTES,
     ):
         self._chunks, self._ps, self._optimizer, self._bucket_bytes = chunks, ps, optimizer, bucket_bytes
-        # the ids of a null tokenizer do not end there
-        vocabulary = None if args.data.tokenizer_type == "NullTokenizer" else args.data.vocab_size
+        vocabulary = known_vocabulary(args.as_dict())
         rows = None if vocabulary is None else min(vocabulary, padded_vocab_size)
         kind = args.output.stream_weights_model_type
         families = families_with(args.output.hf_mapping)

@@ -111,6 +111,13 @@ def test_checkpoint_values_override_flags_with_a_note():
     assert [line for line in args.notes if "overridden" in line] == [expected]
 
 
+LATENT = "--multi-latent-attention --position-embedding-type rope"
+GROUPS = (
+    "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-score-function sigmoid"
+)
+
+
 @pytest.mark.parametrize(
     ("flags", "recorded", "refused"),
     [
@@ -126,9 +133,16 @@ def test_checkpoint_values_override_flags_with_a_note():
         ("--swiglu --ffn-hidden-size 128", {"swiglu": True, "ffn_hidden_size": 128}, None),
         ("--kv-channels 16", {"kv_channels": None}, None),
         ("--max-position-embeddings 64", {"max_position_embeddings": 32}, None),
+        (f"{LATENT} --attention-latent-norm-epsilon 1e-5", {}, None),
+        (f"{LATENT} --attention-latent-norm-epsilon 1e-6", {}, "--attention-latent-norm-epsilon 1e-06: the check"),
+        (GROUPS, dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk")), "--moe-router-num-groups 4: the"),
+        (f"{GROUPS} --moe-router-group-score-topk 2", {}, None),
+        (f"{GROUPS} --moe-router-group-score-topk 1", {}, "--moe-router-group-score-topk 1: the checkpoint has"),
     ],
 )
 def test_a_typed_value_that_is_not_the_checkpoints_is_refused(flags, recorded, refused):
+    if not recorded:  # of the same run without its last flag
+        recorded = parse_args([*LINE, *flags.split()[:-2]], 1).as_dict()
     line = [*LINE, *flags.split()]
     if refused is None:
         parse_args(line, 1, checkpoint=recorded)
@@ -136,6 +150,17 @@ def test_a_typed_value_that_is_not_the_checkpoints_is_refused(flags, recorded, r
         with pytest.raises(ArgumentError, match=refused):
             parse_args(line, 1, checkpoint=recorded)
     parse_args(line, 1)
+
+
+def test_multi_token_prediction_can_be_left_out_where_tensors_may_stay_unread():
+    rope = [*LINE, "--position-embedding-type", "rope"]
+    recorded = parse_args([*rope, "--mtp-num-layers", "1", "--mtp-use-repeated-layer"], 1).as_dict()
+    line = [*rope, "--mtp-num-layers", "0"]
+    args = parse_args([*line, "--dist-ckpt-strictness", "log_unexpected"], 1, checkpoint=recorded)
+    assert not args.model.mtp_num_layers and not args.model.mtp_use_repeated_layer
+    for more in ([], ["--dist-ckpt-strictness", "raise_all"]):
+        with pytest.raises(ArgumentError, match="--mtp-num-layers 0: .* with --dist-ckpt-strictness log_unexpected"):
+            parse_args([*line, *more], 1, checkpoint=recorded)
 
 
 def test_flags_of_the_run_itself_are_no_contradiction():
@@ -169,6 +194,25 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(tmp_path):
     for other in (str(tmp_path / "c"), "elsewhere"):
         with pytest.raises(ArgumentError, match="keep .* with --no-use-tokenizer-model-from-checkpoint-args"):
             parse_args([*typed, other], 1, checkpoint=recorded)
+
+
+def test_copy_of_a_tokenizer_folder_is_the_same_tokenizer(tmp_path):
+    for folder, tokens in (("a", "same"), ("copy", "same"), ("other", "else"), ("weights", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(folder)  # of the model
+        if tokens:
+            (tmp_path / folder / "tokenizer.json").write_text(tokens)
+    recorded = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "a")}
+    typed = [*PLAIN, "--tokenizer-model"]
+    assert parse_args([*typed, str(tmp_path / "copy")], 1, checkpoint=recorded).data.tokenizer_model == str(
+        tmp_path / "a"
+    )
+    for other in ("other", "weights"):
+        with pytest.raises(ArgumentError, match="keep .* with --no-use-tokenizer-model-from-checkpoint-args"):
+            parse_args([*typed, str(tmp_path / other)], 1, checkpoint=recorded)
+    (tmp_path / "copy" / "merges.txt").write_text("more")
+    with pytest.raises(ArgumentError, match="--tokenizer-model"):
+        parse_args([*typed, str(tmp_path / "copy")], 1, checkpoint=recorded)
 
 
 SFT = "--sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format assistant".split()

@@ -237,6 +237,17 @@ def test_other_head_count_with_equal_shapes_is_rejected(tmp_path, caplog):
     assert load(tmp_path, [model], None, SINGLE, LoadOptions(RECORD | {"num_attention_heads": 8}, finetune=True))
 
 
+def test_value_that_another_flag_gives_is_no_difference(tmp_path, caplog):
+    """An imported checkpoint names the epsilon of latents, a preset may leave it to --norm-epsilon."""
+    record, latent = RECORD | {"layernorm_epsilon": 1e-6}, "attention_latent_norm_epsilon"
+    state = CheckpointState(3, record | {latent: 1e-6})
+    save(tmp_path, state, [FakeModel()], None, SINGLE, SaveOptions())
+    for here, differs in ((None, False), (1e-5, True)):
+        caplog.clear()
+        load(tmp_path, [FakeModel()], None, SINGLE, LoadOptions(record | {latent: here}))
+        assert ("--attention-latent-norm-epsilon" in caplog.text) == differs
+
+
 def test_strictness_levels_handle_missing_and_unexpected_keys(tmp_path, caplog):
     save_one(tmp_path)
     without, more = FakeModel(), FakeModel([layer_shapes(qk_norm=32)] * 2, expert_bias=True)
@@ -246,6 +257,11 @@ def test_strictness_levels_handle_missing_and_unexpected_keys(tmp_path, caplog):
     refusal = "(?s)expert_bias of the checkpoint is not in this model.*--dist-ckpt-strictness log_unexpected"
     with pytest.raises(CheckpointError, match=refusal):
         load(tmp_path, [without], None, SINGLE, OPTIONS)
+    with_mtp = FakeModel()
+    with_mtp.buffer_table["mtp.layers.0.eh_proj.weight"] = torch.ones(8)
+    save(tmp_path / "mtp", CheckpointState(3, RECORD), [with_mtp], None, SINGLE, SaveOptions())
+    with pytest.raises(CheckpointError, match="(?s)eh_proj.*--mtp-num-layers 0.*--dist-ckpt-strictness log_unexpected"):
+        load(tmp_path / "mtp", [without], None, SINGLE, OPTIONS)
     with pytest.raises(CheckpointError, match="q_layernorm.weight is not in the checkpoint"):
         load(tmp_path, [more], None, SINGLE, OPTIONS)
     assert load(tmp_path, [more], None, SINGLE, replace(OPTIONS, strictness="log_all"))

@@ -1,12 +1,14 @@
 """Folders that not all nodes share. Two nodes are two working directories and a relative path."""
 
+import errno
 import os
+from functools import partial
 
 import pytest
 from checkpoint.fake import RECORD, FakeModel
 from harness import run_ranks
 
-from moe_trainer.checkpoint import shared_folder
+from moe_trainer.checkpoint import manager, shared_folder
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.manager import CheckpointState, LoadOptions, SaveOptions, check_writable, load, save
 from moe_trainer.parallel.state import ParallelState
@@ -40,6 +42,15 @@ def _load(folder, ps):
     assert load(folder, [FakeModel(seed=1)], None, ps, LoadOptions(RECORD)) is not None
 
 
+def _load_without_permission(step, blind, folder, ps):
+    def fail(path, *args):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    if ps.world.rank == blind:
+        setattr(manager, step, fail)  # in a process of its own
+    _load(folder, ps)
+
+
 def test_save_folder_that_a_node_does_not_see_is_an_error_at_the_start(nodes):
     (first, text), second = run_ranks(_attempt, 2, nodes, check_writable, "ck")
     assert first is CheckpointError and second == (first, text)
@@ -48,6 +59,15 @@ def test_save_folder_that_a_node_does_not_see_is_an_error_at_the_start(nodes):
     assert [path.name for path in (nodes / "node0" / "ck").iterdir()] == [".in_use"], "the token is removed"
     assert not (nodes / "node1" / "ck").exists()
     assert run_ranks(_attempt, 2, nodes, check_writable, str(nodes / "shared")) == [None, None]
+
+
+def test_path_that_a_node_sees_late_is_waited_for(tmp_path, monkeypatch, caplog):
+    late = tmp_path / "late"
+    monkeypatch.setattr(shared_folder, "NOTE_AFTER_S", 0.0)
+    monkeypatch.setattr(shared_folder.time, "sleep", lambda seconds: late.touch())
+    shared_folder.check_seen_by_all(tmp_path, late, "", ParallelState.single())
+    assert [record.getMessage().partition(" on node ")[0] for record in caplog.records] == ["rank 0"]
+    assert "does not see late yet, which rank 0 sees; it looks for up to 90 s" in caplog.text
 
 
 def test_own_folders_of_the_same_name_are_not_taken_for_one(nodes):
@@ -72,3 +92,12 @@ def test_checkpoint_that_only_one_node_has_is_not_damaged(nodes, owner, words):
     assert not issubclass(kind, DamagedError) and second == (kind, text) and words in text
     assert f"({nodes / 'node1' / 'ck'})" in text
     assert (nodes / f"node{owner}" / "ck" / ITERATION / "metadata.json").exists()
+
+
+@pytest.mark.parametrize(("step", "rank"), [("complete_iterations", 1), ("resolve_checkpoint", 0)])
+def test_folder_that_one_node_cannot_read_ends_all_ranks(nodes, step, rank):
+    for own in range(2):
+        (nodes / f"node{own}" / "ck").mkdir()
+    first, second = run_ranks(_attempt, 2, nodes, partial(_load_without_permission, step, rank), "ck")
+    assert first == second and first[0] is CheckpointError
+    assert "on node " in first[1] and "Permission denied: 'ck'" in first[1]

@@ -28,7 +28,7 @@ from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.preprocess import PreprocessOptions, preprocess
 from moe_trainer.data.preprocess_shards import merge_shards, preprocess_shards
 from moe_trainer.data.tokenizer import build_tokenizer
-from moe_trainer.data.tokenizer_record import check_tokenizer
+from moe_trainer.data.tokenizer_record import TokenizerCheck, recorded_tokenizer
 from moe_trainer.errors import UserError
 
 ROOT = Path(pretrain_moe.__file__).parent
@@ -377,4 +377,43 @@ def test_record_of_the_tokenizer_follows_the_files(folder):
     assert [path.name for path in folder.glob("*.tokenizer.json")] == [record.name]
     record.write_text("{}")
     with pytest.raises(UserError, match="is no record of a tokenizer"):
-        check_tokenizer("made_text_document", build_tokenizer(data))
+        TokenizerCheck(build_tokenizer(data)).check("made_text_document")
+
+
+class _CountedTokenizer:
+    """One id per word, between `bos` and `eod`; `unknown` is the id of one word of the sample."""
+
+    unique_identifiers, vocab_size, bos, eod, unknown = {}, 100, 1, 2, 3
+
+    def __init__(self, pad=None, error=None):
+        self.pad, self.error, self.num_calls = pad, error, 0
+
+    def tokenize(self, text):
+        self.num_calls += 1
+        if self.error is not None:
+            raise self.error
+        words = text.split()
+        return [self.bos, *(self.unknown if word == "fox" else 4 + len(word) for word in words), self.eod]
+
+
+def test_same_tokenizer_with_another_pad_is_recognized(folder):
+    """A pad may be the unknown token, whose place in a text counts."""
+    with recorded_tokenizer("made", _CountedTokenizer(pad=3)):
+        pass
+    for pad in (None, 0, 3):
+        check = TokenizerCheck(_CountedTokenizer(pad))
+        check.check("made")
+        num_calls = check._tokenizer.num_calls
+        check.check("made")
+        assert check._tokenizer.num_calls == num_calls > 0, "the sample is read once for all files"
+    other = _CountedTokenizer()
+    other.unknown = 5
+    with pytest.raises(UserError, match="makes other ids of the same text"):
+        TokenizerCheck(other).check("made")
+
+
+def test_tokenizer_that_does_not_read_the_sample_is_not_compared(folder, caplog):
+    with recorded_tokenizer("made", _CountedTokenizer()):
+        pass
+    TokenizerCheck(_CountedTokenizer(error=KeyError("fox"))).check("made")
+    assert "token files are not compared with the tokenizer, which does not read the sample: KeyError" in caplog.text

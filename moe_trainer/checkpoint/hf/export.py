@@ -166,8 +166,19 @@ def plan_hf_folder(
     )
 
 
+def known_vocabulary(flags: Mapping[str, Any]) -> int | None:
+    """Return --vocab-size if no row after it was trained; the ids of a null tokenizer do not end there."""
+    return None if flags.get("tokenizer_type") == "NullTokenizer" else flags.get("vocab_size") or None
+
+
 def rows_of_vocabulary(flags: Mapping[str, Any], stored: int, tokens: int | None) -> int | None:
     """Return the rows of the embedding before its padding, None if unknown."""
+    if flags.get("tokenizer_type") == "NullTokenizer":
+        rows = tokens or flags.get("vocab_size") or stored
+        logger.info("  vocab_size: %d, all rows of the embedding, as any id may be trained with NullTokenizer", stored)
+        if rows < stored:
+            logger.info("  --vocab-size %d leaves %d of them out, if they are padding", rows, stored - rows)
+        return None
     known = [size for size in (tokens, _recorded_vocabulary(flags, stored)) if size is not None and size <= stored]
     if not known:
         logger.info("  vocab_size: %d, all rows of the embedding; how many of them are padding is not recorded", stored)
@@ -192,9 +203,9 @@ def rows_of_vocabulary(flags: Mapping[str, Any], stored: int, tokens: int | None
 
 def _recorded_vocabulary(flags: Mapping[str, Any], stored: int) -> int | None:
     """Return the recorded --vocab-size if the embedding was made for it, and not for the tokens of a tokenizer."""
-    recorded = flags.get("vocab_size")
-    if not recorded or flags.get("tokenizer_type") == "NullTokenizer":
-        return recorded or None
+    recorded = known_vocabulary(flags)
+    if recorded is None:
+        return None
     divisible_by, tp = flags.get("make_vocab_size_divisible_by") or 1, flags.get("tensor_model_parallel_size") or 1
     return recorded if stored in (recorded, padded_vocab_size(recorded, divisible_by, tp)) else None
 

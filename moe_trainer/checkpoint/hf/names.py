@@ -299,14 +299,16 @@ def _expand(
     sizes: ModelSizes,
     shape_of: ShapeOf | None,
 ) -> Iterator[TensorMapping]:
-    for rule in (rule for rule in rules if rule.applies(flags)):
+    rules = [rule for rule in rules if rule.applies(flags)]
+    is_turned = shape_of is not None and _are_turned(rules, hf_prefix, sizes, shape_of)
+    for rule in rules:
         shapes: list[tuple[int, ...]] = []
         parts = _select_spelling(rule.spellings, hf_prefix, shape_of).split(",")
         for expert in range(sizes["X"]) if "{e}" in rule.native[0] else (None,):
             refs = tuple(_ref(part, hf_prefix, expert, sizes, rule, shape_of) for part in parts)
             # a stack holds both halves already
             transform = SAME if rule.transform is HALVES and len(refs) == 1 else rule.transform
-            if rule.transform is TRANSPOSED and shape_of is not None and _is_turned(refs[0], shape_of):
+            if rule.transform is TRANSPOSED and is_turned:
                 refs, transform = tuple(replace(ref, shape=ref.shape[::-1]) for ref in refs), SAME
             if not shapes:  # equal for all experts
                 joined = _joined_shapes(rule, transform, refs, sizes)
@@ -316,10 +318,18 @@ def _expand(
                 yield TensorMapping(name, shape, refs, transform, names if len(names) > 1 else (), rule.origin)
 
 
-def _is_turned(ref: HFTensor, shape_of: ShapeOf) -> bool:
-    """Return whether a transposed matrix is stored as its transpose, as some releases of transformers save it."""
-    stored = shape_of(ref.name)
-    return stored is not None and stored[-2:] == ref.shape[::-1] != ref.shape
+def _are_turned(rules: Sequence[Rule], prefix: str, sizes: ModelSizes, shape_of: ShapeOf) -> bool:
+    """Return whether the transposed matrices of a layer are stored as their transposes.
+
+    Some releases of transformers save them so. A square one does not tell, so the others speak for it.
+    """
+    for rule in (rule for rule in rules if rule.transform is TRANSPOSED):
+        expert = 0 if "{e}" in rule.native[0] else None
+        ref = _ref(_select_spelling(rule.spellings, prefix, shape_of), prefix, expert, sizes, rule, shape_of)
+        stored = shape_of(ref.name)
+        if stored is not None and stored[-2:] == ref.shape[::-1] != ref.shape:
+            return True
+    return False
 
 
 def _joined_shapes(rule: Rule, transform: Transform, refs: Sequence[HFTensor], sizes: ModelSizes) -> Any:

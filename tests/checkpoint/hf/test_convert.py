@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -675,13 +676,31 @@ def test_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path, caplog)
 def test_padding_of_the_vocabulary_is_known_where_the_embedding_was_made_for_it():
     for flags, stored, tokens, rows in (
         ({"vocab_size": 1001, "make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2}, 1002, None, 1001),
-        ({"vocab_size": 120, "tokenizer_type": "NullTokenizer"}, 128, None, 120),
+        ({"vocab_size": 120, "tokenizer_type": "NullTokenizer"}, 128, None, None),  # higher ids may be trained
+        ({"vocab_size": 120, "tokenizer_type": "NullTokenizer"}, 128, 100, None),
         ({"vocab_size": 4096, "make_vocab_size_divisible_by": 128}, 50048, None, None),  # a preset's
         ({"vocab_size": 4096, "make_vocab_size_divisible_by": 128}, 50048, 50000, 50000),
         ({"vocab_size": 151936}, 151936, 151669, 151936),  # published so
         ({}, 128, None, None),
     ):
         assert export.rows_of_vocabulary(flags, stored, tokens) == rows
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_square_matrix_has_the_order_of_the_layers_other_one(is_turned):
+    """Stacks of experts of Qwen3-VL whose hidden size is twice the width of an expert."""
+    names, layer = FAMILIES["qwen3_vl_moe_text"].names, "model.layers.0.mlp.experts."
+    flags = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_experts": 2, "moe_ffn_hidden_size": 4}
+    shapes = {f"{layer}gate_up_proj": (2, 8, 8), f"{layer}down_proj": (2, 8, 4) if is_turned else (2, 4, 8)}
+    found = tensor_mappings(
+        names, flags | {"swiglu": True, "ffn_hidden_size": 4, "rows": 16}, lambda name: shapes.get(name)
+    )
+    experts = [mapping for mapping in found if ".local_experts." in mapping.native]
+    assert len(experts) == 4
+    for mapping in experts:
+        value = torch.arange(math.prod(mapping.sources[0].shape)).view(mapping.sources[0].shape)
+        ours = mapping.transform.to_native([value], {})
+        assert ours.shape == mapping.shape and torch.equal(ours, value if is_turned else value.t())
 
 
 def test_yarn_max_position_embeddings_is_written():
