@@ -98,15 +98,6 @@ _UNSET = MappingProxyType(
 )
 """What flags mean where they are not set."""
 
-_UNSET_IS = MappingProxyType(
-    {
-        "attention_latent_norm_epsilon": "layernorm_epsilon",
-        "dsa_indexer_k_norm_epsilon": "layernorm_epsilon",
-        "moe_ffn_hidden_size": "ffn_hidden_size",
-    }
-)
-"""Flags that have the value of another one where they are not set."""
-
 
 @dataclass(frozen=True)
 class ArgumentGroup:
@@ -197,19 +188,9 @@ def suppliable(settings: Settings) -> frozenset[str]:
     return frozenset(dest for group in GROUPS if group.asked(settings) for dest in group.dests)
 
 
-def meaning(dest: str, flags: Mapping[str, object]) -> object:
-    """Return what a flag means for the function of the weights, equal for different ways to write it.
-
-    Args:
-        dest: of the flag.
-        flags: the whole record; an unset flag may take its value from another one.
-    """
-    value = flags.get(dest)
-    if dest in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"):
-        value = _group_limit(dest, flags)
-    elif value is None and dest in _UNSET_IS:
-        value = flags.get(_UNSET_IS[dest])
-    elif value is None:
+def meaning(dest: str, value: object) -> object:
+    """Return what a value means for the function of the weights, equal for different ways to write it."""
+    if value is None:
         value = _UNSET.get(dest, OPTIONS[dest].default)
     if isinstance(value, list | tuple):
         value = tuple(value)
@@ -221,22 +202,6 @@ def meaning(dest: str, flags: Mapping[str, object]) -> object:
     if dest == "moe_layer_freq" and isinstance(value, tuple) and set(value) == {1}:
         return 1
     return value or None
-
-
-def _group_limit(dest: str, flags: Mapping[str, object]) -> object:
-    """Return what a flag of group-limited routing means; None where the groups are no limit, such as all of them."""
-    groups, best, value = flags.get("moe_router_num_groups"), flags.get("moe_router_group_topk"), flags.get(dest)
-    if not isinstance(groups, int) or not isinstance(best, int) or not 0 < best < groups:
-        return None
-    if value is None and dest == "moe_router_group_score_topk":
-        topk = flags.get("moe_router_topk")
-        return topk // best if isinstance(topk, int) else None
-    return value
-
-
-def same_meaning(dest: str, flags: Mapping[str, object], others: Mapping[str, object]) -> bool:
-    """Return whether a flag means the same in two records, or differs only because of another flag."""
-    return flags.get(dest) == others.get(dest) or meaning(dest, flags) == meaning(dest, others)
 
 
 @dataclass(frozen=True)
@@ -283,7 +248,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
             continue
         if value is None and settings.default(dest) is not None:  # no value of this flag
             continue
-        if dest in _SEVERAL_SPELLINGS and same_meaning(dest, recorded, settings.values):
+        if dest in _SEVERAL_SPELLINGS and meaning(dest, value) == meaning(dest, settings.values[dest]):
             continue
         if dest in settings.typed:
             replaced[dest] = Replaced(settings.flag(dest), settings.shown(dest), settings.values[dest], value)
@@ -303,8 +268,6 @@ def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Setti
         replaced: the result of `apply`.
         alone: the command line resolved without the checkpoint.
     """
-    # what the command line asks for, in which a flag that it leaves out is the checkpoint's
-    asked = {**settings.values, **{dest: old.value for dest, old in replaced.items()}}
     for dest, old in replaced.items():
         remedy = "or describe the whole model on the command line, without --use-checkpoint-args"
         if dest in TOKENIZER:
@@ -313,8 +276,9 @@ def conflicts(settings: Settings, replaced: Mapping[str, Replaced], alone: Setti
         elif dest in ("group_query_attention", "num_query_groups"):
             matters = _query_groups(settings) != _query_groups(alone, settings.num_attention_heads)
         else:
-            same = any(meaning(dest, settings.values) == meaning(dest, given) for given in (asked, alone.values))
-            matters = dest in (*SHAPE, *LORA) and dest not in STORAGE and not same
+            taken = meaning(dest, settings.values[dest])
+            given = {meaning(dest, old.value), meaning(dest, alone.values[dest])}
+            matters = dest in (*SHAPE, *LORA) and dest not in STORAGE and taken not in given
         if matters:
             yield Violation(
                 (old.flag,),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from arguments.checkpoint_args import LORA, MUP, SHAPE, same_meaning
+from arguments.checkpoint_args import LORA, MUP, SHAPE, meaning
 from arguments.container import OPTIONS
 from arguments.lora import is_adapter
 from moe_trainer.checkpoint import random_state
@@ -432,7 +432,7 @@ class Loader:
         differences = {}
         lora = LORA if here.get("lora_dim") and saved.get("lora_dim") else ()  # the base of new adapters has none
         for name in (dest for dest in (*SHAPE, *MUP, *lora) if dest not in left_out):
-            if name in here and name in saved and not same_meaning(name, here, saved):
+            if name in here and name in saved and meaning(name, here[name]) != meaning(name, saved[name]):
                 flag = OPTIONS[name].spellings[0]
                 differences[name] = f"{flag} ({name}): {saved[name]!r} in the checkpoint, {here[name]!r} here"
         return differences

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from arguments.checkpoint_args import SHAPE, meaning, same_meaning
+from arguments.checkpoint_args import SHAPE, meaning
 from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -231,8 +231,8 @@ def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
             or (dest.startswith("dsa_") and not sparse)
         ):
             continue
-        if not same_meaning(dest, expected, actual) and not _equal_patterns(dest, expected, actual):
-            here, there = (meaning(dest, flags) for flags in (expected, actual))
+        here, there = (meaning(dest, values.get(dest)) for values in (expected, actual))
+        if here != there and not _equal_patterns(dest, expected, actual):
             differences.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {here!r} here and {there!r} there")
     return differences
 
@@ -258,8 +258,17 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return linear_layers(expected) == linear_layers(actual)
     if dest == "mtp_num_layers" and actual.get("experimental_attention_variant") == "gdn":
         return expected.get(dest) in (None, 0, 1)  # the tensors determine it, not config.json
+    if dest == "dsa_indexer_k_norm_epsilon":
+        return (expected.get("layernorm_epsilon") if expected.get(dest) is None else expected[dest]) == actual.get(dest)
     if dest == "attention_latent_norm_epsilon":
         return True  # write_notes
+    if dest == "moe_ffn_hidden_size":
+        here, there = (flags.get(dest) or flags.get("ffn_hidden_size") for flags in (expected, actual))
+        return here == there
+    if dest in ("moe_router_num_groups", "moe_router_group_topk"):  # all groups are no limit
+        return not _limits(expected) and not _limits(actual)
+    if dest == "moe_router_group_score_topk":
+        return _scored_experts(expected) == _scored_experts(actual)
     if dest in ("rope_scaling_factor", "rope_scaling_high_freq_factor"):
         return not expected.get("use_rope_scaling") and not actual.get("use_rope_scaling")
     if dest in ("mscale", "rotary_scaling_factor", "mscale_all_dim"):
@@ -272,3 +281,15 @@ def _scales_logits(flags: Mapping[str, Any]) -> bool:
     """Return whether latent attention multiplies its logits by a temperature."""
     factor = flags.get("rotary_scaling_factor", OPTIONS["rotary_scaling_factor"].default)
     return bool(flags.get("mscale_all_dim")) and factor > 1
+
+
+def _scored_experts(flags: Mapping[str, Any]) -> int | None:
+    """Return the experts whose scores sum to that of their group; None without groups."""
+    if not _limits(flags):
+        return None
+    return flags.get("moe_router_group_score_topk") or flags["moe_router_topk"] // flags["moe_router_group_topk"]
+
+
+def _limits(flags: Mapping[str, Any]) -> bool:
+    best = flags.get("moe_router_group_topk")
+    return best is not None and 0 < best < (flags.get("moe_router_num_groups") or 1)
