@@ -55,7 +55,8 @@ class Watchdog:
         recorder: writes the last communications of a rank that exits because of another one.
 
     Attributes:
-        on_failure: called with the error that ends this rank, in any thread; does not raise.
+        on_failure: called with the error that ends this rank and whether no other rank has ended before, in any thread;
+            does not raise.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Watchdog:
         recorder: FlightRecorder | None = None,
     ):
         self.timeout = timeout
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_failure: Callable[[BaseException, bool], None] = lambda error, is_first: None
         self._trace, self._world_size, self._heartbeats = trace, world_size, heartbeats
         self._end, self._recorder = end, recorder
         self._seq = 0
@@ -130,14 +131,14 @@ class Watchdog:
 
     def report_failure(self, error: BaseException) -> None:
         """Pass an error or a signal that ends this rank to `on_failure`."""
-        self.on_failure(error)
+        self.on_failure(error, True)
 
     def _report_exit(self, error: BaseException) -> None:
         """Publish why this rank exits. For a CommunicationError, add what the peers were doing and print it."""
         if self._heartbeats is None or self._world_size == 1:
             if isinstance(error, CommunicationError):
                 self._print(error)
-            self.on_failure(error)
+            self.on_failure(error, True)
             return
         text = str(error).splitlines()[0] if str(error) else ""
         if isinstance(error, CommunicationError):
@@ -147,7 +148,7 @@ class Watchdog:
             self._print(error)
         else:
             self._publish_exit(RankStatus(0, "ended", "", f"{type(error).__name__}: {text}", 0.0))
-        self.on_failure(error)
+        self.on_failure(error, self._exit_position == 1)
         self._wait_for_peers_to_read(isinstance(error, KeyboardInterrupt))
 
     def _print(self, error: CommunicationError) -> None:

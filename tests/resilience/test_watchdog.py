@@ -105,7 +105,7 @@ def test_stuck_gpu_collective_ends_the_process(capsys):
     call = trace.begin("reduce_scatter", "dp_cp", (1, 5))
     call.event = Stuck()
     with Watchdog(trace, 8, None, 0.5, end=lambda code: (codes.append(code), ended.set())) as watchdog:
-        watchdog.on_failure = lambda error: codes.append(type(error))
+        watchdog.on_failure = lambda error, is_first: codes.append(type(error))
         assert ended.wait(10)
     assert codes == [CommunicationError, ExitCode.COMMUNICATION_FAILED] and call.elapsed_s() < 5
     printed = capsys.readouterr().err
