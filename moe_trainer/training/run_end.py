@@ -52,7 +52,9 @@ class EndRecorder:
         if self._is_done:
             return
         self._is_done = True
-        writer = threading.Thread(target=self._write_failure, args=(error, is_first), name="end of the run", daemon=True)
+        writer = threading.Thread(
+            target=self._write_failure, args=(error, is_first), name="end of the run", daemon=True
+        )
         writer.start()
         deadline = time.monotonic() + _WRITE_TIMEOUT_S
         while writer.is_alive() and time.monotonic() < deadline:
