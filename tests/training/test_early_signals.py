@@ -91,6 +91,13 @@ def test_an_interrupted_run_ends_with_its_summary(tmp_path, monkeypatch):
     assert shown_state(tmp_path / "ckpt")[0] == "interrupted"
 
 
+def test_exit_signal_may_be_the_interrupt(tmp_path, monkeypatch):
+    fail_at(monkeypatch, 4, lambda run: os.kill(os.getpid(), signal.SIGINT))
+    ended = run([*LINE, "--exit-signal-handler", "--exit-signal", "SIGINT"], tmp_path)
+    assert ended.returncode == 0 and "[exiting program after receiving SIGINT.] datetime:" in ended.stdout, ended.stderr
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "5"
+
+
 def test_ctrl_c_under_torchrun_leaves_no_traceback_of_a_rank(tmp_path):
     """The one traceback is torchrun's own. A terminal signals the launcher and the ranks."""
     line = [*LINE, "--train-iters", "100000", "--lr-decay-iters", "100"]
