@@ -75,7 +75,7 @@ def pretrain(args: Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHand
     with (
         make_watchdog(args, runtime) as watchdog,
         report_once_per_job(make_error_dedup_counter(runtime.store)),
-        SignalWatch(watchdog.report_failure, launch_env.rank == launch_env.world_size - 1),
+        SignalWatch(watchdog.report_signal),
     ):
         return run_job(args, runtime, watchdog, started, exit_signal)
 

@@ -67,9 +67,7 @@ def test_signals_end_a_process_whose_main_thread_is_stuck(monkeypatch, number, r
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     happened, ended = [], threading.Event()
     try:
-        with SignalWatch(
-            lambda error: happened.append(type(error)), True, lambda code: (happened.append(code), ended.set())
-        ):
+        with SignalWatch(lambda error: happened.append(type(error)), lambda code: (happened.append(code), ended.set())):
             signal.signal(signal.SIGINT, lambda *_: None)
             signal.raise_signal(number)
             assert ended.wait(30)
@@ -84,7 +82,7 @@ def test_interrupt_that_the_run_handles_ends_nothing(monkeypatch):
     happened = []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ExitSignalHandler("SIGINT") as listening, SignalWatch(happened.append, False, happened.append) as watch:
+        with ExitSignalHandler("SIGINT") as listening, SignalWatch(happened.append, happened.append) as watch:
             signal.raise_signal(signal.SIGINT)
         assert listening.received == signal.SIGINT and not watch._thread.is_alive() and happened == []
     finally:
@@ -93,7 +91,7 @@ def test_interrupt_that_the_run_handles_ends_nothing(monkeypatch):
 
 def test_interrupt_leaves_the_main_thread_time_to_end():
     happened = []
-    with pytest.raises(KeyboardInterrupt), SignalWatch(happened.append, True, happened.append):
+    with pytest.raises(KeyboardInterrupt), SignalWatch(happened.append, happened.append):
         signal.raise_signal(signal.SIGINT)
     assert happened == []
 
@@ -102,7 +100,7 @@ def test_forked_process_does_not_end_its_parent():
     happened = []
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with SignalWatch(happened.append, True, happened.append):
+        with SignalWatch(happened.append, happened.append):
             if (child := os.fork()) == 0:
                 signal.raise_signal(signal.SIGTERM)
                 os._exit(0)
