@@ -120,7 +120,8 @@ def _validate(argv: list[str]) -> int:
 def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHandler | None) -> int:
     """Train; turn interrupts and memory errors into a message and an exit code."""
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.SIG_IGN):  # not with --exit-signal SIGINT
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(args, launch_env, exit_signal)
     except KeyboardInterrupt:
         # A second Ctrl-C ends the process at once; torchrun repeats the first one, and kills after 30 s.

@@ -29,6 +29,8 @@ from torch.distributed.run import main
 
 def exit_code(codes: set[int]) -> int:
     """Return the exit code of the job from those of its failed ranks; after a signal 128 + its number, as in shells."""
+    # a rank reports SIGTERM before it ends with 143
+    codes = {-signal.SIGTERM if code == 128 + signal.SIGTERM else code for code in codes}
     # If a rank exits with 75, all ranks have agreed and saved; torchrun terminates those that are still shutting down
     if ExitCode.RESTART in codes and codes <= {ExitCode.RESTART, -signal.SIGTERM}:
         return ExitCode.RESTART

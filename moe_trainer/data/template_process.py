@@ -15,6 +15,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 from moe_trainer.data.chat_templates import ChatMessage, ChatText, TemplateFormat
 
 _COMMAND = "from moe_trainer.data.template_process import serve; serve()"
+_MAX_ERROR = 500  # characters
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -67,6 +69,7 @@ class LimitedTemplate:
         self._where, self._limits, self._begin = where, limits, [source, dict(names), trains_prompts, limits]
         self._lock = threading.Lock()  # the loader's threads share the process
         self._process: subprocess.Popen[str] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - not a pipe, which may fill up
         self._owner = 0
         with self._lock:
             self._start()
@@ -92,7 +95,7 @@ class LimitedTemplate:
             [sys.executable, "-c", _COMMAND],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             encoding="ascii",
             env={**os.environ, "PYTHONPATH": path},
         )
@@ -112,10 +115,12 @@ class LimitedTemplate:
         if not answer:
             code = process.wait()
             ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().rpartition("\n")[2][:_MAX_ERROR]
             problem = (
                 f"takes more than {self._limits.seconds} s of processor time"
                 if code == -signal.SIGXCPU
-                else f"ends its process ({ended})"
+                else f"ends its process ({ended})" + (f": {last}" if last else "")
             )
             raise ValueError(f"{self._where}: the chat template {problem}")
         self._process = process

@@ -132,6 +132,11 @@ class HeartbeatStore:
         return statuses
 
     @_with_timeout
+    def read_num_exited(self) -> int:
+        """Return how many ranks have announced that they exit."""
+        return self._reading.add("ends", 0)
+
+    @_with_timeout
     def first_exited_ranks(self, count: int) -> list[int]:
         """Return the ranks that exited first, at most `count`."""
         keys = [f"end/{position}" for position in range(1, min(count, self._reading.add("ends", 0)) + 1)]

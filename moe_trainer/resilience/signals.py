@@ -16,6 +16,7 @@ from arguments.training import TrainingArgs
 # Preemption and `scancel`; `sbatch --signal=USR1@120`; a closed terminal.
 SCHEDULER_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGHUP")
 _INTERRUPT_GRACE_S = 10.0  # torchrun kills after 30 s
+_TERMINATION_PAUSE_S = 3.0  # the ranks hear of each other's termination in two seconds
 
 
 class ExitSignalHandler:
@@ -63,25 +64,23 @@ class SignalWatch:
     """Ends this process after Ctrl-C or SIGTERM even if its main thread waits in a collective.
 
     Python runs signal handlers in the main thread between two instructions, so that one that waits for another rank
-    notices nothing. Here a thread reads from a socket to which the number of a signal is written at once. After SIGINT
-    the main thread has some seconds to end by itself. SIGTERM without a handler ends the process as it would without
-    this class, but after `report`.
+    notices nothing. Here a thread reads from a socket to which the number of a signal is written at once. After SIGINT,
+    unless another handler than Python's is installed, the main thread has some seconds to end by itself. SIGTERM
+    without a handler ends the process as it would without this class, but after `report`.
 
     Use it as a context manager in the main thread; in another thread it does nothing.
 
     Args:
         report: called with the KeyboardInterrupt or SystemExit that ends the process.
-        reports_termination: whether SIGTERM is reported; otherwise it is left alone.
         end: ends the process (replaced in tests).
     """
 
     def __init__(
         self,
         report: Callable[[BaseException], None],
-        reports_termination: bool,
         end: Callable[[int], None] = os._exit,
     ):
-        self._report, self._reports_termination, self._end = report, reports_termination, end
+        self._report, self._end = report, end
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -91,9 +90,11 @@ class SignalWatch:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._takes_term = self._reports_termination and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self._takes_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._takes_term = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if self._takes_term:
-            signal.signal(signal.SIGTERM, lambda number, frame: None)  # the thread acts
+            # the thread acts; this one trains no further, but gives back the locks that it may hold
+            signal.signal(signal.SIGTERM, lambda number, frame: self._stopped.wait(_TERMINATION_PAUSE_S))
         os.register_at_fork(after_in_child=self._forget)
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
@@ -121,7 +122,7 @@ class SignalWatch:
     def _watch(self) -> None:
         while not self._stopped.is_set():
             for number in self._reader.recv(64):
-                if number == signal.SIGINT and not self._stopped.wait(_INTERRUPT_GRACE_S):
+                if number == signal.SIGINT and self._takes_interrupt and not self._stopped.wait(_INTERRUPT_GRACE_S):
                     self._leave(KeyboardInterrupt(), 130)
                 if number == signal.SIGTERM and self._takes_term:
                     self._leave(SystemExit(128 + number), 128 + number)

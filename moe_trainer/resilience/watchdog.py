@@ -42,6 +42,7 @@ _NUM_FIRST_EXITED = 8
 _MAX_HEARTBEATS_PER_S = 500  # of all ranks together
 _POLL_INTERVAL_S = 0.5  # how soon a changed timeout takes effect
 _INTERRUPTED_WAIT_S = 5.0
+_TERMINATED_WAIT_S = 2.0  # between the signals of the first and of the last rank
 _MIN_HEARTBEAT_TIMEOUT_S = 2.0  # a busy machine can delay the heartbeat of a healthy rank this long
 
 
@@ -55,7 +56,8 @@ class Watchdog:
         recorder: writes the last communications of a rank that exits because of another one.
 
     Attributes:
-        on_failure: called with the error that ends this rank, in any thread; does not raise.
+        on_failure: called with the error that ends this rank and whether no other rank has ended before, in any thread;
+            does not raise.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Watchdog:
         recorder: FlightRecorder | None = None,
     ):
         self.timeout = timeout
-        self.on_failure: Callable[[BaseException], None] = lambda error: None
+        self.on_failure: Callable[[BaseException, bool], None] = lambda error, is_first: None
         self._trace, self._world_size, self._heartbeats = trace, world_size, heartbeats
         self._end, self._recorder = end, recorder
         self._seq = 0
@@ -128,16 +130,46 @@ class Watchdog:
         where = ", ".join([self._trace.phase or "outside the phases of the loop", f"iteration {self._trace.iteration}"])
         return CommunicationError(f"a collective inside torch, {where}: failed ({backend_reason(error)})")
 
-    def report_failure(self, error: BaseException) -> None:
-        """Pass an error or a signal that ends this rank to `on_failure`."""
-        self.on_failure(error)
+    def report_signal(self, error: BaseException) -> None:
+        """Pass a signal that ends this rank, KeyboardInterrupt or SystemExit, to `on_failure`.
+
+        Launchers send SIGTERM to the other ranks when one has crashed, too. Every rank says in the store that it was
+        terminated. If a rank does not, the last one, which records the end, gets a CommunicationError instead.
+        """
+        if self._heartbeats is not None and isinstance(error, SystemExit):
+            is_last = self._trace.rank == self._world_size - 1
+            self._publish_exit(RankStatus(0, "ended", "", "terminated by a signal", 0.0))
+            silent = self._await_terminated() if is_last or self._trace.rank == 0 else ""
+            if not is_last:
+                return
+            if silent:
+                error = CommunicationError(f"terminated by a signal, as are all ranks when one is lost: {silent}")
+                self._print(error)
+        self.on_failure(error, True)
+
+    def _await_terminated(self) -> str:
+        """Wait until all ranks have said that they exit; return which ones do not in time."""
+        # rank 0 may host the store
+        deadline = time.monotonic() + _TERMINATED_WAIT_S * (2 if self._trace.rank == 0 else 1)
+        try:
+            while (count := self._heartbeats.read_num_exited()) < self._world_size:
+                if time.monotonic() >= deadline:
+                    if self._world_size > _MAX_WORLD_SIZE_TO_READ_ALL:
+                        return f"no word from {self._world_size - count} of {self._world_size} ranks"
+                    exited = self._heartbeats.first_exited_ranks(self._world_size)
+                    silent = sorted(set(range(self._world_size)).difference(exited))
+                    return f"no word from rank{'s' if len(silent) > 1 else ''} {format_ranks(silent)}"
+                time.sleep(0.05)
+        except StoreUnavailableError as error:
+            return f"lost connection to the rendezvous store (hosted by rank 0 or the launcher): {error}"
+        return ""
 
     def _report_exit(self, error: BaseException) -> None:
         """Publish why this rank exits. For a CommunicationError, add what the peers were doing and print it."""
         if self._heartbeats is None or self._world_size == 1:
             if isinstance(error, CommunicationError):
                 self._print(error)
-            self.on_failure(error)
+            self.on_failure(error, True)
             return
         text = str(error).splitlines()[0] if str(error) else ""
         if isinstance(error, CommunicationError):
@@ -147,7 +179,7 @@ class Watchdog:
             self._print(error)
         else:
             self._publish_exit(RankStatus(0, "ended", "", f"{type(error).__name__}: {text}", 0.0))
-        self.on_failure(error)
+        self.on_failure(error, self._exit_position == 1)
         self._wait_for_peers_to_read(isinstance(error, KeyboardInterrupt))
 
     def _print(self, error: CommunicationError) -> None:
@@ -156,6 +188,8 @@ class Watchdog:
         print(f"pretrain_moe.py: rank {self._trace.rank}: {error}", file=sys.stderr, flush=True)
 
     def _publish_exit(self, final: RankStatus) -> None:
+        if self._final is not None:  # a signal and an error: counted once
+            return
         self._final = final  # the posting thread repeats it from now on
         with suppress(StoreUnavailableError):  # _describe_peers runs into the same error and reports it
             self._exit_position = self._heartbeats.publish_exit(final)

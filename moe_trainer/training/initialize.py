@@ -70,17 +70,18 @@ def initialize(args: Arguments, launch_env: LaunchEnv) -> Runtime:
     check_environment(args, torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else None)
     store = _init_process_group(args, launch_env, device) if launch_env.world_size > 1 else None
     chooses_threads = device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ
-    counter_key = f"threads/{platform.node()}"  # ranks of this machine whose number of threads is chosen here
-    if store is not None and chooses_threads:
-        store.add(counter_key, 1)
+    cores = cores_by_sharers() if chooses_threads else {}
+    if store is not None:
+        for key in cores:
+            store.add(key, 1)
     with report_once_per_job(make_error_dedup_counter(store)), as_user_error("start-up"):
         check_same_flags(args, launch_env)
         ps = make_groups(
             args, launch_env, communicator_timeout(args.parallel.distributed_timeout_minutes * 60.0, device)
         )
     if chooses_threads:  # check_same_flags has waited for all ranks
-        ranks = 1 if store is None else store.add(counter_key, 0)
-        torch.set_num_threads(threads_per_rank(ranks, torch.get_num_threads(), available_cores()))
+        shares = [count // (1 if store is None else store.add(key, 0)) for key, count in cores.items()]
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), *shares)))
     set_seeds(args, ps)
     set_numerics_flags(args)
     logger.info(
@@ -90,22 +91,21 @@ def initialize(args: Arguments, launch_env: LaunchEnv) -> Runtime:
     return Runtime(launch_env, device, ps, store)
 
 
-def threads_per_rank(ranks: int, threads: int, cores: int) -> int:
-    """Return how many of torch's threads each of a machine's ranks uses, so that together they fit into its cores."""
-    return max(1, min(threads, cores // ranks))
+def cores_by_sharers(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> dict[str, int]:
+    """Return numbers of cores by the key of the ranks that share them; this rank is one of them.
 
-
-def available_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the cores that this process may use: those of its affinity, and of a container's quota.
-
-    torch knows the affinity only.
+    A launcher may bind each rank to its own cores, or all of a job to the same ones: ranks of the same affinity share
+    its cores. All ranks of a container share its quota, which torch does not know.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    node = platform.node()
+    bound = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = {f"threads/{node}/{' '.join(map(str, sorted(bound)))}": len(bound)}
     try:
         allowed, period = quota.read_text(encoding="ascii").split()
-        return min(cores, max(1, int(allowed) // int(period)))
+        cores[f"threads/{node}"] = max(1, int(allowed) // int(period))
     except (OSError, ValueError):  # no such file, or "max": no quota
-        return cores
+        pass
+    return cores
 
 
 def check_same_flags(args: Arguments, launch_env: LaunchEnv) -> None:

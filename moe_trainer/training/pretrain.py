@@ -11,13 +11,14 @@ import datetime
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from arguments import Arguments
 from moe_trainer.checkpoint.directory import release_lock
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
-from moe_trainer.errors import as_user_error, report_once_per_job
+from moe_trainer.errors import UserError, as_user_error, report_once_per_job
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.memory.host_allocator import tune_malloc
@@ -50,7 +51,7 @@ from moe_trainer.training.monitors import RankMonitors
 from moe_trainer.training.preflight import check_output_paths
 from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
 from moe_trainer.training.resume import resolve_auto_resume, resume
-from moe_trainer.training.run_end import EndRecorder
+from moe_trainer.training.run_end import EndRecorder, end_by
 from moe_trainer.training.run_manifest import write_run_manifest
 from moe_trainer.training.setup import build_context
 
@@ -74,7 +75,7 @@ def pretrain(args: Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHand
     with (
         make_watchdog(args, runtime) as watchdog,
         report_once_per_job(make_error_dedup_counter(runtime.store)),
-        SignalWatch(watchdog.report_failure, launch_env.rank == launch_env.world_size - 1),
+        SignalWatch(watchdog.report_signal),
     ):
         return run_job(args, runtime, watchdog, started, exit_signal)
 
@@ -124,7 +125,13 @@ def run_job(
     decision = train_and_evaluate(ctx, state, started, timeouts, exit_signal, tokenizer)
     if decision is not None and decision.reason is not None:
         print_datetime(runtime, decision.reason)
-    ctx.save_history.raise_if_unsaved()
+    try:
+        ctx.save_history.raise_if_unsaved()
+    except UserError as error:  # of every rank
+        recorder.end(end_by(error, state.iteration))
+        with suppress(UserError):  # the lost save matters more
+            close_metrics(ctx)
+        raise
     # Megatron-LM's launchers expect 0 from a run that a signal ended; with --auto-resume it is to be restarted.
     restarts = decision is not None and decision.interrupted and args.output.auto_resume
     code = ExitCode.RESTART if restarts else ExitCode.OK

@@ -6,6 +6,7 @@ import os
 import pytest
 from data_pipeline.corpora import CHAT_TOKENS, data_args, write_chat_tokenizer
 
+from moe_trainer.data import template_process
 from moe_trainer.data.conversations import read_conversations, read_row, tokenize_conversation
 from moe_trainer.data.template_process import LimitedTemplate, TemplateLimits
 from moe_trainer.data.tokenizer import build_tokenizer
@@ -219,6 +220,12 @@ def test_templates_have_limits(template, problem):
     limits = TemplateLimits(seconds=1, memory=300 << 20, characters=1000)
     with pytest.raises(ValueError, match=f"--chat-template bad: the chat template .*{problem}"):
         LimitedTemplate("--chat-template bad", template, {}, True, limits).write(turns(("user", "a")))
+
+
+def test_last_words_of_a_template_process_that_ends_are_in_the_message(monkeypatch):
+    monkeypatch.setattr(template_process, "_COMMAND", "import sys; sys.exit('a warning\\nno sandbox here')")
+    with pytest.raises(ValueError, match=r"ends its process \(exit code 1\): no sandbox here$"):
+        LimitedTemplate("--chat-template x", "", {}, True)
 
 
 def test_a_template_continues_after_an_error_and_in_a_fork():

@@ -455,8 +455,8 @@ FAULTS = (
         "SIGTERM: one rank, no --auto-resume",
         "forward, iteration 5",
         (Injection("term", FORWARD, 1, 5),),
-        "3 -15",
-        GONE.format(1),
+        "3 143",
+        "rank 1: exited: terminated by a signal",
         auto_resume=False,
     ),
     Fault(

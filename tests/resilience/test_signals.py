@@ -11,7 +11,7 @@ from training.tiny import MOCK, TINY
 
 from arguments import parse_args
 from moe_trainer.resilience import signals
-from moe_trainer.resilience.signals import SCHEDULER_SIGNALS, SignalWatch, make_exit_signal_handler
+from moe_trainer.resilience.signals import SCHEDULER_SIGNALS, ExitSignalHandler, SignalWatch, make_exit_signal_handler
 
 WORK = """
 import os, signal, sys, threading, time
@@ -64,12 +64,11 @@ def test_automatic_restarts_listen_to_the_exit_signal_too():
 def test_signals_end_a_process_whose_main_thread_is_stuck(monkeypatch, number, reported, code):
     """The handler of the main thread does nothing, as long as it waits in a collective."""
     monkeypatch.setattr(signals, "_INTERRUPT_GRACE_S", 0.0)
-    before = signal.signal(signal.SIGINT, lambda *_: None), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
     happened, ended = [], threading.Event()
     try:
-        with SignalWatch(
-            lambda error: happened.append(type(error)), True, lambda code: (happened.append(code), ended.set())
-        ):
+        with SignalWatch(lambda error: happened.append(type(error)), lambda code: (happened.append(code), ended.set())):
+            signal.signal(signal.SIGINT, lambda *_: None)
             signal.raise_signal(number)
             assert ended.wait(30)
         assert happened == [reported, code] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -78,9 +77,21 @@ def test_signals_end_a_process_whose_main_thread_is_stuck(monkeypatch, number, r
             signal.signal(each, handler)
 
 
+def test_interrupt_that_the_run_handles_ends_nothing(monkeypatch):
+    monkeypatch.setattr(signals, "_INTERRUPT_GRACE_S", 0.0)
+    happened = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ExitSignalHandler("SIGINT") as listening, SignalWatch(happened.append, happened.append) as watch:
+            signal.raise_signal(signal.SIGINT)
+        assert listening.received == signal.SIGINT and not watch._thread.is_alive() and happened == []
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_interrupt_leaves_the_main_thread_time_to_end():
     happened = []
-    with pytest.raises(KeyboardInterrupt), SignalWatch(happened.append, True, happened.append):
+    with pytest.raises(KeyboardInterrupt), SignalWatch(happened.append, happened.append):
         signal.raise_signal(signal.SIGINT)
     assert happened == []
 
@@ -89,7 +100,7 @@ def test_forked_process_does_not_end_its_parent():
     happened = []
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with SignalWatch(happened.append, True, happened.append):
+        with SignalWatch(happened.append, happened.append):
             if (child := os.fork()) == 0:
                 signal.raise_signal(signal.SIGTERM)
                 os._exit(0)

@@ -105,7 +105,7 @@ def test_stuck_gpu_collective_ends_the_process(capsys):
     call = trace.begin("reduce_scatter", "dp_cp", (1, 5))
     call.event = Stuck()
     with Watchdog(trace, 8, None, 0.5, end=lambda code: (codes.append(code), ended.set())) as watchdog:
-        watchdog.on_failure = lambda error: codes.append(type(error))
+        watchdog.on_failure = lambda error, is_first: codes.append(type(error))
         assert ended.wait(10)
     assert codes == [CommunicationError, ExitCode.COMMUNICATION_FAILED] and call.elapsed_s() < 5
     printed = capsys.readouterr().err
@@ -113,6 +113,28 @@ def test_stuck_gpu_collective_ends_the_process(capsys):
         "rank 5: reduce_scatter number 1 of group dp_cp (ranks 1 5) in test_stuck_gpu_collective_ends" in printed
         and "not done after" in printed
     )
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_termination_of_all_but_a_lost_rank_is_a_failure(monkeypatch, capsys, lost):
+    """Launchers terminate the others when a rank crashes; after `scancel` all ranks are terminated."""
+    monkeypatch.setattr("moe_trainer.resilience.watchdog._TERMINATED_WAIT_S", 300.0 if lost is None else 0.0)
+    store, reported = dist.HashStore(), []
+    ranks = [Watchdog(Trace(rank), 3, HeartbeatStore(store, rank), 60.0) for rank in range(3) if rank != lost]
+    for rank in ranks:
+        rank.on_failure = lambda error, is_first: reported.append(error)
+    threads = [threading.Thread(target=rank.report_signal, args=(SystemExit(143),)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+        if lost is not None:
+            thread.join()
+    for thread in threads:
+        thread.join()
+    (error,) = reported  # of the last rank
+    if lost is None:
+        assert error.args == SystemExit(143).args and capsys.readouterr().err == ""
+    else:
+        assert isinstance(error, CommunicationError) and f"no word from rank {lost}" in capsys.readouterr().err
 
 
 def test_queued_gpu_collectives_are_not_stuck():

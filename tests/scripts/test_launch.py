@@ -537,8 +537,8 @@ def test_exit_code_of_torchrun_is_that_of_the_ranks():
     assert exit_code({75}) == exit_code({75, -15}) == 75
     assert exit_code({75, 1}) == 1
     assert exit_code({-9, 3}) == 3
-    assert exit_code({-9}) == exit_code({-9, -15}) == 137
-    assert exit_code({-15}) == 143
+    assert exit_code({-9}) == exit_code({-9, -15}) == exit_code({-9, 143}) == 137
+    assert exit_code({-15}) == exit_code({143}) == 143
 
 
 def test_killed_rank_is_named_where_torchrun_ended_the_others():

@@ -7,7 +7,7 @@ from training.tiny import MOCK, TINY
 from arguments import parse_args
 from moe_trainer.launch_env import LaunchEnv, first_slurm_host, read_launch_env
 from moe_trainer.training import initialize
-from moe_trainer.training.initialize import available_cores, threads_per_rank
+from moe_trainer.training.initialize import cores_by_sharers
 from tests import commands
 from tests.commands import run
 
@@ -96,19 +96,19 @@ def test_invalid_launch_variables_are_named(env, needle):
         read_launch_env(env)
 
 
-def test_ranks_of_a_machine_share_its_cores(tmp_path):
-    chosen = {(1, 8, 8): 8, (4, 8, 8): 2, (4, 2, 8): 2, (4, 2, 2): 1, (1, 64, 4): 4}
-    assert {case: threads_per_rank(*case) for case in chosen} == chosen
+def test_ranks_share_the_cores_of_their_affinity_and_the_quota(tmp_path, monkeypatch):
+    monkeypatch.setattr(initialize.platform, "node", lambda: "n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {9, 10, 2}, raising=False)
     quota = tmp_path / "cpu.max"
-    unlimited = available_cores(quota)
-    assert unlimited == len(os.sched_getaffinity(0))
-    for text, cores in (("max 100000", unlimited), ("100000 100000", 1), ("50000 100000", 1), ("9900000 100000", min(99, unlimited))):  # fmt: skip
+    own = {"threads/n/2 9 10": 3}
+    assert cores_by_sharers(quota) == own
+    for text, shared in (("max 100000", {}), ("100000 100000", {"threads/n": 1}), ("50000 100000", {"threads/n": 1}), ("9900000 100000", {"threads/n": 99})):  # fmt: skip
         quota.write_text(text + "\n")
-        assert available_cores(quota) == cores
+        assert cores_by_sharers(quota) == own | shared
 
 
 def test_ranks_without_a_number_of_threads_do_not_take_all_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(initialize, "available_cores", lambda: 6)
+    monkeypatch.setattr(initialize, "cores_by_sharers", lambda: {"threads/all": 6, f"threads/{os.environ['RANK']}": 5})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: print(f"{count} threads each"))
     line = [*TINY, *MOCK, "--train-iters", "1"]

@@ -9,13 +9,14 @@ import sys
 import time
 
 import pytest
-from commands import REPOSITORY, environment, read_metrics, run
+from commands import REPOSITORY, environment, read_ends, read_metrics, run
 from training.tiny import MOCK, TINY
 
 from moe_trainer.checkpoint import directory, saving
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.io import BestEffortStream
+from moe_trainer.training import pretrain
 
 ITERATIONS = 8
 LINE = [*TINY, *MOCK, "--train-iters", str(ITERATIONS), "--save", "ckpt", "--save-interval", "2", "--auto-resume"]
@@ -78,8 +79,12 @@ def test_third_consecutive_failed_save_ends_the_run(tmp_path, monkeypatch, how):
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
 def test_failed_last_save_ends_the_run_after_evaluation_and_export(tmp_path, monkeypatch, how):
     fail_saves(monkeypatch, 8)
+    monkeypatch.setattr(pretrain, "close_metrics", lambda ctx: print("metrics closed"))
     finished = run([*LINE, *how, "--eval-iters", "1", "--export-weights", "w.safetensors"], tmp_path)
     assert finished.returncode == 2 and "This was the last save of the run" in finished.stderr
+    assert "metrics closed" in finished.stdout
+    (end,) = read_ends(tmp_path / "ckpt" / "metrics.jsonl")
+    assert (end["ended"], end["exit_code"]) == ("failed", 2) and "the last save of the run" in end["reason"]
     assert "validation loss at iteration 8" in finished.stdout and (tmp_path / "w.safetensors").exists()
     assert len(curve(tmp_path)) == ITERATIONS and saved(tmp_path) == [2, 4, 6]
 
