@@ -98,7 +98,8 @@ class ParallelArgs:
         None, needs="pipeline_model_parallel_size"
     )
     """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
-    zero-bubble computes weight gradients separately, where a stage would wait; the results are the same."""
+    zero-bubble computes weight gradients separately, where a stage would wait; in half precision those of a microbatch
+    are then rounded before they are added up, so that results differ by roundings."""
     account_for_embedding_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
     """Count the embedding as a layer when layers are divided into stages."""
     account_for_loss_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
@@ -114,7 +115,8 @@ class ParallelArgs:
     pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
     """Communication library between pipeline stages."""
     defer_embedding_wgrad_compute: bool = False
-    """Compute the output layer's weight gradient in the flush of the pipeline."""
+    """Compute the output layer's weight gradient in the flush of the pipeline. Rounding: as with the schedule
+    zero-bubble."""
     wgrad_deferral_limit: int = flag(0, needs="defer_embedding_wgrad_compute")
     """Number of microbatches whose output-layer weight gradient may be deferred; 0: all."""
 
@@ -156,9 +158,11 @@ class ParallelArgs:
     overlap_moe_expert_parallel_comm: bool = False
     """Overlap the token exchange of one microbatch with the computation of another."""
     delay_wgrad_compute: bool = False
-    """Compute weight gradients later, so that the exchange of tokens overlaps with them."""
+    """Compute weight gradients later, so that the exchange of tokens overlaps with them. Rounding: as with the
+    schedule zero-bubble."""
     overlap_dispatch_backward_with_experts_wgrad: bool = False
-    """Overlap the backward of dispatch with the experts' weight gradients."""
+    """Overlap the backward of dispatch with the experts' weight gradients. Rounding: as with the schedule
+    zero-bubble."""
     ep_overlap_early_attn_memory_release: bool = False
     """Free attention memory earlier if --overlap-moe-expert-parallel-comm is set."""
     high_priority_a2a_comm_stream: bool = flag(False, needs=("num_experts", "expert_model_parallel_size", "cuda"))

@@ -34,6 +34,7 @@ class PrecisionArgs:
             "permute",
             "router",
             "cross-entropy",
+            "expert-wgrad",
             "grouped-gemm",
             "quantize",
             "sparse-attention",
@@ -42,9 +43,10 @@ class PrecisionArgs:
         ]
     ] = flag([], needs="cuda")
     """Operations that use this program's Triton kernels on CUDA devices instead of plain torch, with the same results
-    up to rounding. Unset: all but grouped-gemm (torch has a fused GEMM), and but those that --no-rope-fusion and
-    --no-bias-swiglu-fusion switch off, if the package triton is installed; TransformerEngine's norms,
-    --moe-permute-fusion and --moe-router-fusion take precedence over them, and kernels that are named here take
+    up to rounding. expert-wgrad adds the weight gradients of experts in half precision to fp32 sums; torch takes a
+    GEMM for each expert, or rounds. Unset: all but grouped-gemm (torch has a fused GEMM), and but those that
+    --no-rope-fusion and --no-bias-swiglu-fusion switch off, if the package triton is installed; TransformerEngine's
+    norms, --moe-permute-fusion and --moe-router-fusion take precedence over them, and kernels that are named here take
     precedence over those. They have been checked in Triton's interpreter and compiled for sm_90, sm_100 and sm_103, and
     not yet run on a GPU; scripts/bench_kernels.py measures which of them pay. delta-rule, of gated DeltaNet layers: the
     kernels of the package flash-linear-attention if 0.6 or later is installed (packed documents: this program's), else

@@ -21,7 +21,8 @@ from moe_trainer.moe.balancing import LOSS_NAMES, balancing_losses
 from moe_trainer.moe.topk import score_topk
 from moe_trainer.ops import cross_entropy, gated_delta_rule, permute, pointwise, rope
 from moe_trainer.ops.expert_mlp import get_activation_fns
-from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms
+from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, token_offsets
+from moe_trainer.ops.main_grad import MainGradSum
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization import quantize
@@ -277,6 +278,30 @@ def gemms(size: Size, dtype: torch.dtype, device: str) -> KernelCase:
     return KernelCase(all_three(kernel), all_three(plain), _bytes(x, w, grad) * 2, flops)
 
 
+def expert_gradients(size: Size, dtype: torch.dtype, device: str) -> KernelCase:
+    """Weight gradient of fc1 of the experts, in fp32; torch's is a GEMM of each expert."""
+    counts = _routing(size, device).sum(0)[: size.local].tolist()
+    offsets = token_offsets(counts, torch.device(device))
+    x = torch.randn(sum(counts), size.hidden, device=device).to(dtype)
+    grad = torch.randn(len(x), 2 * size.ffn, device=device).to(dtype)
+    sums = [
+        MainGradSum(torch.empty(size.local, 2 * size.ffn, size.hidden, device=device), beta=0.0, alpha=0.5)
+        for _ in range(2)
+    ]
+    module = _kernels("grouped_gemm")
+
+    def kernel() -> tuple[Tensor, ...]:
+        module.add_weight_grad(grad, x, offsets, sums[0])
+        return (sums[0].total,)
+
+    def plain() -> tuple[Tensor, ...]:
+        for expert, (g, rows) in enumerate(zip(grad.split(counts), x.split(counts), strict=True)):
+            sums[1].slice(expert).add(g.t(), rows)
+        return (sums[1].total,)
+
+    return KernelCase(kernel, plain, _bytes(x, grad), 2 * len(x) * size.hidden * 2 * size.ffn)
+
+
 def quantization(scaling: Scaling) -> Callable[[Size, torch.dtype, str], KernelCase]:
     """Quantization of activations to E4M3; both sides return the same bytes."""
 
@@ -324,6 +349,7 @@ CASES = (
     ("router", routing),
     ("balance", balance),
     ("cross-entropy", loss),
+    ("expert-wgrad", expert_gradients),
     ("grouped-gemm", gemms),
     ("delta-rule", delta_rule),
     ("quantize 1x128", quantization(Scaling(E4M3, 1, 128, POWER_OF_TWO))),

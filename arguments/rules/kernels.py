@@ -20,11 +20,14 @@ def note_unused_kernels(s: Settings, f: DerivedSizes) -> None:
 
 def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
     quantised = s.fp8 or s.fp4
-    if name in ("permute", "router", "grouped-gemm") and f.experts is None:
+    of_experts = name in ("expert-wgrad", "grouped-gemm")
+    if (of_experts or name in ("permute", "router")) and f.experts is None:
         return "without --num-experts"
-    if name == "grouped-gemm" and not s.moe_grouped_gemm:
+    if of_experts and not s.moe_grouped_gemm:
         return "without --moe-grouped-gemm"
-    if name == "grouped-gemm" and quantised and not s.first_last_layers_bf16 and s.te_precision_config_file is None:
+    if name == "expert-wgrad" and not s.gradient_accumulation_fusion:
+        return "without --gradient-accumulation-fusion"
+    if of_experts and quantised and not s.first_last_layers_bf16 and s.te_precision_config_file is None:
         return f"the experts' GEMMs are quantized ({s.shown('fp8' if s.fp8 else 'fp4')})"
     if name == "quantize" and not quantised:
         return "without --fp8-format or --fp4-format"

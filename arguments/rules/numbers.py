@@ -27,7 +27,7 @@ POSITIVE = tuple(
     rotary_base rotary_scaling_factor rope_scaling_factor rotary_seq_len_interpolation_factor rotary_percent
     rotary_base_per_layer window_rotary_percent window_num_query_groups value_channels attention_value_scale
     moe_router_topk_scaling_factor layernorm_epsilon attention_latent_norm_epsilon mamba_step_size_max
-    adam_eps loss_scale initial_loss_scale min_loss_scale
+    loss_scale initial_loss_scale min_loss_scale
     loss_scale_window hysteresis seed moe_upcycling_granularity moe_expert_rank_capacity_factor
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda activation_func_clamp_value yarn_beta_fast
     yarn_beta_slow qk_clip_threshold muon_extra_scale_factor muon_num_ns_steps mup_base_hidden_size
@@ -65,7 +65,7 @@ NOT_NEGATIVE = tuple(
     fp8_margin mid_level_dataset_surplus tiktoken_num_special_tokens local_rank logging_level profile_ranks
     error_injection_rate fim_rate fim_spm_rate fim_fragment_rate flight_recorder_trace_buffer_size
     replication_jump object_storage_read_ahead moe_n_hash_layers mhc_init_gating_factor
-    attn_temperature_scale moe_router_sparsemixer_jitter mamba_step_size_min
+    attn_temperature_scale moe_router_sparsemixer_jitter mamba_step_size_min adam_eps
     """.split()
 )
 MAX_SAMPLES = 10**12
@@ -119,6 +119,14 @@ def check_not_negative(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     for dest in NOT_NEGATIVE:
         if any(value < 0 for value in _numbers(s, dest)):
             yield s.violation("{} must not be negative.", dest)
+
+
+def check_adam_eps(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    """Gradients that are zero in all iterations so far would be divided by zero; a run without updates divides none."""
+    uses_adam = s.optimizer == "adam" or s.optimizer in ("muon", "dist_muon") and s.muon_scalar_optimizer == "adam"
+    updates = not (s.skip_train or s.freeze_all_layers)
+    if uses_adam and updates and any(0 <= value <= ZERO_IN_FP32 for value in _numbers(s, "adam_eps")):
+        yield s.violation("{adam_eps} must be above 0 in fp32, so at least 1.4e-45: Adam divides by it.")
 
 
 def check_fractions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

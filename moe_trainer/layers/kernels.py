@@ -45,7 +45,12 @@ _SOURCES = MappingProxyType(
         "permute": ("ops.triton_permute", ("permutation", "TritonPermutation")),
         "router": ("ops.triton_router", ("fused_topk", "fused_topk"), ("balancing", "BALANCING")),
         "cross-entropy": ("ops.triton_cross_entropy", ("logit_kernels", "LOGIT_KERNELS")),
-        "grouped-gemm": ("ops.triton_grouped_gemm", ("grouped_gemms", "GROUPED_GEMMS")),
+        "expert-wgrad": ("ops.triton_grouped_gemm", ("add_weight_grad", "add_weight_grad")),
+        "grouped-gemm": (
+            "ops.triton_grouped_gemm",
+            ("grouped_gemms", "GROUPED_GEMMS"),
+            ("add_weight_grad", "add_weight_grad"),
+        ),
         "quantize": (
             "quantization.triton_quantize",
             ("quantize", "quantize_with_fallback"),
@@ -70,8 +75,8 @@ class Kernels:
             ActivationFns for experts.
         grouped_gemms, permutation, fused_topk, balancing: None for the torch versions.
         expert_kernels: for quantized experts whose counts are on the device; None for the torch versions.
-        add_weight_grad: adds weight gradients of all experts to fp32 sums, which torch's grouped GEMM cannot; None
-            without Triton.
+        add_weight_grad: adds weight gradients of all experts to fp32 sums, which torch's grouped GEMM cannot; None for
+            torch's GEMM of each expert.
     """
 
     rms_norm: Callable[..., Tensor] = pointwise.rms_norm
@@ -134,10 +139,7 @@ def select_kernels(
     if not found:
         return Kernels()
     logger.info("Triton kernels: %s", ", ".join(wanted))
-    return Kernels(
-        **{part: value for name in wanted for part, value in _load(name).items()},
-        add_weight_grad=importlib.import_module("moe_trainer.ops.triton_grouped_gemm").add_weight_grad,
-    )
+    return Kernels(**{part: value for name in wanted for part, value in _load(name).items()})
 
 
 def with_delta_rule(

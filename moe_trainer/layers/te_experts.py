@@ -1,8 +1,8 @@
 """One linear of all local experts by TransformerEngine's GroupedLinear, on our stacked weight.
 
 The library wants a tensor per expert; ours are one parameter [e, N, K]. The module loses its own parameters and gets
-views of the stack during a call. Its GEMMs write their gradients in fp32 (`give_main_grads`), which are added to the
-stack's main gradient without a rounding to bf16.
+views of the stack during a call. Its GEMMs write their gradients to `give_main_grads`: in fp32 where these are added to
+an fp32 main gradient, which then no rounding to bf16 precedes.
 Where the stack is stored in fp8 (--fp8-param-gather), it gets tensors of the library that share the stack's bytes.
 Biases are added between the GEMMs (moe/grouped_experts.py). Deferred weight gradients use the library's
 delay_wgrad_compute, a first-in first-out queue; a pass that does not defer runs one entry, and since all are summed it
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from moe_trainer.layers import te
 from moe_trainer.ops.expert_mlp import compute_or_defer
+from moe_trainer.ops.main_grad import gradient_dtype
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 from moe_trainer.quantization.iteration import WeightCastCache
 
@@ -57,15 +58,15 @@ def unstacked(
     return shown
 
 
-def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor) -> Tensor:
-    """Give the weights of all experts the tensors to which the library adds their gradients: zeros, fp32 or wider.
+def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, queue: WeightGradQueue | None) -> Tensor:
+    """Give the weights of all experts the tensors to which the library adds their gradients: zeros.
 
     Not slices of the parameter's main gradient: there the gradient is added times a factor, or replaces an old one.
 
     Returns:
         All of them, [e, N, K].
     """
-    dtype = torch.promote_types(weight_eNK.dtype, torch.float32)
+    dtype = gradient_dtype(weight_eNK, is_deferred=queue is not None and queue.active)
     sums_eNK = torch.zeros(weight_eNK.shape, dtype=dtype, device=weight_eNK.device)
     for weight, total in zip(weights, sums_eNK, strict=True):
         weight.main_grad = total
@@ -184,8 +185,8 @@ class FusedGroupedLinear(nn.Module):
         views = unstacked(weight_eNK, collect, tensors)
         with self.context(), self._showing(views):
             y_RN = self.fused(x_RK, self._splits(counts_e), is_first_microbatch=is_first)
-        if y_RN.requires_grad and weight_eNK.requires_grad:
-            y_RN.register_hook(lambda _: sums.append(give_main_grads(views, weight_eNK)))  # when its backward begins
+        if y_RN.requires_grad and weight_eNK.requires_grad:  # when its backward begins
+            y_RN.register_hook(lambda _: sums.append(give_main_grads(views, weight_eNK, self.queue)))
         return y_RN
 
     def _splits(self, counts_e: Sequence[int]) -> list[int] | Tensor:

@@ -120,7 +120,7 @@ class FusedExpertMLP(nn.Module):
 
         def open_sums(_: Tensor) -> None:
             for sums, placeholders, weight in opened:
-                sums.append(give_main_grads(placeholders, weight))
+                sums.append(give_main_grads(placeholders, weight, self.queue))
 
         with self.context():
             y_RH = functional_call(pipeline, weights, (x_RH, counts_e, probs_R))

@@ -7,6 +7,7 @@ Shape letters: R tokens sorted by expert, e experts, N output width, K input wid
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from arguments.lora import LORA_A, LORA_B
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.init import make_parameter
 from moe_trainer.layers.lora import lora_init
-from moe_trainer.ops.grouped_gemm import GroupedGemms
 from moe_trainer.ops.grouped_linear import grouped_linear
 from moe_trainer.parallel.params import ParamInfo, get_param_info
 from moe_trainer.parallel.rng import ShardRNG
@@ -66,14 +66,14 @@ class GroupedLoRALinear(nn.Module):
 
     Args:
         lora: the adapters; None if the linear has none.
-        allow_grouped, gemms: see ops/grouped_linear.py.
+        options: of ops/grouped_linear.py.
     """
 
     pad_multiple = 1
 
-    def __init__(self, lora: ExpertLoRA | None, allow_grouped: bool, gemms: GroupedGemms | None):
+    def __init__(self, lora: ExpertLoRA | None, **options: Any):
         super().__init__()
-        self.lora, self.options = lora, {"allow_grouped": allow_grouped, "gemms": gemms}
+        self.lora, self.options = lora, options
 
     def forward(self, x_RK: Tensor, weight_eNK: Tensor, counts: Sequence[int]) -> Tensor:
         """Return y_RN."""

@@ -190,10 +190,12 @@ class Experts(nn.Module):
 
     def add_adapters(self, fc1: ExpertLoRA | None, fc2: ExpertLoRA | None) -> None:
         """Add adapters, whose linears compute the experts from then on."""
-        self.grouped = nn.ModuleList(
-            GroupedLoRALinear(lora, self.allow_grouped, self.gemms if self.allow_grouped else None)
-            for lora in (fc1, fc2)
-        )
+        options = {
+            "allow_grouped": self.allow_grouped,
+            "gemms": self.gemms if self.allow_grouped else None,
+            "add_weight_grad": self.add_weight_grad,
+        }
+        self.grouped = nn.ModuleList(GroupedLoRALinear(lora, **options) for lora in (fc1, fc2))
 
     def _build_grouped_linears(self, build: Callable[..., nn.Module | None] | None) -> nn.ModuleList | None:
         """Build fc1 and fc2 of a library, which share our weights; return None if there are none."""

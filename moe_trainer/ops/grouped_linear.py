@@ -26,8 +26,9 @@ from moe_trainer.ops.grouped_gemm import (
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RK: Tensor, w_eNK: Tensor, counts: tuple[int, ...], gemms: GroupedGemms | None):
+    def forward(ctx, x_RK: Tensor, w_eNK: Tensor, counts: tuple[int, ...], gemms: GroupedGemms | None, add_weight_grad):
         ctx.counts, ctx.gemms, ctx.owner = counts, gemms, grad_owner(w_eNK)
+        ctx.add_weight_grad = add_weight_grad
         ctx.save_for_backward(x_RK if ctx.needs_input_grad[1] else None, w_eNK)
         if gemms is not None:
             ctx.offsets = token_offsets(counts, x_RK.device)
@@ -44,7 +45,7 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         grad_x = _input_grad(ctx, grad_RN, w_eNK) if needs_x else None
         compute = _make_wgrad_fn(ctx, grad_RN, x_RK, w_eNK) if needs_w else None
-        return grad_x, compute_or_defer(None, ctx.owner, compute), None, None
+        return grad_x, compute_or_defer(None, ctx.owner, compute), None, None, None
 
 
 def _input_grad(ctx, grad_RN: Tensor, w_eNK: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def _input_grad(ctx, grad_RN: Tensor, w_eNK: Tensor) -> Tensor:
 
 def _make_wgrad_fn(ctx, grad_RN: Tensor, x_RK: Tensor, w_eNK: Tensor) -> Callable[[], Tensor]:
     if ctx.gemms is not None:
-        return GroupedWeightGrad(ctx.gemms, grad_RN, x_RK, ctx.offsets, ctx.counts, None)
+        return GroupedWeightGrad(ctx.gemms, grad_RN, x_RK, ctx.offsets, ctx.counts, ctx.add_weight_grad)
 
     def compute() -> Tensor:
         grad_w = torch.zeros_like(w_eNK)
@@ -76,6 +77,7 @@ def grouped_linear(
     *,
     allow_grouped: bool = True,
     gemms: GroupedGemms | None = None,
+    add_weight_grad: Callable[..., None] | None = None,
 ) -> Tensor:
     """Apply every expert's linear to its tokens; y_RN.
 
@@ -83,6 +85,7 @@ def grouped_linear(
         counts: tokens per expert, zero allowed.
         allow_grouped: use one grouped GEMM where it is faster (grouped_gemm.prefer_grouped).
         gemms: GEMMs for any size if grouping is allowed; None for torch's, which need rows of 16 bytes.
+        add_weight_grad: see expert_mlp.
 
     Raises:
         ValueError: if the counts do not add up to R.
@@ -92,4 +95,4 @@ def grouped_linear(
     if gemms is None and is_aligned and prefer_grouped(len(x_RK), len(counts), x_RK.dtype, x_RK.device):
         gemms = GROUPED_MM
     gemms = gemms if allow_grouped and len(x_RK) else None
-    return _GroupedLinear.apply(x_RK.contiguous(), w_eNK, tuple(counts), gemms)
+    return _GroupedLinear.apply(x_RK.contiguous(), w_eNK, tuple(counts), gemms, add_weight_grad)

@@ -1,8 +1,8 @@
 """Weight gradients accumulated by the GEMM that computes them (--gradient-accumulation-fusion).
 
 Otherwise a GEMM writes the gradient and another pass adds it: one more kernel, three more passes over the weight, and a
-rounding in half precision. torch's own addmm does it. The owner of the gradient buffer sets `main_grad_sum` on a
-weight; functions that compute the weight's gradient call `get_main_grad_sum`.
+rounding in half precision. torch's own addmm does it. The owner of the gradient buffer sets `main_grad_sum` and
+`main_grad_sum_dtype` on a weight; functions that compute the weight's gradient call `get_main_grad_sum`.
 """
 
 from typing import NamedTuple
@@ -75,6 +75,15 @@ def get_main_grad_sum(weight: Tensor, operand: Tensor) -> MainGradSum | None:
     """Return where to accumulate the gradient of a weight, once; None if the gradient must be returned."""
     opens = getattr(weight, "main_grad_sum", None)
     return None if opens is None else opens(operand)
+
+
+def gradient_dtype(weight: Tensor, is_deferred: bool) -> torch.dtype:
+    """Return the dtype in which a weight's gradient is kept until it is added: wider than the weight's if the sum is.
+
+    Deferred gradients, and those that autograd adds, are rounded to the weight's dtype in any case.
+    """
+    total = None if is_deferred else getattr(weight, "main_grad_sum_dtype", None)
+    return weight.dtype if total is None else torch.promote_types(weight.dtype, total)
 
 
 def weight_grad(weight: Tensor, grad: Tensor, x: Tensor, gemms: LinearGemms) -> Tensor | None:

@@ -209,6 +209,7 @@ class DataParallelGrads:
                 self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
                 if fused:
                     slot.param.main_grad_sum = functools.partial(self._open_sum, pending, slot)
+                    slot.param.main_grad_sum_dtype = pending.local.get(slot, slot.param.main_grad).dtype
 
     def close(self) -> None:
         """Remove the hooks, which keep the parameters and all process groups alive where no garbage collector looks."""

@@ -28,4 +28,4 @@ def skipped_step() -> str:
 
 def test_nan_among_router_logits_reaches_the_check_of_the_loss():
     pytest.importorskip("triton")
-    assert "NaN" in on_device(skipped_step) or "nan" in on_device(skipped_step)
+    assert on_device(skipped_step) == "the loss is nan"

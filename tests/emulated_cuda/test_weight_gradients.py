@@ -18,6 +18,7 @@ def with_main_grad(*shape: int, factor: float = 0.5) -> Parameter:
     weight = Parameter(torch.full(shape, 1 / WIDTH, dtype=torch.bfloat16, device="cuda"))
     total, betas = torch.full(shape, 7.0, device="cuda"), iter([0.0, *[1.0] * MICROBATCHES])
     weight.main_grad, weight.main_grad_sum = total, lambda operand: MainGradSum(total, next(betas), factor)
+    weight.main_grad_sum_dtype = total.dtype
     return weight
 
 
@@ -36,6 +37,35 @@ def gradient_of_second_linear(run_experts) -> list[float]:
     assert w1.grad is None and w2.grad is None
     assert all((expert == expert[0, 0]).all() for expert in w2.main_grad)
     return [float(expert[0, 0]) for expert in w2.main_grad]
+
+
+def rounded_gradients(kind: str) -> list[tuple[str, float]]:
+    """Dtype and relative error of the gradients that the library makes of weights that have no main gradient."""
+    from contextlib import nullcontext
+
+    import transformer_engine.pytorch as library
+    from transformer_engine.pytorch import ops  # noqa: F401 - the attribute of the package
+
+    from moe_trainer.layers import te_experts, te_ops
+
+    written, module = [], te_ops if kind == "operations" else te_experts
+    give = module.give_main_grads
+    module.give_main_grads = lambda *args: written.append(give(*args)) or written[-1]
+    x, y_grad = torch.ones(sum(COUNTS), WIDTH, dtype=torch.bfloat16, device="cuda"), 3.0
+    w1, w2 = (
+        Parameter(torch.full(shape, 1 / WIDTH, dtype=torch.bfloat16, device="cuda"))
+        for shape in ((EXPERTS, 2 * WIDTH, WIDTH), (EXPERTS, WIDTH, WIDTH))
+    )
+    if kind == "operations":
+        mlp = te_ops.FusedExpertMLP(EXPERTS, (WIDTH, WIDTH, WIDTH), library=library, context=nullcontext)
+        y, activation = mlp(x, torch.ones(len(x), device="cuda"), w1, w2, COUNTS), torch.nn.functional.silu(x[0, 0])
+    else:
+        linear = te_experts.FusedGroupedLinear(EXPERTS, WIDTH, WIDTH, library=library, context=nullcontext)
+        y, activation = linear(x, w2, COUNTS), x[0, 0]
+    y.backward(torch.full_like(y, y_grad))
+    exact = torch.tensor(COUNTS, device="cuda").view(-1, 1, 1) * y_grad * activation.float()
+    error = float((w2.grad.float() - exact).abs().max() / exact.max())
+    return [(str(sums.dtype), error) for sums in written]
 
 
 def ours(where: str) -> tuple[list[float], float]:
@@ -89,3 +119,9 @@ def test_grouped_gemms_lose_no_small_gradient(where):
 @pytest.mark.parametrize("kind", ["linears", "operations"])
 def test_transformer_engine_loses_no_small_gradient(kind):
     assert_exact(*te_package.on_device(of_the_library, kind))
+
+
+@pytest.mark.parametrize("kind", ["linears", "operations"])
+def test_transformer_engine_writes_bf16_where_nothing_wider_is_kept(kind):
+    found = te_package.on_device(rounded_gradients, kind)
+    assert {dtype for dtype, _ in found} == {"torch.bfloat16"} and all(error < 2.0**-7 for _, error in found)

@@ -21,6 +21,8 @@ from moe_trainer.layers.kernels import Kernels, select_kernels, with_delta_rule
 from moe_trainer.ops.pointwise import Activation
 from tests.arguments.test_tokens import TOY
 
+ATTRIBUTES = [attribute for _, *fields in kernels._SOURCES.values() for _, attribute, *_ in fields]
+
 
 def test_default_kernels_on_a_device_with_triton(monkeypatch, caplog):
     monkeypatch.setattr(kernels, "import_problem", lambda name: None)
@@ -28,8 +30,27 @@ def test_default_kernels_on_a_device_with_triton(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         select_kernels(OPTIONS["triton_kernels"].default, BackendPolicy(cuda=True))
     assert caplog.messages == [
-        "Triton kernels: activation, norm, rope, permute, router, cross-entropy, quantize, sparse-attention, paged-stash"
+        "Triton kernels: activation, norm, rope, permute, router, cross-entropy, expert-wgrad, quantize, "
+        "sparse-attention, paged-stash"
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ([], {"add_weight_grad"}),
+        (["norm"], set()),
+        (["expert-wgrad"], {"add_weight_grad"}),
+        (["grouped-gemm"], {"add_weight_grad", "grouped_gemms"}),
+    ],
+)
+def test_expert_gemms_are_triton_kernels_only_by_name(names, found, monkeypatch):
+    monkeypatch.setattr(kernels, "import_problem", lambda name: None)
+    monkeypatch.setattr(
+        kernels.importlib, "import_module", lambda name: types.SimpleNamespace(**dict.fromkeys(ATTRIBUTES, name))
+    )
+    made = select_kernels(names, BackendPolicy(cuda=True))
+    assert {field for field in ("add_weight_grad", "grouped_gemms") if getattr(made, field) is not None} == found
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from arguments import parse_args
-from arguments.container import OPTIONS
 from arguments.layer_pattern import uses_window
 from arguments.model import ModelArgs
+from arguments.parse import resolve_command_line
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.init import Init, embedding_init, hidden_init, residual_init
@@ -22,6 +22,7 @@ from moe_trainer.layers.query_temperature import QueryTemperature
 from moe_trainer.layers.rotary import _layer_changes, make_rotary, skips_rope
 from moe_trainer.parallel.rng import init_parameter
 from moe_trainer.parallel.state import ParallelState
+from tests.arguments.test_tokens import TOY
 
 MODEL = ModelArgs(
     num_layers=8,
@@ -210,8 +211,11 @@ def test_unsupported_position_embedding_is_named():
 
 
 def test_scaling_flags_without_effect_on_mla_are_noted():
-    for dest in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
-        assert "!multi_latent_attention" in OPTIONS[dest].needs
+    words = ["--use-rope-scaling", "--rotary-seq-len-interpolation-factor", "2", "--position-embedding-type", "rope"]
+    why = "with --multi-latent-attention"
+    for more, noted in (([], []), (["--multi-latent-attention"], [(words[0], why), (" ".join(words[1:3]), why)])):
+        settings, _ = resolve_command_line([*TOY, *words, *more], 1)
+        assert sorted(settings.no_effect, reverse=True) == noted
     latent = replace(MODEL, position_embedding_type="rope", multi_latent_attention=True, rope_type="rope")
     plain = make_rotary(latent)
     scaled = make_rotary(replace(latent, use_rope_scaling=True, rotary_seq_len_interpolation_factor=4))

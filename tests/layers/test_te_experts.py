@@ -17,7 +17,7 @@ from training.layouts import compare, create_groups, make_argv, train
 
 from arguments import parse_args
 from moe_trainer.backends import BackendPolicy, MissingBackendError
-from moe_trainer.layers import layer_factory, te, te_layers
+from moe_trainer.layers import layer_factory, te, te_experts, te_layers
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
@@ -153,6 +153,25 @@ def test_deferred_te_weight_gradients_equal_immediate_ones(fake_package, waits):
         found.append({name: v[name].grad for name in ("w1", "w2", "p")})
     assert_near(*found)
     assert {"GroupedLinear.backward_dw"} <= without_packages(fake_package.called())
+
+
+@pytest.mark.parametrize(
+    ("sums", "defers", "written"),
+    [
+        (None, False, torch.bfloat16),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float32, False, torch.float32),
+        (torch.float32, True, torch.bfloat16),
+    ],
+)
+def test_te_gradients_are_wide_only_if_they_are_added_to_wide_sums(fake_package, sums, defers, written):
+    """A gradient in fp32 that is rounded anyway would take twice the memory of the experts' weights for nothing."""
+    weight, queue = Parameter(torch.ones(4, 12, 8, dtype=torch.bfloat16)), WeightGradQueue()
+    if sums is not None:
+        weight.main_grad_sum_dtype = sums
+    queue.active = defers
+    found = te_experts.give_main_grads(list(weight.detach()), weight, queue)
+    assert found.dtype == written and not found.any()
 
 
 def test_contiguous_gradients_are_stacked_without_copy():

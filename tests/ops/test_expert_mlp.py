@@ -7,6 +7,8 @@ from torch.nn import Parameter
 from moe_trainer.ops import expert_mlp as module
 from moe_trainer.ops import grouped_gemm
 from moe_trainer.ops.expert_mlp import expert_mlp
+from moe_trainer.ops.grouped_linear import grouped_linear
+from moe_trainer.ops.main_grad import MainGradSum
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
@@ -173,3 +175,21 @@ def test_grouped_gemm_is_used_where_torch_has_a_kernel(capability, grouped, monk
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert grouped_gemm.prefer_grouped(4096, 8, torch.bfloat16, torch.device("cuda", 0)) is grouped
     assert not grouped_gemm.prefer_grouped(4096, 8, torch.float32, torch.device("cuda", 0))
+
+
+def test_linear_of_many_experts_adds_its_gradient_with_the_kernel():
+    calls, counts = [], (3, 0, 1)
+    experts = [slice(0, 3), slice(3, 3), slice(3, 4)]
+    gemms = grouped_gemm.GroupedGemms(
+        lambda x, w, _: torch.cat([x[rows] @ w[e].t() for e, rows in enumerate(experts)]),
+        lambda grad, w, _: torch.cat([grad[rows] @ w[e] for e, rows in enumerate(experts)]),
+        lambda grad, x, _: pytest.fail("the gradient was rounded"),
+    )
+    weight = Parameter(torch.randn(3, 16, 8).bfloat16())
+    total = MainGradSum(torch.zeros(3, 16, 8), 1.0, 1.0)
+    weight.main_grad_sum = lambda operand: total
+    y = grouped_linear(
+        torch.randn(4, 8).bfloat16(), weight, counts, gemms=gemms, add_weight_grad=lambda *args: calls.append(args)
+    )
+    y.sum().backward()
+    assert len(calls) == 1 and calls[0][3] is total and weight.grad is None

@@ -1,6 +1,7 @@
 """--gradient-accumulation-fusion: GEMMs add weights' gradients to the main gradients, and train as without it."""
 
 import pytest
+import torch
 from training.layouts import FP32, compare, make_argv, train
 
 from arguments import parse_args
@@ -29,6 +30,31 @@ def test_gemms_accumulate_into_main_gradients():
     assert by_autograd == {"embedding.word_embeddings.weight"}
     by_autograd, every = find_matrices_with_autograd_gradient([OFF])
     assert by_autograd == every
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("--bf16", torch.float32),
+        ("--bf16 --grad-reduce-in-bf16", torch.bfloat16),
+        (
+            "--bf16 --grad-reduce-in-bf16 --ddp-param-name-patterns-for-fp32-local-accumulation all",
+            torch.float32,
+        ),
+        (f"--bf16 {OFF}", None),
+    ],
+)
+def test_weights_know_the_dtype_of_fused_sums(flags, dtype):
+    found = set()
+
+    def prepare(run) -> None:
+        found.update(
+            getattr(param, "main_grad_sum_dtype", None) for chunk in run.chunks for param in chunk.parameters()
+        )
+
+    args = parse_args([*make_argv("plain"), *flags.split()], 1)
+    training_trace.train(args, 0, ParallelState.single(), 1, prepare=prepare)
+    assert found == {dtype}
 
 
 @pytest.mark.parametrize(
