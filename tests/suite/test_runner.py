@@ -43,19 +43,20 @@ def suite(tmp_path):
         ran.write_text("")
         # other installed plugins take longer to load than these tests to run
         env = {**os.environ, "RUN": str(ran), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--processes", str(processes), *argv],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        with (tmp_path / "output").open("w") as output:  # a pipe would wait for what a test has left running
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "--processes", str(processes), *argv],
+                cwd=tmp_path,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=600,
+                check=False,
+            )
         pairs = [line.rsplit(" ", 1) for line in ran.read_text().splitlines()]
         processes_of = {str(Path(path).relative_to(tmp_path / "tests")): pid for path, pid in pairs}
         assert len(processes_of) == len(pairs), "a test was run twice"
-        return done.returncode, done.stdout + done.stderr, processes_of
+        return done.returncode, (tmp_path / "output").read_text(), processes_of
 
     return run
 

@@ -228,7 +228,7 @@ def _changed_files(base: str) -> tuple[list[str], set[str], set[str]]:
 
 def _changed_functions(base: str, file: str) -> list[str]:
     was_there = _git("ls-tree", "--name-only", base, "--", file)
-    old = _hashes(_git("show", f"{base}:{file}")) if was_there else {}
+    old = _hashes(_git("show", f"{base}:{file}") if was_there else "")
     new = _hashes((ROOT / file).read_text() if (ROOT / file).exists() else "")
     return [name for name in old if old[name] != new.get(name)]
 
