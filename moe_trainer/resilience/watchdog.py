@@ -46,6 +46,10 @@ _TERMINATED_WAIT_S = 2.0  # between the signals of the first and of the last ran
 _MIN_HEARTBEAT_TIMEOUT_S = 2.0  # a busy machine can delay the heartbeat of a healthy rank this long
 
 
+def nothing_to_record(error: BaseException, is_first: bool) -> None:
+    """Do nothing: the run has not begun, or its end is recorded."""
+
+
 class Watchdog:
     """Watches one rank. Use it as a context manager around everything that communicates.
 
@@ -70,7 +74,7 @@ class Watchdog:
         recorder: FlightRecorder | None = None,
     ):
         self.timeout = timeout
-        self.on_failure: Callable[[BaseException, bool], None] = lambda error, is_first: None
+        self.on_failure: Callable[[BaseException, bool], None] = nothing_to_record
         self._trace, self._world_size, self._heartbeats = trace, world_size, heartbeats
         self._end, self._recorder = end, recorder
         self._seq = 0

@@ -30,7 +30,7 @@ from moe_trainer.resilience.flight_recorder import make_flight_recorder
 from moe_trainer.resilience.heartbeat import HeartbeatStore
 from moe_trainer.resilience.signals import ExitSignalHandler, SignalWatch
 from moe_trainer.resilience.timeouts import TimeoutManager
-from moe_trainer.resilience.watchdog import Watchdog
+from moe_trainer.resilience.watchdog import Watchdog, nothing_to_record
 from moe_trainer.training.checkpointing import (
     convert_checkpoint,
     finish_save,
@@ -143,6 +143,7 @@ def run_job(
     close_dispatchers(ctx.chunks)
     if ctx.grads is not None:
         ctx.grads.close()
+    watchdog.on_failure = nothing_to_record  # the recorder holds process groups, which end before the interpreter
     close_groups(runtime.ps)
     return code
 

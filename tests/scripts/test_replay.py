@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import call_main, environment, rank_variables, run
+from commands import call_main, environment, rank_variables, read_metrics, run
 from safetensors.torch import load_file, save_file
 
 import moe_trainer.verification.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
@@ -404,8 +404,8 @@ def test_unwritable_record_does_not_end_the_run(tmp_path):
 def test_recording_does_not_change_training(tmp_path, one_rank):
     finished = run(MODEL[:-2], tmp_path)
     assert finished.returncode == 0
-    read = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (one_rank.parent, tmp_path / "ck")]
-    for mine, theirs in zip(*([json.loads(line) for line in lines] for lines in read), strict=True):
+    read = [read_metrics(folder / "metrics.jsonl") for folder in (one_rank.parent, tmp_path / "ck")]
+    for mine, theirs in zip(*read, strict=True):
         assert mine["lm loss"] == theirs["lm loss"] and mine["grad_norm"] == theirs["grad_norm"]
 
 
