@@ -115,7 +115,7 @@ class LoadOptions:
     @classmethod
     def from_args(cls, args: Arguments, vocab_size: int | None = None) -> "LoadOptions":
         output = args.output
-        given = {"strictness": output.dist_ckpt_strictness} if "dist_ckpt_strictness" in args.spelling else {}
+        is_given = "dist_ckpt_strictness" in args.spelling
         return cls(
             args=args.as_dict(),
             ckpt_step=output.ckpt_step,
@@ -128,7 +128,7 @@ class LoadOptions:
             vocab_size=vocab_size,
             fully_parallel=output.ckpt_fully_parallel_load,
             hf_mapping=output.hf_mapping,
-            **given,
+            strictness=output.dist_ckpt_strictness if is_given else cls.strictness,
         )
 
 
