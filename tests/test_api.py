@@ -92,11 +92,10 @@ def test_saved_models_compute_the_same_under_other_mappings(world_size, flags, s
         torch.testing.assert_close(found["losses"], losses)
         cross_entropy = torch.nn.functional.cross_entropy(found["logits"].mT, labels, reduction="none")
         torch.testing.assert_close(cross_entropy, losses)
-    without_padding = torch.nn.functional.cross_entropy(found["logits"][..., :120].mT, labels, reduction="none")
-    for kind, expected in (("ck", losses), ("hf", without_padding), ("hf_padded", losses)):
+    for kind in ("ck", "hf", "hf_padded"):  # of a model with a null tokenizer all rows are kept
         with torch.no_grad():
             again = moe_trainer.load_model(folder / f"{target}.{kind}")(tokens, labels)
-        torch.testing.assert_close(again, expected)
+        torch.testing.assert_close(again, losses)
     assert not list(folder.glob(".*")), "the hidden checkpoint is removed"
 
 
