@@ -155,7 +155,8 @@ class Watchdog:
         """Wait until all ranks have said that they exit; return which ones do not in time."""
         # rank 0 may host the store
         deadline = time.monotonic() + _TERMINATED_WAIT_S * (2 if self._trace.rank == 0 else 1)
-        try:
+        # without the store its host may have been terminated like this rank, and be gone by now
+        with suppress(StoreUnavailableError):
             while (count := self._heartbeats.read_num_exited()) < self._world_size:
                 if time.monotonic() >= deadline:
                     if self._world_size > _MAX_WORLD_SIZE_TO_READ_ALL:
@@ -164,8 +165,6 @@ class Watchdog:
                     silent = sorted(set(range(self._world_size)).difference(exited))
                     return f"no word from rank{'s' if len(silent) > 1 else ''} {format_ranks(silent)}"
                 time.sleep(0.05)
-        except StoreUnavailableError as error:
-            return f"lost connection to the rendezvous store (hosted by rank 0 or the launcher): {error}"
         return ""
 
     def _report_exit(self, error: BaseException) -> None:
