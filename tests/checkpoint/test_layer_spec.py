@@ -4,13 +4,12 @@ Local names: recorded in golden/ckpt (test_sharding.py). TransformerEngine's: go
 the layer specs themselves (gpt_layer_specs.py, experimental_attention_variant_module_specs.py of Megatron-Core), no recorded file.
 """
 
-import json
 import re
 
 import pytest
 import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
-from commands import run
+from commands import read_metrics, run
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
@@ -214,12 +213,7 @@ def test_run_resumes_under_other_impl_and_rank_count(tmp_path):
     ):
         done = run([*words, *more, "--save", str(tmp_path / save_dir)], tmp_path, world_size=ranks)
         assert done.returncode == 0, done.stderr
-        losses.append(
-            [
-                record["lm loss"]
-                for record in map(json.loads, (tmp_path / save_dir / "metrics.jsonl").read_text().splitlines())
-            ]
-        )
+        losses.append([record["lm loss"] for record in read_metrics(tmp_path / save_dir / "metrics.jsonl")])
     assert len(losses[0]) == len(losses[2]) == 4 and losses[2] == pytest.approx(losses[0], abs=1e-6)
     tensors, _ = stored(tmp_path / "parts/iter_0000002")
     assert {
