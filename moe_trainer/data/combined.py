@@ -15,6 +15,7 @@ from moe_trainer.data.dataset import BlendSource, DatasetConfig, GPTDataset, Sam
 from moe_trainer.data.index_cache import CachedIndex
 
 Source = TypeVar("Source", bound=TokenDataset)
+Indexed = TypeVar("Indexed", bound=SampleSource)
 
 
 class CombinedDataset(ABC, Generic[Source]):
@@ -122,7 +123,21 @@ class BlendedDataset(CombinedDataset[BlendSource], CachedIndex):
         return self.datasets[number], inside
 
 
-class ContinuedDataset(CombinedDataset[GPTDataset]):
+class ConsecutiveDatasets(CombinedDataset[Indexed]):
+    """Samples of one dataset, then those of the next; each has its index."""
+
+    datasets: tuple[Indexed, ...]
+
+    def write_cache(self) -> None:
+        for dataset in self.datasets:
+            dataset.write_cache()
+
+    def load(self) -> None:
+        for dataset in self.datasets:
+            dataset.load()
+
+
+class ContinuedDataset(ConsecutiveDatasets[GPTDataset]):
     """Samples of the same documents in several orders: those of one dataset to its end, then those of the next."""
 
     def __init__(self, datasets: Sequence[GPTDataset]):
@@ -156,20 +171,12 @@ class ContinuedDataset(CombinedDataset[GPTDataset]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def write_cache(self) -> None:
-        for dataset in self.datasets:
-            dataset.write_cache()
-
-    def load(self) -> None:
-        for dataset in self.datasets:
-            dataset.load()
-
     def _find(self, index: int) -> tuple[GPTDataset, int]:
         number = min(bisect_right(self._starts, index), len(self.datasets)) - 1
         return self.datasets[number], index - self._starts[number]
 
 
-class PhasedDataset(CombinedDataset[SampleSource]):
+class PhasedDataset(ConsecutiveDatasets[SampleSource]):
     """Training samples of consecutive phases: the samples of one dataset, then those of the next.
 
     A resumed run needs no dataset of a phase that is complete: `begin` is its first sample, counted over the whole run.
@@ -195,14 +202,6 @@ class PhasedDataset(CombinedDataset[SampleSource]):
     def phases(self) -> Iterator[tuple[int, SampleSource]]:
         """Yield the first sample of every phase, and its dataset."""
         return zip(self._starts, self.datasets)
-
-    def write_cache(self) -> None:
-        for dataset in self.datasets:
-            dataset.write_cache()
-
-    def load(self) -> None:
-        for dataset in self.datasets:
-            dataset.load()
 
     def _find(self, index: int) -> tuple[SampleSource, int]:
         number = bisect_right(self._starts, index) - 1
