@@ -1,4 +1,4 @@
-"""A chat template in a process of its own, with limits of time and memory.
+"""A chat template in a separate process, with limits of time and memory.
 
 A template is a program that comes with a tokenizer. jinja2's sandbox keeps it from files and from Python's internals,
 not from endless loops, huge texts and huge numbers, not even while it is compiled. The limits are the system's: address

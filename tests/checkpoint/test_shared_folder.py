@@ -47,7 +47,7 @@ def _load_without_permission(step, blind, folder, ps):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     if ps.world.rank == blind:
-        setattr(manager, step, fail)  # in a process of its own
+        setattr(manager, step, fail)  # in a separate process
     _load(folder, ps)
 
 

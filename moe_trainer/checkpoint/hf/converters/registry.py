@@ -48,7 +48,7 @@ def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_nextn_predict_layers": flags.get("mtp_num_layers") or 0}
 
 
-# tensors tell how many there are
+# tensors give their number
 TENSOR_MTP = ConfigConverter(lambda _: {}, lambda flags: {"mtp_num_hidden_layers": flags.get("mtp_num_layers") or 0})
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
