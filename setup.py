@@ -40,7 +40,6 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]"],
-        "deepep": ["deep-ep"],
         "triton": ["triton>=3.6"],
         "logging": ["wandb"],
         "hf": ["transformers", "tiktoken", "zstandard"],

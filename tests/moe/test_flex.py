@@ -530,7 +530,7 @@ def test_unsupported_row_width_of_deep_ep_2_is_rejected(recorded, monkeypatch):
 def test_missing_nccl_ep_gives_install_instructions(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     moe = sections(**FLEX, moe_flex_dispatcher_backend="ncclep").moe
-    with pytest.raises(MissingBackendError, match="transformer_engine is not installed.*NVTE_BUILD_WITH_NCCL_EP=1"):
+    with pytest.raises(MissingBackendError, match="transformer_engine is not installed.*NVTE_WITH_NCCL_EP=1"):
         build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
 
 

@@ -43,7 +43,7 @@ from moe_trainer.ops.permute import Permutation, dense_to_topk
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
-INSTALL = f"NVTE_BUILD_WITH_NCCL_EP=1 {te.INSTALL}"
+INSTALL = f"NVTE_WITH_NCCL_EP=1 {te.INSTALL}"
 CHUNK = 64
 """The library's kernels dispatch tokens in chunks; the maximum per rank must be a multiple."""
 
