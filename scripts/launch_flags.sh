@@ -496,20 +496,21 @@ flags_of_run() {
     dispatcher_flags "$@"
     expert_flags
     [ "${OPTIMIZER_OFFLOAD:-0}" != 1 ] || FLAGS+=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)
-    local name pair set_by_file defaults=()
+    local name pair set_by_file
     if [ "${A2A_OVERLAP:-0}" = 1 ]; then
         FLAGS+=(--overlap-moe-expert-parallel-comm --delay-wgrad-compute)
         EXPORTS+=(CUDA_DEVICE_MAX_CONNECTIONS=32 NVTE_FWD_LAYERNORM_SM_MARGIN=24 NVTE_BWD_LAYERNORM_SM_MARGIN=24)
-    else
-        defaults+=(CUDA_DEVICE_MAX_CONNECTIONS=1)
     fi
-    # captured graphs and expandable segments work together without NCCL's registration of the graph's buffers
-    defaults+=(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 NCCL_GRAPH_REGISTER=0)
     set_by_file=" $(recipe_environment | tr '\n' ' ')"
-    for pair in "${defaults[@]}"; do
+    while read -r pair; do
         name=${pair%%=*}
+        case $name in
+            '' | '#'*) continue ;;
+            CUDA_DEVICE_MAX_CONNECTIONS) [ "${A2A_OVERLAP:-0}" != 1 ] || continue ;;
+            NCCL_NVLS_ENABLE) ! given --use-nccl-ub "$@" || continue ;;
+        esac
         [[ -z ${!name:-} && $set_by_file == *" $name "* ]] || EXPORTS+=("$pair")
-    done
+    done <"$ROOT/scripts/launch_environment.txt"
     [ -z "${NVLINK_DOMAIN_SIZE:-}" ] || EXPORTS+=("NVLINK_DOMAIN_SIZE=$NVLINK_DOMAIN_SIZE")
     output_flags "$@"
     wandb_flags

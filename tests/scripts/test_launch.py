@@ -592,3 +592,21 @@ def test_sigterm_for_the_launcher_saves_and_the_same_command_resumes(tmp_path):
     again = commands.run([*trainer_flags(first.stdout), "--exit-interval", str(done + 1)], tmp_path, 2)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
     assert [record["iteration"] for record in read_metrics(metrics)] == list(range(1, done + 2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "changed"),
+    [
+        ("", "", {}),
+        ("", "A2A_OVERLAP=1", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
+        ("--use-nccl-ub", "", {"NCCL_NVLS_ENABLE": None}),
+        ("", "NCCL_NVLS_ENABLE=1", {"NCCL_NVLS_ENABLE": "1"}),
+    ],
+)
+def test_launchers_set_the_environment_of_one_file(tmp_path, flags, variables, changed):
+    lines = (SCRIPTS / "launch_environment.txt").read_text().splitlines()
+    wanted = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    text = dry_run("launch.sh", tmp_path, flags, f"MODEL=mixtral_tiny VALIDATE=0 {variables}").stdout
+    line = next(line for line in text.splitlines() if line.startswith("environment: "))
+    found = dict(word.split("=", 1) for word in shlex.split(line.removeprefix("environment: ")))
+    assert {name: found.get(name) for name in wanted} == wanted | changed
