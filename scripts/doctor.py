@@ -8,8 +8,9 @@ python scripts/doctor.py --require transformer_engine deepep
 python scripts/doctor.py --json
 """
 
-# Libraries are checked by the functions by which a run chooses them (layers/te.py, moe/dispatch/deepep.py,
-# hybridep.py, ncclep.py), so the result is what a run does with --on-missing-backend. Every rank checks its own node.
+# Libraries are checked by the functions by which a run chooses them (layers/te.py, optim/apex.py,
+# moe/dispatch/deepep.py, hybridep.py, ncclep.py), so the result is what a run does with --on-missing-backend. Every
+# rank checks its own node.
 # The self-test runs the collectives of moe_trainer/parallel on all ranks and compares every result. It comes first,
 # because forking after a library has initialized the GPU fails. A collective that hangs is reported by a timer.
 
@@ -138,22 +139,11 @@ def find_te() -> Finding:
 
 
 def find_apex() -> Finding:
-    """Check NVIDIA's apex without importing it: PyPI has another package of that name."""
-    spec, install = importlib.util.find_spec("apex"), "from source: github.com/NVIDIA/apex"
-    cost = "nothing: this program has its own fused Adam and norms"
-    if spec is None:
-        return Finding("apex", None, "not installed", cost, install)
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if not any((folder / "multi_tensor_apply").exists() for folder in folders):
-        return Finding(
-            "apex",
-            _version("apex"),
-            "another package of the same name (pip install apex), not NVIDIA's",
-            "none here, but other trainers fail to import it: pip uninstall apex",
-            install,
-        )
-    fused = "with" if importlib.util.find_spec("amp_C") else "without"
-    return Finding("apex", f"{_version('apex') or ''} {fused} its CUDA extensions".strip(), None, cost)
+    """Check NVIDIA's apex as a run without TransformerEngine does."""
+    from moe_trainer.optim import apex
+
+    cost = "torch's Adam, norms and weight-gradient GEMMs are used, as where TransformerEngine is installed"
+    return Finding("apex", _version("apex"), apex.problem(), cost, apex.INSTALL)
 
 
 def find_deep_ep() -> list[Finding]:
@@ -197,11 +187,10 @@ def collect_environment() -> list[Finding]:
         Finding("python", platform.python_version(), python_problem, "nothing runs"),
         *find_torch(),
         *(find_package(*package) for package in PACKAGES),
-        find_apex(),
         find_slurm(),
     ]
     if findings[1].problem is None or findings[1].version is not None:
-        findings += [find_te(), *find_deep_ep()]
+        findings += [find_te(), find_apex(), *find_deep_ep()]
     return sorted(findings, key=lambda finding: NAMES.index(finding.name))
 
 

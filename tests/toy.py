@@ -73,6 +73,7 @@ def build_training(
     per_token_loss=False,
     check_for_nan=True,
     count_zeros=False,
+    library=None,
     **optimizer,
 ):
     """Return (grads, optimizer) of a model; sections that are not given have their defaults."""
@@ -85,6 +86,7 @@ def build_training(
         per_token_loss=per_token_loss,
         main_grads=optimizer.get("main_grads_dtype", "fp32"),
         is_matrix=lambda param: is_matrix(param, OptimizerArgs(**optimizer)),
+        library=library,
     )
     built = Optimizer(
         [model],
@@ -95,6 +97,7 @@ def build_training(
         ps,
         check_for_nan=check_for_nan,
         count_zeros=count_zeros,
+        library=library,
     )
     return grads, built
 

@@ -1,8 +1,9 @@
 """Weight gradients accumulated by the GEMM that computes them (--gradient-accumulation-fusion).
 
 Otherwise a GEMM writes the gradient and another pass adds it: one more kernel, three more passes over the weight, and a
-rounding in half precision. torch's own addmm does it. The owner of the gradient buffer sets `main_grad_sum` and
-`main_grad_sum_dtype` on a weight; functions that compute the weight's gradient call `get_main_grad_sum`.
+rounding in half precision. torch's own addmm does it, or the kernel of fused_library.py. The owner
+of the gradient buffer sets `main_grad_sum` and `main_grad_sum_dtype` on a weight; functions that compute the weight's
+gradient call `get_main_grad_sum`.
 """
 
 from typing import NamedTuple
@@ -10,21 +11,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.ops.gemms import LinearGemms
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class MainGradSum(NamedTuple):
-    """Where a gradient is accumulated: total = beta * total + alpha * gradient. beta 0 overwrites."""
+    """Where a gradient is accumulated: total = beta * total + alpha * gradient. beta 0 overwrites.
+
+    Attributes:
+        library: whose GEMM adds if beta and alpha are 1, the only sum that it knows; None: torch's.
+    """
 
     total: Tensor
     beta: float
     alpha: float
+    library: FusedLibrary | None = None
 
     def add(self, left_NR: Tensor, right_RK: Tensor) -> None:
         """Add left @ right."""
         total = self.total
+        is_plain_sum = self.beta == self.alpha == 1.0
+        if self.library is not None and is_plain_sum and self.library.add_product(total, left_NR, right_RK):
+            return
         if total.dtype == left_NR.dtype:
             torch.addmm(total, left_NR, right_RK, beta=self.beta, alpha=self.alpha, out=total)
         else:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
 
@@ -15,15 +16,22 @@ _CHUNK_NUMEL = 4096
 
 
 @torch.no_grad()
-def square_sum(tensors: Iterable[Tensor]) -> Tensor | None:
+def square_sum(tensors: Iterable[Tensor], library: FusedLibrary | None = None) -> Tensor | None:
     """Compute the sum of squares of flat tensors, taken from the iterable one at a time.
+
+    Args:
+        library: computes the norms of the tensors that it takes.
 
     Returns:
         fp64 scalar on the device of the first tensor (others may be on the host); None if there are none.
     """
-    partial = []
+    partial: list[Tensor] = []
+    of_library: list[Tensor] = []
     for x in tensors:
         x = x.detach().flatten()
+        if library is not None and library.takes(x):
+            of_library.append(x)
+            continue
         if x.dtype != torch.float32:
             x = x.float()
         num_chunked = x.numel() // _CHUNK_NUMEL * _CHUNK_NUMEL
@@ -31,6 +39,8 @@ def square_sum(tensors: Iterable[Tensor]) -> Tensor | None:
             partial.append(torch.linalg.vector_norm(x[:num_chunked].view(-1, _CHUNK_NUMEL), dim=1))
         if num_chunked < x.numel():
             partial.append(torch.linalg.vector_norm(x[num_chunked:]).view(1))
+    if library is not None and of_library:
+        partial += library.norms(of_library)
     partial = [part.to(partial[0].device) for part in partial]
     return torch.cat(partial).double().square_().sum() if partial else None
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
+from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.ops.main_grad import MainGradSum, can_accumulate_gemm
 from moe_trainer.optim.buckets import Bucket, FlatLayout, Slot, plan_layouts
 from moe_trainer.parallel import collectives
@@ -159,6 +160,7 @@ class DataParallelGrads:
         is_matrix: Callable[[Parameter], bool] = lambda param: False,
         separate: Collection[Parameter] = (),
         fused: bool = False,
+        library: FusedLibrary | None = None,
     ):
         """Allocate the buffers and register hooks.
 
@@ -168,10 +170,12 @@ class DataParallelGrads:
             is_matrix: see plan_layouts.
             separate: see plan_layouts.
             fused: GEMMs may add to the buffers (--gradient-accumulation-fusion).
+            library: see MainGradSum.
 
         Raises:
             ValueError: a parameter has no ParamInfo.
         """
+        self._library = library
         self.is_sharded = parallel.use_distributed_optimizer
         self.overlap = parallel.overlap_grad_reduce
         self.buffers = tuple(
@@ -306,7 +310,7 @@ class DataParallelGrads:
         self._prepare()
         beta = 0.0 if slot in pending.stale else 1.0
         pending.stale.discard(slot)
-        return MainGradSum(pending.local.get(slot, slot.param.main_grad), beta, pending.buffer.factor)
+        return MainGradSum(pending.local.get(slot, slot.param.main_grad), beta, pending.buffer.factor, self._library)
 
     def _open_sum(self, pending: _PendingBucket, slot: Slot, operand: Tensor) -> MainGradSum | None:
         """Return the accumulator for a GEMM of tensors like `operand`; None if the gradient must use the hook."""

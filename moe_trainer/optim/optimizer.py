@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from arguments.optimizer import OptimizerArgs
 from arguments.parallel import ParallelArgs
 from arguments.precision import PrecisionArgs
+from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.clip import clip_factor, square_sum, sum_over_ranks, zero_count
 from moe_trainer.optim.distributed_optimizer import GatherBuffer, ParamGather
@@ -73,6 +74,7 @@ class Optimizer:
             (--no-check-for-nan-in-loss-and-grad).
         count_zeros: report the number of zeros in gradients (--log-num-zeros-in-grad).
         timer: returns a context manager for a Megatron timer name.
+        library: whose kernels compute norms and updates on the device; None: torch's.
     """
 
     def __init__(
@@ -88,9 +90,11 @@ class Optimizer:
         check_for_nan: bool = True,
         count_zeros: bool = False,
         timer: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+        library: FusedLibrary | None = None,
     ):
         self._grads, self._settings, self._device, self._world = grads, settings, device, ps.world
         self._check_for_nan, self._count_zeros, self._timer = check_for_nan, count_zeros, timer
+        self._library = library
         main_format = None if parallel.has_fp32_main_params(precision.params_dtype_name) else "model"
         self._scaler, plan = build_loss_scale(precision), plan_state(settings, main_format=main_format)
         self._gather: ParamGather | None = None
@@ -113,7 +117,7 @@ class Optimizer:
                 self._gather = ParamGather(buffers, chunks, parallel.overlap_param_gather)
             if any(isinstance(shard.quantized, MxParams) for shard in flat_shards):
                 grads.before_accumulation = self.wait_params
-        self._updater = Updater(self._shards, settings, plan, device, ps)
+        self._updater = Updater(self._shards, settings, plan, device, ps, library)
         local_groups = {part.group for shard in self._shards for part in shard.param_shards}
         # a stage without experts or without a decoupled learning rate also reports the groups of the others
         self._groups = sorted(
@@ -381,7 +385,7 @@ class Optimizer:
 
     def _norm(self, views: Iterable[Tensor], signal_nonfinite: bool = False) -> float:
         """Compute the norm of views over all ranks; NaN on all ranks if any signals it. Collective."""
-        squares = square_sum(views)
+        squares = square_sum(views, self._library)
         if signal_nonfinite:
             squares = torch.full((), math.nan, dtype=torch.float64, device=self._device)
         return sum_over_ranks(squares, self._world, self._device) ** 0.5

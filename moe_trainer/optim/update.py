@@ -1,10 +1,11 @@
 """Update rules on segments of the flat state: AdamW, SGD and Lion in fp32, whatever the formats.
 
-Every segment is loaded as fp32, updated by torch's fused kernels, stored, and copied to the model; gradients are
-unscaled and clipped on the way. No fp32 copy outlives its segment. Adam's kernel scales fp32 gradients in place: after
-a step they are undefined. Segments that the host updates come last, so the device works at the same time.
+Every segment is loaded as fp32, updated by torch's fused kernels or a library's (ops/fused_library.py), stored, and
+copied to the model; gradients are unscaled and clipped on the way. No fp32 copy outlives its segment. Adam's kernel
+scales fp32 gradients in place: after a step they are undefined. Segments that the host updates come last, so the device
+works at the same time.
 
-muon.py updates matrices. docs/design/optimizer.md says why FusedAdam of TransformerEngine or apex is not used.
+muon.py updates matrices. docs/design/optimizer.md says why a library's kernels are used and not its optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from arguments.optimizer import OptimizerArgs
+from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.flat_shard import FlatShard
 from moe_trainer.optim.host_offload import HostUpdatePipeline
@@ -43,8 +45,14 @@ class Updater:
         plan: StatePlan,
         device: torch.device,
         ps: ParallelState,
+        library: FusedLibrary | None = None,
     ):
-        self._settings = settings
+        """Sort the segments by where they are updated.
+
+        Args:
+            library: updates the segments that the host does not; None: torch does.
+        """
+        self._settings, self._library = settings, library
         self._rule, self._muon = get_update_rule(settings), Muon(settings, ps)
         self._matrices = [
             (part.slot.param, segment)
@@ -91,7 +99,8 @@ class Updater:
     def _update_on_device(self, segments: Sequence[Segment], rates: Rates, factor: float, step_count: int) -> None:
         for batch in _batch_segments(segments):
             grads = [segment.grad for segment in batch]
-            for segment, values in zip(batch, self._update(batch, grads, rates(batch[0].group), step_count, factor)):
+            values_of = self._update(batch, grads, rates(batch[0].group), step_count, factor, self._library)
+            for segment, values in zip(batch, values_of):
                 segment.shard.write_to_model(segment.start, segment.stop, values)
 
     def _update_matrices(self, rates: Rates, factor: float) -> None:
@@ -117,6 +126,7 @@ class Updater:
         rates: tuple[float, float],
         step_count: int,
         factor: float,
+        library: FusedLibrary | None = None,
     ) -> list[Tensor]:
         """Update segments of one group; return the new values of the model parameters."""
         loaded = [segment.load_fp32() for segment in segments]
@@ -124,45 +134,24 @@ class Updater:
         moments = {name: [moment[name] for _, moment in loaded] for name in loaded[0][1]}
         if self._rule == "adam":
             # Adam's kernel applies the factor to gradients of every dtype, on the device and on the host: numbers must
-            # not depend on placement
-            grads = [_scaled(grad, 1.0) for grad in grads]
-            eps = adam_eps(self._settings, segments[0].group)
-            self._adam(params, grads, moments, *rates, step_count, eps, factor)
+            # not depend on placement, but for the roundings of a library's kernel
+            grads = _all_scaled(grads, 1.0, library)
+            (torch_adam if library is None else library.adam)(
+                params,
+                grads,
+                moments["exp_avg"],
+                moments["exp_avg_sq"],
+                lr=rates[0],
+                betas=(self._settings.adam_beta1, self._settings.adam_beta2),
+                eps=adam_eps(self._settings, segments[0].group),
+                weight_decay=rates[1],
+                step_count=step_count,
+                factor=factor,
+            )
         else:
             update = self._sgd if self._rule == "sgd" else self._lion
-            update(params, [_scaled(grad, factor) for grad in grads], moments, *rates)
+            update(params, _all_scaled(grads, factor, library), moments, *rates)
         return [segment.store_fp32(param, moment) for segment, (param, moment) in zip(segments, loaded)]
-
-    def _adam(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        moments: Moments,
-        lr: float,
-        weight_decay: float,
-        step_count: int,
-        eps: float,
-        factor: float,
-    ) -> None:
-        # the fused kernel reads one step counter per tensor; it does not advance them
-        steps = [torch.full((), float(step_count), device=params[0].device)] * len(params)
-        divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=params[0].device)
-        torch._fused_adamw_(
-            params,
-            grads,
-            moments["exp_avg"],
-            moments["exp_avg_sq"],
-            [],
-            steps,
-            lr=lr,
-            beta1=self._settings.adam_beta1,
-            beta2=self._settings.adam_beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-        )
 
     def _sgd(self, params: Tensors, grads: Tensors, moments: Moments, lr: float, weight_decay: float) -> None:
         # a zeroed momentum buffer needs no special first step; without momentum the kernel rejects buffers
@@ -189,11 +178,53 @@ class Updater:
         torch._foreach_lerp_(averages, grads, 1.0 - settings.lion_beta2)
 
 
+def torch_adam(
+    params: Tensors,
+    grads: Tensors,
+    averages: Tensors,
+    square_averages: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step_count: int,
+    factor: float,
+) -> None:
+    """Update as FusedLibrary.adam does, by torch's kernel."""
+    # the fused kernel reads one step counter per tensor; it does not advance them
+    steps = [torch.full((), float(step_count), device=params[0].device)] * len(params)
+    divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=params[0].device)
+    torch._fused_adamw_(
+        params,
+        grads,
+        averages,
+        square_averages,
+        [],
+        steps,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+    )
+
+
 def _scaled(grad: Tensor, factor: float) -> Tensor:
     """Return grad * factor in fp32; the same tensor if nothing changes."""
     if grad.dtype == torch.float32:
         return grad if factor == 1.0 else grad * factor
     return grad.float().mul_(factor)
+
+
+def _all_scaled(grads: Sequence[Tensor], factor: float, library: FusedLibrary | None) -> list[Tensor]:
+    """Return grads * factor in fp32; the same tensors where nothing changes."""
+    if library is None or factor == 1.0 and all(grad.dtype == torch.float32 for grad in grads):
+        return [_scaled(grad, factor) for grad in grads]
+    return library.scale(grads, factor)
 
 
 def _batch_segments(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

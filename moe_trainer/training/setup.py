@@ -35,6 +35,8 @@ from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.moe.finermoe import freeze_backbone
+from moe_trainer.ops.fused_library import FusedLibrary
+from moe_trainer.optim.apex import select_fused_library
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
@@ -83,7 +85,8 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
                     "fp4" if args.precision.fp4 else "fp8",
                 )
         else:
-            grads = build_grad_buffers(args, runtime, chunks)
+            library = select_fused_library(runtime.device)
+            grads = build_grad_buffers(args, runtime, chunks, library)
             optimizer = Optimizer(
                 chunks,
                 grads,
@@ -95,6 +98,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
                 check_for_nan=args.training.check_for_nan_in_loss_and_grad,
                 count_zeros=args.output.log_num_zeros_in_grad,
                 timer=timers,
+                library=library,
             )
     with as_user_error("schedules"):
         batch_size = build_batch_size_schedule(args.training, ps.dp.size, args.data.seq_length)
@@ -203,7 +207,9 @@ def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transfo
     return IterationGraph(args.training.cuda_graph_warmup_steps, streams, scopes)
 
 
-def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> DataParallelGrads | FsdpGrads:
+def build_grad_buffers(
+    args: Arguments, runtime: Runtime, chunks: list[Transformer], library: FusedLibrary | None = None
+) -> DataParallelGrads | FsdpGrads:
     """Build the gradient buffers, or shard the model and build the sharded gradients. Collective."""
     ps, parallel, per_token = runtime.ps, args.parallel, args.training.calculate_per_token_loss
     narrow = (
@@ -250,6 +256,7 @@ def build_grad_buffers(args: Arguments, runtime: Runtime, chunks: list[Transform
         is_matrix=lambda param: is_matrix(param, args.optimizer),
         separate=list(chunks[0].parameters()) if parallel.overlap_param_gather_with_optimizer_step else (),
         fused=fused,
+        library=library,
     )
 
 
