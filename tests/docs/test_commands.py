@@ -144,7 +144,7 @@ def known_flags() -> set[str]:
 
 
 FOREIGN = {  # programs of others
-    "pip", "mkdocs", "sbatch", "scontrol", "srun", "torchrun", "git", "cat", ".", "export", "curl", "#!/bin/bash",
+    "docker", "pip", "mkdocs", "sbatch", "scontrol", "srun", "torchrun", "git", "cat", ".", "export", "curl", "#!/bin/bash",
 }  # fmt: skip
 OPTIONS_OF_OTHERS = {
     "--nproc-per-node", "--nnodes", "--strict", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--moe-layer-freq", "--num-exp",
