@@ -54,6 +54,8 @@ def test_shell_lines_and_copied_files(file):
     committed |= {parent for path in committed for parent in path.parents}
     copied = {Path(source) for line in of(file, "COPY") for source in line.split()[:-1]}
     assert copied <= committed, copied - committed
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert "*" in ignored and copied == {Path(word[1:]) for word in ignored if word.startswith("!")}
     setup = (ROOT / "setup.py").read_text()
     packages = re.findall(r'"(\w+)\.?\*?"', re.search(r"find_packages\((.*)\)", setup)[1])
     assert {*map(Path, packages), Path("setup.py"), Path("pretrain_moe.py"), Path("scripts")} <= copied
