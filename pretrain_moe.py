@@ -18,11 +18,7 @@ if __name__ == "__main__":
         if getattr(sys, _name) is None:  # started with the stream closed
             setattr(sys, _name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until exit
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-if (
-    __name__ == "__main__"
-    and "--auto-resume" in sys.argv
-    and not {"--validate-only", "--dry-run", "--fake-process-group"} & {*sys.argv}
-):
+if __name__ == "__main__" and "--auto-resume" in sys.argv:
     # block the signals until a handler that can save is installed (resilience/signals.py)
     signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
 
@@ -32,19 +28,21 @@ import resource  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Mapping  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
 from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
 from arguments.machine import allocator_environment  # noqa: E402
+from arguments.parse import WITHOUT_RUN  # noqa: E402
+from arguments.pasted_line import read_pasted_line  # noqa: E402
 from arguments.settings import shorten  # noqa: E402
+from arguments.tokens import parse_tokens  # noqa: E402
+from moe_trainer.checkpoint.recorded_flags import read_recorded_flags  # noqa: E402
 from moe_trainer.errors import require_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
-from moe_trainer.launch_env import LaunchEnv, read_launch_env  # noqa: E402
+from moe_trainer.launch_env import LaunchEnv, is_first_rank, read_launch_env  # noqa: E402
 
 if TYPE_CHECKING:
-    from arguments.checkpoint_args import CheckpointArgsSource
     from moe_trainer.resilience.signals import ExitSignalHandler
 
 
@@ -58,19 +56,20 @@ def main(argv: list[str]) -> int:
         return ExitCode.USER_ERROR
     rank = "0"
     try:
-        if "--validate-only" in argv:
-            return _validate(argv)
-        if "--dry-run" in argv or "--fake-process-group" in argv:
-            return _dry_run(argv)
+        asked = parse_tokens(argv).last
+        if any(map(asked, WITHOUT_RUN)):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
+            if not is_first_rank(os.environ):
+                return ExitCode.OK  # the first rank alone answers, and its exit code is that of the job
+            return (_validate if asked("validate_only") else _dry_run)(read_pasted_line(argv))
         launch_env = read_launch_env(os.environ)
         rank = str(launch_env.rank)
-        args = arguments.parse_args(argv, launch_env.world_size, _recorded_flags(argv, launch_env.world_size))
+        args = arguments.parse_args(argv, launch_env.world_size, read_recorded_flags(argv, launch_env.world_size))
         if args.unbuildable:
             raise arguments.ArgumentError(args.unbuildable)
         if args.output.dry_run or args.parallel.fake_process_group:  # set by a recipe
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
-            rank = "0"
-            return _dry_run(argv)
+            return _dry_run(argv) if launch_env.rank == 0 else ExitCode.OK
         for name, value in args.recipe_env.items():
             os.environ.setdefault(name, value)
         os.environ.update(allocator_environment(args, os.environ))
@@ -107,7 +106,7 @@ def _validate(argv: list[str]) -> int:
     return run_validate_only(
         argv,
         params_report,
-        _recorded_flags(argv, get_world_size(argv)[0]),
+        read_recorded_flags(argv, get_world_size(argv)[0]),
         describe_groups,
         state_report,
         deadlocking_batch_sizes,
@@ -212,50 +211,11 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
 
 
 def _dry_run(argv: list[str]) -> int:
-    """Plan instead of running, without torch; under a launcher only the first rank prints."""
-    if os.environ.get("RANK", "0") != "0":
-        return 0
+    """Plan instead of running, without torch."""
     from arguments.report import get_world_size
     from moe_trainer.estimate.dry_run import run_dry_run
 
-    return run_dry_run(argv, _recorded_flags(argv, get_world_size(argv)[0]))
-
-
-def _recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, object] | None:
-    """Return the flags that the checkpoint recorded, None without --use-checkpoint-args.
-
-    Raises:
-        ValueError: if the checkpoint cannot be read; an ArgumentError if the command line has other errors too.
-    """
-    source = arguments.find_checkpoint_args_source(argv)
-    if source is None:
-        return None
-    try:
-        return _read_flags(source)
-    except ValueError as error:
-        others = arguments.violations_without_checkpoint(argv, world_size)
-        if not others:
-            raise
-        raise arguments.ArgumentError(
-            [arguments.Violation(("--use-checkpoint-args",), str(error), "machine"), *others]
-        ) from error
-
-
-def _read_flags(source: CheckpointArgsSource) -> Mapping[str, object]:
-    from moe_trainer.checkpoint.manager import latest_iteration, read_saved_args
-    from moe_trainer.checkpoint.resolve import peek_latest_valid
-
-    if source.own is not None:
-        newest = peek_latest_valid(source.own)
-        if newest is not None:
-            return read_saved_args(source.own, newest)
-        if source.folder is None:
-            return {}
-    return (
-        {}
-        if source.may_come and latest_iteration(source.folder) is None
-        else read_saved_args(source.folder, source.step, source.hf_mapping)
-    )
+    return run_dry_run(argv, read_recorded_flags(argv, get_world_size(argv)[0]))
 
 
 def _report_error(error: ValueError, rank: str) -> int:

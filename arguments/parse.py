@@ -60,6 +60,27 @@ def find_checkpoint_args_source(argv: list[str]) -> checkpoint_args.CheckpointAr
     return checkpoint_args.find_source(settings)
 
 
+def flags_from_checkpoint(argv: list[str], recorded: Mapping[str, object]) -> dict[str, object]:
+    """Return the values, by destination, that a command line takes from the flags that a checkpoint recorded.
+
+    Raises:
+        ArgumentError: if the command line contradicts the checkpoint.
+    """
+    settings, _, unread = _gather(argv)
+    if unread is None or not settings.use_checkpoint_args:
+        return {}
+    before = dict(settings.values)
+    replaced = checkpoint_args.apply(settings, recorded)
+    taken = {dest: value for dest, value in settings.values.items() if value != before[dest]}
+    _apply_old(settings)
+    rules.resolve(settings, None)
+    conflicts = list(checkpoint_args.conflicts(settings, replaced, resolve_command_line(argv, None)[0]))
+    if conflicts:
+        raise ArgumentError(conflicts, settings)
+    taken.pop("use_checkpoint_args", None)
+    return taken
+
+
 def violations_without_checkpoint(argv: list[str], world_size: int | None) -> list[Violation]:
     """Return the violations that no checkpoint of --use-checkpoint-args could remove."""
     settings, violations = resolve_command_line(argv, world_size)

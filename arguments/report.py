@@ -36,8 +36,8 @@ def run_validate_only(
 ) -> int:
     """Resolve, check, print and (with --report FILE) write a command line; return the exit code, 0 or 2.
 
-    The number of ranks is --world-size, else the environment's WORLD_SIZE, else unknown. The result is printed first;
-    violations go to standard error.
+    The number of ranks is --world-size, else that of the launcher's environment, else unknown. The result is printed
+    first; violations go to standard error.
 
     Args:
         argv: the command line.
@@ -150,7 +150,7 @@ def _waiting_batches(
 
 
 def get_world_size(argv: list[str]) -> tuple[int | None, list[Violation]]:
-    """Return --world-size, else the environment's WORLD_SIZE, else None, and what is wrong with it."""
+    """Return --world-size, else WORLD_SIZE, else the tasks of a SLURM step of several, else None; and what is wrong."""
     from arguments.tokens import parse_tokens
 
     typed = parse_tokens(argv).last("world_size")
@@ -160,7 +160,8 @@ def get_world_size(argv: list[str]) -> tuple[int | None, list[Violation]]:
         return typed, []
     text = os.environ.get("WORLD_SIZE", "")
     if not text:
-        return None, []
+        tasks = os.environ.get("SLURM_NTASKS", "") if {"SLURM_STEP_ID", "SLURM_PROCID"} <= os.environ.keys() else ""
+        return (int(tasks) if tasks.isdecimal() and int(tasks) > 1 else None), []
     if not text.isdigit() or int(text) < 1:
         return None, [Violation((), f"the environment's WORLD_SIZE={text} is not a number of ranks", "value")]
     return int(text), []

@@ -81,6 +81,12 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
     return launch
 
 
+def is_first_rank(env: Mapping[str, str]) -> bool:
+    """Return whether this is the first process of a job or the only one; nothing else of the environment is read."""
+    in_step = "SLURM_STEP_ID" in env and not {"RANK", "WORLD_SIZE"} & env.keys()
+    return env.get("SLURM_PROCID" if in_step else "RANK", "0") == "0"
+
+
 def _tasks_per_node(env: Mapping[str, str]) -> int | None:
     """Return the tasks of every node of a SLURM step ("8(x4)"), None if they differ or are unknown."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))

@@ -25,9 +25,11 @@ from arguments import Arguments
 from arguments.container import freeze
 from arguments.layer_pattern import moe_layer_pattern
 from arguments.parse import resolve_command_line
+from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
 from arguments.report import get_world_size, table
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
 from moe_trainer.drawing.rank_grid import Axis, rank_grid
 from moe_trainer.drawing.report_page import Figure, write_report
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE
@@ -56,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="explain.py",
         usage="explain.py FLAGS [--world-size N] [--all] [--rank R] [--report-html FILE]",
         description=__doc__,
-        epilog="FLAGS are the trainer's. A pasted `torchrun ... pretrain_moe.py` before them is skipped.\n"
+        epilog="FLAGS are the trainer's. A pasted `torchrun ... pretrain_moe.py` before them gives the ranks.\n"
         "Exit code: 0, or 2 if the flags cannot run.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -73,13 +75,12 @@ def main(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return ExitCode.USER_ERROR
-    options, flags = parser.parse_known_args(words)
-    program = next(
-        (index for index, word in enumerate(flags) if word.endswith(("pretrain_moe.py", "pretrain_gpt.py"))), None
-    )
-    flags = flags if program is None else flags[program + 1 :]
-    world_size, violations = get_world_size(flags)
-    settings, flag_violations = resolve_command_line(flags, world_size)
+    try:
+        options, flags = parser.parse_known_args(read_pasted_line(words))
+        world_size, violations = get_world_size(flags)
+        settings, flag_violations = resolve_command_line(flags, world_size, read_recorded_flags(flags, world_size))
+    except ValueError as error:
+        parser.error(str(error))
     violations = [*violations, *flag_violations]
     lines = [line for line in table(settings, world_size) if options.all or not line.endswith("  (default)")]
     # the trainer reports --world-size as a flag without effect; this script uses it

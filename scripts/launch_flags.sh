@@ -20,7 +20,8 @@
 #   TOKENIZER_MODEL, TOKENIZER_TYPE (HuggingFaceTokenizer)
 #   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   do not resume from checkpoints in OUTPUT_PATH
 #   RUN_NAME COMMENT WANDB_PROJECT WANDB_MODE WANDB_API_KEY   with a key (or WANDB_MODE=offline) the run is logged to Weights & Biases
-#   HARDWARE         the device that a dry run plans for: h100 (the default), h200, b200, gb200, a100, ... or a YAML file
+#   HARDWARE         the device that a dry run plans for: h200, b200, gb200, a100, ... or a YAML file. By default the one that the name
+#                    of the calling script, RUN_NAME, COMMENT or CLUSTER contains, else h100
 #   GB200_CLUSTER=1  4 GPUs per node, NVLINK_DOMAIN_SIZE=72, HARDWARE=gb200
 #   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file. $SLURM_NODEID in a value is replaced on the node
 #   DRY_RUN=1        also opens data, tokenizer, weights and output folder if any is given and the job has no container
@@ -66,12 +67,28 @@ read_variables() {
         [ "${!name:-}" != false ] || printf -v "$name" %s ""
     done
     check_positive TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST MBS GBS SEQ_LEN MAX_POSITIONS NUM_LAYERS TRAIN_ITERS NNODES GPUS_PER_NODE
+    [ -n "${HARDWARE:-}" ] || [ "${DRY_RUN:-0}" != 1 ] || hardware_of_name
     if [ "${GB200_CLUSTER:-0}" = 1 ]; then
         HARDWARE=${HARDWARE:-gb200} NVLINK_DOMAIN_SIZE=${NVLINK_DOMAIN_SIZE:-72} GPUS_PER_NODE=${GPUS_PER_NODE:-4}
     fi
     data_of_cluster
     for name in MEGATRON_PATH MCORE_RELEASE_VERSION; do
         [ -z "${!name:-}" ] || NOTES+=("$name=${!name} has no effect: the program that trains is this checkout's")
+    done
+}
+
+# HARDWARE from a name that contains it: of the script that calls the launcher (the zoo's run_gb300_235b.sh), the run or the cluster.
+hardware_of_name() {
+    local name names=() words parent=$PPID
+    while words=() && mapfile -d '' -t words <"/proc/$parent/cmdline" && [[ ${words[0]:-} == *sh && ${words[1]:-} == *.sh ]]; do
+        names+=("${words[1]##*/}")
+        parent=$(sed -n 's/^PPid:\t//p' "/proc/$parent/status")
+    done 2>/dev/null
+    for name in ${names[@]+"${names[@]}"} "${RUN_NAME:-}" "${COMMENT:-}" "${CLUSTER:-}"; do
+        [[ ${name,,} =~ (^|[^a-z0-9])(a100|h100|h200|h800|b200|b300|gb200|gb300)([^a-z0-9]|$) ]] || continue
+        HARDWARE=${BASH_REMATCH[2]}
+        NOTES+=("HARDWARE=$HARDWARE, which $name names")
+        return
     done
 }
 

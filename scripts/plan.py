@@ -31,8 +31,11 @@ from typing import TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
+from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
+from arguments.report import get_world_size
 from arguments.tokens import FIELDS
+from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, plan_of_flags, run_dry_run
@@ -55,6 +58,7 @@ from moe_trainer.estimate.search_text import search_lines
 from moe_trainer.estimate.uncertainty import UNTESTED, cross_validate, fit, published_residuals, total_error
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
+from moe_trainer.tool_flags import spell_checkpoint
 
 SEARCH_OPTIONS = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size", "--report-html")
 RECORD = Path(__file__).resolve().parent / "bench_results" / "planner.md"
@@ -172,11 +176,16 @@ def main(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return ExitCode.USER_ERROR
-    if words[0] not in modes:
+    mode = words[:1] if words[0] in modes else []
+    try:
+        words = [*mode, *read_pasted_line(words[len(mode) :])]
+    except ValueError as error:
+        parser.error(str(error))
+    if not mode:
         if {"--help", "-h"} & set(words):
             parser.print_help()
             return ExitCode.OK
-        return run_dry_run(as_plan(words))
+        return _plan(as_plan(words))
     if words[0] == "pieces":
         return _pieces(modes["pieces"], words[1:])
     options, flags = parser.parse_known_args(words)
@@ -185,6 +194,15 @@ def main(words: list[str]) -> int:
     if flags:
         modes["calibrate"].error(f"unrecognized arguments: {' '.join(flags)}")
     return _calibrate(modes["calibrate"], options)
+
+
+def _plan(words: list[str]) -> int:
+    try:
+        recorded = read_recorded_flags(words, get_world_size(words)[0])
+    except ValueError as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    return run_dry_run(words, recorded)
 
 
 def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags: list[str], words: list[str]) -> int:
@@ -198,7 +216,7 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
     if options.report_html is not None and cannot_write(Path(options.report_html)):
         parser.error(f"--report-html {options.report_html}: the file cannot be written")
     try:
-        hardware = find_hardware(options.hardware)
+        hardware, flags = find_hardware(options.hardware), spell_checkpoint(flags)
         with progress_line(sys.stderr) as progress:
             limits = (options.gpus, hardware, options.best, options.headroom, progress)
             outcome = search_formats(flags, options.formats, *limits) if options.formats else search(flags, *limits)
@@ -224,6 +242,7 @@ def _pieces(parser: argparse.ArgumentParser, flags: list[str]) -> int:
         return ExitCode.OK if flags else ExitCode.USER_ERROR
     _refuse_flags_of_a_plan(parser, flags, "pieces", "--report-html", "--report")
     try:
+        flags = spell_checkpoint(flags)
         plan, rows = plan_of_flags(flags), list(make_rows(flags))
     except ValueError as error:
         print(f"plan.py: {error}", file=sys.stderr)

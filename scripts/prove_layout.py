@@ -22,11 +22,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
+from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
+from moe_trainer.tool_flags import spell_checkpoint
 from moe_trainer.verification.pictures import proof_figures
 from moe_trainer.verification.random_layouts import draw_cases
 from moe_trainer.verification.report import command, markdown, result_lines, shrunk_lines, summary_lines
@@ -74,7 +76,10 @@ def main(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return ExitCode.USER_ERROR
-    options, flags = parser.parse_known_args(words)
+    try:
+        options, flags = parser.parse_known_args(read_pasted_line(words))
+    except ValueError as error:
+        parser.error(str(error))
     problems = list(_problems(options))
     if problems:
         parser.error("; ".join(problems))
@@ -128,42 +133,19 @@ def _cases(options: argparse.Namespace, flags: list[str]) -> tuple[list[ParityCa
         if flags:
             raise ShrinkError([f"--random draws its own models; it takes no flags of the trainer ({' '.join(flags)})"])
         return draw_cases(options.random, options.ranks, options.seed), None
-    flags, world_size = _without_launcher(flags)
-    flags = as_plan(flags)
+    if flags and flags[0].endswith((".yaml", ".yml")):
+        flags = ["--preset", *flags]
+    try:
+        flags = as_plan(spell_checkpoint(flags))
+    except ValueError as error:
+        raise ShrinkError([str(error)]) from None
     if options.as_is:
-        case = as_is(flags, world_size)
+        case = as_is(flags)
         if case.world_size > options.ranks:
             raise ShrinkError([f"these flags need {case.world_size} ranks, more than --ranks {options.ranks}"])
         return [case], None
-    shrunk = shrink(flags, world_size, options.ranks)
+    shrunk = shrink(flags, ranks=options.ranks)
     return list(shrunk.cases), shrunk
-
-
-def _without_launcher(flags: list[str]) -> tuple[list[str], int | None]:
-    """Split `torchrun ... program.py` from the flags that follow it.
-
-    Returns:
-        The flags, and the number of ranks the launcher starts, if there is a launcher.
-
-    Raises:
-        ShrinkError: if the launcher's number of ranks is not a number.
-    """
-    program = next(
-        (index for index, word in enumerate(flags) if word.endswith(".py") and not word.startswith("-")), None
-    )
-    if program is not None and (program == 0 or not flags[0].startswith("--") or "torchrun" in flags[:program]):
-        counts = {"nproc": 1, "nnodes": 1}
-        head = " ".join(flags[:program]).replace("=", " ").replace("_", "-").split()
-        for name, value in zip(head, head[1:]):
-            if name in ("--nproc-per-node", "--nnodes"):
-                if not value.isdigit() or int(value) == 0:
-                    raise ShrinkError([f"the launcher's {name} {value}: a number above 0 is needed to count the ranks"])
-                counts["nproc" if "nproc" in name else "nnodes"] = int(value)
-        ranks = counts["nproc"] * counts["nnodes"]
-        return flags[program + 1 :], ranks if ranks > 1 else None
-    if flags and flags[0].endswith((".yaml", ".yml")):
-        flags = ["--preset", *flags]
-    return flags, None
 
 
 def _one_rank_reason(shrunk: ShrinkResult | None, ranks: int) -> str:

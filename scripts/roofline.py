@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from arguments import ArgumentError
 from arguments.parse import as_plan
+from arguments.pasted_line import read_pasted_line
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, rank_of_stage, recording_key, stages_to_execute
 from moe_trainer.estimate.parallel_configs import drop_flags
@@ -41,6 +42,7 @@ from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.roofline import Roofline, make_roofline
 from moe_trainer.estimate.roofline_text import roofline_json, roofline_lines, table_lines
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.tool_flags import spell_checkpoint
 from scripts.bench_common import get_commit
 
 DEVICE = ROOT / "tests" / "emulated_cuda"
@@ -139,12 +141,12 @@ def main(words: list[str]) -> int:
         if words == ["pieces", "--write"]:
             return write_pieces()
         if words[0] == "pieces" and len(words) > 1 and not {"--help", "-h"} & set(words):
-            plan, rows = pieces_of_flags(as_plan(words[1:]), {})
+            plan, rows = pieces_of_flags(_read_flags(words[1:]), {})
             print("\n".join(pieces_lines(plan, rows)))
             return ExitCode.OK
         if words[0] == "pieces" or {"--help", "-h"} & set(words):
             parser.parse_args(["--help"])
-        plan, roofline = plan_and_roofline(as_plan(words))
+        plan, roofline = plan_and_roofline(_read_flags(words))
         print("\n".join(roofline_lines(plan, roofline)))
         if plan.args.output.report is not None:
             write_report(plan.args.output.report, plan, roofline)
@@ -154,6 +156,18 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     return ExitCode.OK
+
+
+def _read_flags(words: Sequence[str]) -> list[str]:
+    """Return the flags of a command line, which may be pasted.
+
+    Raises:
+        ExecutionError: if its launcher or its checkpoint cannot be read.
+    """
+    try:
+        return as_plan(spell_checkpoint(read_pasted_line(words)))
+    except ValueError as error:
+        raise ExecutionError(str(error)) from None
 
 
 def print_models(write: bool) -> int:

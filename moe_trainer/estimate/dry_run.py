@@ -16,6 +16,7 @@ from moe_trainer.estimate.length_histogram import LengthHistogram, read_histogra
 from moe_trainer.estimate.plan import Plan, PlanError, make_plan, validated_args
 from moe_trainer.estimate.plan_pictures import plan_figures
 from moe_trainer.estimate.plan_text import memory_json, plan_json, plan_lines
+from moe_trainer.estimate.spelled_flags import spell_recorded
 from moe_trainer.estimate.suggestions import cheapest_fixes
 from moe_trainer.exit_codes import ExitCode
 
@@ -78,7 +79,7 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     except ValueError as error:
         print(f"pretrain_moe.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    fixes = cheapest_fixes(argv, plan) if plan.margin < 0 else []
+    fixes = cheapest_fixes(spell_recorded(argv, checkpoint), plan) if plan.margin < 0 else []
     notes = [
         *plan.args.notes,
         *([plan.note] if plan.note else []),

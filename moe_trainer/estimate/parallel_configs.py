@@ -229,7 +229,7 @@ def dispatcher_choices(args: Arguments, hardware: Hardware, ep: int, etp: int) -
         overlaps.append(True)
     spread = ep > 1 and ep * etp > hardware.domain
     plain = [(backend, overlap) for backend in ("", *(["hierarchical"] if spread else [])) for overlap in overlaps]
-    if etp > 1 or ep == 1:
+    if etp > 1 or ep == 1 or hardware.synchronous:  # the others are kernels of GPUs
         return plain
     # An all-to-all over NCCL hides little: it reached 133 of a tuned run's 299 TFLOP/s (published_runs.py, alltoall).
     backends = ("deepep", "hybridep") if hardware.is_blackwell else ("deepep",)

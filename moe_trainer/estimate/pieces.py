@@ -13,18 +13,16 @@ differ in what a pass computes, launches, copies and waits for.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arguments.recipe import load
-from arguments.spelling import to_command_line
-from arguments.tokens import FIELDS, parse_tokens
+from arguments.tokens import FIELDS
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.parallel_configs import drop_flags
 from moe_trainer.estimate.published_runs import BLOCKWISE, DEEPEP, GRAPHS, HYBRIDEP, MXFP8, OVERLAP
+from moe_trainer.estimate.spelled_flags import spell_preset
 from moe_trainer.estimate.uncertainty import comparison_bar
 
 if TYPE_CHECKING:
@@ -374,22 +372,10 @@ def make_pair(piece: Piece, argv: Sequence[str], args: Arguments) -> PiecePair:
     return PiecePair(piece, without, (*rest, *words), True)
 
 
-def spell_preset(argv: Sequence[str], dests: frozenset[str]) -> list[str]:
-    """Return the command line with its preset as flags if the preset sets one of these destinations.
-
-    Some flags have no value that undoes a preset's.
-    """
-    name = parse_tokens(argv).last("preset")
-    if name is None:
-        return list(argv)
-    given = {flag.dest: flag.value for flag in load(name, os.environ).parsed.given}
-    if not dests.intersection(given):
-        return list(argv)
-    return [*to_command_line(given), *drop_flags(argv, frozenset(("preset",)))]
-
-
 def unfit_device(piece: Piece, hardware: Hardware) -> str:
     """Return why a piece is not for a device, "" if it is."""
+    if hardware.synchronous and "--moe-flex-dispatcher-backend" in f"{piece.flags} {piece.also}".split():
+        return "its dispatcher is made of kernels of GPUs"
     if piece.blackwell is None or piece.blackwell == hardware.is_blackwell:
         return ""
     return f"{hardware.name}'s tensor cores have another format for it"

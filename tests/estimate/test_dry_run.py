@@ -86,6 +86,30 @@ def test_dry_run_exit_codes(capsys, flags, code, expected_text):
     assert expected_text in (err if code == 2 else out), (out, err)
 
 
+@pytest.mark.parametrize("spelling", ["--fake-init-process-group", "--fake-process-group", "--dry-run=true"])
+def test_every_spelling_of_a_plan_plans(spelling, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert pretrain_moe.main([*LINE, spelling]) == 0
+    assert "fits: the fullest device has" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["--validate-only", "--dry-run", "--fake-init-process-group"])
+@pytest.mark.parametrize(
+    "env", [{"RANK": "0", "WORLD_SIZE": "64"}, {"SLURM_STEP_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "64"}]
+)
+def test_first_rank_alone_answers_under_a_launcher(mode, env, monkeypatch, capsys):
+    """Without the variables of a rendezvous: nothing meets."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    line = LINE[:-2]
+    assert pretrain_moe.main([*line, mode]) == 0 and "64" in capsys.readouterr().out
+    assert pretrain_moe.main([*line, mode, "--no-such-flag"]) == 2 and "--no-such-flag" in capsys.readouterr().err
+    monkeypatch.setenv("RANK" if "RANK" in env else "SLURM_PROCID", "3")
+    assert pretrain_moe.main([*line, mode, "--no-such-flag"]) == 0 and capsys.readouterr() == ("", "")
+
+
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --use-torch-fsdp2"
 
 

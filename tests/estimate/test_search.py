@@ -10,6 +10,7 @@ import pytest
 from commands import call_main
 from drawing.reading import SVG, root
 
+import pretrain_moe
 from arguments import parse_args
 from arguments.report import run_validate_only
 from arguments.rules.layout_grammar import DECODER, read_layout
@@ -28,6 +29,7 @@ from moe_trainer.estimate.parallel_configs import (
     recompute_sets,
     select_flags,
 )
+from moe_trainer.estimate.pieces import make_rows
 from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan
 from moe_trainer.estimate.search import (
     DEFAULT_HEADROOM,
@@ -44,6 +46,7 @@ from moe_trainer.estimate.search import (
 from moe_trainer.estimate.search_pictures import search_figures, search_picture
 from moe_trainer.estimate.search_text import launch_line, search_lines
 from moe_trainer.estimate.uncertainty import ErrorBar, error_bar
+from moe_trainer.tool_flags import spell_checkpoint
 from scripts import plan as plan_script
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +228,44 @@ def test_dispatcher_choices_fit_the_hardware():
     assert divisors(12, 6) == [1, 2, 3, 4, 6]
 
 
+def test_a_cpu_is_advised_no_dispatcher_of_gpus():
+    args = parse_args([*FLAGS, "--micro-batch-size", "1", "--bf16"])
+    names = {
+        name: {backend for backend, _ in dispatcher_choices(args, find_hardware(name), 8, 1)}
+        for name in ("cpu", "h100")
+    }
+    assert "deepep" in names["h100"] and not {"deepep", "hybridep"} & names["cpu"]
+    line = "--preset mixtral_tiny --mock-data --world-size 2 --expert-model-parallel-size 2 --hardware cpu".split()
+    reasons = {row.piece.name: row.reason for row in make_rows(line)}
+    for name in ("HybridEP instead of all-to-all", "DeepEP instead of all-to-all", "paged stash"):
+        assert reasons[name] == "its dispatcher is made of kernels of GPUs"
+
+
+def test_a_model_without_its_weights_is_planned_and_searched(tmp_path, monkeypatch, capsys):
+    """config.json of a Hugging Face folder is enough; fixes and other mappings keep its model."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+    config |= {"norm_topk_prob": True, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu"}
+    config |= {"rms_norm_eps": 1e-6, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = f"--load {tmp_path} --use-checkpoint-args --mock-data --seq-length 32 --micro-batch-size 1 --bf16"
+    words = f"{line} --global-batch-size 8 --train-iters 2 --lr 1e-3 --eval-iters 0".split()
+    assert pretrain_moe.main([*words, "--world-size", "4", "--validate-only"]) == 0
+    counted = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("parameters: "))
+    for mode in (["--world-size", "4"], ["search", "--gpus", "4"], ["pieces", "--world-size", "4"]):
+        assert plan_script.main([*mode, *words, "--hardware", "a100"]) == 0, capsys.readouterr()
+    planned = capsys.readouterr().out
+    assert "mappings of 4 x a100" in planned and counted.split()[1] == "288,128", counted
+    with pytest.raises(ValueError, match="--num-layers 3"):
+        spell_checkpoint([*words, "--num-layers", "3"])
+    small = tmp_path / "small.yaml"
+    small.write_text("like: a100\nmemory_gib: 3.004\n")
+    assert plan_script.main([*words, "--world-size", "4", "--hardware", str(small)]) == 3
+    assert "--use-distributed-optimizer" in capsys.readouterr().out
+
+
 def test_flags_of_a_mapping_name_every_size():
     sizes = "--tensor-model-parallel-size 1 --context-parallel-size 1 --pipeline-model-parallel-size 1"
     more = "--expert-model-parallel-size 1 --micro-batch-size 2 --expert-tensor-parallel-size 1"
@@ -234,6 +275,9 @@ def test_flags_of_a_mapping_name_every_size():
 
 def test_a_single_stage_has_a_layout():
     assert layout_text([3], 1) == "Et*3mL" and read_layout("Et*3mL").stages == ("EtttmL",)
+
+
+PASTED = "A=1 srun --gpus 8 torchrun --nproc_per_node=4 --nnodes 2 pretrain_moe.py"
 
 
 @pytest.mark.parametrize(
@@ -260,6 +304,9 @@ def test_a_single_stage_has_a_layout():
         ("search --preset mixtral_tiny", 2, "--gpus N is missing"),
         ("search --preset mixtral_tiny --gpus 8 --num-layer 3", 2, "did you mean --num-layers"),
         ("--preset mixtral_tiny --mock-data --world-size 4", 0, "tokens/s/GPU"),
+        (f"{PASTED} --preset mixtral_tiny --mock-data --hardware a100", 0, "8 x a100"),
+        (f"search {PASTED} --preset mixtral_tiny --mock-data --hardware a100 --best 1", 0, "mappings of 8 x a100"),
+        ("torchrun --nproc-per-node gpu pretrain_moe.py --preset mixtral_tiny", 2, "--nproc-per-node gpu: a number"),
         ("", 2, "search FLAGS"),
     ],
 )

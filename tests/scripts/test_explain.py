@@ -43,10 +43,10 @@ def test_reports_all_errors(explain, capsys):
     assert explain.main([*V3.split(), "--num-layers", "60", "--expert-model-parallel-size", "7"]) == 2
     out = capsys.readouterr().out
     assert "problems:" in out and "--num-experts" in out and "--pipeline-model-parallel-layout" in out
-    assert (
-        explain.main(["torchrun", "--nnodes", "2", "pretrain_moe.py", "--preset", "mixtral_tiny", "--mock-data"]) == 0
-    )
+    assert explain.main(["torchrun", "pretrain_moe.py", "--preset", "mixtral_tiny", "--mock-data"]) == 0
     assert "the number of ranks is not known" in capsys.readouterr().out
+    pasted = "A=1 srun -N 2 torchrun --nnodes 2 --nproc-per-node 4 pretrain_moe.py --preset mixtral_tiny --mock-data"
+    assert explain.main(pasted.split()) == 0 and "groups of 8 ranks" in capsys.readouterr().out
     with pytest.raises(SystemExit) as exit_info:
         explain.main([*V3.split(), "--rank", "64"])
     assert exit_info.value.code == 2

@@ -486,6 +486,26 @@ def test_other_model_zoo_variables_have_their_effect(tmp_path):
         assert f" -u {program} --preset" in text and "NVLINK_DOMAIN_SIZE=72" in text and ranks in text
 
 
+@pytest.mark.parametrize(
+    ("file", "variables", "hardware"),
+    [
+        ("run_gb300_235b.sh", "GB200_CLUSTER=1", "HARDWARE=gb300, which run_gb300_235b.sh names"),
+        ("run_b200.sh", "HARDWARE=h200", ""),
+        ("run.sh", "COMMENT=gb200-128k RUN_NAME=qwen3", "HARDWARE=gb200, which gb200-128k names"),
+    ],
+)
+def test_hardware_is_that_of_the_calling_file_or_the_run(tmp_path, file, variables, hardware):
+    """A dry run would otherwise plan a line of the model zoo for another device."""
+    (tmp_path / file).write_text(f'#!/bin/bash\nbash "{SCRIPTS}/launch.sh" "$@"\n')
+    env = {name: value for name, value in environment().items() if name not in NAMES}
+    settings = f"MODEL=mixtral_tiny GPUS_PER_NODE=1 DRY_RUN=1 {variables}".split()
+    env |= dict(word.split("=") for word in settings) | {"PYTHON": "echo"}
+    done = subprocess.run(["bash", str(tmp_path / file)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall("HARDWARE=.*", done.stdout) == ([hardware] if hardware else [])
+    assert f"--hardware {hardware[9:14] if hardware else 'h200'}" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["sbatch_train.sh", "launch.sh"])
 def test_every_best_practice_line_of_the_model_zoo_fits(tmp_path, script):

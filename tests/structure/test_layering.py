@@ -43,6 +43,7 @@ LEVELS = {
     "evaluation": 7,
     "training": 8,
     "api": 9,
+    "tool_flags": 9,
     "verification": 9,
     "pretrain_moe": 10,
     "scripts": 11,

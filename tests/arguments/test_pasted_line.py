@@ -1,0 +1,80 @@
+"""Command lines as they stand in users' scripts: what starts the trainer is removed, and tells the number of ranks."""
+
+import pytest
+
+from arguments.pasted_line import read_pasted_line
+
+FLAGS = ["--num-layers", "2", "--tokenizer-model", "a.py", "--save", ""]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("torchrun --nnodes 4 --nproc_per_node=8 pretrain_gpt.py", 32),
+        ("torchrun --nproc-per-node 8 pretrain_moe.py", 8),
+        ("torchrun pretrain_moe.py", None),
+        ("NCCL_DEBUG=INFO CUDA_DEVICE_MAX_CONNECTIONS=1 /opt/bin/torchrun --nnodes=2 --nproc-per-node=4 a/train.py", 8),
+        ("python3.12 -u -m torch.distributed.run --nnodes 2 --nproc-per-node 8 pretrain_moe.py", 16),
+        ("python -m torch.distributed.launch --nproc_per_node 8 -m pretrain_moe", 8),
+        ("python scripts/torchrun.py --nproc-per-node 2 --no-python bash rank.sh python -u /x/pretrain_moe.py", 2),
+        ("srun -N 4 --gpus 32 --ntasks-per-node 1 torchrun --nproc-per-node 8 --nnodes 4 pretrain_moe.py", 32),
+        ("srun -N4 --ntasks-per-node=8 --export=ALL,A=1 python pretrain_moe.py", 32),
+        ("srun -n16 --container-image=x.sqsh python pretrain_moe.py", 16),
+        ("srun --ntasks-per-node 8 python pretrain_moe.py", None),  # how many nodes is sbatch's
+        ("mpirun -np 8 -x A=b python pretrain_moe.py", 8),
+        ("RANK=0 WORLD_SIZE=64 python pretrain_moe.py", 64),
+        ("nsys profile -o out torchrun --nproc-per-node 8 pretrain_moe.py", 8),
+        ("docker run image torchrun --nproc-per-node 8 pretrain_moe.py", 8),
+        ("python pretrain_moe.py", None),
+        ("pretrain_moe.py", None),
+    ],
+)
+def test_launcher_is_removed_and_its_ranks_are_counted(launcher, ranks):
+    count = [] if ranks is None else ["--world-size", str(ranks)]
+    assert read_pasted_line([*launcher.split(), *FLAGS]) == [*count, *FLAGS]
+
+
+def test_given_ranks_take_precedence_and_options_before_the_launcher_stay():
+    line = ["torchrun", "--nproc-per-node", "gpu", "pretrain_moe.py", *FLAGS]
+    assert read_pasted_line(["--gpus", "64", "--best", "3", *line]) == ["--gpus", "64", "--best", "3", *FLAGS]
+    assert read_pasted_line([*line, "--world-size=16"]) == [*FLAGS, "--world-size=16"]
+
+
+def test_text_of_a_script_with_continued_lines():
+    text = 'torchrun \\\n  --nproc-per-node 8 \\ \n  pretrain_moe.py --num-layers 2 \\\n  --save "my runs"\n'
+    wanted = ["--world-size", "8", "--num-layers", "2", "--save", "my runs"]
+    assert read_pasted_line([text]) == wanted
+    assert read_pasted_line(["--hardware", "h100", text]) == [*wanted[:2], "--hardware", "h100", *wanted[2:]]
+    unquoted = ["torchrun", "\\", "--nproc-per-node", "8", "pretrain_moe.py", "--num-layers", "2", "\\", "\r"]
+    assert read_pasted_line(unquoted) == wanted[:4]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        FLAGS,
+        ["recipe.yaml", "--world-size", "8"],
+        ["--preset", "mixtral_tiny", "--tokenizer-model", "a.py", "--wandb-project", "a b"],
+        ["--data-path", "python data", "x=1"],
+        ["torchrun", "--nproc-per-node", "8"],
+    ],
+)
+def test_other_words_are_unchanged(words):
+    assert read_pasted_line(words) == words
+
+
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        ("torchrun --nproc-per-node gpu --nnodes 4", "--nproc-per-node gpu: a number above 0"),
+        ("torchrun --nnodes 1:4 --nproc-per-node 8", "--nnodes 1:4: a number above 0"),
+        ("torchrun --nnodes --nproc-per-node 8", r"--nnodes \(no value: an unset variable\?\)"),
+        ("torchrun --nproc-per-node=", r"--nproc-per-node \(no value"),
+        ("srun -N 2-4 python", "-N 2-4: a number"),
+        ("srun -n 0 python", "-n 0: a number above 0"),
+    ],
+)
+def test_ranks_that_cannot_be_counted_are_an_error(launcher, message):
+    with pytest.raises(ValueError, match=message):
+        read_pasted_line([*launcher.split(), "pretrain_moe.py", *FLAGS])
