@@ -308,12 +308,12 @@ def host_counts_problem(
         recipe: of the experts; None in high precision.
     """
     if recipe is None and (capability < (9, 0) or precision.params_dtype_name == "fp32"):
-        return "TransformerEngine reads them there before compute capability 9.0, and in fp32"
+        return "TransformerEngine reads them on the host before compute capability 9.0, and in fp32"
     if recipe is None:
         return None
     if capability < (10, 0):
-        return f"TransformerEngine reads them there with {recipe.name} scaling on this device"
-    return te_support.fused_experts_problem(recipe.name, moe.moe_router_padding_for_quantization)
+        return f"TransformerEngine reads them on the host with {recipe.name} scaling on this device"
+    return te_support.fused_experts_problem(moe, precision)
 
 
 @dataclass(frozen=True)
