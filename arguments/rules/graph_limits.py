@@ -144,9 +144,7 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         (
             "use_transformer_engine_op_fuser",
             s.use_transformer_engine_op_fuser
-            and can_quantize_experts(
-                s, s, f.ep, replaces_weights=stored_weight_format(s, s) == "nvfp4", fused=True
-            )
+            and can_quantize_experts(s, s, f.ep, replaces_weights=stored_weight_format(s, s) == "nvfp4", fused=True)
             and fused_experts_problem(s, s),
             "they leave counts on the device only with the mxfp8 and nvfp4 recipes.",
         ),

@@ -139,7 +139,7 @@ class FusedExpertMLP(nn.Module):
 
         def open_sums(_: Tensor) -> None:
             for sums, placeholders, weight in opened:
-                sums.append(give_main_grads(placeholders, weight, self.queue))
+                sums.append(give_main_grads(placeholders, weight))
 
         def is_of_tokens(x: Tensor) -> bool:
             return _is_of_tokens(x, x_RH) and x.untyped_storage()._cdata not in addresses
