@@ -91,7 +91,7 @@ def scaled_mm(
     if not a.values.is_cuda or a.values.dtype == torch.float64 or not a.values.numel():
         return None
     narrow, how = narrow or dtype, (a.values.device, a.scaling, b.scaling)
-    if not _works(*how, narrow, _BY_DEFINITION):
+    if not _works(*how, narrow):
         return None
     is_wide = narrow != dtype and _works(*how, dtype, f"these GEMMs write {narrow}, to which sums are rounded")
     return native_mm(a, b, dtype if is_wide else narrow)
@@ -151,7 +151,7 @@ def _operand(x: QuantizedTensor, kind: GemmKind) -> tuple[Tensor | _Scales, ...]
 
 
 @functools.lru_cache
-def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype, instead: str) -> bool:
+def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype, instead: str = _BY_DEFINITION) -> bool:
     """Return whether the device computes a GEMM as defined; tried once. `instead`: what else happens."""
     kind = gemm_kind(a, b)
     if kind is None or not kind.device <= torch.cuda.get_device_capability(device) < kind.until:
