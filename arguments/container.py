@@ -156,14 +156,11 @@ class Arguments:
     def te_quantizes(self) -> tuple[bool, bool]:
         """Whether TransformerEngine computes the quantized GEMMs of (linears, experts), if it can be used at all."""
         linears = can_quantize_linears(self.precision, self.replaces_te_weights)
-        ep = self.parallel.expert_model_parallel_size
-        experts = can_quantize_experts(self.moe, self.precision, ep, self.replaces_te_weights)
-        experts = experts and not leaves_counts_on_device(
-            self.moe,
-            self.precision,
-            typed=self.typed,
-            captured=self.training.captured_modules,
-            fused=self.model.use_transformer_engine_op_fuser,
+        ep, fused = self.parallel.expert_model_parallel_size, self.model.use_transformer_engine_op_fuser
+        experts = can_quantize_experts(
+            self.moe, self.precision, ep, replaces_weights=self.replaces_te_weights, fused=fused
+        ) and not leaves_counts_on_device(
+            self.moe, self.precision, typed=self.typed, captured=self.training.captured_modules, fused=fused
         )
         return linears and not self.parallel.has_deferred_wgrad, experts
 

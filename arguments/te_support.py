@@ -36,8 +36,25 @@ def experts_problem(moe: Any, ep: int) -> str | None:
     """Return why it cannot compute the experts with this expert parallelism, None if it can."""
     if moe.moe_clone_hot_experts and ep > 1:
         return "its number of experts is fixed, and that of clones changes (--moe-clone-hot-experts)"
-    if moe.moe_paged_stash:
-        return "the tensors that it saves for backward cannot be stored in pages (--moe-paged-stash)"
+    return None
+
+
+def stash_problem(moe: Any, fused: bool, host_problem: str | None) -> str | None:
+    """Return why what its experts save for backward cannot be stored in pages; None if it can, or without a stash.
+
+    Args:
+        fused: experts are a pipeline of its operations.
+        host_problem: why the pipeline reads token counts on the host; None if it does not.
+    """
+    if not moe.moe_paged_stash:
+        return None
+    if not fused:
+        return (
+            "the tensors that it saves for backward cannot be stored in pages (--moe-paged-stash) without "
+            "--use-transformer-engine-op-fuser"
+        )
+    if host_problem:
+        return f"pages (--moe-paged-stash) are for experts that read token counts on the device: {host_problem}"
     return None
 
 
@@ -47,13 +64,18 @@ def can_quantize_linears(precision: Any, replaces_weights: bool) -> bool:
     return is_requested and recipe_problem(precision, replaces_weights) is None
 
 
-def can_quantize_experts(moe: Any, precision: Any, ep: int, replaces_weights: bool) -> bool:
-    """Return whether it could compute the quantized GEMMs of experts, wherever their token counts are read."""
+def can_quantize_experts(moe: Any, precision: Any, ep: int, *, replaces_weights: bool, fused: bool) -> bool:
+    """Return whether it could compute the quantized GEMMs of experts, wherever their token counts are read.
+
+    Args:
+        fused: experts are a pipeline of its operations.
+    """
     return (
         can_quantize_linears(precision, replaces_weights)
         and bool(moe.num_experts)
         and moe.moe_grouped_gemm
         and experts_problem(moe, ep) is None
+        and stash_problem(moe, fused, fused_experts_problem(moe, precision)) is None
     )
 
 
@@ -80,16 +102,18 @@ def leaves_counts_on_device(
     )
 
 
-def fused_experts_problem(recipe_name: str, pads_tokens: bool) -> str | None:
+def fused_experts_problem(moe: Any, precision: Any) -> str | None:
     """Return why its fused experts (--use-transformer-engine-op-fuser) read token counts on the host on every device.
 
     Args:
-        recipe_name: of quantization.
-        pads_tokens: --moe-router-padding-for-quantization.
+        moe, precision: as of `leaves_counts_on_device`; quantized.
     """
-    if recipe_name not in ("mxfp8", "nvfp4"):
-        return f"TransformerEngine reads them there with {recipe_name} scaling"
-    return None if pads_tokens else "they are padded there without --moe-router-padding-for-quantization"
+    recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
+    if recipe not in ("mxfp8", "nvfp4"):
+        return f"TransformerEngine reads them on the host with {recipe} scaling"
+    if moe.moe_token_dispatcher_type == "flex" and moe.moe_flex_dispatcher_backend == "ncclep":
+        return "NCCL EP does not pad the tokens of an expert, so the host does"
+    return None
 
 
 def has_captured_experts(captured: Collection[str]) -> bool:

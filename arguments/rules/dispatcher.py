@@ -12,7 +12,14 @@ from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types
 from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
 from arguments.stored_weights import stored_weight_format
-from arguments.te_support import can_quantize_experts, experts_problem, has_captured_experts, leaves_counts_on_device
+from arguments.te_support import (
+    can_quantize_experts,
+    experts_problem,
+    fused_experts_problem,
+    has_captured_experts,
+    leaves_counts_on_device,
+    stash_problem,
+)
 
 TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
@@ -104,9 +111,9 @@ def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
     """Name whose experts a factor of received tokens selects."""
     fused, captured = s.use_transformer_engine_op_fuser, captured_parts(s)
     replaces_weights = stored_weight_format(s, s) == "nvfp4"
-    if not can_quantize_experts(s, s, f.ep, replaces_weights) or not leaves_counts_on_device(
-        s, s, typed=s.typed, captured=captured, fused=fused
-    ):
+    if not can_quantize_experts(
+        s, s, f.ep, replaces_weights=replaces_weights, fused=fused
+    ) or not leaves_counts_on_device(s, s, typed=s.typed, captured=captured, fused=fused):
         return
     if has_captured_experts(captured):
         s.note(
@@ -124,12 +131,10 @@ def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
 def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
     """Note why experts are not a pipeline of TransformerEngine's; the other conditions are those of the flag."""
     dest = "use_transformer_engine_op_fuser"
-    if (
-        getattr(s, dest)
-        and s.transformer_impl == "transformer_engine"
-        and f.experts
-        and (problem := experts_problem(s, f.ep))
-    ):
+    if not getattr(s, dest) or s.transformer_impl != "transformer_engine" or not f.experts:
+        return
+    host_problem = fused_experts_problem(s, s) if s.fp8 or s.fp4 else None
+    if problem := experts_problem(s, f.ep) or stash_problem(s, True, host_problem):
         reason = f"TransformerEngine cannot compute these experts, because {problem}; this program's grouped GEMMs do"
         s.note_no_effect(s.flag(dest), reason)
 

@@ -144,10 +144,9 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         (
             "use_transformer_engine_op_fuser",
             s.use_transformer_engine_op_fuser
-            and can_quantize_experts(s, s, f.ep, stored_weight_format(s, s) == "nvfp4")
-            and fused_experts_problem(s.fp4_recipe if s.fp4 else s.fp8_recipe, s.moe_router_padding_for_quantization),
-            "they leave counts on the device only with the mxfp8 and nvfp4 recipes and "
-            "--moe-router-padding-for-quantization.",
+            and can_quantize_experts(s, s, f.ep, replaces_weights=stored_weight_format(s, s) == "nvfp4", fused=True)
+            and fused_experts_problem(s, s),
+            "they leave counts on the device only with the mxfp8 and nvfp4 recipes.",
         ),
         ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
     ):

@@ -23,7 +23,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.backends import BackendPolicy
-from moe_trainer.layers import te, te_layers
+from moe_trainer.layers import te, te_layers, te_ops
 from moe_trainer.layers.context_parallel import make_core_attention
 from moe_trainer.layers.core_attention import BACKENDS, CoreAttention, backend_problem
 from moe_trainer.layers.kernels import Kernels
@@ -299,26 +299,41 @@ class _FusedSelection:
     def _select_experts(self, recipe: QuantizationRecipe | None, low: bool) -> dict[str, Any]:
         """Return the arguments of FusedLayers for experts; `low`: the library computes GEMMs with the recipe."""
         fused = self._uses_operation_fuser()
+        plain_host_problem, host_problem = (
+            te_layers.host_counts_problem(self.precision, each, capability=self.backends.capability, moe=self.moe)
+            for each in (None, recipe)
+        )
         quantized = (
             low
             and not self._leaves_counts_on_device(recipe, fused)
-            and self._fits(f"experts with {recipe.name} scaling", self._experts_problem(recipe.alignment), loud=True)
+            and self._fits(
+                f"experts with {recipe.name} scaling",
+                self._experts_problem(recipe.alignment, fused, host_problem),
+                loud=True,
+            )
         )
-        host_problem = functools.partial(
-            te_layers.host_counts_problem, self.precision, capability=self.backends.capability, moe=self.moe
-        )
+        multiple = 1
+        if quantized:
+            multiple = max(te.pad_multiple(recipe), te_ops.PAD_MULTIPLE if fused else 1)
         return {
             "quantized_experts": quantized,
-            "plain_experts": self._select_plain_experts(fused),
-            "pad_multiple": te.pad_multiple(recipe) if quantized else 1,
+            "plain_experts": self._select_plain_experts(fused, plain_host_problem),
+            "pad_multiple": multiple,
             "expert_ops": fused,
             "interleave_size": self.moe.moe_mlp_glu_interleave_size,
-            "plain_host_problem": host_problem(recipe=None),
-            "quantized_host_problem": host_problem(recipe=recipe),
+            "plain_host_problem": plain_host_problem,
+            "quantized_host_problem": host_problem,
         }
 
-    def _experts_problem(self, alignment: int) -> str | None:
-        return te_layers.experts_problem(te.load(), self.model, self.moe, self.ps, alignment)
+    def _experts_problem(self, alignment: int, fused: bool, host_problem: str | None) -> str | None:
+        """Return why the library cannot compute experts; None if it can.
+
+        Args:
+            host_problem: why the pipeline reads token counts on the host; None if it does not.
+        """
+        return te_layers.experts_problem(
+            te.load(), self.model, self.moe, self.ps, alignment
+        ) or te_support.stash_problem(self.moe, fused, host_problem)
 
     def _uses_operation_fuser(self) -> bool:
         if not self.model.use_transformer_engine_op_fuser:
@@ -351,7 +366,7 @@ class _FusedSelection:
             )
         return leaves_counts
 
-    def _select_plain_experts(self, fused: bool) -> bool:
+    def _select_plain_experts(self, fused: bool, host_problem: str | None) -> bool:
         """Return whether the library computes experts in high precision."""
         bf16 = self.precision.params_dtype_name == "bf16"
         if bf16 and not fused:
@@ -359,10 +374,11 @@ class _FusedSelection:
                 self.backends.capability >= te_layers.BF16_EXPERTS_FROM
                 and not self._is_kernel_named(self.local.kernels.grouped_gemms is not None)
                 and self.moe.moe_expert_rank_capacity_factor is None
-                and self._experts_problem(1) is None
+                and self._experts_problem(1, fused, host_problem) is None
             )
         else:
-            is_selected = self._fits(f"experts in {self.precision.params_dtype_name}", self._experts_problem(1))
+            problem = self._experts_problem(1, fused, host_problem)
+            is_selected = self._fits(f"experts in {self.precision.params_dtype_name}", problem)
         if bf16 and not is_selected:
             # torch's one GEMM for all experts saves less for backward (ops/expert_mlp.py), so nothing is missing: not
             # for `_fits`

@@ -38,10 +38,11 @@ def _weight_grad(
     weight: Parameter, grad: Tensor, x: Tensor | SavedInput, queue: WeightGradQueue | None, gemms: LinearGemms
 ) -> Tensor | None:
     """Return a weight gradient; None if it is deferred or already in the main gradient."""
+    compute = main_grad.weight_grad_fn(weight, grad, x, gemms)
     if queue is not None and queue.active:
-        queue.defer(weight, gemms.make_wgrad_fn(grad, x))
+        queue.defer(weight, compute)
         return None
-    return main_grad.weight_grad(weight, grad, x, gemms)
+    return compute()
 
 
 def column_grads(

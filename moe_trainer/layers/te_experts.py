@@ -58,7 +58,13 @@ def unstacked(
     return shown
 
 
-def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, queue: WeightGradQueue | None) -> Tensor:
+def give_main_grad(shown: Tensor, weight: Tensor) -> Tensor:
+    """Give the library's tensor of a weight a tensor to which it adds the gradient, and return that: zeros."""
+    shown.main_grad = torch.zeros(weight.shape, dtype=gradient_dtype(weight), device=weight.device)
+    return shown.main_grad
+
+
+def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor) -> Tensor:
     """Give the weights of all experts the tensors to which the library adds their gradients: zeros.
 
     Not slices of the parameter's main gradient: there the gradient is added times a factor, or replaces an old one.
@@ -66,8 +72,7 @@ def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, queue: Weight
     Returns:
         All of them, [e, N, K].
     """
-    dtype = gradient_dtype(weight_eNK, is_deferred=queue is not None and queue.active)
-    sums_eNK = torch.zeros(weight_eNK.shape, dtype=dtype, device=weight_eNK.device)
+    sums_eNK = torch.zeros(weight_eNK.shape, dtype=gradient_dtype(weight_eNK), device=weight_eNK.device)
     for weight, total in zip(weights, sums_eNK, strict=True):
         weight.main_grad = total
     return sums_eNK
@@ -186,7 +191,7 @@ class FusedGroupedLinear(nn.Module):
         with self.context(), self._showing(views):
             y_RN = self.fused(x_RK, self._splits(counts_e), is_first_microbatch=is_first)
         if y_RN.requires_grad and weight_eNK.requires_grad:  # when its backward begins
-            y_RN.register_hook(lambda _: sums.append(give_main_grads(views, weight_eNK, self.queue)))
+            y_RN.register_hook(lambda _: sums.append(give_main_grads(views, weight_eNK)))
         return y_RN
 
     def _splits(self, counts_e: Sequence[int]) -> list[int] | Tensor:

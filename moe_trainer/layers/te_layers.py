@@ -1,10 +1,11 @@
 """Layers built on TransformerEngine's modules (--transformer-impl transformer_engine).
 
 Each is a local layer whose forward calls a module of the library. The parameters are the local layer's (names,
-ParamInfo, initial values); the library's module is built on the meta device and shares them. Weight gradients come out
-of autograd; the library's own accumulation into `main_grad` is off. Norm and linear stay two modules, not
-LayerNormLinear: recomputation, offloading and checkpoint names need both. What stays with the local layers, and why:
-docs/design/transformer_engine.md.
+ParamInfo, initial values); the library's module is built on the meta device and shares them. Where a weight's gradient
+is added to a wider main gradient (--gradient-accumulation-fusion), the library's GEMM writes it in that dtype
+(`fuse_wgrad_accumulation`), as in te_experts.py; elsewhere it comes out of autograd. Norm and linear stay two modules,
+not LayerNormLinear: recomputation, offloading and checkpoint names need both. What stays with the local layers, and
+why: docs/design/transformer_engine.md.
 
 The library is passed in as a module. tests/layers/test_te.py compares its calls with recorded signatures.
 """
@@ -28,9 +29,10 @@ from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from moe_trainer.layers.norm import Norm
-from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryWeight, showing, unstacked
+from moe_trainer.layers.te_experts import FusedGroupedLinear, LibraryWeight, give_main_grad, showing, unstacked
 from moe_trainer.layers.te_ops import FusedExpertMLP
 from moe_trainer.layers.tp_overlap import GEMM_NAMES, TpOverlap
+from moe_trainer.ops.main_grad import add_to_main_grad, is_sum_wider
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.quantization.iteration import WeightCastCache
 from moe_trainer.quantization.recipe import QuantizationRecipe
@@ -115,13 +117,32 @@ class _FusedLinear:
     def forward(self, x: Tensor) -> Tensor:
         is_first = self.casts.is_first()
         tensors = self.stored.tensors(self.weight, is_first, self.training)
-        with self.context():
-            if tensors is None:
+        adds = self.weight.requires_grad and torch.is_grad_enabled() and is_sum_wider(self.weight)
+        self.fused.fuse_wgrad_accumulation = adds
+        if tensors is None and not adds:
+            with self.context():
                 return self.fused(x, is_first_microbatch=is_first)
-            self.fused._parameters.pop("weight", None)  # the parameter is this layer's, and has no values
-            (weight,) = unstacked(self.weight.unsqueeze(0), None, tensors)
-            with showing(self.fused, {"weight": weight}):
-                return self.fused(x, is_first_microbatch=is_first)
+        return self._forward_shown(x, is_first, tensors, adds)
+
+    def _forward_shown(self, x: Tensor, is_first: bool | None, tensors: list[Tensor] | None, adds: bool) -> Tensor:
+        """Run the library with another tensor in place of the parameter: one of its own, or one whose gradient we add.
+
+        Args:
+            tensors: see `unstacked`.
+            adds: add the gradient to the main gradient.
+        """
+        parameter, sums = self.weight, []
+        (weight,) = unstacked(
+            parameter.unsqueeze(0), (lambda: add_to_main_grad(parameter, sums.pop())) if adds else None, tensors
+        )
+        shared = self.fused._parameters.pop("weight", None)
+        with self.context(), showing(self.fused, {"weight": weight}):
+            y = self.fused(x, is_first_microbatch=is_first)
+        if shared is not None:
+            self.fused.weight = shared
+        if adds and y.requires_grad:  # when its backward begins
+            y.register_hook(lambda _: sums.append(give_main_grad(weight, parameter)))
+        return y
 
 
 class FusedColumnLinear(_FusedLinear, ColumnParallelLinear):
@@ -308,12 +329,12 @@ def host_counts_problem(
         recipe: of the experts; None in high precision.
     """
     if recipe is None and (capability < (9, 0) or precision.params_dtype_name == "fp32"):
-        return "TransformerEngine reads them there before compute capability 9.0, and in fp32"
+        return "TransformerEngine reads them on the host before compute capability 9.0, and in fp32"
     if recipe is None:
         return None
     if capability < (10, 0):
-        return f"TransformerEngine reads them there with {recipe.name} scaling on this device"
-    return te_support.fused_experts_problem(recipe.name, moe.moe_router_padding_for_quantization)
+        return f"TransformerEngine reads them on the host with {recipe.name} scaling on this device"
+    return te_support.fused_experts_problem(moe, precision)
 
 
 @dataclass(frozen=True)

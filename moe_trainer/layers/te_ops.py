@@ -5,6 +5,10 @@ From compute capability 9.0 (bf16) and 10.0 (MXFP8, NVFP4) it reads token counts
 none. Its kernel for all three in one needs --moe-mlp-glu-interleave-size 32, then fc1's gate and up alternate in blocks
 of that many rows: ours are [gate; up], so the weight is rearranged in every call.
 
+Between forward and backward its tensors can be stored in pages (--moe-paged-stash). The library flattens what it
+saves: data of tokens, and of MXFP8 and NVFP4 also scales, whose blocks follow each other expert by expert. So what
+belongs to the first tokens comes first, and every token has an equal part if counts are multiples of PAD_MULTIPLE.
+
 The operations take a weight per expert; ours are one parameter. A call shows them views of the stack as parameters,
 and makes the pipeline of them, which notes its parameters when it is made. Casts of
 weights are repeated with every microbatch, since operations know no first one.
@@ -13,7 +17,7 @@ Shape letters: R tokens sorted by expert, e local experts, H hidden, F expert FF
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -28,6 +32,9 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 NAMES = ("Sequential", "GroupedLinear", "ScaledSwiGLU")
 """What the pipeline takes from transformer_engine.pytorch.ops."""
+
+PAD_MULTIPLE = 256
+"""Multiple of a quantized expert's tokens that its fused kernels need, as in Megatron-Core."""
 
 
 def interleave(w_eNK: Tensor, size: int | None) -> Tensor:
@@ -97,13 +104,24 @@ class FusedExpertMLP(nn.Module):
         self._deferred: tuple[list[Tensor], list[Tensor]] = [], []  # results of the library's queues, in their order
 
     def forward(
-        self, x_RH: Tensor, probs_R: Tensor, w1_eGH: Parameter, w2_eHF: Parameter, counts_e: Sequence[int] | Tensor
+        self,
+        x_RH: Tensor,
+        probs_R: Tensor,
+        w1_eGH: Parameter,
+        w2_eHF: Parameter,
+        counts_e: Sequence[int] | Tensor,
+        *,
+        stash_scope: Callable[[int, Callable[[Tensor], bool]], AbstractContextManager] = lambda *_: nullcontext(),
     ) -> Tensor:
-        """Return y_RH. Counts are multiples of pad_multiple; rows after the last expert's are undefined."""
+        """Return y_RH. Counts are multiples of pad_multiple; rows after the last expert's are undefined.
+
+        Args:
+            stash_scope: see ActivationPolicy.library_stash_scope.
+        """
         if not isinstance(counts_e, Tensor):
             counts_e = integer_tensor(counts_e, x_RH.device)
         pipeline, fc1, fc2 = self._hidden
-        weights, opened = {}, []
+        weights, opened, addresses = {}, [], set()
         for index, (linear, weight) in enumerate(((fc1, w1_eGH), (fc2, w2_eHF))):
             placeholders = _set_placeholders(linear, weight)
             size = self.interleave_size if linear is fc1 else None
@@ -115,14 +133,18 @@ class FusedExpertMLP(nn.Module):
             )
             views[0].main_grad = weight.new_empty(0)  # that there is one is checked here; backward reads placeholders
             weights |= {f"operations.{2 * index}.weight{expert}": view for expert, view in enumerate(views)}
+            addresses |= {view.untyped_storage()._cdata for view in views}
             if weight.requires_grad:
                 opened.append((sums, placeholders, weight))
 
         def open_sums(_: Tensor) -> None:
             for sums, placeholders, weight in opened:
-                sums.append(give_main_grads(placeholders, weight, self.queue))
+                sums.append(give_main_grads(placeholders, weight))
 
-        with self.context():
+        def is_of_tokens(x: Tensor) -> bool:
+            return _is_of_tokens(x, x_RH) and x.untyped_storage()._cdata not in addresses
+
+        with self.context(), stash_scope(len(x_RH), is_of_tokens):
             y_RH = functional_call(pipeline, weights, (x_RH, counts_e, probs_R))
         if y_RH.requires_grad:
             y_RH.register_hook(open_sums)  # when its backward begins
@@ -149,6 +171,19 @@ class FusedExpertMLP(nn.Module):
             return compute_or_defer(self.queue, weight, take)
 
         return collect
+
+
+def _is_of_tokens(x: Tensor, x_RH: Tensor) -> bool:
+    """Return whether a saved tensor that shares no memory with weights holds something of every token.
+
+    The library marks those of its fused kernels. Those of other operations are flat, or have the dtype of the tokens;
+    casts of weights are neither. Numbers of each expert are wider than a byte, and of another dtype.
+    """
+    if x.numel() < len(x_RH) or x.numel() % len(x_RH):
+        return False
+    if hasattr(x, "grouped_tensor_scale_inv"):
+        return True
+    return x.dtype == x_RH.dtype or (x.dim() == 1 and x.element_size() == 1)
 
 
 def _set_placeholders(linear: nn.Module, weight_eNK: Tensor) -> list[Parameter]:

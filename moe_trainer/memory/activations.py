@@ -76,6 +76,7 @@ class ActivationPolicy:
         self._replay_cache: ReplayCache | None = None
         self._recomputed_outputs: dict[int, tuple[StorageWeakRef, OutputSource, int]] = {}
         self._store: StoreFn | None = None
+        self._stash_group: StashGroup | None = None
         self._resident: set[int] = set()
 
     @property
@@ -194,10 +195,27 @@ class ActivationPolicy:
         if self.stash is None or not self.is_saving:
             yield None
             return
-        group = self.stash.open(buffer_size, num_used, balanced_size)
-        with self._storing(group.store):
-            yield group
+        group = self._stash_group = self.stash.open(buffer_size, num_used, balanced_size)
+        try:
+            with self._storing(group.store):
+                yield group
+        finally:
+            self._stash_group = None
         group.close()
+
+    @contextlib.contextmanager
+    def library_stash_scope(self, num_tokens: int, is_of_tokens: Callable[[Tensor], bool]) -> Iterator[None]:
+        """Stash what a library saves in this scope, inside that of `stash_scope`; nothing to do without a stash.
+
+        Args:
+            num_tokens: tokens of the library's buffers.
+            is_of_tokens: whether a saved tensor holds something of every token.
+        """
+        if self._stash_group is None:
+            yield
+            return
+        with self._storing(self._stash_group.library_buffers(num_tokens, is_of_tokens)):
+            yield
 
     @contextlib.contextmanager
     def _storing(self, store: StoreFn) -> Iterator[None]:

@@ -160,11 +160,15 @@ class PagePool:
 
 
 class StashedTensor:
-    """A tensor of a group between forward and backward; the node that saved it holds it."""
+    """A tensor of a group between forward and backward; the node that saved it holds it.
 
-    def __init__(self, group: "StashGroup", index: int, x: Tensor):
+    Attributes:
+        shape: [C, ...], as it is stored; `saved_shape` is what the node saved.
+    """
+
+    def __init__(self, group: "StashGroup", index: int, x: Tensor, saved_shape: torch.Size):
         self._group, self.index = group, index
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.shape, self.dtype, self.device, self.saved_shape = x.shape, x.dtype, x.device, saved_shape
         self.copy: Tensor | None = None  # if it is not in pages
         self.restored: Tensor | None = None
 
@@ -172,7 +176,7 @@ class StashedTensor:
         """Return the tensor."""
         self._group.finish()
         assert self.restored is not None
-        return self.restored
+        return self.restored.view(self.saved_shape)
 
 
 class StashGroup:
@@ -194,9 +198,34 @@ class StashGroup:
         """Store a tensor when the group is closed; return how to fetch it, or None if it is not one of tokens."""
         if x.dim() == 0 or x.shape[0] < max(1, self._buffer_size):
             return None
-        stored = StashedTensor(self, len(self._sources), x)
+        return self._add(x, x.detach())
+
+    def library_buffers(
+        self, num_tokens: int, is_of_tokens: Callable[[Tensor], bool]
+    ) -> Callable[[Tensor], Callable[[], Tensor] | None]:
+        """Return a function like `store` for what a library saves, whose shapes need not begin with the tokens.
+
+        Experts by a library save nothing else, so the group takes the library's sizes.
+
+        Args:
+            num_tokens: tokens of its buffers; with numbers on the host these are all in use.
+            is_of_tokens: whether a tensor holds equally many bytes of every token, in the order of tokens.
+        """
+        self._buffer_size = num_tokens
+        if not isinstance(self._num_used, Tensor):
+            self._num_used = num_tokens
+
+        def store(x: Tensor) -> Callable[[], Tensor] | None:
+            if not is_of_tokens(x):
+                return None
+            return self._add(x, x.detach().reshape(num_tokens, -1))
+
+        return store
+
+    def _add(self, x: Tensor, x_C: Tensor) -> Callable[[], Tensor]:
+        stored = StashedTensor(self, len(self._sources), x_C, x.shape)
         self._tensors.append(weakref.ref(stored))
-        self._sources.append((stored, x.detach()))
+        self._sources.append((stored, x_C))
         return stored.get
 
     def close(self) -> None:

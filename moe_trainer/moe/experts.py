@@ -211,6 +211,8 @@ class Experts(nn.Module):
     @property
     def pad_multiple(self) -> int:
         """Multiple to which each expert's tokens are padded where their counts stay on the device."""
+        if self.pipeline is not None:
+            return self.pipeline.pad_multiple
         return 1 if self.quantized is None else max(gemms.token_multiple for gemms in self.quantized)
 
     def quantized_weights(self) -> Iterator[tuple[nn.Parameter, QuantizedGemms]]:
@@ -246,7 +248,9 @@ class Experts(nn.Module):
         inputs = x_RH, probs_R, w1, w2, tokens_per_expert_e
         biases = {"b1_eG": b1, "b2_eH": self._fc2_bias(b2)}
         if self.pipeline is not None and len(x_RH) > unused:
-            return pipeline_expert_mlp(self.pipeline, x_RH, probs_R, (w1, w2), tokens_per_expert_e, unused)
+            return pipeline_expert_mlp(
+                self.pipeline, x_RH, probs_R, (w1, w2), tokens_per_expert_e, self.activations, unused
+            )
         if self.grouped is not None and len(x_RH) > unused:
             return grouped_expert_mlp(
                 *inputs,

@@ -9,6 +9,7 @@ width (2F when gated).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -31,7 +32,14 @@ class ExpertPipeline(Protocol):
     host_problem: str | None
 
     def __call__(
-        self, x_PH: Tensor, probs_P: Tensor, w1_eGH: Tensor, w2_eHF: Tensor, counts: Sequence[int] | Tensor
+        self,
+        x_PH: Tensor,
+        probs_P: Tensor,
+        w1_eGH: Tensor,
+        w2_eHF: Tensor,
+        counts: Sequence[int] | Tensor,
+        *,
+        stash_scope: Callable[[int, Callable[[Tensor], bool]], AbstractContextManager],
     ) -> Tensor: ...
 
 
@@ -97,6 +105,7 @@ def pipeline_expert_mlp(
     probs_R: Tensor,
     weights: tuple[Tensor, Tensor],
     counts: Sequence[int] | Tensor,
+    activations: ActivationPolicy,
     unused: int = 0,
 ) -> Tensor:
     """Run a library's MLP of all experts on their tokens, of which there must be at least one in all.
@@ -106,12 +115,13 @@ def pipeline_expert_mlp(
         counts: tokens per expert: host integers, or a tensor on the device in multiples of the pipeline's pad_multiple.
         unused: tokens at the end of x_RH that no expert has; 0 with counts on the device.
     """
+    stash_scope = activations.library_stash_scope
     if isinstance(counts, Tensor):
-        return pipeline(x_RH, probs_R, *weights, counts)
+        return pipeline(x_RH, probs_R, *weights, counts, stash_scope=stash_scope)
     num_tokens = x_RH.shape[0] - unused
     padding = TokenPadding(counts, pipeline.pad_multiple, x_RH.device)
     x_PH, probs_P = padding.pad(x_RH[:num_tokens]), padding.pad(probs_R[:num_tokens])
-    y_RH = padding.unpad(pipeline(x_PH, probs_P, *weights, padding.counts))
+    y_RH = padding.unpad(pipeline(x_PH, probs_P, *weights, padding.counts, stash_scope=stash_scope))
     return F.pad(y_RH, (0, 0, 0, unused)) if unused else y_RH
 
 

@@ -98,7 +98,6 @@ class MoELayer(nn.Module):
         quantization = factory.precision if moe.moe_router_padding_for_quantization else None
         self.capacity = moe.moe_expert_capacity_factor if moe.moe_pad_expert_input_to_capacity else None
         self.drops_tokens = moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0
-        self.padding_multiple = 1 if quantization is None else quantization.recipe.alignment
         self.experts = Experts(
             model,
             moe,
@@ -111,6 +110,10 @@ class MoELayer(nn.Module):
             grouped_linear=factory.grouped_linear,
             expert_mlp=factory.expert_mlp,
         )
+        self.padding_multiple = 1
+        if quantization is not None:
+            multiple = 1 if self.experts.pipeline is None else self.experts.pad_multiple
+            self.padding_multiple = max(quantization.recipe.alignment, multiple)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if moe.moe_latent_size is not None:
             self._build_latent_projections(model, moe.moe_latent_size, ps, name, factory)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_trainer.ops.gemms import LMHeadGemms
 from moe_trainer.ops.logit_chunks import logit_chunk_size
-from moe_trainer.ops.main_grad import get_main_grad_sum, weight_grad
+from moe_trainer.ops.main_grad import MainGradSum, add_to_main_grad, can_accumulate_gemm, weight_grad_fn
 
 BLOCK_NUMEL = 1 << 18  # fp32 elements widened at a time: 1 MB, a core's L2
 FP16_GAIN = 2.0**15  # fp16 stores probabilities times this, to keep the small ones; bf16 and fp32 have the range
@@ -121,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.kernels.gradient(grad_TV, labels_T, grad_T, torch.expm1(-loss_T).mul_(grad_T))
         grad_TV = ctx.gemms.cast_grad(grad_TV, weight_VH)
         grad_x = ctx.gemms.input_grad(grad_TV, weight_VH) if ctx.needs_input_grad[0] else None
-        grad_weight = weight_grad(ctx.weight, grad_TV, x_TH, ctx.gemms) if ctx.needs_input_grad[1] else None
+        grad_weight = weight_grad_fn(ctx.weight, grad_TV, x_TH, ctx.gemms)() if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None, None, None
 
 
@@ -199,8 +199,8 @@ class LinearLossGrads:
         """Accumulate the gradients of the logits of some tokens, with their inputs."""
         grad_TV = grad_TV.to(self._weight.dtype)
         torch.mm(grad_TV, self._weight, out=self._x_grad[rows])
-        if grad_TV.dtype == self._weight_grad.dtype:
-            self._weight_grad.addmm_(grad_TV.t(), x_TH)
+        if can_accumulate_gemm(self._weight_grad, grad_TV):
+            MainGradSum(self._weight_grad, beta=1.0, alpha=1.0).add(grad_TV.t(), x_TH)
         else:
             self._weight_grad.add_(grad_TV.t() @ x_TH)
 
@@ -210,12 +210,8 @@ class LinearLossGrads:
 
     def take_weight_grad(self, factor: Tensor) -> Tensor | None:
         """Return the weight gradient times `factor` in the weight's dtype; None if the main gradient takes it."""
-        grad = self._weight_grad.mul_(factor)
-        total = get_main_grad_sum(self._weight, grad)
-        if total is None:
-            return grad.to(self._weight.dtype)
-        total.add_gradient(grad)
-        return None
+        grad = add_to_main_grad(self._weight, self._weight_grad.mul_(factor))
+        return None if grad is None else grad.to(self._weight.dtype)
 
 
 def linear_cross_entropy(

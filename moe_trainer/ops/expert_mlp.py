@@ -28,7 +28,7 @@ from moe_trainer.ops.grouped_gemm import (
     prefer_grouped,
     token_offsets,
 )
-from moe_trainer.ops.main_grad import MainGradSum, get_main_grad_sum
+from moe_trainer.ops.main_grad import add_to_main_grad, get_main_grad_sum, gradient_dtype
 from moe_trainer.ops.pointwise import Activation
 
 BLOCK_TOKENS = 256  # of an elementwise block in the grouped form on CPU
@@ -181,7 +181,14 @@ def grad_owner(weight: Tensor) -> Tensor | WeightOwner:
     return getattr(weight, "grad_owner", weight)
 
 
-def compute_or_defer(queue: Any, owner: Tensor | WeightOwner, grad: Callable[[], Tensor] | None) -> Tensor | None:
+def owner_dtype(owner: Tensor | WeightOwner) -> torch.dtype:
+    """Return the dtype in which a weight's gradient is computed: wide if it is added to a wide sum at once."""
+    return owner.parameter.dtype if isinstance(owner, WeightOwner) else gradient_dtype(owner)
+
+
+def compute_or_defer(
+    queue: Any, owner: Tensor | WeightOwner, grad: Callable[[], Tensor | None] | None
+) -> Tensor | None:
     """Compute a weight gradient in backward.
 
     Returns None if it is not needed, if the queue takes it, or if it was added to the main gradient. The latter happens
@@ -189,48 +196,51 @@ def compute_or_defer(queue: Any, owner: Tensor | WeightOwner, grad: Callable[[],
     """
     if grad is None:
         return None
-    if _defers(queue):
-        parameter, compute = owner, grad
-        if isinstance(owner, WeightOwner):
-            parameter, compute = owner.parameter, lambda: owner.convert(grad())
-        queue.defer(parameter, torch.no_grad()(compute))  # outside backward gradients would be recorded
-        return None
-    if isinstance(grad, GroupedWeightGrad):
-        total = get_main_grad_sum(owner, grad.x_RK)
-        if total is None:
-            return grad()
-        grad.add_to(total)
-        return None
-    computed = grad()
-    total = None if computed is None else get_main_grad_sum(owner, computed)
+    if not _defers(queue):
+        return _add_or_return(owner, grad)
+    parameter, compute = owner, grad
+    if isinstance(owner, WeightOwner):
+        parameter, compute = owner.parameter, lambda: owner.convert(grad())
+    # outside backward gradients would be recorded
+    queue.defer(parameter, torch.no_grad()(lambda: _add_or_return(parameter, compute)))
+    return None
+
+
+def _add_or_return(owner: Tensor | WeightOwner, grad: Callable[[], Tensor | None]) -> Tensor | None:
+    if not isinstance(grad, GroupedWeightGrad):
+        computed = grad()
+        return None if computed is None else add_to_main_grad(owner, computed)
+    total = get_main_grad_sum(owner, grad.x_RK)
     if total is None:
-        return computed
-    total.add_gradient(computed)
+        return grad()
+    grad.add_to(total)
     return None
 
 
 class _StackGrad:
     """Gradient of a stacked weight, computed expert by expert: on `add`, or all when called."""
 
-    def __init__(self, weight_eNK: Tensor, experts: Sequence[int], later: bool, total: MainGradSum | None):
-        """Allocate the gradient.
+    def __init__(self, weight_eNK: Tensor, experts: Sequence[int], owner: Tensor | WeightOwner, later: bool):
+        """Allocate the gradient, unless it is added to the main gradient.
 
         Args:
             experts: those with tokens.
             later: store the operands and compute when called.
-            total: main gradient to accumulate in.
         """
-        self.later, self.total = later, total
+        self.later, self.owner, self.total, self.grad_eNK = later, owner, None, None
         self.none, self.shape = weight_eNK.new_empty(0), weight_eNK.shape  # not the weight, which may be dropped
-        self.complete = len(experts) == len(weight_eNK)
+        self.others = set(range(len(weight_eNK))).difference(experts)
         self.pieces: list[tuple[int, Tensor, Tensor]] = []
-        self.grad_eNK = None if later or total is not None else self._new()
-        if total is not None:
-            for expert in set(range(len(weight_eNK))).difference(experts):
-                total.slice(expert).clear()
+        if not later:
+            self._open()
 
-    def _new(self) -> Tensor:
-        return self.none.new_empty(self.shape) if self.complete else self.none.new_zeros(self.shape)
+    def _open(self) -> None:
+        self.total = get_main_grad_sum(self.owner, self.none)
+        if self.total is None:
+            self.grad_eNK = self.none.new_zeros(self.shape) if self.others else self.none.new_empty(self.shape)
+        else:
+            for expert in self.others:
+                self.total.slice(expert).clear()
 
     def add(self, expert: int, grad_RN: Tensor, x_RK: Tensor) -> None:
         if self.later:
@@ -242,7 +252,8 @@ class _StackGrad:
 
     def __call__(self) -> Tensor | None:
         if self.later:
-            self.grad_eNK, self.later = self._new(), False
+            self.later = False
+            self._open()
             for piece in self.pieces:
                 self.add(*piece)
             self.pieces.clear()
@@ -287,10 +298,7 @@ def _backward_loop(ctx, grad_RH, x_RH, p_R, h_RG, w1, w2, b2):
     grad_w1 = grad_w2 = None
     if needs_w:
         experts, later = [expert for expert, *_ in ranges], _defers(options.queue)
-        grad_w1, grad_w2 = (
-            _StackGrad(w, experts, later, None if later else get_main_grad_sum(owner, x_RH))
-            for w, owner in zip((w1, w2), ctx.owners)
-        )
+        grad_w1, grad_w2 = (_StackGrad(w, experts, owner, later) for w, owner in zip((w1, w2), ctx.owners))
     grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
     grad_b2 = None if b2 is None else torch.zeros_like(b2)
     for expert, start, stop, size in ranges:

@@ -6,6 +6,7 @@ operands in fp8 or fp4. Layers and autograd functions take one of them and never
 Shape letters: T tokens (any leading dimensions), K input width, N output width, V vocabulary.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,16 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+WgradFn = Callable[..., Tensor]
+"""Computes a weight gradient, in the dtype that may be given, else in that of its operands."""
+
+
+def multiply(left: Tensor, right: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return left @ right of matrices, in their dtype or in a wider one, to which nothing is rounded before."""
+    if dtype in (None, left.dtype):
+        return left @ right
+    return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else left.to(dtype) @ right.to(dtype)
 
 
 class LinearGemms(Protocol):
@@ -31,7 +42,7 @@ class LinearGemms(Protocol):
     def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
         """Return grad @ weight."""
 
-    def make_wgrad_fn(self, grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def make_wgrad_fn(self, grad: Tensor, x: Tensor) -> WgradFn:
         """Return a function that computes grad^T @ x."""
 
 
@@ -49,9 +60,9 @@ class UnquantizedGemms:
         """Return grad @ weight."""
         return grad @ weight
 
-    def make_wgrad_fn(self, grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def make_wgrad_fn(self, grad: Tensor, x: Tensor) -> WgradFn:
         """Return a function that computes grad^T @ x."""
-        return lambda: grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        return functools.partial(multiply, grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class LMHeadGemms:
         grad = self.cast_grad(grad, weight)
         return grad @ weight if self.quantized is None else self.quantized.input_grad(grad, weight)
 
-    def make_wgrad_fn(self, grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def make_wgrad_fn(self, grad: Tensor, x: Tensor) -> WgradFn:
         """Return a function that computes grad^T @ x."""
         gemms = UnquantizedGemms() if self.quantized is None else self.quantized
         return gemms.make_wgrad_fn(self.cast_grad(grad, x), x)

@@ -1,11 +1,13 @@
 """Weight gradients accumulated by the GEMM that computes them (--gradient-accumulation-fusion).
 
 Otherwise a GEMM writes the gradient and another pass adds it: one more kernel, three more passes over the weight, and a
-rounding in half precision. torch's own addmm does it, or the kernel of fused_library.py. The owner
-of the gradient buffer sets `main_grad_sum` and `main_grad_sum_dtype` on a weight; functions that compute the weight's
-gradient call `get_main_grad_sum`.
+rounding in half precision. torch's own addmm does it, or the kernel of fused_library.py. GEMMs that cannot add, of
+quantized operands and of other libraries, write the gradient in the dtype of the sum, and it is added without a
+rounding. The owner of the gradient buffer sets `main_grad_sum` and `main_grad_sum_dtype` on a weight; functions that
+compute the weight's gradient call `get_main_grad_sum`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -87,19 +89,41 @@ def get_main_grad_sum(weight: Tensor, operand: Tensor) -> MainGradSum | None:
     return None if opens is None else opens(operand)
 
 
-def gradient_dtype(weight: Tensor, is_deferred: bool) -> torch.dtype:
+def gradient_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which a weight's gradient is kept until it is added: wider than the weight's if the sum is.
 
-    Deferred gradients, and those that autograd adds, are rounded to the weight's dtype in any case.
+    Gradients that autograd adds are rounded to the weight's dtype in any case.
     """
-    total = None if is_deferred else getattr(weight, "main_grad_sum_dtype", None)
+    total = getattr(weight, "main_grad_sum_dtype", None)
     return weight.dtype if total is None else torch.promote_types(weight.dtype, total)
 
 
-def weight_grad(weight: Tensor, grad: Tensor, x: Tensor, gemms: LinearGemms) -> Tensor | None:
-    """Return grad^T @ x over all leading dimensions; None if it was added to the main gradient."""
-    total = get_main_grad_sum(weight, grad) if not gemms.is_quantized and grad.dtype == x.dtype else None
+def is_sum_wider(weight: Tensor) -> bool:
+    """Return whether the sum of a weight's gradients has a wider dtype than the weight."""
+    return gradient_dtype(weight) != weight.dtype
+
+
+def add_to_main_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+    """Add a gradient to the main gradient and return None; return the gradient if autograd must add it."""
+    total = get_main_grad_sum(weight, grad)
     if total is None:
-        return gemms.make_wgrad_fn(grad, x)()
-    total.add(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+        return grad
+    total.add_gradient(grad)
     return None
+
+
+def weight_grad_fn(weight: Tensor, grad: Tensor, x: Tensor, gemms: LinearGemms) -> Callable[[], Tensor | None]:
+    """Return a function that returns grad^T @ x over all leading dimensions, or adds it to the main gradient."""
+    if gemms.is_quantized:
+        compute = gemms.make_wgrad_fn(grad, x)
+        return lambda: add_to_main_grad(weight, compute(gradient_dtype(weight)))
+    grad = grad.to(x.dtype)
+
+    def multiply() -> Tensor | None:
+        total = get_main_grad_sum(weight, grad)
+        if total is None:
+            return gemms.make_wgrad_fn(grad, x)()
+        total.add(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]))
+        return None
+
+    return multiply

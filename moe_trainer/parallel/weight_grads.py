@@ -4,21 +4,37 @@ The previous layer needs the gradient of a linear's input, but nothing needs tha
 iteration. A layer built with a queue defers the wgrad GEMM while the queue is active, and the schedule runs it where
 the rank would otherwise wait.
 
+A deferred function returns a gradient, or adds it to the main gradient by itself and returns None (ops/main_grad.py).
+
 NOTE: torch also runs a parameter's post-accumulate hooks in the backward that defers its gradient, with `.grad` unset.
 """
 
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 
+class _NoGradient(torch.autograd.Function):
+    """A function of a parameter whose backward brings no gradient, but runs the parameter's hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Parameter) -> Tensor:
+        return param.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
 class PendingGrads:
     """The deferred weight gradients of one backward pass, in its order."""
 
     def __init__(self) -> None:
-        self.wgrad_fns: dict[Parameter, list[Callable[[], Tensor]]] = {}
+        self.wgrad_fns: dict[Parameter, list[Callable[[], Tensor | None]]] = {}
         self.callbacks: list[Callable[[], None]] = []
 
     @torch.no_grad()
@@ -26,11 +42,12 @@ class PendingGrads:
         """Compute and accumulate every gradient, with one call of the hooks per parameter; then run the callbacks."""
         while self.wgrad_fns:
             param = next(iter(self.wgrad_fns))
-            first, *others = self.wgrad_fns.pop(param)
-            grad = first()
-            for wgrad_fn in others:
-                grad = grad + wgrad_fn()
-            param.backward(gradient=grad.to(param.dtype))
+            grads = [grad for compute in self.wgrad_fns.pop(param) if (grad := compute()) is not None]
+            if grads:
+                param.backward(gradient=functools.reduce(torch.add, grads).to(param.dtype))
+            else:
+                with torch.enable_grad():
+                    _NoGradient.apply(param).backward()
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()
@@ -43,7 +60,7 @@ class WeightGradQueue:
         self.active = False
         self._pending = PendingGrads()
 
-    def defer(self, param: Parameter, compute: Callable[[], Tensor]) -> None:
+    def defer(self, param: Parameter, compute: Callable[[], Tensor | None]) -> None:
         assert self.active, "gradients are deferred only while the queue is active"
         self._pending.wgrad_fns.setdefault(param, []).append(compute)
 

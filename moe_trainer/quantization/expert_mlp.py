@@ -10,14 +10,15 @@ Shape letters: R tokens sorted by expert, e experts, H hidden, F expert FFN widt
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns, grad_owner
+from moe_trainer.ops.expert_mlp import ActivationFns, compute_or_defer, get_activation_fns, grad_owner, owner_dtype
+from moe_trainer.ops.gemms import WgradFn
 from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, check_token_counts, expert_ranges
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.gemms import QuantizedGemms
@@ -83,8 +84,8 @@ class _QuantizedExpertMLP(torch.autograd.Function):
         grad_x, grad_p = grad_RH.new_zeros(ctx.shape), None if probs_R is None else torch.zeros_like(probs_R)
         grad_b1 = w1.new_zeros(w1.shape[:2]) if ctx.has_b1 else None
         grad_b2 = None if b2 is None else torch.zeros_like(b2)
-        of_w1: dict[int, Callable[[], Tensor]] = {}
-        of_w2: dict[int, Callable[[], Tensor]] = {}
+        of_w1: dict[int, WgradFn] = {}
+        of_w2: dict[int, WgradFn] = {}
         grad_RH = grad_RH.contiguous()
         if ctx.stacked is None:
             inputs = (x[rows] for _, rows in ranges)
@@ -165,11 +166,13 @@ class _BufferMLP(torch.autograd.Function):
         return grad_x, grad_p, grad_w1, grad_b1, grad_w2, grad_b2, None
 
 
-def _weight_grads(ctx, of_w1: Callable[[], Tensor], of_w2: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
-    """Compute or defer the gradients that autograd needs."""
+def _weight_grads(ctx, of_w1: WgradFn, of_w2: WgradFn) -> tuple[Tensor | None, ...]:
+    """Compute or defer the gradients that autograd needs, in the dtype of the main gradient."""
     needed = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
     return tuple(
-        compute_or_defer(ctx.options.queue, owner, compute if is_needed else None)
+        compute_or_defer(
+            ctx.options.queue, owner, functools.partial(compute, owner_dtype(owner)) if is_needed else None
+        )
         for owner, compute, is_needed in zip(ctx.owners, (of_w1, of_w2), needed)
     )
 
@@ -178,11 +181,11 @@ def _per_token(bias_eN: Tensor, groups: TokenGroups) -> Tensor:
     return bias_eN[groups.expert_C.clamp(max=len(bias_eN) - 1)]
 
 
-def _stacked(shape: torch.Size, none: Tensor, parts: dict[int, Callable[[], Tensor]]) -> Tensor:
-    """Stack the experts' weight gradients, like the empty tensor `none`; experts without tokens get zeros."""
-    grad_eNK = none.new_zeros(shape)
+def _stacked(shape: torch.Size, none: Tensor, parts: dict[int, WgradFn], dtype: torch.dtype) -> Tensor:
+    """Stack the experts' weight gradients, on the device of `none`; experts without tokens get zeros."""
+    grad_eNK = none.new_zeros(shape, dtype=dtype)
     for expert, part in parts.items():
-        grad_eNK[expert] = part()
+        grad_eNK[expert] = part(dtype)
     return grad_eNK
 
 

@@ -10,6 +10,7 @@ Each operand is quantized from high precision with its blocks along the contract
 docs/design/quantization.md.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -17,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.ops.gemms import UnquantizedGemms
+from moe_trainer.ops.gemms import UnquantizedGemms, WgradFn, multiply
 from moe_trainer.quantization.grouped import (
     BothOperands,
     GroupedOperand,
@@ -59,9 +60,11 @@ class NoiseSource(Protocol):
         """Return the generator for the tensors of this role."""
 
 
-def quantized_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """Return a [M, K] @ b [N, K]^T, accumulated in fp32, in `dtype`."""
-    native = scaled_mm(a, b, dtype)
+def quantized_mm(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, narrow: torch.dtype | None = None
+) -> Tensor:
+    """Return a [M, K] @ b [N, K]^T, accumulated in fp32, in `dtype`; `narrow`: see scaled_mm."""
+    native = scaled_mm(a, b, dtype, narrow)
     return (a.dequantized() @ b.dequantized().t()).to(dtype) if native is None else native
 
 
@@ -82,11 +85,9 @@ class UnquantizedExpertGemms(UnquantizedGemms, nn.Module):
         """Return `input_grad` of every expert, whose counts are on the device."""
         return groups.gemms.input_grad(grad_CN, weight_eNK, groups.offsets_e)
 
-    def make_grouped_wgrad_fn(
-        self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups, both: None = None
-    ) -> Callable[[], Tensor]:
-        """Return a function that computes `weight_grad` of every expert, [e, N, K]."""
-        return lambda: groups.gemms.weight_grad(grad_CN, x_CK, groups.offsets_e)
+    def make_grouped_wgrad_fn(self, grad_CN: Tensor, x_CK: Tensor, groups: TokenGroups, both: None = None) -> WgradFn:
+        """Return a function that computes `weight_grad` of every expert, [e, N, K], in the dtype of the tokens."""
+        return lambda dtype=None: groups.gemms.weight_grad(grad_CN, x_CK, groups.offsets_e)
 
     def outputs(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
         """Yield `output` of every pair."""
@@ -238,18 +239,18 @@ class QuantizedGemms(nn.Module):
 
     def make_grouped_wgrad_fn(
         self, grad_CN: Tensor, x: Tensor | SavedTokens, groups: TokenGroups, both: BothOperands | None = None
-    ) -> Callable[[], Tensor]:
+    ) -> WgradFn:
         """Return a function that computes `weight_grad` of every expert, with the scales of this moment.
 
         x [C, K], or what `saved_tokens` has made of it; both: what quantize_both has made of grad.
         """
         self._note_tokens(GRAD, grad_CN, groups)
         if not self.recipe.wgrad:
-            return lambda: groups.gemms.weight_grad(grad_CN, x, groups.offsets_e)
+            return lambda dtype=None: groups.gemms.weight_grad(grad_CN, x, groups.offsets_e)
         noise = self._noise(self.recipe.grad_t, "weight", grad_CN.device)
         scales = self._scale(GRAD), self._scale(X)
         given: Tensor | GroupedOperand = grad_CN if both is None else both.columns
-        dtype = grad_CN.dtype
+        narrow = grad_CN.dtype
 
         def operand(
             tokens: Tensor | SavedTokens | GroupedOperand,
@@ -263,10 +264,10 @@ class QuantizedGemms(nn.Module):
                 return tokens.operand(groups)
             return quantize_tokens(tokens, scaling, groups, self.quantizer, scale, noise, transposed=True)
 
-        def compute() -> Tensor:
+        def compute(dtype: torch.dtype | None = None) -> Tensor:
             grad = operand(given, self.recipe.grad_t, scales[0], noise)
             tokens = operand(x, self.recipe.x_t, scales[1], None)
-            return grouped_mm_over_tokens(grad, tokens, groups, dtype, self.expert_kernels)
+            return grouped_mm_over_tokens(grad, tokens, groups, dtype or narrow, narrow, self.expert_kernels)
 
         return compute
 
@@ -339,7 +340,7 @@ class QuantizedGemms(nn.Module):
         """Return grad^T @ x over all leading dimensions."""
         return self.make_wgrad_fn(grad_RN, x_RK)()
 
-    def make_wgrad_fn(self, grad_RN: Tensor, x: Tensor | SavedInput) -> Callable[[], Tensor]:
+    def make_wgrad_fn(self, grad_RN: Tensor, x: Tensor | SavedInput) -> WgradFn:
         """Return a function that computes grad^T @ x, with the scales of this moment.
 
         Functions of one linear draw their noise when they run, so they must run in the order in which they are made.
@@ -348,16 +349,17 @@ class QuantizedGemms(nn.Module):
         grad_NR = grad_RN.reshape(-1, grad_RN.shape[-1]).t()
         self._note(GRAD, grad_RN)
         if not self.recipe.wgrad:
-            return lambda: grad_NR @ x.reshape(-1, x.shape[-1])
+            return functools.partial(multiply, grad_NR, x.reshape(-1, x.shape[-1]))
         noise = self._noise(self.recipe.grad_t, "weight", grad_RN.device)
         scales = self._scale(GRAD), self._scale(X)
 
-        def compute() -> Tensor:
+        def compute(dtype: torch.dtype | None = None) -> Tensor:
             grad = self.quantizer(grad_NR, self.recipe.grad_t, scales[0], noise)
             if isinstance(x, SavedInput):
-                return quantized_mm(grad, x.operand(), grad_RN.dtype)
-            x_t = self.quantizer(x.reshape(-1, x.shape[-1]).t(), self.recipe.x_t, scales[1])
-            return quantized_mm(grad, x_t, grad_RN.dtype)
+                x_t = x.operand()
+            else:
+                x_t = self.quantizer(x.reshape(-1, x.shape[-1]).t(), self.recipe.x_t, scales[1])
+            return quantized_mm(grad, x_t, dtype or grad_RN.dtype, grad_RN.dtype)
 
         return compute
 

@@ -207,12 +207,21 @@ def grouped_mm_of_tokens(
 
 
 def grouped_mm_over_tokens(
-    grad: GroupedOperand, x: GroupedOperand, groups: TokenGroups, dtype: torch.dtype, kernels: ExpertKernels | None
+    grad: GroupedOperand,
+    x: GroupedOperand,
+    groups: TokenGroups,
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+    kernels: ExpertKernels | None,
 ) -> Tensor:
-    """Return grad_e [N, C_e] @ x_e [K, C_e]^T for every expert e: [e, N, K] in `dtype`."""
-    if can_use_native_weight_grad(grad.values, x.values, grad.scaling, x.scaling, dtype):
+    """Return grad_e [N, C_e] @ x_e [K, C_e]^T for every expert e: [e, N, K] in `dtype`, by torch's kernel in `narrow`.
+
+    Args:
+        narrow: dtype of the tokens.
+    """
+    if can_use_native_weight_grad(grad.values, x.values, grad.scaling, x.scaling, narrow):
         return native_grouped_weight_grad(grad.values, grad.inverse, x.values, x.inverse, groups.offsets_e)
-    if can_use_block_gemms(x.values, grad.scaling, x.scaling, dtype, kernels):
+    if can_use_block_gemms(x.values, grad.scaling, x.scaling, narrow, kernels):
         return kernels.over_tokens(*_bytes(grad), *_bytes(x), groups.offsets_e, dtype)
     in_bf16 = x.values.is_cuda
     total = groups.gemms.weight_grad(grad.of_gemm(in_bf16).t(), x.of_gemm(in_bf16).t(), groups.offsets_e)

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _PROBE = 256
 _CLOSE = 2e-2
 """How far a device's GEMM may be from the definition, of its norm."""
+_BY_DEFINITION = "these GEMMs are computed by definition, in fp32"
 
 
 class GemmKind(NamedTuple):
@@ -79,11 +80,21 @@ def gemm_kind(a: Scaling, b: Scaling) -> GemmKind | None:
     return NV if formats == {E2M1} and scales == {TWO_LEVEL} and shapes <= {(1, 16), (16, 16)} else None
 
 
-def scaled_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor | None:
-    """Return a [M, K] @ b [N, K]^T computed by the device; None if it cannot or its results differ."""
+def scaled_mm(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, narrow: torch.dtype | None = None
+) -> Tensor | None:
+    """Return a [M, K] @ b [N, K]^T computed by the device; None if it cannot or its results differ.
+
+    Args:
+        narrow: dtype of the result where the device has such a GEMM, but none that writes `dtype`.
+    """
     if not a.values.is_cuda or a.values.dtype == torch.float64 or not a.values.numel():
         return None
-    return native_mm(a, b, dtype) if _works(a.values.device, a.scaling, b.scaling, dtype) else None
+    narrow, how = narrow or dtype, (a.values.device, a.scaling, b.scaling)
+    if not _works(*how, narrow):
+        return None
+    is_wide = narrow != dtype and _works(*how, dtype, f"these GEMMs write {narrow}, to which sums are rounded")
+    return native_mm(a, b, dtype if is_wide else narrow)
 
 
 def native_mm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype) -> Tensor:
@@ -140,8 +151,8 @@ def _operand(x: QuantizedTensor, kind: GemmKind) -> tuple[Tensor | _Scales, ...]
 
 
 @functools.lru_cache
-def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> bool:
-    """Return whether the device computes such a GEMM as defined; tried once."""
+def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype, instead: str = _BY_DEFINITION) -> bool:
+    """Return whether the device computes a GEMM as defined; tried once. `instead`: what else happens."""
     kind = gemm_kind(a, b)
     if kind is None or not kind.device <= torch.cuda.get_device_capability(device) < kind.until:
         logger.warning(
@@ -159,7 +170,7 @@ def _works(device: torch.device, a: Scaling, b: Scaling, dtype: torch.dtype) -> 
     return matches_reference(
         lambda: native_mm(left, right, dtype),
         expected,
-        f"torch's scaled_mm {{}} {a} with {b}: these GEMMs are computed by definition, in fp32",
+        f"torch's scaled_mm {{}} {a} with {b} into {dtype}: {instead}",
     )
 
 

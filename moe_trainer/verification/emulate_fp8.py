@@ -22,6 +22,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from moe_trainer.ops.gemms import WgradFn
 from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.training.context import TrainContext
@@ -84,9 +85,9 @@ def with_scaled_grad(compute: Callable, factor: float) -> Callable:
 def with_scaled_wgrad(make_wgrad_fn: Callable, factor: float) -> Callable:
     """Return the same for the gradient of a weight, which may be computed later."""
 
-    def make_scaled_wgrad_fn(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def make_scaled_wgrad_fn(grad: Tensor, x: Tensor) -> WgradFn:
         compute = make_wgrad_fn(grad * factor, x)
-        return lambda: compute() / factor
+        return lambda *dtype: compute(*dtype) / factor
 
     return make_scaled_wgrad_fn
 
@@ -139,9 +140,9 @@ def split_outputs(gemms: QuantizedGemms, shards: list[Tensor]) -> None:
     output, input_grad, make_wgrad_fn = gemms.output, gemms.input_grad, gemms.make_wgrad_fn
     order = torch.argsort(torch.cat(shards))
 
-    def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> WgradFn:
         wgrad_fns = [make_wgrad_fn(grad[..., shard], x) for shard in shards]
-        return lambda: torch.cat([compute() for compute in wgrad_fns])[order]
+        return lambda *dtype: torch.cat([compute(*dtype) for compute in wgrad_fns])[order]
 
     def compute_output(x: Tensor, weight: Tensor, *dtype: torch.dtype) -> Tensor:
         return torch.cat([output(x, weight[shard], *dtype) for shard in shards], -1)[..., order]
@@ -164,9 +165,9 @@ def split_tokens(gemms: QuantizedGemms, positions: list[Tensor], length: int) ->
         by_position = [part.unflatten(0, (len(index), -1)) for part, index in zip(parts, positions)]
         return torch.cat(by_position)[order].flatten(0, 1)
 
-    def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> WgradFn:
         wgrad_fns = [make_wgrad_fn(*pair) for pair in zip(split(grad), split(x))]
-        return lambda: sum(compute() for compute in wgrad_fns)
+        return lambda *dtype: sum(compute(*dtype) for compute in wgrad_fns)
 
     gemms.output = lambda x, weight, *dtype: join([output(part, weight, *dtype) for part in split(x)])
     gemms.input_grad = lambda grad, weight: join([input_grad(part, weight) for part in split(grad)])
@@ -178,9 +179,9 @@ def split_inputs(gemms: QuantizedGemms, shards: list[Tensor]) -> None:
     output, input_grad, make_wgrad_fn = gemms.output, gemms.input_grad, gemms.make_wgrad_fn
     order = torch.argsort(torch.cat(shards))
 
-    def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    def make_split_wgrad_fn(grad: Tensor, x: Tensor) -> WgradFn:
         wgrad_fns = [make_wgrad_fn(grad, x[..., shard]) for shard in shards]
-        return lambda: torch.cat([compute() for compute in wgrad_fns], 1)[:, order]
+        return lambda *dtype: torch.cat([compute(*dtype) for compute in wgrad_fns], 1)[:, order]
 
     def compute_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
         return torch.cat([input_grad(grad, weight[:, shard]) for shard in shards], -1)[..., order]

@@ -156,21 +156,15 @@ def test_deferred_te_weight_gradients_equal_immediate_ones(fake_package, waits):
 
 
 @pytest.mark.parametrize(
-    ("sums", "defers", "written"),
-    [
-        (None, False, torch.bfloat16),
-        (torch.bfloat16, False, torch.bfloat16),
-        (torch.float32, False, torch.float32),
-        (torch.float32, True, torch.bfloat16),
-    ],
+    ("sums", "written"),
+    [(None, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
 )
-def test_te_gradients_are_wide_only_if_they_are_added_to_wide_sums(fake_package, sums, defers, written):
+def test_te_gradients_are_wide_only_if_they_are_added_to_wide_sums(fake_package, sums, written):
     """A gradient in fp32 that is rounded anyway would take twice the memory of the experts' weights for nothing."""
-    weight, queue = Parameter(torch.ones(4, 12, 8, dtype=torch.bfloat16)), WeightGradQueue()
+    weight = Parameter(torch.ones(4, 12, 8, dtype=torch.bfloat16))
     if sums is not None:
         weight.main_grad_sum_dtype = sums
-    queue.active = defers
-    found = te_experts.give_main_grads(list(weight.detach()), weight, queue)
+    found = te_experts.give_main_grads(list(weight.detach()), weight)
     assert found.dtype == written and not found.any()
 
 

@@ -46,3 +46,18 @@ def test_inactive_queue_rejects_gradients():
     queue, (param, _) = WeightGradQueue(), make_watched_param(1)
     with pytest.raises(AssertionError, match="active"):
         queue.defer(param, lambda: torch.ones(1))
+
+
+def test_hooks_run_once_after_gradients_that_are_already_in_the_main_gradient():
+    queue, total, seen = WeightGradQueue(), [], []
+    param = Parameter(torch.ones(2))
+    param.register_post_accumulate_grad_hook(lambda p: seen.append((p.grad, len(total))))
+    queue.active = True
+    for _ in range(2):
+        queue.defer(param, lambda: total.append(1.0))
+    queue.run()
+    assert seen == [(None, 2)] and param.grad is None
+    queue.defer(param, lambda: total.append(1.0))
+    queue.defer(param, lambda: torch.ones(2))  # of another layer that shares the weight, which cannot add it by itself
+    queue.run()
+    assert len(seen) == 2 and param.grad.tolist() == [1.0, 1.0] and len(total) == 3
