@@ -1,4 +1,4 @@
-"""Times of scripts/gpu_acceptance.py: the lines of the sections that nothing may run beside."""
+"""Times of scripts/gpu_acceptance.py: the lines of the sections that each run alone."""
 
 from __future__ import annotations
 

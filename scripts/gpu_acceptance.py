@@ -44,11 +44,11 @@ Sections whose lines run side by side, as many processes as there are cores and 
   environment   driver, GPUs, links, torch, CUDA, NCCL; version or import error of every optional library
   runs          five tiny presets by pretrain_moe.py, four iterations in bf16
   kernels       every Triton kernel against torch: results
-  tests         tests/gpu, one pytest process per test function
   parity        every tiny preset, three steps: one process on the CPU against the GPU
   graphs        captured and replayed against eager, as in tests/gpu/test_cuda_graph.py
   waits         training steps under torch.cuda.set_sync_debug_mode("error"), except documented waits
   races         short trainings under the stream sanitizer of torch (torch.cuda._sanitizer)
+  tests         tests/gpu, one pytest process per test function
   dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, DeepEP, HybridEP,
                 hierarchical and NCCL EP against alltoall
 Sections that measure times; each runs alone, after those above:
@@ -75,7 +75,7 @@ class Section(NamedTuple):
     Attributes:
         lines: yields their names and checks.
         parts: at most so many processes share its lines.
-        is_timed: nothing may run beside it.
+        is_timed: it measures times, and runs alone.
         needs: packages without which no line can be checked.
     """
 
@@ -90,11 +90,11 @@ SECTIONS = {
     "environment": Section(acceptance_checks.environment),
     "runs": Section(acceptance_checks.runs, parts=5),
     "kernels": Section(acceptance_checks.kernels, parts=4),
-    "tests": Section(acceptance_checks.tests, parts=13, needs=("pytest", "hypothesis")),
     "parity": Section(acceptance_checks.parity, parts=4, needs=PYTEST),
     "graphs": Section(acceptance_checks.graphs, parts=3, needs=PYTEST),
     "waits": Section(acceptance_checks.waits, parts=4, needs=PYTEST),
     "races": Section(acceptance_checks.races, parts=3, needs=PYTEST),
+    "tests": Section(acceptance_checks.tests, parts=13, needs=("pytest", "hypothesis")),
     "dispatchers": Section(acceptance_checks.dispatchers, needs=PYTEST),
     "benchmark": Section(acceptance_times.benchmark, is_timed=True),
     "kernel_times": Section(acceptance_times.kernel_times, is_timed=True),

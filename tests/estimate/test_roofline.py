@@ -316,7 +316,9 @@ def test_windows_have_the_flops_of_the_sequences_of_a_microbatch():
     shape = f"{2 * length}x2x8"
     text = f"aten::_flash_attention_forward window=4{f'|r,bfloat16,{shape},512' * 3}|o,bfloat16,{shape},512"
     event = [OPERATOR, 0, 1, 2, 1, 2, 2]
-    costs = RecordingCosts(args, H100, plan.vocab_rows, 3, 3).costs({"texts": [text, "a.py:1 f", ""], "events": [event]})
+    costs = RecordingCosts(args, H100, plan.vocab_rows, 3, 3).costs(
+        {"texts": [text, "a.py:1 f", ""], "events": [event]}
+    )
     assert costs.lines["a.py:1 f"].flops == 2 * (length * 4 - 8) * 2 * 2 * (8 + 8)
 
 
