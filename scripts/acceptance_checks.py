@@ -338,11 +338,12 @@ def races() -> Iterator[tuple[str, Check]]:
 def graphs() -> Iterator[tuple[str, Check]]:
     """CUDA graphs against eager execution."""
     from gpu.test_cuda_graph import CASES, NEAR
-    from memory.graphed import STEPS, line
+    from memory.graphed import STEPS, line, same_accumulation_flags
 
     def check(kind: str, flags: str, graphed: list[str]) -> str:
         eager = line(kind, flags)
-        return assert_close(*(train([*eager, *extra], steps=STEPS) for extra in ([], graphed)), NEAR)
+        extras = same_accumulation_flags(graphed), graphed
+        return assert_close(*(train([*eager, *extra], steps=STEPS) for extra in extras), NEAR)
 
     for name, case in CASES.items():
         yield name, lambda case=case: check(*case)

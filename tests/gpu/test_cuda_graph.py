@@ -1,7 +1,7 @@
 """CUDA graphs on a device give the results of eager execution."""
 
 import pytest
-from memory.graphed import full, line, local, train
+from memory.graphed import full, line, local, same_accumulation_flags, train
 
 from moe_trainer.verification.compare_runs import Tolerances, compare
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_cuda_graphs_equal_eager_execution_on_a_device(name):
     kind, flags, graphs = CASES[name]
-    eager, graphed = (train([*line(kind, flags), *more]) for more in ([], graphs))
+    eager, graphed = (train([*line(kind, flags), *more]) for more in (same_accumulation_flags(graphs), graphs))
     assert [str(difference) for difference in compare(eager, graphed, NEAR)] == []
 
 
