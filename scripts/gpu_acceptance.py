@@ -66,6 +66,7 @@ details.tar.gz (at most 16 MiB) with the logs and the profiler's traces.
 Exit code: 0, nothing failed; 1, a line failed; 2, wrong command line or no CUDA device; 130, Ctrl-C.
 """
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+START_S = 60.0  # for imports, before a line begins
 RESERVE_S = 2.0  # of the budget, to write the results
 
 
@@ -203,7 +204,8 @@ class PartProcess:
         if len(records) > self._num_read:
             self._num_read, self._last_change = len(records), now
         seconds = now - self._last_change
-        is_late, is_over = seconds > self._time_limit_s, now > self._end
+        is_late = seconds > self._time_limit_s + (START_S if self._running is None else 0.0)
+        is_over = now > self._end
         if is_alive and not is_late and not is_over and not is_complete:
             return new, False
         self.stop()

@@ -240,6 +240,23 @@ def test_a_window_is_by_the_flash_kernel_without_a_mask(batch, width, backend, d
     assert on_device(attends_in_a_window, batch, width, backend, dropout) == expected
 
 
+def captures_a_window() -> None:
+    """A graph of a layer with a window computes new inputs when it is replayed."""
+    model = parse_args([*make_argv("plain"), "--window-size", "3,0"], 1).model
+    core = CoreAttention(model, 1, head_dim=8)
+    first, second = torch.randn(2, 10, 2, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    static, graph = first.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = core(static, static, static)
+    static.copy_(second)
+    graph.replay()
+    torch.testing.assert_close(out, core(second, second, second))
+
+
+def test_a_window_is_captured_in_a_graph():
+    on_device(captures_a_window)
+
+
 def forced_flash_with_a_mask() -> None:
     x = torch.ones(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda")
     model = parse_args([*make_argv("plain"), "--window-size", "1,0"], 1).model

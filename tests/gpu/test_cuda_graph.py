@@ -21,6 +21,7 @@ CASES = {
     "padded experts": ("padded capacity", "", local("attn moe")),
     "padded, full layers": ("padded capacity", "", local()),
     "padded, full iteration": ("padded capacity", "", full()),
+    "a window": ("plain", "--bf16 --window-size 5,0 --kv-channels 8", local("attn")),
     "fp8": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", local(ROUTED)),
 }
 pytestmark = pytest.mark.gpu
