@@ -1,5 +1,6 @@
 """Policy for optional libraries: use the requested one, fall back, or stop."""
 
+import ctypes
 import importlib
 import importlib.util
 import logging
@@ -31,6 +32,29 @@ def import_problem(name: str) -> str | None:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
         return f"the installed {name} cannot be imported ({type(error).__name__}: {reason})"
     return None
+
+
+def nccl_version() -> tuple[int, int, int] | None:
+    """Return the version of the NCCL library that this process uses; None if there is none, or it cannot be found.
+
+    torch.cuda.nccl.version() is that of the headers with which torch was compiled; another library may be loaded.
+    """
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
+
+
+def nccl_problem(minimum: tuple[int, int, int]) -> str | None:
+    """Return why the NCCL library is too old; None if it is not, or its version is not known."""
+    version = nccl_version()
+    if version is None or version >= minimum:
+        return None
+    found, needed = (".".join(map(str, numbers)) for numbers in (version, minimum))
+    return f"the library needs NCCL {needed} or later, and this process has {found} (libnccl.so.2)"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of scripts/gpu_acceptance.py: the lines of every section, each a name and a function.
+"""Checks of scripts/gpu_acceptance.py: the lines of the sections that may run side by side, each a name and a function.
 
 Packages are imported by the checks that need them, so that a missing one fails only their lines.
 """
@@ -6,9 +6,10 @@ Packages are imported by the checks that need them, so that a missing one fails 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
-import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_GAPS = 10
-MIN_SPEEDUP = 0.9  # over torch; a slower kernel is a failure
-NO_SPEED = "an emulated device has no speed"
+RUNS = ("qwen3", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
+RUN_FLAGS = (
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 0 --train-iters 4 --eval-iters 0 --log-interval 1 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 511 --bf16"
+)
 
 
 class NotMeasuredError(Exception):
@@ -112,10 +115,25 @@ def environment() -> Iterator[tuple[str, Check]]:
 
         return check
 
-    yield "driver", lambda: nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+    def driver() -> CheckResult:
+        version = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0]
+        return CheckResult(version, nvidia_smi().splitlines())
+
+    def cudnn() -> str:
+        if is_emulated():
+            raise NotMeasuredError("an emulated device has no cuDNN")
+        return str(torch.backends.cudnn.version())
+
+    def packages() -> CheckResult:
+        names = sorted({f"{each.name} {each.version}" for each in importlib.metadata.distributions()})
+        return CheckResult(f"{len(names)} packages", names)
+
+    yield "driver", driver
     yield "GPUs", gpus
     yield "compute capability", capability
     yield "links", lambda: CheckResult("see below", nvidia_smi("topo", "-m").splitlines())
+    yield "cuDNN", cudnn
+    yield "packages", packages
     findings = [
         *doctor.collect_environment(),
         doctor.find_package("torchtitan", "torchtitan", "its line of the benchmark is skipped"),
@@ -124,17 +142,41 @@ def environment() -> Iterator[tuple[str, Check]]:
         yield finding.name, library(finding)
 
 
-def tests() -> Iterator[tuple[str, Check]]:
-    """One line per file of tests/gpu."""
+def runs() -> Iterator[tuple[str, Check]]:
+    """Four iterations of pretrain_moe.py, in bf16."""
 
-    def run(file: Path) -> Check:
+    def check(preset: str) -> str:
+        flags = f"--preset {preset}_tiny {RUN_FLAGS} {run_sizes(is_emulated())}"
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(ROOT / "pretrain_moe.py"), *flags.split()]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        print(done.stdout, done.stderr, sep="\n", flush=True)
+        assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr.strip()[-400:]}"
+        losses = re.findall(r"lm loss: (\S+)", done.stdout + done.stderr)
+        assert len(losses) == 4, f"{len(losses)} iterations were logged"
+        return f"lm loss {losses[0]} to {losses[-1]}"
+
+    for preset in RUNS:
+        yield preset, lambda preset=preset: check(preset)
+
+
+def run_sizes(tiny: bool) -> str:
+    """Return the flags of `runs` that depend on the device."""
+    seq = 32 if tiny else 256
+    return f"--seq-length {seq} --max-position-embeddings {seq}" + " --triton-kernels none" * tiny
+
+
+def tests() -> Iterator[tuple[str, Check]]:
+    """One line, and one pytest process, for each function of tests/gpu."""
+
+    def run(test: str) -> Check:
         def check() -> str:
             with tempfile.TemporaryDirectory() as folder:
                 report = Path(folder, "results.xml")
                 options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-                command = [sys.executable, "-m", "pytest", *options, str(file)]
+                command = [sys.executable, "-m", "pytest", *options, f"tests/gpu/{test}"]
                 subprocess.run(command, cwd=ROOT, check=False, stdin=subprocess.DEVNULL)
-                assert report.exists(), "pytest ended without a report; see tests.log"
+                assert report.exists(), "pytest ended without a report; see the log"
                 suite = next(ET.parse(report).getroot().iter("testsuite"))
             num_tests, num_skipped = int(suite.get("tests", 0)), int(suite.get("skipped", 0))
             failures = []
@@ -154,7 +196,8 @@ def tests() -> Iterator[tuple[str, Check]]:
         return check
 
     for file in sorted((ROOT / "tests/gpu").glob("test_*.py")):
-        yield file.name, run(file)
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE):
+            yield f"{file.stem}: {name}", run(f"{file.name}::{name}")
 
 
 def parity() -> Iterator[tuple[str, Check]]:
@@ -295,11 +338,12 @@ def races() -> Iterator[tuple[str, Check]]:
 def graphs() -> Iterator[tuple[str, Check]]:
     """CUDA graphs against eager execution."""
     from gpu.test_cuda_graph import CASES, NEAR
-    from memory.graphed import STEPS, line
+    from memory.graphed import STEPS, line, same_accumulation_flags
 
     def check(kind: str, flags: str, graphed: list[str]) -> str:
         eager = line(kind, flags)
-        return assert_close(*(train([*eager, *extra], steps=STEPS) for extra in ([], graphed)), NEAR)
+        extras = same_accumulation_flags(graphed), graphed
+        return assert_close(*(train([*eager, *extra], steps=STEPS) for extra in extras), NEAR)
 
     for name, case in CASES.items():
         yield name, lambda case=case: check(*case)
@@ -371,186 +415,24 @@ def train_on_rank(rank: int, ranks: int, argv: list[str]):
 
 
 def kernels() -> Iterator[tuple[str, Check]]:
-    """Triton kernels against torch."""
+    """Triton kernels against torch: results."""
     import torch
 
-    from moe_trainer.layers import kernels as selected
-    from scripts.bench_kernels import BENCH_SIZES, MAX_ERROR, measure, relative_error
+    from scripts.bench_kernels import MAX_ERROR, relative_error
     from scripts.kernel_cases import NAMES, make
 
-    optional = set(selected.NAMES) - set(selected.DEFAULT)  # torch has the default: no claim of speed
-
-    def require_triton() -> None:
-        if importlib.util.find_spec("triton") is None:
-            raise NotMeasuredError("the package triton is not installed")
-
-    def numbers(name: str) -> str:
+    def check(name: str) -> str:
         require_triton()
         case = make(name, "tiny" if is_emulated() else "parity", torch.bfloat16, "cuda")
         error = max(relative_error(*pair) for pair in zip(case.kernel(), case.plain(), strict=True))
         assert error <= MAX_ERROR, f"relative error {error:.1e}, allowed {MAX_ERROR:.0e}"
         return f"relative error {error:.1e}{', in the interpreter of Triton' if is_emulated() else ''}"
 
-    def speed(name: str, size: str) -> str:
-        require_triton()
-        if is_emulated():
-            raise NotMeasuredError(NO_SPEED)
-        _, _, plain, kernel, speedup, throughput, _ = measure(name, size, 20)
-        torch.cuda.empty_cache()
-        detail = f"torch {plain} ms, Triton {kernel} ms, speedup {speedup}, {throughput}"
-        if name in optional:
-            return f"{detail}; not a default kernel"
-        assert float(speedup) >= MIN_SPEEDUP, f"slower than torch: {detail}"
-        return detail
-
     for name in NAMES:
-        yield f"{name}: numbers", lambda name=name: numbers(name)
-        for size in BENCH_SIZES:
-            yield f"{name}: time, {size}", lambda name=name, size=size: speed(name, size)
+        yield name, lambda name=name: check(name)
 
 
-def shape_argv(shape: str) -> list[str]:
-    """Return the command line of a shape of bench_gpu.py.
-
-    On an emulated device it is tiny, and without Triton, whose interpreter would take minutes.
-    """
-    from scripts import bench_gpu
-
-    if is_emulated():
-        return bench_gpu.command_line(shape, 64, True, "--triton-kernels none")
-    return bench_gpu.command_line(shape, bench_gpu.SEQ, False, "")
-
-
-def benchmark() -> Iterator[tuple[str, Check]]:
-    """Shapes and contenders of scripts/bench_gpu.py."""
-    from scripts import bench_gpu
-
-    def check(shape: str, contender: str) -> str:
-        if problem := bench_gpu.find_problem(contender):
-            raise NotMeasuredError(problem)
-        tiny = is_emulated()
-        if tiny and contender != "moe-trainer":
-            raise NotMeasuredError(NO_SPEED)
-        result = bench_gpu.measure_contender(contender, shape_argv(shape), 2 if tiny else 8, "cuda", tiny)
-        if tiny:
-            raise NotMeasuredError(f"{NO_SPEED}; the program ran at tiny sizes")
-        return (
-            f"{result.seconds:.3f} s per step, {result.tokens_per_s:,.0f} tokens/s, {result.flops_per_s / 1e12:.0f} "
-            f"TFLOP/s, {result.gemm_share:.0%} of the GEMM rate, {result.peak_gib:.1f} GiB; "
-            f"{', '.join(result.breakdown)}"
-        )
-
-    for shape in bench_gpu.SHAPES:
-        for contender in bench_gpu.get_contenders(shape):
-            yield f"{shape}, {contender}", lambda shape=shape, contender=contender: check(shape, contender)
-
-
-def profile() -> Iterator[tuple[str, Check]]:
-    """Gaps between the kernels of a training step."""
-    from scripts import bench_gpu
-
-    def check(shape: str) -> CheckResult:
-        path = bench_gpu.in_new_process(profile_step, shape_argv(shape), Path.cwd())
-        events = json.loads(path.read_text())["traceEvents"]
-        gaps, idle_us, total_us = largest_gaps(events)
-        if not total_us:
-            if is_emulated():
-                raise NotMeasuredError("an emulated device records no kernels; the trace was written")
-            raise AssertionError(f"{path.name} contains no kernels")
-        detail = f"the GPU was idle for {idle_us / total_us:.0%} of {total_us / 1e3:.1f} ms; the largest gap is "
-        rows = [f"| {gap.microseconds:.0f} | {gap.after[:60]} | {gap.before[:60]} | {gap.cause} |" for gap in gaps]
-        table = ["| us | after | before | cause |", "|---:|---|---|---|", *rows]
-        return CheckResult(f"{detail}{gaps[0].microseconds:.0f} us", table)
-
-    for shape in bench_gpu.SHAPES:
-        yield f"{shape}, a step", lambda shape=shape: check(shape)
-
-
-def profile_step(argv: list[str], folder: Path) -> Path:
-    """Profile the fourth training step (metrics/profiler.py). Returns the trace file."""
-    from arguments import parse_args
-    from moe_trainer.metrics.profiler import Profiler
-    from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training.context import TrainState
-    from moe_trainer.training.step import train_step
-    from moe_trainer.verification.training_trace import make_run
-
-    flags = "--profile --profile-ranks 0 --use-pytorch-profiler --profile-step-start 3 --profile-step-end 4"
-    args = parse_args([*argv, *flags.split(), "--tensorboard-dir", str(folder)], 1)
-    run = make_run(args, 0, ParallelState.single(), 4, device="cuda")
-    state, profiler = TrainState(), Profiler(args.output, 0)
-    path = None
-    for number in range(1, 5):
-        profiler.before(number)
-        train_step(run, state, args.training.global_batch_size // args.training.micro_batch_size)
-        state.iteration += 1
-        path = profiler.after(number)
-    assert path is not None, "the profiler wrote no trace"
-    return path
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Idle time of a GPU between two kernels or copies."""
-
-    microseconds: float
-    after: str
-    before: str
-    cause: str
-
-
-def largest_gaps(events: list[dict], number: int = NUM_GAPS) -> tuple[list[Gap], float, float]:
-    """Find the largest gaps of a Chrome trace.
-
-    The cause of a gap is either a late launch, with the operator that launched the next kernel, or a wait of a kernel
-    that had been launched in time.
-
-    Returns:
-        The gaps, the microseconds of all gaps, and the microseconds of the trace.
-    """
-    on_device = sorted(
-        (event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
-        key=lambda event: event["ts"],
-    )
-    if not on_device:
-        return [], 0.0, 0.0
-    launches = {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
-    operators = [event for event in events if event.get("cat") == "cpu_op"]
-
-    def find_cause(event: dict, gap_start: float) -> str:
-        launch = launches.get(event.get("args", {}).get("correlation"))
-        if launch is None:
-            return "unknown"
-        if launch["ts"] < gap_start:
-            return f"launched {gap_start - launch['ts']:.0f} us before the gap: waited for another stream"
-        enclosing = [
-            operator
-            for operator in operators
-            if operator["tid"] == launch["tid"] and operator["ts"] <= launch["ts"] <= operator["ts"] + operator["dur"]
-        ]
-        name = max(enclosing, key=lambda operator: operator["ts"])["name"] if enclosing else "Python"
-        return f"launched {launch['ts'] - gap_start:.0f} us late, in {name}"
-
-    gaps, idle_us, last = [], 0.0, on_device[0]
-    end = last["ts"] + last["dur"]
-    for event in on_device[1:]:
-        if event["ts"] > end:
-            idle_us += event["ts"] - end
-            gaps.append((event["ts"] - end, end, last, event))
-        if event["ts"] + event["dur"] > end:
-            end, last = event["ts"] + event["dur"], event
-    gaps.sort(key=lambda gap: -gap[0])
-    largest = [
-        Gap(size, last["name"], event["name"], find_cause(event, start)) for size, start, last, event in gaps[:number]
-    ]
-    return largest, idle_us, end - on_device[0]["ts"]
-
-
-SECTIONS: dict[str, Callable[[], Iterator[tuple[str, Check]]]] = {
-    section.__name__: section
-    for section in (environment, tests, parity, waits, races, graphs, dispatchers, kernels, benchmark, profile)
-}
+def require_triton() -> None:
+    """Raise NotMeasuredError without the package triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise NotMeasuredError("the package triton is not installed")

@@ -1,17 +1,17 @@
 """Train slices of large models on one GPU: speed relative to the GEMM rate, memory, and a breakdown of the time.
 
-    python scripts/bench_gpu.py [--shapes mixtral deepseek qwen3] [--steps 8] [--flags "..."] [--write]
+    python scripts/bench_gpu.py [--shapes qwen3 mixtral deepseek] [--steps 8] [--flags "..."] [--write]
 
 Shapes, all at sequences of 4,096 in bf16 with random tokens; they fit a device of 80 GB:
+* qwen3: four layers of Qwen3-30B-A3B;
 * mixtral: two layers of Mixtral-8x7B;
-* deepseek: a dense and an MoE layer of DeepSeek-V3 with 16 experts, and one multi-token prediction depth;
-* qwen3: four layers of Qwen3-30B-A3B.
+* deepseek: a dense and an MoE layer of DeepSeek-V3 with 16 experts, and one multi-token prediction depth.
 
 Measured for each shape, in a separate process: median seconds of `train_step`, tokens per second, model FLOPs (formula
 of Megatron-LM, estimate/flops.py) per second and as a share of the GEMM rate of the same process (8,192 cubed, bf16),
 and peak memory of the allocator. A profile of one step gives the device time by kind of kernel, and the idle time. If
 the packages are installed, MixtralForCausalLM of transformers and the layers of torchtitan (bench_baselines.py, without
-a balancing loss) train the first shape too.
+a balancing loss) train mixtral too.
 
 --device cpu --tiny runs the same program on small slices as a test; its figures are meaningless.
 """
@@ -37,10 +37,10 @@ COMMON = (
     "--eval-iters 0 --mock-data --tokenizer-type NullTokenizer --transformer-impl local --logging-level 30"
 )
 SHAPES = {
+    "qwen3": "--preset qwen3_30b_a3b --num-layers 4 --vocab-size 151935",
     "mixtral": "--preset mixtral_8x7b --num-layers 2 --vocab-size 31999",
     "deepseek": "--preset deepseek_v3 --num-layers 2 --num-experts 16 --moe-router-num-groups 8 "
     "--moe-router-group-topk 4 --moe-layer-freq ([0]*1+[1]*1) --vocab-size 32767",
-    "qwen3": "--preset qwen3_30b_a3b --num-layers 4 --vocab-size 151935",
 }
 TINY = (
     "--hidden-size 64 --ffn-hidden-size 64 --moe-ffn-hidden-size 32 --num-attention-heads 8 --num-experts 64 "

@@ -3,6 +3,7 @@
 
 python scripts/gpu_acceptance.py                                  all sections, to gpu_acceptance-DATE-TIME/
 python scripts/gpu_acceptance.py --only waits graphs --output FOLDER
+python scripts/gpu_acceptance.py --budget 480 --only runs tests benchmark:1
 python scripts/gpu_acceptance.py --short                          only the first line of every section
 """
 
@@ -12,67 +13,111 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from arguments.machine import ALLOCATOR, EXPANDABLE
 from arguments.paths import find_path_problem
-from scripts.acceptance_checks import SECTIONS, NotMeasuredError, is_emulated
-from scripts.bench_common import get_commit
+from scripts import acceptance_checks, acceptance_times
+from scripts.acceptance_checks import Check, NotMeasuredError
+from scripts.acceptance_report import FAILED, NOT_MEASURED, PASSED, Line, Results, get_provenance
 
 DETAILS = """\
-Sections, in this order:
+Sections whose lines run side by side, as many processes as there are cores and half as many again:
   environment   driver, GPUs, links, torch, CUDA, NCCL; version or import error of every optional library
-  tests         tests/gpu, one pytest process per file
+  runs          five tiny presets by pretrain_moe.py, four iterations in bf16
+  kernels       every Triton kernel against torch: results
   parity        every tiny preset, three steps: one process on the CPU against the GPU
+  graphs        captured and replayed against eager, as in tests/gpu/test_cuda_graph.py
   waits         training steps under torch.cuda.set_sync_debug_mode("error"), except documented waits
   races         short trainings under the stream sanitizer of torch (torch.cuda._sanitizer)
-  graphs        captured and replayed against eager, as in tests/gpu/test_cuda_graph.py
+  tests         tests/gpu, one pytest process per test function
   dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, DeepEP, HybridEP,
                 hierarchical and NCCL EP against alltoall
-  kernels       every Triton kernel against torch: results and time
+Sections that measure times; each runs alone, after those above:
   benchmark     scripts/bench_gpu.py: slices of large models; transformers and torchtitan if installed
-  profile       the ten largest gaps between kernels of one training step, and the cause of each
+  kernel_times  every Triton kernel against torch: time
+  profile       the largest gaps between kernels of one training step, the cause of each, and the longest kernels
+  alternatives  the first slice of the benchmark with other attention and GEMM kernels
 
-Every section runs in its own process. A line that fails, crashes or exceeds --time-limit is a failed line, and the
-section continues in a new process. Each line is "passed", "failed" or "not measured" with the reason. The directory
-contains report.md, report.json, a log per section and the profiler's trace.
+A line that fails, crashes or exceeds --time-limit is a failed line, and its section continues in a new process. Each
+line is "passed", "failed" or "not measured" with the reason. With --budget everything ends in time: sections side by
+side may use half of the budget if others follow, and each of those an equal share of the rest; what was not reached is
+not measured. The directory has three files, rewritten while the checks run: report.md, report.json, and
+details.tar.gz (at most 16 MiB) with the logs and the profiler's traces.
 
 Exit code: 0, nothing failed; 1, a line failed; 2, wrong command line or no CUDA device; 130, Ctrl-C.
 """
-PASSED, FAILED, NOT_MEASURED = "passed", "failed", "not measured"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+START_S = 60.0  # for imports, before a line begins
+RESERVE_S = 2.0  # of the budget, to write the results
 
 
-@dataclass(frozen=True)
-class Line:
+class Section(NamedTuple):
+    """A group of lines.
+
+    Attributes:
+        lines: yields their names and checks.
+        parts: at most so many processes share its lines.
+        is_timed: it measures times, and runs alone.
+        needs: packages without which no line can be checked.
+    """
+
+    lines: Callable[[], Iterator[tuple[str, Check]]]
+    parts: int = 1
+    is_timed: bool = False
+    needs: tuple[str, ...] = ()
+
+
+PYTEST = ("pytest",)
+SECTIONS = {
+    "environment": Section(acceptance_checks.environment),
+    "runs": Section(acceptance_checks.runs, parts=5),
+    "kernels": Section(acceptance_checks.kernels, parts=4),
+    "parity": Section(acceptance_checks.parity, parts=4, needs=PYTEST),
+    "graphs": Section(acceptance_checks.graphs, parts=3, needs=PYTEST),
+    "waits": Section(acceptance_checks.waits, parts=4, needs=PYTEST),
+    "races": Section(acceptance_checks.races, parts=3, needs=PYTEST),
+    "tests": Section(acceptance_checks.tests, parts=13, needs=("pytest", "hypothesis")),
+    "dispatchers": Section(acceptance_checks.dispatchers, needs=PYTEST),
+    "benchmark": Section(acceptance_times.benchmark, is_timed=True),
+    "kernel_times": Section(acceptance_times.kernel_times, is_timed=True),
+    "profile": Section(acceptance_times.profile, is_timed=True),
+    "alternatives": Section(acceptance_times.alternatives, is_timed=True),
+}
+"""In the order of what they show for their time."""
+
+
+class Part(NamedTuple):
+    """Lines index, index + parts, index + 2 * parts, ... of a section, those below `most`; None for all."""
+
     section: str
-    name: str
-    verdict: str
-    detail: str
-    seconds: float = 0.0
-    below: list[str] = field(default_factory=list)
+    index: int = 0
+    parts: int = 1
+    most: int | None = None
 
 
-# ---- sections: this script is also the process of a section
+def run_part(part: Part, results: Path, skip: int) -> None:
+    """Check the lines of a part but the first `skip`, and append the results to a file.
 
-
-def run_section(section: str, results: Path, skip: int, limit: int | None) -> None:
-    """Check the lines skip, ..., limit - 1 of a section and append the results to a file.
-
-    The main function of a section's process.
+    The main function of a part's process.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # do not outlive a supervisor that is killed
 
@@ -80,71 +125,161 @@ def run_section(section: str, results: Path, skip: int, limit: int | None) -> No
         with results.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    for number, (name, check) in enumerate(SECTIONS[section]()):
-        if number < skip:
-            continue
-        if number == limit:
+    for number, (name, check) in enumerate(SECTIONS[part.section].lines()):
+        if number == part.most:
             break
+        if number % part.parts != part.index or number // part.parts < skip:
+            continue
         write(begins=name)
         start, below = time.monotonic(), []
         try:
             result = check()
-            verdict, detail = PASSED, result if isinstance(result, str) else result.detail
+            status, detail = PASSED, result if isinstance(result, str) else result.detail
             below = [] if isinstance(result, str) else result.below
         except NotMeasuredError as error:
-            verdict, detail = NOT_MEASURED, str(error)
+            status, detail = NOT_MEASURED, str(error)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             traceback.print_exc()
-            verdict, detail = FAILED, f"{type(error).__name__}: {error}"
-        write(**asdict(Line(section, name, verdict, " ".join(detail.split())[:600], time.monotonic() - start, below)))
+            status, detail = FAILED, f"{type(error).__name__}: {error}"
+        line = Line(part.section, name, status, " ".join(detail.split())[:600], time.monotonic() - start, below)
+        write(**asdict(line))
     write(ends=True)
 
 
-def supervise(section: str, folder: Path, timeout_s: float, limit: int | None, program: Path) -> Iterator[Line]:
-    """Run a section in its own process, and in a new one after each line that ended it. Yields its lines."""
-    results, log, num_done = folder / f"{section}.jsonl", folder / f"{section}.log", 0
-    environment = dict(os.environ)
-    if path := environment.get("PYTHONPATH"):  # relative entries: the sections run in the directory of the report
-        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
-    while True:
-        results.unlink(missing_ok=True)
-        results.touch()
-        options = [] if limit is None else ["--most", str(limit)]
-        command = [sys.executable, program, "--run-section", section, results.resolve(), num_done, *options]
-        with log.open("a") as out:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
-            command = list(map(str, command))
-            process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
-        num_read, running, last_change, is_complete = 0, None, time.monotonic(), False
-        try:
-            while True:
-                is_alive, records = process.poll() is None, complete_records(results.read_text())
-                for record in records[num_read:]:
-                    is_complete, running = is_complete or "ends" in record, record.get("begins")
-                    if "verdict" in record:
-                        num_done += 1
-                        yield Line(**record)
-                last_change = time.monotonic() if len(records) > num_read else last_change
-                num_read = len(records)
-                is_late = time.monotonic() - last_change > timeout_s
-                if not is_alive or is_late:
-                    break
-                time.sleep(0.1)
-        finally:
-            _kill(process)
+class PartProcess:
+    """The process of a part, and a new one after each line that ended it."""
+
+    def __init__(self, part: Part, folder: Path, program: Path, time_limit_s: float, end: float):
+        """Start it.
+
+        Args:
+            part: what it checks.
+            folder: where it runs, and for its log.
+            program: this script, or one like it.
+            time_limit_s: of a line.
+            end: of the part, in time.monotonic().
+        """
+        self._part, self._folder, self._program = part, folder, program
+        self._time_limit_s, self._end, self._num_done = time_limit_s, end, 0
+        name = part.section if part.parts == 1 else f"{part.section}-{part.index}"
+        self._results, self._log = folder / f"{name}.jsonl", folder / f"{name}.log"
+        self._environment = dict(os.environ)
+        if path := os.environ.get("PYTHONPATH"):  # relative entries: the parts run in another directory
+            self._environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+        if not SECTIONS[part.section].is_timed:
+            self._environment.setdefault("OMP_NUM_THREADS", "1")
+        elif not any(name in os.environ for name in ALLOCATOR):
+            self._environment[ALLOCATOR[0]] = EXPANDABLE  # as pretrain_moe.py; torch reads it once
+        self._start()
+
+    def _start(self) -> None:
+        self._results.unlink(missing_ok=True)
+        self._results.touch()
+        part = json.dumps(self._part)
+        command = [sys.executable, self._program, "--run-part", part, self._results.resolve(), self._num_done]
+        with self._log.open("a") as out:
+            self._process = subprocess.Popen(
+                list(map(str, command)),
+                cwd=self._folder,
+                env=self._environment,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self._num_read, self._running, self._last_change = 0, None, time.monotonic()
+
+    def poll(self) -> tuple[list[Line], bool]:
+        """Return the new lines, and whether the part has ended."""
+        is_alive, records = self._process.poll() is None, complete_records(self._results.read_text())
+        new, is_complete = [], False
+        for record in records[self._num_read :]:
+            is_complete, self._running = "ends" in record, record.get("begins")
+            if "status" in record:
+                self._num_done += 1
+                new.append(Line(**record))
+        now = time.monotonic()
+        if len(records) > self._num_read:
+            self._num_read, self._last_change = len(records), now
+        seconds = now - self._last_change
+        is_late = seconds > self._time_limit_s + (START_S if self._running is None else 0.0)
+        is_over = now > self._end
+        if is_alive and not is_late and not is_over and not is_complete:
+            return new, False
+        self.stop()
         if is_complete:
-            results.unlink()
-            return
-        reason = f"its process ended with {process.returncode}"
+            self._results.unlink()
+            return new, True
+        name = self._running or "between lines"
+        if is_over:
+            reason = f"stopped after {seconds:.0f} s, when the section had used its share of --budget; nor was any "
+            return [*new, self._line(name, NOT_MEASURED, f"{reason}line behind it", seconds)], True
+        reason = f"its process ended with {self._process.returncode}"
         if is_late:
-            reason = f"took longer than {timeout_s:.0f} s (--time-limit)"
-        seconds = time.monotonic() - last_change
-        yield Line(section, running or "between lines", FAILED, f"{reason}; see {log.name}", seconds)
-        if running is None:
-            return  # the generator of the lines failed
-        num_done += 1
+            reason = f"took longer than {self._time_limit_s:.0f} s (--time-limit)"
+        new.append(self._line(name, FAILED, f"{reason}; see {self._log.name}", seconds))
+        if self._running is None:
+            return new, True  # the generator of the lines failed
+        self._num_done += 1
+        self._start()
+        return new, False
+
+    def _line(self, name: str, status: str, detail: str, seconds: float) -> Line:
+        return Line(self._part.section, name, status, detail, seconds)
+
+    def stop(self) -> None:
+        """Kill the process and its descendants."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def run_parts(
+    parts: list[Part], folder: Path, program: Path, time_limit_s: float, deadline: float
+) -> Iterator[list[Line]]:
+    """Run parts side by side, then one by one those that measure times. Yields the new lines, often none.
+
+    Args:
+        parts: what to run.
+        folder: where they run, and for their logs.
+        program: this script, or one like it.
+        time_limit_s: of a line.
+        deadline: of all of them, in time.monotonic(); sections side by side have half of the time if others follow, and
+            each of these has an equal share of what is left.
+    """
+    waiting = sorted(parts, key=lambda part: SECTIONS[part.section].is_timed)
+    cores = len(os.sched_getaffinity(0))
+    most = cores + cores // 2
+    begin = time.monotonic()
+    has_both = len({SECTIONS[part.section].is_timed for part in parts}) == 2
+    shared_end = begin + (deadline - begin) / (2 if has_both else 1)
+    running: list[PartProcess] = []
+    try:
+        while waiting or running:
+            new: list[Line] = []
+            while waiting and len(running) < (1 if SECTIONS[waiting[0].section].is_timed else most):
+                now = time.monotonic()
+                is_timed = SECTIONS[waiting[0].section].is_timed
+                end = now + (deadline - now) / len(waiting) if is_timed else shared_end
+                part = waiting.pop(0)
+                if now < end:
+                    running.append(PartProcess(part, folder, program, time_limit_s, end))
+                else:
+                    name = f"part {part.index + 1} of {part.parts}"
+                    new.append(Line(part.section, name, NOT_MEASURED, "--budget was used up before it began"))
+            for process in list(running):
+                lines, has_ended = process.poll()
+                new += lines
+                if has_ended:
+                    running.remove(process)
+            yield new
+            if running and not new:
+                time.sleep(0.1)
+    finally:
+        for process in running:
+            process.stop()
 
 
 def complete_records(text: str) -> list[dict]:
@@ -152,77 +287,29 @@ def complete_records(text: str) -> list[dict]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """Kill the process and its descendants."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def parse_selection(word: str) -> tuple[str, int | None]:
+    """Parse SECTION or SECTION:N."""
+    name, colon, number = word.partition(":")
+    if name not in SECTIONS:
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(SECTIONS)})")
+    if not colon:
+        return name, None
+    if not (number.isascii() and number.isdigit() and int(number)):
+        raise argparse.ArgumentTypeError(f"{word}: a positive number of lines is needed after the colon")
+    return name, int(number)
 
 
-def _table(lines: list[Line]) -> list[str]:
-    rows = ["| line | verdict | result | s |", "|---|---|---|---:|"]
-    for line in lines:
-        verdict = f"**{line.verdict}**" if line.verdict == FAILED else line.verdict
-        rows.append(f"| {line.name} | {verdict} | {line.detail.replace('|', '/')} | {line.seconds:.1f} |")
-    return rows
-
-
-def report(lines: list[Line], head: dict[str, str]) -> str:
-    """Return the report as Markdown: failures first, then every line."""
-    by_section: dict[str, list[Line]] = {}
-    for line in lines:
-        by_section.setdefault(line.section, []).append(line)
-    text = [
-        "# GPU acceptance",
-        "",
-        *(f"- {name}: {value}" for name, value in head.items()),
-        "",
-        f"| section | {PASSED} | {FAILED} | {NOT_MEASURED} | s |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for section, its_lines in by_section.items():
-        counts, seconds = Counter(line.verdict for line in its_lines), sum(line.seconds for line in its_lines)
-        text.append(f"| {section} | {counts[PASSED]} | {counts[FAILED]} | {counts[NOT_MEASURED]} | {seconds:.0f} |")
-    failed = [replace(line, name=f"{line.section}: {line.name}") for line in lines if line.verdict == FAILED]
-    if failed:
-        text += ["", "## Failures", "", *_table(failed)]
-    for section, its_lines in by_section.items():
-        text += ["", f"## {section}", "", *_table(its_lines)]
-        for line in its_lines:
-            if line.below:
-                fence = [] if line.below[0].startswith("|") else ["```"]
-                text += ["", f"{line.name}:", "", *fence, *line.below, *fence]
-    return "\n".join(text) + "\n"
-
-
-def get_provenance() -> dict[str, str]:
-    """Return date, device, versions and commit of this run."""
-    import torch
-
-    device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    if is_emulated():
-        device += ", EMULATED on the CPU (docs/testing_without_gpu.md): no result on speed, NCCL or compiled kernels"
-    return {
-        "date": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
-        "device": device,
-        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "python": sys.version.split()[0],
-        "commit": get_commit(),
-    }
-
-
-def main(argv: list[str], program: Path = SCRIPT) -> int:
-    """Run the sections, each by starting `program`. Returns the exit code."""
-    if argv[:1] == ["--run-section"]:
-        section, results, skip, *limit = argv[1:]
-        run_section(section, Path(results), int(skip), int(limit[1]) if limit else None)
-        return 0
+def parse_options(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line; exits with code 2 where it is wrong, or no section can run here."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=DETAILS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    text = f"sections to run: {', '.join(SECTIONS)} (default: all)"
-    parser.add_argument("--only", nargs="+", metavar="SECTION", choices=SECTIONS, default=list(SECTIONS), help=text)
+    text = "sections to run (default: all); with :N only their first N lines"
+    everything = [(name, None) for name in SECTIONS]
+    parser.add_argument("--only", nargs="+", metavar="SECTION[:N]", type=parse_selection, default=everything, help=text)
     parser.add_argument("--output", metavar="FOLDER", help="a directory that does not exist yet")
+    text = "of everything (default: no limit)"
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help=text)
     text = "of one line (default: %(default)g)"
     parser.add_argument("--time-limit", type=float, default=1800.0, metavar="SECONDS", help=text)
     parser.add_argument("--short", action="store_true", help="only the first line of every section except environment")
@@ -231,35 +318,70 @@ def main(argv: list[str], program: Path = SCRIPT) -> int:
         parser.error("--output is empty: give the name of a new directory")
     if problem := find_path_problem(options.output or ""):
         parser.error(f"--output {options.output}: {problem}")
-    folder = Path(options.output or f"gpu_acceptance-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    if not options.time_limit > 0:
-        parser.error(f"--time-limit {options.time_limit:g}: a positive number of seconds is needed")
-    if folder.exists():
-        parser.error(f"--output {folder} exists: give the name of a new directory")
+    options.output = Path(options.output or f"gpu_acceptance-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    for flag, seconds in (("--budget", options.budget), ("--time-limit", options.time_limit)):
+        if not seconds > 0:
+            parser.error(f"{flag} {seconds:g}: a positive number of seconds is needed")
+    if options.output.exists():
+        parser.error(f"--output {options.output} exists: give the name of a new directory")
     if problem := find_problem():
         parser.error(problem)
     try:
-        folder.mkdir(parents=True)
+        options.output.mkdir(parents=True)
     except OSError as error:
-        parser.error(f"--output {folder}: cannot create the directory ({error.strerror})")
+        parser.error(f"--output {options.output}: cannot create the directory ({error.strerror})")
+    return options
+
+
+def main(argv: list[str], program: Path = SCRIPT) -> int:
+    """Run the sections, each by starting `program`. Returns the exit code."""
+    if argv[:1] == ["--run-part"]:
+        part, results, skip = argv[1:]
+        run_part(Part(*json.loads(part)), Path(results), int(skip))
+        return 0
+    begin = time.monotonic()
+    options = parse_options(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no section outlives this process
-    head, lines = get_provenance(), []
-    try:
-        for section in dict.fromkeys(options.only):
-            limit = 1 if options.short and section != "environment" else None
-            for line in supervise(section, folder, options.time_limit, limit, program):
-                lines.append(line)
-                print(f"{line.section}: {line.name}: {line.verdict}: {line.detail}", flush=True)
-                (folder / "report.md").write_text(report(lines, head))
-                record = {**head, "lines": [asdict(line) for line in lines]}
-                (folder / "report.json").write_text(json.dumps(record, indent=1) + "\n")
-    except KeyboardInterrupt:
-        head["stopped"] = "by Ctrl-C, before all lines were checked"
-    (folder / "report.md").write_text(report(lines, head))
-    counts = Counter(line.verdict for line in lines)
-    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in (PASSED, FAILED, NOT_MEASURED))
-    print(f"{summary}; {folder / 'report.md'}")
+    with tempfile.TemporaryDirectory(prefix="gpu_acceptance-") as work:
+        results = Results(options.output, Path(work), get_provenance())
+        head = results.head
+        if options.budget < math.inf:
+            head["budget"] = f"{options.budget:g} s"
+        try:
+            parts, missing = choose_parts(options)
+            results.add(missing)
+            deadline = begin + options.budget - RESERVE_S
+            for new in run_parts(parts, results.work, program, options.time_limit, deadline):
+                for line in new:
+                    print(f"{line.section}: {line.name}: {line.status}: {line.detail}", flush=True)
+                results.add(new)
+        except KeyboardInterrupt:
+            head["stopped"] = "by Ctrl-C, before all lines were checked"
+        finally:
+            head["duration"] = f"{time.monotonic() - begin:.0f} s"
+            results.pack()
+            results.write_report()
+    counts = Counter(line.status for line in results.lines)
+    summary = ", ".join(f"{counts[status]} {status}" for status in (PASSED, FAILED, NOT_MEASURED))
+    print(f"{summary}; {head['duration']}; {options.output / 'report.md'}")
     return 130 if "stopped" in head else int(counts[FAILED] > 0)
+
+
+def choose_parts(options: argparse.Namespace) -> tuple[list[Part], list[Line]]:
+    """Return the parts of the chosen sections, and a line for each section whose packages are missing."""
+    parts, missing = [], []
+    for name, most in dict(options.only).items():
+        section = SECTIONS[name]
+        absent = [package for package in section.needs if importlib.util.find_spec(package) is None]
+        if absent:
+            detail = f"the package {absent[0]} is not installed"
+            missing.append(Line(name, "all lines", NOT_MEASURED, detail))
+            continue
+        if options.short and name != "environment":
+            most = 1
+        count = min(section.parts, len(os.sched_getaffinity(0)), most or section.parts)
+        parts += [Part(name, index, count, most) for index in range(count)]
+    return parts, missing
 
 
 def find_problem() -> str | None:
@@ -267,7 +389,7 @@ def find_problem() -> str | None:
     from moe_trainer.errors import UserError, require_packages
 
     try:
-        require_packages("torch", "numpy", "safetensors", "pytest", "hypothesis")
+        require_packages("torch", "numpy", "safetensors")
     except UserError as error:
         return str(error)
     import torch

@@ -60,6 +60,8 @@ def pytest_configure(config):
     paths = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
     if not all(path.resolve().is_relative_to(GPU_TESTS) for path in paths):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif torch.cuda.is_available():
+        config.option.processes = 1  # CUDA cannot be used in a fork of a process that has asked for devices
 
 
 def pytest_collection_modifyitems(items):

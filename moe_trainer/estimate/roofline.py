@@ -127,9 +127,9 @@ class Tensor(NamedTuple):
 class Operator:
     """One operator: bytes read and written, FLOPs, and its GEMM (m, n, k, count) or None.
 
-    `rows`: of the tokens of all experts that a grouped GEMM multiplies, else 0. `window`: of attention within packed
-    sequences, how many earlier keys a query sees (-1: all); None for other operators. Its `flops` are of one pair of
-    query and key, and `queries` are all tokens.
+    `rows`: of the tokens of all experts that a grouped GEMM multiplies, else 0. `window`: of attention by the kernels
+    for packed sequences, how many earlier keys a query sees (-1: all); None for other operators. Its `flops` are of
+    one pair of query and key, and `queries` are all tokens.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Operator:
     window: int | None = None
 
     def of_sequences(self, lengths: Sequence[int]) -> Operator:
-        """Return attention within packed sequences of these lengths, with its FLOPs; other operators as they are.
+        """Return attention within sequences of these lengths, with its FLOPs; other operators as they are.
 
         Of sequences that ranks share, a kernel computes local queries with the keys of a rank: half of all pairs.
         """
@@ -357,7 +357,7 @@ class RecordingCosts:
         packs: Sequence[tuple[float, int, Sequence[int]]] = (),
     ):
         self.args, self.hardware, self.count, self.executed = args, hardware, count, executed
-        self.packs = packs
+        self.packs, self.sequences = packs, (args.data.seq_length,) * args.training.micro_batch_size
         self.links, self.sizes = Interconnect(hardware), ChunkBytes(args, vocab_rows)
         self.constants = hardware.constants
         self.graphs = args.training.captured_modules
@@ -392,7 +392,7 @@ class RecordingCosts:
             seconds, cause = 0.0, "compute"
             key = self._pass_of(place)
             if kind == OPERATOR:
-                lengths = self.packs[microbatch - 1][2] if self.packs and microbatch else ()
+                lengths = self.packs[microbatch - 1][2] if self.packs and microbatch else self.sequences
                 operator = self._read(texts[text]).of_sequences(lengths)
                 times = self._operator_times(operator, texts[line])
                 if times is None:

@@ -247,6 +247,9 @@ class CoreAttention(nn.Module):
         """Attend by torch's kernels, or by matmuls."""
         dropout_p = self.dropout_p if self.training else 0.0
         if self._window_cuts(q_SBND.shape[0]):
+            by_flash = self.backend in (None, SDPBackend.FLASH_ATTENTION)
+            if mask is None and by_flash and self._varlen_supports(q_SBND, v_SBGE):
+                return self._attend_in_window(q_SBND, k_SBGD, v_SBGE)
             window = sliding_window_mask(q_SBND.shape[0], self.window, q_SBND.device)
             mask = window if mask is None else mask & window
         with _without_traceback(self.backend, q_SBND):
@@ -261,6 +264,19 @@ class CoreAttention(nn.Module):
                 self.value_width,
                 self.backend,
             )
+
+    def _attend_in_window(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
+        """Attend to the last keys of every sequence by the kernels for packed sequences, without an [S, S] mask."""
+        seq_len, batch = q_SBND.shape[:2]
+        out_TNE = varlen_attention.varlen_attention(
+            *(x.transpose(0, 1).flatten(0, 1) for x in (q_SBND, k_SBGD, v_SBGE)),
+            torch.arange(0, batch * seq_len + 1, seq_len, dtype=torch.int32, device=q_SBND.device),
+            seq_len,
+            self.scale,
+            self.window,
+        )
+        out_BSNE = out_TNE[..., : self.value_width].unflatten(0, (batch, seq_len))
+        return out_BSNE.transpose(0, 1).flatten(2).contiguous()
 
     def sinks(self, q_SBND: Tensor, learned_N: Tensor | None) -> Tensor | None:
         """Return the score of every head's extra key, fp32 or wider; zero for --softmax-type off-by-one."""
@@ -284,10 +300,12 @@ class CoreAttention(nn.Module):
 
     def _can_attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, v_SBGE: Tensor) -> bool:
         """Return whether kernels for packed sequences support this attention."""
-        if visible.packed is None or self.backend == SDPBackend.MATH:
-            return False
-        plain = not self.has_sinks and not (self.training and self.dropout_p > 0.0)
-        return plain and varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0])
+        by_kernel = self.backend != SDPBackend.MATH and not self.has_sinks
+        return visible.packed is not None and by_kernel and self._varlen_supports(q_SBND, v_SBGE)
+
+    def _varlen_supports(self, q_SBND: Tensor, v_SBGE: Tensor) -> bool:
+        has_dropout = self.training and self.dropout_p > 0.0
+        return not has_dropout and varlen_attention.can_run(q_SBND[:, 0], v_SBGE[:, 0])
 
     def _attend_by_sequence(self, visible: AttentionMask, q_SBND: Tensor, k_SBGD: Tensor, v_SBGE: Tensor) -> Tensor:
         assert visible.packed is not None and visible.cu_seqlens is not None

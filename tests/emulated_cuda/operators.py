@@ -102,7 +102,7 @@ def _by_sequence(compute, queries, keys, cum_q, cum_k):
 
     queries, keys: tensors [T, N, D] of the queries' and the keys' tokens.
     """
-    ends, stops = cum_q.tolist(), cum_k.tolist()
+    ends, stops = host_alias(cum_q).tolist(), host_alias(cum_k).tolist()
     results = []
     for number in range(len(ends) - 1):
         places = slice(*ends[number : number + 2]), slice(*stops[number : number + 2])

@@ -203,13 +203,68 @@ def test_ring_has_one_kernel_for_the_keys_of_a_rank(ranks, sinks, window, width)
     assert found == [expected] * ranks
 
 
-def forced_flash_with_a_window() -> None:
+def attends_in_a_window(batch: int, width: int, backend: str, dropout: float) -> list[str]:
+    """A layer with a window computes what it computes on a CPU; return the operators of attention, and who makes a mask."""
+    import emulation
+
+    model = parse_args([*make_argv("plain"), "--window-size", "3,0"], 1).model
+    core = CoreAttention(replace(model, attention_dropout=dropout), 1, head_dim=8, backend=BACKENDS.get(backend))
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, 8), (2, 8), (2, width), (4, width)
+    values = [torch.randn(10, batch, *shape, generator=generator).bfloat16() for shape in shapes]
+    outputs = []
+    with emulation.Ledger(emulation.DEVICE()) as ledger:
+        for device in ("cpu", "cuda"):
+            *inputs, grad = [x.clone().to(device).requires_grad_() for x in values]
+            out = core(*inputs)
+            assert out.is_contiguous()
+            out.backward(grad.detach().flatten(2))
+            outputs.append([out.float().cpu(), *(x.grad.float().cpu() for x in inputs)])
+    if not dropout:
+        torch.testing.assert_close(*outputs, rtol=3e-2, atol=3e-2)
+    names = {operator.removeprefix("aten::").partition(".")[0] for operator, _ in ledger.launches}
+    return sorted(name for name in names if "flash_attention" in name or name.startswith("tril"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "width", "backend", "dropout", "is_flash"),
+    [
+        (1, 8, "auto", 0.0, True),
+        (3, 4, "flash", 0.0, True),
+        (1, 8, "unfused", 0.0, False),
+        (1, 8, "auto", 0.1, False),
+    ],
+)
+def test_a_window_is_by_the_flash_kernel_without_a_mask(batch, width, backend, dropout, is_flash):
+    expected = ["_flash_attention_backward", "_flash_attention_forward"] if is_flash else ["tril"]
+    assert on_device(attends_in_a_window, batch, width, backend, dropout) == expected
+
+
+def captures_a_window() -> None:
+    """A graph of a layer with a window computes new inputs when it is replayed."""
+    model = parse_args([*make_argv("plain"), "--window-size", "3,0"], 1).model
+    core = CoreAttention(model, 1, head_dim=8)
+    first, second = torch.randn(2, 10, 2, 4, 8, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    static, graph = first.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = core(static, static, static)
+    static.copy_(second)
+    graph.replay()
+    torch.testing.assert_close(out, core(second, second, second))
+
+
+def test_a_window_is_captured_in_a_graph():
+    on_device(captures_a_window)
+
+
+def forced_flash_with_a_mask() -> None:
     x = torch.ones(4, 1, 2, 8, dtype=torch.bfloat16, device="cuda")
     model = parse_args([*make_argv("plain"), "--window-size", "1,0"], 1).model
     core = CoreAttention(model, 1, head_dim=8, backend=SDPBackend.FLASH_ATTENTION)
+    hidden = torch.zeros(1, 1, 4, 4, dtype=torch.bool, device="cuda")
     with pytest.raises(UserError, match="flash_attention kernel .* 4 x 1 x 2 x 8 in bfloat16 .*backend auto"):
-        core(x, x, x)
+        core(x, x, x, AttentionMask.of(hidden, None))
 
 
 def test_a_kernel_that_cannot_run_is_an_error_of_the_user():
-    on_device(forced_flash_with_a_window)
+    on_device(forced_flash_with_a_mask)

@@ -41,6 +41,20 @@ def test_cpu_tests_hide_devices_and_can_fork(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+def test_tests_of_devices_run_in_the_process_that_collects():
+    """CUDA cannot be used in a fork of a process that has asked for devices, as the collection does."""
+    words = ["-q", "-p", "no:cacheprovider", "--processes", "3", "tests/gpu/test_flash_attention.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=HERE.parents[1],
+        env=environment(1),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+    assert "3 processes" not in done.stdout
+
+
 def test_commands_are_not_forked_from_a_process_with_devices(monkeypatch, tmp_path):
     """A real device cannot be used in a fork of a process that has asked for it; the emulated one could."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -310,6 +310,18 @@ def test_attention_within_packed_sequences_has_the_flops_of_its_sequences():
         assert windowed.of_sequences([1]) == windowed  # it has its lengths
 
 
+def test_windows_have_the_flops_of_the_sequences_of_a_microbatch():
+    args = parse_args([*FLAGS.split(), "--micro-batch-size", "2"], 64)
+    plan, length = make_plan(args, 64, H100), args.data.seq_length
+    shape = f"{2 * length}x2x8"
+    text = f"aten::_flash_attention_forward window=4{f'|r,bfloat16,{shape},512' * 3}|o,bfloat16,{shape},512"
+    event = [OPERATOR, 0, 1, 2, 1, 2, 2]
+    costs = RecordingCosts(args, H100, plan.vocab_rows, 3, 3).costs(
+        {"texts": [text, "a.py:1 f", ""], "events": [event]}
+    )
+    assert costs.lines["a.py:1 f"].flops == 2 * (length * 4 - 8) * 2 * 2 * (8 + 8)
+
+
 def test_packed_microbatches_are_weighted_by_what_they_represent():
     args = parse_args(FLAGS.split(), 64)
     plan = make_plan(args, 64, H100)

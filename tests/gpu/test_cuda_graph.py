@@ -1,7 +1,7 @@
 """CUDA graphs on a device give the results of eager execution."""
 
 import pytest
-from memory.graphed import full, line, local, train
+from memory.graphed import full, line, local, same_accumulation_flags, train
 
 from moe_trainer.verification.compare_runs import Tolerances, compare
 
@@ -21,6 +21,7 @@ CASES = {
     "padded experts": ("padded capacity", "", local("attn moe")),
     "padded, full layers": ("padded capacity", "", local()),
     "padded, full iteration": ("padded capacity", "", full()),
+    "a window": ("plain", "--bf16 --window-size 5,0 --kv-channels 8", local("attn")),
     "fp8": ("plain", "--bf16 --fp8-format hybrid --fp8-recipe delayed", local(ROUTED)),
 }
 pytestmark = pytest.mark.gpu
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_cuda_graphs_equal_eager_execution_on_a_device(name):
     kind, flags, graphs = CASES[name]
-    eager, graphed = (train([*line(kind, flags), *more]) for more in ([], graphs))
+    eager, graphed = (train([*line(kind, flags), *more]) for more in (same_accumulation_flags(graphs), graphs))
     assert [str(difference) for difference in compare(eager, graphed, NEAR)] == []
 
 

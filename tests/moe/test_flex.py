@@ -534,6 +534,31 @@ def test_missing_nccl_ep_gives_install_instructions(monkeypatch):
         build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
 
 
+@pytest.mark.parametrize("version", ["DeepEP 2", "NCCL EP"])
+@pytest.mark.parametrize(("nccl", "is_usable"), [((2, 28, 9), False), ((2, 30, 4), True), (None, True)])
+def test_an_old_nccl_is_reported_before_a_run(recorded, monkeypatch, version, nccl, is_usable):
+    monkeypatch.setattr("moe_trainer.backends.nccl_version", lambda: nccl)
+    if version == "NCCL EP":
+        monkeypatch.setattr(ncclep.te, "problem", lambda module, *names: None)
+    else:
+        monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, version)[0])
+    adapter = ncclep if version == "NCCL EP" else deepep
+    if is_usable:
+        assert adapter.problem() is None
+        return
+    moe = sections(**FLEX, moe_flex_dispatcher_backend=adapter.__name__.rpartition(".")[2]).moe
+    with pytest.raises(
+        MissingBackendError, match="needs NCCL 2.30.4 or later, and this process has 2.28.9.*nvidia-nccl"
+    ):
+        build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
+
+
+def test_deep_ep_1_needs_no_new_nccl(recorded, monkeypatch):
+    monkeypatch.setattr("moe_trainer.backends.nccl_version", lambda: (2, 28, 9))
+    monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, "DeepEP 1.0")[0])
+    assert deepep.problem() is None
+
+
 def test_one_expert_rank_uses_the_local_dispatcher(without_deep_ep):
     made = build_dispatcher(sections(**FLEX).moe, ParallelState.single(), BF16, BackendPolicy("error", TYPED, True))
     assert type(made) is LocalDispatcher

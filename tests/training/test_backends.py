@@ -1,11 +1,13 @@
 """Missing optional libraries: fall back to torch, or end the run with an error."""
 
+import ctypes
 import logging
 import sys
+from unittest import mock
 
 import pytest
 
-from moe_trainer.backends import BackendPolicy, MissingBackendError, import_problem
+from moe_trainer.backends import BackendPolicy, MissingBackendError, import_problem, nccl_problem, nccl_version
 from moe_trainer.errors import UserError
 from moe_trainer.layers.kernels import select_kernels
 from moe_trainer.layers.layer_factory import select_layer_factory
@@ -99,6 +101,25 @@ def test_import_problem_explains_why_a_package_cannot_be_imported(tmp_path, monk
         import_problem("foreign_package")
         == "the installed foreign_package cannot be imported (OSError: libcudart.so.11: cannot open)"
     )
+
+
+@pytest.mark.parametrize(("number", "code", "version"), [(22809, 0, (2, 28, 9)), (23004, 0, (2, 30, 4)), (0, 3, None)])
+def test_the_version_of_nccl_is_that_of_the_loaded_library(monkeypatch, number, code, version):
+    class Library:
+        def __init__(self, name):
+            assert name == "libnccl.so.2"
+
+        def ncclGetVersion(self, pointer):  # noqa: N802 - the library's name
+            pointer._obj.value = number
+            return code
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    assert nccl_version() == version
+
+
+def test_without_a_library_the_version_of_nccl_is_unknown(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", mock.Mock(side_effect=OSError("libnccl.so.2: cannot open")))
+    assert nccl_version() is None and nccl_problem((2, 30, 4)) is None
 
 
 @pytest.mark.parametrize("library", ["triton", "deep_ep"])

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.backends import import_problem
+from moe_trainer.backends import import_problem, nccl_problem
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
     CacheFn,
@@ -37,7 +37,7 @@ from moe_trainer.moe.dispatch.base import (
     no_cache,
     permute_received,
 )
-from moe_trainer.moe.dispatch.flex import FlexSettings
+from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, FlexSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
     Mxfp8Transport,
@@ -48,7 +48,7 @@ from moe_trainer.ops.permute import Permutation, dense_to_topk, topk_to_dense
 from moe_trainer.parallel.collectives import Exchange, all_reduce, finish_exchange, start_exchange
 from moe_trainer.parallel.state import Group, ParallelState
 
-INSTALL = "pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP"
+INSTALL = f"pip install --no-build-isolation git+https://github.com/deepseek-ai/DeepEP, and {NCCL_INSTALL}"
 V2_HIDDEN_MULTIPLE = 256  # kernels of version 2 exist for hidden sizes that are multiples of it
 
 
@@ -299,9 +299,11 @@ def problem(name: str = "") -> str | None:
     """Return why the library, or a class of it, cannot be used; None if it can."""
     if missing := import_problem("deep_ep"):
         return missing
-    if name and not hasattr(importlib.import_module("deep_ep"), name):
+    deep_ep = importlib.import_module("deep_ep")
+    if name and not hasattr(deep_ep, name):
         return f"the installed deep_ep has no {name}"
-    return None
+    is_v2 = name in ("", "ElasticBuffer") and hasattr(deep_ep, "ElasticBuffer")
+    return nccl_problem(MIN_NCCL_VERSION) if is_v2 else None
 
 
 def make_dispatcher(settings: FlexSettings) -> DeepEPDispatcher:

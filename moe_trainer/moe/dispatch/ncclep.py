@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_trainer.backends import nccl_problem
 from moe_trainer.layers import te
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
@@ -36,14 +37,14 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
-from moe_trainer.moe.dispatch.flex import FlexSettings
+from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, FlexSettings
 from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
 from moe_trainer.ops.permute import Permutation, dense_to_topk
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
-INSTALL = f"NVTE_WITH_NCCL_EP=1 {te.INSTALL}"
+INSTALL = f"NVTE_WITH_NCCL_EP=1 {te.INSTALL}, and {NCCL_INSTALL}"
 CHUNK = 64
 """The library's kernels dispatch tokens in chunks; the maximum per rank must be a multiple."""
 
@@ -206,7 +207,8 @@ class NcclEPDispatcher(TokenDispatcher):
 
 def problem() -> str | None:
     """Return why the library cannot be used; None if it can."""
-    return te.problem("ep", "EpBuffer", "ep_bootstrap", "ep_dispatch", "ep_combine", "ep_finalize", "symm_mem_alloc")
+    names = "EpBuffer", "ep_bootstrap", "ep_dispatch", "ep_combine", "ep_finalize", "symm_mem_alloc"
+    return te.problem("ep", *names) or nccl_problem(MIN_NCCL_VERSION)
 
 
 def make_dispatcher(settings: FlexSettings) -> NcclEPDispatcher:
