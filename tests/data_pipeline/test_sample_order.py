@@ -139,6 +139,7 @@ def test_shuffle_of_other_ranks_that_is_not_recorded_is_named(prefixes):
 
 def test_resumed_run_says_once_that_no_order_is_recorded(prefixes, tmp_path, monkeypatch):
     argv = [*RUN, "--train-data-path", prefixes[0], *"--save ckpt --load ckpt --save-interval 100".split()]
+    argv.append("--override-opt_param-scheduler")
     with monkeypatch.context() as patch:
         patch.setattr(data_setup, "describe_order", lambda *given: {})
         assert run([*argv, "--train-iters", "2"], tmp_path).returncode == 0

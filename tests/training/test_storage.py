@@ -12,6 +12,7 @@ import pytest
 from commands import REPOSITORY, environment, read_ends, read_metrics, run
 from training.tiny import MOCK, TINY
 
+from arguments import parse_args
 from moe_trainer.checkpoint import directory, saving
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.verify import verify_checkpoint
@@ -49,6 +50,23 @@ def curve(folder):
 
 def saved(folder):
     return directory.complete_iterations(folder / "ckpt")
+
+
+def test_lock_does_not_outlive_a_refused_run(tmp_path):
+    line = [word for word in LINE if word != "--auto-resume"]
+    finished = run([*line, "--load", "ckpt", "--ckpt-step", "9"], tmp_path)
+    assert finished.returncode == 2 and "iter_0000009" in finished.stderr
+    assert not (tmp_path / "ckpt" / directory.LOCK).exists()
+
+
+def test_lock_does_not_outlive_a_run_that_ends_without_its_main_thread(tmp_path, monkeypatch):
+    args, codes = parse_args([*LINE, "--save", str(tmp_path)], 1), []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    directory.acquire_lock(tmp_path)
+    pretrain.end_process(args, 1, 3)
+    assert (tmp_path / directory.LOCK).exists(), "it is that of rank 0"
+    pretrain.end_process(args, 0, 143)
+    assert not (tmp_path / directory.LOCK).exists() and codes == [3, 143]
 
 
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
