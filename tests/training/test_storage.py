@@ -16,6 +16,7 @@ from arguments import parse_args
 from moe_trainer.checkpoint import directory, saving
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.errors import UserError
 from moe_trainer.io import BestEffortStream
 from moe_trainer.training import pretrain
 
@@ -52,10 +53,14 @@ def saved(folder):
     return directory.complete_iterations(folder / "ckpt")
 
 
-def test_lock_does_not_outlive_a_refused_run(tmp_path):
-    line = [word for word in LINE if word != "--auto-resume"]
-    finished = run([*line, "--load", "ckpt", "--ckpt-step", "9"], tmp_path)
-    assert finished.returncode == 2 and "iter_0000009" in finished.stderr
+def test_lock_does_not_outlive_a_refused_run(tmp_path, monkeypatch):
+    def refuse(*_):
+        assert (tmp_path / "ckpt" / directory.LOCK).exists()
+        raise UserError("no data")
+
+    monkeypatch.setattr(pretrain, "build_datasets_and_loaders", refuse)
+    finished = run(LINE, tmp_path)
+    assert finished.returncode == 2 and "no data" in finished.stderr, finished.stderr
     assert not (tmp_path / "ckpt" / directory.LOCK).exists()
 
 
