@@ -202,9 +202,8 @@ class Loader:
         fatal = [] if self._options.finetune else [line for name, line in differing.items() if name in _MUST_AGREE]
         lines, remedy = list(self._mismatched), ""
         drops_modules = self._check_spec()
-        if self._options.has_initial_weights:
-            self._initialize_indexers()
-            self._initialize_adapters()
+        self._initialize_indexers()
+        self._initialize_adapters()
         tolerant = self._options.accepts_missing
         if tolerant and self._missing and strictness != "ignore_all":
             self._warn(
