@@ -96,6 +96,14 @@ def check_top1_pre_softmax(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
+def check_probs_on_input(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if f.experts and s.moe_apply_probs_on_input and s.moe_router_topk != 1:
+        yield s.violation(
+            "{moe_apply_probs_on_input:flag} needs {moe_router_topk:flag} 1, not {topk}, as in Megatron-LM.",
+            topk=s.moe_router_topk,
+        )
+
+
 def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     softmax = s.moe_router_score_function == "softmax"
     if f.experts and s.moe_router_enable_expert_bias and softmax and s.moe_router_group_topk:

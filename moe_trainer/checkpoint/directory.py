@@ -253,10 +253,19 @@ def acquire_lock(directory: Path) -> str | None:
     return None
 
 
+def holds_lock(directory: Path) -> bool:
+    """Return whether the lock of a folder is this process's. For its end: reading the file gives the lock up."""
+    try:
+        text = (directory / LOCK).read_text(errors="replace")
+    except FileNotFoundError:
+        return False
+    return f"host {socket.gethostname()}, process {os.getpid()}," in text
+
+
 def release_lock(directory: Path) -> None:
     """Remove the file of this process's lock; the lock itself ends with the process."""
     try:
-        if f"host {socket.gethostname()}, process {os.getpid()}," in (directory / LOCK).read_text(errors="replace"):
+        if holds_lock(directory):
             (directory / LOCK).unlink()
     except OSError as error:
         logger.debug("%s is not removed: %s", directory / LOCK, error)

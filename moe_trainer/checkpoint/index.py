@@ -100,18 +100,33 @@ def check(folder: Path, hashes: bool = False) -> list[str]:
     Checks the completion mark, the index, the existence and length of every file, and that the chunks of every tensor
     cover it. `hashes`: also compare integrity.json, which reads everything.
     """
+    if hf_files.is_hf_folder(folder):  # its files are judged when they are opened
+        return check_mark(folder)
+    return read_and_check(folder, hashes)[1]
+
+
+def read_and_check(
+    folder: Path, hashes: bool = False, hf_mapping: str | Path | None = None
+) -> tuple[Metadata | None, list[str]]:
+    """Return the index of a checkpoint folder, if it can be read, and what is wrong with the folder (see `check`).
+
+    Raises:
+        CheckpointError: if it is a Hugging Face folder that cannot be read.
+    """
     problems = check_mark(folder)
-    if problems or hf_files.is_hf_folder(folder):  # its files are judged when they are opened
-        return problems
+    if problems:
+        return None, problems
+    if hf_files.is_hf_folder(folder):
+        return read_index(folder, hf_mapping), []
     try:
         index = read_index(folder)
     except CheckpointError as error:
-        return [str(error)]
+        return None, [str(error)]
     if isinstance(index, legacy_reader.LegacyMetadata):
-        return index.modified_files() if hashes else []
+        return index, index.modified_files() if hashes else []
     problems = truncated_files(folder, index)
     problems += [f"{key}: {stored} of {full} elements are stored" for key, stored, full in incomplete_tensors(index)]
-    return problems + (modified_files(folder) if hashes and not problems else [])
+    return index, problems + (modified_files(folder) if hashes and not problems else [])
 
 
 def check_mark(folder: Path) -> list[str]:

@@ -204,7 +204,7 @@ class Loader:
         drops_modules = self._check_spec()
         self._initialize_indexers()
         self._initialize_adapters()
-        tolerant = strictness in ("log_all", "return_all", "ignore_all")
+        tolerant = self._options.accepts_missing
         if tolerant and self._missing and strictness != "ignore_all":
             self._warn(
                 "%s lacks %s; they keep their initial values", self._folder, ", ".join(self._missing[:_MAX_LINES])

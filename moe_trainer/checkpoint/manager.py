@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import (
@@ -28,11 +29,11 @@ from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.loading import Loader
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.resolve import (
-    check_complete,
     check_format,
     folder_iteration,
     is_weights_only,
     latest_iteration,
+    read_complete,
     read_saved_args,
     resolve_checkpoint,
     saved_padded_vocab_size,
@@ -159,7 +160,8 @@ def load(
         DamagedError: if it is incomplete or damaged, before anything is overwritten if file sizes show it.
     """
     directory = Path(directory)
-    folder = _raise_on_all_ranks(lambda: _select_folder(directory, options) if ps.world.rank == 0 else None, ps)
+    found = _raise_on_all_ranks(lambda: _find_checkpoint(directory, options) if ps.world.rank == 0 else None, ps)
+    folder, index = found or (None, None)
     folder = collectives.broadcast_object(folder, ps.world)
     if folder is None:
         _nothing_to_load(directory, options, ps)
@@ -168,7 +170,7 @@ def load(
     weights_only = is_weights_only(folder)
     if weights_only:
         options = replace(options, load_optim=False, load_rng=False)
-    index = _raise_on_all_ranks(lambda: read_index(folder, options.hf_mapping), ps)
+    index = _raise_on_all_ranks(lambda: read_index(folder, options.hf_mapping) if index is None else index, ps)
     if has_flat_states(index) and optimizer is not None and not options.finetune:
         index = _raise_on_all_ranks(lambda: FlatStateMetadata(folder, index), ps)
     state, scalars, from_megatron = _raise_on_all_ranks(
@@ -216,16 +218,17 @@ def load(
     return LoadedState(iteration, folder, state, with_optim, rng_loaded, from_megatron, weights_only)
 
 
-def _select_folder(directory: Path, options: LoadOptions) -> Path | None:
+def _find_checkpoint(directory: Path, options: LoadOptions) -> tuple[Path, Metadata] | None:
+    """Return the folder to load and its index, which is checked."""
     folder = resolve_checkpoint(directory, options.ckpt_step)
     iteration = None if folder is None else folder_iteration(folder)
     if iteration is not None:
         recover_interrupted_rename(directory, iteration)
         folder = directory / folder_name(iteration)
-    if folder is not None:
-        check_format(folder)
-        check_complete(folder, hashes=options.verify_integrity)
-    return folder
+    if folder is None:
+        return None
+    check_format(folder)
+    return folder, read_complete(folder, options.verify_integrity, options.hf_mapping)
 
 
 def _nothing_to_load(directory: Path, options: LoadOptions, ps: ParallelState) -> None:

@@ -94,6 +94,7 @@ class LoadOptions:
         fully_parallel: replicas share the reading and send it to each other.
         upcycle: load a dense checkpoint into the MoE model of `args`; together with finetune.
         hf_mapping: mapping file of a Hugging Face folder's family, if that is not built in.
+        has_initial_weights: whether a weight that the checkpoint lacks may keep its value.
         strictness: of --dist-ckpt-strictness. Its default accepts tensors that nothing reads, with which the model is
             another one than was trained; so it counts only where it is given.
     """
@@ -111,6 +112,12 @@ class LoadOptions:
     fully_parallel: bool = False
     upcycle: bool = False
     hf_mapping: str | None = None
+    has_initial_weights: bool = True
+
+    @property
+    def accepts_missing(self) -> bool:
+        """Whether weights that the checkpoint lacks keep their initial values."""
+        return self.has_initial_weights and self.strictness in ("log_all", "return_all", "ignore_all")
 
     @classmethod
     def from_args(cls, args: Arguments, vocab_size: int | None = None) -> "LoadOptions":

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import (
     COMPLETE,
@@ -22,7 +24,7 @@ from moe_trainer.checkpoint.directory import (
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.hf import folder as hf_folder
 from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, lacks_weights
-from moe_trainer.checkpoint.index import check, detect_format, read_index
+from moe_trainer.checkpoint.index import check, detect_format, read_and_check, read_index
 from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
 from moe_trainer.checkpoint.virtual_index import tensor_entry
 
@@ -93,7 +95,22 @@ def check_complete(folder: Path, hashes: bool = False) -> None:
     Raises:
         DamagedError: naming the problems, and what can be loaded instead.
     """
-    problems = check(folder, hashes)
+    _raise_damaged(folder, check(folder, hashes))
+
+
+def read_complete(folder: Path, hashes: bool = False, hf_mapping: str | Path | None = None) -> Metadata:
+    """Return the index of a checkpoint that is neither incomplete nor damaged. `hf_mapping`: as in `read_index`.
+
+    Raises:
+        CheckpointError: as check_complete, or if a Hugging Face folder cannot be read.
+    """
+    index, problems = read_and_check(folder, hashes, hf_mapping)
+    _raise_damaged(folder, problems)
+    assert index is not None
+    return index
+
+
+def _raise_damaged(folder: Path, problems: list[str]) -> None:
     if problems:
         shown = "\n  ".join(problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else []))
         raise DamagedError(
@@ -111,6 +128,11 @@ def latest_iteration(directory: str | Path) -> int | None:
     if folder is None:
         return None
     return 0 if is_weights_only(folder) else folder_iteration(folder)
+
+
+def is_named_in(directory: str | Path) -> bool:
+    """Return whether a folder has a tracker or is a Hugging Face model: --load loads it or ends the run."""
+    return (Path(directory) / TRACKER).is_file() or is_hf_folder(Path(directory))
 
 
 def is_weights_only(folder: Path) -> bool:
@@ -212,6 +234,5 @@ def read_saved_args(
             f"--use-checkpoint-args: no checkpoint in {directory}: {Path(directory) / TRACKER} is missing"
         )
     check_format(folder)
-    check_complete(folder)
-    state, _, _ = common_state.parse(common_state.read(folder, read_index(folder, hf_mapping)))
+    state, _, _ = common_state.parse(common_state.read(folder, read_complete(folder, hf_mapping=hf_mapping)))
     return dict(state.args)

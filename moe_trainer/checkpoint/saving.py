@@ -7,6 +7,7 @@ written.
 
 import contextlib
 import datetime
+import errno
 import json
 import logging
 import secrets
@@ -36,6 +37,7 @@ from moe_trainer.checkpoint.directory import (
     folder_name,
     publish,
     read_tracker,
+    release_lock,
     remove_directory,
     remove_stale,
     staging_path,
@@ -171,7 +173,7 @@ class PendingSave:
                 remove_directory(folder)
                 (folder / _CHUNKS_FOLDER if self._is_legacy else folder).mkdir(parents=True)
             except OSError as error:
-                problem = str(error)
+                problem = self._describe(error)
         folder, problem = collectives.broadcast_object((folder, problem), self._ps.world)
         if problem is not None:
             raise self._failure(problem)
@@ -203,7 +205,7 @@ class PendingSave:
                 (self._temporary / common_state.OLD_FILE).write_bytes(self._common_file)
                 flush_file(self._temporary / common_state.OLD_FILE)
         except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError
-            self._error = f"rank {self._ps.world.rank}: {_root_cause(error)}"
+            self._error = f"rank {self._ps.world.rank}: {self._describe(error)}"
 
     def commit(self, crash: BaseException | None = None) -> None:
         """Make the checkpoint visible. Collective. `crash` is an unexpected exception of the write on this rank.
@@ -224,7 +226,7 @@ class PendingSave:
                     assert self._index is not None
                     self._writer.finish(self._index, [results for _, _, results in shares])
                 except OSError as error:
-                    problem = str(error)
+                    problem = self._describe(error)
         self._abort_on_error(problem, kind)
         if self._legacy is not None:
             self._abort_on_error(*self._convert())
@@ -233,7 +235,7 @@ class PendingSave:
             try:
                 self._finish()
             except OSError as error:
-                problem = str(error)
+                problem = self._describe(error)
         self._abort_on_error(problem)
 
     def _abort_on_error(self, problem: str | None, kind: type[CheckpointError] = StorageError) -> None:
@@ -251,7 +253,7 @@ class PendingSave:
         try:
             self._legacy()
         except (OSError, RuntimeError) as error:
-            problem = f"rank {self._ps.world.rank}: {_root_cause(error)}", StorageError
+            problem = f"rank {self._ps.world.rank}: {self._describe(error)}", StorageError
         except CheckpointError as error:
             problem = str(error), CheckpointError
         problems = collectives.gather_object(problem, self._ps.world) or []
@@ -307,8 +309,15 @@ class PendingSave:
     def _failure(self, problem: str, kind: type[CheckpointError] = StorageError) -> CheckpointError:
         return kind(
             f"cannot save the checkpoint of iteration {self._iteration} to {self._directory}: {problem}. "
-            f"{_free_space(self._directory)}{_remaining_checkpoint(self._directory)}"
+            f"{_remaining_checkpoint(self._directory)}"
         )
+
+    def _describe(self, error: BaseException) -> str:
+        """Return the cause of a failed write, with the space that is free where it is the cause."""
+        cause = _root_cause(error)
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        text = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        return text + (_free_space(self._directory) if is_full else "")
 
 
 def _shard_lists(
@@ -395,7 +404,7 @@ def _tracked_iteration(directory: Path) -> int | None:
 def _free_space(directory: Path) -> str:
     try:
         folder = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
-        return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there. "
+        return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free)"
     except OSError:  # of the failed disk
         return ""
 
@@ -410,12 +419,12 @@ def _remaining_checkpoint(directory: Path) -> str:
     return f"The checkpoint of iteration {valid} there is complete and remains the one that --load finds."
 
 
-def _root_cause(error: BaseException) -> str:
-    """Return the message of the operating system, if any; torch.save hides it behind an internal message."""
+def _root_cause(error: BaseException) -> BaseException:
+    """Return the error of the operating system, if any; torch.save hides it behind an internal one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    return str(cause) if cause is not None else (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return error if cause is None else cause
 
 
 def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
@@ -438,6 +447,10 @@ def check_writable(directory: str | Path, ps: ParallelState) -> int | None:
         if problem is not None:
             raise CheckpointError(f"--save {directory}: {problem}")
         check_seen_by_all(folder, folder / name, "Every rank writes its part of a checkpoint", ps, "--save ")
+    except CheckpointError:
+        if ps.world.rank == 0:
+            release_lock(folder)
+        raise
     finally:
         if ps.world.rank == 0:
             with contextlib.suppress(OSError):

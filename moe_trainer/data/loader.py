@@ -248,7 +248,7 @@ def cyclic_order(
         whole = (per_epoch - inside) // chunk
         for start in range(whole):
             yield order[start * micro_batch_size : (start + 1) * micro_batch_size].tolist()
-        consumed += whole * chunk
+        consumed = (epoch + 1) * per_epoch
 
 
 class Cycle(NamedTuple):
@@ -385,10 +385,12 @@ def build_loader(
                 "--train-samples, or start the data afresh (--finetune)"
             )
         order = partial(single_order, *place)
-    elif cycle not in (None, Cycle(total, micro_batch_size, dp_size)):
-        order = partial(cycle.order, *place[1:])
     elif dataloader_type == "cyclic":
-        order = partial(cyclic_order, *place, sharded)
+        own = Cycle(total, micro_batch_size, dp_size)
+        cycle = cycle or own
+        # other ranks may have stopped in the middle of a step of these
+        is_own = cycle == own and consumed_samples % chunk == 0
+        order = partial(cyclic_order, *place, sharded) if is_own else partial(cycle.order, *place[1:])
     else:
         raise ValueError(f"--dataloader-type {dataloader_type}: needed single, cyclic or external")
     make = partial(make_batch, dataset, fmt=fmt)

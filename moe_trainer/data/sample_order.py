@@ -10,6 +10,7 @@ shuffled on their own. The shuffle of --dataloader-type cyclic depends on the da
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from moe_trainer.data.combined import BlendedDataset, ContinuedDataset, PhasedDataset
 from moe_trainer.data.dataset import GPTDataset, SampleSource
@@ -101,6 +102,56 @@ def compare_orders(
         "that were read already are read again in this pass over the data, and as many are never read in it, as in "
         "Megatron-LM (docs/data.md)"
     )
+
+
+def compare_flags(
+    saved: Mapping[str, Any], current: Mapping[str, Any], dataset: SampleSource | PhasedDataset, consumed: int
+) -> str | None:
+    """Return a warning if a checkpoint without an order may be of a run that read in another one; None if not.
+
+    Args:
+        saved: flags of that run by destination, and data_parallel_size, as checkpoints have them.
+        current: those of this run.
+        dataset: of the training samples.
+        consumed: samples.
+    """
+    start, phase = max((each for each in _phases(dataset) if each[0] <= consumed), key=lambda each: each[0])
+    if consumed == start:
+        return None
+    orders = [_order_flags(flags) for flags in (saved, current)]
+    requests = [_count_requested(flags) for flags in (saved, current)]
+    if _depends_on_length(phase, max(requests) / max(requests[1], 1)):
+        for order, count in zip(orders, requests):
+            order["samples in all (--train-iters or --train-samples)"] = count
+    names = [name for name in {**orders[0], **orders[1]} if orders[0].get(name) != orders[1].get(name)]
+    if not names:
+        return None
+    was, is_now = ([f"{name} {order[name]}" for name in names if name in order] for order in orders)
+    return (
+        f"the checkpoint does not record the order of its samples, and this run may have another one (it was saved "
+        f"with {', '.join(was)}; now {', '.join(is_now)}): samples that were read already may be read again, and as "
+        "many never, as in Megatron-LM (docs/data.md)"
+    )
+
+
+def _order_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the order of the samples depends on besides their number, by name."""
+    loader = flags.get("dataloader_type") or "single"
+    order = {"--seed": flags.get("seed"), "--seq-length": flags.get("seq_length"), "--dataloader-type": loader}
+    if loader == "cyclic":
+        order["--micro-batch-size"] = flags.get("micro_batch_size")
+        order["data-parallel ranks"] = flags.get("data_parallel_size")
+    return order
+
+
+def _count_requested(flags: Mapping[str, Any]) -> int:
+    return flags.get("train_samples") or (flags.get("train_iters") or 0) * (flags.get("global_batch_size") or 0)
+
+
+def _depends_on_length(phase: SampleSource, growth: float) -> bool:
+    """Return whether one of the token files is read more than once by a run of `growth` times as many samples."""
+    wholes = [whole for part, _ in _parts(phase, 0) for whole in getattr(part, "datasets", (part,))]
+    return any((whole.requests[0] or 0) * growth > len(whole) / whole.plan.epochs for whole in wholes)
 
 
 def _describe_loader(order: Mapping[str, str]) -> str:

@@ -142,6 +142,12 @@ def append_end(target: Path, end: RunEnd, since: float) -> RunEnd:
     return found or end
 
 
+def last_iteration(target: Path) -> int:
+    """Return the iteration of the last record, 0 without one."""
+    matches = (_ITERATION.match(line.encode()) for line in reversed(_tail(target)))
+    return next((int(match[1]) for match in matches if match is not None), 0)
+
+
 def _free_name(target: Path) -> Path:
     names = (target.with_name(f"{target.stem}-{number}{target.suffix}") for number in count(1))
     return next(name for name in names if not name.exists())

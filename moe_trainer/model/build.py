@@ -32,12 +32,13 @@ from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
 from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, select_fused_topk
 from moe_trainer.parallel.overlap_threads import AlternatingExecutor
 from moe_trainer.parallel.params import get_param_info
-from moe_trainer.parallel.rng import ShardRNG, init_parameter
+from moe_trainer.parallel.rng import ShardRNG, init_parameters
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
+_VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 TENSORS_OF_EXPERTS = frozenset({"moe_act", "expert_fc1"})
 """Names of --recompute-modules and --offload-modules for tensors inside the experts."""
 # fp64 is for scripts/prove_layout.py
@@ -45,9 +46,18 @@ DTYPES = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.floa
 
 
 def build_chunks(
-    args: Arguments, ps: ParallelState, padded_vocab_size: int, device: torch.device | str = "cpu"
+    args: Arguments,
+    ps: ParallelState,
+    padded_vocab_size: int,
+    device: torch.device | str = "cpu",
+    *,
+    will_be_loaded: bool = False,
 ) -> list[Transformer]:
-    """Return this rank's initialized model chunks, one per virtual stage; on device "meta" they have no storage."""
+    """Return this rank's initialized model chunks, one per virtual stage; on device "meta" they have no storage.
+
+    With `will_be_loaded` the weights are zero, since a checkpoint replaces them. Those of the vocabulary are drawn: a
+    checkpoint may lack rows of its padding.
+    """
     device = torch.device(device)
     dtype = dict(DTYPES)[args.precision.params_dtype_name]
     cuda = device.type == "cuda"
@@ -95,9 +105,10 @@ def build_chunks(
                 ),
             )
             add_adapters(chunk, args.model, chunk.stream)
-        _materialize(chunk, device, dtype, args.training.seed)
+        drawn = _VOCABULARY if will_be_loaded else ("",)
+        _materialize(chunk, device, dtype, args.training.seed, drawn)
         chunk.make_hash_tables(device)
-        if device.type != "meta":
+        if device.type != "meta" and not will_be_loaded:
             _check_initialized(chunk)
         chunks.append(chunk)
     if args.moe.num_experts and device.type != "meta":
@@ -251,19 +262,25 @@ def _make_activation_policy(
     )
 
 
-def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Replace every meta tensor; a parameter shared by two modules stays shared."""
+def _materialize(chunk: nn.Module, device: torch.device, dtype: torch.dtype, seed: int, drawn: tuple[str, ...]) -> None:
+    """Replace every meta tensor; a parameter shared by two modules stays shared.
+
+    `drawn`: how the names of the parameters begin that get initial values, the others are zero.
+    """
     replacements: dict[Parameter, Parameter] = {}
     for module in chunk.modules():
         for name, param in module.named_parameters(recurse=False):
             if param not in replacements:
                 new: Any = Parameter(_allocate(param, dtype, device))
                 new.info = get_param_info(param)
-                init_parameter(new, seed)
                 replacements[param] = new
             setattr(module, name, replacements[param])
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+    is_drawn = {param: get_param_info(param).names[0].startswith(drawn) for param in replacements.values()}
+    init_parameters([param for param, draws in is_drawn.items() if draws], seed)
+    for param in (param for param, draws in is_drawn.items() if not draws):
+        param.data.zero_()
 
 
 def _allocate(param: Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

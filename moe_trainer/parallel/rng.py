@@ -8,7 +8,10 @@ stream; a rank draws the blocks that overlap its shard.
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +20,9 @@ from torch.nn import Parameter
 from moe_trainer.parallel.params import ParamInfo, get_param_info, named_slices, part_lengths
 
 BLOCK_NUMEL = 1 << 16
+_BLOCKS_PER_DRAW = 16
+_NUMEL_PER_THREAD = 1 << 21  # below, starting a thread gains little
+_MAX_THREADS = 16  # more would wait for Python's lock
 LOG_RANGE = (1.0, 16.0)
 STEP_RANGE = (1e-3, 0.1)
 
@@ -33,11 +39,67 @@ def named_generator(seed: int, *parts: str | int) -> torch.Generator:
 
 
 @torch.no_grad()
-def init_parameter(param: Parameter, seed: int) -> None:
-    """Initialize this rank's shard of a parameter; values are drawn in fp32. No effect on a meta parameter."""
-    info = get_param_info(param)
-    if param.is_meta:
+def init_parameters(params: Iterable[Parameter], seed: int) -> None:
+    """Initialize this rank's shards of parameters; values are drawn in fp32. No effect on meta parameters.
+
+    Many are drawn by all cores of the process, since torch draws a stream of random numbers on one.
+    """
+    draws = [draw for param in params if not param.is_meta for draw in _prepare(param, seed)]
+    num_threads = min(_count_cores(), _MAX_THREADS, sum(draw.target.numel() for draw in draws) // _NUMEL_PER_THREAD)
+    if num_threads < 2:
+        for draw in draws:
+            draw.fill()
         return
+    threads_of_torch = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_threads, "weights", _prepare_thread, (draws[0].target.device,)) as pool:
+            for _ in pool.map(_Draw.fill, draws):  # raises what a thread raised
+                pass
+    finally:
+        torch.set_num_threads(threads_of_torch)
+
+
+def _count_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _prepare_thread(device: torch.device) -> None:
+    torch.set_num_threads(1)  # else each of them would have a team of threads for its copies
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread starts on GPU 0
+
+
+class _Draw(NamedTuple):
+    """Some blocks of a named tensor that are to be drawn into the slice `target`, which begins at `offset` of it."""
+
+    target: Tensor
+    full_shape: list[int]
+    offset: list[int]
+    name: str
+    info: ParamInfo
+    seed: int
+    block_rows: int
+    blocks: range
+
+    def fill(self) -> None:
+        """Draw every block and copy what belongs to the slice."""
+        target, full_shape, offset = self.target, self.full_shape, self.offset
+        stop = offset[0] + target.shape[0]
+        for block in self.blocks:
+            start = block * self.block_rows
+            num_rows = min(self.block_rows, full_shape[0] - start)
+            values = torch.empty([num_rows, *full_shape[1:]], dtype=torch.float32)
+            _fill(values, full_shape, self.info, named_generator(self.seed, self.name, block))
+            low, high = max(start, offset[0]), min(start + num_rows, stop)
+            values = values[low - start : high - start]
+            for dim in range(1, len(full_shape)):
+                values = values.narrow(dim, offset[dim], target.shape[dim])
+            target[low - offset[0] : high - offset[0]].copy_(values)
+
+
+def _prepare(param: Parameter, seed: int) -> Iterator[_Draw]:
+    """Set the constant slices of a parameter, and yield what is to be drawn of the others."""
+    info = get_param_info(param)
     for name, local in named_slices(info, param.data):
         if info.init == "zeros":
             local.zero_()
@@ -46,14 +108,14 @@ def init_parameter(param: Parameter, seed: int) -> None:
         elif info.init == "constant":
             local.fill_(info.init_value)
         else:
-            _draw(local, name, info, seed)
+            yield from _draws(local, name, info, seed)
 
 
-def _draw(local: Tensor, name: str, info: ParamInfo, seed: int) -> None:
-    """Initialize a shard, part by part (ParamInfo.parts)."""
+def _draws(local: Tensor, name: str, info: ParamInfo, seed: int) -> Iterator[_Draw]:
+    """Yield what is to be drawn of a shard, part by part (ParamInfo.parts)."""
     full_shape = list(local.shape)
     if info.sharded_dim is None:
-        _draw_slice(local, full_shape, [0] * len(full_shape), name, info, seed)
+        yield from _draws_of_slice(local, full_shape, [0] * len(full_shape), name, info, seed)
         return
     dim = info.sharded_dim
     full_shape[dim] *= info.shard_count
@@ -62,26 +124,18 @@ def _draw(local: Tensor, name: str, info: ParamInfo, seed: int) -> None:
         offset = [0] * len(full_shape)
         offset[dim] = local_start * info.shard_count + info.shard_rank * part.shape[dim]
         local_start += part.shape[dim]
-        _draw_slice(part, full_shape, offset, name, info, seed)
+        yield from _draws_of_slice(part, full_shape, offset, name, info, seed)
 
 
-def _draw_slice(
+def _draws_of_slice(
     target: Tensor, full_shape: list[int], offset: list[int], name: str, info: ParamInfo, seed: int
-) -> None:
-    """Initialize the slice at `offset` of the tensor of shape `full_shape`."""
-    row_shape = full_shape[1:]
-    block_rows = max(1, BLOCK_NUMEL // max(1, math.prod(row_shape)))
-    stop = offset[0] + target.shape[0]
-    for block in range(offset[0] // block_rows, -(-stop // block_rows)):
-        start = block * block_rows
-        num_rows = min(block_rows, full_shape[0] - start)
-        values = torch.empty([num_rows, *row_shape], dtype=torch.float32)
-        _fill(values, full_shape, info, named_generator(seed, name, block))
-        low, high = max(start, offset[0]), min(start + num_rows, stop)
-        values = values[low - start : high - start]
-        for dim in range(1, len(full_shape)):
-            values = values.narrow(dim, offset[dim], target.shape[dim])
-        target[low - offset[0] : high - offset[0]].copy_(values)
+) -> Iterator[_Draw]:
+    """Yield the blocks that overlap the slice at `offset` of the tensor of shape `full_shape`, some at a time."""
+    block_rows = max(1, BLOCK_NUMEL // max(1, math.prod(full_shape[1:])))
+    stop = -(-(offset[0] + target.shape[0]) // block_rows)
+    for first in range(offset[0] // block_rows, stop, _BLOCKS_PER_DRAW):
+        blocks = range(first, min(first + _BLOCKS_PER_DRAW, stop))
+        yield _Draw(target, full_shape, offset, name, info, seed, block_rows, blocks)
 
 
 def _fill(values: Tensor, full_shape: list[int], info: ParamInfo, generator: torch.Generator) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from moe_trainer.checkpoint.directory import release_lock
 from moe_trainer.checkpoint.errors import StorageError
 from moe_trainer.checkpoint.manager import check_writable, save
 from moe_trainer.checkpoint.options import CheckpointState
@@ -91,7 +92,11 @@ def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
             retain_interval=None,
             filesystem_id=check_writable(folder, ctx.ps),
         )
-        save(folder, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, options)
+        try:
+            save(folder, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, options)
+        finally:
+            if ctx.ps.world.rank == 0:
+                release_lock(folder)
 
 
 def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointState:

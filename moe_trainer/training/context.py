@@ -6,8 +6,9 @@ model and optimizer. That is what makes a resumed run bitwise equal to one that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from arguments import Arguments
 from moe_trainer.checkpoint.manager import AsyncSaver
@@ -48,6 +49,7 @@ class TrainState:
         scheduled_samples: samples of updates that were made; they drive the learning rate.
         history: recent losses and gradient norms, and the iterations that were rejected.
         fingerprint: of the data and the tokenizer, on rank 0.
+        flags: of the run that saved the checkpoint, by destination.
         streams: where the streamed text of "train" and "valid" continues, as loaded.
         suspicion: fault report of an earlier run, until it is resolved. Not part of the checkpoint.
         spread: differences of repeated iterations (--rerun-mode report_stats). Not part of the checkpoint.
@@ -61,6 +63,7 @@ class TrainState:
     total_flops: float = 0.0
     history: LossHistory = field(default_factory=LossHistory)
     fingerprint: Fingerprint = field(default_factory=dict)
+    flags: Mapping[str, Any] = field(default_factory=dict)
     streams: dict[str, StreamState] = field(default_factory=dict)
     suspicion: PendingFaultReport | None = None
     spread: RerunStatistics = field(default_factory=RerunStatistics)

@@ -14,7 +14,7 @@ from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_dat
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.loader import BatchLoader, Cycle, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
-from moe_trainer.data.sample_order import compare_orders, describe_order, keep_cycle
+from moe_trainer.data.sample_order import compare_flags, compare_orders, describe_order, keep_cycle
 from moe_trainer.data.sources import requested_sizes, training_phases
 from moe_trainer.data.stream import StreamLoader, StreamState, merge_states
 from moe_trainer.data.streamed_sequences import Streamed, StreamedSequences
@@ -44,7 +44,7 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
     for name, size in (("train", train), ("validation", valid), ("test", test)):
         print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
     with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
-        is_streamed, saved_order = args.training.dataloader_type == "external", {}
+        is_streamed, saved_order, saved_flags = args.training.dataloader_type == "external", {}, {}
         if rank == 0 and not args.training.skip_train:  # other data may be evaluated
             current = make_fingerprint(args.data, get_tokenizer_files(args), is_streamed)
             # a new phase has other data
@@ -52,7 +52,8 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
             warnings = compare_fingerprints(saved, current)
             for warning in warnings:
                 logger.warning("WARNING: %s", warning)
-            saved_order = {} if warnings else state.fingerprint.get("order", {})
+            if not warnings:
+                saved_order, saved_flags = state.fingerprint.get("order", {}), state.flags
             state.fingerprint = current
         saved_order = collectives.broadcast_object(saved_order, ps.world)
         sizes = (train, valid, test)
@@ -76,7 +77,11 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
                 ctx = replace(ctx, cycle=keep_cycle(saved_order, own))
             if rank == 0:
                 state.fingerprint["order"] = describe_order(datasets.train, ctx.cycle)
-                if difference := compare_orders(saved_order, datasets.train, consumed, ctx.cycle):
+                difference = compare_orders(saved_order, datasets.train, consumed, ctx.cycle)
+                if saved_flags and not saved_order:
+                    flags = {**args.as_dict(), "data_parallel_size": ps.dp.size}
+                    difference = compare_flags(saved_flags, flags, datasets.train, consumed)
+                if difference:
                     logger.warning("WARNING: %s", difference)
         ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
         if datasets.train is not None and not args.training.skip_train:

@@ -18,8 +18,7 @@ from moe_trainer.inference.model import Model
 from moe_trainer.launch_env import read_launch_env
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.initialize import initialize
-from moe_trainer.training.resume import resume
-from moe_trainer.training.setup import build_context
+from moe_trainer.training.resume import build_and_resume
 
 # evaluation batches of a data set are not read, so none is needed
 _FLAGS = ("--use-checkpoint-args", "--skip-train", "--eval-iters", "0")
@@ -76,7 +75,7 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
         logger.info("%s: no effect here, because nothing is trained, and no data set is read", ", ".join(unused))
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
-    ctx, state = resume(build_context(args, runtime, tokenizer), tokenizer)
+    ctx, state = build_and_resume(args, runtime, tokenizer)
     for chunk in ctx.chunks:
         chunk.eval()
     return LoadedModel(ctx, state, tokenizer)

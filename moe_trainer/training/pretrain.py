@@ -13,10 +13,9 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 from arguments import Arguments
-from moe_trainer.checkpoint.directory import release_lock
 from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.errors import UserError, as_user_error, report_once_per_job
 from moe_trainer.exit_codes import ExitCode
@@ -50,10 +49,9 @@ from moe_trainer.training.metrics import close_metrics, open_metrics
 from moe_trainer.training.monitors import RankMonitors
 from moe_trainer.training.preflight import check_output_paths
 from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
-from moe_trainer.training.resume import resolve_auto_resume, resume
-from moe_trainer.training.run_end import EndRecorder, end_by
+from moe_trainer.training.resume import build_and_resume, resolve_auto_resume
+from moe_trainer.training.run_end import EndRecorder, end_by, record_failed_start, release_save_folder
 from moe_trainer.training.run_manifest import write_run_manifest
-from moe_trainer.training.setup import build_context
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +70,21 @@ def pretrain(args: Arguments, launch_env: LaunchEnv, exit_signal: ExitSignalHand
     if runtime.device.type == "cpu":
         tune_malloc()
     print_rank_0(runtime, f"time to initialize megatron (seconds): {time.monotonic() - started:.3f}")
-    with (
-        make_watchdog(args, runtime) as watchdog,
-        report_once_per_job(make_error_dedup_counter(runtime.store)),
-        SignalWatch(watchdog.report_signal),
-    ):
-        return run_job(args, runtime, watchdog, started, exit_signal)
+    try:
+        with (
+            make_watchdog(args, runtime) as watchdog,
+            report_once_per_job(make_error_dedup_counter(runtime.store)),
+            SignalWatch(watchdog.report_signal, partial(end_process, args, launch_env.rank)),
+        ):
+            return run_job(args, runtime, watchdog, started, exit_signal)
+    finally:
+        release_save_folder(args, launch_env.rank)
+
+
+def end_process(args: Arguments, rank: int, code: int) -> None:
+    """End this process at once, since its main thread is stuck."""
+    release_save_folder(args, rank)
+    os._exit(code)
 
 
 def make_watchdog(args: Arguments, runtime: Runtime) -> Watchdog:
@@ -88,6 +95,7 @@ def make_watchdog(args: Arguments, runtime: Runtime) -> Watchdog:
         runtime.launch_env.world_size,
         None if runtime.store is None else HeartbeatStore(runtime.store, rank),
         args.parallel.distributed_timeout_minutes * 60.0,
+        partial(end_process, args, rank),
         recorder=make_flight_recorder(os.environ, rank),
     )
 
@@ -97,12 +105,13 @@ def run_job(
 ) -> int:
     """Build, resume, train, evaluate and save; return the exit code."""
     args = resolve_auto_resume(args, runtime.ps)
+    watchdog.on_failure = partial(record_failed_start, args, runtime.launch_env.rank, time.time())
     log_arguments(args, runtime)
     startup_s, training_s = watchdog.timeout, args.parallel.distributed_timeout_seconds_after_init
     timeouts = TimeoutManager(runtime.ps, watchdog, runtime.device, startup_s, training_s)
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
-    ctx, state = resume(build_context(args, runtime, tokenizer), tokenizer)
+    ctx, state = build_and_resume(args, runtime, tokenizer)
     if args.output.ckpt_convert_format is not None:
         convert_checkpoint(ctx, state)
         close_groups(runtime.ps)
@@ -137,8 +146,6 @@ def run_job(
     code = ExitCode.RESTART if restarts else ExitCode.OK
     recorder.end(planned_end(ctx, state, decision, code))
     close_metrics(ctx)
-    if args.output.save is not None and ctx.should_save and runtime.launch_env.rank == 0:
-        release_lock(Path(args.output.save))
     monitors.close()
     close_dispatchers(ctx.chunks)
     if ctx.grads is not None:

@@ -16,7 +16,7 @@ from arguments import Arguments
 from moe_trainer.checkpoint.errors import DamagedError
 from moe_trainer.checkpoint.manager import check_writable, latest_iteration, load
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions
-from moe_trainer.checkpoint.resolve import latest_valid
+from moe_trainer.checkpoint.resolve import is_named_in, latest_valid
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.optim.scheduler_state import resume_schedules
@@ -24,6 +24,8 @@ from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.resilience.rejection import LossHistory
 from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.initialize import Runtime
+from moe_trainer.training.setup import build_context
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +79,29 @@ def _upcycling_options(options: LoadOptions, ctx: TrainContext) -> LoadOptions:
     return replace(options, upcycle=True, exit_on_missing=True)
 
 
-def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, TrainState]:
-    """Load the checkpoint of `--load`, if any.
+def build_and_resume(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> tuple[TrainContext, TrainState]:
+    """Build a run and load the checkpoint of `--load`, if any. Collective.
 
     Returns:
         The context with the checkpoint's schedules, and the state from which the run continues.
     """
+    will_be_loaded = _replaces_all_weights(args, runtime.ps)
+    return _resume(build_context(args, runtime, tokenizer, will_be_loaded), tokenizer, not will_be_loaded)
+
+
+def _replaces_all_weights(args: Arguments, ps: ParallelState) -> bool:
+    """Return whether a checkpoint with all weights of the model is loaded, or the run refused. Collective."""
+    output, model = args.output, args.model
+    may_lack_some = args.moe.moe_use_upcycling or model.lora_dim is not None or model.dsa_indexer_topk is not None
+    if may_lack_some or LoadOptions.from_args(args).accepts_missing:
+        return False
+    if output.pretrained_checkpoint is not None:
+        return True
+    folder = output.load
+    return folder is not None and run_on_rank0(lambda: is_named_in(folder), ps.world)
+
+
+def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[TrainContext, TrainState]:
     output = ctx.args.output
     state = TrainState()
     if ctx.should_save:
@@ -97,7 +116,7 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
     folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
     if folder is None:
         return ctx, state
-    options = LoadOptions.from_args(ctx.args, tokenizer.vocab_size)
+    options = replace(LoadOptions.from_args(ctx.args, tokenizer.vocab_size), has_initial_weights=has_initial_weights)
     if ctx.args.is_eval_only:  # an evaluation draws no random numbers
         options = replace(options, load_optim=False, load_rng=False)
     if ctx.args.moe.moe_use_upcycling:
@@ -109,6 +128,8 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
         loaded = _load(folder, ctx, replace(options, finetune=finetune))
         if loaded is None and weights_only:  # starting from random weights would be wrong
             raise UserError(f"--pretrained-checkpoint {folder}: there is no checkpoint in this folder")
+        if loaded is None and not has_initial_weights:
+            raise UserError(f"--load {folder}: the checkpoint that was in this folder a moment ago is gone")
         if loaded is None and ctx.args.is_eval_only:
             raise UserError(
                 f"--load {folder}: there is no checkpoint in this folder, so there is nothing to evaluate "
@@ -130,6 +151,7 @@ def resume(ctx: TrainContext, tokenizer: Tokenizer) -> tuple[TrainContext, Train
             total_flops=saved.num_floating_point_operations_so_far,
             history=history,
             fingerprint=saved.extra.get("fingerprint") or {},
+            flags=saved.args,
             streams=saved.extra.get("streams") or {},
         ),
         ctx,

@@ -2,7 +2,8 @@
 
 The last rank writes the metrics, so it also writes the end. Another rank that fails first appends the end itself, since
 the last one may be terminated, or knows only that a rank is gone. No other rank reads or writes the file: an error of
-all ranks would be thousands of writers. The first record of a start stays.
+all ranks would be thousands of writers. The first record of a start stays. Before the metrics are open, rank 0 appends
+the end of a start that continues a run.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
+from arguments import Arguments
+from moe_trainer.checkpoint.directory import holds_lock, release_lock
 from moe_trainer.errors import UserError
 from moe_trainer.exit_codes import ExitCode
-from moe_trainer.metrics.metrics_file import append_end, read_end
+from moe_trainer.metrics.metrics_file import append_end, last_iteration, read_end
 from moe_trainer.metrics.run_state import MAX_REASON, RunEnd
 from moe_trainer.parallel.trace import CommunicationError
 from moe_trainer.resilience.rejection import ResultRejectedError
@@ -25,7 +30,7 @@ from moe_trainer.training.metrics import metrics_path
 
 logger = logging.getLogger(__name__)
 
-_WRITE_TIMEOUT_S = 5.0  # a stuck disk must not keep a failed process alive
+_WRITE_TIMEOUT_S = 5.0
 _RECORD_WAIT_S = 2.0  # for the record of the first rank that failed
 
 
@@ -52,14 +57,7 @@ class EndRecorder:
         if self._is_done:
             return
         self._is_done = True
-        writer = threading.Thread(
-            target=self._write_failure, args=(error, is_first), name="end of the run", daemon=True
-        )
-        writer.start()
-        deadline = time.monotonic() + _WRITE_TIMEOUT_S
-        while writer.is_alive() and time.monotonic() < deadline:
-            with suppress(KeyboardInterrupt):  # torchrun repeats the terminal's
-                writer.join(max(0.0, deadline - time.monotonic()))
+        _run_briefly(partial(self._write_failure, error, is_first))
 
     def _write_failure(self, error: BaseException, is_first: bool) -> None:
         try:
@@ -82,6 +80,41 @@ class EndRecorder:
         deadline = time.monotonic() + _RECORD_WAIT_S
         while time.monotonic() < deadline and read_end(path, self._started) is None:
             time.sleep(0.05)
+
+
+def record_failed_start(args: Arguments, rank: int, started: float, error: BaseException, is_first: bool) -> None:
+    """Record in metrics.jsonl of the run that this start was to continue that it has ended before it trained.
+
+    Only rank 0 does, if the save folder is this start's. Never raises, and returns after a few seconds at most.
+    """
+    save, path = args.output.save, metrics_path(args)
+    if rank != 0 or path is None or save is None or args.output.load != save:
+        return
+
+    def write() -> None:
+        try:
+            if holds_lock(Path(save)) and Path(path).is_file():
+                append_end(Path(path), end_by(error, last_iteration(Path(path))), started)
+        except Exception as problem:
+            logger.warning("cannot record how the start ended: %s", problem)
+
+    _run_briefly(write)
+
+
+def release_save_folder(args: Arguments, rank: int) -> None:
+    """Remove the file of this run's lock, which only rank 0 has. Returns after a few seconds at most."""
+    if rank == 0 and args.output.save is not None:
+        _run_briefly(partial(release_lock, Path(args.output.save)))
+
+
+def _run_briefly(work: Callable[[], None]) -> None:
+    """Run `work` in a thread and wait for it, but not long: a stuck disk must not keep a process alive."""
+    worker = threading.Thread(target=work, name="end of the run", daemon=True)
+    worker.start()
+    deadline = time.monotonic() + _WRITE_TIMEOUT_S
+    while worker.is_alive() and time.monotonic() < deadline:
+        with suppress(KeyboardInterrupt):  # torchrun repeats the terminal's
+            worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def end_by(error: BaseException, iteration: int) -> RunEnd:

@@ -60,8 +60,10 @@ from moe_trainer.training.stream_weights import WeightStream
 logger = logging.getLogger(__name__)
 
 
-def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> TrainContext:
-    """Build model, gradient buffers, optimizer and schedules. Collective."""
+def build_context(
+    args: Arguments, runtime: Runtime, tokenizer: Tokenizer, will_be_loaded: bool = False
+) -> TrainContext:
+    """Build model, gradient buffers, optimizer and schedules. Collective. `will_be_loaded`: as in build_chunks."""
     ps = runtime.ps
     size = tokenizer.vocab_size
     vocab = padded_vocabulary(args, ps, size)
@@ -73,7 +75,7 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
         args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace, ranges=ranges
     )
     with timers("model-and-optimizer-setup"):
-        chunks = build_model(args, runtime, vocab)
+        chunks = build_model(args, runtime, vocab, will_be_loaded)
         mark_layers(ranges, chunks)
         grads, optimizer = None, None
         if args.has_frozen_weights:
@@ -143,10 +145,10 @@ def build_context(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> Tr
     )
 
 
-def build_model(args: Arguments, runtime: Runtime, vocab_size: int) -> list[Transformer]:
+def build_model(args: Arguments, runtime: Runtime, vocab_size: int, will_be_loaded: bool = False) -> list[Transformer]:
     """Build this rank's chunks of the model with their initial weights. Collective."""
     ps = runtime.ps
-    chunks = build_chunks(args, ps, vocab_size, runtime.device)
+    chunks = build_chunks(args, ps, vocab_size, runtime.device, will_be_loaded=will_be_loaded)
     if args.model.dsa_indexer_warmup:
         freeze_all_but_indexers(chunks)
     elif args.model.lora_dim is not None:

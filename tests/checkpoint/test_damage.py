@@ -189,6 +189,19 @@ def test_simulated_full_disk_leaves_the_last_checkpoint(saved, monkeypatch):
     assert sorted(path.name for path in saved.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False), (errno.EACCES, False)]
+)
+def test_free_space_is_named_only_where_it_is_the_cause(saved, monkeypatch, code, is_full):
+    def fail(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(CheckpointError) as raised:
+        save(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
+    assert os.strerror(code) in str(raised.value) and ("MiB are free" in str(raised.value)) == is_full
+
+
 def test_unexpected_error_in_background_save_is_raised(tmp_path, monkeypatch):
     saver = AsyncSaver()
     monkeypatch.setattr("moe_trainer.checkpoint.saving.PendingSave.write", lambda self: {}["gone"])

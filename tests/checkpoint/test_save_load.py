@@ -11,6 +11,7 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
+from moe_trainer.checkpoint import index
 from moe_trainer.checkpoint.index import check
 from moe_trainer.checkpoint.inspect import describe
 from moe_trainer.checkpoint.manager import (
@@ -153,6 +154,15 @@ def test_empty_load_folder_starts_from_random_weights(tmp_path, caplog):
     assert latest_iteration(tmp_path) is None
 
 
+def test_the_index_is_read_once(tmp_path, monkeypatch):
+    save(tmp_path, CheckpointState(3, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
+    read, paths = index.load_pickle, []
+    monkeypatch.setattr(index, "load_pickle", lambda data: (paths.append(len(data)), read(data))[1])
+    load(tmp_path, [FakeModel()], None, SINGLE, LoadOptions(RECORD))
+    assert len(paths) == 1
+    assert read_saved_args(tmp_path) and len(paths) == 2
+
+
 def test_an_older_iteration_can_be_chosen(tmp_path):
     first, _ = save_one(tmp_path, 3, seed=1)
     save_one(tmp_path, 6, seed=2)
@@ -262,6 +272,8 @@ def test_strictness_levels_handle_missing_and_unexpected_keys(tmp_path, caplog):
     save(tmp_path / "mtp", CheckpointState(3, RECORD), [with_mtp], None, SINGLE, SaveOptions())
     with pytest.raises(CheckpointError, match="(?s)eh_proj.*--mtp-num-layers 0.*--dist-ckpt-strictness log_unexpected"):
         load(tmp_path / "mtp", [without], None, SINGLE, OPTIONS)
+    with pytest.raises(CheckpointError, match="q_layernorm.weight is not in the checkpoint"):
+        load(tmp_path, [more], None, SINGLE, replace(OPTIONS, strictness="log_all", has_initial_weights=False))
     with pytest.raises(CheckpointError, match="q_layernorm.weight is not in the checkpoint"):
         load(tmp_path, [more], None, SINGLE, OPTIONS)
     assert load(tmp_path, [more], None, SINGLE, replace(OPTIONS, strictness="log_all"))

@@ -70,6 +70,20 @@ def test_resuming_continues_the_order(kind, mbs, dp, sharded):
             assert order(rank, done * step, len(full) - done) == full[done:], (rank, done)
 
 
+@pytest.mark.parametrize("consumed", [10, 11, 7])
+def test_cyclic_order_continues_within_a_step_of_these_ranks(monkeypatch, consumed):
+    """Other ranks, or another micro batch size, may have stopped there."""
+    shuffle, count = torch.randperm, iter(range(20))
+    monkeypatch.setattr(torch, "randperm", lambda *given, **options: (next(count), shuffle(*given, **options))[1])
+
+    def samples(consumed):
+        loaders = [build_loader(counting_dataset(13), 2, rank, 2, consumed, "cyclic", fmt=FORMAT) for rank in range(2)]
+        return [i for step in zip(*(islice(each.indices(), 6) for each in loaders)) for batch in step for i in batch]
+
+    assert samples(consumed)[: 24 - consumed] == samples(0)[consumed:], "12 samples are an epoch"
+    assert [len(batch) for batch in islice(cyclic_order(13, consumed, 2, 0, 2), 2)] == [2, 2]
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_cyclic_epoch_reads_every_sample_once(sharded):
     ranks = [list(islice(cyclic_order(40, 0, 2, rank, 4, sharded), 10)) for rank in range(4)]

@@ -5,6 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from commands import run
 from data_pipeline.corpora import FixedTokenizer, data_args, losses, training_args, write_corpus
 from training.forked import pretrain
 from training.tiny import TINY
@@ -12,7 +13,8 @@ from training.tiny import TINY
 from moe_trainer.data.build import build_datasets
 from moe_trainer.data.combined import ContinuedDataset
 from moe_trainer.data.loader import Cycle, cyclic_order
-from moe_trainer.data.sample_order import compare_orders, describe_order, keep_cycle
+from moe_trainer.data.sample_order import compare_flags, compare_orders, describe_order, keep_cycle
+from moe_trainer.training import data_setup
 
 DOCUMENTS, LENGTH = 40, 33
 
@@ -101,6 +103,49 @@ def test_what_is_read_twice_is_counted_where_the_order_changes(prefixes):
     assert abs(len(before & left) - 20) < 8
     warning = compare_orders({**order, "cycle": "82 2 2"}, first, consumed, Cycle(164, 2, 2))
     assert "--dataloader-type cyclic over 82 samples; now --dataloader-type cyclic over 164 samples" in warning
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "difference"),
+    [
+        ({}, 60, None),
+        ({"train_iters": 20}, 80, None),  # within the first epoch
+        ({"train_iters": None, "train_samples": 200}, 200, ("--train-samples) 60", "--train-samples) 200")),
+        ({"train_iters": 5, "train_samples": None}, 20, None),
+        ({"seed": 5}, 60, ("--seed 1234", "--seed 5")),
+        ({"data_parallel_size": 2, "micro_batch_size": 1}, 60, None),
+        ({"dataloader_type": "cyclic"}, 60, ("--dataloader-type single;", "--dataloader-type cyclic, ")),
+    ],
+)
+def test_an_order_that_is_not_recorded_is_named_where_it_may_differ(prefixes, changes, size, difference):
+    saved = {"seed": 1234, "seq_length": 16, "dataloader_type": None, "micro_batch_size": 2, "data_parallel_size": 1}
+    saved |= {"train_iters": 15, "global_batch_size": 4, "train_samples": None}
+    dataset = build(size, train_data_path=prefixes[:1])
+    warning = compare_flags(saved, saved | changes, dataset, 40)
+    if difference is None:
+        assert warning is None
+    else:
+        was, _, is_now = warning.partition("; now ")
+        assert difference[0] in was + ";" and difference[1] in is_now
+    assert compare_flags(saved, saved | changes, dataset, 0) is None, "nothing was read"
+
+
+def test_shuffle_of_other_ranks_that_is_not_recorded_is_named(prefixes):
+    dataset, saved = build(60, train_data_path=prefixes[:1]), {"dataloader_type": "cyclic", "micro_batch_size": 2}
+    assert compare_flags(saved, saved, dataset, 8) is None
+    warning = compare_flags({**saved, "data_parallel_size": 4}, {**saved, "data_parallel_size": 2}, dataset, 8)
+    assert "data-parallel ranks 4; now data-parallel ranks 2" in warning
+
+
+def test_resumed_run_says_once_that_no_order_is_recorded(prefixes, tmp_path, monkeypatch):
+    argv = [*RUN, "--train-data-path", prefixes[0], *"--save ckpt --load ckpt --save-interval 100".split()]
+    argv.append("--override-opt_param-scheduler")
+    with monkeypatch.context() as patch:
+        patch.setattr(data_setup, "describe_order", lambda *given: {})
+        assert run([*argv, "--train-iters", "2"], tmp_path).returncode == 0
+    for iters, times in ("30", 1), ("30", 0):
+        done = run([*argv, "--train-iters", iters, "--exit-interval", "3"], tmp_path)
+        assert done.returncode == 0 and done.stderr.count("does not record the order") == times, done.stderr
 
 
 RUN = [*TINY, *"--tokenizer-type NullTokenizer --vocab-size 500 --lr-decay-style constant --micro-batch-size 1".split()]

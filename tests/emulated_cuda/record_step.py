@@ -285,7 +285,7 @@ def disable_computation() -> None:
     """Disable computation in this process, and all checks of values."""
     step.collect_moe_metrics = functools.partial(collect_no_metrics, step.collect_moe_metrics)
     emulation.DEVICE().shapes_only(True)
-    build.init_parameter, build._check_initialized = (lambda param, seed: None), (lambda chunk: None)
+    build.init_parameters, build._check_initialized = (lambda params, seed: None), (lambda chunk: None)
     scaled_mm.matches_reference = scaled_grouped.matches_reference = accepts_operands
 
 

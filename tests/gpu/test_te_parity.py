@@ -22,7 +22,7 @@ from moe_trainer.layers import te, te_layers
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.layer_factory import LayerFactory, select_layer_factory
 from moe_trainer.moe.experts import Experts
-from moe_trainer.parallel.rng import init_parameter
+from moe_trainer.parallel.rng import init_parameters
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.config import QuantizationConfig, get_recipe
 from moe_trainer.quantization.iteration import begin_iteration, find_quantized_gemms
@@ -78,7 +78,7 @@ def make_layer(build) -> nn.Module:
             if param not in replaced:
                 replaced[param] = nn.Parameter(torch.empty(param.shape, dtype=torch.bfloat16, device=DEVICE))
                 replaced[param].info = param.info
-                init_parameter(replaced[param], 3)
+                init_parameters([replaced[param]], 3)
             setattr(module, name, replaced[param])
     return layer
 

@@ -15,7 +15,7 @@ from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.gated_delta_net import SIGMOID, SILU, OutputGate
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.model.block import LINEAR_ATTENTION
-from moe_trainer.parallel.rng import init_parameter
+from moe_trainer.parallel.rng import init_parameters
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 
@@ -92,7 +92,7 @@ def test_initial_values_equal_megatron_core():
     """As in Megatron-Core: exp(A_log) from 1 to 16, dt_bias one, the convolution uniform up to 1 / sqrt(width)."""
     layer = make(model=replace(DELTA, linear_num_key_heads=64, linear_num_value_heads=512))
     for param in layer.parameters():
-        init_parameter(param, 1)
+        init_parameters([param], 1)
     rates = layer.A_log.exp()
     assert 1.0 <= rates.min() < 1.5 and 15.5 < rates.max() <= 16.0 and 8.0 < rates.mean() < 9.0
     assert (layer.dt_bias == 1).all()
@@ -107,7 +107,7 @@ def test_initial_decays_by_channel_are_those_of_kimi_linear():
     """As in transformers: steps from 1e-3 to 0.1, each channel its own."""
     layer = make(model=replace(KDA, linear_num_key_heads=64, linear_num_value_heads=512))
     for param in layer.parameters():
-        init_parameter(param, 1)
+        init_parameters([param], 1)
     steps = torch.nn.functional.softplus(layer.dt_bias)
     assert steps.shape == (512 * 6,)
     assert 1e-3 <= steps.min() < 2e-3 and 0.09 < steps.max() <= 0.1 and steps.median() < 0.015

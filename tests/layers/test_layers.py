@@ -20,7 +20,7 @@ from moe_trainer.layers.mlp import make_activation
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.query_temperature import QueryTemperature
 from moe_trainer.layers.rotary import _layer_changes, make_rotary, skips_rope
-from moe_trainer.parallel.rng import init_parameter
+from moe_trainer.parallel.rng import init_parameters
 from moe_trainer.parallel.state import ParallelState
 from tests.arguments.test_tokens import TOY
 
@@ -40,7 +40,7 @@ SINGLE = ParallelState.single()
 
 def built(module):
     for param in module.parameters():
-        init_parameter(param, 1)
+        init_parameters([param], 1)
     return module
 
 

@@ -1,17 +1,21 @@
 """Initial weights depend on (seed, global name) only: not on order, sharding, stacking, dtype or the meta device."""
 
+import os
+import threading
+
 import pytest
 import torch
 from torch.nn import Parameter
 
+from moe_trainer.parallel import rng
 from moe_trainer.parallel.params import ParamInfo, get_param_info, logical_ndim
-from moe_trainer.parallel.rng import init_parameter, named_generator
+from moe_trainer.parallel.rng import init_parameters, named_generator
 
 
 def _param(shape, seed=1, dtype=torch.float32, device="cpu", **info):
     param = Parameter(torch.empty(shape, dtype=dtype, device=device))
     param.info = ParamInfo(**{"names": ("a.weight",), "init_std": 0.02, **info})
-    init_parameter(param, seed)
+    init_parameters([param], seed)
     return param
 
 
@@ -71,8 +75,32 @@ def test_other_dtypes_round_and_meta_materializes_equally():
     meta = _param((32, 16), device="meta")
     made = Parameter(torch.empty_like(meta, device="cpu"))
     made.info = meta.info
-    init_parameter(made, 1)
+    init_parameters([made], 1)
     assert torch.equal(made, fp32)
+
+
+def test_many_values_are_drawn_by_all_cores_and_are_those_of_one(monkeypatch):
+    def draw():
+        made = [Parameter(torch.empty(shape)) for shape in ((300, 1040), (5, 3, 70_000))]
+        for param, (names, init) in zip(made, ((("a.weight",), "normal"), (tuple("bcdef"), "xavier_uniform"))):
+            param.info = ParamInfo(names, stacked=len(names) > 1, init=init, init_std=0.02)
+        init_parameters(made, 1)
+        return made
+
+    fill, threads = rng._fill, set()
+    monkeypatch.setattr(rng, "_fill", lambda *given: (threads.add(threading.current_thread().name), fill(*given)))
+    alone = draw()
+    assert threads == {threading.main_thread().name}, "few values are not worth a thread"
+    threads.clear()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5, 9})
+    monkeypatch.setattr(rng, "_NUMEL_PER_THREAD", 1)
+    number = torch.get_num_threads()
+    drawn = draw()
+    assert threads and all(name.startswith("weights_") for name in threads) and torch.get_num_threads() == number
+    assert all(torch.equal(one, other) for one, other in zip(alone, drawn))
+    monkeypatch.setattr(rng, "_fill", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        draw()
 
 
 def test_init_distribution_has_expected_statistics():

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest.mock import ANY
 
 import pytest
 from commands import REPOSITORY, environment, read_ends, run, start
@@ -13,7 +14,8 @@ from harness import wait_until
 from training.tiny import MOCK, TINY
 
 import pretrain_moe
-from moe_trainer.training import loop
+from moe_trainer.errors import UserError
+from moe_trainer.training import loop, pretrain
 
 SOON = ["--distributed-timeout-seconds-after-init", "30"]  # how long ranks wait for each other follows from it
 LINE = [*TINY, *MOCK, "--train-iters", "8", "--save", "ckpt", "--save-interval", "2"]
@@ -137,6 +139,26 @@ def test_termination_while_the_main_thread_is_stuck_is_recorded(tmp_path, monkey
     assert read_ends(tmp_path / "ckpt" / "metrics.jsonl") == [expected]
     assert world_size > 1 or f"  ended:       {reason}" in ended.stdout
     assert shown_state(tmp_path / "ckpt")[0] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (UserError("no data"), {"ended": "failed", "iteration": 2, "exit_code": 2, "reason": "no data"}),
+        (KeyboardInterrupt(), {"ended": "interrupted", "iteration": 2, "exit_code": 130, "reason": ANY}),
+    ],
+)
+def test_start_that_fails_is_an_end_of_the_run_that_it_continues(tmp_path, monkeypatch, error, end):
+    def fail(*_):
+        raise error
+
+    run([*LINE, "--exit-interval", "2"], tmp_path)
+    monkeypatch.setattr(pretrain, "build_datasets_and_loaders", fail)
+    metrics = tmp_path / "ckpt" / "metrics.jsonl"
+    before = metrics.read_text()
+    assert run(LINE, tmp_path).returncode == end["exit_code"] and metrics.read_text() == before, "another run"
+    assert run([*LINE, "--load", "ckpt"], tmp_path, 2).returncode == end["exit_code"]
+    assert read_ends(metrics)[1:] == [end] and read_ends(metrics)[0]["ended"] == "stopped"
 
 
 @pytest.mark.parametrize("failing", [0, 1])

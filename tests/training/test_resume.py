@@ -9,6 +9,8 @@ from data_pipeline.corpora import write_chat_tokenizer
 from safetensors.torch import load_file
 from training.tiny import MOCK, TINY
 
+from moe_trainer.model import build
+
 VOLATILE = (
     *("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run"),
     *("time", "interval_s", "saved"),
@@ -103,6 +105,23 @@ def test_resumed_run_equals_uninterrupted_run(whole, tmp_path, name):
     second = train([*argv, *outputs(parts), "--exit-on-missing-checkpoint"], tmp_path, world_size)
     assert " iteration        2/" not in second and " iteration        3/" in second
     assert_same_end(whole, parts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "draws"), [([], False), (["--dist-ckpt-strictness", "log_all"], True), (["--lora-dim", "4"], True)]
+)
+def test_weights_that_the_checkpoint_replaces_are_not_drawn(whole, tmp_path, monkeypatch, flags, draws):
+    """Those of the vocabulary are: its padding may differ."""
+    init, drawn = build.init_parameters, tmp_path / "drawn"
+
+    def record(params, seed):
+        drawn.write_text(" ".join(name for param in params for name in param.info.names))
+        init(params, seed)
+
+    monkeypatch.setattr(build, "init_parameters", record)
+    train([*JOB, *flags, "--load", str(whole / "ckpt"), "--finetune", "--train-iters", "1"], tmp_path)
+    names = drawn.read_text().split()
+    assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= set(names) and (len(names) > 2) == draws
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -12,9 +12,11 @@ import pytest
 from commands import REPOSITORY, environment, read_ends, read_metrics, run
 from training.tiny import MOCK, TINY
 
+from arguments import parse_args
 from moe_trainer.checkpoint import directory, saving
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.errors import UserError
 from moe_trainer.io import BestEffortStream
 from moe_trainer.training import pretrain
 
@@ -49,6 +51,27 @@ def curve(folder):
 
 def saved(folder):
     return directory.complete_iterations(folder / "ckpt")
+
+
+def test_lock_does_not_outlive_a_refused_run(tmp_path, monkeypatch):
+    def refuse(*_):
+        assert (tmp_path / "ckpt" / directory.LOCK).exists()
+        raise UserError("no data")
+
+    monkeypatch.setattr(pretrain, "build_datasets_and_loaders", refuse)
+    finished = run(LINE, tmp_path)
+    assert finished.returncode == 2 and "no data" in finished.stderr, finished.stderr
+    assert not (tmp_path / "ckpt" / directory.LOCK).exists()
+
+
+def test_lock_does_not_outlive_a_run_that_ends_without_its_main_thread(tmp_path, monkeypatch):
+    args, codes = parse_args([*LINE, "--save", str(tmp_path)], 1), []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    directory.acquire_lock(tmp_path)
+    pretrain.end_process(args, 1, 3)
+    assert (tmp_path / directory.LOCK).exists(), "it is that of rank 0"
+    pretrain.end_process(args, 0, 143)
+    assert not (tmp_path / directory.LOCK).exists() and codes == [3, 143]
 
 
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
