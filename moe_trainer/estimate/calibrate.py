@@ -1,4 +1,6 @@
-"""Fit the constants of layer_time.py to published runs and cross-validate them, by run and by model family.
+"""Fit the constants of layer_time.py and the factors of corrections.py to published runs, and cross-validate.
+
+The constants are cross-validated by run and by model family.
 
 The error of a run is predicted / published - 1 of TFLOP/s per GPU. The fit takes the constants with the smallest mean
 absolute logarithm of that ratio, so that large errors of odd runs do not dominate.
@@ -7,13 +9,14 @@ absolute logarithm of that ratio, so that large errors of odd runs do not domina
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 from types import MappingProxyType
 
 from arguments import parse_args
+from moe_trainer.estimate.corrections import RECENT, Bias, strengths
 from moe_trainer.estimate.hardware import Constants, find_hardware
 from moe_trainer.estimate.plan import Plan, make_plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
@@ -119,6 +122,35 @@ class Calibration:
             for name, run in self.rows.items()
             if not run.is_fitted
         ]
+
+
+def biases(plans: Mapping[PublishedRun, Plan]) -> list[Bias]:
+    """Return what published runs say about the factors of corrections.py."""
+    found = []
+    for run, plan in plans.items():
+        kinds = strengths(plan.args, plan.hardware)
+        weight = RECENT if run.generation == "summer" else 1.0
+        found.append(Bias("; ".join(run.series), _needed_factor(run, plan), kinds, weight))
+    return found
+
+
+def _needed_factor(run: PublishedRun, plan: Plan) -> float:
+    """Return the logarithm of the factor of the time of all passes with which a run is predicted exactly."""
+    bare, slower = (
+        plan_step(
+            plan.args,
+            plan.world_size,
+            plan.vocab_rows,
+            plan.num_microbatches,
+            plan.memory,
+            plan.hardware,
+            factor=factor,
+        ).step
+        for factor in (1.0, 1.1)
+    )
+    passes = (slower - bare) / 0.1
+    seconds = plan.flops / (run.tflops * 1e12 * plan.world_size)
+    return math.log((seconds - (bare - passes)) / passes)
 
 
 def median_error(errors: Sequence[PredictionError]) -> float:

@@ -78,7 +78,7 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     except ValueError as error:
         print(f"pretrain_moe.py: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    fixes = cheapest_fixes(argv, plan) if plan.margin < 0 else []
+    fixes = cheapest_fixes(argv, plan, checkpoint=checkpoint) if plan.margin < 0 else []
     notes = [
         *plan.args.notes,
         *([plan.note] if plan.note else []),

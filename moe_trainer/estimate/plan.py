@@ -279,11 +279,18 @@ def packed_microbatches(args: Arguments, num_ranks: int, length: int, lengths: P
 
 
 def try_plan(
-    argv: Sequence[str], world_size: int, hardware: Hardware, histogram: LengthHistogram | None = None
+    argv: Sequence[str],
+    world_size: int,
+    hardware: Hardware,
+    histogram: LengthHistogram | None = None,
+    checkpoint: Mapping[str, object] | None = None,
 ) -> Plan | None:
-    """Plan a command line; None if it cannot be planned or the rules reject it."""
+    """Plan a command line; None if it cannot be planned or the rules reject it.
+
+    `checkpoint`: what --use-checkpoint-args reads, without which such a command line names no model.
+    """
     try:
-        return make_plan(validated_args(argv, world_size), world_size, hardware, histogram)
+        return make_plan(validated_args(argv, world_size, checkpoint), world_size, hardware, histogram)
     except ValueError:
         return None
 

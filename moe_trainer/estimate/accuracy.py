@@ -1,0 +1,125 @@
+"""Plans next to what was measured: recipes with exact flags, of which half are fitted, and runs of functional tests.
+
+`python scripts/plan.py calibrate` prints the tables, with --write into scripts/bench_results/planner.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from arguments import parse_args
+from moe_trainer.estimate.calibrate import plan_published_run
+from moe_trainer.estimate.golden_runs import GOLDEN_RUNS
+from moe_trainer.estimate.hardware import GIB, find_hardware
+from moe_trainer.estimate.plan import make_plan
+from moe_trainer.estimate.recipe_runs import RECIPE_RUNS
+from moe_trainer.estimate.uncertainty import error_bar
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A predicted and a measured value of one run, and the error bar of the prediction.
+
+    `is_fitted`: whether corrections and error bars were fitted to it.
+    """
+
+    name: str
+    predicted: float
+    measured: float
+    bar: float
+    is_fitted: bool = False
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the error bar holds the truth, in logarithms as bars are fitted."""
+        return abs(math.log(self.predicted / self.measured)) <= self.bar
+
+
+@dataclass(frozen=True)
+class GoldenComparison:
+    """Seconds of an iteration, and GiB of the last pipeline stage."""
+
+    time: Comparison
+    memory: Comparison
+
+
+def compare_recipes() -> list[Comparison]:
+    """Plan the recipes; values are TFLOP/s per GPU."""
+    found = []
+    for run in RECIPE_RUNS:
+        plan = plan_published_run(run)
+        found.append(Comparison(run.name, plan.tflops, run.tflops, error_bar(plan).relative, run.is_fitted))
+    return found
+
+
+def compare_golden_runs() -> list[GoldenComparison]:
+    """Plan the functional tests."""
+    found = []
+    for run in GOLDEN_RUNS:
+        plan = make_plan(parse_args(run.argv(), run.gpus), run.gpus, find_hardware(run.hardware))
+        name = f"{run.name}, {run.gpus}x{run.hardware.upper()}"
+        time = Comparison(name, plan.time.step, run.seconds, error_bar(plan).relative)
+        found.append(GoldenComparison(time, Comparison(name, plan.memory[-1].total / GIB, run.gib, 0.0)))
+    return found
+
+
+def accuracy_lines() -> Iterator[str]:
+    """Yield the Markdown tables of recipes and functional tests."""
+    recipes, golden = compare_recipes(), compare_golden_runs()
+    yield from (
+        "## Recipes of summer 2026",
+        "",
+        "Medians that Megatron-LM publishes with the complete command lines of its recipes "
+        "(moe_trainer/estimate/recipe_runs.py). Corrections and error bars are fitted to every second one in the order of "
+        "its page; the others test them.",
+        "",
+        "| run | published | predicted | error | bar | inside | fitted |",
+        "|---|---|---|---|---|---|---|",
+    )
+    for row in recipes:
+        yield (
+            f"| {row.name} | {row.measured:.1f} | {row.predicted:.1f} | {100 * row.error:+.1f} % | {100 * row.bar:.0f} % "
+            f"| {_word(row.is_inside)} | {_word(row.is_fitted)} |"
+        )
+    yield ""
+    yield f"Not fitted: {_summary([row for row in recipes if not row.is_fitted])}. All: {_summary(recipes)}."
+    yield from (
+        "",
+        "## Functional tests",
+        "",
+        "Seconds of an iteration and peak of the last rank's allocator in GiB (moe_trainer/estimate/golden_runs.py). "
+        "Small models with real routing on eight GPUs; nothing is fitted to them.",
+        "",
+        "| case | seconds | predicted | error | bar | inside | GiB | predicted | error |",
+        "|---|---|---|---|---|---|---|---|---|",
+    )
+    for each in golden:
+        time, memory = each.time, each.memory
+        yield (
+            f"| {time.name} | {time.measured:.3f} | {time.predicted:.3f} | {100 * time.error:+.0f} % "
+            f"| {100 * time.bar:.0f} % | {_word(time.is_inside)} | {memory.measured:.1f} | {memory.predicted:.1f} "
+            f"| {100 * memory.error:+.0f} % |"
+        )
+    yield ""
+    yield f"Times: {_summary([each.time for each in golden])}. Memory: {_errors([each.memory for each in golden])}."
+    yield ""
+
+
+def _errors(rows: Sequence[Comparison]) -> str:
+    errors = [100 * abs(row.error) for row in rows]
+    return f"mean error {mean(errors):.1f} %, median {median(errors):.1f} %"
+
+
+def _summary(rows: Sequence[Comparison]) -> str:
+    return f"{_errors(rows)}, {sum(row.is_inside for row in rows)} of {len(rows)} inside their bars"
+
+
+def _word(is_so: bool) -> str:
+    return "yes" if is_so else "no"
