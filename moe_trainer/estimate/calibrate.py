@@ -16,7 +16,7 @@ from statistics import median
 from types import MappingProxyType
 
 from arguments import parse_args
-from moe_trainer.estimate.corrections import RECENT, Bias, strengths
+from moe_trainer.estimate.corrections import Bias, strengths
 from moe_trainer.estimate.hardware import Constants, find_hardware
 from moe_trainer.estimate.plan import Plan, make_plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
@@ -124,14 +124,14 @@ class Calibration:
         ]
 
 
-def biases(plans: Mapping[PublishedRun, Plan]) -> list[Bias]:
+def find_biases(plans: Mapping[PublishedRun, Plan]) -> dict[PublishedRun, Bias]:
     """Return what published runs say about the factors of corrections.py."""
-    found = []
-    for run, plan in plans.items():
-        kinds = strengths(plan.args, plan.hardware)
-        weight = RECENT if run.generation == "summer" else 1.0
-        found.append(Bias("; ".join(run.series), _needed_factor(run, plan), kinds, weight))
-    return found
+    return {
+        run: Bias(
+            "; ".join(run.series), _needed_factor(run, plan), strengths(plan.args, plan.hardware), run.weight
+        )
+        for run, plan in plans.items()
+    }
 
 
 def _needed_factor(run: PublishedRun, plan: Plan) -> float:

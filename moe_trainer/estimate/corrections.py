@@ -8,7 +8,7 @@ exp(strength * FACTORS[kind]).
 
 The factors are those with the smallest sum of absolute logarithms of published over predicted time, over the runs of
 spring 2026 and the fitted ones of summer. Runs of one model, machine, format and software count as one, those of summer
-as RECENT. A kind whose runs weigh w is corrected by w / (w + 1) of what they say, since few runs say little.
+as two (PublishedRun.weight). A kind whose runs weigh w is corrected by w / (w + 1) of what they say, since few runs say little.
 `scripts/plan.py calibrate` repeats the fit and a test compares.
 """
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 NARROW = 2048
 """Channels of an expert below which 8 bits are worth less than the time model says."""
 MANY_EXPERTS = 64
-RECENT = 2.0
-"""Weight of runs of summer 2026: the software is the latest, and their flags are known exactly."""
 
 
 def is_fused_iteration(args: Arguments) -> bool:

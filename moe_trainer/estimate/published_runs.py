@@ -88,6 +88,8 @@ class PublishedRun:
 
     generation: ClassVar[str] = "spring"
     """Megatron-LM's software: of spring 2026 or older, or of summer 2026."""
+    weight: ClassVar[float] = 1.0
+    """In fits, against that of other series."""
 
     @cached_property
     def _words(self) -> tuple[str, ...]:
@@ -158,6 +160,7 @@ class RecipeRun(HoldoutRun):
     """A run of a recipe of summer 2026 (recipe_runs.py); `is_fitted`: by corrections and error bars alone."""
 
     generation = "summer"
+    weight = 2.0  # the software is the latest, and the flags are known exactly
 
 
 SERIES = (

@@ -2,9 +2,9 @@
 
 The bar of a plan is a sum: a base, and a term for every feature of the plan (`FEATURES`) that made published runs hard
 to predict. Base and terms are fitted to the absolute errors |log(predicted / measured)| of published runs
-(published_runs.py, holdout_runs.py, the fitted half of recipe_runs.py) by quantile regression, so that LEVEL of the
-runs lie inside; runs of one model, machine and format count as one. `cross_validate` refits without a model's runs and
-counts how many of these lie inside. Features that no published run has (`UNTESTED_FEATURES`) cost UNTESTED each, every
+(accuracy.py lists them) by quantile regression, so that LEVEL of them lie inside; runs of one model, machine, format
+and software count as one, and each is corrected (corrections.py) by what runs of other series say. `cross_validate`
+refits without a model's runs and counts how many of these lie inside. Features that no published run has (`UNTESTED_FEATURES`) cost UNTESTED each, every
 doubling of a size beyond the published ones PER_DOUBLING, and every step between a mapping and the nearest one that was
 tried (tried_mappings.py) PER_STEP. These three numbers are estimates without data.
 
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
 from moe_trainer.estimate.corrections import (
+    Bias,
     crosses_nodes_by_hybridep,
-    is_fused_iteration,
+    fit_factors,
     launches_overlapped_attention,
     uses_alltoall,
 )
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 LEVEL = 0.85
 """Fitted quantile.
 
-Of models that were left out of the fit, 84 % of the runs then lie inside their bars; at 0.8 82 %, at 0.9 91 %.
+Of models that were left out of the fit, 90 % of the runs then lie inside their bars.
 """
 UNTESTED, PER_DOUBLING, PER_STEP = 0.15, 0.05, 0.02
 MAX_STEPS = 6.0
@@ -75,7 +76,6 @@ FEATURES: Features = MappingProxyType(
     {
         "NCCL's all-to-all among more than 64 experts": lambda plan: uses_alltoall(plan.args),
         "launch-bound (eager)": lambda plan: not plan.hardware.synchronous and host_share(plan) > 0.95,
-        "fused experts in a graph of the full iteration": lambda plan: is_fused_iteration(plan.args),
         "overlapped exchange of layers that the host launches": lambda plan: launches_overlapped_attention(plan.args),
         "attention with a window": lambda plan: any(
             uses_window(plan.args.model, number + 1) for number in range(plan.args.model.num_layers)
@@ -92,6 +92,7 @@ FEATURES: Features = MappingProxyType(
         "hardware without a fitted run": lambda plan: (
             plan.hardware.name not in FITTED_HARDWARE and plan.hardware.name in PUBLISHED_HARDWARE
         ),
+        "deterministic kernels": lambda plan: plan.args.training.deterministic_mode,
         "overlapped exchange on GB200 or later": lambda plan: (
             plan.hardware.is_blackwell and plan.args.parallel.overlap_moe_expert_parallel_comm
         ),
@@ -177,18 +178,20 @@ class ErrorBar:
 
 
 FITTED = ErrorTerms(
-    0.091,
+    0.142,
     MappingProxyType(
         {
-            "NCCL's all-to-all among more than 64 experts": 0.562,
-            "launch-bound (eager)": 0.186,
+            "NCCL's all-to-all among more than 64 experts": 0.214,
+            "launch-bound (eager)": 0.354,
+            "overlapped exchange of layers that the host launches": 0.025,
             "attention with a window": 0.0,
-            "context parallelism": 0.001,
-            "few tokens a device and iteration": 0.174,
+            "context parallelism": 0.0,
+            "few tokens a device and iteration": 0.0,
             "TP above 2": 0.0,
             "experts sharded over TP": 0.0,
-            "hardware without a fitted run": 0.0,
-            "overlapped exchange on GB200 or later": 0.130,
+            "hardware without a fitted run": 0.056,
+            "deterministic kernels": 0.220,
+            "overlapped exchange on GB200 or later": 0.0,
         }
     ),
 )
@@ -241,23 +244,30 @@ def fit(residuals: Sequence[Residual], sweeps: int = 100) -> ErrorTerms:
     return ErrorTerms(base, MappingProxyType(terms))
 
 
-def published_residuals(
-    rows: Iterable[PublishedRun],
-    tflops: Callable[[PublishedRun], float],
-    plan_published_run: Callable[[PublishedRun], Plan],
-) -> list[Residual]:
-    """Return the errors of published runs; the models are the groups for `cross_validate`."""
-    rows = list(rows)
-    counts = Counter(row.series for row in rows)
-    return [
-        Residual(
-            row.family,
-            abs(math.log(tflops(row) / row.tflops)),
-            features(plan_published_run(row)),
-            1 / counts[row.series],
-        )
-        for row in rows
-    ]
+def published_residuals(biases: Mapping[PublishedRun, Bias], plans: Mapping[PublishedRun, Plan]) -> list[Residual]:
+    """Return the errors of published runs, each corrected by what the runs of other series say.
+
+    The models are the groups for `cross_validate`.
+    """
+    counts = Counter(run.series for run in biases)
+    factors = {
+        series: fit_factors([bias for run, bias in biases.items() if run.series != series]) for series in counts
+    }
+    found = []
+    for run, bias in biases.items():
+        left_out = sum(factors[run.series][name] * value for name, value in bias.strengths.items())
+        found.append(residual(plans[run], run.family, left_out - bias.needed, run.weight / counts[run.series]))
+    return found
+
+
+def residual(plan: Plan, group: str, error: float, weight: float = 1.0) -> Residual:
+    """Return what the parts of the bar that are not fitted (sizes, untested features) leave of the error of a run.
+
+    `error`: logarithm of predicted over measured time.
+    """
+    found = frozenset(name for name in features(plan) if name in FEATURES)
+    others = sum(UNTESTED for name in features(plan) if name not in FEATURES) + sum(_size_errors(plan).values())
+    return Residual(group, max(0.0, abs(error) - others), found, weight)
 
 
 def total_error(terms: ErrorTerms, found: Iterable[str]) -> float:
@@ -294,13 +304,19 @@ def error_bar(plan: Plan) -> ErrorBar:
     if plan.hardware.calibration:
         return _calibrated_bar(plan, plan.hardware.calibration)
     parts = {name: _term(FITTED, name) for name in features(plan)}
+    return _sum_terms(FITTED.base, parts | _size_errors(plan))
+
+
+def _size_errors(plan: Plan) -> dict[str, float]:
+    """Return what sizes beyond the published ones and the distance from tried mappings add to the bar."""
+    parts = {}
     size, (least, most) = plan.counts.total + plan.counts.mtp, PUBLISHED_PARAMETERS
     text = f"{size / 1e9:.3g} billion parameters, {least / 1e9:.0f} to {most / 1e9:.0f} are published"
     parts[text] = _doublings_error(size, least, most)
     text = f"{plan.world_size} devices, {PUBLISHED_GPUS[0]} to {PUBLISHED_GPUS[1]} are published"
     parts[text] = _doublings_error(plan.world_size, *PUBLISHED_GPUS)
     parts[UNTRIED_MAPPING] = PER_STEP * min(MAX_STEPS, steps_from_tried(plan.args, plan.hardware))
-    return _sum_terms(FITTED.base, parts)
+    return parts
 
 
 def _sum_terms(base: float, parts: Mapping[str, float]) -> ErrorBar:
