@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -16,7 +16,7 @@ from moe_trainer.estimate.golden_runs import GOLDEN_RUNS, GoldenRun
 from moe_trainer.estimate.hardware import GIB, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.plan import Plan, make_plan
-from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
+from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.recipe_runs import RECIPE_RUNS
 from moe_trainer.estimate.uncertainty import Residual, error_bar, published_residuals, residual
 
@@ -69,9 +69,8 @@ def plan_golden_run(run: GoldenRun) -> Plan:
     return make_plan(parse_args(run.argv(), run.gpus), run.gpus, find_hardware(run.hardware))
 
 
-def fitted_residuals() -> list[Residual]:
-    """Return the errors that error bars are fitted to: spring's runs, and the fitted ones of summer and of tests."""
-    plans = {run: plan_published_run(run) for run in CORRECTING_RUNS}
+def fitted_residuals(plans: Mapping[PublishedRun, Plan]) -> list[Residual]:
+    """Return the errors that error bars are fitted to: of these runs, and of the fitted functional tests."""
     found = published_residuals(find_biases(plans), plans)
     for run in GOLDEN_RUNS:
         if run.is_fitted:

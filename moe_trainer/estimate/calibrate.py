@@ -65,7 +65,7 @@ class Calibration:
         self._found: dict[tuple[str, Constants], float] = {}
 
     def tflops(self, name: str, constants: Constants) -> float:
-        """Return the predicted TFLOP/s of a run."""
+        """Return the predicted TFLOP/s of a run, without corrections, which are fitted with these constants."""
         plan = self.plans[name]
         # the iteration is added below; each format has its own fraction, head and router of an fp8 run the default one
         field = "gemm_bf16" if plan.width == "bf16" else "gemm_fp8"
@@ -73,7 +73,7 @@ class Calibration:
         key = name, timed
         if key not in self._found:
             hardware, count = replace(plan.hardware, constants=timed), plan.num_microbatches
-            time = plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware)
+            time = plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware, factor=1.0)
             self._found[key] = time.step
         step = self._found[key] + constants.iteration
         return plan.flops / step / plan.world_size / 1e12

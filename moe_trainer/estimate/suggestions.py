@@ -293,7 +293,7 @@ def _optimizer(args: Arguments) -> Iterator[Change]:
     needs = () if args.parallel.use_distributed_optimizer else ("--use-distributed-optimizer",)
     aware = (*needs, "--use-precision-aware-optimizer")
     if needs:
-        yield Change("optimizer", needs)
+        yield Change("sharding", needs)  # changes no number, so it is offered next to what does
     if args.precision.bf16 and not optimizer.use_precision_aware_optimizer:
         narrow = (*aware, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
         yield Change("optimizer", narrow, note="moments are kept in bf16")
