@@ -115,14 +115,6 @@ class Calibration:
             found.append(PredictionError(self.rows[name], self.tflops(name, fitted[left_out]), fitted[left_out]))
         return found
 
-    def predicted(self, constants: Constants) -> list[PredictionError]:
-        """Predict the runs that nothing is fitted to."""
-        return [
-            PredictionError(run, self.tflops(name, constants), constants)
-            for name, run in self.rows.items()
-            if not run.is_fitted
-        ]
-
 
 def find_biases(plans: Mapping[PublishedRun, Plan]) -> dict[PublishedRun, Bias]:
     """Return what published runs say about the factors of corrections.py."""

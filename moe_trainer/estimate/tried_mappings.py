@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 from arguments.rules.layout_grammar import read_layout
@@ -72,13 +71,11 @@ def _mapping_of_run(run: PublishedRun) -> TriedMapping:
     )
 
 
-@cache
-def tried_mappings() -> frozenset[TriedMapping]:
-    """Return the mappings of all published runs."""
-    return frozenset(map(_mapping_of_run, (*PUBLISHED_RUNS, *HOLDOUT_RUNS, *RECIPE_RUNS)))
+TRIED_MAPPINGS = frozenset(map(_mapping_of_run, (*PUBLISHED_RUNS, *HOLDOUT_RUNS, *RECIPE_RUNS)))
+"""The mappings of all published runs."""
 
 
 def steps_from_tried(args: Arguments, hardware: Hardware) -> float:
     """Return the steps to the nearest mapping of a published run; infinite if no machine of this kind has one."""
     mapping = mapping_of(args, hardware)
-    return min(mapping.steps_from(tried) for tried in tried_mappings())
+    return min(mapping.steps_from(tried) for tried in TRIED_MAPPINGS)

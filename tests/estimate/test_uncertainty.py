@@ -152,7 +152,7 @@ def test_unmeasured_features_widen_the_error_bar(flags, machine, message):
 
 
 def test_untried_mappings_widen_the_error_bar():
-    """DeepSeek-V3 on 1,024 H100: the published mapping, and one that nobody has published."""
+    """DeepSeek-V3 on 1,024 H100: the published mapping, and one without a published run."""
     line = (
         "--preset deepseek_v3 --mock-data --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
         "--micro-batch-size 1 --global-batch-size 8192 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep "
