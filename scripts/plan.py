@@ -412,7 +412,7 @@ def _bar_lines(plans: Mapping[PublishedRun, Plan]) -> list[str]:
     return [
         "## Corrections",
         "",
-        "What kinds of runs have in common that the time model does not count (moe_trainer/estimate/corrections.py): "
+        "What kinds of runs have in common that the time model leaves out (moe_trainer/estimate/corrections.py): "
         "factors of the time of all passes, fitted to the runs above and to six recipes of summer 2026. How the recipes "
         "are split was chosen with all errors known.",
         "",
@@ -465,8 +465,8 @@ def _memory_lines(calibration: Calibration) -> list[str]:
         "",
         "| run | published | predicted |",
         "|---|---|---|",
-        "| DeepSeek-V3, PP4 VPP4 EP64, BF16 (P table 3, less the 26.3 of the experts' outputs that 4.1.2 saves): weights "
-        "and gradients, optimizer, activations, sum "
+        "| DeepSeek-V3, PP4 VPP4 EP64, BF16 (P table 3, less the 26.3 of the experts' outputs that 4.1.2 saves): "
+        "weights and gradients, optimizer, activations, sum "
         f"| 36.4, 32.1, 104.7, 173.2 | {', '.join(f'{size:.1f}' for size in (*sizes, sum(sizes)))} |",
         f"| Qwen3-30B 16xH100 BF16, exchange overlapped (BR) | 62.2 | {qwen:.1f} |",
         f"| Moonlight-16B 8xH100 BF16 (BR) | 36.6 or 34.1 | {moonlight:.1f} |",

@@ -20,7 +20,6 @@ from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.recipe_runs import RECIPE_RUNS
 from moe_trainer.estimate.uncertainty import Residual, error_bar, published_residuals, residual
 
-
 CORRECTING_RUNS = (*PUBLISHED_RUNS, *HOLDOUT_RUNS, *(run for run in RECIPE_RUNS if run.is_fitted))
 """Runs that corrections and error bars are fitted to."""
 
@@ -97,16 +96,15 @@ def accuracy_lines() -> Iterator[str]:
         "## Recipes of summer 2026",
         "",
         "Medians that Megatron-LM publishes with the complete command lines of its recipes "
-        "(moe_trainer/estimate/recipe_runs.py). Corrections and error bars are fitted to every second one in the order of "
-        "its page; the others test them.",
+        "(moe_trainer/estimate/recipe_runs.py). Corrections and error bars are fitted to some; the others test them.",
         "",
         "| run | published | predicted | error | bar | inside | fitted |",
         "|---|---|---|---|---|---|---|",
     )
     for row in recipes:
         yield (
-            f"| {row.name} | {row.measured:.1f} | {row.predicted:.1f} | {100 * row.error:+.1f} % | {100 * row.bar:.0f} % "
-            f"| {_word(row.is_inside)} | {_word(row.is_fitted)} |"
+            f"| {row.name} | {row.measured:.1f} | {row.predicted:.1f} | {100 * row.error:+.1f} % "
+            f"| {100 * row.bar:.0f} % | {_word(row.is_inside)} | {_word(row.is_fitted)} |"
         )
     yield ""
     yield f"Not fitted: {_summary([row for row in recipes if not row.is_fitted])}. All: {_summary(recipes)}."
@@ -114,8 +112,8 @@ def accuracy_lines() -> Iterator[str]:
         "",
         "## Functional tests",
         "",
-        "Seconds of an iteration and peak of the last rank's allocator in GiB (moe_trainer/estimate/golden_runs.py). "
-        "Small models with real routing on eight GPUs. Error bars are fitted to the times of every second one, nothing to "
+        "Seconds of an iteration and GiB at the peak of the last rank (moe_trainer/estimate/golden_runs.py). "
+        "Small models with real routing on eight GPUs. Bars are fitted to the times of some, nothing to "
         "their memory.",
         "",
         "| case | seconds | predicted | error | bar | inside | fitted | GiB | predicted | error |",
@@ -125,7 +123,8 @@ def accuracy_lines() -> Iterator[str]:
         time, memory = each.time, each.memory
         yield (
             f"| {time.name} | {time.measured:.3f} | {time.predicted:.3f} | {100 * time.error:+.0f} % "
-            f"| {100 * time.bar:.0f} % | {_word(time.is_inside)} | {_word(time.is_fitted)} | {memory.measured:.1f} | {memory.predicted:.1f} "
+            f"| {100 * time.bar:.0f} % | {_word(time.is_inside)} | {_word(time.is_fitted)} "
+            f"| {memory.measured:.1f} | {memory.predicted:.1f} "
             f"| {100 * memory.error:+.0f} % |"
         )
     yield ""

@@ -119,9 +119,7 @@ class Calibration:
 def find_biases(plans: Mapping[PublishedRun, Plan]) -> dict[PublishedRun, Bias]:
     """Return what published runs say about the factors of corrections.py."""
     return {
-        run: Bias(
-            "; ".join(run.series), _needed_factor(run, plan), strengths(plan.args, plan.hardware), run.weight
-        )
+        run: Bias("; ".join(run.series), _needed_factor(run, plan), strengths(plan.args, plan.hardware), run.weight)
         for run, plan in plans.items()
     }
 

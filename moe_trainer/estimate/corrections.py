@@ -3,13 +3,13 @@
 layer_time.py counts GEMMs, traffic, launches and messages. What it leaves out biases all runs that have it in common:
 experts that are quantized, multiplied and activated by one fused kernel, which software has since summer 2026; tensor
 cores that keep a higher clock; the scaling of operands of narrow experts in 8 bits; a host that launches layers whose
-exchange is overlapped. Each such kind has a strength for a command line (CORRECTIONS), and its factor is
-exp(strength * FACTORS[kind]).
+exchange is overlapped. Each such kind has a strength for a command line (CORRECTIONS), and its factor is exp(strength *
+FACTORS[kind]).
 
 The factors are those with the smallest sum of absolute logarithms of published over predicted time, over the runs of
 spring 2026 and the fitted ones of summer. Runs of one model, machine, format and software count as one, those of summer
-as two (PublishedRun.weight). A kind whose runs weigh w is corrected by w / (w + 1) of what they say, since few runs say little.
-`scripts/plan.py calibrate` repeats the fit and a test compares.
+as two (PublishedRun.weight). A kind whose runs weigh w is corrected by w / (w + 1) of what they say, since few runs say
+little. `scripts/plan.py calibrate` repeats the fit and a test compares.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def launches_overlapped_attention(args: Arguments) -> bool:
     """Whether the host launches the attention of layers whose exchange is overlapped, in a pipeline."""
     is_captured = not {"attn", "layer", "iteration"}.isdisjoint(args.training.captured_modules)
     parallel = args.parallel
-    return (
-        parallel.overlap_moe_expert_parallel_comm and parallel.pipeline_model_parallel_size > 1 and not is_captured
-    )
+    return parallel.overlap_moe_expert_parallel_comm and parallel.pipeline_model_parallel_size > 1 and not is_captured
 
 
 def _narrowness(args: Arguments, hardware: Hardware) -> float:
@@ -139,7 +137,10 @@ def fit_factors(runs: Sequence[Bias], sweeps: int = 200) -> dict[str, float]:
         for name in factors:
             own = [
                 (
-                    (run.needed - sum(factors[other] * value for other, value in run.strengths.items() if other != name))
+                    (
+                        run.needed
+                        - sum(factors[other] * value for other, value in run.strengths.items() if other != name)
+                    )
                     / run.strengths[name],
                     run.weight * run.strengths[name] / sizes[run.series],
                 )

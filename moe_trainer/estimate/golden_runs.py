@@ -13,7 +13,8 @@ from dataclasses import dataclass
 LATENT = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --make-vocab-size-divisible-by 3232 "
     "--lr 1e-4 --train-iters 50 --transformer-impl transformer_engine --bf16 "
-    "--seq-length 4096 --max-position-embeddings 4096 --ffn-hidden-size 4096 --num-attention-heads 32 --kv-channels 128 "
+    "--seq-length 4096 --max-position-embeddings 4096 --ffn-hidden-size 4096 --num-attention-heads 32 "
+    "--kv-channels 128 "
     "--position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear "
     "--untie-embeddings-and-output-weights --multi-latent-attention --attention-dropout 0 --hidden-dropout 0 "
     "--qk-layernorm --num-experts 32 --moe-ffn-hidden-size 1024 --moe-shared-expert-intermediate-size 1024 "
@@ -21,7 +22,8 @@ LATENT = (
     "--moe-router-pre-softmax --moe-grouped-gemm --moe-router-group-topk 2 --moe-router-num-groups 4 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32 --q-lora-rank 1536 "
     "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --use-distributed-optimizer "
-    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --expert-model-parallel-size 4 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--expert-model-parallel-size 4 "
     "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --attention-backend unfused"
 )
 FOUR_CHUNKS = (
@@ -67,7 +69,9 @@ class GoldenRun:
 
 
 _MEMORY_SPEED = f"{LATENT} {FOUR_CHUNKS} --hidden-size 1024 {MTP}"
-_OFFLOADING = f"{LATENT} {OFFLOAD} {MTP} --overlap-moe-expert-parallel-comm --pipeline-model-parallel-layout Et*3|(tt|)*6mL"
+_OFFLOADING = (
+    f"{LATENT} {OFFLOAD} {MTP} --overlap-moe-expert-parallel-comm --pipeline-model-parallel-layout Et*3|(tt|)*6mL"
+)
 _PLAIN_OFFLOADING = f"{LATENT} {OFFLOAD} --pipeline-model-parallel-layout Et*3|(tt|)*6L"
 _STAGES = f"{DENSE} --micro-batch-size 1 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 _TENSOR = f"{DENSE} --micro-batch-size 2 --tensor-model-parallel-size 4"

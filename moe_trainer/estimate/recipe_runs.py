@@ -45,8 +45,9 @@ RECIPE_RUNS = (
     RecipeRun(
         "DeepSeek-V3 256xGB200 MXFP8, recipe",
         *(1, 4, 64, 1, 8192, 1127.6),
-        f"{HYBRIDEP} {MX} {EXCHANGE} {STAGES} {SMS} 32 {RECOMPUTE} mla_up_proj {GRAPHS} --chunked-optimizer-state-offload "
-        "--fine-grained-activation-offloading --offload-modules expert_fc1 --delay-offload-until-cuda-graph",
+        f"{HYBRIDEP} {MX} {EXCHANGE} {STAGES} {SMS} 32 {RECOMPUTE} mla_up_proj {GRAPHS} "
+        "--chunked-optimizer-state-offload --fine-grained-activation-offloading "
+        "--offload-modules expert_fc1 --delay-offload-until-cuda-graph",
         "MLM",
     ),
     RecipeRun(

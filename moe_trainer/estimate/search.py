@@ -27,8 +27,8 @@ from arguments import ArgumentError, parse_args
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.parallel import ParallelArgs
 from arguments.parse import as_plan, resolve_command_line
-from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.corrections import correction
+from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime, PassTime
 from moe_trainer.estimate.memory import ChunkBytes, without_recompute

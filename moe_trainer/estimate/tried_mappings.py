@@ -54,9 +54,7 @@ def mapping_of(args: Arguments, hardware: Hardware) -> TriedMapping:
     )
     dispatcher = dispatcher_name(args.moe) if parallel.expert_model_parallel_size > 1 else ""
     is_interleaved = len(chunk_layouts(args.model, parallel)[0]) > 1
-    return TriedMapping(
-        hardware.domain, sizes, dispatcher, parallel.overlap_moe_expert_parallel_comm, is_interleaved
-    )
+    return TriedMapping(hardware.domain, sizes, dispatcher, parallel.overlap_moe_expert_parallel_comm, is_interleaved)
 
 
 def _mapping_of_run(run: PublishedRun) -> TriedMapping:

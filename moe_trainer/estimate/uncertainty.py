@@ -1,12 +1,12 @@
 """Error bars of predicted times, which grow with the distance from what the time model was calibrated on.
 
 The bar of a plan is a sum: a base, and a term for every feature of the plan (`FEATURES`) that made published runs hard
-to predict. Base and terms are fitted to the absolute errors |log(predicted / measured)| of published runs
-(accuracy.py lists them) by quantile regression, so that LEVEL of them lie inside; runs of one model, machine, format
-and software count as one, and each is corrected (corrections.py) by what runs of other series say. `cross_validate`
-refits without a model's runs and counts how many of these lie inside. Features that no published run has (`UNTESTED_FEATURES`) cost UNTESTED each, every
-doubling of a size beyond the published ones PER_DOUBLING, and every step between a mapping and the nearest one that was
-tried (tried_mappings.py) PER_STEP. These three numbers are estimates without data.
+to predict. Base and terms are fitted to the absolute errors |log(predicted / measured)| of published runs (accuracy.py
+lists them) by quantile regression, so that LEVEL of them lie inside; runs of one model, machine, format and software
+count as one, and each is corrected (corrections.py) by what runs of other series say. `cross_validate` refits without a
+model's runs and counts how many of these lie inside. Features that no published run has (`UNTESTED_FEATURES`) cost
+UNTESTED each, every doubling of a size beyond the published ones PER_DOUBLING, and every step between a mapping and the
+nearest one that was tried (tried_mappings.py) PER_STEP. These three numbers are estimates without data.
 
 With a hardware file that `plan.py calibrate --from` wrote, its runs replace the published ones.
 
@@ -250,9 +250,7 @@ def published_residuals(biases: Mapping[PublishedRun, Bias], plans: Mapping[Publ
     The models are the groups for `cross_validate`.
     """
     counts = Counter(run.series for run in biases)
-    factors = {
-        series: fit_factors([bias for run, bias in biases.items() if run.series != series]) for series in counts
-    }
+    factors = {series: fit_factors([bias for run, bias in biases.items() if run.series != series]) for series in counts}
     found = []
     for run, bias in biases.items():
         left_out = sum(factors[run.series][name] * value for name, value in bias.strengths.items())

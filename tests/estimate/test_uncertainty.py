@@ -12,7 +12,6 @@ from moe_trainer.estimate.hardware import Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.plan import make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
-from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.uncertainty import (
     COMPARISON,
     FITTED,
