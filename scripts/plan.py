@@ -413,7 +413,7 @@ def _bar_lines(plans: Mapping[PublishedRun, Plan]) -> list[str]:
         "## Corrections",
         "",
         "What kinds of runs have in common that the time model leaves out (moe_trainer/estimate/corrections.py): "
-        "factors of the time of all passes, fitted to the runs above and to six recipes of summer 2026. How the recipes "
+        "factors of the time of all passes, fitted to the runs above and six recipes of summer 2026. How the recipes "
         "are split was chosen with all errors known.",
         "",
         "| kind | factor of time |",
