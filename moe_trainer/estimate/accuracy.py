@@ -25,7 +25,7 @@ CORRECTING_RUNS = (*PUBLISHED_RUNS, *HOLDOUT_RUNS, *(run for run in RECIPE_RUNS 
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlannedValue:
     """A predicted and a measured value of one run, and the error bar of the prediction.
 
     `is_fitted`: whether corrections and error bars were fitted to it.
@@ -51,16 +51,16 @@ class Comparison:
 class GoldenComparison:
     """Seconds of an iteration, and GiB of the last pipeline stage."""
 
-    time: Comparison
-    memory: Comparison
+    time: PlannedValue
+    memory: PlannedValue
 
 
-def compare_recipes() -> list[Comparison]:
+def compare_recipes() -> list[PlannedValue]:
     """Plan the recipes; values are TFLOP/s per GPU."""
     found = []
     for run in RECIPE_RUNS:
         plan = plan_published_run(run)
-        found.append(Comparison(run.name, plan.tflops, run.tflops, error_bar(plan).relative, run.is_fitted))
+        found.append(PlannedValue(run.name, plan.tflops, run.tflops, error_bar(plan).relative, run.is_fitted))
     return found
 
 
@@ -84,8 +84,8 @@ def compare_golden_runs() -> list[GoldenComparison]:
     for run in GOLDEN_RUNS:
         plan = plan_golden_run(run)
         name = f"{run.name}, {run.gpus}x{run.hardware.upper()}"
-        time = Comparison(name, plan.time.step, run.seconds, error_bar(plan).relative, run.is_fitted)
-        found.append(GoldenComparison(time, Comparison(name, plan.memory[-1].total / GIB, run.gib, 0.0)))
+        time = PlannedValue(name, plan.time.step, run.seconds, error_bar(plan).relative, run.is_fitted)
+        found.append(GoldenComparison(time, PlannedValue(name, plan.memory[-1].total / GIB, run.gib, 0.0)))
     return found
 
 
@@ -133,12 +133,12 @@ def accuracy_lines() -> Iterator[str]:
     yield ""
 
 
-def _errors(rows: Sequence[Comparison]) -> str:
+def _errors(rows: Sequence[PlannedValue]) -> str:
     errors = [100 * abs(row.error) for row in rows]
     return f"mean error {mean(errors):.1f} %, median {median(errors):.1f} %"
 
 
-def _summary(rows: Sequence[Comparison]) -> str:
+def _summary(rows: Sequence[PlannedValue]) -> str:
     return f"{_errors(rows)}, {sum(row.is_inside for row in rows)} of {len(rows)} inside their bars"
 
 
