@@ -80,7 +80,7 @@ def test_error_of_holdout_runs(plans):
     """The median error that README reports, and the two runs with errors above 30 % other than eager ones."""
     errors = [PredictionError(run, plans[run].tflops, Constants()) for run in HOLDOUT_RUNS if "eager" not in run.name]
     assert median_error(errors) < 0.07 and len(errors) == 32
-    far = [error.run.name for error in errors if abs(error.relative) > 0.35]
+    far = [error.run.name for error in errors if abs(error.relative) > 0.3]
     assert far == ["Qwen2-57B 64xH100 BF16, no pipeline"]
 
 
@@ -143,7 +143,7 @@ def test_unmeasured_features_widen_the_error_bar(flags, machine, message):
     published = make_plan(validated_args(argv, 128), 128, find_hardware("h100"))
     plan = make_plan(validated_args([*argv, *flags.split()], 128), 128, find_hardware(machine))
     bar = error_bar(plan)
-    assert error_bar(published).relative < 0.15 < bar.relative and any(message in name for name, _ in bar.reasons), bar
+    assert error_bar(published).relative < 0.2 < bar.relative and any(message in name for name, _ in bar.reasons), bar
     text = "\n".join(plan_lines(plan))
     assert f"s +- {bar.percent}" in text and message in text
     assert plan_json(plan)["step_error"] == bar.relative
@@ -178,7 +178,7 @@ def test_comparison_bar_covers_80_percent_of_published_pairs(plans):
     rows = [run for run in plans if "eager" not in run.name]
     for index, one in enumerate(rows):
         for two in rows[index + 1 :]:
-            same = (one.family, one.hardware, one.width, one.gpus) == (two.family, two.hardware, two.width, two.gpus)
+            same = (one.series, one.gpus) == (two.series, two.gpus)
             if same and uncertainty.features(plans[one]) == uncertainty.features(plans[two]):
                 errors.append(abs(math.log(plans[one].tflops / one.tflops) - math.log(plans[two].tflops / two.tflops)))
     assert len(errors) > 10 and sum(error <= COMPARISON for error in errors) >= 0.8 * len(errors)
