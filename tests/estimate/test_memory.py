@@ -125,8 +125,8 @@ BASE = "--preset deepseek_v3 --mock-data --num-layers 8 --moe-layer-freq 1 --exp
         ("--fp8-format e4m3 --fp8-recipe delayed", "kept", (0.7, 0.95)),
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --no-fp8-wgrad", "kept", (1, 1)),
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --te-precision-config-file formats.yaml", "kept", (0.7, 0.95)),
-        ("--fp8-format e4m3 --fp8-recipe mxfp8 --transformer-impl local", "kept", (0.7, 1.0)),  # with padded values
-        ("--transformer-impl local", "kept", (1.1, 1.3)),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --transformer-impl local", "kept", (0.7, 1.1)),  # with padded values
+        ("--transformer-impl local", "kept", (1.05, 1.3)),
         (
             "--fine-grained-activation-offloading --offload-modules core_attn attn_proj expert_fc1 --transformer-impl transformer_engine",
             "kept",
