@@ -16,7 +16,12 @@ from arguments.parallel import ParallelArgs, dynamic_cp_sizes, packed_alignment,
 from arguments.precision import PrecisionArgs
 from arguments.settings import Settings, Violation, is_eval_only
 from arguments.stored_weights import StoredWeightFormat, stored_weight_format
-from arguments.te_support import can_quantize_experts, can_quantize_linears, leaves_counts_on_device
+from arguments.te_support import (
+    attention_problem,
+    can_quantize_experts,
+    can_quantize_linears,
+    leaves_counts_on_device,
+)
 from arguments.training import TrainingArgs
 
 SECTIONS = (
@@ -163,6 +168,14 @@ class Arguments:
             self.moe, self.precision, typed=self.typed, captured=self.training.captured_modules, fused=fused
         )
         return linears and not self.parallel.has_deferred_wgrad, experts
+
+    @property
+    def te_attends(self) -> bool:
+        """Whether TransformerEngine computes attention to full sequences, if it can be used at all."""
+        if self.precision.transformer_impl != "transformer_engine" or self.model.attention_backend == "local":
+            return False
+        cp_size = self.parallel.context_parallel_size
+        return attention_problem(self.model, self.precision.params_dtype_name, cp_size) is None
 
     @property
     def caches_expert_casts(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which GEMMs TransformerEngine can compute, as far as flags determine it: for notes, the layer factory and plans.
+"""What TransformerEngine can compute, as far as flags determine it: for notes, the layer factory and plans.
 
 Otherwise this program's own layers compute them. What the package, the device and the widths allow is checked where
 they are known (layers/te.py, layers/te_layers.py). Sections are read by their fields, so that rules can pass settings
@@ -30,6 +30,37 @@ def recipe_problem(precision: Any, replaces_weights: bool) -> str | None:
     if precision.fp8 and not precision.fp8_wgrad:
         return "it has no gradients of weights in high precision (--no-fp8-wgrad)"
     return None
+
+
+def attention_problem(model: Any, params_dtype: str, cp_size: int) -> str | None:
+    """Return why its attention cannot be used; None if it can.
+
+    Under context parallelism only what all of its kinds of exchange support is used.
+
+    Args:
+        model: has the fields of ModelArgs.
+        cp_size: context-parallel ranks.
+    """
+    if model.softmax_type != "vanilla":
+        return f"attention sinks (--softmax-type {model.softmax_type}) are not used with it"
+    if model.window_softmax_type not in (None, "vanilla"):
+        return f"attention sinks (--window-softmax-type {model.window_softmax_type}) are not used with it"
+    if model.value_width != model.kv_channels and not model.multi_latent_attention:
+        return "values of another width (--value-channels) are not used with it"
+    if model.experimental_attention_variant == "dsa":
+        return "it has no sparse attention (--experimental-attention-variant dsa)"
+    if model.attention_chunk_size is not None:
+        return "it has no chunks (--attention-chunk-size)"
+    if cp_size == 1:
+        return None
+    what = {
+        "attention in fp32": params_dtype not in ("bf16", "fp16"),
+        "a window (--window-size)": model.window_size is not None,
+        "keys and values of different widths (--multi-latent-attention)": model.multi_latent_attention,
+        "dropout (--attention-dropout)": model.attention_dropout > 0.0,
+    }
+    found = [name for name, is_so in what.items() if is_so]
+    return f"{found[0]} is not used with it under context parallelism" if found else None
 
 
 def experts_problem(moe: Any, ep: int) -> str | None:

@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import math
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,15 @@ from arguments.report import get_world_size
 from arguments.tokens import FIELDS
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
 from moe_trainer.drawing.report_page import write_report
-from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
+from moe_trainer.estimate.accuracy import CORRECTING_RUNS, accuracy_lines, fitted_residuals
+from moe_trainer.estimate.calibrate import (
+    Calibration,
+    PredictionError,
+    find_biases,
+    median_error,
+    plan_published_run,
+)
+from moe_trainer.estimate.corrections import fit_factors
 from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE, plan_of_flags, run_dry_run
 from moe_trainer.estimate.hardware import GIB, Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
@@ -50,12 +59,12 @@ from moe_trainer.estimate.local_calibration import (
 )
 from moe_trainer.estimate.pieces import make_rows
 from moe_trainer.estimate.pieces_text import pieces_lines
-from moe_trainer.estimate.plan import make_plan
-from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
+from moe_trainer.estimate.plan import Plan, make_plan
+from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.search import DEFAULT_HEADROOM, search, search_formats
 from moe_trainer.estimate.search_pictures import search_figures
 from moe_trainer.estimate.search_text import search_lines
-from moe_trainer.estimate.uncertainty import UNTESTED, cross_validate, fit, published_residuals, total_error
+from moe_trainer.estimate.uncertainty import PER_STEP, UNTESTED, cross_validate, fit, total_error
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 from moe_trainer.tool_flags import spell_checkpoint
@@ -341,8 +350,9 @@ def calibration_lines(calibration: Calibration) -> list[str]:
     best, used = calibration.fit(names), Constants()
     leave_one_out = calibration.leave_one_out()
     by_family = {error.run.name: error for error in calibration.leave_family_out()}
-    not_fitted = calibration.predicted(best)
-    holdout = [PredictionError(run, plan_published_run(run, best).tflops, best) for run in HOLDOUT_RUNS]
+    plans = {run: calibration.plans.get(run.name) or plan_published_run(run) for run in CORRECTING_RUNS}
+    not_fitted = [PredictionError(run, plans[run].tflops, used) for run in PUBLISHED_RUNS if not run.is_fitted]
+    holdout = [PredictionError(run, plans[run].tflops, used) for run in HOLDOUT_RUNS]
     eager = [error for error in holdout if "eager" in error.run.name]
     not_eager = [error for error in holdout if error not in eager]
     all_errors = [*leave_one_out, *not_fitted]
@@ -357,7 +367,8 @@ def calibration_lines(calibration: Calibration) -> list[str]:
         "",
         "## Fitted runs",
         "",
-        "Predicted by constants fitted to the other runs, and by constants fitted to the runs of other models only.",
+        "Predicted by constants fitted to the other runs, and by constants fitted to the runs of other models only, "
+        "both without corrections.",
         "",
         "| run | published | without this run | error | without this model | error | source |",
         "|---|---|---|---|---|---|---|",
@@ -396,11 +407,10 @@ def calibration_lines(calibration: Calibration) -> list[str]:
         "",
         LARGE_HOLDOUT_ERRORS,
         "",
-        *_bar_lines(
-            [*(PredictionError(run, calibration.plans[run.name].tflops, used) for run in PUBLISHED_RUNS), *holdout],
-            calibration,
-        ),
+        *_bar_lines(plans),
         *_memory_lines(calibration),
+        "",
+        *accuracy_lines(),
     ]
 
 
@@ -412,26 +422,38 @@ def _error_table(errors: list[PredictionError]) -> Iterator[str]:
         yield f"| {run.name} | {run.tflops:.1f} | {error.tflops:.1f} | {_percent(error)} | {run.source} |"
 
 
-def _bar_lines(errors: list[PredictionError], calibration: Calibration) -> list[str]:
-    """Return the section on the error bars of plans, and on how many runs are inside them."""
-    tflops = {error.run: error.tflops for error in errors}
-    plans = {run: calibration.plans.get(run.name) or plan_published_run(run) for run in tflops}
-    runs = published_residuals(plans, tflops.get, plans.get)
+def _bar_lines(plans: Mapping[PublishedRun, Plan]) -> list[str]:
+    """Return the sections on corrections and on the error bars of plans, and on how many runs are inside them."""
+    factors, runs = fit_factors(list(find_biases(plans).values())), fitted_residuals(plans)
     bars, left_out = fit(runs), cross_validate(runs)
     num_inside = sum(run.error <= total_error(bars, run.features) for run in runs)
     num_inside_left_out = sum(run.error <= bar for run, bar in left_out)
     return [
+        "## Corrections",
+        "",
+        "What kinds of runs have in common that the time model leaves out (moe_trainer/estimate/corrections.py): "
+        "factors of the time of all passes, fitted to the runs above and six recipes of summer 2026. How the recipes "
+        "are split was chosen with all errors known.",
+        "",
+        "| kind | factor of time |",
+        "|---|---|",
+        *(f"| {name} | {math.exp(value):.3f} |" for name, value in factors.items()),
+        "",
+        "The factor of narrow experts is that of experts half as wide as 2,048 channels.",
+        "",
         "## Error bars",
         "",
         "The uncertainty printed after the time of a plan: a base and a term for every feature that made runs hard to "
-        f"predict, fitted to |log(predicted / published)| of all {len(runs)} runs by quantile regression "
-        "(moe_trainer/estimate/uncertainty.py).",
+        f"predict, fitted to |log(predicted / measured)| of {len(runs)} runs by quantile regression "
+        "(moe_trainer/estimate/uncertainty.py). Each is corrected by what runs of other models, machines, formats and "
+        "software say.",
         "",
         "| feature | adds |",
         "|---|---|",
         f"| (base) | {100 * bars.base:.1f} % |",
         *(f"| {name} | {100 * value:.1f} % |" for name, value in bars.terms.items()),
         f"| each that no published run has | {100 * UNTESTED:.0f} % (an estimate, no data) |",
+        f"| each step from the nearest published mapping | {100 * PER_STEP:.0f} % (an estimate, no data) |",
         "",
         f"Runs inside their bar: {100 * num_inside / len(runs):.0f} %; with terms fitted to the other models only: "
         f"{100 * num_inside_left_out / len(runs):.0f} %. The 13 runs excluded above are not counted; with all of them "
@@ -462,8 +484,9 @@ def _memory_lines(calibration: Calibration) -> list[str]:
         "",
         "| run | published | predicted |",
         "|---|---|---|",
-        "| DeepSeek-V3, PP4 VPP4 EP64, BF16 (P table 3): weights and gradients, optimizer, activations, sum "
-        f"| 36.4, 32.1, 131.0, 199.5 | {', '.join(f'{size:.1f}' for size in (*sizes, sum(sizes)))} |",
+        "| DeepSeek-V3, PP4 VPP4 EP64, BF16 (P table 3, less the 26.3 of the experts' outputs that 4.1.2 saves): "
+        "weights and gradients, optimizer, activations, sum "
+        f"| 36.4, 32.1, 104.7, 173.2 | {', '.join(f'{size:.1f}' for size in (*sizes, sum(sizes)))} |",
         f"| Qwen3-30B 16xH100 BF16, exchange overlapped (BR) | 62.2 | {qwen:.1f} |",
         f"| Moonlight-16B 8xH100 BF16 (BR) | 36.6 or 34.1 | {moonlight:.1f} |",
         "",

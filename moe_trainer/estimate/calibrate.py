@@ -1,4 +1,6 @@
-"""Fit the constants of layer_time.py to published runs and cross-validate them, by run and by model family.
+"""Fit the constants of layer_time.py and the factors of corrections.py to published runs, and cross-validate.
+
+The constants are cross-validated by run and by model family.
 
 The error of a run is predicted / published - 1 of TFLOP/s per GPU. The fit takes the constants with the smallest mean
 absolute logarithm of that ratio, so that large errors of odd runs do not dominate.
@@ -7,13 +9,14 @@ absolute logarithm of that ratio, so that large errors of odd runs do not domina
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 from types import MappingProxyType
 
 from arguments import parse_args
+from moe_trainer.estimate.corrections import Bias, strengths
 from moe_trainer.estimate.hardware import Constants, find_hardware
 from moe_trainer.estimate.plan import Plan, make_plan
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
@@ -62,7 +65,7 @@ class Calibration:
         self._found: dict[tuple[str, Constants], float] = {}
 
     def tflops(self, name: str, constants: Constants) -> float:
-        """Return the predicted TFLOP/s of a run."""
+        """Return the predicted TFLOP/s of a run, without corrections, which are fitted with these constants."""
         plan = self.plans[name]
         # the iteration is added below; each format has its own fraction, head and router of an fp8 run the default one
         field = "gemm_bf16" if plan.width == "bf16" else "gemm_fp8"
@@ -70,7 +73,7 @@ class Calibration:
         key = name, timed
         if key not in self._found:
             hardware, count = replace(plan.hardware, constants=timed), plan.num_microbatches
-            time = plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware)
+            time = plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware, factor=1.0)
             self._found[key] = time.step
         step = self._found[key] + constants.iteration
         return plan.flops / step / plan.world_size / 1e12
@@ -112,13 +115,32 @@ class Calibration:
             found.append(PredictionError(self.rows[name], self.tflops(name, fitted[left_out]), fitted[left_out]))
         return found
 
-    def predicted(self, constants: Constants) -> list[PredictionError]:
-        """Predict the runs that nothing is fitted to."""
-        return [
-            PredictionError(run, self.tflops(name, constants), constants)
-            for name, run in self.rows.items()
-            if not run.is_fitted
-        ]
+
+def find_biases(plans: Mapping[PublishedRun, Plan]) -> dict[PublishedRun, Bias]:
+    """Return what published runs say about the factors of corrections.py."""
+    return {
+        run: Bias("; ".join(run.series), _needed_factor(run, plan), strengths(plan.args, plan.hardware), run.weight)
+        for run, plan in plans.items()
+    }
+
+
+def _needed_factor(run: PublishedRun, plan: Plan) -> float:
+    """Return the logarithm of the factor of the time of all passes with which a run is predicted exactly."""
+    bare, slower = (
+        plan_step(
+            plan.args,
+            plan.world_size,
+            plan.vocab_rows,
+            plan.num_microbatches,
+            plan.memory,
+            plan.hardware,
+            factor=factor,
+        ).step
+        for factor in (1.0, 1.1)
+    )
+    passes = (slower - bare) / 0.1
+    seconds = plan.flops / (run.tflops * 1e12 * plan.world_size)
+    return math.log((seconds - (bare - passes)) / passes)
 
 
 def median_error(errors: Sequence[PredictionError]) -> float:

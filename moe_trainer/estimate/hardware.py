@@ -130,6 +130,11 @@ class Hardware:
         return self.fp4 > 0
 
     @property
+    def is_blackwell_ultra(self) -> bool:
+        """Whether it is the later Blackwell, whose fp4 GEMMs are three times as fast as those in fp8."""
+        return self.fp4 > 2.5 * self.fp8 > 0
+
+    @property
     def usable_bytes(self) -> float:
         """Memory of a device that tensors can use."""
         return self.memory_gib * GIB - RESERVED_BYTES

@@ -66,6 +66,8 @@ to cuDNN's TFLOP/s for 4K and 16K tokens, forward and backward: Hopper 553, 638 
 """
 ATTENTION_TILE_KEYS = 128
 """Keys that an attention kernel processes at a time: a window costs full tiles."""
+SCORE_PASSES = (2, 4)
+"""Forward and backward of attention without a fused kernel: passes over its scores besides those over what it saves."""
 ATTENTION_BACKWARD_RATIO = 2.5
 """FLOPs of core attention in backward per FLOP in forward: five GEMMs instead of two, with recomputed scores."""
 KERNELS_BY_PART = (
@@ -293,6 +295,11 @@ class LayerTime:
             operations = 2.0 * self.tokens * core_attention_macs(self.args, int(self.length)) / self.tp
         rates = attention_rates(self.hardware, self.length / self.cp)
         fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
+        if model.attention_backend in ("unfused", "local") and not self.hardware.synchronous:
+            # all scores are computed, also those of later keys
+            size = self.size if self.args.te_attends else FP32_BYTES
+            scores = self.tokens * self.length * heads * size / self.memory_bandwidth
+            fwd, bwd = (2 * time + count * scores for time, count in zip((fwd, bwd), SCORE_PASSES))
         if self.is_sparse:
             fwd, bwd = (
                 time + FP32_BYTES * count * heads * self.pairs / self.memory_bandwidth

@@ -6,17 +6,18 @@ microbatches that the chunk has in flight. These follow from the rank's schedule
 backward (W if weight gradients are computed separately) frees, and the moment with most bytes counts.
 
 Temporary buffers, of which the largest counts: tokens sent and received with the gradients of the experts; gradients of
-a layer's experts before they are added to the main gradients; what recompute restores, a layer at a time; what indexers
-of sparse attention train on; with full sharding the gathered layer and the prefetched one. Gradients at the borders of
+a layer's experts before they are added to the main gradients; what recompute restores, a layer at a time; offloaded
+tensors on their way, of two layers; scores of attention without a fused kernel; what indexers of sparse attention train
+on; with full sharding the gathered layer and the prefetched one. Gradients at the borders of
 CUDA graphs are resident for every microbatch in flight. A graph of the full iteration has its own pool for all of this,
 so the batches that it reads and what an evaluation needs come in addition.
 
 In fp8, Transformer Engine's layers (the default --transformer-impl) save the quantized inputs of their GEMMs, its
 experts that of their second GEMM too; this program's own experts save the first, as saved_quantized.py lists it, and
-recompute the second. Flags determine which of them compute (arguments/te_support.py), assuming that the package is
-installed. Otherwise both are taken to save the same; Transformer Engine's attention saves less where values are
-narrower than keys (ours pads them and its output: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), so plans of
-latent attention err on the safe side.
+recompute the second. Its attention saves values as they are and its output once (ours pads them where values are
+narrower than keys: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), and probabilities in the model's format. Flags
+determine which of them compute (arguments/te_support.py), assuming that the package is installed. Otherwise both are
+taken to save the same.
 
 Experts receive an even share of tokens (forced balancing, as in the published runs). `headroom` is the load of the
 fullest rank, as a multiple of an even share in all layers at once, at which the device is full.
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from arguments.training import TrainingArgs
     from moe_trainer.estimate.hardware import Hardware
 
+OFFLOADS_IN_FLIGHT = 2
+"""Layers whose offloaded tensors are on the device at a time."""
 _IN_CHUNKS = ("mlp.", "experts.", "shared_experts.", "routes.", "fc2_latent_proj.", "concat_proj.")
 """Saved tensors of what runs in chunks (--mlp-chunks-for-training)."""
 _MODULES = (
@@ -181,24 +184,37 @@ class ChunkBytes:
         positions = self.tokens // self.tp // args.training.micro_batch_size
         self.mlp_chunks = num_mlp_chunks(args.training, positions)
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
+        self._offloaded: dict[object, float] = {}
         self._layers: dict[bool, float] = {}
         self._moved: dict[bool, float] = {}
         self._restored: dict[bool, float] = {}
 
     def of(self, layout: ChunkLayout) -> Mapping[tuple[str, bool], float]:
         """Return the bytes of one chunk and microbatch by (module, whether on the host)."""
+        key = self._key(layout)
+        if key not in self._chunks:
+            sizes: defaultdict[tuple[str, bool], float] = defaultdict(int)
+            by_layer: defaultdict[str, float] = defaultdict(int)
+            layers = chunk_activations(self.args, layout, received=self.received)
+            for entry in (*layers, *self._final_tensors(layout)):
+                sizes[module_name(entry.name), entry.on_host] += entry.num_bytes
+                by_layer[entry.name.removesuffix(_local_name(entry.name))] += entry.num_bytes * entry.on_host
+            self._chunks[key] = sizes
+            self._offloaded[key] = max(by_layer.values(), default=0.0)
+        return self._chunks[key]
+
+    def offloaded_by_layer(self, layout: ChunkLayout) -> float:
+        """Return the bytes of one microbatch that a layer of a chunk offloads, of the layer that offloads most."""
+        self.of(layout)
+        return self._offloaded[self._key(layout)]
+
+    def _key(self, layout: ChunkLayout) -> object:
+        """Return what the bytes of a chunk depend on."""
         kinds: object = tuple(self.pattern[number] for number in layout.layers)
         model = self.args.model
         if len(self.args.parallel.cp_comm_type) > 1 or model.linear_attention_freq or model.hybrid_layer_pattern:
             kinds = layout.layers  # kinds of layers that differ by number
-        key = (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
-        if key not in self._chunks:
-            sizes: defaultdict[tuple[str, bool], float] = defaultdict(int)
-            layers = chunk_activations(self.args, layout, received=self.received)
-            for entry in (*layers, *self._final_tensors(layout)):
-                sizes[module_name(entry.name), entry.on_host] += entry.num_bytes
-            self._chunks[key] = sizes
-        return self._chunks[key]
+        return (kinds, layout.mtp, layout.has_loss, layout.has_final_norm)
 
     def _final_tensors(self, layout: ChunkLayout) -> Iterator[SavedTensor]:
         """Yield the tensors of the final norm, and of head and loss for the model and each MTP depth."""
@@ -431,6 +447,9 @@ def _buffers(
             span = training.recompute_num_layers or 1
         working += span * max(map(sizes.restored, kinds), default=0.0)
     working += indexer_bytes(args, sizes)
+    # one layer's tensors are copied to the host while the next computes, and come back while the one after it does
+    working += OFFLOADS_IN_FLIGHT * max(map(sizes.offloaded_by_layer, chunks), default=0.0)
+    working += score_bytes(args, sizes)
     if True in kinds:
         working += clone_bytes(args, params, sizes)
     if args.parallel.fsdp_strategy == "optim_grads_params":
@@ -455,6 +474,17 @@ def clone_bytes(args: Arguments, params: LayerParams, sizes: ChunkBytes) -> floa
         exchanged = 2 * min(ep * clones, CLONE_EXCHANGE_ELEMENTS)
     # weights of experts and clones in one stack, and its gradient
     return float((2 * (local + clones) + exchanged) * sizes.size)
+
+
+def score_bytes(args: Arguments, sizes: ChunkBytes) -> float:
+    """Return the temporary score matrices of attention without a fused kernel.
+
+    The scores next to the saved probabilities in forward, and the gradients of both in backward.
+    """
+    if args.model.attention_backend != "unfused" or not args.te_attends or args.parallel.context_parallel_size > 1:
+        return 0.0
+    heads, length = args.model.num_attention_heads // sizes.tp, args.data.seq_length
+    return 2.0 * args.training.micro_batch_size * heads * length**2 * sizes.size
 
 
 def indexer_bytes(args: Arguments, sizes: ChunkBytes) -> float:

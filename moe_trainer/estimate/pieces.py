@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.tokens import FIELDS
+from moe_trainer.estimate.corrections import strengths
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.parallel_configs import drop_flags
@@ -58,6 +59,8 @@ LEAVES_TE = (
     "its experts leave TransformerEngine, and this program casts operands apart from activations and GEMMs, weights "
     "with clones of other ranks' in every microbatch; the planner counts one cast of an operand"
 )
+
+CORRECTED = "published runs correct the planner's times of one of the two (corrections.py), not the roofline's"
 
 
 @dataclass(frozen=True)
@@ -418,7 +421,8 @@ def _known_difference(without: Plan, used: Plan) -> str:
     """Return why the roofline counts something of a pair that the planner does not, "" if nothing is known."""
     is_quantized = all(plan.width != "bf16" for plan in (without, used))
     leaves = without.args.te_quantizes[1] and not used.args.te_quantizes[1]
-    return LEAVES_TE if is_quantized and leaves else ""
+    kinds = [strengths(plan.args, plan.hardware) for plan in (without, used)]
+    return "; ".join([LEAVES_TE] * (is_quantized and leaves) + [CORRECTED] * (kinds[0] != kinds[1]))
 
 
 def first_reason(error: ValueError) -> str:

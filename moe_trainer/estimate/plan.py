@@ -279,7 +279,10 @@ def packed_microbatches(args: Arguments, num_ranks: int, length: int, lengths: P
 
 
 def try_plan(
-    argv: Sequence[str], world_size: int, hardware: Hardware, histogram: LengthHistogram | None = None
+    argv: Sequence[str],
+    world_size: int,
+    hardware: Hardware,
+    histogram: LengthHistogram | None = None,
 ) -> Plan | None:
     """Plan a command line; None if it cannot be planned or the rules reject it."""
     try:

@@ -45,7 +45,7 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
         lines.append("  microbatches held: at the peak, by each chunk (virtual stage) of the stage")
     lines.append(
         "  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 "
-        "bits alone (its latent attention keeps less)"
+        "bits and attention" + ("" if plan.args.te_attends else " (not used here)")
     )
     if peak.host:
         lines.append(f"  in host memory: {peak.host / GIB:.2f} GiB a rank")

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import ClassVar
 
 PRESETS = MappingProxyType(
     {
@@ -85,6 +86,11 @@ class PublishedRun:
     peak_gib: float | None = None
     cp: int = 1
 
+    generation: ClassVar[str] = "spring"
+    """Megatron-LM's software: of spring 2026 or older, or of summer 2026."""
+    weight: ClassVar[float] = 1.0
+    """In fits, against that of other series."""
+
     @cached_property
     def _words(self) -> tuple[str, ...]:
         """Model, number of GPUs, hardware and format."""
@@ -119,6 +125,11 @@ class PublishedRun:
         return self._words[0] if self._words[0] in ("G8T8", "8x70B") else self.model
 
     @property
+    def series(self) -> tuple[str, str, str, str]:
+        """Model, machine, format and software, of which several runs are hardly more evidence than one."""
+        return self.family, self.hardware, self.width, self.generation
+
+    @property
     def dispatcher(self) -> str:
         return next((backend for backend in ("hybridep", "deepep") if backend in self.flags), "alltoall")
 
@@ -142,6 +153,14 @@ class HoldoutRun(PublishedRun):
     """A published run that no constant was fitted to."""
 
     is_fitted: bool = False
+
+
+@dataclass(frozen=True)
+class RecipeRun(HoldoutRun):
+    """A run of a recipe of summer 2026 (recipe_runs.py); `is_fitted`: by corrections and error bars alone."""
+
+    generation = "summer"
+    weight = 2.0  # the software is the latest, and the flags are known exactly
 
 
 SERIES = (

@@ -5,6 +5,9 @@ BLOCKED_MAX_LENGTH positions, the probabilities of all blocks; else queries, key
 sparse attention gathers its keys, latents replace keys and values. Attention dropout on a CPU and explicit masks are
 not counted.
 
+Transformer Engine's attention takes values of any width, and its output is the input of the projection. Without a fused
+kernel it saves the probabilities in the model's format; torch's kernel computes and saves all of this in fp32.
+
 Shapes: N heads, G key-value heads, D and E widths of key and value; the others as in saved_tensor.py.
 """
 
@@ -208,6 +211,8 @@ def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, disc
         yield from inputs
         shape = (layer.batch, heads // shards, _num_visible(layer.length * shards))
         yield SavedTensor("probs", shape, layer.size, part)
+    elif layer.te_attends and layer.cp == 1:
+        yield from _transformer_engine(layer, (q, k, v), heads, discarded)
     elif not layer.cpu and layer.model.attention_backend in ("unfused", "local"):
         yield from _unfused(layer, heads, key, max(key, value), shards)
     else:
@@ -232,6 +237,20 @@ def _num_visible(length: int) -> int:
     """Return the saved probabilities of a head: every block of queries with the keys up to its end."""
     ends = [min(start + QUERY_BLOCK, length) for start in range(0, length, QUERY_BLOCK)]
     return sum((end - start) * end for start, end in zip(range(0, length, QUERY_BLOCK), ends))
+
+
+def _transformer_engine(
+    layer: LayerSizes, inputs: tuple[SavedTensor, ...], heads: int, discarded: bool
+) -> Iterator[SavedTensor]:
+    """Yield what Transformer Engine's attention saves; `inputs`: queries, keys and values."""
+    if layer.model.attention_backend == "unfused":  # keys and values are repeated for their queries
+        inputs = tuple(replace(x, shape=(layer.tokens, heads, x.shape[2])) for x in inputs)
+    if not discarded:
+        yield from inputs
+    if layer.model.attention_backend == "unfused":
+        yield SavedTensor("probs", (layer.batch, heads, layer.length, layer.length), layer.size, "core_attn")
+    else:
+        yield SavedTensor("log_sum_exp", (layer.batch, heads, layer.length), WIDE, "core_attn")
 
 
 def _unfused(layer: LayerSizes, heads: int, key: int, value: int, shards: int) -> Iterator[SavedTensor]:

@@ -27,6 +27,7 @@ from arguments import ArgumentError, parse_args
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.parallel import ParallelArgs
 from arguments.parse import as_plan, resolve_command_line
+from moe_trainer.estimate.corrections import correction
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime, PassTime
@@ -481,10 +482,14 @@ class Estimator:
         if key not in self._times:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
             times = LayerTime(args, self.links, self._bytes(mapping)[0])
-            kinds = {kind: times.passes(kind) for kind in set(self.pattern)}
-            forward, backward = times.head()
+            factor = correction(args, self.hardware)
+            kinds = {
+                kind: (forward.scale(factor), backward.scale(factor))
+                for kind, (forward, backward) in ((kind, times.passes(kind)) for kind in set(self.pattern))
+            }
+            forward, backward = (factor * each for each in times.head())
             layer = sum(each.total for each in kinds[mtp_is_moe(self.pattern)])
-            extra = forward + backward + self.depths * (3 * times.mtp_projection() + layer)
+            extra = forward + backward + self.depths * (3 * factor * times.mtp_projection() + layer)
             self._times[key] = kinds, (forward, backward), extra / layer
         return self._times[key]
 

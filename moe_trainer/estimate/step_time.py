@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from arguments.layer_pattern import mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
+from moe_trainer.estimate.corrections import correction
 from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime, PassTime
 from moe_trainer.estimate.memory import ChunkBytes, StageMemory, stage_orders, steady_state_microbatches
@@ -168,12 +169,14 @@ def plan_step(
     memory: Sequence[StageMemory],
     hardware: Hardware,
     attention_length: float | None = None,
+    factor: float | None = None,
 ) -> StepTime:
     """Return the time of one iteration.
 
     Args:
         memory: of all stages, for their parameters.
         attention_length: see LayerTime.
+        factor: of the time of all passes; None for what published runs say (corrections.py).
     """
     times = LayerTime(args, Interconnect(hardware), ChunkBytes(args, vocab_rows), attention_length)
     optimizer = max(optimizer_seconds(args, world_size, stage, hardware) for stage in memory)
@@ -185,10 +188,10 @@ def plan_step(
         num_microbatches,
         memory,
         hardware,
-        _all_passes(times),
+        _all_passes(times, factor),
         optimizer,
         host,
-        _deferred_head(times),
+        _deferred_head(times, factor),
     )
 
 
@@ -200,15 +203,19 @@ def plan_actions(
     return _action_times(args, world_size, times.sizes, hardware, _all_passes(times), _deferred_head(times))
 
 
-def _deferred_head(times: LayerTime) -> float:
-    return times.head_weight_gradient() if times.args.parallel.has_deferred_head_wgrad else 0.0
+def _deferred_head(times: LayerTime, factor: float | None = None) -> float:
+    if not times.args.parallel.has_deferred_head_wgrad:
+        return 0.0
+    return times.head_weight_gradient() * (correction(times.args, times.hardware) if factor is None else factor)
 
 
-def _all_passes(times: LayerTime) -> list[list[tuple[PassTime, PassTime]]]:
+def _all_passes(times: LayerTime, factor: float | None = None) -> list[list[tuple[PassTime, PassTime]]]:
     """Return [pipeline rank][chunk] -> forward, backward."""
     layouts = chunk_layouts(times.args.model, times.args.parallel)
+    scale = correction(times.args, times.hardware) if factor is None else factor
     kinds = {layout: chunk_passes(times, layout) for layout in {chunk for chunks in layouts for chunk in chunks}}
-    return [[kinds[chunk] for chunk in chunks] for chunks in layouts]
+    scaled = {layout: (forward.scale(scale), backward.scale(scale)) for layout, (forward, backward) in kinds.items()}
+    return [[scaled[chunk] for chunk in chunks] for chunks in layouts]
 
 
 def _action_times(

@@ -98,37 +98,57 @@ class Fix:
         return f"{' '.join(self.words)}: {self.outcome}"
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A command line with its plan."""
+
+    argv: Sequence[str]
+    plan: Plan
+
+    def plan_with(self, chosen: Sequence[Change]) -> Plan | None:
+        """Return the plan with these changes, None if the rules reject them."""
+        dests = frozenset().union(*(change.dests for change in chosen))
+        line = [*drop_flags(self.argv, dests), *(word for change in chosen for word in change.words)]
+        num_ranks = self.plan.world_size * math.prod(change.devices for change in chosen)
+        return try_plan(line, num_ranks, self.plan.hardware, self.plan.histogram)
+
+
 def cheapest_fixes(
-    argv: Sequence[str], plan: Plan, headroom: float = 1.0, searched: bool = True, most: int = 3
+    argv: Sequence[str],
+    plan: Plan,
+    headroom: float = 1.0,
+    searched: bool = True,
+    most: int = 3,
 ) -> list[Fix]:
     """Find changes that make a command line fit, the fastest first; single changes before pairs that are not faster.
 
-    `headroom`: load of a rank, as a multiple of an even share, that must fit too. `searched`: also change what a search
-    for mappings chooses. `most`: maximum number of results.
+    Args:
+        headroom: load of a rank, as a multiple of an even share, that must fit too.
+        searched: also change what a search for mappings chooses.
+        most: maximum number of results.
     """
     found: list[Fix] = []
     legal: list[tuple[Change, Plan]] = []
+    line = _Line(argv, plan)
     for change in changes(plan.args, plan.hardware, plan.world_size, searched):
-        other = _plan_changes(argv, (change,), plan)
+        other = line.plan_with((change,))
         if other is None:
             continue
         legal.append((change, other))
         if other.fits(headroom):
             found.append(Fix((change,), other, _slowdown(other, plan)))
     if not found or min(fix.slower for fix in found) > SLOW:
-        found += _pairs(argv, plan, legal, headroom)
+        found += _pairs(line, legal, headroom)
     if not found and legal:
-        found = _chain(argv, plan, [change for change, _ in legal], headroom)
+        found = _chain(line, [change for change, _ in legal], headroom)
     if not found and searched:
         larger = []
         for times in (2, 4, 8):
-            words = ("--world-size", str(plan.world_size * times))
-            change = Change("devices", words, frozenset(("world_size",)), f"{times} times the devices", times)
-            if (other := _plan_changes(argv, (change,), plan)) is not None:
-                larger.append((change, other))
+            planned = ((change, line.plan_with((change,))) for change in _more_devices(plan, times))
+            larger += [(change, other) for change, other in planned if other is not None][:1]
         found = [Fix((change,), other, _slowdown(other, plan)) for change, other in larger if other.fits(headroom)]
         if not found:
-            found = _pairs(argv, plan, [*legal, *larger], headroom)
+            found = _pairs(line, [*legal, *larger], headroom)
     return _undominated(found)[:most]
 
 
@@ -146,17 +166,18 @@ def _slowdown(plan: Plan, before: Plan) -> float:
     return before.tokens_per_second / plan.tokens_per_second - 1
 
 
-def _plan_changes(argv: Sequence[str], chosen: Sequence[Change], plan: Plan) -> Plan | None:
-    """Return the plan with these changes, None if the rules reject them."""
-    dests = frozenset().union(*(change.dests for change in chosen))
-    line = [*drop_flags(argv, dests), *(word for change in chosen for word in change.words)]
-    return try_plan(
-        line, plan.world_size * math.prod(change.devices for change in chosen), plan.hardware, plan.histogram
-    )
+def _more_devices(plan: Plan, times: int) -> Iterator[Change]:
+    """Yield `times` the devices with the same global batch, and with as many times the batch, which they can share."""
+    words, note = ("--world-size", str(plan.world_size * times)), f"{times} times the devices"
+    yield Change("devices", words, frozenset(("world_size",)), note, times)
+    batch = ("--global-batch-size", str(plan.args.training.global_batch_size * times))
+    dests = frozenset(("world_size", "global_batch_size"))
+    yield Change("devices", (*words, *batch), dests, f"{note}, and the batch", times)
 
 
-def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]], headroom: float) -> list[Fix]:
+def _pairs(line: _Line, legal: Sequence[tuple[Change, Plan]], headroom: float) -> list[Fix]:
     """Return fitting pairs of changes of different kinds, the most promising first."""
+    plan = line.plan
     budget = plan.peak.total + plan.margin
     able = []
     for (first, one), (second, two) in itertools.combinations(legal, 2):
@@ -169,7 +190,7 @@ def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]]
             able.append((not likely, slower if likely else needs, first, second))
     found: list[Fix] = []
     for _, _, first, second in sorted(able, key=lambda each: each[:2])[:MAX_PAIRS]:
-        other = _plan_changes(argv, (first, second), plan)
+        other = line.plan_with((first, second))
         if other is not None and other.fits(headroom):
             found.append(Fix((first, second), other, _slowdown(other, plan)))
             if len(found) >= ENOUGH_PAIRS:
@@ -177,17 +198,17 @@ def _pairs(argv: Sequence[str], plan: Plan, legal: Sequence[tuple[Change, Plan]]
     return found
 
 
-def _chain(argv: Sequence[str], plan: Plan, offered: Sequence[Change], headroom: float) -> list[Fix]:
+def _chain(line: _Line, offered: Sequence[Change], headroom: float) -> list[Fix]:
     """Add the change that saves most memory for its cost, until the plan fits."""
     chosen: tuple[Change, ...] = ()
-    now = plan
+    now = plan = line.plan
     while len(chosen) < MAX_CHAIN_LENGTH:
         kinds = {change.kind for change in chosen}
         plans = [
             (change, other)
             for change in offered
             if change.kind not in kinds
-            and (other := _plan_changes(argv, (*chosen, change), plan)) is not None
+            and (other := line.plan_with((*chosen, change))) is not None
             and other.peak.total < now.peak.total
         ]
         fitting = [
@@ -269,7 +290,7 @@ def _optimizer(args: Arguments) -> Iterator[Change]:
     needs = () if args.parallel.use_distributed_optimizer else ("--use-distributed-optimizer",)
     aware = (*needs, "--use-precision-aware-optimizer")
     if needs:
-        yield Change("optimizer", needs)
+        yield Change("sharding", needs)  # changes no number, so it is offered next to what does
     if args.precision.bf16 and not optimizer.use_precision_aware_optimizer:
         narrow = (*aware, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
         yield Change("optimizer", narrow, note="moments are kept in bf16")

@@ -1,11 +1,12 @@
 """Error bars of predicted times, which grow with the distance from what the time model was calibrated on.
 
 The bar of a plan is a sum: a base, and a term for every feature of the plan (`FEATURES`) that made published runs hard
-to predict. Base and terms are fitted to the absolute errors |log(predicted / measured)| of all published runs
-(published_runs.py, holdout_runs.py) by quantile regression, so that LEVEL of the runs lie inside. `cross_validate`
-refits without a model's runs and counts how many of these lie inside. Features that no published run has
-(`UNTESTED_FEATURES`) cost UNTESTED each, and every doubling of a size beyond the published ones PER_DOUBLING. These two
-numbers are estimates without data.
+to predict. Base and terms are fitted to the absolute errors |log(predicted / measured)| of published runs (accuracy.py
+lists them) by quantile regression, so that LEVEL of them lie inside; runs of one model, machine, format and software
+count as one, and each is corrected (corrections.py) by what runs of other series say. `cross_validate` refits without a
+model's runs and counts how many of these lie inside. Features that no published run has (`UNTESTED_FEATURES`) cost
+UNTESTED each, every doubling of a size beyond the published ones PER_DOUBLING, and every step between a mapping and the
+nearest one that was tried (tried_mappings.py) PER_STEP. These three numbers are estimates without data.
 
 With a hardware file that `plan.py calibrate --from` wrote, its runs replace the published ones.
 
@@ -16,15 +17,24 @@ Two plans of one command line share most of their error: they differ only by fea
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
+from moe_trainer.estimate.corrections import (
+    Bias,
+    crosses_nodes_by_hybridep,
+    fit_factors,
+    launches_overlapped_attention,
+    uses_alltoall,
+)
 from moe_trainer.estimate.interconnect import Interconnect, dispatcher_name
 from moe_trainer.estimate.layer_time import LayerTime
 from moe_trainer.estimate.memory import ChunkBytes
+from moe_trainer.estimate.tried_mappings import steps_from_tried
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -35,9 +45,12 @@ if TYPE_CHECKING:
 LEVEL = 0.85
 """Fitted quantile.
 
-Of models that were left out of the fit, 84 % of the runs then lie inside their bars; at 0.8 82 %, at 0.9 91 %.
+Of models that were left out of the fit, 90 % of the runs then lie inside their bars.
 """
-UNTESTED, PER_DOUBLING = 0.15, 0.05
+UNTESTED, PER_DOUBLING, PER_STEP = 0.15, 0.05, 0.02
+MAX_STEPS = 6.0
+"""Steps from the tried mappings after which the error bar grows no more."""
+UNTRIED_MAPPING = "a mapping that no published run on such a machine used"
 PUBLISHED_PARAMETERS = (16e9, 683e9)
 PUBLISHED_GPUS = (8, 1024)
 _WITH_INDEXERS = ("dsa", "dsv4_hybrid")
@@ -57,19 +70,13 @@ def host_share(plan: Plan) -> float:
     return times.host_seconds(is_moe) / times.passes(is_moe)[0].compute
 
 
-def _uses_alltoall(plan: Plan) -> bool:
-    moe, parallel = plan.args.moe, plan.args.parallel
-    return moe.moe_token_dispatcher_type == "alltoall" and parallel.expert_model_parallel_size > 1
-
-
 Features = Mapping[str, Callable[["Plan"], bool]]
 
 FEATURES: Features = MappingProxyType(
     {
-        "NCCL's all-to-all among more than 64 experts": lambda plan: (
-            _uses_alltoall(plan) and (plan.args.moe.num_experts or 0) > 64
-        ),
+        "NCCL's all-to-all among more than 64 experts": lambda plan: uses_alltoall(plan.args),
         "launch-bound (eager)": lambda plan: not plan.hardware.synchronous and host_share(plan) > 0.95,
+        "overlapped exchange of layers that the host launches": lambda plan: launches_overlapped_attention(plan.args),
         "attention with a window": lambda plan: any(
             uses_window(plan.args.model, number + 1) for number in range(plan.args.model.num_layers)
         ),
@@ -85,6 +92,7 @@ FEATURES: Features = MappingProxyType(
         "hardware without a fitted run": lambda plan: (
             plan.hardware.name not in FITTED_HARDWARE and plan.hardware.name in PUBLISHED_HARDWARE
         ),
+        "deterministic kernels": lambda plan: plan.args.training.deterministic_mode,
         "overlapped exchange on GB200 or later": lambda plan: (
             plan.hardware.is_blackwell and plan.args.parallel.overlap_moe_expert_parallel_comm
         ),
@@ -105,11 +113,15 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "the allgather dispatcher": lambda plan: (
             plan.args.moe.moe_token_dispatcher_type == "allgather" and plan.args.parallel.expert_model_parallel_size > 1
         ),
+        "HybridEP among more than two NVLink domains": (
+            lambda plan: crosses_nodes_by_hybridep(plan.args, plan.hardware)
+        ),
         "DeepEP where NVLink joins more than 8": lambda plan: (
             dispatcher_name(plan.args.moe) == "deepep" and plan.hardware.domain > 8
         ),
         "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
         "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",
+        "attention without a fused kernel": lambda plan: plan.args.model.attention_backend in ("unfused", "local"),
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
         "activations offloaded to the host": lambda plan: bool(plan.args.training.offloaded_modules),
         "optimizer state on the host": lambda plan: bool(plan.args.optimizer.optimizer_cpu_offload),
@@ -126,9 +138,11 @@ UNTESTED_FEATURES: Features = MappingProxyType(
 
 OF_MAPPINGS = (
     "NCCL's all-to-all among more than 64 experts",
+    "overlapped exchange of layers that the host launches",
     "context parallelism below 16K tokens",
     "overlapped exchange on GB200 or later",
     "DeepEP where NVLink joins more than 8",
+    "HybridEP among more than two NVLink domains",
     "full recompute",
     "more than 16 pipeline stages",
 )
@@ -143,11 +157,12 @@ class ErrorTerms:
 
 @dataclass(frozen=True)
 class Residual:
-    """A measured run: |log(predicted / measured)|, its features, and the group it is left out with."""
+    """A measured run: |log(predicted / measured)|, its features, the group it is left out with, and its weight."""
 
     group: str
     error: float
     features: frozenset[str]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -163,18 +178,20 @@ class ErrorBar:
 
 
 FITTED = ErrorTerms(
-    0.091,
+    0.142,
     MappingProxyType(
         {
-            "NCCL's all-to-all among more than 64 experts": 0.562,
-            "launch-bound (eager)": 0.186,
+            "NCCL's all-to-all among more than 64 experts": 0.214,
+            "launch-bound (eager)": 0.354,
+            "overlapped exchange of layers that the host launches": 0.025,
             "attention with a window": 0.0,
-            "context parallelism": 0.001,
-            "few tokens a device and iteration": 0.174,
+            "context parallelism": 0.0,
+            "few tokens a device and iteration": 0.0,
             "TP above 2": 0.0,
             "experts sharded over TP": 0.0,
-            "hardware without a fitted run": 0.0,
-            "overlapped exchange on GB200 or later": 0.130,
+            "hardware without a fitted run": 0.056,
+            "deterministic kernels": 0.220,
+            "overlapped exchange on GB200 or later": 0.0,
         }
     ),
 )
@@ -192,43 +209,63 @@ def features(plan: Plan) -> frozenset[str]:
     return frozenset(name for table in (FEATURES, UNTESTED_FEATURES) for name, holds in table.items() if holds(plan))
 
 
-def quantile(values: Sequence[float], level: float = LEVEL) -> float:
+def quantile(values: Sequence[float], weights: Sequence[float] | None = None, level: float = LEVEL) -> float:
     """Return the smallest value that `level` of these values and one more do not exceed, or the largest."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered), math.ceil(level * (len(ordered) + 1))) - 1]
+    ordered = sorted(zip(values, weights or [1.0] * len(values)))
+    total = sum(weight for _, weight in ordered)
+    needed, seen = level * total * (len(ordered) + 1) / len(ordered), 0.0
+    for value, weight in ordered:
+        seen += weight
+        if seen >= needed - 1e-9 * total:
+            return value
+    return ordered[-1][0]
 
 
 def fit(residuals: Sequence[Residual], sweeps: int = 100) -> ErrorTerms:
     """Fit base and terms so that LEVEL of the errors are below their sums (coordinate descent, non-negative terms)."""
     names = [name for name in FEATURES if any(name in each.features for each in residuals)]
     terms = dict.fromkeys(names, 0.0)
-    plain = [each.error for each in residuals if not each.features]
-    base = quantile(plain or [each.error for each in residuals])
+    plain = [each for each in residuals if not each.features] or residuals
+    base = quantile([each.error for each in plain], [each.weight for each in plain])
+    weights = [each.weight for each in residuals]
     for _ in range(sweeps):
         before = (base, dict(terms))
         for name in names:
+            own = [each for each in residuals if name in each.features]
             others = [
                 each.error - base - sum(terms[other] for other in names if other != name and other in each.features)
-                for each in residuals
-                if name in each.features
+                for each in own
             ]
-            terms[name] = max(0.0, quantile(others))
+            terms[name] = max(0.0, quantile(others, [each.weight for each in own]))
         above = [each.error - sum(terms[name] for name in names if name in each.features) for each in residuals]
-        base = max(0.0, quantile(above))
+        base = max(0.0, quantile(above, weights))
         if before == (base, terms):
             break
     return ErrorTerms(base, MappingProxyType(terms))
 
 
-def published_residuals(
-    rows: Iterable[PublishedRun],
-    tflops: Callable[[PublishedRun], float],
-    plan_published_run: Callable[[PublishedRun], Plan],
-) -> list[Residual]:
-    """Return the errors of published runs; the models are the groups for `cross_validate`."""
-    return [
-        Residual(row.family, abs(math.log(tflops(row) / row.tflops)), features(plan_published_run(row))) for row in rows
-    ]
+def published_residuals(biases: Mapping[PublishedRun, Bias], plans: Mapping[PublishedRun, Plan]) -> list[Residual]:
+    """Return the errors of published runs, each corrected by what the runs of other series say.
+
+    The models are the groups for `cross_validate`.
+    """
+    counts = Counter(run.series for run in biases)
+    factors = {series: fit_factors([bias for run, bias in biases.items() if run.series != series]) for series in counts}
+    found = []
+    for run, bias in biases.items():
+        left_out = sum(factors[run.series][name] * value for name, value in bias.strengths.items())
+        found.append(residual(plans[run], run.family, left_out - bias.needed, run.weight / counts[run.series]))
+    return found
+
+
+def residual(plan: Plan, group: str, error: float, weight: float = 1.0) -> Residual:
+    """Return what the parts of the bar that are not fitted (sizes, untested features) leave of the error of a run.
+
+    `error`: logarithm of predicted over measured time.
+    """
+    found = frozenset(name for name in features(plan) if name in FEATURES)
+    others = sum(UNTESTED for name in features(plan) if name not in FEATURES) + sum(_size_errors(plan).values())
+    return Residual(group, max(0.0, abs(error) - others), found, weight)
 
 
 def total_error(terms: ErrorTerms, found: Iterable[str]) -> float:
@@ -265,12 +302,19 @@ def error_bar(plan: Plan) -> ErrorBar:
     if plan.hardware.calibration:
         return _calibrated_bar(plan, plan.hardware.calibration)
     parts = {name: _term(FITTED, name) for name in features(plan)}
+    return _sum_terms(FITTED.base, parts | _size_errors(plan))
+
+
+def _size_errors(plan: Plan) -> dict[str, float]:
+    """Return what sizes beyond the published ones and the distance from tried mappings add to the bar."""
+    parts = {}
     size, (least, most) = plan.counts.total + plan.counts.mtp, PUBLISHED_PARAMETERS
     text = f"{size / 1e9:.3g} billion parameters, {least / 1e9:.0f} to {most / 1e9:.0f} are published"
     parts[text] = _doublings_error(size, least, most)
     text = f"{plan.world_size} devices, {PUBLISHED_GPUS[0]} to {PUBLISHED_GPUS[1]} are published"
     parts[text] = _doublings_error(plan.world_size, *PUBLISHED_GPUS)
-    return _sum_terms(FITTED.base, parts)
+    parts[UNTRIED_MAPPING] = PER_STEP * min(MAX_STEPS, steps_from_tried(plan.args, plan.hardware))
+    return parts
 
 
 def _sum_terms(base: float, parts: Mapping[str, float]) -> ErrorBar:
@@ -320,4 +364,4 @@ def comparison_bar(first: Plan, second: Plan, bars: tuple[ErrorBar, ErrorBar] | 
     """
     base = COMPARISON + (COMPARISON if first.width != second.width else 0.0)
     mine, theirs = (dict(bar.reasons) for bar in bars or (error_bar(first), error_bar(second)))
-    return base + sum(mine.get(name, 0.0) + theirs.get(name, 0.0) for name in mine.keys() ^ theirs.keys())
+    return base + sum(abs(mine.get(name, 0.0) - theirs.get(name, 0.0)) for name in mine.keys() | theirs.keys())

@@ -253,7 +253,7 @@ class _FusedSelection:
             te_support.recipe_problem(self.precision, self.stored_format == "nvfp4") or te.recipe_problem(recipe),
             loud=True,
         )
-        attention_problem = te_layers.attention_problem(self.model, self.precision.params_dtype_name, self.ps)
+        attention_problem = te_support.attention_problem(self.model, self.precision.params_dtype_name, self.ps.cp.size)
         attends = self.model.attention_backend != "local" and self._fits("core attention", attention_problem)
         self._fits("linears", "it cannot defer weight gradients pass by pass, as the schedule does" if defers else None)
         if attends and self.ps.cp.size > 1:

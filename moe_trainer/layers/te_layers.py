@@ -224,7 +224,7 @@ class FusedAttention(nn.Module):
         visible: AttentionMask | None = None,
         sink_N: Tensor | None = None,
     ) -> Tensor:
-        """Attend like CoreAttention.forward; there are no sinks (`attention_problem`)."""
+        """Attend like CoreAttention.forward; there are no sinks (te_support.attention_problem)."""
         if visible is None:
             return self.fused(q_SBND, k_SBGD, v_SBGE)
         packed, cu_seqlens, is_half = (
@@ -247,33 +247,6 @@ class FusedAttention(nn.Module):
             pad_between_seqs=False,  # padding belongs to its sequence; the library would compare on the host
         )
         return out_TN.flatten(1).unsqueeze(1)
-
-
-def attention_problem(model: ModelArgs, params_dtype: str, ps: ParallelState) -> str | None:
-    """Return why the library's attention cannot be used; None if it can.
-
-    Under context parallelism only what all of its kinds of exchange support is used.
-    """
-    if model.softmax_type != "vanilla":
-        return f"attention sinks (--softmax-type {model.softmax_type}) are not used with it"
-    if model.window_softmax_type not in (None, "vanilla"):
-        return f"attention sinks (--window-softmax-type {model.window_softmax_type}) are not used with it"
-    if model.value_width != model.kv_channels and not model.multi_latent_attention:
-        return "values of another width (--value-channels) are not used with it"
-    if model.experimental_attention_variant == "dsa":
-        return "it has no sparse attention (--experimental-attention-variant dsa)"
-    if model.attention_chunk_size is not None:
-        return "it has no chunks (--attention-chunk-size)"
-    if ps.cp.size == 1:
-        return None
-    what = {
-        "attention in fp32": params_dtype not in ("bf16", "fp16"),
-        "a window (--window-size)": model.window_size is not None,
-        "keys and values of different widths (--multi-latent-attention)": model.multi_latent_attention,
-        "dropout (--attention-dropout)": model.attention_dropout > 0.0,
-    }
-    found = [name for name, is_so in what.items() if is_so]
-    return f"{found[0]} is not used with it under context parallelism" if found else None
 
 
 def experts_problem(

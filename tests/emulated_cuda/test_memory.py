@@ -27,9 +27,11 @@ CASES = {
     "Qwen3, MXFP8": "--preset qwen3_30b_a3b --seq-length 2048 --num-layers 2 --expert-model-parallel-size 32 --use-distributed-optimizer "
     "--fp8-format e4m3 --fp8-recipe mxfp8 --transformer-impl local",
     "DeepSeek-V3, recompute": "--preset deepseek_v3 --seq-length 4096 --num-layers 4 --moe-layer-freq ([0]*2+[1]*2) --expert-model-parallel-size 32 "
-    "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe_act",
+    "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe_act "
+    "--transformer-impl local",
     "DeepSeek-V3, chunks": "--preset deepseek_v3 --seq-length 16384 --num-layers 4 --moe-layer-freq ([0]*2+[1]*2) --expert-model-parallel-size 32 "
-    "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe mlp --mlp-chunks-for-training 8",
+    "--use-distributed-optimizer --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe mlp --mlp-chunks-for-training 8 "
+    "--transformer-impl local",
     "Qwen3, loss in chunks": "--preset qwen3_30b_a3b --seq-length 12288 --num-layers 3 --expert-model-parallel-size 8 --use-distributed-optimizer",
     "Qwen3-Next, full recompute": "--preset qwen3_next_80b_a3b --seq-length 2048 --num-layers 3 --linear-attention-freq [0]*3 "
     "--expert-model-parallel-size 16 --use-distributed-optimizer "

@@ -16,6 +16,7 @@ from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.plan import PlanError, closest_reference_run, make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
 from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS
+from moe_trainer.estimate.recipe_runs import RECIPE_RUNS
 from moe_trainer.verification.random_layouts import draw_cases
 
 
@@ -46,7 +47,7 @@ def test_published_rows_are_the_recorded_ones(shared):
         assert point["dtype"].startswith(run.width[:2]) or point["dtype"].startswith("mx")
 
 
-@pytest.mark.parametrize("run", [*PUBLISHED_RUNS, *HOLDOUT_RUNS], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*PUBLISHED_RUNS, *HOLDOUT_RUNS, *RECIPE_RUNS], ids=lambda run: run.name)
 def test_published_runs_pass_the_rules_of_the_trainer(run):
     """As they ran: with forced even routing, and with gathered 8-bit weights and padded rows where a recipe of the zoo has them."""
     eight = "--use-distributed-optimizer --fp8-param-gather" if "--fp8-format" in run.flags else ""
@@ -103,7 +104,7 @@ def test_median_error_of_runs_outside_the_fit(published):
 def test_planner_results_page_has_every_run():
     record = (Path(__file__).parents[2] / "scripts" / "bench_results" / "planner.md").read_text(encoding="utf-8")
     assert (
-        all(f"| {run.name} | {run.tflops:.1f} |" in record for run in (*PUBLISHED_RUNS, *HOLDOUT_RUNS))
+        all(f"| {run.name} | {run.tflops:.1f} |" in record for run in (*PUBLISHED_RUNS, *HOLDOUT_RUNS, *RECIPE_RUNS))
         and f"In use: {Constants()}" in record
     )
 

@@ -39,6 +39,18 @@ def test_suggested_changes_fit_and_are_ordered_by_cost(flags, gpus, kinds):
         assert fix.slower == pytest.approx(plan.tokens_per_second / again.tokens_per_second - 1)
 
 
+def test_suggested_changes_keep_what_a_checkpoint_adds(capsys):
+    """The model's flags are not on the command line, and every changed line needs them too."""
+    recorded = validated_args("--preset qwen3_30b_a3b --mock-data".split(), 16).as_dict()
+    line = (
+        "--load x --use-checkpoint-args --mock-data --micro-batch-size 1 --global-batch-size 64 --train-iters 10 --lr 1e-4 "
+        "--seq-length 4096 --world-size 16 --expert-model-parallel-size 8 --bf16 --dry-run --hardware h100"
+    ).split()
+    assert run_dry_run(line, recorded) == 3
+    text = capsys.readouterr().out
+    assert "cheapest changes that fit:" in text and "  --use-distributed-optimizer: fits with" in text
+
+
 def test_suggested_changes_respect_the_headroom():
     argv = [*LINE, "--micro-batch-size", "4"]
     plan = make_plan_of(argv, 64)

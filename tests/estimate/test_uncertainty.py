@@ -1,16 +1,17 @@
-"""Error bars: fitted to published runs, validated on left-out runs, wider for plans with unmeasured features."""
+"""Error bars: fitted to published runs, validated on left-out and unseen runs, wider for plans with unmeasured features."""
 
 import math
 
 import pytest
 
 from moe_trainer.estimate import uncertainty
-from moe_trainer.estimate.calibrate import PredictionError, median_error, plan_published_run
+from moe_trainer.estimate.accuracy import CORRECTING_RUNS, compare_golden_runs, compare_recipes, fitted_residuals
+from moe_trainer.estimate.calibrate import PredictionError, find_biases, median_error, plan_published_run
+from moe_trainer.estimate.corrections import FACTORS, fit_factors
 from moe_trainer.estimate.hardware import Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.plan import make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
-from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.uncertainty import (
     COMPARISON,
     FITTED,
@@ -19,26 +20,68 @@ from moe_trainer.estimate.uncertainty import (
     cross_validate,
     error_bar,
     fit,
-    published_residuals,
 )
 
 
 @pytest.fixture(scope="module")
 def plans():
-    return {run: plan_published_run(run) for run in (*PUBLISHED_RUNS, *HOLDOUT_RUNS)}
+    return {run: plan_published_run(run) for run in CORRECTING_RUNS}
 
 
 @pytest.fixture(scope="module")
 def residuals(plans):
-    return published_residuals(plans, lambda run: plans[run].tflops, plans.get)
+    return fitted_residuals(plans)
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    return {row.name: row for row in compare_recipes()}
+
+
+def test_corrections_equal_the_fit(plans):
+    found = fit_factors(list(find_biases(plans).values()))
+    assert found == pytest.approx(dict(FACTORS), abs=0.001)
+
+
+def test_recipes_that_nothing_was_fitted_to_are_inside_their_bars(recipes):
+    unseen = [row for row in recipes.values() if not row.is_fitted]
+    assert len(unseen) == 8 and sum(row.is_inside for row in unseen) >= 6
+    assert sum(abs(row.error) for row in unseen) / len(unseen) < 0.1
+    assert all(row.bar < 0.35 for row in unseen if "H100 BF16" not in row.name)  # not by being wide everywhere
+
+
+@pytest.mark.parametrize(
+    "faster, slower",
+    [
+        ("Qwen3-235B 128xGB200 MXFP8, recipe, full iteration", "Qwen3-235B 128xGB200 MXFP8, recipe, partial graphs"),
+        ("Qwen3-30B 16xGB200 MXFP8, recipe, full iteration", "Qwen3-30B 16xGB200 MXFP8, recipe, partial graphs"),
+        ("Qwen3-30B 32xH100 BF16, recipe", "Qwen3-30B 32xH100 FP8, recipe"),
+        ("Qwen3-30B 16xGB200 BF16, recipe", "Qwen3-30B 16xGB200 MXFP8, recipe, partial graphs"),
+        (
+            "Qwen3-235B 128xGB300 MXFP8, recipe, full iteration",
+            "Qwen3-235B 128xGB200 MXFP8, recipe, full iteration",
+        ),
+    ],
+)
+def test_pairs_of_recipes_are_planned_in_their_measured_order(recipes, faster, slower):
+    assert recipes[faster].measured > recipes[slower].measured
+    assert recipes[faster].predicted > recipes[slower].predicted
+
+
+def test_golden_seconds_and_bytes():
+    golden = compare_golden_runs()
+    assert len(golden) == 13 and sum(each.time.is_inside for each in golden) >= 10
+    errors = {each.memory.name: each.memory.error for each in golden}
+    assert all(abs(error) < 0.16 for error in errors.values()), errors
+    assert sum(map(abs, errors.values())) / len(errors) < 0.07
 
 
 def test_error_of_holdout_runs(plans):
     """The median error that README reports, and the two runs with errors above 30 % other than eager ones."""
     errors = [PredictionError(run, plans[run].tflops, Constants()) for run in HOLDOUT_RUNS if "eager" not in run.name]
-    assert median_error(errors) < 0.08 and len(errors) == 32
+    assert median_error(errors) < 0.07 and len(errors) == 32
     far = [error.run.name for error in errors if abs(error.relative) > 0.3]
-    assert far == ["GPT-OSS-120B 64xGB300 BF16, alltoall", "Qwen2-57B 64xH100 BF16, no pipeline"]
+    assert far == ["Qwen2-57B 64xH100 BF16, no pipeline"]
 
 
 def test_error_bar_terms_equal_the_fit(residuals):
@@ -51,16 +94,16 @@ def test_error_bar_terms_equal_the_fit(residuals):
 def test_error_bars_cover_80_percent_of_left_out_models(residuals):
     found = cross_validate(residuals)
     inside = sum(run.error <= bar for run, bar in found) / len(found)
-    assert len(found) == 79 and 0.8 <= inside <= 0.95
+    assert len(found) == 91 and 0.8 <= inside <= 0.95
     bars = sorted(bar for _, bar in found)
-    assert bars[len(bars) // 2] < 0.15  # not by being wide everywhere
+    assert bars[len(bars) // 2] < 0.25  # not by being wide everywhere
 
 
 def test_runs_without_features_have_smaller_errors(residuals):
     """Runs with features have larger errors than those without."""
     plain = [run.error for run in residuals if not any(FITTED.terms.get(name) for name in run.features)]
     other = [run.error for run in residuals if any(FITTED.terms.get(name, 0) > 0.1 for name in run.features)]
-    assert sorted(plain)[len(plain) // 2] < 0.06 < 0.12 < sorted(other)[len(other) // 2]
+    assert sorted(plain)[len(plain) // 2] < 0.07 < 0.1 < sorted(other)[len(other) // 2]
 
 
 def test_error_bar_fit_calculated_by_hand():
@@ -100,11 +143,30 @@ def test_unmeasured_features_widen_the_error_bar(flags, machine, message):
     published = make_plan(validated_args(argv, 128), 128, find_hardware("h100"))
     plan = make_plan(validated_args([*argv, *flags.split()], 128), 128, find_hardware(machine))
     bar = error_bar(plan)
-    assert error_bar(published).relative < 0.1 < bar.relative and any(message in name for name, _ in bar.reasons), bar
+    assert error_bar(published).relative < 0.2 < bar.relative and any(message in name for name, _ in bar.reasons), bar
     text = "\n".join(plan_lines(plan))
     assert f"s +- {bar.percent}" in text and message in text
     assert plan_json(plan)["step_error"] == bar.relative
     assert comparison_bar(published, published) == COMPARISON < comparison_bar(published, plan)
+
+
+def test_untried_mappings_widen_the_error_bar():
+    """DeepSeek-V3 on 1,024 H100: the published mapping, and one without a published run."""
+    line = (
+        "--preset deepseek_v3 --mock-data --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--micro-batch-size 1 --global-batch-size 8192 --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep "
+        "--pipeline-model-parallel-size {} --pipeline-model-parallel-layout {} --expert-model-parallel-size {}"
+    )
+    tried, untried = (
+        error_bar(make_plan(validated_args(words.split(), 1024), 1024, find_hardware("h100")))
+        for words in (
+            line.format(8, "Et|(tt|)*30mL", 64) + " --overlap-moe-expert-parallel-comm",
+            line.format(16, "Et*3|(t*4|)*14t*2mL", 16),
+        )
+    )
+    names = [name for name, _ in tried.reasons]
+    assert uncertainty.UNTRIED_MAPPING not in names
+    assert dict(untried.reasons)[uncertainty.UNTRIED_MAPPING] > 0.01
 
 
 def test_comparison_bar_covers_80_percent_of_published_pairs(plans):
@@ -116,7 +178,7 @@ def test_comparison_bar_covers_80_percent_of_published_pairs(plans):
     rows = [run for run in plans if "eager" not in run.name]
     for index, one in enumerate(rows):
         for two in rows[index + 1 :]:
-            same = (one.family, one.hardware, one.width, one.gpus) == (two.family, two.hardware, two.width, two.gpus)
+            same = (one.series, one.gpus) == (two.series, two.gpus)
             if same and uncertainty.features(plans[one]) == uncertainty.features(plans[two]):
                 errors.append(abs(math.log(plans[one].tflops / one.tflops) - math.log(plans[two].tflops / two.tflops)))
     assert len(errors) > 10 and sum(error <= COMPARISON for error in errors) >= 0.8 * len(errors)

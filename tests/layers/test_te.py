@@ -15,7 +15,7 @@ from layers.fake_te import PYTORCH, RECIPE, install, install_fake_te, without_pa
 from torch.nn.attention import SDPBackend
 from training.layouts import compare, create_groups, make_argv, train, train_ranks
 
-from arguments import parse_args
+from arguments import parse_args, te_support
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers import layer_factory, te, te_layers
 from moe_trainer.layers.core_attention import AttentionMask, CoreAttention
@@ -182,7 +182,7 @@ def test_te_on_two_ranks_equals_one_process_with_local_layers(fake_package, kind
 def test_te_context_parallel_attention_equals_one_process(fake_package, monkeypatch, kind):
     """In fp32, for which the real package has no kernels."""
     sys.modules[PYTORCH].double = fake_package
-    monkeypatch.setattr(te_layers, "attention_problem", lambda *_: None)
+    monkeypatch.setattr(te_support, "attention_problem", lambda *_: None)
     model = f"{GROUPS} 2"
     one = train([*make_argv("plain"), *model.split()], 0, ParallelState.single(), 1)
     (outcomes, called), _ = run_ranks(
