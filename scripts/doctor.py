@@ -39,7 +39,8 @@ from moe_trainer.launch_env import LaunchEnv, read_launch_env
 if TYPE_CHECKING:  # it imports torch, which may be what is missing
     from moe_trainer.resilience.self_test import SelfTestResult
 
-MIN_TORCH_VERSION = (2, 11)
+TESTED = {"python": ((3, 10), (3, 12)), "torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
+"""Oldest and newest release that the test suite was run with: docs/test_suite.md, "Versions"."""
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
 NAMES = (
     "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
@@ -71,6 +72,8 @@ class Finding:
     cost: str
     """Effect of its absence."""
     install: str = ""
+    note: str = ""
+    """What to know about one that can be used."""
 
 
 # ---- checks
@@ -83,10 +86,23 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def check_version(name: str, version: str) -> tuple[str | None, str]:
+    """Return the problem of a version older than those of TESTED, and a note on one that is newer."""
+    oldest, newest = TESTED[name]
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < oldest:
+        return "older than {}.{}".format(*oldest), ""
+    if release > newest:
+        return None, "newer than {}.{}, the newest that the test suite was run with".format(*newest)
+    return None, ""
+
+
 def find_package(name: str, module: str, cost: str) -> Finding:
     """Check a package that only has to be importable."""
     problem = import_problem(module) if importlib.util.find_spec(module) else "not installed"
-    return Finding(name, None if problem == "not installed" else _version(name), problem, cost, f"pip install {name}")
+    version = None if problem == "not installed" else _version(name)
+    too_old, note = check_version(name, version) if version is not None and name in TESTED else (None, "")
+    return Finding(name, version, problem, cost, f"pip install {name}", too_old or note)
 
 
 def find_torch() -> list[Finding]:
@@ -96,12 +112,10 @@ def find_torch() -> list[Finding]:
         import torch.distributed as dist
     except (ImportError, OSError) as error:
         return [Finding("torch", None, f"cannot be imported ({error})", "nothing runs", "pip install 'torch>=2.11'")]
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    major, minor = MIN_TORCH_VERSION
-    version_problem = None if version >= MIN_TORCH_VERSION else f"older than {major}.{minor}"
+    version_problem, note = check_version("torch", torch.__version__)
     gloo_problem = None if dist.is_available() and dist.is_gloo_available() else "not in this build of torch"
     findings = [
-        Finding("torch", torch.__version__, version_problem, "nothing runs", "pip install 'torch>=2.11'"),
+        Finding("torch", torch.__version__, version_problem, "nothing runs", "pip install 'torch>=2.11'", note),
         Finding("gloo", None, gloo_problem, "no training on several CPU ranks"),
     ]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -182,9 +196,9 @@ def find_slurm() -> Finding:
 
 def collect_environment() -> list[Finding]:
     """Run all checks. Returns the findings in the order of NAMES."""
-    python_problem = None if sys.version_info >= (3, 10) else "older than 3.10"
+    python_problem, python_note = check_version("python", platform.python_version())
     findings = [
-        Finding("python", platform.python_version(), python_problem, "nothing runs"),
+        Finding("python", platform.python_version(), python_problem, "nothing runs", note=python_note),
         *find_torch(),
         *(find_package(*package) for package in PACKAGES),
         find_slurm(),
@@ -235,7 +249,8 @@ def format_report(
     lines = []
     for finding in findings:
         if finding.problem is None:
-            lines.append(f"  ok       {finding.name:20s} {finding.version or ''}".rstrip())
+            note = f" ({finding.note})" if finding.note else ""
+            lines.append(f"  ok       {finding.name:20s} {finding.version or ''}{note}".rstrip())
         else:
             severity = "MISSING" if finding.name in required else "absent"
             install = f" ({finding.install})" if finding.install else ""

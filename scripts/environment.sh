@@ -80,7 +80,7 @@ make_environment() {
         # --system-site-packages skips the packages of a python that is itself an environment; a path file adds them.
         packages=$("$PYTHON_BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         echo "$torch_folder" >"$packages/kept_torch.pth"
-        grep -Ev '^(torch|numpy)[<>=]' "$ROOT/constraints.txt" >"$venv/constraints.txt"
+        grep -Ev '^(torch|triton|numpy)[<>=]' "$ROOT/constraints.txt" >"$venv/constraints.txt"
     else
         cp "$ROOT/constraints.txt" "$venv/constraints.txt"
         torch=$(grep '^torch==' "$ROOT/constraints.txt")

@@ -20,9 +20,11 @@ def share_device() -> None:
     """Let all groups of a process, and of those forked from it, use one device."""
     init = ProcessGroupGloo.__init__
 
-    def init_with_shared_device(self, store, rank, size, timeout):
+    def init_with_shared_device(self, store, rank, size, timeout, **more):
         options = ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [get_device(os.getpid())], 2, timeout
+        for name, value in more.items():  # torch 2.14 gives enable_reconfigure too
+            setattr(options, name, value)
         init(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = init_with_shared_device

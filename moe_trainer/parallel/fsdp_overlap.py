@@ -108,7 +108,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
         not hasattr(group, name) for group in groups for name in _GROUP_ATTRIBUTES
     ):
         raise ValueError(
-            "FSDP with --overlap-moe-expert-parallel-comm or deferred weight gradients supports torch 2.11 to 2.13, "
+            "FSDP with --overlap-moe-expert-parallel-comm or deferred weight gradients supports torch 2.11 to 2.14, "
             f"not {torch.__version__}: remove those flags"
         )
     return groups

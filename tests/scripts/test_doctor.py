@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from commands import environment, rank_variables
 from moe_trainer.parallel import collectives
 from moe_trainer.resilience import self_test
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "doctor.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "doctor.py"
 
 
 @pytest.fixture
@@ -83,6 +85,32 @@ def test_a_missing_required_library_sets_the_exit_code(doctor, monkeypatch, caps
     assert doctor.main(["--no-self-test", "--require", "deepep", "wandb"]) == 1
     out = capsys.readouterr().out
     assert "MISSING  deepep " in out and out.endswith("missing: deepep, wandb\n")
+
+
+def test_versions_are_compared_with_those_of_the_tested_range(doctor, monkeypatch, capsys):
+    monkeypatch.setitem(doctor.TESTED, "torch", ((1, 0), (1, 13)))
+    assert doctor.main(["--no-self-test"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"ok +torch .* \(newer than 1\.13, the newest that the test suite was run with\)", out)
+    monkeypatch.setitem(doctor.TESTED, "torch", ((99, 1), (99, 2)))
+    assert doctor.main(["--no-self-test"]) == 1
+    assert re.search(r"MISSING +torch +older than 99\.1", capsys.readouterr().out)
+
+
+def test_the_promised_range_of_versions_is_the_one_that_was_run(doctor):
+    manual = (ROOT / "docs" / "test_suite.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| \d{4}-\d\d-\d\d \| (\d+\.\d+)\S* \| (\d+\.\d+)\S* \| (\d+\.\d+)\S* \|", manual, re.MULTILINE
+    )
+    run = {
+        name: sorted(tuple(map(int, version.split("."))) for version in versions)
+        for name, versions in zip(("python", "torch", "triton"), zip(*rows, strict=True), strict=True)
+    }
+    assert {name: (releases[0], releases[-1]) for name, releases in run.items()} == doctor.TESTED
+    promised = dict(
+        re.findall(r'(python|torch|triton)\S*?>=([\d.]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    )
+    assert promised == {name: "{}.{}".format(*releases[0]) for name, releases in run.items()}
 
 
 def test_apex_of_pypi_is_not_reported_as_nvidia_apex(doctor, tmp_path, monkeypatch):

@@ -94,6 +94,21 @@ def test_environment_of_another_checkout_is_not_up_to_date(tmp_path):
     ] == ["one", "two", "one"]
 
 
+def test_nothing_that_a_kept_torch_decides_is_pinned(tmp_path):
+    """A pinned Triton that the kept torch does not accept would replace that torch: gigabytes, for another CUDA."""
+    stub = tmp_path / "venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(f'#!/bin/bash\ncase "$*" in -|*purelib*) echo {tmp_path};; esac\n')
+    stub.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(stub), "MOE_TRAINER_VENV": str(tmp_path / "venv")}
+    command = f'. "{ROOT}/scripts/environment.sh"; make_environment test'
+    done = subprocess.run(["bash", "-euc", command], env=env, capture_output=True, text=True, check=True)
+    assert f"keeping the CUDA torch in {tmp_path}" in done.stdout
+    pinned = (tmp_path / "venv" / "constraints.txt").read_text().splitlines()
+    assert [line for line in pinned if line.startswith(("torch=", "triton", "numpy"))] == []
+    assert any(line.startswith("transformers==") for line in pinned)
+
+
 def test_unigram_loss_script_uses_the_code_of_its_checkout(tmp_path):
     (tmp_path / "moe_trainer").mkdir()
     (tmp_path / "moe_trainer" / "__init__.py").write_text("raise RuntimeError('another checkout')")
