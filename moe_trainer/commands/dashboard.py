@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Serve the dashboards of a folder of runs to a browser on this machine.
 
     python scripts/dashboard.py RUNS/ [--port N]
@@ -22,9 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from arguments.paths import local_path
+from arguments.program import program_name, usage_text
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
 from moe_trainer.metrics.run_data import RunData
@@ -207,7 +205,11 @@ def make_server(folder: Path, port: int) -> tuple[ThreadingHTTPServer, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=program_name("dashboard"),
+        description=usage_text("dashboard", __doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", metavar="RUNS", type=local_path, help="folder below which runs are")
     parser.add_argument("--port", type=int, default=0, help="default: any free port")
     options = parser.parse_args(argv)
@@ -227,7 +229,3 @@ def main(argv: Sequence[str]) -> int:
     finally:
         server.server_close()
     return ExitCode.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

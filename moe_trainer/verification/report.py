@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from arguments.program import typed_command
 from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.verification.shrink import ParityCase, ShrinkResult
 
@@ -52,7 +53,7 @@ def result_lines(result: ParityResult, title: str) -> Iterator[str]:
         yield f"         ... and {len(result.differences) - _MAX_DIFFERENCES} more"
     yield from (f"  {line}" for line in result.failure.splitlines())
     ranks = f"--ranks {case.world_size} --world-size {case.world_size}"
-    yield f"  to repeat: python scripts/prove_layout.py --as-is {ranks} {_join_flags(case)}"
+    yield f"  to repeat: {typed_command('prove')} --as-is {ranks} {_join_flags(case)}"
 
 
 def summary_lines(results: Sequence[ParityResult], shrunk: ShrinkResult | None) -> Iterator[str]:

@@ -9,7 +9,7 @@ import torch
 from commands import REPOSITORY, environment, read_metrics, run
 
 from moe_trainer.data.tokenizer_libraries import SentencePieceTokenizer
-from scripts import convert
+from moe_trainer.commands import convert
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("sentencepiece")

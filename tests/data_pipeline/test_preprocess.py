@@ -18,7 +18,7 @@ from harness import wait_until
 
 from moe_trainer.data.indexed import IndexedDataset
 from moe_trainer.data.preprocess import PreprocessOptions, preprocess
-from scripts import preprocess_data
+from moe_trainer.commands import preprocess as preprocess_data
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "dataset"

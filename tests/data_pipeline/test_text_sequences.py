@@ -18,7 +18,7 @@ from moe_trainer.errors import UserError
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.length_histogram import read_histogram
 from moe_trainer.training.check_files import check_files
-from scripts import inspect_data
+from moe_trainer.commands import inspect as inspect_data
 from tests.arguments.test_tokens import TOY
 
 QUESTION, ANSWER = {"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}

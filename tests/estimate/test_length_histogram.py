@@ -22,7 +22,7 @@ from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths
 from moe_trainer.estimate.plan import packed_microbatches
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
 from moe_trainer.estimate.suggestions import changes
-from scripts import plan as plan_script
+from moe_trainer.commands import plan as plan_script
 
 COUNTS = {4: 10, 16: 5, 64: 1}
 FLAGS = (

@@ -16,7 +16,7 @@ from moe_trainer.estimate.hardware import Constants, HardwareError, find_hardwar
 from moe_trainer.estimate.local_calibration import calibrate, hardware_yaml, predicted_seconds, read_runs
 from moe_trainer.estimate.plan import PlanError, make_plan
 from moe_trainer.estimate.uncertainty import error_bar
-from scripts import plan
+from moe_trainer.commands import plan
 
 ROOT = Path(__file__).parents[2]
 TOY = "--preset mixtral_tiny --mock-data"

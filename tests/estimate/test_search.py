@@ -44,7 +44,7 @@ from moe_trainer.estimate.search import (
 from moe_trainer.estimate.search_pictures import search_figures, search_picture
 from moe_trainer.estimate.search_text import launch_line, search_lines
 from moe_trainer.estimate.uncertainty import ErrorBar, error_bar
-from scripts import plan as plan_script
+from moe_trainer.commands import plan as plan_script
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--preset qwen3_30b_a3b --mock-data --global-batch-size 64".split()

@@ -13,7 +13,7 @@ from evaluation.trained_model import MODEL, NO_DROPOUT, run_script, train_model
 
 import moe_trainer.training.inference  # noqa: F401 - ranks find it loaded
 from moe_trainer.errors import UserError
-from scripts import generate
+from moe_trainer.commands import generate
 
 transformers = pytest.importorskip("transformers")
 
