@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
 from arguments.machine import allocator_environment  # noqa: E402
-from arguments.program import program_name, usage_text  # noqa: E402
+from arguments.program import as_typed, program_name  # noqa: E402
 from arguments.settings import shorten  # noqa: E402
 from moe_trainer.errors import require_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         from arguments.help import EXAMPLES
 
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(usage_text("train", EXAMPLES))
+            sys.stderr.write(as_typed("train", EXAMPLES))
         return ExitCode.USER_ERROR
     rank = "0"
     try:
@@ -128,7 +128,11 @@ def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSi
         # A second Ctrl-C ends the process at once; torchrun repeats the first one, and kills after 30 s.
         signal.signal(signal.SIGINT, signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL)
         if launch_env.rank == 0:
-            print(f"{program_name('train')}: interrupted; {_describe_saved(args.output.save)}", file=sys.stderr, flush=True)
+            print(
+                f"{program_name('train')}: interrupted; {_describe_saved(args.output.save)}",
+                file=sys.stderr,
+                flush=True,
+            )
         return ExitCode.INTERRUPTED
     except (MemoryError, ImportError, OSError) as error:
         signs = ("failed to map segment", "Cannot allocate memory")
@@ -164,8 +168,8 @@ def _report_out_of_memory(error: BaseException, rank: int) -> int:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(ours)]
     where = f"{frames[-1].name} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     print(
-        f"{program_name('train')}: rank {rank}: out of host memory{limited} in {where}; give the process more memory, or train "
-        "a smaller model or on more ranks",
+        f"{program_name('train')}: rank {rank}: out of host memory{limited} in {where}; give the process more "
+        "memory, or train a smaller model or on more ranks",
         file=sys.stderr,
         flush=True,
     )

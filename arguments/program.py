@@ -61,8 +61,8 @@ def other_command(command: str) -> str:
     return f"{start or STARTS[0]} {command}"
 
 
-def usage_text(command: str, text: str) -> str:
-    """Return a help text, which names the script of a command and the trainer, with what the user types instead."""
+def as_typed(command: str, text: str) -> str:
+    """Return a text that names the script of a command, or the trainer, with what the user types instead."""
     start = _typed_start()
     if start is None:
         return text
@@ -70,7 +70,7 @@ def usage_text(command: str, text: str) -> str:
     text = re.sub(rf"(torchrun .*?){script}", rf"\1-m moe_trainer {command}", text)
 
     def rename(match: re.Match[str]) -> str:
-        new = sys.argv[0] + match["words"]
+        new = f"{start} {command}{match['words']}"
         return f"{new}  ".ljust(len(match[0])) if match["gap"] else new  # columns stay aligned
 
     text = re.sub(rf"(python )?{script}(?P<words>.*?)(?P<gap> {{2,}}|$)", rename, text, flags=re.MULTILINE)

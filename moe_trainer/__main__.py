@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from arguments.program import SCRIPTS, STARTS
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.version import __version__
 
@@ -42,7 +41,7 @@ def table(start: str) -> str:
 
 def main() -> int:
     """Run the command that the command line names. Returns the exit code."""
-    start = STARTS[os.path.basename(sys.argv[0]) == "__main__.py"]
+    start = "python -m moe_trainer" if os.path.basename(sys.argv[0]) == "__main__.py" else "moe-trainer"
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help", "--version"):
         print(f"moe-trainer {__version__}" if name == "--version" else table(start))
@@ -58,6 +57,8 @@ def _problem(start: str, name: str) -> str:
     """Return what is wrong with the name of a command, as one line; nothing if there is none."""
     if not name:
         return ""
+    from arguments.program import SCRIPTS  # not at the head: the trainer handles signals before it imports its flags
+
     scripts = {os.path.splitext(os.path.basename(script))[0]: command for command, script in SCRIPTS.items()}
     near = difflib.get_close_matches(os.path.splitext(os.path.basename(name))[0], [*COMMANDS, *scripts], 1)
     meant = "train" if name.startswith("-") else scripts.get(near[0], near[0]) if near else None

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from arguments.paths import local_path
-from arguments.program import command_line, program_name, usage_text
+from arguments.program import as_typed, command_line, program_name
 from moe_trainer.comparison.report import comparison_figures, comparison_lines
 from moe_trainer.comparison.runs import make_groups
 from moe_trainer.drawing.report_page import Figure, write_report
@@ -27,7 +27,7 @@ from moe_trainer.metrics.dashboard import read_runs
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program_name("compare"),
-        description=usage_text("compare", __doc__),
+        description=as_typed("compare", __doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

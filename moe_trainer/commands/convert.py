@@ -32,7 +32,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from arguments.paths import local_path
-from arguments.program import program_name, usage_text
+from arguments.program import as_typed, program_name
 from moe_trainer.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _print_error(message: object) -> None:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=program_name("convert"),
-        description=usage_text("convert", __doc__),
+        description=as_typed("convert", __doc__),
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

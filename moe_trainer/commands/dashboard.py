@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import secrets
-import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from arguments.paths import local_path
-from arguments.program import program_name, usage_text
+from arguments.program import as_typed, program_name
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
 from moe_trainer.metrics.run_data import RunData
@@ -207,7 +206,7 @@ def make_server(folder: Path, port: int) -> tuple[ThreadingHTTPServer, str]:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=program_name("dashboard"),
-        description=usage_text("dashboard", __doc__),
+        description=as_typed("dashboard", __doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="RUNS", type=local_path, help="folder below which runs are")

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments.program import program_name, usage_text
+from arguments.program import as_typed, program_name
 from moe_trainer.backends import import_problem
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv, read_launch_env
@@ -39,9 +39,10 @@ if TYPE_CHECKING:  # it imports torch, which may be what is missing
 MIN_TORCH_VERSION = (2, 11)
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
 NAMES = tuple(
-    "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
-    "ncclep triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
-).split()
+    (
+        "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
+        "ncclep triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
+    ).split()
 )
 PACKAGES = (  # distribution, module, effect of its absence
     ("numpy", "numpy", "nothing runs"),
@@ -279,7 +280,7 @@ def self_test(launch: LaunchEnv, is_distributed: bool) -> SelfTestResult:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=program_name("doctor"),
-        description=usage_text("doctor", __doc__),
+        description=as_typed("doctor", __doc__),
         epilog="Required are torch, numpy, PyYAML, safetensors, gloo, NCCL if there are GPUs, and the names of\n"
         "--require. Exit code: 0, all required libraries are installed and the self-test passed on every rank;\n"
         "1, a required library is missing, or the self-test failed; 2, the command line or the environment of\n"

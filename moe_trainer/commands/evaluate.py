@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from arguments.paths import local_path
-from arguments.program import command_line, program_name, usage_text
+from arguments.program import as_typed, command_line, program_name
 from moe_trainer.commands import rank_program
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name,
         usage=f"{name} CHECKPOINT|HF_FOLDER --tasks NAMES [options] [FLAGS]\n       {name} --table FILE...",
-        description=usage_text("evaluate", __doc__),
+        description=as_typed("evaluate", __doc__),
         epilog="exit codes: 0 done, 2 the model, the tasks or an option is wrong",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments.paths import local_path
-from arguments.program import program_name, usage_text
+from arguments.program import as_typed, program_name
 from moe_trainer.commands import rank_program
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program_name("generate"),
         usage=f"{program_name('generate')} CHECKPOINT|HF_FOLDER [PROMPT ...] [options] [FLAGS]",
-        description=usage_text("generate", __doc__),
+        description=as_typed("generate", __doc__),
         epilog="exit codes: 0 done, 2 the model, a prompt or an option is wrong",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -27,7 +27,7 @@ from typing import TextIO
 
 from arguments.parse import as_plan
 from arguments.paths import local_path
-from arguments.program import command_line, program_name, usage_text
+from arguments.program import as_typed, command_line, program_name
 from arguments.tokens import FIELDS
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
@@ -92,7 +92,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         prog=name,
         usage=f"{name} FLAGS --world-size N [--hardware H]\n       {name} search FLAGS --gpus N [options]\n"
         f"       {name} pieces FLAGS --world-size N [--hardware H]\n       {name} calibrate [options]",
-        description=usage_text("plan", __doc__),
+        description=as_typed("plan", __doc__),
         epilog=f"FLAGS are the trainer's, with or without --preset NAME. H: {hardware}.\n"
         "Exit code: 0; 3 if the plan of a command line does not fit;\n"
         "2 if the flags allow no plan, no mapping fits, or nothing can be fitted.",
@@ -304,7 +304,9 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
             output.rename(next(name for name in names if not name.exists()))
         output.write_text(hardware_yaml(fitted, before.name), encoding="utf-8")
     except OSError as error:
-        print(f"{program_name('plan')}: --output {output}: the file cannot be written ({error.strerror})", file=sys.stderr)
+        print(
+            f"{program_name('plan')}: --output {output}: the file cannot be written ({error.strerror})", file=sys.stderr
+        )
         return ExitCode.USER_ERROR
     if len(runs) == 1:
         print(

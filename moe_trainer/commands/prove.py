@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from arguments.parse import as_plan
 from arguments.paths import local_path
-from arguments.program import command_line, program_name, usage_text
+from arguments.program import as_typed, command_line, program_name
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -41,7 +41,7 @@ def make_parser(is_random: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=name,
         usage=f"{name} FLAGS [options]\n       {name} --random K [--seed S] [options]",
-        description=usage_text("prove", __doc__),
+        description=as_typed("prove", __doc__),
         epilog="All other flags are the trainer's; so is --seed, except with --random. The number of ranks of the job\n"
         "is --world-size N or the environment variable WORLD_SIZE; a pasted torchrun command line is accepted.\n"
         "Exit code: 0 equal, 1 different, 2 the flags are wrong, or there is nothing to compare (one rank).",

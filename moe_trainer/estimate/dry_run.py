@@ -101,6 +101,9 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
                 json.dump(plan_json(plan, fixes), file, indent=1)
                 file.write("\n")
         except OSError as error:
-            print(f"{program_name('train')}: --report {path}: the file cannot be written ({error.strerror})", file=sys.stderr)
+            print(
+                f"{program_name('train')}: --report {path}: the file cannot be written ({error.strerror})",
+                file=sys.stderr,
+            )
             return ExitCode.USER_ERROR
     return ExitCode.DOES_NOT_FIT if plan.margin < 0 else ExitCode.OK

@@ -2,8 +2,8 @@
 
     python scripts/torchrun.py TORCHRUN_OPTIONS pretrain_moe.py FLAGS
 
-launch.sh starts this file by its path. torchrun itself always exits with 1, but exit code 75 requests a restart. It also prints its own report after the
-message of the rank, which hides what a user has to change.
+launch.sh starts this file by its path. torchrun itself always exits with 1, but exit code 75 requests a restart. It
+also prints its own report after the message of the rank, which hides what a user has to change.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from arguments.program import typed_command
+from arguments.program import as_typed, typed_command
 from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.verification.shrink import ParityCase, ShrinkResult
 
@@ -21,7 +21,7 @@ _REJECTED = "pretrain_moe.py rejects this command line because of what is left o
 def command(case: ParityCase) -> str:
     """Return the shell command that starts a case as a training."""
     launcher = "python" if case.world_size == 1 else f"torchrun --nproc-per-node {case.world_size}"
-    return f"{launcher} pretrain_moe.py {_join_flags(case)}"
+    return as_typed("train", f"{launcher} pretrain_moe.py {_join_flags(case)}")
 
 
 def shrunk_lines(shrunk: ShrinkResult) -> Iterator[str]:
