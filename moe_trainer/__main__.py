@@ -49,7 +49,7 @@ def main() -> int:
     if name not in COMMANDS:
         print(f"{_problem(start, name)}{table(start)}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    sys.argv = [f"{start} {name}", *words]
+    sys.argv[:2] = [f"{start} {name}"]  # what messages name
     return run(name, words)
 
 

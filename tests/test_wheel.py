@@ -22,7 +22,7 @@ from moe_trainer.version import __version__
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="setuptools builds the wheel")
 
-BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv.pop())"
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv.pop(1))(sys.argv.pop(1))"
 # Runs command lines (JSON, on stdin) one after the other in forks of one interpreter, as the installed script does.
 DRIVER = """
 import json, os, sys
@@ -54,23 +54,30 @@ for number, words in enumerate(json.load(sys.stdin)):
 """
 
 
-def build(folder, **env):
-    """Build the wheel from copies of the sources; a build writes next to them."""
-    source = folder / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Copies of the sources; a build writes next to them."""
+    folder = tmp_path_factory.mktemp("source")
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "README.md", "pretrain_moe.py"):
-        shutil.copy(ROOT / name, source)
-    words = [sys.executable, "-c", BUILD, str(folder)]
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(source, hook, folder, **env):
+    """Build a wheel, or its metadata only, as pip does."""
+    words = [sys.executable, "-c", BUILD, hook, str(folder)]
     done = subprocess.run(words, cwd=source, env=environment(**env), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("wheel"), MOE_TRAINER_REPOSITORY="https://host/owner/name")
+def wheel(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    build(source, "build_wheel", folder, MOE_TRAINER_REPOSITORY="https://host/owner/name")
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +128,12 @@ def test_wheel_has_every_file_of_the_packages(wheel):
     assert names == wanted | {"pretrain_moe.py"}
 
 
-def test_description_is_the_readme_with_links_that_lead_somewhere(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(build(tmp_path)) as without_address:
+def test_description_is_the_readme_with_links_that_lead_somewhere(source, wheel, tmp_path):
+    build(source, "prepare_metadata_for_build_wheel", tmp_path)
+    (without_address,) = tmp_path.rglob("METADATA")
+    with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
-        metadata, plain = (email.message_from_bytes(each.read(name)) for each in (archive, without_address))
+        metadata, plain = map(email.message_from_bytes, (archive.read(name), without_address.read_bytes()))
     assert metadata["Description-Content-Type"] == "text/markdown"
     links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
     prefixes = tuple(f"https://host/owner/name/{kind}/v{__version__}/" for kind in ("blob", "raw"))
@@ -157,7 +166,7 @@ def test_wrong_names_of_commands_are_corrected(site, tmp_path):
 
 TRAIN = (
     "train --preset mixtral_tiny --mock-data --train-iters 2 --global-batch-size 2 --micro-batch-size 1 --seq-length 32 "
-    "--eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 255 --save run"
+    "--log-interval 1 --eval-iters 0 --tokenizer-type NullTokenizer --vocab-size 255 --save run"
 )
 
 

@@ -135,7 +135,7 @@ class Runs:
         return found
 
 
-class Handler(BaseHTTPRequestHandler):
+class RunsHandler(BaseHTTPRequestHandler):
     """Answers for a page and its data, below an address with the token."""
 
     runs: Runs
@@ -198,7 +198,7 @@ def make_server(folder: Path, port: int) -> tuple[ThreadingHTTPServer, str]:
         OSError: if the port is in use.
     """
     token = secrets.token_urlsafe(18)
-    handler = type("RunsHandler", (Handler,), {"runs": Runs(folder), "token": token})
+    handler = type("ServerHandler", (RunsHandler,), {"runs": Runs(folder), "token": token})
     server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     return server, f"http://127.0.0.1:{server.server_address[1]}/{token}/"
 
