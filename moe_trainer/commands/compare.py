@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compare runs: settings, losses at equal tokens and time, speed and routing; or fit scaling laws to a folder of runs.
 
     python scripts/compare.py RUN RUN ... [--report-html FILE]
@@ -12,15 +11,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 from arguments.paths import local_path
+from arguments.program import as_typed, command_line, program_name
 from moe_trainer.comparison.report import comparison_figures, comparison_lines
 from moe_trainer.comparison.runs import make_groups
 from moe_trainer.drawing.report_page import Figure, write_report
@@ -31,7 +26,10 @@ from moe_trainer.metrics.dashboard import read_runs
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog=program_name("compare"),
+        description=as_typed("compare", __doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs to compare")
     parser.add_argument(
@@ -57,10 +55,9 @@ def main(argv: Sequence[str]) -> int:
         title, lines, figures = fit_scaling(options) if options.scaling else compare(options.runs)
         print("\n".join(lines))
         if options.report_html is not None:
-            command = shlex.join(["python", "scripts/compare.py", *argv])
-            write_report(options.report_html, title, command, figures, lines)
+            write_report(options.report_html, title, command_line("compare", argv), figures, lines)
     except ValueError as error:
-        print(f"compare.py: {error}", file=sys.stderr)
+        print(f"{program_name('compare')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     return ExitCode.OK
 
@@ -103,7 +100,3 @@ def fit_scaling(options: argparse.Namespace) -> tuple[str, list[str], list[Figur
         caption = "Points: runs. Line: the fit; area: 95 % of the fits to runs drawn with replacement."
         figures.append(Figure("Loss against compute", compute_picture(fits[0], points, options.predict), caption))
     return "Scaling laws", lines, figures
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

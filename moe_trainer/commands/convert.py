@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Convert models between Hugging Face folders and checkpoints of this program.
 
     python scripts/convert.py HF_FOLDER DIR                 -> DIR/release, for --load DIR --use-checkpoint-args
@@ -32,9 +31,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from arguments.paths import local_path
+from arguments.program import as_typed, program_name
 from moe_trainer.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -85,13 +83,13 @@ def main(argv: list[str]) -> int:
 
 
 def _print_error(message: object) -> None:
-    print(f"convert.py: {message}", file=sys.stderr, flush=True)
+    print(f"{program_name('convert')}: {message}", file=sys.stderr, flush=True)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="convert.py",
-        description=__doc__,
+        prog=program_name("convert"),
+        description=as_typed("convert", __doc__),
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -597,7 +595,3 @@ def _available_bytes() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Serve the dashboards of a folder of runs to a browser on this machine.
 
     python scripts/dashboard.py RUNS/ [--port N]
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import secrets
-import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,9 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from arguments.paths import local_path
+from arguments.program import as_typed, program_name
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
 from moe_trainer.metrics.run_data import RunData
@@ -138,7 +135,7 @@ class Runs:
         return found
 
 
-class Handler(BaseHTTPRequestHandler):
+class RunsHandler(BaseHTTPRequestHandler):
     """Answers for a page and its data, below an address with the token."""
 
     runs: Runs
@@ -201,13 +198,17 @@ def make_server(folder: Path, port: int) -> tuple[ThreadingHTTPServer, str]:
         OSError: if the port is in use.
     """
     token = secrets.token_urlsafe(18)
-    handler = type("RunsHandler", (Handler,), {"runs": Runs(folder), "token": token})
+    handler = type("ServerHandler", (RunsHandler,), {"runs": Runs(folder), "token": token})
     server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     return server, f"http://127.0.0.1:{server.server_address[1]}/{token}/"
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=program_name("dashboard"),
+        description=as_typed("dashboard", __doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", metavar="RUNS", type=local_path, help="folder below which runs are")
     parser.add_argument("--port", type=int, default=0, help="default: any free port")
     options = parser.parse_args(argv)
@@ -227,7 +228,3 @@ def main(argv: Sequence[str]) -> int:
     finally:
         server.server_close()
     return ExitCode.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

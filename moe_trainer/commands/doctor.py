@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Check the environment: installed libraries, the effect of each missing one, and communication between ranks.
 
 python scripts/doctor.py                            one machine; the self-test forks two gloo ranks
@@ -27,11 +26,9 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from arguments.program import as_typed, program_name
 from moe_trainer.backends import import_problem
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv, read_launch_env
@@ -42,10 +39,12 @@ if TYPE_CHECKING:  # it imports torch, which may be what is missing
 TESTED = {"python": ((3, 10), (3, 12)), "torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
 """Oldest and newest release that the test suite was run with: docs/test_suite.md, "Versions"."""
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
-NAMES = (
-    "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
-    "ncclep triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
-).split()
+NAMES = tuple(
+    (
+        "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
+        "ncclep triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
+    ).split()
+)
 PACKAGES = (  # distribution, module, effect of its absence
     ("numpy", "numpy", "nothing runs"),
     ("PyYAML", "yaml", "nothing runs: presets and recipes are YAML"),
@@ -178,7 +177,7 @@ def find_deep_ep() -> list[Finding]:
 def find_slurm() -> Finding:
     """Check the commands of SLURM and its controller."""
     missing = [name for name in ("sbatch", "srun", "scontrol", "squeue") if shutil.which(name) is None]
-    cost = "scripts/sbatch_train.sh cannot submit; torchrun works"
+    cost = "scripts/sbatch_train.sh of a checkout cannot submit; torchrun works"
     if missing:
         return Finding("slurm", None, f"{', '.join(missing)} not found", cost, "apt-get install slurm-wlm munge")
     how = {"capture_output": True, "text": True, "timeout": 5, "check": False}
@@ -283,7 +282,8 @@ def self_test(launch: LaunchEnv, is_distributed: bool) -> SelfTestResult:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__,
+        prog=program_name("doctor"),
+        description=as_typed("doctor", __doc__),
         epilog="Required are torch, numpy, PyYAML, safetensors, gloo, NCCL if there are GPUs, and the names of\n"
         "--require. Exit code: 0, all required libraries are installed and the self-test passed on every rank;\n"
         "1, a required library is missing, or the self-test failed; 2, the command line or the environment of\n"
@@ -298,7 +298,7 @@ def main(argv: list[str]) -> int:
     try:
         launch = read_launch_env(os.environ)
     except ValueError as error:
-        print(f"doctor: {error}", file=sys.stderr)
+        print(f"{program_name('doctor')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     test, differences, is_distributed = None, [], launch.world_size > 1 and not options.no_self_test
     if importlib.util.find_spec("torch") is not None and not options.no_self_test:
@@ -326,7 +326,3 @@ def main(argv: list[str]) -> int:
         result = "the self-test failed" if failed else "all required libraries are installed"
         print(f"missing: {', '.join(missing)}" if missing else result)
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

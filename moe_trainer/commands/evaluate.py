@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Evaluate a model on benchmark tasks with EleutherAI's harness (pip install lm-eval), under any mapping.
 
     python scripts/evaluate.py CHECKPOINT --tasks hellaswag,arc_easy --output results.json
@@ -15,26 +14,24 @@ byte, of each file separately: `pretrain_moe.py --skip-train` (docs/evaluation.m
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from arguments.paths import local_path
+from arguments.program import as_typed, command_line, program_name
+from moe_trainer.commands import rank_program
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
-from scripts import rank_program
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this script's own options; all other words are flags of the trainer."""
+    name = program_name("evaluate")
     parser = argparse.ArgumentParser(
-        prog="evaluate.py",
-        usage="evaluate.py CHECKPOINT|HF_FOLDER --tasks NAMES [options] [FLAGS]\n       evaluate.py --table FILE...",
-        description=__doc__,
+        prog=name,
+        usage=f"{name} CHECKPOINT|HF_FOLDER --tasks NAMES [options] [FLAGS]\n       {name} --table FILE...",
+        description=as_typed("evaluate", __doc__),
         epilog="exit codes: 0 done, 2 the model, the tasks or an option is wrong",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -70,7 +67,7 @@ def main(words: list[str]) -> int:
         return ExitCode.USER_ERROR
     options, flags = _parse(parser, words)
     return rank_program.run(
-        "evaluate.py", lambda: _print_table(options.table) if options.table else _evaluate(options, flags)
+        program_name("evaluate"), lambda: _print_table(options.table) if options.table else _evaluate(options, flags)
     )
 
 
@@ -158,13 +155,7 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
                 json.dump(content, file, indent=1, default=str)
                 file.write("\n")
         if options.report_html is not None:
-            command = shlex.join(["python", "scripts/evaluate.py", *sys.argv[1:]])
+            command = command_line("evaluate", sys.argv[1:])
             write_report(options.report_html, f"Tasks: {title}", command, list(routing_figures(routing)), lines)
     close_groups(ctx.ps)
     return ExitCode.OK
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    gc.collect()  # see pretrain_moe.leave
-    sys.exit(code)

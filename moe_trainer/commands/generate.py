@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Continue prompts with a checkpoint or a Hugging Face folder, under any mapping, with a KV cache.
 
     python scripts/generate.py CHECKPOINT "Once upon a time" "The sea"
@@ -13,7 +12,6 @@ with "prompt" or (with --apply-chat-template) "messages". All other flags are th
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -24,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from arguments.paths import local_path
+from arguments.program import as_typed, program_name
+from moe_trainer.commands import rank_program
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
-from scripts import rank_program
 
 Prompt = str | list[dict[str, str]]
 """A text, or a conversation."""
@@ -38,9 +35,9 @@ Prompt = str | list[dict[str, str]]
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this script's own options; all other words are flags of the trainer."""
     parser = argparse.ArgumentParser(
-        prog="generate.py",
-        usage="generate.py CHECKPOINT|HF_FOLDER [PROMPT ...] [options] [FLAGS]",
-        description=__doc__,
+        prog=program_name("generate"),
+        usage=f"{program_name('generate')} CHECKPOINT|HF_FOLDER [PROMPT ...] [options] [FLAGS]",
+        description=as_typed("generate", __doc__),
         epilog="exit codes: 0 done, 2 the model, a prompt or an option is wrong",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -86,7 +83,7 @@ def main(words: list[str]) -> int:
     if not words:
         parser.print_help()
         return ExitCode.USER_ERROR
-    return rank_program.run("generate.py", lambda: _generate(_parse(parser, words)))
+    return rank_program.run(program_name("generate"), lambda: _generate(_parse(parser, words)))
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> Request:
@@ -201,7 +198,7 @@ def _generate(request: Request) -> int:
         _write(options.output, texts, found)
         count = sum(len(each.tokens) for each in found)
         note = f"{len(found):,} texts, {count:,} new tokens in {elapsed:.1f} s ({count / elapsed:,.1f} tokens/s)"
-        print(f"generate.py: {note}", file=sys.stderr, flush=True)
+        print(f"{program_name('generate')}: {note}", file=sys.stderr, flush=True)
     close_groups(ctx.ps)
     return ExitCode.OK
 
@@ -221,9 +218,3 @@ def _write(output: Path | None, prompts: Sequence[str], found: Sequence[Any]) ->
         for prompt, each in zip(prompts, found, strict=True):
             record = {"prompt": prompt, "text": each.text, "finish_reason": each.finish_reason, "tokens": each.tokens}
             file.write(f"{json.dumps(record, ensure_ascii=False)}\n")
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    gc.collect()  # see pretrain_moe.leave
-    sys.exit(code)

@@ -6,18 +6,17 @@ Files of text and conversations are tokenized. Their first samples are printed t
 
     python scripts/inspect_data.py chats.jsonl --sft --tokenizer-type SFTTokenizer --tokenizer-model path --preview 3
 
-Every document is read once. The exit code is 1 with --strict if there are problems.
+Every document is read once. The exit code is 1 with --strict if there are problems. `ls`, `verify` and `diff` instead
+of a prefix inspect checkpoints (moe_trainer/checkpoint/inspect.py).
 """
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from arguments.paths import local_path
+from arguments.program import program_name
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -25,7 +24,7 @@ from moe_trainer.exit_codes import ExitCode
 try:
     require_packages("numpy")
 except UserError as error:
-    print(f"inspect_data.py: {error}", file=sys.stderr)
+    print(f"{program_name('inspect')}: {error}", file=sys.stderr)
     sys.exit(ExitCode.USER_ERROR)
 from moe_trainer.data.statistics import (
     QUANTILES,
@@ -40,10 +39,16 @@ from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.estimate.length_histogram import LengthHistogram, read_histogram
 
 _BAR = 40
+CHECKPOINT_MODES = ("ls", "verify", "diff")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=program_name("inspect"),
+        description=__doc__.split("\n\n")[0],
+        epilog=f"Checkpoints: {program_name('inspect')} ls|verify|diff PATH ... (ls --help).",
+        allow_abbrev=False,
+    )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="prefix of a .bin and .idx file, or a text file")
     parser.add_argument("--sft", action="store_true", help="read text files as a run with --sft does")
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print the beginnings of N documents")
@@ -81,7 +86,20 @@ def describe(found: TokenStatistics) -> str:
     return "\n".join([*lines, *(f"  WARNING: {problem}" for problem in found.problems)])
 
 
-def main(argv: list[str] | None = None) -> int:
+def _inspect_checkpoint(argv: list[str]) -> int:
+    try:
+        require_packages("torch", "safetensors")
+    except UserError as error:
+        print(f"{program_name('inspect')}: error: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    from moe_trainer.checkpoint.inspect import main as inspect_checkpoint
+
+    return inspect_checkpoint(argv, program_name("inspect"))
+
+
+def main(argv: list[str]) -> int:
+    if argv and argv[0] in CHECKPOINT_MODES:
+        return _inspect_checkpoint(argv)
     args = build_parser().parse_args(argv)
     results = []
     lengths: Counter[int] = Counter()
@@ -110,10 +128,6 @@ def main(argv: list[str] | None = None) -> int:
         if args.length_histogram:
             LengthHistogram.of(lengths).write_csv(args.length_histogram)
     except (ValueError, OSError) as error:
-        print(f"inspect_data.py: error: {error}", file=sys.stderr)
+        print(f"{program_name('inspect')}: error: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     return 1 if args.strict and any(found.problems for found in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Plan a run before it is submitted: memory, speed, and the best parallel mapping. Needs no GPU and no torch.
 
     python scripts/plan.py FLAGS --world-size N --hardware H     plan one command line (pretrain_moe.py --dry-run)
@@ -19,8 +18,6 @@ import argparse
 import difflib
 import itertools
 import math
-import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
+from arguments.program import as_typed, command_line, program_name
 from arguments.report import get_world_size
 from arguments.tokens import FIELDS
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
@@ -70,7 +66,7 @@ from moe_trainer.io import cannot_write
 from moe_trainer.tool_flags import spell_checkpoint
 
 SEARCH_OPTIONS = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size", "--report-html")
-RECORD = Path(__file__).resolve().parent / "bench_results" / "planner.md"
+RECORD = Path(__file__).resolve().parents[2] / "scripts" / "bench_results" / "planner.md"
 LARGE_ERRORS = """\
 The form of the model, the assumptions where a source is silent, and the choice of fitted runs were made with all runs
 known, so the errors are somewhat optimistic.
@@ -104,25 +100,26 @@ attributes the peak to the optimizer step, whose temporary buffers are not count
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Build the parser, and the parsers of its modes by name."""
     hardware = "a100, h100, h200, h800, b200, b300, gb200, gb300, cpu, or a YAML file"
+    name = program_name("plan")
     parser = argparse.ArgumentParser(
-        prog="plan.py",
-        usage="plan.py FLAGS --world-size N [--hardware H]\n       plan.py search FLAGS --gpus N [options]\n"
-        "       plan.py pieces FLAGS --world-size N [--hardware H]\n       plan.py calibrate [options]",
-        description=__doc__,
+        prog=name,
+        usage=f"{name} FLAGS --world-size N [--hardware H]\n       {name} search FLAGS --gpus N [options]\n"
+        f"       {name} pieces FLAGS --world-size N [--hardware H]\n       {name} calibrate [options]",
+        description=as_typed("plan", __doc__),
         epilog=f"FLAGS are the trainer's, with or without --preset NAME. H: {hardware}.\n"
         "Exit code: 0; 3 if the plan of a command line does not fit;\n"
         "2 if the flags allow no plan, no mapping fits, or nothing can be fitted.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    modes = parser.add_subparsers(title="modes", prog="plan.py", metavar="MODE")
+    modes = parser.add_subparsers(title="modes", prog=name, metavar="MODE")
     search_parser = modes.add_parser(
         "search",
         help="rank all legal mappings",
         description="Rank all legal mappings of N devices. A search replaces the parallel sizes, micro-batch size, "
         "recompute and dispatcher of FLAGS and keeps everything else (optimizer, --global-batch-size; precision "
         "without --formats).",
-        usage="plan.py search FLAGS --gpus N [options]",
+        usage=f"{name} search FLAGS --gpus N [options]",
         allow_abbrev=False,
     )
     add = search_parser.add_argument
@@ -157,7 +154,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         description="Plan a command line with and without every piece of the published stack (dispatcher, overlap, "
         "CUDA graphs, formats, recompute, ...). Pieces that it does not use are tried. scripts/roofline.py pieces "
         "prints the roofline too.",
-        usage="plan.py pieces FLAGS --world-size N [--hardware H]",
+        usage=f"{name} pieces FLAGS --world-size N [--hardware H]",
         allow_abbrev=False,
     )
     calibrate_parser = modes.add_parser(
@@ -230,17 +227,17 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
             limits = (options.gpus, hardware, options.best, options.headroom, progress)
             outcome = search_formats(flags, options.formats, *limits) if options.formats else search(flags, *limits)
     except ValueError as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"{program_name('plan')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     lines = search_lines(outcome, options.gpus, options.hardware)
     print("\n".join(lines))
     if options.report_html is not None:
         title = f"Mappings of {options.gpus:,} x {hardware.name}"
-        command = shlex.join(["python", "scripts/plan.py", *words])
+        command = command_line("plan", words)
         try:
             write_report(options.report_html, title, command, list(search_figures(outcome)), lines)
         except ValueError as error:
-            print(f"plan.py: {error}", file=sys.stderr)
+            print(f"{program_name('plan')}: {error}", file=sys.stderr)
             return ExitCode.USER_ERROR
     return ExitCode.OK if outcome.found else ExitCode.USER_ERROR
 
@@ -254,7 +251,7 @@ def _pieces(parser: argparse.ArgumentParser, flags: list[str]) -> int:
         flags = spell_checkpoint(flags)
         plan, rows = plan_of_flags(flags), list(make_rows(flags))
     except ValueError as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"{program_name('plan')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     print("\n".join(pieces_lines(plan, rows)))
     return ExitCode.OK
@@ -271,7 +268,7 @@ def _refuse_flags_of_a_plan(parser: argparse.ArgumentParser, flags: list[str], m
 def progress_line(stream: TextIO) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a text as the last line of a terminal; without a terminal it prints nothing.
 
-    This script runs without installed packages, so it does not use tqdm.
+    A plan needs no installed packages but PyYAML, so it does not use tqdm.
     """
     if not stream.isatty():
         yield lambda text: None
@@ -301,6 +298,8 @@ def _calibrate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         return _calibrate_own(options.runs, options.hardware, Path(options.output or "own_hardware.yaml"))
     if options.hardware or options.output:
         parser.error("--hardware and --output belong to --from METRICS ...")
+    if options.write and not RECORD.parent.is_dir():
+        parser.error(f"--write records the published runs in a checkout, and there is no {RECORD.parent}")
     lines = calibration_lines(Calibration())
     print("\n".join(lines))
     if options.write:
@@ -313,7 +312,7 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
     is_input = output.resolve() in {Path(path).resolve() for path in paths}
     if not output.name or is_input or (output.exists() and not output.is_file()):
         reason = "the name of a new file is needed, or of an older hardware file"
-        print(f"plan.py: --output {output}: {reason}", file=sys.stderr)
+        print(f"{program_name('plan')}: --output {output}: {reason}", file=sys.stderr)
         return ExitCode.USER_ERROR
     try:
         machine = machine or read_device_name(paths[0])
@@ -321,7 +320,7 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
         runs = [run for path in paths for run in read_runs(path, before)]
         fitted = calibrate(runs, before, output.stem)
     except ValueError as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"{program_name('plan')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     source = f"{before.name}, constants fitted to {len(runs)} own run{'s' if len(runs) > 1 else ''}"
     fitted = replace(fitted, source=source)
@@ -333,7 +332,9 @@ def _calibrate_own(paths: list[str], machine: str | None, output: Path) -> int:
             output.rename(next(name for name in names if not name.exists()))
         output.write_text(hardware_yaml(fitted, before.name), encoding="utf-8")
     except OSError as error:
-        print(f"plan.py: --output {output}: the file cannot be written ({error.strerror})", file=sys.stderr)
+        print(
+            f"{program_name('plan')}: --output {output}: the file cannot be written ({error.strerror})", file=sys.stderr
+        )
         return ExitCode.USER_ERROR
     if len(runs) == 1:
         print(
@@ -496,8 +497,3 @@ def _memory_lines(calibration: Calibration) -> list[str]:
 
 def _percent(error: PredictionError) -> str:
     return f"{100 * error.relative:+.1f} %"
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` does not end in a traceback
-    sys.exit(main(sys.argv[1:]))

@@ -7,14 +7,12 @@ The result is byte-identical for any number of workers. The flags are those of M
 """
 
 import argparse
-import os
 import signal
 import sys
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 from arguments.data import DataArgs
 from arguments.paths import local_prefix
+from arguments.program import program_name
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -22,14 +20,16 @@ from moe_trainer.exit_codes import ExitCode
 try:
     require_packages("numpy")
 except UserError as error:
-    print(f"preprocess_data.py: {error}", file=sys.stderr)
+    print(f"{program_name('preprocess')}: {error}", file=sys.stderr)
     sys.exit(ExitCode.USER_ERROR)
 from moe_trainer.data.preprocess import TEXT_UNITS, PreprocessOptions, preprocess
 from moe_trainer.data.preprocess_shards import merge_shards, preprocess_shards
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog=program_name("preprocess"), description=__doc__.split("\n\n")[0], allow_abbrev=False
+    )
     text = parser.add_argument_group("input")
     text.add_argument(
         "--input", nargs="+", required=True, help="files or quoted patterns; .jsonl, .json, .txt, each also .gz or .zst"
@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     if args.split_sentences or args.keep_newlines or args.lang:
         return fail(
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     if not args.append_eod:
         text = "WARNING: without --append-eod no token marks the ends of documents, which samples join"
-        print(f"preprocess_data.py: {text}", file=sys.stderr)
+        print(f"{program_name('preprocess')}: {text}", file=sys.stderr)
     # exit by exception, so that temporary files are removed; finished outputs are preserved
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -140,9 +140,5 @@ def run(args: argparse.Namespace, options: PreprocessOptions, tokenizer: DataArg
 
 
 def fail(message: str, code: int = 2) -> int:
-    print(f"preprocess_data.py: error: {message}", file=sys.stderr)
+    print(f"{program_name('preprocess')}: error: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Check that a parallel layout computes what one process computes, at toy size, on the CPU of this machine.
 
     python scripts/prove_layout.py FLAGS...                  your own flags, of a job of any size
@@ -14,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
+from arguments.program import as_typed, command_line, program_name
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -43,10 +39,11 @@ def make_parser(is_random: bool) -> argparse.ArgumentParser:
     Args:
         is_random: whether --random is given; only then is --seed an option of this script.
     """
+    name = program_name("prove")
     parser = argparse.ArgumentParser(
-        prog="prove_layout.py",
-        usage="prove_layout.py FLAGS [options]\n       prove_layout.py --random K [--seed S] [options]",
-        description=__doc__,
+        prog=name,
+        usage=f"{name} FLAGS [options]\n       {name} --random K [--seed S] [options]",
+        description=as_typed("prove", __doc__),
         epilog="All other flags are the trainer's; so is --seed, except with --random. The number of ranks of the job\n"
         "is --world-size N or the environment variable WORLD_SIZE; a pasted torchrun command line is accepted.\n"
         "Exit code: 0 equal, 1 different, 2 the flags are wrong, or there is nothing to compare (one rank).",
@@ -93,14 +90,14 @@ def main(words: list[str]) -> int:
         print("\n".join(shrunk_lines(shrunk) if shrunk is not None else map(command, cases)))
         return 0
     if all(case.world_size == 1 for case in cases):
-        print(f"prove_layout.py: nothing to prove: {_one_rank_reason(shrunk, options.ranks)}", file=sys.stderr)
+        print(f"{program_name('prove')}: nothing to prove: {_one_rank_reason(shrunk, options.ranks)}", file=sys.stderr)
         return ExitCode.USER_ERROR
     try:
         require_packages("torch", "numpy", "safetensors")
     except ValueError as error:
-        print(f"prove_layout.py: {error}", file=sys.stderr)
+        print(f"{program_name('prove')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
-    return _prove(cases, shrunk, options, shlex.join(["python", "scripts/prove_layout.py", *words]))
+    return _prove(cases, shrunk, options, command_line("prove", words))
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
@@ -188,7 +185,7 @@ def _prove(cases: list[ParityCase], shrunk: ShrinkResult | None, options: argpar
         try:
             write_report(options.report_html, title, command_line, list(proof_figures(results, shrunk)), lines)
         except ValueError as error:
-            print(f"prove_layout.py: {error}", file=sys.stderr)
+            print(f"{program_name('prove')}: {error}", file=sys.stderr)
             return ExitCode.USER_ERROR
     if options.report is not None:
         try:
@@ -197,7 +194,3 @@ def _prove(cases: list[ParityCase], shrunk: ShrinkResult | None, options: argpar
             print(f"--report {options.report}: the file cannot be written ({error.strerror})", file=sys.stderr)
             return ExitCode.USER_ERROR
     return ExitCode.OK if all(result.is_equal for result in results) else ExitCode.FAILED
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@
 # launch_flags.sh describes the other variables. SIGTERM and SIGUSR1 reach the ranks, which save; this script then exits with
 # code 75, and the same command resumes from there. OUTPUT_PATH/logs contains a log per rank and the environment.
 set -euo pipefail
-# shellcheck source=scripts/launch_flags.sh
+# shellcheck source=moe_trainer/launch/launch_flags.sh
 . "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
 
 print_help_if_asked "$@"
@@ -31,8 +31,8 @@ logs=$OUTPUT_PATH/logs/node${NODE_RANK:-0}
 # The console shows the first rank and the last one, which logs the iterations; every rank has its log files.
 tee=0:3
 [ "$gpus" = 1 ] || tee=0:3,$((gpus - 1)):3
-command=("$python" "$ROOT/scripts/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$gpus" --log-dir "$logs" --redirects 3 --tee "$tee"
-    --no-python bash "$ROOT/scripts/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}")
+command=("$python" "$LAUNCH/torchrun.py" "${rendezvous[@]}" --nproc-per-node "$gpus" --log-dir "$logs" --redirects 3 --tee "$tee"
+    --no-python bash "$LAUNCH/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}")
 
 printf 'environment:'
 [ "${#EXPORTS[@]}" = 0 ] || printf ' %q' "${EXPORTS[@]}"

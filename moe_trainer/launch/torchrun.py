@@ -2,29 +2,26 @@
 
     python scripts/torchrun.py TORCHRUN_OPTIONS pretrain_moe.py FLAGS
 
-torchrun itself always exits with 1, but exit code 75 requests a restart. It also prints its own report after the
-message of the rank, which hides what a user has to change.
+launch.sh starts this file by its path. torchrun itself always exits with 1, but exit code 75 requests a restart. It
+also prints its own report after the message of the rank, which hides what a user has to change.
 """
+
+from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
 
-try:
-    require_packages("torch")
-except UserError as error:
-    print(f"torchrun.py: {error}", file=sys.stderr)
-    sys.exit(ExitCode.USER_ERROR)
-
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import main
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def exit_code(codes: set[int]) -> int:
@@ -56,15 +53,30 @@ def get_error_message(failures: Mapping[int, ProcessFailure], code: int) -> str 
     )
 
 
-if __name__ == "__main__":
+def run(argv: Sequence[str]) -> int:
+    """Run torchrun. Returns the exit code of the ranks."""
     try:
-        main(sys.argv[1:])
+        require_packages("torch")
+    except UserError as error:
+        print(f"torchrun.py: {error}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    try:
+        main(argv)
     except ChildFailedError as error:
         code = exit_code({failure.exitcode for failure in error.failures.values()})
         reason = get_error_message(error.failures, code)
         if reason is not None:
             print(f"the run failed with exit code {code}: {reason}", file=sys.stderr, flush=True)
-        sys.exit(code)
+        return code
     except SignalException as error:  # Ctrl-C, or a signal to torchrun only; it has terminated the ranks
         print(f"the run was terminated by {signal.Signals(error.sigval).name}", file=sys.stderr, flush=True)
-        sys.exit(128 + error.sigval)
+        return 128 + error.sigval
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
