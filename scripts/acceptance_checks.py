@@ -82,7 +82,7 @@ def environment() -> Iterator[tuple[str, Check]]:
     """Hardware, driver and libraries."""
     import torch
 
-    from scripts import doctor
+    from moe_trainer.commands import doctor
 
     def nvidia_smi(*words: str) -> str:
         try:

@@ -206,7 +206,7 @@ def _plan(words: list[str]) -> int:
     try:
         recorded = read_recorded_flags(words, get_world_size(words)[0])
     except ValueError as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"{program_name('plan')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     return run_dry_run(words, recorded)
 

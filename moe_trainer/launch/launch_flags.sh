@@ -530,7 +530,7 @@ flags_of_run() {
             NCCL_NVLS_ENABLE) ! given --use-nccl-ub "$@" || continue ;;
         esac
         [[ -z ${!name:-} && $set_by_file == *" $name "* ]] || EXPORTS+=("$pair")
-    done <"$ROOT/scripts/launch_environment.txt"
+    done <"$LAUNCH/launch_environment.txt"
     [ -z "${NVLINK_DOMAIN_SIZE:-}" ] || EXPORTS+=("NVLINK_DOMAIN_SIZE=$NVLINK_DOMAIN_SIZE")
     output_flags "$@"
     wandb_flags

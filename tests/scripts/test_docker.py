@@ -83,7 +83,7 @@ def test_what_is_not_recorded_is_found(tmp_path):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_images_leave_the_environment_to_the_launchers(file):
     """A variable of the image counts as the caller's: A2A_OVERLAP=1 and recipes could not change it."""
-    lines = (ROOT / "scripts" / "launch_environment.txt").read_text().splitlines()
+    lines = (ROOT / "moe_trainer" / "launch" / "launch_environment.txt").read_text().splitlines()
     of_launchers = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
     of_image = {line.partition("=")[0] for line in of(file, "ENV")}
     assert len(of_launchers) == 5 and of_image and not of_image & of_launchers

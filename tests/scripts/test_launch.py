@@ -624,7 +624,7 @@ def test_sigterm_for_the_launcher_saves_and_the_same_command_resumes(tmp_path):
     ],
 )
 def test_launchers_set_the_environment_of_one_file(tmp_path, flags, variables, changed):
-    lines = (SCRIPTS / "launch_environment.txt").read_text().splitlines()
+    lines = (LAUNCH / "launch_environment.txt").read_text().splitlines()
     wanted = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     text = dry_run("launch.sh", tmp_path, flags, f"MODEL=mixtral_tiny VALIDATE=0 {variables}").stdout
     line = next(line for line in text.splitlines() if line.startswith("environment: "))
