@@ -161,7 +161,7 @@ def load(
     """
     directory = Path(directory)
     found = _raise_on_all_ranks(lambda: _find_checkpoint(directory, options) if ps.world.rank == 0 else None, ps)
-    folder, index = found or (None, None)
+    folder, known = found or (None, None)
     folder = collectives.broadcast_object(folder, ps.world)
     if folder is None:
         _nothing_to_load(directory, options, ps)
@@ -170,7 +170,7 @@ def load(
     weights_only = is_weights_only(folder)
     if weights_only:
         options = replace(options, load_optim=False, load_rng=False)
-    index = _raise_on_all_ranks(lambda: read_index(folder, options.hf_mapping) if index is None else index, ps)
+    index: Metadata = _raise_on_all_ranks(lambda: known or read_index(folder, options.hf_mapping), ps)
     if has_flat_states(index) and optimizer is not None and not options.finetune:
         index = _raise_on_all_ranks(lambda: FlatStateMetadata(folder, index), ps)
     state, scalars, from_megatron = _raise_on_all_ranks(

@@ -40,10 +40,6 @@ def _read_flags(source: CheckpointArgsSource) -> Mapping[str, object]:
         newest = peek_latest_valid(source.own)
         if newest is not None:
             return read_saved_args(source.own, newest)
-        if source.folder is None:
-            return {}
-    return (
-        {}
-        if source.may_come and latest_iteration(source.folder) is None
-        else read_saved_args(source.folder, source.step, source.hf_mapping)
-    )
+    if source.folder is None or source.may_come and latest_iteration(source.folder) is None:
+        return {}
+    return read_saved_args(source.folder, source.step, source.hf_mapping)

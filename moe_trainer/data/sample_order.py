@@ -150,7 +150,11 @@ def _count_requested(flags: Mapping[str, Any]) -> int:
 
 def _depends_on_length(phase: SampleSource, growth: float) -> bool:
     """Return whether one of the token files is read more than once by a run of `growth` times as many samples."""
-    wholes = [whole for part, _ in _parts(phase, 0) for whole in getattr(part, "datasets", (part,))]
+    wholes = [
+        whole
+        for part, _ in _parts(phase, 0)
+        for whole in (part.datasets if isinstance(part, ContinuedDataset) else (part,))
+    ]
     return any((whole.requests[0] or 0) * growth > len(whole) / whole.plan.epochs for whole in wholes)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from arguments import Arguments
 from moe_trainer.checkpoint.directory import tokenizer_files
@@ -44,7 +45,9 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
     for name, size in (("train", train), ("validation", valid), ("test", test)):
         print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
     with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
-        is_streamed, saved_order, saved_flags = args.training.dataloader_type == "external", {}, {}
+        is_streamed = args.training.dataloader_type == "external"
+        saved_order: Mapping[str, str] = {}
+        saved_flags: Mapping[str, Any] = {}
         if rank == 0 and not args.training.skip_train:  # other data may be evaluated
             current = make_fingerprint(args.data, get_tokenizer_files(args), is_streamed)
             # a new phase has other data
