@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.program import as_typed, program_name
@@ -36,7 +37,7 @@ from moe_trainer.launch_env import LaunchEnv, read_launch_env
 if TYPE_CHECKING:  # it imports torch, which may be what is missing
     from moe_trainer.resilience.self_test import SelfTestResult
 
-TESTED = {"python": ((3, 10), (3, 12)), "torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))}
+TESTED = MappingProxyType({"python": ((3, 10), (3, 12)), "torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))})
 """Oldest and newest release that the test suite was run with: docs/test_suite.md, "Versions"."""
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
 NAMES = tuple(

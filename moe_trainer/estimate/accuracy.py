@@ -20,7 +20,7 @@ from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.recipe_runs import RECIPE_RUNS
 from moe_trainer.estimate.uncertainty import Residual, error_bar, published_residuals, residual
 
-CORRECTING_RUNS = (*PUBLISHED_RUNS, *HOLDOUT_RUNS, *(run for run in RECIPE_RUNS if run.is_fitted))
+CORRECTING_RUNS = (*PUBLISHED_RUNS, *HOLDOUT_RUNS, *tuple(run for run in RECIPE_RUNS if run.is_fitted))
 """Runs that corrections and error bars are fitted to."""
 
 

@@ -85,11 +85,11 @@ def test_a_missing_required_library_sets_the_exit_code(doctor, monkeypatch, caps
 
 
 def test_versions_are_compared_with_those_of_the_tested_range(doctor, monkeypatch, capsys):
-    monkeypatch.setitem(doctor.TESTED, "torch", ((1, 0), (1, 13)))
+    monkeypatch.setattr(doctor, "TESTED", {**doctor.TESTED, "torch": ((1, 0), (1, 13))})
     assert doctor.main(["--no-self-test"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"ok +torch .* \(newer than 1\.13, the newest that the test suite was run with\)", out)
-    monkeypatch.setitem(doctor.TESTED, "torch", ((99, 1), (99, 2)))
+    monkeypatch.setattr(doctor, "TESTED", {**doctor.TESTED, "torch": ((99, 1), (99, 2))})
     assert doctor.main(["--no-self-test"]) == 1
     assert re.search(r"MISSING +torch +older than 99\.1", capsys.readouterr().out)
 
