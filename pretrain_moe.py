@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 import arguments  # noqa: E402
 from arguments.machine import allocator_environment  # noqa: E402
+from arguments.program import as_typed, program_name  # noqa: E402
 from arguments.settings import shorten  # noqa: E402
 from moe_trainer.errors import require_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         from arguments.help import EXAMPLES
 
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(EXAMPLES)
+            sys.stderr.write(as_typed("train", EXAMPLES))
         return ExitCode.USER_ERROR
     rank = "0"
     try:
@@ -127,7 +128,11 @@ def _train(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSi
         # A second Ctrl-C ends the process at once; torchrun repeats the first one, and kills after 30 s.
         signal.signal(signal.SIGINT, signal.SIG_IGN if "TORCHELASTIC_RUN_ID" in os.environ else signal.SIG_DFL)
         if launch_env.rank == 0:
-            print(f"pretrain_moe.py: interrupted; {_describe_saved(args.output.save)}", file=sys.stderr, flush=True)
+            print(
+                f"{program_name('train')}: interrupted; {_describe_saved(args.output.save)}",
+                file=sys.stderr,
+                flush=True,
+            )
         return ExitCode.INTERRUPTED
     except (MemoryError, ImportError, OSError) as error:
         signs = ("failed to map segment", "Cannot allocate memory")
@@ -158,15 +163,13 @@ def _report_out_of_memory(error: BaseException, rank: int) -> int:
     """Report in one line where the host's memory ran out, and what limits it."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     limited = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v allows {limit >> 20} MiB)"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith(os.path.dirname(os.path.abspath(__file__)))
-    ]
+    folder = os.path.dirname(os.path.abspath(__file__))  # of a checkout, or of all installed packages
+    ours = tuple(os.path.join(folder, name) for name in ("arguments", "moe_trainer", "pretrain_moe.py"))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(ours)]
     where = f"{frames[-1].name} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
     print(
-        f"pretrain_moe.py: rank {rank}: out of host memory{limited} in {where}; give the process more memory, or train "
-        "a smaller model or on more ranks",
+        f"{program_name('train')}: rank {rank}: out of host memory{limited} in {where}; give the process more "
+        "memory, or train a smaller model or on more ranks",
         file=sys.stderr,
         flush=True,
     )
@@ -197,17 +200,17 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
     except CommunicationError as error:
         _write_torchrun_error(f"rank {launch_env.rank}: {error}")
         if not error.was_reported:
-            print(f"pretrain_moe.py: rank {launch_env.rank}: {error}", file=sys.stderr, flush=True)
+            print(f"{program_name('train')}: rank {launch_env.rank}: {error}", file=sys.stderr, flush=True)
         return ExitCode.COMMUNICATION_FAILED
     except ResultRejectedError as error:
         # all ranks raise it with the same message
         _write_torchrun_error(str(error))
         if launch_env.rank == 0:
-            print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+            print(f"{program_name('train')}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except (FloatingPointError, WeightsDifferError) as error:
         _write_torchrun_error(str(error))
-        print(f"pretrain_moe.py: {error}", file=sys.stderr, flush=True)
+        print(f"{program_name('train')}: {error}", file=sys.stderr, flush=True)
         return ExitCode.FAILED
 
 
@@ -261,7 +264,7 @@ def _read_flags(source: CheckpointArgsSource) -> Mapping[str, object]:
 def _report_error(error: ValueError, rank: str) -> int:
     _write_torchrun_error(shorten(str(error)))
     if rank == "0":
-        print(f"pretrain_moe.py: {shorten(str(error))}", file=sys.stderr, flush=True)
+        print(f"{program_name('train')}: {shorten(str(error))}", file=sys.stderr, flush=True)
         return ExitCode.USER_ERROR
     # torchrun ends all ranks as soon as one exits, which should be the rank that reports the reason
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(ExitCode.USER_ERROR))

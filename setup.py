@@ -5,6 +5,7 @@ trainer). What a run cannot do without is required; every optional library is an
 versions belong to constraints.txt, which only this repository's own scripts use.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -15,17 +16,37 @@ VERSION = re.search('__version__ = "(.+)"', Path(__file__).with_name("moe_traine
     1
 ]
 
+
+def long_description() -> str:
+    """Return the README for a package index, where a link to a file of the repository needs the repository's address.
+
+    $MOE_TRAINER_REPOSITORY is that address (https://HOST/OWNER/NAME). Without it such links become plain text.
+    """
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    address = os.environ.get("MOE_TRAINER_REPOSITORY", "").rstrip("/")
+    image = r"!\[([^\]]*)\]\((?!https?:)([^)]+)\)"
+    link = r"\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\((?!https?:|#)([^)]+)\)"  # also around an image
+    if address:
+        text = re.sub(image, rf"![\1]({address}/raw/v{VERSION}/\2)", text)
+        return re.sub(link, rf"[\1]({address}/blob/v{VERSION}/\2)", text)
+    return re.sub(link, r"\1", re.sub(image, "", text))
+
+
 setup(
     name="moe-trainer",
     version=VERSION,
     description="Mixture-of-experts language-model pretraining with Megatron-LM's command line, on CPU and GPU",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     packages=find_packages(include=["moe_trainer", "moe_trainer.*", "arguments", "arguments.*", "model_zoo"]),
     package_data={
         "model_zoo": ["*.yaml"],
         "moe_trainer.checkpoint.hf": ["families/*.yaml", "remote_code/*.py"],
+        "moe_trainer.launch": ["*.sh", "*.txt"],
         "moe_trainer.metrics": ["page/*"],
     },
     py_modules=["pretrain_moe"],
+    entry_points={"console_scripts": ["moe-trainer = moe_trainer.__main__:main"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
+from arguments.program import as_typed, program_name
 from arguments.schema import Option, layer_pattern
 
 EXAMPLES = """pretrain_moe.py: no flags were given. For example:
@@ -88,7 +89,7 @@ def _tail(option: Option) -> str:
 def help_lines(width: int = 100, options: frozenset[str] | None = None) -> Iterator[str]:
     """Yield the help text, line by line; `options` restricts it to some destinations."""
     if options is None:
-        yield from HEAD.splitlines()
+        yield from as_typed("train", HEAD).splitlines()
     for section, cls in SECTIONS:
         shown = [option for option in OPTIONS.values() if option.section == section and not option.hidden]
         shown = shown if options is None else [option for option in shown if option.dest in options]
@@ -161,7 +162,7 @@ def run_help(argv: list[str]) -> int:
     try:
         options = about(rest[0]) if rest else None
     except ValueError as error:
-        print(f"pretrain_moe.py: {error}", file=sys.stderr)
+        print(f"{program_name('train')}: {error}", file=sys.stderr)
         return 2
     sys.stdout.write("\n".join(help_lines(width, options)).lstrip("\n") + "\n")
     return 0

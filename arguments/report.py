@@ -10,6 +10,7 @@ from arguments import rules
 from arguments.apply_flag_status import can_count_params
 from arguments.container import OPTIONS, SECTIONS, Arguments, freeze
 from arguments.parse import resolve_command_line
+from arguments.program import program_name
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import ArgumentError, Settings, Violation
 
@@ -107,13 +108,13 @@ def run_validate_only(
                 json.dump(content, file, indent=1)
                 file.write("\n")
         except OSError as error:
-            text = f"pretrain_moe.py: --report {settings.report}: the file cannot be written ({error.strerror})"
+            text = f"{program_name('train')}: --report {settings.report}: the file cannot be written ({error.strerror})"
             print(text, file=sys.stderr)
             return 2
     if violations:
         sys.stdout.flush()
         subject = "the arguments" if files is None else "the arguments or their files"
-        print(f"pretrain_moe.py: {ArgumentError(violations, subject=subject)}", file=sys.stderr)
+        print(f"{program_name('train')}: {ArgumentError(violations, subject=subject)}", file=sys.stderr)
     return 2 if violations else 0
 
 

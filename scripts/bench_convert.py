@@ -107,7 +107,7 @@ def measure_peak(argv: list[str]) -> tuple[float, int]:
     code = """
 import re, resource, sys
 sys.path.insert(0, sys.argv.pop(1))
-from scripts.convert import main
+from moe_trainer.commands.convert import main
 code = main(sys.argv[1:])
 own = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 print("peak", max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))

@@ -14,8 +14,8 @@
 #   DEPENDENCY=afterok:123   is passed to sbatch unchanged
 # launch_flags.sh describes the other variables, slurm_job.sh the outcomes of a job.
 set -euo pipefail
-# shellcheck source=scripts/launch_flags.sh
-. "$(dirname "${BASH_SOURCE[0]}")/launch_flags.sh"
+# shellcheck source=moe_trainer/launch/launch_flags.sh
+. "$(dirname "${BASH_SOURCE[0]}")/../moe_trainer/launch/launch_flags.sh"
 
 print_help_if_asked "$@"
 read_variables
@@ -84,7 +84,7 @@ job_file() {
 if [ "${DRY_RUN:-0}" = 1 ]; then
     job_file
     printf '\ncommand: srun'
-    printf ' %q' ${srun_options[@]+"${srun_options[@]}"} env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}"
+    printf ' %q' ${srun_options[@]+"${srun_options[@]}"} env "${EXPORTS[@]}" bash "$LAUNCH/rank.sh" "$python" -u "$PROGRAM" "${FLAGS[@]}"
     printf '\n\n'
     check_flags $((nodes * gpus))
     exit 0

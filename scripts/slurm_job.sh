@@ -15,8 +15,8 @@
 #   MAX_STALLED consecutive attempts without a       1           ended: it would be requeued forever
 #     newer checkpoint, whatever ended them
 
-# shellcheck source=scripts/launch_flags.sh
-. "$ROOT/scripts/launch_flags.sh"
+# shellcheck source=moe_trainer/launch/launch_flags.sh
+. "$ROOT/moe_trainer/launch/launch_flags.sh"
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=${LOGS:?}/${SLURM_JOB_ID:?}-$attempt
 mkdir -p "$logs"
@@ -98,7 +98,7 @@ export RANKS_PER_NODE=${RANKS_PER_NODE:?}
 print_environment >"$logs/environment.txt"
 
 # With env, because the variables of a container image override exported ones.
-command=(env "${EXPORTS[@]}" bash "$ROOT/scripts/rank.sh" "$PYTHON" -u "$PROGRAM" "${FLAGS[@]}")
+command=(env "${EXPORTS[@]}" bash "$LAUNCH/rank.sh" "$PYTHON" -u "$PROGRAM" "${FLAGS[@]}")
 ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))
 report "$ranks ranks on $SLURM_JOB_NODELIST, newest checkpoint: $(newest_checkpoint)"
 echo "logs of all ranks: $logs/rank-*.log; rank 0 and the last one, which logs the iterations, also below"

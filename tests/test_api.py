@@ -12,9 +12,9 @@ from training.tiny import MOCK, TINY
 
 import moe_trainer
 from arguments import ArgumentError
+from moe_trainer.commands import prove as prove_layout
 from moe_trainer.errors import UserError
 from moe_trainer.verification import parity
-from scripts import prove_layout
 
 FLAGS = [*TINY, *MOCK, "--qk-layernorm", "--moe-aux-loss-coeff", "0"]
 BLOCKS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "python_api.md").read_text(), re.DOTALL)

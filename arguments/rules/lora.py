@@ -24,7 +24,7 @@ NOT_BUILT = (
     ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
     (
         "stream_weights_to",
-        "it writes the weights of a model without adapters; scripts/convert.py merges those of a checkpoint",
+        "it writes the weights of a model without adapters; a conversion to Hugging Face merges those of a checkpoint",
     ),
     ("init_from", "its file has all parameters; --load with --finetune takes a model without adapters"),
 )

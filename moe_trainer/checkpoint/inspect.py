@@ -325,11 +325,9 @@ def _pattern(text: str) -> re.Pattern:
         raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m moe_trainer.checkpoint.inspect") -> int:
     """Run one command and return its exit code (argparse exits with 2 on a wrong command line)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moe_trainer.checkpoint.inspect", description="Look at torch_dist and legacy checkpoints."
-    )
+    parser = argparse.ArgumentParser(prog=prog, description="Look at torch_dist and legacy checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, text in (
         ("ls", _ls, "list the tensors"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from arguments.program import other_command
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import (
     COMPLETE,
@@ -57,7 +58,7 @@ def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
         if not complete and lacks_weights(directory):
             raise CheckpointError(
                 f"{directory}: has the {CONFIG} of a Hugging Face model, and no safetensors files; --dry-run and "
-                "scripts/plan.py need no more, and a run needs the weights"
+                f"{other_command('plan')} need no more, and a run needs the weights"
             )
         if not complete:
             return None

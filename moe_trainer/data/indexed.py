@@ -36,6 +36,7 @@ from typing import IO
 
 import numpy as np
 
+from arguments.program import other_command
 from moe_trainer.data.object_storage import ObjectFile, ObjectStore, is_remote
 from moe_trainer.errors import UserError
 from moe_trainer.io import atomic_write
@@ -276,7 +277,7 @@ def _similar_prefixes(path: str) -> str:
             return f"; give the prefix without {ending}"
     if path.endswith(".idx") and os.path.isfile(path[: -len(".idx")]):
         return (
-            f"; {path[: -len('.idx')]} is no prefix of token files: make them with scripts/preprocess_data.py "
+            f"; {path[: -len('.idx')]} is no prefix of token files: make them with {other_command('preprocess')} "
             "(--use-varlen-dataset also reads text: .jsonl, .parquet, .arrow)"
         )
     try:

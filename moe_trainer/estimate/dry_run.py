@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping
 
 from arguments import ArgumentError, Arguments, parse_args
 from arguments.blend import get_training_blend
+from arguments.program import command_line, program_name
 from arguments.report import get_world_size
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.hardware import Hardware, find_hardware
@@ -73,10 +73,10 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     try:
         plan = plan_of_flags(argv, checkpoint)
     except ArgumentError as error:
-        print(f"pretrain_moe.py: no plan, since the trainer rejects this: {error}", file=sys.stderr)
+        print(f"{program_name('train')}: no plan, since the trainer rejects this: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     except ValueError as error:
-        print(f"pretrain_moe.py: {error}", file=sys.stderr)
+        print(f"{program_name('train')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     fixes = cheapest_fixes(argv, plan) if plan.margin < 0 else []
     notes = [
@@ -88,11 +88,11 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
     print("\n".join(lines))
     if plan.args.output.report_html is not None:
         title = f"Plan of {plan.world_size:,} x {plan.hardware.name}"
-        command = shlex.join(["python", "pretrain_moe.py", *argv])
+        command = command_line("train", argv)
         try:
             write_report(plan.args.output.report_html, title, command, list(plan_figures(plan)), lines)
         except ValueError as error:
-            print(f"pretrain_moe.py: {error}", file=sys.stderr)
+            print(f"{program_name('train')}: {error}", file=sys.stderr)
             return ExitCode.USER_ERROR
     path = plan.args.output.report
     if path is not None:
@@ -101,6 +101,9 @@ def run_dry_run(argv: list[str], checkpoint: Mapping[str, object] | None = None)
                 json.dump(plan_json(plan, fixes), file, indent=1)
                 file.write("\n")
         except OSError as error:
-            print(f"pretrain_moe.py: --report {path}: the file cannot be written ({error.strerror})", file=sys.stderr)
+            print(
+                f"{program_name('train')}: --report {path}: the file cannot be written ({error.strerror})",
+                file=sys.stderr,
+            )
             return ExitCode.USER_ERROR
     return ExitCode.DOES_NOT_FIT if plan.margin < 0 else ExitCode.OK

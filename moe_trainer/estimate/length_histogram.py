@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.blend import Blend
+from arguments.program import other_command
 from arguments.regular_file import regular_file
 from moe_trainer.data.group_packing import GroupSizes, pack_into_groups
 from moe_trainer.estimate.flops import training_flops
@@ -283,8 +284,9 @@ def _read_corpus(blend: Blend | None, by_samples: bool) -> dict[int, float]:
         raise ValueError("corpus needs token files: --data-path, --train-data-path or a file that names them")
     for path in filter(os.path.isfile, blend.prefixes):
         raise ValueError(
-            f"{path} is text, and only a tokenizer gives its lengths: write them with scripts/inspect_data.py {path} "
-            "--length-histogram FILE.csv, the tokenizer of the run, and --sft if the run has it, and name FILE.csv"
+            f"{path} is text, and only a tokenizer gives its lengths: write them with {other_command('inspect')} "
+            f"{path} --length-histogram FILE.csv, the tokenizer of the run, and --sft if the run has it, and name "
+            "FILE.csv"
         )
     histograms = [_read_index(prefix) for prefix in blend.prefixes]
     sizes = [sum(count * (1 if by_samples else length) for length, count in each.items()) for each in histograms]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from arguments.program import other_command
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.hardware import GIB, RESERVED_BYTES
 from moe_trainer.estimate.memory import StageMemory
@@ -131,7 +132,7 @@ def fix_lines(fixes: Sequence[Fix], title: str, none: str = "") -> list[str]:
         return [
             none
             or "no few changes of recompute, mapping, optimizer and offloading make it fit, and not eight times the "
-            "devices; `scripts/plan.py search` tries every mapping"
+            f"devices; `{other_command('plan')} search` tries every mapping"
         ]
     return [f"{title}:", *(f"  {fix.text}" for fix in fixes)]
 
@@ -144,8 +145,8 @@ def _basis_line(plan: Plan) -> str:
             f"({plan.hardware.source}); even routing"
         )
     return (
-        "times: predicted, with constants fitted to published runs of Megatron-LM (`scripts/plan.py calibrate "
-        "--from` fits yours); even routing"
+        "times: predicted, with constants fitted to published runs of Megatron-LM "
+        f"(`{other_command('plan')} calibrate --from` fits yours); even routing"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from arguments.program import as_typed
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.plan import Plan
 from moe_trainer.estimate.plan_text import fix_lines
@@ -60,7 +61,8 @@ def launch_line(outcome: SearchResult, gpus: int) -> str:
     launcher = f"torchrun --nproc-per-node {per_node}"
     if nodes > 1:
         launcher += f" --nnodes {nodes} --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port $MASTER_PORT"
-    return f"{launcher} {shlex.join(['pretrain_moe.py', *outcome.base, *outcome.found[0].argv])}"
+    line = shlex.join(["pretrain_moe.py", *outcome.base, *outcome.found[0].argv])
+    return as_typed("train", f"{launcher} {line}")
 
 
 def _uncertainties(found: RankedConfig) -> str:

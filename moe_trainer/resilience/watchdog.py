@@ -22,6 +22,7 @@ from types import FrameType
 
 from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
+from arguments.program import program_name
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.parallel.trace import (
     Call,
@@ -188,7 +189,7 @@ class Watchdog:
     def _print(self, error: CommunicationError) -> None:
         """Print the message. It must be out early: torchrun kills all ranks 30 s after the first one dies."""
         error.was_reported = True
-        print(f"pretrain_moe.py: rank {self._trace.rank}: {error}", file=sys.stderr, flush=True)
+        print(f"{program_name('train')}: rank {self._trace.rank}: {error}", file=sys.stderr, flush=True)
 
     def _publish_exit(self, final: RankStatus) -> None:
         if self._final is not None:  # a signal and an error: counted once

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.container import OPTIONS
 from arguments.machine import check_packages, environment_defaults
+from arguments.program import program_name
 from arguments.stage_layout import parallel_sizes
 from moe_trainer.errors import UserError, as_user_error, report_once_per_job
 from moe_trainer.exit_codes import ExitCode
@@ -283,7 +284,7 @@ def _init_process_group(args: Arguments, launch_env: LaunchEnv, device: torch.de
 def _abort_unanswered(args: Arguments, launch_env: LaunchEnv) -> None:
     """End a process that waits for a server that accepts connections and never answers, which is not a store."""
     print(
-        f"pretrain_moe.py: rank {launch_env.rank}: start-up: no answer from "
+        f"{program_name('train')}: rank {launch_env.rank}: start-up: no answer from "
         f"{launch_env.master_addr}:{launch_env.master_port} within {args.parallel.distributed_timeout_minutes} "
         "minutes; is another program listening there? Choose another MASTER_PORT",
         file=sys.stderr,

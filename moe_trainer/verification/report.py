@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from arguments.program import as_typed, typed_command
 from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.verification.shrink import ParityCase, ShrinkResult
 
@@ -20,7 +21,7 @@ _REJECTED = "pretrain_moe.py rejects this command line because of what is left o
 def command(case: ParityCase) -> str:
     """Return the shell command that starts a case as a training."""
     launcher = "python" if case.world_size == 1 else f"torchrun --nproc-per-node {case.world_size}"
-    return f"{launcher} pretrain_moe.py {_join_flags(case)}"
+    return as_typed("train", f"{launcher} pretrain_moe.py {_join_flags(case)}")
 
 
 def shrunk_lines(shrunk: ShrinkResult) -> Iterator[str]:
@@ -52,7 +53,7 @@ def result_lines(result: ParityResult, title: str) -> Iterator[str]:
         yield f"         ... and {len(result.differences) - _MAX_DIFFERENCES} more"
     yield from (f"  {line}" for line in result.failure.splitlines())
     ranks = f"--ranks {case.world_size} --world-size {case.world_size}"
-    yield f"  to repeat: python scripts/prove_layout.py --as-is {ranks} {_join_flags(case)}"
+    yield f"  to repeat: {typed_command('prove')} --as-is {ranks} {_join_flags(case)}"
 
 
 def summary_lines(results: Sequence[ParityResult], shrunk: ShrinkResult | None) -> Iterator[str]:

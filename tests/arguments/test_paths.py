@@ -10,7 +10,7 @@ from arguments.container import OPTIONS
 from arguments.flag_status import get_flag_status
 from arguments.parse import resolve_command_line
 from arguments.paths import local_path
-from scripts import compare, dashboard
+from moe_trainer.commands import compare, dashboard
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ["--preset", "mixtral_tiny"]
@@ -53,7 +53,7 @@ def test_no_program_reads_a_path_unchecked():
     assert [place for place in unchecked if not place.startswith(STANDALONE)] == []
 
 
-STANDALONE = ("scripts/analyze_nsys.py", "scripts/launch_fixes.py")
+STANDALONE = ("scripts/analyze_nsys.py", "moe_trainer/launch/launch_fixes.py")
 """They read and write single files without importing this repository: opening a file below s3: fails."""
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from commands import REPOSITORY, environment, read_metrics, run
 
+from moe_trainer.commands import convert
 from moe_trainer.data.tokenizer_libraries import SentencePieceTokenizer
-from scripts import convert
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("sentencepiece")

@@ -7,13 +7,13 @@ import re
 import pytest
 from commands import call_main
 
+from moe_trainer.commands.compare import main
 from moe_trainer.comparison import scaling
 from moe_trainer.comparison.report import comparison_figures
 from moe_trainer.comparison.runs import Run, common_end, make_groups, settings_that_differ
 from moe_trainer.comparison.scaling import read_points
 from moe_trainer.metrics.dashboard import read_runs
 from moe_trainer.metrics.run_state import RunEnd
-from scripts.compare import main
 
 
 def write_run(folder, seed=1, lr=1e-3, offset=0.0, iterations=100, parameters=1e6, described=(), **settings):

@@ -16,9 +16,9 @@ from commands import Finished
 from data_pipeline.corpora import data_args
 from harness import wait_until
 
+from moe_trainer.commands import preprocess as preprocess_data
 from moe_trainer.data.indexed import IndexedDataset
 from moe_trainer.data.preprocess import PreprocessOptions, preprocess
-from scripts import preprocess_data
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "dataset"

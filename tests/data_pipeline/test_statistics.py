@@ -13,11 +13,11 @@ from structure.source import ROOT
 
 from arguments.data import DataArgs
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
+from moe_trainer.commands import inspect as inspect_data
 from moe_trainer.data import statistics
 from moe_trainer.data.indexed import DataFileError, write_indexed_dataset
 from moe_trainer.data.statistics import collect_statistics
 from moe_trainer.estimate.length_histogram import read_histogram
-from scripts import inspect_data
 
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [5, 6, 7, 0], [], [9, 0, 10], [499, 0], [8, 0], list(range(2, 300)) + [0]]
 

@@ -9,6 +9,7 @@ import pytest
 from data_pipeline.corpora import data_args, training_args, write_chat_tokenizer, write_corpus
 
 from arguments import parse_args
+from moe_trainer.commands import inspect as inspect_data
 from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
 from moe_trainer.data.loader import build_loader, make_packed_batch
@@ -18,7 +19,6 @@ from moe_trainer.errors import UserError
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.length_histogram import read_histogram
 from moe_trainer.training.check_files import check_files
-from scripts import inspect_data
 from tests.arguments.test_tokens import TOY
 
 QUESTION, ANSWER = {"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}

@@ -134,6 +134,8 @@ def known_flags() -> set[str]:
     trainer = {*by_spelling(OPTIONS), *flag_status.OLD_SPELLINGS, "--preset", "--help"}
     sources = [
         *(ROOT / "scripts").iterdir(),
+        *(ROOT / "moe_trainer/commands").iterdir(),
+        *(ROOT / "moe_trainer/launch").iterdir(),
         ROOT / "arguments/parse.py",
         ROOT / "arguments/recipe.py",
         *(ROOT / "moe_trainer").rglob("inspect.py"),

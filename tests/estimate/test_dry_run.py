@@ -1,6 +1,6 @@
 """pretrain_moe.py --dry-run: what it prints, writes and returns, without torch."""
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -203,11 +203,11 @@ def test_a_vocabulary_of_the_flags_is_not_replaced_in_validate_only(capsys):
 @pytest.mark.parametrize(
     ("script", "mode", "options"),
     [
-        ("plan", (), "--world-size 8"),
-        ("plan", ("pieces",), "--world-size 8"),
-        ("plan", ("search",), "--gpus 8 --best 1"),
-        ("prove_layout", (), "--world-size 8 --shrink-only"),
-        ("roofline", (), "--world-size 8"),
+        ("moe_trainer.commands.plan", (), "--world-size 8"),
+        ("moe_trainer.commands.plan", ("pieces",), "--world-size 8"),
+        ("moe_trainer.commands.plan", ("search",), "--gpus 8 --best 1"),
+        ("moe_trainer.commands.prove", (), "--world-size 8 --shrink-only"),
+        ("scripts.roofline", (), "--world-size 8"),
     ],
 )
 def test_planning_scripts_keep_variables_that_only_a_run_needs(tmp_path, monkeypatch, script, mode, options):
@@ -215,10 +215,8 @@ def test_planning_scripts_keep_variables_that_only_a_run_needs(tmp_path, monkeyp
     text = (ROOT / "model_zoo" / "mixtral_tiny.yaml").read_text()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(text.replace("MODEL_ARGS:", "MODEL_ARGS:\n  --load: ${WEIGHTS}", 1))
-    spec = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if script == "roofline":  # nothing is executed
+    module = importlib.import_module(script)
+    if script == "scripts.roofline":  # nothing is executed
         monkeypatch.setattr(module, "plan_and_roofline", lambda flags: (plan_of_flags(flags), None))
         monkeypatch.setattr(module, "roofline_lines", lambda plan, roofline: [])
     line = [*mode, "--preset", str(recipe), "--mock-data", "--expert-model-parallel-size", "2", *options.split()]

@@ -12,6 +12,7 @@ import pytest
 
 from arguments import parse_args
 from arguments.blend import Blend
+from moe_trainer.commands import plan as plan_script
 from moe_trainer.data.dataset import DatasetConfig
 from moe_trainer.data.indexed import open_token_file, write_indexed_dataset
 from moe_trainer.data.packing import PackFormat, PackingPlanner
@@ -22,7 +23,6 @@ from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths
 from moe_trainer.estimate.plan import packed_microbatches
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
 from moe_trainer.estimate.suggestions import changes
-from scripts import plan as plan_script
 
 COUNTS = {4: 10, 16: 5, 64: 1}
 FLAGS = (

@@ -11,12 +11,12 @@ import pytest
 
 from arguments import parse_args
 from arguments.container import OPTIONS, SECTIONS, from_values
+from moe_trainer.commands import plan
 from moe_trainer.estimate import local_calibration
 from moe_trainer.estimate.hardware import Constants, HardwareError, find_hardware
 from moe_trainer.estimate.local_calibration import calibrate, hardware_yaml, predicted_seconds, read_runs
 from moe_trainer.estimate.plan import PlanError, make_plan
 from moe_trainer.estimate.uncertainty import error_bar
-from scripts import plan
 
 ROOT = Path(__file__).parents[2]
 TOY = "--preset mixtral_tiny --mock-data"

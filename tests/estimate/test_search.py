@@ -15,6 +15,7 @@ from arguments.report import run_validate_only
 from arguments.rules.layout_grammar import DECODER, read_layout
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.commands import plan as plan_script
 from moe_trainer.estimate.hardware import GIB, find_hardware
 from moe_trainer.estimate.parallel_configs import (
     ParallelConfig,
@@ -44,7 +45,6 @@ from moe_trainer.estimate.search import (
 from moe_trainer.estimate.search_pictures import search_figures, search_picture
 from moe_trainer.estimate.search_text import launch_line, search_lines
 from moe_trainer.estimate.uncertainty import ErrorBar, error_bar
-from scripts import plan as plan_script
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--preset qwen3_30b_a3b --mock-data --global-batch-size 64".split()

@@ -11,7 +11,7 @@ from commands import read_metrics, run
 from evaluation.local_tasks import TASKS, write_tasks
 from evaluation.trained_model import MODEL, NO_DROPOUT, run_script, train_model
 
-from scripts import evaluate
+from moe_trainer.commands import evaluate
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (MOE_TRAINER_TEST_WITH=lm-eval)")
 transformers = pytest.importorskip("transformers")

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from moe_trainer.commands import evaluate, rank_program
 from moe_trainer.data.tokenizer import NullTokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.evaluation import finermoe
@@ -17,7 +18,6 @@ from moe_trainer.evaluation.harness import open_harness
 from moe_trainer.evaluation.options import TaskOptions, split_names
 from moe_trainer.evaluation.routing import routing_table
 from moe_trainer.inference.text import TextCodec
-from scripts import evaluate, rank_program
 
 PAPER_7B = (73.08, 71.22, 79.51, 75.69, 63.40, 86.95, 56.70, 69.4, 85.37, 39.06)
 

@@ -10,7 +10,7 @@ from commands import REPOSITORY, environment, run
 from evaluation.local_tasks import write_text, write_tokenizer
 from harness import run_ranks
 
-from scripts import convert
+from moe_trainer.commands import convert
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 64 --swiglu "

@@ -12,8 +12,8 @@ from commands import REPOSITORY, environment, read_metrics, run
 from evaluation.trained_model import MODEL, NO_DROPOUT, run_script, train_model
 
 import moe_trainer.training.inference  # noqa: F401 - ranks find it loaded
+from moe_trainer.commands import generate
 from moe_trainer.errors import UserError
-from scripts import generate
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from scripts.dashboard import Runs, main, make_server
+from moe_trainer.commands.dashboard import Runs, main, make_server
 
 
 def write(folder, *records):

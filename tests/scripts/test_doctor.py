@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import environment, rank_variables
 
+from moe_trainer.commands import doctor as doctor_command
 from moe_trainer.parallel import collectives
 from moe_trainer.resilience import self_test
 
@@ -19,11 +20,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "doctor.py"
 def doctor(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    spec = importlib.util.spec_from_file_location("doctor", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["doctor"] = module  # dataclasses look up annotations there
-    spec.loader.exec_module(module)
-    return module
+    return doctor_command
 
 
 def install_package(tmp_path, monkeypatch, name, text, *folders):

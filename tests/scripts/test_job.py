@@ -12,7 +12,7 @@ import pytest
 from structure.source import ROOT
 from training.tiny import MOCK, TINY
 
-SCRIPTS = ROOT / "scripts"
+SCRIPTS, RANK = ROOT / "scripts", ROOT / "moe_trainer/launch/rank.sh"
 
 
 def make_fake_program(folder, name, *lines):
@@ -207,7 +207,7 @@ def test_srun_command_with_container_modules_and_environment(tmp_path):
         f"--container-image=/images/torch.sqsh --container-mounts={ROOT}:{ROOT},{out}:{out},/data:/data --container-workdir={ROOT}",
         "--no-container-mount-home --cpu-bind=none env CUDA_DEVICE_MAX_CONNECTIONS=1 ",
         " A=x y NCCL_DEBUG=INFO bash ",
-        f"bash {SCRIPTS}/rank.sh {sys.executable} -u {ROOT}/pretrain_moe.py --preset mixtral_tiny",
+        f"bash {RANK} {sys.executable} -u {ROOT}/pretrain_moe.py --preset mixtral_tiny",
         "srun --nodes=3 --ntasks=6 ",
         "--output=" + str(out / "logs" / "7-0" / "rank-%t.log"),
     ):
@@ -237,7 +237,7 @@ def run_rank_script(folder, smi="exit 9", numactl='while [[ $1 == --* ]]; do shi
     make_fake_program(folder / "bin", "nvidia-smi", smi)
     make_fake_program(folder / "bin", "numactl", numactl)
     words = ("bash", "-c", "echo ran with $OMP_NUM_THREADS")
-    done = run_bash(SCRIPTS / "rank.sh", *words, env=rank_settings(folder, RANKS_PER_NODE="4", **env))
+    done = run_bash(RANK, *words, env=rank_settings(folder, RANKS_PER_NODE="4", **env))
     assert done.returncode == 0 and done.stdout.startswith("ran with "), done.stderr
     return done.stderr.partition(": ")[2].split(", OMP")[0], calls(folder / "bin", "numactl"), done.stdout.split()[-1]
 
@@ -259,7 +259,7 @@ def test_slurm_nodeid_is_expanded_on_the_node(node):
         node, BIND="none", SLURM_NODEID="3", SLURM_PROCID="1", CACHE="/tmp/a_$SLURM_NODEID/${SLURM_NODEID}"
     )
     words = ("bash", "-c", 'echo "$CACHE $1 $TRITON_CACHE_DIR"', "x", "--path=/tmp/$SLURM_NODEID")
-    done = run_bash(SCRIPTS / "rank.sh", *words, env=env)
+    done = run_bash(RANK, *words, env=env)
     assert done.stdout.split() == ["/tmp/a_3/3", "--path=/tmp/3", f"/tmp/triton_cache_{os.geteuid()}_3"]
 
 
@@ -269,10 +269,10 @@ def test_profiled_ranks_run_under_nsys(node, rank, ranks, profiled):
     env = rank_settings(node, BIND="none", SLURM_PROCID=rank, NSYS_OUTPUT=str(output))
     words = f"echo --profile-ranks 7 --profile --profile-ranks {ranks} --lr 1".split()
     if profiled:
-        absent = run_bash(SCRIPTS / "rank.sh", *words, env=env)
+        absent = run_bash(RANK, *words, env=env)
         assert absent.returncode == 2 and "there is no nsys on" in absent.stderr
     make_fake_program(node / "bin", "nsys")
-    done = run_bash(SCRIPTS / "rank.sh", *words, env=env)
+    done = run_bash(RANK, *words, env=env)
     made = calls(node / "bin", "nsys")
     assert done.returncode == 0 and bool(made) == profiled == (not done.stdout)
     if profiled:

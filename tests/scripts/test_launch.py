@@ -22,11 +22,11 @@ from structure.source import ROOT
 from training.tiny import MOCK, TINY
 
 from moe_trainer.estimate.dry_run import run_dry_run
-from scripts.launch_fixes import flags_to_variables
-from scripts.pipeline_layout import make_layout
-from scripts.torchrun import exit_code, get_error_message
+from moe_trainer.launch.launch_fixes import flags_to_variables
+from moe_trainer.launch.pipeline_layout import make_layout
+from moe_trainer.launch.torchrun import exit_code, get_error_message
 
-SCRIPTS = ROOT / "scripts"
+SCRIPTS, LAUNCH = ROOT / "scripts", ROOT / "moe_trainer/launch"
 LONG = "_256k"
 WRAPPERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
 NAMES = {
@@ -37,7 +37,7 @@ NAMES = {
     "MEGATRON_PATH",
     "WANDB_API_KEY",
     "TRITON_CACHE_DIR",
-    *(SCRIPTS / "launch_flags.sh").read_text().partition('VARIABLES="')[2].partition('"')[0].split(),
+    *(LAUNCH / "launch_flags.sh").read_text().partition('VARIABLES="')[2].partition('"')[0].split(),
 } - {"PYTHON"}
 
 
@@ -567,7 +567,7 @@ def test_signal_for_torchrun_gives_an_exit_code_without_traceback(tmp_path):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_pass_shellcheck():
-    scripts = map(str, sorted(SCRIPTS.glob("*.sh")))
+    scripts = map(str, sorted([*SCRIPTS.glob("*.sh"), *LAUNCH.glob("*.sh")]))
     assert subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout == ""
 
 

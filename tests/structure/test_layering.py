@@ -45,8 +45,11 @@ LEVELS = {
     "api": 9,
     "verification": 9,
     "pretrain_moe": 10,
-    "scripts": 11,
-    "setup": 11,
+    "launch": 10,
+    "commands": 11,
+    "__main__": 12,
+    "scripts": 13,
+    "setup": 13,
 }
 MODEL = ("layers", "moe", "model")
 MACHINERY = ("pipeline", "optim", "data", "checkpoint", "metrics", "resilience", "debug", "estimate")

@@ -29,7 +29,7 @@ OWNERS = {
             "scripts/bench_cpu.py",
             "scripts/bench_baselines.py",
             "scripts/bench_gpu.py",
-            "scripts/convert.py",
+            "moe_trainer/commands/convert.py",
             "scripts/follow_weights.py",
         ),
         False,
@@ -82,7 +82,7 @@ def test_one_file_per_library(name):
     users = {
         path.name
         for path in product_files()
-        if path.relative_to(ROOT).parts[0] != "scripts"
+        if not {"scripts", "commands"} & {*path.relative_to(ROOT).parts}
         and any(library(each.module) == name for each in read_imports(path))
     }
     assert len(users) <= 1, users

@@ -3,7 +3,7 @@
 import pytest
 from commands import call_main
 
-from scripts import prove_layout as script
+from moe_trainer.commands import prove as script
 
 SMALL = (
     "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope "

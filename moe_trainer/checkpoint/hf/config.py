@@ -12,6 +12,7 @@ from typing import Any
 from arguments.checkpoint_args import SHAPE, meaning, same_meaning
 from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
+from arguments.program import other_command
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.attention import INDEXER
 from moe_trainer.checkpoint.hf.converters.converter import Config, Flags, ReadKeys
@@ -185,7 +186,7 @@ def write_config(
     nearest = sorted(refusals, key=lambda refusal: refusal[0])[:_SHOWN_TYPES]
     lines = [text for _, text in nearest]
     if any(count == 1 and "(mtp_num_layers)" in text for count, text in nearest):
-        lines.append("scripts/convert.py --drop-mtp leaves the layers of multi-token prediction out")
+        lines.append(f"{other_command('convert')} --drop-mtp leaves the layers of multi-token prediction out")
     which = f" (the nearest {len(nearest)} of {len(refusals)})" if len(refusals) > len(nearest) else ""
     raise CheckpointError(
         f"no Hugging Face model type that is known here expresses this model{which}:\n  " + "\n  ".join(lines)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from arguments.container import OPTIONS
+from arguments.program import other_command
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.config import read_config
 from moe_trainer.checkpoint.hf.converters.registry import MTP
@@ -202,7 +203,7 @@ def open_hf_model(
     if (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG}: an adapter next to the model, which would stay unread. Move it to a folder of "
-            "its own, from which scripts/convert.py --adapter imports it"
+            f"its own, from which {other_command('convert')} --adapter imports it"
         )
     config, text_part = read_text_config(folder, families)
     source = SafetensorsFolder(folder, None if text_part is None else text_part.rename)

@@ -8,9 +8,9 @@ import torch
 import arguments
 from moe_trainer.checkpoint.manager import load, read_saved_args
 from moe_trainer.checkpoint.options import LoadOptions
+from moe_trainer.commands import convert
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
-from scripts import convert
 
 LAYERS, VOCAB, SEQ = 3, 96, 32
 _SIZES = {

@@ -30,7 +30,7 @@ from moe_trainer.checkpoint.hf.encodings import decode_block_fp8
 from moe_trainer.checkpoint.hf.families import FAMILIES
 from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
-from scripts import convert
+from moe_trainer.commands import convert
 
 pytest.importorskip("transformers")
 NAME = "model.layers.0.mlp.up_proj.weight"

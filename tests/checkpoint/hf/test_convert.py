@@ -39,8 +39,8 @@ from moe_trainer.checkpoint.hf.files import SafetensorsFolder
 from moe_trainer.checkpoint.hf.folder import open_hf_model
 from moe_trainer.checkpoint.hf.names import duplicated_tensors, tensor_mappings
 from moe_trainer.checkpoint.resolve import read_saved_args
+from moe_trainer.commands import convert
 from moe_trainer.estimate.parameters import count_parameters
-from scripts import convert
 
 transformers = pytest.importorskip("transformers")
 

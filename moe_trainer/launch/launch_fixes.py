@@ -1,6 +1,6 @@
 """Print the changes that make a run fit its devices, as variables of the launchers.
 
-    python scripts/launch_fixes.py REPORT GPUS_PER_NODE      REPORT: of `pretrain_moe.py --dry-run --report REPORT`
+    python launch_fixes.py REPORT GPUS_PER_NODE      REPORT: of `pretrain_moe.py --dry-run --report REPORT`
 
 The launchers print this if a dry run ends with exit code 3.
 """

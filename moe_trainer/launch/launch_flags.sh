@@ -27,7 +27,8 @@
 #                    (CHECK_FILES=0: does not)
 # Extra flags come last and override the others. A variable that is not set leaves the preset's value.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(cd "$LAUNCH/../.." && pwd) # a checkout, or the folder of installed packages
 # The caller's environment overrides the cluster file, which overrides the zoo's defaults.
 VARIABLES="ACCOUNT PARTITION RUN_TIME OUTPUT_PATH DATA_PATH DATASET TOKENIZER_MODEL TOKENIZER_TYPE LOAD_PATH CONTAINER_IMAGE CONTAINER_MOUNTS
 GPUS_PER_NODE NNODES PYTHON MODULES SETUP HARDWARE SIGNAL_SECONDS MAX_REQUEUES MAX_STALLED REQUEUE SEGMENT COMMENT BIND BINDPCIE_PATH
@@ -114,7 +115,7 @@ zoo_defaults() {
                 done
                 ;;
         esac
-    done <"$ROOT/scripts/launch_defaults.txt"
+    done <"$LAUNCH/launch_defaults.txt"
 }
 
 # DATA_PATH from the cluster file's DATA_PATHS, by DATASET and MODEL.
@@ -132,7 +133,7 @@ data_of_cluster() {
 print_help_if_asked() {
     case ${1:-} in
         -h | --help)
-            sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+            sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" | sed "s|bash scripts/launch.sh|${MOE_TRAINER_LAUNCHER:-&}|"
             sed -n '/^#   MODEL /,/^# Extra/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
             exit 0
             ;;
@@ -150,6 +151,8 @@ check_positive() {
 find_run_python() {
     if [ -n "${PYTHON:-}" ]; then
         echo "$PYTHON"
+    elif [ -n "${MOE_TRAINER_PYTHON:-}" ]; then # that of `moe-trainer launch`
+        echo "$MOE_TRAINER_PYTHON"
     elif [ -x "${MOE_TRAINER_VENV:-$ROOT/.venv}/bin/python" ]; then
         echo "${MOE_TRAINER_VENV:-$ROOT/.venv}/bin/python"
     else
@@ -185,7 +188,7 @@ own_layout() {
     local options=(--pp "$PP")
     [ -z "${VPP:-}" ] || options+=(--vpp "$VPP")
     [ "${A2A_OVERLAP:-0}" != 1 ] || options+=(--overlap)
-    "$(find_run_python)" "$ROOT/scripts/pipeline_layout.py" "${options[@]}" -- --preset "$RECIPE" ${NUM_LAYERS:+--num-layers "$NUM_LAYERS"} "$@"
+    "$(find_run_python)" "$LAUNCH/pipeline_layout.py" "${options[@]}" -- --preset "$RECIPE" ${NUM_LAYERS:+--num-layers "$NUM_LAYERS"} "$@"
 }
 
 # Drop the zoo's VPP, PP_FIRST and PP_LAST unless PP and NUM_LAYERS are the zoo's too.
@@ -560,7 +563,7 @@ check_flags() {
     local own_report=
     [ -n "$report" ] || { own_report=$(mktemp) && report=$own_report; }
     "$python" "$ROOT/pretrain_moe.py" "${FLAGS[@]}" --dry-run --world-size "$world_size" --report "$report" ${HARDWARE:+--hardware "$HARDWARE"} || code=$?
-    [ "$code" != 3 ] || "$python" "$ROOT/scripts/launch_fixes.py" "$report" "${GPUS_PER_NODE:-8}" >&2
+    [ "$code" != 3 ] || "$python" "$LAUNCH/launch_fixes.py" "$report" "${GPUS_PER_NODE:-8}" >&2
     [ -z "$own_report" ] || rm -f "$own_report"
     [ "$code" = 0 ] || exit $((code == 3 ? 3 : 2))
 }

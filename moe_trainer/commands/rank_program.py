@@ -1,4 +1,4 @@
-"""The frame of programs that run a model on one rank or several: scripts/evaluate.py and scripts/generate.py."""
+"""The frame of programs that run a model on one rank or several: evaluate and generate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(name: str, program: Callable[[], int]) -> int:
     """Run a program; a user error is one message of the first rank. Returns the exit code.
 
     Args:
-        name: of the script, for messages.
+        name: of the program, for messages.
         program: returns the exit code.
     """
     try:

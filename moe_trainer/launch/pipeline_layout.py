@@ -1,6 +1,6 @@
 """Print the pipeline layout of the launchers if the layers do not divide evenly, else nothing.
 
-    python scripts/pipeline_layout.py --pp 8 [--vpp 4 | --overlap] -- FLAGS
+    python pipeline_layout.py --pp 8 [--vpp 4 | --overlap] -- FLAGS
 
 The last stage, with the loss and multi-token prediction, gets fewer layers.
 """
@@ -9,7 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from arguments.parse import resolve_command_line
 from moe_trainer.estimate.parallel_configs import layer_counts, layout_text

@@ -1,0 +1,230 @@
+"""Serve the dashboards of a folder of runs to a browser on this machine.
+
+    python scripts/dashboard.py RUNS/ [--port N]
+
+Prints an address with a random token. It lists all runs below the folder (metrics.jsonl), shows one or compares
+several, and follows those that are running. On a cluster, forward the port: ssh -L N:127.0.0.1:N HOST.
+
+The server binds to 127.0.0.1, serves nothing without the token, and reads metrics files below the folder only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+from arguments.paths import local_path
+from arguments.program import as_typed, program_name
+from moe_trainer.exit_codes import ExitCode
+from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
+from moe_trainer.metrics.run_data import RunData
+from moe_trainer.metrics.run_files import MAX_PARSED_BYTES, METRICS_NAME, find_metrics_files, read_run, take_line
+
+POLL_MS = 5000
+MAX_LISTED = 500
+_KEPT_BYTES = 4096  # of a file, to see whether what was read is still there
+NAME_ERRORS = "surrogateescape"  # of names of folders that are not UTF-8, as Python reads them
+
+
+class Follower:
+    """Reads a metrics file once, and then what is appended to it. `num_runs`: see RunData."""
+
+    def __init__(self, path: Path, num_runs: int):
+        self._path, self._num_runs = path, num_runs
+        self._position, self._inode, self._newest = 0, 0, b""
+        self._run: RunData | None = None
+
+    def read(self) -> RunData | None:
+        """Return the run with all complete lines.
+
+        Raises:
+            OSError: if the file is gone or cannot be read.
+        """
+        status = self._path.stat()
+        lines = self._appended() if self._run is not None and status.st_ino == self._inode else None
+        if self._run is None or lines is None:
+            self._inode, self._position = status.st_ino, self._end_of_lines(status.st_size)
+            self._run = read_run(self._path, self._num_runs, self._position)
+            return self._run
+        complete = lines[: lines.rfind(b"\n") + 1]
+        for line in complete.splitlines():
+            take_line(self._run, line)
+        self._position += len(complete)
+        self._newest = (self._newest + complete)[-_KEPT_BYTES:]
+        return self._run
+
+    def _appended(self) -> bytes | None:
+        """Return what follows what was read; None if that has changed, as when a resumed run repeats iterations."""
+        with self._path.open("rb") as file:
+            file.seek(self._position - len(self._newest))
+            return file.read(MAX_PARSED_BYTES) if file.read(len(self._newest)) == self._newest else None
+
+    def _end_of_lines(self, size: int) -> int:
+        """Return where the last complete line ends, and keep the bytes before it."""
+        with self._path.open("rb") as file:
+            start = max(0, size - 2**20)
+            file.seek(start)
+            content = file.read(size - start)
+        end = content.rfind(b"\n") + 1
+        self._newest = content[max(0, end - _KEPT_BYTES) : end]
+        return start + end
+
+
+class Runs:
+    """The runs below a folder, by path relative to it."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder.resolve()
+        self._followers: dict[tuple[str, int], Follower] = {}
+        self._lock = threading.Lock()
+
+    def paths(self) -> list[str]:
+        """Return the runs, the newest first; links that lead out of the folder are left out."""
+        found = []
+        for path in find_metrics_files(self._folder):
+            with contextlib.suppress(OSError):  # a run that is deleted now
+                if path.is_file() and path.resolve().is_relative_to(self._folder):
+                    found.append((-path.stat().st_mtime, path.parent.relative_to(self._folder).as_posix()))
+        return [path for _, path in sorted(found)[:MAX_LISTED]]
+
+    def page(self, path: str, num_runs: int) -> dict[str, Any] | None:
+        """Return a run as the page reads it; None if it is no run of the folder."""
+        file = self._folder / path / METRICS_NAME
+        with self._lock:
+            follower = self._followers.setdefault((path, num_runs), Follower(file, num_runs))
+            try:
+                run = follower.read()
+                page = None if run is None else run.as_page(updated=file.stat().st_mtime)
+            except OSError:
+                page = None
+            if page is None:
+                del self._followers[path, num_runs]
+                return None
+        return {**page, "name": self._folder.name if path == "." else path}
+
+    def summaries(self, address: str) -> list[dict[str, Any]]:
+        """Return a line for every run."""
+        found = []
+        for path in self.paths():
+            run = self.page(path, 1)
+            if run is not None:
+                series = run["records"]["series"].get("lm loss") or [None]
+                progress, findings = run["progress"], run["findings"]
+                query = f"run={quote(path, errors=NAME_ERRORS)}"
+                found.append(
+                    {
+                        "name": run["name"],
+                        "query": query,
+                        "status": run["status"],
+                        "state": run["state"],
+                        "iteration": progress.get("iteration"),
+                        "train_iters": progress.get("train_iters"),
+                        "lm_loss": series[-1],
+                        "finding": findings[0] if findings and findings[0]["severity"] != "ok" else None,
+                        "updated": run["updated"],
+                        "url": f"{address}?{query}",
+                    }
+                )
+        return found
+
+
+class RunsHandler(BaseHTTPRequestHandler):
+    """Answers for a page and its data, below an address with the token."""
+
+    runs: Runs
+    token: str
+    server_version, sys_version = "moe-trainer", ""
+
+    def do_GET(self) -> None:
+        """Answer the page, or its data as JSON."""
+        port = self.server.server_address[1]
+        if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
+            return self._send(403, "text/plain", "forbidden: open the address that the server printed\n")
+        try:
+            address = urlsplit(self.path)
+        except ValueError as error:
+            return self._send(400, "text/plain", f"not an address: {error}\n")
+        parts = address.path.split("/")
+        if len(parts) != 3 or not secrets.compare_digest(parts[1].encode(), self.token.encode()):
+            return self._send(403, "text/plain", "forbidden: the token is missing or wrong\n")
+        if parts[2] not in ("", "data"):
+            return self._send(404, "text/plain", "not found\n")
+        base, wanted = f"/{self.token}/", parse_qs(address.query, errors=NAME_ERRORS).get("run", [])
+        live = {
+            "poll_ms": POLL_MS,
+            "data_url": f"{base}data?{address.query}",
+            "list_url": base,
+            "compare_url": f"{base}?compare=1",
+        }
+        if not wanted:
+            data = page_data([], list=self.runs.summaries(base), live=live)
+        else:
+            known = set(self.runs.paths())
+            if len(wanted) > MAX_RUNS or not known.issuperset(wanted):
+                return self._send(404, "text/plain", f"not found: no such run, or more than {MAX_RUNS}\n")
+            found = [self.runs.page(path, len(wanted)) for path in wanted]
+            data = page_data([run for run in found if run is not None], live=live)
+        if parts[2] == "data":
+            return self._send(200, "application/json", as_json(data))
+        return self._send(200, "text/html; charset=utf-8", render_page("moe-trainer", data))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        with contextlib.suppress(ConnectionError):  # the page was closed
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing: the address contains the token."""
+
+
+def make_server(folder: Path, port: int) -> tuple[ThreadingHTTPServer, str]:
+    """Return a server, and the address to open.
+
+    Raises:
+        OSError: if the port is in use.
+    """
+    token = secrets.token_urlsafe(18)
+    handler = type("ServerHandler", (RunsHandler,), {"runs": Runs(folder), "token": token})
+    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    return server, f"http://127.0.0.1:{server.server_address[1]}/{token}/"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program_name("dashboard"),
+        description=as_typed("dashboard", __doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="RUNS", type=local_path, help="folder below which runs are")
+    parser.add_argument("--port", type=int, default=0, help="default: any free port")
+    options = parser.parse_args(argv)
+    if not options.folder.is_dir():
+        parser.error(f"{options.folder}: not a directory")
+    if not 0 <= options.port < 65536:
+        parser.error(f"--port {options.port}: needs a number from 0 to 65535")
+    try:
+        server, address = make_server(options.folder, options.port)
+    except OSError as error:
+        parser.error(f"--port {options.port}: {error.strerror or error}")
+    print(f"dashboards of {options.folder}: {address} (Ctrl-C ends)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return ExitCode.OK
+    finally:
+        server.server_close()
+    return ExitCode.OK
