@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,14 @@ from torch import Tensor, nn
 from arguments import Arguments
 from moe_trainer.checkpoint.megatron_legacy.names import global_name
 from moe_trainer.moe.balancing import LOSS_NAMES
-from moe_trainer.verification.megatron_core.model import build_megatron_model, copy_weights, on_cpu, take
+from moe_trainer.verification.megatron_core.model import (
+    build_megatron_model,
+    copy_weights,
+    megatron_core_version,
+    on_cpu,
+    take,
+    take_logged_losses,
+)
 
 TOLERANCE = 1e-5
 """Largest difference that counts as equal, relative to the largest value of the tensor: rounding of fp32."""
@@ -75,14 +81,20 @@ def compare(
         seed: of the tokens.
 
     Raises:
-        ImportError: if there is no Megatron-Core.
-        ValueError: if Megatron-Core's model has other parameters.
+        UserError: if there is no Megatron-Core.
+        ValueError: if Megatron-Core's model has other parameters, or leaves open what it computes.
     """
-    version = importlib.import_module("megatron.core").__version__
+    version = megatron_core_version()
+    if args.moe.moe_expert_capacity_factor is not None and args.moe.moe_token_drop_policy == "position":
+        raise ValueError(
+            "--moe-token-drop-policy position: Megatron-Core drops what torch.topk leaves out among equal values, "
+            "which is not defined; compare with probs"
+        )
     sequences, length = args.training.micro_batch_size, args.data.seq_length
     generator = torch.Generator().manual_seed(seed)
     ids_BS = torch.randint(vocab_size, (sequences, length + 1), generator=generator)
     tokens_BS, labels_BS = ids_BS[:, :-1].contiguous(), ids_BS[:, 1:].contiguous()
+    take_logged_losses()  # of earlier models
     with on_cpu():
         megatron = build_megatron_model(args, vocab_size)
         copy_weights(network, megatron)
@@ -97,7 +109,7 @@ def compare(
         their_loss_BS.mean().backward()
         rows = [_numbers("lm loss", our_loss_BS.mean(), their_loss_BS.mean())]
         rows.append(_largest("loss of a token", [("", our_loss_BS, their_loss_BS)]))
-        logged, megatron_logged = _logged_losses(network), _megatron_logged_losses()
+        logged, megatron_logged = _logged_losses(network), take_logged_losses()
         rows += [_numbers(name, value, megatron_logged[name]) for name, value in logged.items()]
     rows += _module_rows(ours, theirs)
     rows.append(_gradient_row(network, megatron))
@@ -129,20 +141,6 @@ def _logged_losses(network: nn.Module) -> dict[str, Tensor]:
     mtp_losses = getattr(network, "mtp_losses", None)
     if mtp_losses is not None:
         losses["mtp loss"] = (mtp_losses.losses[0] / mtp_losses.losses[1]).sum()
-    return losses
-
-
-def _megatron_logged_losses() -> dict[str, Tensor]:
-    """Return what Megatron-Core has logged, and clear it."""
-    moe = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    mtp = importlib.import_module("megatron.core.transformer.multi_token_prediction").MTPLossLoggingHelper
-    losses = {}
-    for name, entry in moe.get_moe_layer_wise_logging_tracker().items():
-        losses[name] = entry["values"].double().sum()
-        entry["values"].zero_()
-    if "values" in mtp.tracker:
-        losses["mtp loss"] = mtp.tracker["values"].sum()
-        mtp.clean_loss_in_tracker()
     return losses
 
 

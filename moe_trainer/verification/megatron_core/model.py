@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from arguments import Arguments
+from arguments.container import OPTIONS
 from moe_trainer.checkpoint.megatron_legacy.names import global_name
+from moe_trainer.errors import UserError
 
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 # fields of Megatron-Core's config whose flag has another name there or here, and those that choose kernels of devices
@@ -42,6 +44,13 @@ _WITHOUT_KERNELS = {
     "attention_backend": None,
 }
 
+_RENAMED = frozenset(
+    "num_experts swiglu squared_relu group_query_attention yarn_original_max_position_embeddings yarn_beta_fast "
+    "yarn_beta_slow max_position_embeddings position_embedding_type rotary_base rotary_percent "
+    "untie_embeddings_and_output_weights make_vocab_size_divisible_by".split()
+)
+"""Flags that are no field of that config under their name, and reach the model another way."""
+
 
 class _NoStream:
     """A CUDA stream or event of a machine without CUDA: every method does nothing."""
@@ -59,6 +68,23 @@ class _NoStream:
         pass
 
 
+def megatron_core_version() -> str:
+    """Import Megatron-Core and return its version.
+
+    Raises:
+        UserError: if it is not installed, or cannot be imported.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TransformerEngine and apex are missing
+        try:
+            import megatron.core.models.gpt
+        except ImportError as error:
+            raise UserError(
+                f"{sys.executable} cannot import Megatron-Core ({error}): pip install megatron-core"
+            ) from error
+    return megatron.core.__version__
+
+
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Let Megatron-Core compute on the CPU, as the only rank of a gloo group, while the context is open."""
@@ -73,17 +99,20 @@ def on_cpu() -> Iterator[None]:
         stand_in(torch.cuda, "current_device", lambda: torch.device("cpu"))
         stand_in(Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
 
-        parallel_state = importlib.import_module("megatron.core.parallel_state")
-        random = importlib.import_module("megatron.core.tensor_parallel.random")
-        attention = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+        from megatron.core.transformer import multi_latent_attention
+        from megatron.core.transformer.dot_product_attention import DotProductAttention
+        from megatron.core.transformer.moe import moe_utils
+
         # names that these modules have only with TransformerEngine
-        stand_in(importlib.import_module("megatron.core.transformer.moe.moe_utils"), "te_general_gemm", None)
-        latent = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-        if not isinstance(getattr(latent, "TELinear", None), type):
-            stand_in(latent, "TELinear", type("TELinear", (), {}))
+        if not hasattr(moe_utils, "te_general_gemm"):
+            stand_in(moe_utils, "te_general_gemm", None)
+        if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+            stand_in(multi_latent_attention, "TELinear", type("TELinear", (), {}))
         # its states are those of CUDA generators; without dropout nothing is drawn
-        stand_in(random.CudaRNGStatesTracker, "fork", lambda *_args: contextlib.nullcontext())
-        stand_in(attention, "__init__", _with_head_sizes(attention.__init__))
+        stand_in(CudaRNGStatesTracker, "fork", lambda *_args: contextlib.nullcontext())
+        stand_in(DotProductAttention, "__init__", _with_head_sizes(DotProductAttention.__init__))
 
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         stack.callback(dist.destroy_process_group)
@@ -113,36 +142,60 @@ def config_fields(args: Arguments, known: Mapping[str, Any]) -> dict[str, Any]:
     model, moe = args.model, args.moe
     sections = (model, moe, args.parallel, args.training, args.precision)
     flags = {field.name: getattr(section, field.name) for section in sections for field in dataclasses.fields(section)}
-    activation = F.silu if model.swiglu else F.gelu
-    if model.squared_relu:
-        activation = importlib.import_module("megatron.core.activations").squared_relu
+    from megatron.core.activations import squared_relu
+
+    activation = squared_relu if model.squared_relu else F.silu if model.swiglu else F.gelu
     flags |= _WITHOUT_KERNELS | {
         "num_moe_experts": moe.num_experts,
         "gated_linear_unit": model.swiglu,
         "activation_func": activation,
         "num_query_groups": model.num_query_groups if model.group_query_attention else None,
         "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
         "params_dtype": torch.float32,
     }
-    return {name: value for name, value in flags.items() if name in known and value is not None}
+    unknown = [
+        option.spellings[0]
+        for dest, option in OPTIONS.items()
+        if option.restore in ("always", "to evaluate") and dest in flags and dest not in known and dest not in _RENAMED
+        if flags[dest] != option.default and flags[dest] is not None
+    ]
+    if unknown:
+        raise ValueError(f"Megatron-Core {megatron_core_version()} has no {', '.join(sorted(unknown))}")
+    # None is "not given"; of this field it is a meaning, and not Megatron-Core's default
+    return {
+        name: value for name, value in flags.items() if name in known and (value is not None or name == "q_lora_rank")
+    }
 
 
 def build_megatron_model(args: Arguments, vocab_size: int) -> nn.Module:
-    """Build Megatron-Core's GPTModel for these flags, with weights of its own; inside `on_cpu`.
+    """Build Megatron-Core's GPTModel for these flags, with initial weights; inside `on_cpu`.
 
     Args:
         args: flags of this program.
         vocab_size: rows of the embedding, with padding.
+
+    Raises:
+        ValueError: if Megatron-Core has no such model, or not without CUDA and TransformerEngine.
     """
-    configs = importlib.import_module("megatron.core.transformer.transformer_config")
-    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    try:
+        return _build(args, vocab_size)
+    except AssertionError as error:
+        raise ValueError(f"Megatron-Core {megatron_core_version()} cannot build this model here: {error}") from error
+
+
+def _build(args: Arguments, vocab_size: int) -> nn.Module:
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
     model = args.model
-    config_class = configs.MLATransformerConfig if model.multi_latent_attention else configs.TransformerConfig
+    config_class = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     known = {field.name: field for field in dataclasses.fields(config_class) if field.init}
     config = config_class(**config_fields(args, known))
-    spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    mtp = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
-    return importlib.import_module("megatron.core.models.gpt").GPTModel(
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
+    mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
+    return GPTModel(
         config,
         spec,
         vocab_size,
@@ -188,3 +241,17 @@ def copy_weights(network: nn.Module, megatron: nn.Module) -> None:
             f"{copied:,} of {expected:,} parameters have a counterpart in Megatron-Core's model"
             + (f"; not found here: {', '.join(missing[:5])}" if missing else "")
         )
+
+
+def take_logged_losses() -> dict[str, Tensor]:
+    """Return the sums over layers of the losses that Megatron-Core has logged, by name, and clear them."""
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    balancing, prediction = get_moe_layer_wise_logging_tracker(), MTPLossLoggingHelper.tracker
+    losses = {name: entry["values"].double().sum() for name, entry in balancing.items()}
+    if "values" in prediction:
+        losses["mtp loss"] = prediction["values"].double().sum()
+    balancing.clear()  # both are of the size of the first model
+    prediction.clear()
+    return losses
