@@ -21,6 +21,7 @@ SCRIPTS = MappingProxyType(
         "inspect": "scripts/inspect_data.py",
         "dashboard": "scripts/dashboard.py",
         "compare": "scripts/compare.py",
+        "compare-megatron": "scripts/compare_megatron.py",
         "doctor": "scripts/doctor.py",
         "launch": "scripts/launch.sh",
     }

@@ -27,6 +27,7 @@ COMMANDS = MappingProxyType(
         "inspect": "statistics of token files; ls, verify and diff of checkpoints",
         "dashboard": "serve the dashboards of a folder of runs",
         "compare": "compare runs, fit scaling laws",
+        "compare-megatron": "compare models with Megatron-Core's own modules, on a CPU",
         "doctor": "what this machine has, and what each absence costs",
         "launch": "train with torchrun, with the variables of the Megatron MoE model zoo",
     }
@@ -35,7 +36,8 @@ COMMANDS = MappingProxyType(
 
 def table(start: str) -> str:
     """Return the commands with what each does."""
-    rows = [f"  {name:11}{text}" for name, text in COMMANDS.items()]
+    width = max(map(len, COMMANDS)) + 2
+    rows = [f"  {name:{width}}{text}" for name, text in COMMANDS.items()]
     return "\n".join([f"usage: {start} COMMAND ...", *rows, f"{start} COMMAND --help explains one; --version"])
 
 
@@ -69,7 +71,7 @@ def run(name: str, words: Sequence[str]) -> int:
     """Run a command in this process, whose last act it is. Returns the exit code."""
     if name == "plan" or {"-h", "--help"} & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not a failure
-    code = importlib.import_module(f"moe_trainer.commands.{name}").main(list(words))
+    code = importlib.import_module(f"moe_trainer.commands.{name.replace('-', '_')}").main(list(words))
     gc.collect()  # see pretrain_moe.leave
     return code
 

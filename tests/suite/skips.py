@@ -13,6 +13,7 @@ PACKAGES = {
     "mkdocs": "mkdocs mkdocs-material",
     "peft|accelerate": "peft",
     "lm.eval": "lm-eval",
+    "megatron.core": "megatron-core",
     "moto|s3fs": "moto[server] s3fs",
     "pyarrow": "pyarrow",
     "gcsfs|gcp": "gcsfs gcp-storage-emulator",
