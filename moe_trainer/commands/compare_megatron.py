@@ -92,7 +92,7 @@ def _compare(flags: Sequence[str], seed: int) -> Comparison:
     """
     import torch
 
-    from moe_trainer import build_model
+    from moe_trainer.api import build_model
     from moe_trainer.verification.megatron_core.compare import compare
     from moe_trainer.verification.megatron_core.model import megatron_core_version
 

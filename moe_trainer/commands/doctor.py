@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.program import as_typed, program_name
-from moe_trainer.backends import import_problem
+from moe_trainer.backends import import_problem, nccl_version
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv, read_launch_env
 
@@ -123,7 +123,8 @@ def find_torch() -> list[Finding]:
         device = torch.cuda.get_device_properties(0)
         memory, capability = f"{device.total_memory / 2**30:.0f} GiB", f"{device.major}.{device.minor}"
         devices = f"{torch.version.cuda}, {count} x {device.name}, {memory}, capability {capability}"
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+        loaded = nccl_version() or torch.cuda.nccl.version() if dist.is_nccl_available() else ()
+        nccl = ".".join(map(str, loaded)) or None
         findings += [
             Finding("cuda", devices, None, ""),
             Finding("nccl", nccl, None if nccl else "not in this build of torch", "no communication between GPUs"),
@@ -165,10 +166,10 @@ def find_deep_ep() -> list[Finding]:
     from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
 
     cost = "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line"
-    cost_v2 = "version 1 is used if installed; else as deepep"
+    cost_v2 = "version 1 is used if it is what is installed; else as deepep"
     version = _version("deep_ep")
     return [
-        Finding("deepep", version, deepep.problem("Buffer"), f"{cost} (--on-missing-backend)", deepep.INSTALL),
+        Finding("deepep", version, deepep.problem(), f"{cost} (--on-missing-backend)", deepep.INSTALL),
         Finding("deepep_v2", version, deepep.problem("ElasticBuffer"), cost_v2),
         Finding("hybridep", version, hybridep.problem(), "as deepep", hybridep.INSTALL),
         Finding("ncclep", _version("transformer_engine"), ncclep.problem(), "as deepep", ncclep.INSTALL),

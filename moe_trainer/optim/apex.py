@@ -12,6 +12,8 @@ import torch
 
 from moe_trainer.backends import import_problem
 from moe_trainer.ops.fused_library import FusedLibrary
+from moe_trainer.parallel.collectives import all_gather_object
+from moe_trainer.parallel.state import Group
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +50,20 @@ def load(device_type: str = "cuda") -> FusedLibrary:
     return FusedLibrary("apex", apply, importlib.import_module("amp_C"), gemms, device_type)
 
 
-def select_fused_library(device: torch.device) -> FusedLibrary | None:
-    """Return the library whose kernels replace torch's on a device; None if torch's are used. The log says which."""
-    if device.type != "cuda" or importlib.util.find_spec("transformer_engine") is not None:
+def select_fused_library(device: torch.device, world: Group) -> FusedLibrary | None:
+    """Return the library whose kernels replace torch's on a device; None if torch's are used. The log says which.
+
+    All ranks use the same kernels: replicas of a weight that round differently would drift apart.
+
+    Communication: on CUDA devices, one object of every rank.
+    """
+    if device.type != "cuda":
         return None
-    if reason := problem():
-        if importlib.util.find_spec("apex") is not None:
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    reasons = all_gather_object("TransformerEngine is installed" if has_te else problem(), world)
+    if any(reasons):
+        reason = next(filter(None, reasons))
+        if not has_te and importlib.util.find_spec("apex") is not None:
             logger.info("%s; the optimizer uses torch's kernels", reason)
         return None
     library = load()

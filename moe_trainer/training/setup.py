@@ -87,7 +87,7 @@ def build_context(
                     "fp4" if args.precision.fp4 else "fp8",
                 )
         else:
-            library = select_fused_library(runtime.device)
+            library = select_fused_library(runtime.device, ps.world)
             grads = build_grad_buffers(args, runtime, chunks, library)
             optimizer = Optimizer(
                 chunks,

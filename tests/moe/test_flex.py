@@ -6,6 +6,7 @@ import logging
 import sys
 from dataclasses import replace
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moe.fake_deep_ep import Signatures, make_hybrid, make_v1, make_v2
 from moe.layers import HIDDEN, build_shard, sections
 from training.layouts import compare, make_argv, shallow, train
 
+from moe_trainer import backends
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
@@ -73,7 +75,11 @@ def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
         deepep.V2_HIDDEN_MULTIPLE if version == "DeepEP 2" else HIDDEN
     )  # of the buffer, which the stand-in does not hold rows against
     rows = DispatchBufferSpec(width, max_tokens, torch.bfloat16, torch.device("cpu"))
-    made = build_dispatcher(moe, ps, rows, BackendPolicy(cuda=True, typed=frozenset({"moe_flex_dispatcher_num_sms"})))
+    policy = BackendPolicy(cuda=True, typed=frozenset({"moe_flex_dispatcher_num_sms"}))
+    with mock.patch.object(
+        backends, "nccl_version", return_value=None
+    ):  # a CUDA build of torch brings one, perhaps old
+        made = build_dispatcher(moe, ps, rows, policy)
     classes = {
         "deepep": deepep.DeepEPDispatcher,
         "hybridep": hybridep.HybridEPDispatcher,

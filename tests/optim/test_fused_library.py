@@ -19,7 +19,7 @@ from moe_trainer.optim.clip import square_sum
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training import setup
 
-CUDA = torch.device("cuda")
+CUDA, WORLD = torch.device("cuda"), ParallelState.single().world
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -31,12 +31,12 @@ def calls(monkeypatch, tmp_path) -> list[str]:
 def selected(caplog) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        library = select_fused_library(CUDA)
+        library = select_fused_library(CUDA, WORLD)
     return f"{None if library is None else library.name}; {' '.join(caplog.messages)}"
 
 
 def test_apex_is_used_on_cuda_without_transformer_engine(calls, caplog, monkeypatch):
-    assert apex.problem() is None and select_fused_library(torch.device("cpu")) is None
+    assert apex.problem() is None and select_fused_library(torch.device("cpu"), WORLD) is None
     assert selected(caplog) == (
         "apex; apex: Adam, scaled gradients and their norm by amp_C; weight gradients by fused_weight_gradient_mlp_cuda "
         "where it can add them"
@@ -45,6 +45,12 @@ def test_apex_is_used_on_cuda_without_transformer_engine(calls, caplog, monkeypa
     engine.__spec__ = ModuleSpec("transformer_engine", None)
     monkeypatch.setitem(sys.modules, "transformer_engine", engine)
     assert selected(caplog) == "None; "
+
+
+def test_all_ranks_use_the_same_kernels(calls, caplog, monkeypatch):
+    missing = "the package apex is not installed"
+    monkeypatch.setattr(apex, "all_gather_object", lambda mine, world: [mine, missing])
+    assert selected(caplog) == f"None; {missing}; the optimizer uses torch's kernels"
 
 
 def test_without_apex_the_log_is_silent(caplog):
@@ -155,7 +161,7 @@ def test_a_run_gives_the_library_to_optimizer_and_gradients(calls, monkeypatch):
     argv = make_argv("accumulation")
     plain = train(argv, 0, ParallelState.single())
     assert calls == []
-    monkeypatch.setattr(setup, "select_fused_library", lambda device: apex.load(device.type))
+    monkeypatch.setattr(setup, "select_fused_library", lambda device, world: apex.load(device.type))
     borrowed = train(argv, 0, ParallelState.single())
     assert {"multi_tensor_adam_capturable", "multi_tensor_l2norm", "wgrad_gemm_accum_fp32"} <= set(calls)
     assert [str(difference) for difference in compare(plain, borrowed, FP32)] == []
