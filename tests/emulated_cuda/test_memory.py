@@ -58,7 +58,7 @@ def test_memory_plan_equals_allocator_count(name):
     assert found["forward 0"] == pytest.approx(plan.kept, rel=0.005)
     assert found["backward 0"] == pytest.approx(-found["forward 0"], rel=1e-5)  # but the loss itself
     # the plan adds buffers of the experts' backward to logits that are gone by then
-    assert found["peak"] <= 1.005 * plan.total and plan.total <= 1.12 * found["peak"]
+    assert found["peak"] <= 1.005 * plan.total and plan.total <= 1.14 * found["peak"]
 
 
 @pytest.mark.parametrize(
