@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
             if not is_first_rank(os.environ):
                 return ExitCode.OK  # the first rank alone answers, and its exit code is that of the job
-            return (_validate if asked("validate_only") else _dry_run)(read_pasted_line(argv))
+            argv = argv if argv[0].startswith("-") else read_pasted_line(argv)
+            return (_validate if asked("validate_only") else _dry_run)(argv)
         launch_env = read_launch_env(os.environ)
         rank = str(launch_env.rank)
         args = arguments.parse_args(argv, launch_env.world_size, read_recorded_flags(argv, launch_env.world_size))
