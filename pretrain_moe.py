@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 def _validate(argv: list[str]) -> int:
     """Check the flags and the files that they name, without torch."""
-    from arguments.report import FileCheckResult, get_world_size, run_validate_only
+    from arguments.report import FileCheckResult, run_validate_only
     from arguments.stage_layout import parallel_sizes
     from moe_trainer.estimate.dry_run import planned_memory
     from moe_trainer.estimate.parameters import params_report, planned_vocab_size
@@ -108,7 +108,7 @@ def _validate(argv: list[str]) -> int:
     return run_validate_only(
         argv,
         params_report,
-        read_recorded_flags(argv, get_world_size(argv)[0]),
+        read_recorded_flags(argv),
         describe_groups,
         state_report,
         deadlocking_batch_sizes,
@@ -216,10 +216,9 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
 
 def _dry_run(argv: list[str]) -> int:
     """Plan instead of running, without torch."""
-    from arguments.report import get_world_size
     from moe_trainer.estimate.dry_run import run_dry_run
 
-    return run_dry_run(argv, read_recorded_flags(argv, get_world_size(argv)[0]))
+    return run_dry_run(argv, read_recorded_flags(argv))
 
 
 def _report_error(error: ValueError, rank: str) -> int:
