@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_SIGNALS)
             if not is_first_rank(os.environ):
                 return ExitCode.OK  # the first rank alone answers, and its exit code is that of the job
-            return (_validate if asked("validate_only") else _dry_run)(read_pasted_line(argv))
+            argv = argv if argv[0].startswith("-") else read_pasted_line(argv)
+            return (_validate if asked("validate_only") else _dry_run)(argv)
         launch_env = read_launch_env(os.environ)
         rank = str(launch_env.rank)
         args = arguments.parse_args(argv, launch_env.world_size, read_recorded_flags(argv, launch_env.world_size))
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 def _validate(argv: list[str]) -> int:
     """Check the flags and the files that they name, without torch."""
-    from arguments.report import FileCheckResult, get_world_size, run_validate_only
+    from arguments.report import FileCheckResult, run_validate_only
     from arguments.stage_layout import parallel_sizes
     from moe_trainer.estimate.dry_run import planned_memory
     from moe_trainer.estimate.parameters import params_report, planned_vocab_size
@@ -107,7 +108,7 @@ def _validate(argv: list[str]) -> int:
     return run_validate_only(
         argv,
         params_report,
-        read_recorded_flags(argv, get_world_size(argv)[0]),
+        read_recorded_flags(argv),
         describe_groups,
         state_report,
         deadlocking_batch_sizes,
@@ -215,10 +216,9 @@ def _run(args: arguments.Arguments, launch_env: LaunchEnv, exit_signal: ExitSign
 
 def _dry_run(argv: list[str]) -> int:
     """Plan instead of running, without torch."""
-    from arguments.report import get_world_size
     from moe_trainer.estimate.dry_run import run_dry_run
 
-    return run_dry_run(argv, read_recorded_flags(argv, get_world_size(argv)[0]))
+    return run_dry_run(argv, read_recorded_flags(argv))
 
 
 def _report_error(error: ValueError, rank: str) -> int:

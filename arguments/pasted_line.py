@@ -9,76 +9,121 @@ import shlex
 from collections.abc import Sequence
 from math import prod
 
+from arguments.flag_status import is_known_spelling
+from arguments.tokens import FIELDS
+
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _TORCHRUN = ("torchrun", "torchrun.py", "torch.distributed.run", "torch.distributed.launch")
-_LAUNCHER = re.compile(r"torchrun(\.py)?|srun|mpirun|mpiexec|python[\d.]*|env|exec|nohup|numactl|nsys|ncu")
+_LAUNCHER = re.compile(
+    r"torchrun(\.py)?|srun|salloc|mpirun|mpiexec|python[\d.]*|env|exec|nohup|time|timeout|stdbuf|taskset|numactl|nsys|ncu"
+    r"|sudo|docker|podman|singularity|apptainer|enroot|conda|uv"
+)
+"""First words of a line: launchers, and programs that start them."""
+_LAUNCHER_SWITCHES = frozenset(
+    "-- --standalone --no-python --run-path --use-env --exclusive --overlap --label --unbuffered".split()
+)
+"""Options without a value that can stand before the program."""
 _PROGRAM = re.compile(r"pretrain_\w+")
 """Name of the trainer, of Megatron-LM's too, as a module; a file has .py after it."""
 _ATTACHED = re.compile(r"(-[nN])(\d.*)")
 _RANKS = ("--world-size", "--gpus")
 """Options that give the number of ranks; `--gpus` is that of a search."""
+_OF_PLANS = frozenset(("world_size", "hardware", "report", "report_html", "length_histogram"))
+"""Flags of the trainer that are about a plan, with one value: they can stand before a pasted line."""
+_QUOTED_OR_SHELL = re.compile(
+    r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)"""  # kept
+    r"|(?:(?<!\S)\d+|&)?[<>]+&?[ \t]*[^\s|&;<>]+|[|&;].*",  # a redirection; the next command
+    re.DOTALL,
+)
 
 
 def read_pasted_line(words: Sequence[str]) -> list[str]:
     """Return the flags of a command line that starts the trainer, with the number of its ranks as --world-size.
 
-    Options before the launcher, which are those of a tool, stay. A number of ranks among them or among the flags takes
-    precedence. Words without a launcher or program are returned as they are.
+    The launcher is the first word, after any assignments. Only options of a tool and flags about a plan can stand
+    before it; they stay. A number of ranks among them or among the flags takes precedence. Other words are returned as
+    they are.
 
     Raises:
         ValueError: if the launcher's numbers are needed and are no numbers.
     """
-    split = [part for word in words for part in _split_text(word)]
-    begin = next((index for index in range(len(split)) if _starts(split, index)), None)
+    begin = _find_line(words)
     if begin is None:
         return list(words)
-    if not split[0].startswith("-"):
-        begin = 0  # also a launcher that is not known here
-    program = next((index for index in range(begin, len(split)) if _is_program(split, index)), None)
-    if program is None:
+    line = [*_split_text(words[begin]), *words[begin + 1 :]]
+    end = _program_end(line)
+    if end is None:
         return list(words)
-    flags = [word for word in split[program + 1 :] if word == "" or word.strip("\\ \t\r\n")]
-    rest = [*split[:begin], *flags]
+    flags = [word for word in line[end:] if word == "" or word.strip("\\ \t\r\n")]
+    rest = [*words[:begin], *flags]
     if any(word.partition("=")[0] in _RANKS for word in rest):
         return rest
-    ranks = _count_ranks(split[begin:program])
+    ranks = _count_ranks(line[:end])
     return rest if ranks is None else ["--world-size", str(ranks), *rest]
+
+
+def _find_line(words: Sequence[str]) -> int | None:
+    """Return where a pasted line begins; None if a flag of the trainer or another word comes first."""
+    index = 0
+    while index < len(words) and words[index].startswith("-"):
+        name, equals, _ = words[index].partition("=")
+        index += 1
+        if name in FIELDS and FIELDS[name].dest in _OF_PLANS:
+            index += not equals
+        elif name in FIELDS or is_known_spelling(name):
+            return None
+        else:  # an option of the tool, with its values
+            while index < len(words) and not words[index].startswith("-") and not _starts_line(words, index):
+                index += 1
+    return index if index < len(words) and _starts_line(words, index) else None
 
 
 def _split_text(word: str) -> list[str]:
     """Return the words of a whole command line in one word, with continued lines; any other word as it is."""
     if not any(map(str.isspace, word)):
         return [word]
+    text = re.sub(r"\\[ \t\r]*\n", " ", word)
     try:
-        parts = shlex.split(re.sub(r"\\[ \t\r]*\n", " ", word))
+        parts = shlex.split(_QUOTED_OR_SHELL.sub(lambda match: match[1] or " ", text))
     except ValueError:  # a quote that is not closed
         return [word]
-    is_line = bool(parts) and _starts(parts, 0) and any(_is_program(parts, index) for index in range(len(parts)))
-    return parts if is_line else [word]
+    return parts if _starts(parts) and _program_end(parts) is not None else [word]
 
 
 def _name(word: str) -> str:
     return word.rpartition("/")[2]
 
 
-def _starts(words: Sequence[str], index: int) -> bool:
+def _starts_line(words: Sequence[str], index: int) -> bool:
+    return _starts([*_split_text(words[index]), *words[index + 1 :]])
+
+
+def _starts(words: Sequence[str]) -> bool:
     """Return whether a launcher or the program stands here, after any number of assignments."""
-    while index < len(words) and _ASSIGNMENT.fullmatch(words[index]):
-        index += 1
-    if index == len(words):
+    index = next((index for index, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), None)
+    if index is None:
         return False
     name = _name(words[index])
-    return _LAUNCHER.fullmatch(name) is not None or (
-        name.endswith(".py") and _PROGRAM.fullmatch(name.removesuffix(".py")) is not None
-    )
+    is_file = name.endswith(".py") and _PROGRAM.fullmatch(name.removesuffix(".py")) is not None
+    return is_file or name == "moe-trainer" or _LAUNCHER.fullmatch(name) is not None
 
 
-def _is_program(words: Sequence[str], index: int) -> bool:
-    """Return whether this word is the program that the launcher starts: a file, or a module after -m."""
-    word = words[index]
-    if index > 0 and words[index - 1] == "-m":
-        return _PROGRAM.fullmatch(word) is not None
-    return word.endswith(".py") and not word.startswith("-") and _name(word) not in _TORCHRUN
+def _program_end(words: Sequence[str]) -> int | None:
+    """Return the position after the program that a launcher starts: a file, a module after -m, or `moe-trainer train`.
+
+    None without one.
+    """
+    before = ""
+    for index, word in enumerate(words):
+        is_module = before in ("-m", "--module")
+        if word == "moe_trainer" if is_module else _name(word) == "moe-trainer":
+            return index + 2 if words[index + 1 : index + 2] == ["train"] else None
+        is_value = before.startswith("--") and "=" not in before and before.replace("_", "-") not in _LAUNCHER_SWITCHES
+        is_file = word.endswith(".py") and not word.startswith("-") and _name(word) not in _TORCHRUN
+        if _PROGRAM.fullmatch(word) if is_module else is_file and not is_value:
+            return index + 1
+        before = word
+    return None
 
 
 def _count_ranks(words: Sequence[str]) -> int | None:

@@ -68,11 +68,12 @@ def as_typed(command: str, text: str) -> str:
     if start is None:
         return text
     script = re.escape(SCRIPTS[command])
-    text = re.sub(rf"(torchrun .*?){script}", rf"\1-m moe_trainer {command}", text)
 
     def rename(match: re.Match[str]) -> str:
-        new = f"{start} {command}{match['words']}"
+        program = start if match["torchrun"] is None else f"{match['torchrun']}-m moe_trainer"
+        new = f"{program} {command}{match['words']}"
         return f"{new}  ".ljust(len(match[0])) if match["gap"] else new  # columns stay aligned
 
-    text = re.sub(rf"(python )?{script}(?P<words>.*?)(?P<gap> {{2,}}|$)", rename, text, flags=re.MULTILINE)
+    starts = r"(?P<torchrun>torchrun .*?)|python "
+    text = re.sub(rf"({starts})?{script}(?P<words>.*?)(?P<gap> {{2,}}|$)", rename, text, flags=re.MULTILINE)
     return re.sub(r"(python )?pretrain_moe\.py", f"{start} train", text)

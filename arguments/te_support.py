@@ -63,7 +63,7 @@ def attention_problem(model: Any, params_dtype: str, cp_size: int) -> str | None
     return f"{found[0]} is not used with it under context parallelism" if found else None
 
 
-def experts_problem(moe: Any, ep: int) -> str | None:
+def cloned_experts_problem(moe: Any, ep: int) -> str | None:
     """Return why it cannot compute the experts with this expert parallelism, None if it can."""
     if moe.moe_clone_hot_experts and ep > 1:
         return "its number of experts is fixed, and that of clones changes (--moe-clone-hot-experts)"
@@ -105,7 +105,7 @@ def can_quantize_experts(moe: Any, precision: Any, ep: int, *, replaces_weights:
         can_quantize_linears(precision, replaces_weights)
         and bool(moe.num_experts)
         and moe.moe_grouped_gemm
-        and experts_problem(moe, ep) is None
+        and cloned_experts_problem(moe, ep) is None
         and stash_problem(moe, fused, fused_experts_problem(moe, precision)) is None
     )
 

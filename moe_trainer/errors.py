@@ -27,7 +27,8 @@ def require_packages(*names: str) -> None:
     if missing:
         raise UserError(
             f"{sys.executable} has no {', '.join(missing)}: use the environment that scripts/quickstart.sh makes "
-            "(. .venv/bin/activate), or pip install -e . (`moe-trainer doctor` lists what is installed)"
+            "(. .venv/bin/activate), or pip install -e . (scripts/doctor.py, or `moe-trainer doctor` once it is "
+            "installed, lists what there is)"
         )
 
 

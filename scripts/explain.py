@@ -78,7 +78,7 @@ def main(words: list[str]) -> int:
     try:
         options, flags = parser.parse_known_args(read_pasted_line(words))
         world_size, violations = get_world_size(flags)
-        settings, flag_violations = resolve_command_line(flags, world_size, read_recorded_flags(flags, world_size))
+        settings, flag_violations = resolve_command_line(flags, world_size, read_recorded_flags(flags))
     except ValueError as error:
         parser.error(str(error))
     violations = [*violations, *flag_violations]

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from arguments import ArgumentError
 from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
+from moe_trainer.commands.checkpoint_flags import spell_checkpoint
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, rank_of_stage, recording_key, stages_to_execute
 from moe_trainer.estimate.parallel_configs import drop_flags
@@ -42,7 +43,6 @@ from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.roofline import Roofline, make_roofline
 from moe_trainer.estimate.roofline_text import roofline_json, roofline_lines, table_lines
 from moe_trainer.exit_codes import ExitCode
-from moe_trainer.tool_flags import spell_checkpoint
 from scripts.bench_common import get_commit
 
 DEVICE = ROOT / "tests" / "emulated_cuda"

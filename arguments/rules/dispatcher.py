@@ -14,7 +14,7 @@ from arguments.settings import Limit, Settings, Violation
 from arguments.stored_weights import stored_weight_format
 from arguments.te_support import (
     can_quantize_experts,
-    experts_problem,
+    cloned_experts_problem,
     fused_experts_problem,
     has_captured_experts,
     leaves_counts_on_device,
@@ -134,7 +134,7 @@ def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
     if not getattr(s, dest) or s.transformer_impl != "transformer_engine" or not f.experts:
         return
     host_problem = fused_experts_problem(s, s) if s.fp8 or s.fp4 else None
-    if problem := experts_problem(s, f.ep) or stash_problem(s, True, host_problem):
+    if problem := cloned_experts_problem(s, f.ep) or stash_problem(s, True, host_problem):
         reason = f"TransformerEngine cannot compute these experts, because {problem}; this program's grouped GEMMs do"
         s.note_no_effect(s.flag(dest), reason)
 

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import arguments
+from arguments.report import get_world_size
 
 if TYPE_CHECKING:
     from arguments.checkpoint_args import CheckpointArgsSource
 
 
-def read_recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str, object] | None:
+def read_recorded_flags(argv: list[str], world_size: int | None = None) -> Mapping[str, object] | None:
     """Return the flags that the checkpoint recorded, None without --use-checkpoint-args, none without a checkpoint.
 
-    Imports torch only if there is something to read.
+    Imports torch only if there is something to read. `world_size` None: as `get_world_size` counts the ranks.
 
     Raises:
         ValueError: if the checkpoint cannot be read; an ArgumentError if the command line has other errors too.
@@ -25,6 +26,8 @@ def read_recorded_flags(argv: list[str], world_size: int | None) -> Mapping[str,
     try:
         return _read_flags(source)
     except ValueError as error:
+        if world_size is None:
+            world_size, _ = get_world_size(argv)
         others = arguments.violations_without_checkpoint(argv, world_size)
         if not others:
             raise

@@ -19,4 +19,4 @@ def main(argv: Sequence[str]) -> int:
         print(f"{program_name('launch')}: bash is not installed; torchrun -m moe_trainer train works", file=sys.stderr)
         return ExitCode.USER_ERROR
     own = {"MOE_TRAINER_PYTHON": sys.executable, "MOE_TRAINER_LAUNCHER": program_name("launch")}
-    os.execve(bash, [bash, str(SCRIPT), *argv], {**own, **os.environ})
+    os.execve(bash, [bash, str(SCRIPT), *argv], {**os.environ, **own})

@@ -30,9 +30,9 @@ from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
 from arguments.program import as_typed, command_line, program_name
-from arguments.report import get_world_size
 from arguments.tokens import FIELDS
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
+from moe_trainer.commands.checkpoint_flags import spell_checkpoint
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.accuracy import CORRECTING_RUNS, accuracy_lines, fitted_residuals
 from moe_trainer.estimate.calibrate import (
@@ -63,7 +63,6 @@ from moe_trainer.estimate.search_text import search_lines
 from moe_trainer.estimate.uncertainty import PER_STEP, UNTESTED, cross_validate, fit, total_error
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
-from moe_trainer.tool_flags import spell_checkpoint
 
 SEARCH_OPTIONS = ("--gpus", "--best", "--headroom", "--formats", "--hardware", "--world-size", "--report-html")
 RECORD = Path(__file__).resolve().parents[2] / "scripts" / "bench_results" / "planner.md"
@@ -204,7 +203,7 @@ def main(words: list[str]) -> int:
 
 def _plan(words: list[str]) -> int:
     try:
-        recorded = read_recorded_flags(words, get_world_size(words)[0])
+        recorded = read_recorded_flags(words)
     except ValueError as error:
         print(f"{program_name('plan')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR

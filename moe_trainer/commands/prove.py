@@ -20,11 +20,11 @@ from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
 from arguments.program import as_typed, command_line, program_name
+from moe_trainer.commands.checkpoint_flags import spell_checkpoint
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
-from moe_trainer.tool_flags import spell_checkpoint
 from moe_trainer.verification.pictures import proof_figures
 from moe_trainer.verification.random_layouts import draw_cases
 from moe_trainer.verification.report import command, markdown, result_lines, shrunk_lines, summary_lines

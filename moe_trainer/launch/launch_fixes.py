@@ -20,6 +20,7 @@ VARIABLES = (
     ("--expert-tensor-parallel-size", "ETP"),
     ("--context-parallel-size", "CP"),
     ("--micro-batch-size", "MBS"),
+    ("--global-batch-size", "GBS"),
     ("--moe-token-dispatcher-type", "DISPATCHER"),
     ("--recompute-modules", "RECOMPUTE"),
 )

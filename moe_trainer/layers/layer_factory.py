@@ -331,7 +331,7 @@ class _FusedSelection:
         Args:
             host_problem: why the pipeline reads token counts on the host; None if it does not.
         """
-        return te_layers.experts_problem(
+        return te_layers.grouped_linear_problem(
             te.load(), self.model, self.moe, self.ps, alignment
         ) or te_support.stash_problem(self.moe, fused, host_problem)
 

@@ -249,7 +249,7 @@ class FusedAttention(nn.Module):
         return out_TN.flatten(1).unsqueeze(1)
 
 
-def experts_problem(
+def grouped_linear_problem(
     library: ModuleType, model: ModelArgs, moe: MoEArgs, ps: ParallelState, alignment: int
 ) -> str | None:
     """Return why the library's grouped linear cannot compute the experts; None if it can.
@@ -259,7 +259,7 @@ def experts_problem(
     """
     if not hasattr(library, "GroupedLinear"):
         return f"the installed transformer_engine has no {library.__name__}.GroupedLinear"
-    if problem := te_support.experts_problem(moe, ps.ep.size):
+    if problem := te_support.cloned_experts_problem(moe, ps.ep.size):
         return problem
     ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
     reads, makes = moe.expert_widths(model.hidden_size)

@@ -2,6 +2,7 @@
 
 import pytest
 
+import pretrain_moe
 from arguments.pasted_line import read_pasted_line
 
 FLAGS = ["--num-layers", "2", "--tokenizer-model", "a.py", "--save", ""]
@@ -27,6 +28,11 @@ FLAGS = ["--num-layers", "2", "--tokenizer-model", "a.py", "--save", ""]
         ("docker run image torchrun --nproc-per-node 8 pretrain_moe.py", 8),
         ("python pretrain_moe.py", None),
         ("pretrain_moe.py", None),
+        ("torchrun --nproc-per-node 8 --log-dir x.py --no_python pretrain_moe.py", 8),
+        ("torchrun --nproc-per-node 8 -m moe_trainer train", 8),
+        ("srun -n 4 /opt/bin/moe-trainer train", 4),
+        ("moe-trainer train", None),
+        ("python -m moe_trainer train", None),
     ],
 )
 def test_launcher_is_removed_and_its_ranks_are_counted(launcher, ranks):
@@ -45,6 +51,12 @@ def test_text_of_a_script_with_continued_lines():
     wanted = ["--world-size", "8", "--num-layers", "2", "--save", "my runs"]
     assert read_pasted_line([text]) == wanted
     assert read_pasted_line(["--hardware", "h100", text]) == [*wanted[:2], "--hardware", "h100", *wanted[2:]]
+    layout = "--pipeline-model-parallel-layout 'Et|tL' --save \"a > b\""
+    assert read_pasted_line([f"torchrun pretrain_moe.py {layout} &> a 2>&1 --num-layers 2 | tee log"]) == [
+        *("--pipeline-model-parallel-layout", "Et|tL", "--save", "a > b", "--num-layers", "2")
+    ]
+    note = ["--wandb-notes", "python train.py x"]
+    assert read_pasted_line(["torchrun", "pretrain_moe.py", *note]) == note
     unquoted = ["torchrun", "\\", "--nproc-per-node", "8", "pretrain_moe.py", "--num-layers", "2", "\\", "\r"]
     assert read_pasted_line(unquoted) == wanted[:4]
 
@@ -58,10 +70,31 @@ def test_text_of_a_script_with_continued_lines():
         ["--preset", "mixtral_tiny", "--tokenizer-model", "a.py", "--wandb-project", "a b"],
         ["--data-path", "python data", "x=1"],
         ["torchrun", "--nproc-per-node", "8"],
+        ["moe-trainer", "plan", "--spec", "specs.py"],
+        "--data-path corpora/python --spec specs.py layer --hidden-size 64".split(),
+        "--exp-name env --spec specs.py layer".split(),
+        "--spec pretrain_layers.py layer".split(),
+        "--world-size 8 --save env --spec specs.py layer".split(),
+        "--report env --spec specs.py layer".split(),
+        "recipe.yaml --save env --spec specs.py layer".split(),
+        ["--save", "torchrun train.py", "--spec", "specs.py", "layer"],
     ],
 )
 def test_other_words_are_unchanged(words):
     assert read_pasted_line(words) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        ("torchrun pretrain_moe.py --seed 2 --dry-run", "--seed 2 --dry-run"),
+        ("--foo python train.py --dry-run", "--foo python train.py --dry-run"),  # no option of the trainer is a tool's
+    ],
+)
+def test_the_trainer_itself_reads_a_line_that_begins_with_a_launcher(monkeypatch, words, read):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(pretrain_moe, "_dry_run", lambda argv: argv)
+    assert pretrain_moe.main(words.split()) == read.split()
 
 
 @pytest.mark.parametrize(

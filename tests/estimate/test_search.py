@@ -17,6 +17,7 @@ from arguments.rules.layout_grammar import DECODER, read_layout
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.commands import plan as plan_script
+from moe_trainer.commands.checkpoint_flags import spell_checkpoint
 from moe_trainer.estimate.hardware import GIB, find_hardware
 from moe_trainer.estimate.parallel_configs import (
     ParallelConfig,
@@ -47,7 +48,6 @@ from moe_trainer.estimate.search import (
 from moe_trainer.estimate.search_pictures import search_figures, search_picture
 from moe_trainer.estimate.search_text import launch_line, search_lines
 from moe_trainer.estimate.uncertainty import ErrorBar, error_bar
-from moe_trainer.tool_flags import spell_checkpoint
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "--preset qwen3_30b_a3b --mock-data --global-batch-size 64".split()

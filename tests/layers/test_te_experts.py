@@ -425,14 +425,17 @@ def test_quantized_experts_staying_local_give_a_warning(fake_package, caplog):
 
 
 def test_unsupported_expert_widths_are_reported(fake_package, caplog):
-    assert te_layers.experts_problem(
+    assert te_layers.grouped_linear_problem(
         te.load(), *parse_sections("--ffn-hidden-size 40"), ParallelState.single(), 16
     ).startswith("its kernels need widths in multiples of 16, and these are 32, 32 and 40 over 1 ranks")
     assert (
-        te_layers.experts_problem(te.load(), *parse_sections("--ffn-hidden-size 40"), ParallelState.single(), 1) is None
+        te_layers.grouped_linear_problem(te.load(), *parse_sections("--ffn-hidden-size 40"), ParallelState.single(), 1)
+        is None
     )
     del sys.modules[PYTORCH].GroupedLinear
-    assert "GroupedLinear" in te_layers.experts_problem(te.load(), *parse_sections(""), ParallelState.single(), 1)
+    assert "GroupedLinear" in te_layers.grouped_linear_problem(
+        te.load(), *parse_sections(""), ParallelState.single(), 1
+    )
 
 
 def parse_sections(flags):

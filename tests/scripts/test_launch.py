@@ -21,6 +21,7 @@ from harness import wait_until
 from structure.source import ROOT
 from training.tiny import MOCK, TINY
 
+from moe_trainer.commands import launch as launch_command
 from moe_trainer.estimate.dry_run import run_dry_run
 from moe_trainer.launch.launch_fixes import flags_to_variables
 from moe_trainer.launch.pipeline_layout import make_layout
@@ -193,7 +194,7 @@ def test_plan_that_does_not_fit_exits_with_3_and_suggests_changes(tmp_path):
 @pytest.mark.parametrize(
     "flags, variables",
     [
-        ("--micro-batch-size 1 --world-size 20", "MBS=1 NNODES=3"),
+        ("--micro-batch-size 1 --global-batch-size 80 --world-size 20", "MBS=1 GBS=80 NNODES=3"),
         ("--tensor-model-parallel-size 4 --sequence-parallel --expert-tensor-parallel-size 1", "TP=4 ETP=1"),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL", "PP=2 LAYOUT='Et|tL'"),
         (
@@ -206,6 +207,14 @@ def test_plan_that_does_not_fit_exits_with_3_and_suggests_changes(tmp_path):
 )
 def test_suggested_flags_are_printed_as_variables(flags, variables):
     assert flags_to_variables(flags.split(), 8) == variables
+
+
+def test_installed_launcher_trains_with_its_own_python(monkeypatch):
+    monkeypatch.setenv("MOE_TRAINER_PYTHON", "/another/python")  # of a launcher around this one
+    environments = []
+    monkeypatch.setattr("os.execve", lambda path, words, environment: environments.append(environment))
+    launch_command.main([])
+    assert [each["MOE_TRAINER_PYTHON"] for each in environments] == [sys.executable]
 
 
 def test_cluster_file_sets_defaults_that_the_caller_overrides(tmp_path):

@@ -43,7 +43,6 @@ LEVELS = {
     "evaluation": 7,
     "training": 8,
     "api": 9,
-    "tool_flags": 9,
     "verification": 9,
     "pretrain_moe": 10,
     "launch": 10,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arguments.report import get_world_size
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
 from moe_trainer.estimate.spelled_flags import spell_recorded
 
@@ -15,5 +14,4 @@ def spell_checkpoint(argv: Sequence[str]) -> list[str]:
     Raises:
         ValueError: if the checkpoint cannot be read, or the command line contradicts it.
     """
-    line = [*argv]
-    return spell_recorded(line, read_recorded_flags(line, get_world_size(line)[0]))
+    return spell_recorded(argv, read_recorded_flags([*argv]))
