@@ -25,7 +25,7 @@ from moe_trainer.exit_codes import ExitCode
 from moe_trainer.verification.shrink import ShrinkError, shrink
 
 if TYPE_CHECKING:  # it imports torch
-    from moe_trainer.verification.megatron_core.compare import Comparison
+    from moe_trainer.verification.megatron_core.compare import MegatronComparison
 
 PRESETS = ("mixtral_tiny", "deepseek_v3_tiny", "qwen3_tiny")
 _ALWAYS = ("--attention-dropout", "0", "--hidden-dropout", "0", "--transformer-impl", "local")
@@ -84,7 +84,7 @@ def _small(flags: list[str], as_is: bool) -> Sequence[str]:
         raise ValueError("; ".join(error.reasons)) from error
 
 
-def _compare(flags: Sequence[str], seed: int) -> Comparison:
+def _compare(flags: Sequence[str], seed: int) -> MegatronComparison:
     """Build both models and compare them.
 
     Raises:
@@ -103,7 +103,7 @@ def _compare(flags: Sequence[str], seed: int) -> Comparison:
     return compare(model.args, model.network, model, model.vocab_size, seed)
 
 
-def result_lines(name: str, comparison: Comparison, seconds: float) -> Iterator[str]:
+def result_lines(name: str, comparison: MegatronComparison, seconds: float) -> Iterator[str]:
     """Yield the comparison of one model as a table."""
     yield f"{name}: {comparison.parameters:,} parameters, {comparison.tokens} tokens, {seconds:.0f} s"
     widths = [max(len(str(row[column])) for row in comparison.rows) for column in range(3)]

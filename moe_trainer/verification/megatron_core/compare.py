@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,10 @@ TOLERANCE = 1e-5
 """Largest difference that counts as equal, relative to the largest value of the tensor: rounding of fp32."""
 
 _COMPARED = re.compile(r"\.(self_attention|router|mlp)$")
-_TITLES = {"self_attention": "attention", "router": "router probabilities", "mlp": "MLP"}
+_TITLES = MappingProxyType({"self_attention": "attention", "router": "router probabilities", "mlp": "MLP"})
 
 
-class Row(NamedTuple):
+class ComparedRow(NamedTuple):
     """One line of the comparison.
 
     Attributes:
@@ -49,16 +50,16 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MegatronComparison:
     """Result of a comparison."""
 
     version: str
     parameters: int
     tokens: int
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
 
     @property
-    def largest(self) -> Row:
+    def largest(self) -> ComparedRow:
         """The row with the largest difference; NaN is the largest of all."""
         return max(self.rows, key=lambda row: (row.difference != row.difference, row.difference))
 
@@ -70,7 +71,7 @@ class Comparison:
 
 def compare(
     args: Arguments, network: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], vocab_size: int, seed: int
-) -> Comparison:
+) -> MegatronComparison:
     """Run both models forward and backward on the same random tokens.
 
     Args:
@@ -114,7 +115,7 @@ def compare(
     rows += _module_rows(ours, theirs)
     rows.append(_gradient_row(network, megatron))
     parameters = sum(each.numel() for each in network.parameters())
-    return Comparison(version, parameters, tokens_BS.numel(), tuple(rows))
+    return MegatronComparison(version, parameters, tokens_BS.numel(), tuple(rows))
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def _logged_losses(network: nn.Module) -> dict[str, Tensor]:
     return losses
 
 
-def _module_rows(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Row]:
+def _module_rows(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[ComparedRow]:
     """Compare outputs by kind of module, and the experts that were chosen."""
     if ours.keys() != theirs.keys():
         raise ValueError(f"modules of one model only: {', '.join(sorted(ours.keys() ^ theirs.keys()))}")
@@ -159,10 +160,10 @@ def _module_rows(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
     same = sum(int((ours[name][1] & theirs[name][1]).sum()) for name in routers)
     other = sum(int((ours[name][1] ^ theirs[name][1]).sum()) for name in routers)
     if routers:
-        yield Row("experts of a token", f"{chosen:,} choices", f"{same:,} of them", float(other))
+        yield ComparedRow("experts of a token", f"{chosen:,} choices", f"{same:,} of them", float(other))
 
 
-def _gradient_row(network: nn.Module, megatron: nn.Module) -> Row:
+def _gradient_row(network: nn.Module, megatron: nn.Module) -> ComparedRow:
     gradients = {name: each.grad for name, each in network.named_parameters() if each.grad is not None}
     pairs = []
     for name, each in megatron.named_parameters():
@@ -179,12 +180,12 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _numbers(what: str, ours: Tensor, theirs: Tensor) -> Row:
+def _numbers(what: str, ours: Tensor, theirs: Tensor) -> ComparedRow:
     mine, other = float(ours), float(theirs)
-    return Row(what, f"{mine:.7f}", f"{other:.7f}", abs(mine - other) / max(abs(other), 1e-30))
+    return ComparedRow(what, f"{mine:.7f}", f"{other:.7f}", abs(mine - other) / max(abs(other), 1e-30))
 
 
-def _largest(what: str, tensors: list[tuple[str, Tensor, Tensor]]) -> Row:
+def _largest(what: str, tensors: list[tuple[str, Tensor, Tensor]]) -> ComparedRow:
     """Return the row of the tensor that differs most; tensors are (name, ours, Megatron-Core's)."""
     found = []
     for name, ours, theirs in tensors:
@@ -192,4 +193,4 @@ def _largest(what: str, tensors: list[tuple[str, Tensor, Tensor]]) -> Row:
         found.append((float((ours.detach() - theirs.detach()).abs().max() / scale), name))
     difference, where = max(found, key=lambda each: (each[0] != each[0], each[0]))
     count = f"{sum(each.numel() for _, each, _ in tensors):,} values"
-    return Row(what, count, count, difference, where)
+    return ComparedRow(what, count, count, difference, where)

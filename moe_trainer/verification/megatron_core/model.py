@@ -14,6 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -29,20 +30,22 @@ from moe_trainer.errors import UserError
 
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 # fields of Megatron-Core's config whose flag has another name there or here, and those that choose kernels of devices
-_WITHOUT_KERNELS = {
-    "transformer_impl": "local",
-    "use_cpu_initialization": True,
-    "moe_grouped_gemm": False,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "apply_rope_fusion": False,
-    "persist_layer_norm": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "cuda_graph_impl": "none",
-    "attention_backend": None,
-}
+_WITHOUT_KERNELS = MappingProxyType(
+    {
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "cuda_graph_impl": "none",
+        "attention_backend": None,
+    }
+)
 
 _RENAMED = frozenset(
     "num_experts swiglu squared_relu group_query_attention yarn_original_max_position_embeddings yarn_beta_fast "
@@ -145,7 +148,8 @@ def config_fields(args: Arguments, known: Mapping[str, Any]) -> dict[str, Any]:
     from megatron.core.activations import squared_relu
 
     activation = squared_relu if model.squared_relu else F.silu if model.swiglu else F.gelu
-    flags |= _WITHOUT_KERNELS | {
+    flags |= {
+        **_WITHOUT_KERNELS,
         "num_moe_experts": moe.num_experts,
         "gated_linear_unit": model.swiglu,
         "activation_func": activation,
