@@ -1,4 +1,4 @@
-"""The padded vocabulary size: the number of rows of the embedding and of the output layer."""
+"""The embedding and the output layer: their names, and their number of rows, the padded vocabulary size."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from arguments.container import Arguments
+
+# what the names of weights with padded rows begin with: a checkpoint may have other padding than the model
+VOCABULARY_KEYS = ("embedding.word_embeddings.", "output_layer.")
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int = 1, pad: bool = True) -> int:

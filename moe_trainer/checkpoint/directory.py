@@ -21,7 +21,9 @@ import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from arguments.checkpoint_args import TOKENIZER_FILES
 from arguments.regular_file import regular_file
@@ -254,21 +256,30 @@ def acquire_lock(directory: Path) -> str | None:
 
 
 def holds_lock(directory: Path) -> bool:
-    """Return whether the lock of a folder is this process's. For its end: reading the file gives the lock up."""
-    try:
-        text = (directory / LOCK).read_text(errors="replace")
-    except FileNotFoundError:
-        return False
-    return f"host {socket.gethostname()}, process {os.getpid()}," in text
+    """Return whether the lock of a folder is this process's. For its end: closing the file gives the lock up."""
+    with suppress(OSError), open(directory / LOCK, "r+", errors="replace") as file:
+        return _is_own_lock(file)
+    return False
 
 
 def release_lock(directory: Path) -> None:
     """Remove the file of this process's lock; the lock itself ends with the process."""
+    path = directory / LOCK
     try:
-        if holds_lock(directory):
-            (directory / LOCK).unlink()
+        with open(path, "r+", errors="replace") as file:
+            if _is_own_lock(file):
+                path.unlink()
     except OSError as error:
-        logger.debug("%s is not removed: %s", directory / LOCK, error)
+        logger.debug("%s is not removed: %s", path, error)
+
+
+def _is_own_lock(file: TextIO) -> bool:
+    """Whether this process made the file of a lock, and no other process holds the lock.
+
+    Containers of one node may have the same host name and process number, so only the kernel knows the holder.
+    """
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return f"host {socket.gethostname()}, process {os.getpid()}," in file.read()
 
 
 def filesystem_id(directory: Path) -> int:

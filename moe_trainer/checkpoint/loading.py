@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from arguments.checkpoint_args import LORA, MUP, SHAPE, same_meaning
 from arguments.container import OPTIONS
 from arguments.lora import is_adapter
+from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.flat_states import FlatStateMetadata
@@ -41,7 +42,6 @@ _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
 SCALING = "fp8."
 # what no model needs: states of TransformerEngine's modules, tables that follow from the flags, counters of routers
 _NOT_NEEDED = re.compile(r"\.(_extra_state|inv_freq|(local|global)_tokens_per_expert|ga_steps)(/|$)")
-_VOCAB_KEYS = ("embedding.word_embeddings.", "output_layer.")
 _INDEXER = ".core_attention.indexer."
 _MAX_LINES = 12
 # flags that make another model although they need not change any shape
@@ -380,7 +380,7 @@ class Loader:
         vocab = self._options.vocab_size
         accepted = (
             vocab is not None
-            and key.startswith(_VOCAB_KEYS)
+            and key.startswith(VOCABULARY_KEYS)
             and saved[1:] == here[1:]
             and min(saved[0], here[0]) >= vocab
         )

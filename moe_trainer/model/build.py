@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from arguments import Arguments
 from arguments.layer_pattern import is_linear
 from arguments.stage_layout import chunk_layouts, embedding_stages
+from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.errors import UserError
 from moe_trainer.layers import te
@@ -38,7 +39,6 @@ from moe_trainer.parallel.weight_grads import WeightGradQueue
 
 logger = logging.getLogger(__name__)
 
-_VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 TENSORS_OF_EXPERTS = frozenset({"moe_act", "expert_fc1"})
 """Names of --recompute-modules and --offload-modules for tensors inside the experts."""
 # fp64 is for scripts/prove_layout.py
@@ -105,7 +105,7 @@ def build_chunks(
                 ),
             )
             add_adapters(chunk, args.model, chunk.stream)
-        drawn = _VOCABULARY if will_be_loaded else ("",)
+        drawn = VOCABULARY_KEYS if will_be_loaded else ("",)
         _materialize(chunk, device, dtype, args.training.seed, drawn)
         chunk.make_hash_tables(device)
         if device.type != "meta" and not will_be_loaded:

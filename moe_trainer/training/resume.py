@@ -98,7 +98,8 @@ def _replaces_all_weights(args: Arguments, ps: ParallelState) -> bool:
     if output.pretrained_checkpoint is not None:
         return True
     folder = output.load
-    return folder is not None and run_on_rank0(lambda: is_named_in(folder), ps.world)
+    with as_user_error(f"--load {folder}"):
+        return folder is not None and run_on_rank0(lambda: is_named_in(folder), ps.world)
 
 
 def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[TrainContext, TrainState]:

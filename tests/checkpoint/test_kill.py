@@ -100,7 +100,9 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint(tmp_path, point,
 # ---- two runs, one folder
 
 
-def _hold(folder, held, release):
+def _hold(folder, held, release, pid=None):
+    if pid is not None:
+        os.getpid = lambda: pid  # in a separate process
     check_writable(folder, ParallelState.single())
     held.set()
     release.wait(60)
@@ -123,6 +125,24 @@ def test_two_runs_cannot_save_into_one_folder(tmp_path):
         other.join()
     for _ in range(2):  # a killed run leaves no lock behind, and one run may look twice
         check_writable(tmp_path, ParallelState.single())
+
+
+def test_refused_run_of_the_same_host_and_pid_leaves_the_lock(tmp_path):
+    """Containers of one node may share its host name and have the same process numbers."""
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, held, release, os.getpid()))
+    other.start()
+    try:
+        assert held.wait(60)
+        for _ in range(2):  # the second is a third run, which must not get a lock of its own
+            with pytest.raises(CheckpointError, match=f"another run is saving there .host .*process {os.getpid()},"):
+                check_writable(tmp_path, ParallelState.single())
+            assert not directory.holds_lock(tmp_path), "its end would go into the other run's metrics"
+            directory.release_lock(tmp_path)  # as every run does when it ends
+    finally:
+        other.kill()
+        other.join()
 
 
 def test_a_child_of_a_killed_run_does_not_keep_the_folder(tmp_path):

@@ -112,6 +112,7 @@ def test_launchers_print_the_error_of_all_ranks_once(launcher, tmp_path):
     [
         ("--load nowhere --exit-on-missing-checkpoint", ["nowhere"]),
         ("--load nowhere --use-checkpoint-args", ["--use-checkpoint-args", "nowhere"]),
+        (f"--load {'x' * 300}", ["--load xxx", "File name too long"]),
         ("--preset mixtral_8x7", ["mixtral_8x7b"]),
         ("--preset recipe.yaml", ["SURELY_UNSET_VARIABLE", "recipe.yaml"]),
         ("--moe-layer-freq [1]*5", ["--moe-layer-freq", "--num-layers"]),
