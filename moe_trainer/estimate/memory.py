@@ -469,7 +469,7 @@ def _buffers(
 def deferred_expert_bytes(
     args: Arguments, chunks: Sequence[ChunkLayout], order: Order, params: LayerParams, sizes: ChunkBytes
 ) -> float:
-    """Return the gradients of Transformer Engine's experts that wait from backward on, in fp32 (layers/te_experts.py)."""
+    """Return the fp32 gradients of Transformer Engine's experts that wait from backward on (te_experts.py)."""
     if not (args.parallel.has_deferred_wgrad and sizes.te_experts and True in sizes.pattern):
         return 0.0
     depths = (args.model.mtp_num_layers or 0) * mtp_is_moe(sizes.pattern)

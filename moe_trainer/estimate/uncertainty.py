@@ -110,7 +110,9 @@ UNTESTED_FEATURES: Features = MappingProxyType(
             plan.hardware.name not in PUBLISHED_HARDWARE and not plan.hardware.calibration
         ),
         "fp4 GEMMs": lambda plan: plan.width == "fp4",
-        "narrower experts in 8 bits than any fitted run has": lambda plan: has_narrower_experts(plan.args, plan.hardware),
+        "narrower experts in 8 bits than any fitted run has": (
+            lambda plan: has_narrower_experts(plan.args, plan.hardware)
+        ),
         "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
         "the allgather dispatcher": lambda plan: (
             plan.args.moe.moe_token_dispatcher_type == "allgather" and plan.args.parallel.expert_model_parallel_size > 1
