@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NARROW = 2048
 """Channels of an expert below which 8 bits are worth less than the time model says."""
+NARROWEST = 768
+"""Channels of the narrowest experts in 8 bits that a fitted run has; the correction grows no more below them."""
 MANY_EXPERTS = 64
 
 
@@ -58,12 +60,23 @@ def launches_overlapped_attention(args: Arguments) -> bool:
     return parallel.overlap_moe_expert_parallel_comm and parallel.pipeline_model_parallel_size > 1 and not is_captured
 
 
-def _narrowness(args: Arguments, hardware: Hardware) -> float:
-    """Return how much narrower than NARROW the experts are whose GEMMs are in 8 bits, unless one kernel has it all."""
+def has_narrower_experts(args: Arguments, hardware: Hardware, channels: int = NARROWEST) -> bool:
+    """Whether experts whose GEMMs are in 8 bits have fewer channels on a rank, unless one kernel has it all."""
     if not args.moe.num_experts or hardware.gemm_width(args.precision) == "bf16" or is_fused_iteration(args):
-        return 0.0
+        return False
+    return _expert_channels(args) < channels
+
+
+def _expert_channels(args: Arguments) -> float:
     etp = args.parallel.expert_tensor_parallel_size or args.parallel.tensor_model_parallel_size
-    return max(0.0, NARROW / ((args.moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) / etp) - 1)
+    return (args.moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) / etp
+
+
+def _narrowness(args: Arguments, hardware: Hardware) -> float:
+    """Return how much narrower than NARROW the experts are, down to NARROWEST."""
+    if not has_narrower_experts(args, hardware, NARROW):
+        return 0.0
+    return NARROW / max(NARROWEST, _expert_channels(args)) - 1
 
 
 Strength = Callable[["Arguments", "Hardware"], float]
@@ -114,7 +127,9 @@ def strengths(args: Arguments, hardware: Hardware) -> dict[str, float]:
 
 
 def correction(args: Arguments, hardware: Hardware) -> float:
-    """Return the factor of the time of all passes."""
+    """Return the factor of the time of all passes: 1 with constants of own runs, and on a CPU, which no run has."""
+    if hardware.calibration or hardware.synchronous:
+        return 1.0
     return math.exp(sum(FACTORS[name] * value for name, value in strengths(args, hardware).items()))
 
 

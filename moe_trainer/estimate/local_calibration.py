@@ -162,9 +162,9 @@ def _is_count(value: object, limit: int) -> TypeGuard[int]:
 
 
 def predicted_seconds(run: MeasuredRun, hardware: Hardware) -> float:
-    """Return the time of a run's iteration with the constants of `hardware`."""
-    plan = run.plan
-    return plan_step(plan.args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware).step
+    """Return the time of a run's iteration with the constants of `hardware`, without corrections by published runs."""
+    plan, count = run.plan, run.plan.num_microbatches
+    return plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware, factor=1.0).step
 
 
 def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int = 12) -> Constants:

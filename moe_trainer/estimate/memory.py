@@ -181,6 +181,9 @@ class ChunkBytes:
         self.buffered = max(self.received, expert_buffer_tokens(routed * self.etp, factor) if factor else 0)
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.te_experts = args.te_quantizes[1]
+        self.packed = args.packed_capacity is not None
+        # whether core attention is counted as Transformer Engine saves it, as LayerSizes does
+        self.te_attends = args.te_attends and not self.packed and args.parallel.context_parallel_size == 1
         positions = self.tokens // self.tp // args.training.micro_batch_size
         self.mlp_chunks = num_mlp_chunks(args.training, positions)
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}
@@ -195,7 +198,7 @@ class ChunkBytes:
         if key not in self._chunks:
             sizes: defaultdict[tuple[str, bool], float] = defaultdict(int)
             by_layer: defaultdict[str, float] = defaultdict(int)
-            layers = chunk_activations(self.args, layout, received=self.received)
+            layers = chunk_activations(self.args, layout, received=self.received, packed=self.packed)
             for entry in (*layers, *self._final_tensors(layout)):
                 sizes[module_name(entry.name), entry.on_host] += entry.num_bytes
                 by_layer[entry.name.removesuffix(_local_name(entry.name))] += entry.num_bytes * entry.on_host
@@ -406,6 +409,7 @@ def _stage(
         counts, host, working = (0,) * len(chunks), state.host, max(map(sizes.layer, kinds), default=0.0)
         modules.clear()
     else:
+        working += deferred_expert_bytes(args, chunks, order, params, sizes)
         working += graph_bytes(args, chunks, counts, sizes)
         working += iteration_graph_bytes(args, chunks, sizes, num_microbatches, dispatch)
     optimizer = state.main_params + state.moments - state.host
@@ -462,6 +466,23 @@ def _buffers(
     return dispatch, working
 
 
+def deferred_expert_bytes(
+    args: Arguments, chunks: Sequence[ChunkLayout], order: Order, params: LayerParams, sizes: ChunkBytes
+) -> float:
+    """Return the fp32 gradients of Transformer Engine's experts that wait from backward on (te_experts.py)."""
+    if not (args.parallel.has_deferred_wgrad and sizes.te_experts and True in sizes.pattern):
+        return 0.0
+    depths = (args.model.mtp_num_layers or 0) * mtp_is_moe(sizes.pattern)
+    layers = [sum(sizes.pattern[number] for number in chunk.layers) + depths * chunk.mtp for chunk in chunks]
+    most = max(layers)  # a pair computes the weight gradients of its chunk at its end
+    if args.parallel.pipeline_schedule == "zero-bubble":
+        waiting = most = 0
+        for action in (action for step in order for action in step_actions(step)):
+            waiting += {BACKWARD: 1, WEIGHT: -1}.get(action.kind, 0) * layers[action.chunk]
+            most = max(most, waiting)
+    return 4.0 * most * params.layers[True].expert
+
+
 def clone_bytes(args: Arguments, params: LayerParams, sizes: ChunkBytes) -> float:
     """Return what clones of hot experts need while a layer is computed (moe/cloning.py)."""
     ep, slots = args.parallel.expert_model_parallel_size, args.moe.moe_clone_hot_experts
@@ -481,7 +502,7 @@ def score_bytes(args: Arguments, sizes: ChunkBytes) -> float:
 
     The scores next to the saved probabilities in forward, and the gradients of both in backward.
     """
-    if args.model.attention_backend != "unfused" or not args.te_attends or args.parallel.context_parallel_size > 1:
+    if args.model.attention_backend != "unfused" or not sizes.te_attends:
         return 0.0
     heads, length = args.model.num_attention_heads // sizes.tp, args.data.seq_length
     return 2.0 * args.training.micro_batch_size * heads * length**2 * sizes.size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from arguments.program import other_command
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.hardware import GIB, RESERVED_BYTES
-from moe_trainer.estimate.memory import StageMemory
+from moe_trainer.estimate.memory import ChunkBytes, StageMemory
 from moe_trainer.estimate.plan import Plan, closest_reference_run
 from moe_trainer.estimate.published_runs import BILLION_PARAMS
 from moe_trainer.estimate.step_time import PARTS
@@ -46,7 +46,7 @@ def plan_lines(plan: Plan, fixes: Sequence[Fix] = ()) -> list[str]:
         lines.append("  microbatches held: at the peak, by each chunk (virtual stage) of the stage")
     lines.append(
         "  counted as this program's own layers keep them; of what TransformerEngine's keep instead, inputs in 8 "
-        "bits and attention" + ("" if plan.args.te_attends else " (not used here)")
+        "bits and attention" + ("" if ChunkBytes(plan.args, plan.vocab_rows).te_attends else " (not used here)")
     )
     if peak.host:
         lines.append(f"  in host memory: {peak.host / GIB:.2f} GiB a rank")

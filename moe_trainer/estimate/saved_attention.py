@@ -211,7 +211,7 @@ def _core(layer: LayerSizes, heads: int, groups: int, key: int, value: int, disc
         yield from inputs
         shape = (layer.batch, heads // shards, _num_visible(layer.length * shards))
         yield SavedTensor("probs", shape, layer.size, part)
-    elif layer.te_attends and layer.cp == 1:
+    elif layer.te_attends:
         yield from _transformer_engine(layer, (q, k, v), heads, discarded)
     elif not layer.cpu and layer.model.attention_backend in ("unfused", "local"):
         yield from _unfused(layer, heads, key, max(key, value), shards)

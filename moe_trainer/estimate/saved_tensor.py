@@ -73,8 +73,8 @@ class LayerSizes:
         self.parts = training.recomputed_modules
         # whether Transformer Engine's layers compute the quantized GEMMs of (linears, experts)
         self.te_linears, self.te_experts = (False, False) if self.cpu else args.te_quantizes
-        self.te_attends = not self.cpu and not packed and args.te_attends
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.te_attends = not self.cpu and not packed and self.cp == 1 and args.te_attends
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.residual = 4 if model.fp32_residual_connection else self.size
         self.hidden = model.hidden_size

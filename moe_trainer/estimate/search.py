@@ -54,7 +54,7 @@ from moe_trainer.estimate.published_runs import BILLION_PARAMS, PUBLISHED_RUNS, 
 from moe_trainer.estimate.state_bytes import rank_state_bytes
 from moe_trainer.estimate.step_time import OVERLAPPED_EXCHANGE_SHARE, PARTS, exchange_slowdown
 from moe_trainer.estimate.suggestions import Fix, cheapest_fixes
-from moe_trainer.estimate.uncertainty import ErrorBar, comparison_bar, config_error, error_bar
+from moe_trainer.estimate.uncertainty import ErrorBar, comparison_bar, config_error, error_bar, untried_error
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -418,6 +418,8 @@ class Estimator:
         self._times: dict[tuple, tuple[dict[bool, tuple[PassTime, PassTime]], tuple[float, float], float]] = {}
         self._states: dict[tuple, tuple[float, float, float]] = {}
         self._added_errors: dict[tuple, float] = {}
+        self._untried_errors: dict[tuple, float] = {}
+        self._corrections: dict[tuple, float] = {}
 
     def mappings(self, small: bool = True, shapes_only: bool = False) -> Iterator[ParallelConfig]:
         """Yield every mapping.
@@ -443,15 +445,30 @@ class Estimator:
     def added_error(self, mapping: ParallelConfig) -> float:
         """Return what the choices of a mapping add to the error bar of the model on this hardware."""
         is_full = mapping.recompute == FULL_RECOMPUTE
-        key = (mapping.cp, mapping.pp, mapping.ep, mapping.backend, mapping.overlap, is_full)
+        key = (mapping.cp, mapping.pp, mapping.ep, mapping.etp, mapping.backend, mapping.overlap, is_full)
         if key not in self._added_errors:
             self._added_errors[key] = config_error(mapping.applied(self.args, None), self.hardware)
         return self._added_errors[key]
 
+    def untried_error(self, estimate: Estimate) -> float:
+        """Return what the distance of its mapping from tried ones adds to the error bar."""
+        mapping = estimate.mapping
+        sizes = (mapping.tp, mapping.cp, mapping.pp, mapping.ep, mapping.etp)
+        key = (*sizes, mapping.vpp > 1, mapping.backend, mapping.overlap)
+        if key not in self._untried_errors:
+            layout = estimate.layout if mapping.pp > 1 else None
+            self._untried_errors[key] = untried_error(mapping.applied(self.args, layout), self.hardware)
+        return self._untried_errors[key]
+
     def planning_order(self, estimates: Sequence[Estimate]) -> Iterator[Estimate]:
-        """Alternate between the fastest estimates and the fastest of those that add nothing to the error bar."""
+        """Alternate between the fastest estimates and those without features that add to the error bar.
+
+        Of the latter those come first that are fast even if they are off by what their distance from tried mappings
+        adds.
+        """
         fast = sorted(estimates, key=lambda each: each.seconds)
-        sure = iter([each for each in fast if not self.added_error(each.mapping)])
+        plain = [each for each in fast if not self.added_error(each.mapping)]
+        sure = iter(sorted(plain, key=lambda each: each.seconds * math.exp(self.untried_error(each))))
         seen: set[ParallelConfig] = set()
         for each in fast:
             for one in (each, next(sure, None)):
@@ -472,8 +489,14 @@ class Estimator:
         chunk = sum(busy) / mapping.pp / mapping.vpp
         bubble = (mapping.pp - 1) * chunk + (first - busy[0] if mapping.overlap else 0.0)
         _, dense, expert = self._state(mapping)
-        seconds = count * max(busy) + bubble + self._update(mapping, dense, expert)
+        seconds = self._correction(mapping) * (count * max(busy) + bubble) + self._update(mapping, dense, expert)
         return Estimate(mapping, layout_text(counts, self.depths), seconds, self._memory(mapping, counts, count))
+
+    def _correction(self, mapping: ParallelConfig) -> float:
+        key = (mapping.pp > 1, mapping.ep > 1, mapping.etp, mapping.backend, mapping.overlap)
+        if key not in self._corrections:
+            self._corrections[key] = correction(mapping.applied(self.args, None), self.hardware)
+        return self._corrections[key]
 
     def _layer_times(
         self, mapping: ParallelConfig
@@ -482,14 +505,10 @@ class Estimator:
         if key not in self._times:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
             times = LayerTime(args, self.links, self._bytes(mapping)[0])
-            factor = correction(args, self.hardware)
-            kinds = {
-                kind: (forward.scale(factor), backward.scale(factor))
-                for kind, (forward, backward) in ((kind, times.passes(kind)) for kind in set(self.pattern))
-            }
-            forward, backward = (factor * each for each in times.head())
+            kinds = {kind: times.passes(kind) for kind in set(self.pattern)}
+            forward, backward = times.head()
             layer = sum(each.total for each in kinds[mtp_is_moe(self.pattern)])
-            extra = forward + backward + self.depths * (3 * factor * times.mtp_projection() + layer)
+            extra = forward + backward + self.depths * (3 * times.mtp_projection() + layer)
             self._times[key] = kinds, (forward, backward), extra / layer
         return self._times[key]
 

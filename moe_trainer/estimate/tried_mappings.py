@@ -7,7 +7,7 @@ pipeline is interleaved. Only runs on machines of the same kind count: NVLink am
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.rules.layout_grammar import read_layout
@@ -38,8 +38,12 @@ class TriedMapping:
         if self.domain != other.domain:
             return math.inf
         doublings = sum(abs(math.log2(mine / theirs)) for mine, theirs in zip(self.sizes, other.sizes))
-        choices = zip(astuple(self)[2:], astuple(other)[2:])
-        return doublings + sum(mine != theirs for mine, theirs in choices)
+        choices = (
+            self.dispatcher != other.dispatcher,
+            self.is_overlapped != other.is_overlapped,
+            self.is_interleaved != other.is_interleaved,
+        )
+        return doublings + sum(choices)
 
 
 def mapping_of(args: Arguments, hardware: Hardware) -> TriedMapping:

@@ -28,6 +28,7 @@ from moe_trainer.estimate.corrections import (
     Bias,
     crosses_nodes_by_hybridep,
     fit_factors,
+    has_narrower_experts,
     launches_overlapped_attention,
     uses_alltoall,
 )
@@ -109,6 +110,9 @@ UNTESTED_FEATURES: Features = MappingProxyType(
             plan.hardware.name not in PUBLISHED_HARDWARE and not plan.hardware.calibration
         ),
         "fp4 GEMMs": lambda plan: plan.width == "fp4",
+        "narrower experts in 8 bits than any fitted run has": (
+            lambda plan: has_narrower_experts(plan.args, plan.hardware)
+        ),
         "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
         "the allgather dispatcher": lambda plan: (
             plan.args.moe.moe_token_dispatcher_type == "allgather" and plan.args.parallel.expert_model_parallel_size > 1
@@ -141,6 +145,7 @@ OF_MAPPINGS = (
     "overlapped exchange of layers that the host launches",
     "context parallelism below 16K tokens",
     "overlapped exchange on GB200 or later",
+    "narrower experts in 8 bits than any fitted run has",
     "DeepEP where NVLink joins more than 8",
     "HybridEP among more than two NVLink domains",
     "full recompute",
@@ -313,8 +318,13 @@ def _size_errors(plan: Plan) -> dict[str, float]:
     parts[text] = _doublings_error(size, least, most)
     text = f"{plan.world_size} devices, {PUBLISHED_GPUS[0]} to {PUBLISHED_GPUS[1]} are published"
     parts[text] = _doublings_error(plan.world_size, *PUBLISHED_GPUS)
-    parts[UNTRIED_MAPPING] = PER_STEP * min(MAX_STEPS, steps_from_tried(plan.args, plan.hardware))
+    parts[UNTRIED_MAPPING] = untried_error(plan.args, plan.hardware)
     return parts
+
+
+def untried_error(args: Arguments, hardware: Hardware) -> float:
+    """Return what the distance of a mapping from tried ones adds to the bar of a plan."""
+    return PER_STEP * min(MAX_STEPS, steps_from_tried(args, hardware))
 
 
 def _sum_terms(base: float, parts: Mapping[str, float]) -> ErrorBar:

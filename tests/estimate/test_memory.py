@@ -15,6 +15,7 @@ from moe_trainer.estimate.memory import (
     microbatches_per_iteration,
     peak_inflight_microbatches,
     plan_memory,
+    score_bytes,
     stage_orders,
     steady_state_microbatches,
 )
@@ -166,6 +167,29 @@ def test_overlapped_passes_each_hold_a_gathered_layer():
         [memory(f"{line} {flags}", 64)[0].working for flags in ("", overlap)] for line in (fsdp, BASE)
     )
     assert both - plain > full_both - full
+
+
+@pytest.mark.parametrize(
+    "flags, is_counted",
+    [
+        ("", True),
+        ("--context-parallel-size 2", False),
+        ("--use-varlen-dataset --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank 4096", False),
+    ],
+)
+def test_score_matrices_are_counted_where_transformer_engine_attends_to_full_sequences(flags, is_counted):
+    args = parse_args(f"{FOUR} --attention-backend unfused --bf16 {flags}".split(), 8)
+    sizes = ChunkBytes(args, padded_vocab_size_from_flags(args))
+    assert args.te_attends and sizes.te_attends == is_counted == bool(score_bytes(args, sizes))
+
+
+def test_deferred_gradients_of_the_librarys_experts_wait_in_fp32():
+    """Of the 8 MoE layers of a stage; where backward computes them, they are added layer by layer."""
+    line = f"{FOUR} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --expert-model-parallel-size 8"
+    plain, deferred = (memory(f"{line} {flags}", 32) for flags in ("", "--pipeline-schedule zero-bubble"))
+    of_layer = 3 * 4096 * 14336
+    added = [after.working - before.working for before, after in zip(plain, deferred)]
+    assert added[0] == 4 * 8 * of_layer and min(added) > 0
 
 
 SYNC_FREE = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor"

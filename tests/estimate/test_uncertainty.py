@@ -1,14 +1,15 @@
 """Error bars: fitted to published runs, validated on left-out and unseen runs, wider for plans with unmeasured features."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from moe_trainer.estimate import uncertainty
 from moe_trainer.estimate.accuracy import CORRECTING_RUNS, compare_golden_runs, compare_recipes, fitted_residuals
 from moe_trainer.estimate.calibrate import PredictionError, find_biases, median_error, plan_published_run
-from moe_trainer.estimate.corrections import FACTORS, fit_factors
-from moe_trainer.estimate.hardware import Constants, find_hardware
+from moe_trainer.estimate.corrections import FACTORS, NARROW, NARROWEST, correction, fit_factors, strengths
+from moe_trainer.estimate.hardware import CalibrationRun, Constants, find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
 from moe_trainer.estimate.plan import make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json, plan_lines
@@ -41,6 +42,28 @@ def recipes():
 def test_corrections_equal_the_fit(plans):
     found = fit_factors(list(find_biases(plans).values()))
     assert found == pytest.approx(dict(FACTORS), abs=0.001)
+
+
+def test_narrow_experts_are_corrected_as_far_as_fitted_runs_reach(plans):
+    name = "narrow experts in 8 bits"
+    fitted = [strengths(plan.args, plan.hardware).get(name, 0.0) for plan in plans.values()]
+    assert max(fitted) == NARROW / NARROWEST - 1
+    line = "--preset qwen3_30b_a3b --mock-data --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --global-batch-size 64"
+    narrowest, narrower = (
+        make_plan(validated_args([*line.split(), "--moe-ffn-hidden-size", width], 16), 16, find_hardware("b200"))
+        for width in ("768", "256")
+    )
+    assert correction(narrower.args, narrower.hardware) == correction(narrowest.args, narrowest.hardware) > 1.2
+    added = uncertainty.features(narrower) - uncertainty.features(narrowest)
+    assert added == {"narrower experts in 8 bits than any fitted run has"}
+
+
+def test_published_runs_do_not_correct_own_hardware_and_cpus():
+    line = "--preset qwen3_30b_a3b --mock-data --bf16 --expert-model-parallel-size 8 --global-batch-size 64"
+    args, hardware = validated_args(line.split(), 16), find_hardware("gb200")
+    assert correction(args, hardware) > 1.2
+    own = replace(hardware, calibration=(CalibrationRun("own", 1.0, 1.0, None, 16, (), 10**9, ()),))
+    assert correction(args, own) == correction(args, find_hardware("cpu")) == 1.0
 
 
 def test_recipes_that_nothing_was_fitted_to_are_inside_their_bars(recipes):
