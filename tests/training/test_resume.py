@@ -9,7 +9,10 @@ from data_pipeline.corpora import write_chat_tokenizer
 from safetensors.torch import load_file
 from training.tiny import MOCK, TINY
 
+from arguments import parse_args
 from moe_trainer.model import build
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.training import resume
 
 VOLATILE = (
     *("elapsed_ms", "tokens_per_s", "tflops_per_gpu", "max_memory_mb", "resumed_from", "run"),
@@ -122,6 +125,23 @@ def test_weights_that_the_checkpoint_replaces_are_not_drawn(whole, tmp_path, mon
     train([*JOB, *flags, "--load", str(whole / "ckpt"), "--finetune", "--train-iters", "1"], tmp_path)
     names = drawn.read_text().split()
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= set(names) and (len(names) > 2) == draws
+
+
+def test_models_that_a_checkpoint_may_not_fill_keep_their_initial_weights(whole):
+    """An indexer starts with a warm-up from a checkpoint that has none."""
+    world, load = ParallelState.single(), ["--mock-data", "--load", str(whole / "ckpt"), "--finetune"]
+    filled = {
+        preset: resume._replaces_all_weights(parse_args(["--preset", preset, *load], 1), world)
+        for preset in ("deepseek_v3_tiny", "deepseek_v3_2_tiny")
+    }
+    assert filled == {"deepseek_v3_tiny": True, "deepseek_v3_2_tiny": False}
+
+
+def test_a_checkpoint_that_vanishes_is_an_error(whole, tmp_path, monkeypatch):
+    """The weights are zero then."""
+    monkeypatch.setattr(resume, "_load", lambda *_: None)
+    done = run([*JOB, "--load", str(whole / "ckpt")], tmp_path)
+    assert done.returncode == 2 and "the checkpoint that was in this folder a moment ago is gone" in done.stderr
 
 
 @pytest.mark.parametrize("name", VARIANTS)
