@@ -96,7 +96,7 @@ CORRECTIONS: Mapping[str, Strength] = MappingProxyType(
 """Kind -> its strength."""
 FACTORS = MappingProxyType(
     {
-        "fused experts in a graph of the full iteration": -0.128,
+        "fused experts in a graph of the full iteration": -0.133,
         "Blackwell": 0.089,
         "Blackwell Ultra": -0.026,
         "narrow experts in 8 bits": 0.089,

@@ -92,7 +92,7 @@ CASES = (
         "",
         {ACTIVATIONS: (0, 0.2), COMPUTE: (1.2, 1.4), EXCHANGE: (1.4, 1.6), WORKING: MORE, "flops": SAME},
     ),
-    (f"{FULL_RECOMPUTE} block --recompute-num-layers 2", "", {ACTIVATIONS: (0.3, 0.7), COMPUTE: MORE}),
+    (f"{FULL_RECOMPUTE} block --recompute-num-layers 2", "", {ACTIVATIONS: (0.2, 0.7), COMPUTE: MORE}),
     (f"{SELECTIVE} core_attn", "", {ACTIVATIONS: LESS, COMPUTE: MORE}),
     (f"{SELECTIVE} layernorm", "", {ACTIVATIONS: LESS, COMPUTE: MORE}),
     (f"{SELECTIVE} mla_up_proj", "", {ACTIVATIONS: LESS, COMPUTE: MORE, WORKING: MORE}),
@@ -141,7 +141,11 @@ CASES = (
     ),
     # exchange
     ("--moe-token-dispatcher-type allgather", "", {EXCHANGE: (0, 2), "memory.dispatch_gb": (0.5, 2)}),
-    (HYBRIDEP, "", {EXCHANGE: LESS, COMPUTE: SAME}),
+    (
+        HYBRIDEP,
+        "",
+        {EXCHANGE: LESS, COMPUTE: (0.8, 1.001)},
+    ),  # corrections of a slow exchange are of the whole iteration
     (
         f"{HYBRIDEP} --expert-model-parallel-size 16 --moe-flex-dispatcher-backend deepep",
         f"{HYBRIDEP} --expert-model-parallel-size 16",
@@ -150,7 +154,7 @@ CASES = (
     (
         f"{VPP2} --overlap-moe-expert-parallel-comm",
         VPP2,
-        {EXCHANGE: (0, 0.3), COMPUTE: MORE, "memory.dispatch_gb": MORE, WORKING: MORE, "step_s": LESS},
+        {EXCHANGE: (0, 0.3), COMPUTE: MORE, "memory.dispatch_gb": MORE, WORKING: MORE},
     ),
     ("--moe-shared-expert-overlap", "", {EXCHANGE: LESS}),
     ("--overlap-dispatch-backward-with-experts-wgrad", "", {EXCHANGE: LESS}),
@@ -180,7 +184,7 @@ CASES = (
     (
         FSDP,
         ONE_STAGE,
-        {"memory.weights_gb": LESS, "memory.grads_gb": LESS, OPTIMIZER: LESS, WORKING: MORE, "step.data_s": MORE},
+        {"memory.weights_gb": LESS, "memory.grads_gb": LESS, OPTIMIZER: LESS, WORKING: MORE},
     ),
     (f"{FSDP} --fsdp-double-buffer", FSDP, {WORKING: MORE, "memory.weights_gb": SAME}),
     (f"{FOLDED} --tp-comm-overlap", FOLDED, {TENSOR: (0.0, 0.6), COMPUTE: SAME}),
