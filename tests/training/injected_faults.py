@@ -14,7 +14,7 @@ from harness import run_ranks
 import arguments
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.resilience.rejection import ResultRejectedError
-from moe_trainer.training import fault_localization, initialize, pretrain
+from moe_trainer.training import fault_localization, initialize, pretrain, resume
 from moe_trainer.training.context import TrainContext
 
 
@@ -117,7 +117,7 @@ def _rank(rank, n, argv, folder, faults, node, change):
     os.chdir(folder)
     if node is not None:
         fault_localization.platform.node = lambda: node
-    build = pretrain.build_context
+    build = resume.build_context
 
     def build_with_faults(*rest):
         run = build(*rest)
@@ -127,7 +127,7 @@ def _rank(rank, n, argv, folder, faults, node, change):
             change(run)
         return run
 
-    pretrain.build_context = build_with_faults
+    resume.build_context = build_with_faults
     heard = io.StringIO()
     with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
         try:
