@@ -478,7 +478,7 @@ def test_cpu_ranks_fall_back_to_all_to_all_with_one_log_line(without_deep_ep, ca
     assert len(caplog.messages) == 1 and backend in caplog.messages[0] and "CPU" in caplog.messages[0]
 
 
-@pytest.mark.parametrize(("backend", "branch"), [("deepep", "DeepEP)"), ("hybridep", "DeepEP@hybrid-ep)")])
+@pytest.mark.parametrize(("backend", "branch"), [("deepep", "deepseek-ai/DeepEP"), ("hybridep", "DeepEP@hybrid-ep)")])
 def test_missing_deep_ep_on_cuda_gives_install_instructions(without_deep_ep, backend, branch):
     moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
     with pytest.raises(MissingBackendError) as error:
