@@ -387,7 +387,7 @@ REQUIRED_FLAGS = {
     "moe_router_group_score_topk": "--moe-router-num-groups 8 --moe-router-group-topk 2",
     "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
     "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 2",
-    "moe_apply_probs_on_input": "--moe-router-topk 1",
+    "moe_apply_probs_on_input": "--moe-router-topk 1 --moe-router-pre-softmax",
     "moe_router_sparsemixer_jitter": "--moe-router-topk 2",
     "moe_routing_replay_path": "--moe-enable-routing-replay",
     "moe_expert_rank_capacity_factor": HYBRIDEP,
