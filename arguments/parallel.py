@@ -365,6 +365,11 @@ class ParallelArgs:
         return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
 
     @property
+    def etp_size(self) -> int:
+        """Tensor-parallel ranks of experts: those of the other layers unless --expert-tensor-parallel-size is given."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
     def has_deferred_wgrad(self) -> bool:
         """Whether the weight gradients of all layers are computed after their backward (parallel/weight_grads.py)."""
         return self.pipeline_schedule == "zero-bubble" or self.has_wgrad_in_ep_overlap

@@ -151,7 +151,7 @@ def parallel_sizes(args: Arguments) -> dict[str, Any]:
         cp=parallel.context_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+        etp=parallel.etp_size,
         order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         optimizer_instances=parallel.num_distributed_optimizer_instances,
         embedding_stages=embedding_stages(

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 
 from arguments.paths import local_path
-from arguments.program import as_typed, command_line, program_name
+from arguments.program import command_line, program_name
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.comparison.report import comparison_figures, comparison_lines
 from moe_trainer.comparison.runs import make_groups
 from moe_trainer.drawing.report_page import Figure, write_report
@@ -25,12 +26,7 @@ from moe_trainer.metrics.dashboard import read_runs
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program_name("compare"),
-        description=as_typed("compare", __doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_command_parser("compare", __doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="runs to compare")
     parser.add_argument(
         "--scaling", metavar="RUNS", type=local_path, help="fit scaling laws to all runs below this folder"

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from arguments.parse import as_plan
-from arguments.program import as_typed, program_name
+from arguments.program import program_name
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.verification.shrink import ShrinkError, shrink
@@ -33,14 +34,12 @@ _ALWAYS = ("--attention-dropout", "0", "--hidden-dropout", "0", "--transformer-i
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this command's own options; all other words are flags of the trainer."""
-    parser = argparse.ArgumentParser(
-        prog=program_name("compare-megatron"),
+    parser = make_command_parser(
+        "compare-megatron",
+        __doc__,
         usage=f"{program_name('compare-megatron')} [--as-is] [--seed S] [FLAGS]",
-        description=as_typed("compare-megatron", __doc__),
         epilog="All other flags are the trainer's. Dropout is left out.\n"
         "Exit code: 0 equal, 1 different, 2 the flags are wrong, or Megatron-Core cannot build this model.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--as-is", action="store_true", help="do not make the model of the flags small")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of weights and tokens (default: %(default)s)")

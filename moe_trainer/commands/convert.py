@@ -32,7 +32,8 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
 from arguments.paths import local_path
-from arguments.program import as_typed, program_name
+from arguments.program import program_name
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -87,13 +88,7 @@ def _print_error(message: object) -> None:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=program_name("convert"),
-        description=as_typed("convert", __doc__),
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_command_parser("convert", __doc__, epilog=_EXIT_CODES)
     add = parser.add_argument
     add("source", type=local_path, metavar="FROM", help="Hugging Face folder or checkpoint directory")
     add("target", type=local_path, nargs="?", metavar="TO", help="folder or file to create")

@@ -10,7 +10,6 @@ The server binds to 127.0.0.1, serves nothing without the token, and reads metri
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import secrets
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from arguments.paths import local_path
-from arguments.program import as_typed, program_name
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
 from moe_trainer.metrics.run_data import RunData
@@ -204,11 +203,7 @@ def make_server(folder: Path, port: int) -> tuple[ThreadingHTTPServer, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program_name("dashboard"),
-        description=as_typed("dashboard", __doc__),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_command_parser("dashboard", __doc__, allow_abbrev=True)
     parser.add_argument("folder", metavar="RUNS", type=local_path, help="folder below which runs are")
     parser.add_argument("--port", type=int, default=0, help="default: any free port")
     options = parser.parse_args(argv)

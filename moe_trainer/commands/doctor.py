@@ -15,7 +15,6 @@ python scripts/doctor.py --json
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -29,8 +28,9 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from arguments.program import as_typed, program_name
+from arguments.program import program_name
 from moe_trainer.backends import import_problem, nccl_version
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch_env import LaunchEnv, read_launch_env
 
@@ -283,14 +283,14 @@ def self_test(launch: LaunchEnv, is_distributed: bool) -> SelfTestResult:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program_name("doctor"),
-        description=as_typed("doctor", __doc__),
+    parser = make_command_parser(
+        "doctor",
+        __doc__,
         epilog="Required are torch, numpy, PyYAML, safetensors, gloo, NCCL if there are GPUs, and the names of\n"
         "--require. Exit code: 0, all required libraries are installed and the self-test passed on every rank;\n"
         "1, a required library is missing, or the self-test failed; 2, the command line or the environment of\n"
         "the ranks is wrong.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=True,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     text = f"additional required libraries, of {', '.join(NAMES)}"

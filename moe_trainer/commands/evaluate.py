@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 
 from arguments.paths import local_path
-from arguments.program import as_typed, command_line, program_name
+from arguments.program import command_line, program_name
 from moe_trainer.commands import rank_program
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 
@@ -28,13 +29,11 @@ from moe_trainer.io import cannot_write
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this script's own options; all other words are flags of the trainer."""
     name = program_name("evaluate")
-    parser = argparse.ArgumentParser(
-        prog=name,
+    parser = make_command_parser(
+        "evaluate",
+        __doc__,
         usage=f"{name} CHECKPOINT|HF_FOLDER --tasks NAMES [options] [FLAGS]\n       {name} --table FILE...",
-        description=as_typed("evaluate", __doc__),
         epilog="exit codes: 0 done, 2 the model, the tasks or an option is wrong",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--tasks", metavar="NAMES", help="tasks and groups of lm-eval, separated by commas; finermoe: ten tasks")

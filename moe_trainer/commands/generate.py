@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from arguments.paths import local_path
-from arguments.program import as_typed, program_name
+from arguments.program import program_name
 from moe_trainer.commands import rank_program
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 
@@ -34,13 +35,11 @@ Prompt = str | list[dict[str, str]]
 
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of this script's own options; all other words are flags of the trainer."""
-    parser = argparse.ArgumentParser(
-        prog=program_name("generate"),
+    parser = make_command_parser(
+        "generate",
+        __doc__,
         usage=f"{program_name('generate')} CHECKPOINT|HF_FOLDER [PROMPT ...] [options] [FLAGS]",
-        description=as_typed("generate", __doc__),
         epilog="exit codes: 0 done, 2 the model, a prompt or an option is wrong",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--prompts-file", type=local_path, metavar="FILE", help="more prompts, one per line (.jsonl: JSON)")

@@ -29,10 +29,11 @@ from typing import TextIO
 from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
-from arguments.program import as_typed, command_line, program_name
+from arguments.program import command_line, program_name
 from arguments.tokens import FIELDS
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
 from moe_trainer.commands.checkpoint_flags import spell_checkpoint
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.accuracy import CORRECTING_RUNS, accuracy_lines, fitted_residuals
 from moe_trainer.estimate.calibrate import (
@@ -100,16 +101,14 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     """Build the parser, and the parsers of its modes by name."""
     hardware = "a100, h100, h200, h800, b200, b300, gb200, gb300, cpu, or a YAML file"
     name = program_name("plan")
-    parser = argparse.ArgumentParser(
-        prog=name,
+    parser = make_command_parser(
+        "plan",
+        __doc__,
         usage=f"{name} FLAGS --world-size N [--hardware H]\n       {name} search FLAGS --gpus N [options]\n"
         f"       {name} pieces FLAGS --world-size N [--hardware H]\n       {name} calibrate [options]",
-        description=as_typed("plan", __doc__),
         epilog=f"FLAGS are the trainer's, with or without --preset NAME. H: {hardware}.\n"
         "Exit code: 0; 3 if the plan of a command line does not fit;\n"
         "2 if the flags allow no plan, no mapping fits, or nothing can be fitted.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     modes = parser.add_subparsers(title="modes", prog=name, metavar="MODE")
     search_parser = modes.add_parser(

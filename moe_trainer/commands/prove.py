@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator
 from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
-from arguments.program import as_typed, command_line, program_name
+from arguments.program import command_line, program_name
 from moe_trainer.commands.checkpoint_flags import spell_checkpoint
+from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.errors import require_packages
 from moe_trainer.exit_codes import ExitCode
@@ -40,15 +41,13 @@ def make_parser(is_random: bool) -> argparse.ArgumentParser:
         is_random: whether --random is given; only then is --seed an option of this script.
     """
     name = program_name("prove")
-    parser = argparse.ArgumentParser(
-        prog=name,
+    parser = make_command_parser(
+        "prove",
+        __doc__,
         usage=f"{name} FLAGS [options]\n       {name} --random K [--seed S] [options]",
-        description=as_typed("prove", __doc__),
         epilog="All other flags are the trainer's; so is --seed, except with --random. The number of ranks of the job\n"
         "is --world-size N or the environment variable WORLD_SIZE; a pasted torchrun command line is accepted.\n"
         "Exit code: 0 equal, 1 different, 2 the flags are wrong, or there is nothing to compare (one rank).",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--shrink-only", action="store_true", help="print the shrunk command lines and exit")
     parser.add_argument(

@@ -18,9 +18,8 @@ from types import MappingProxyType
 from arguments import parse_args
 from moe_trainer.estimate.corrections import Bias, strengths
 from moe_trainer.estimate.hardware import Constants, find_hardware
-from moe_trainer.estimate.plan import Plan, make_plan
+from moe_trainer.estimate.plan import Plan, make_plan, retimed_step
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
-from moe_trainer.estimate.step_time import plan_step
 
 GEMM_FRACTIONS = MappingProxyType(
     {
@@ -72,9 +71,7 @@ class Calibration:
         timed = Constants(**{field: getattr(constants, field)}, fill=constants.fill, iteration=0.0)
         key = name, timed
         if key not in self._found:
-            hardware, count = replace(plan.hardware, constants=timed), plan.num_microbatches
-            time = plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware, factor=1.0)
-            self._found[key] = time.step
+            self._found[key] = retimed_step(plan, replace(plan.hardware, constants=timed)).step
         step = self._found[key] + constants.iteration
         return plan.flops / step / plan.world_size / 1e12
 
@@ -126,18 +123,7 @@ def find_biases(plans: Mapping[PublishedRun, Plan]) -> dict[PublishedRun, Bias]:
 
 def _needed_factor(run: PublishedRun, plan: Plan) -> float:
     """Return the logarithm of the factor of the time of all passes with which a run is predicted exactly."""
-    bare, slower = (
-        plan_step(
-            plan.args,
-            plan.world_size,
-            plan.vocab_rows,
-            plan.num_microbatches,
-            plan.memory,
-            plan.hardware,
-            factor=factor,
-        ).step
-        for factor in (1.0, 1.1)
-    )
+    bare, slower = (retimed_step(plan, plan.hardware, factor).step for factor in (1.0, 1.1))
     passes = (slower - bare) / 0.1
     seconds = plan.flops / (run.tflops * 1e12 * plan.world_size)
     return math.log((seconds - (bare - passes)) / passes)

@@ -47,9 +47,7 @@ def uses_alltoall(args: Arguments) -> bool:
 
 def crosses_nodes_by_hybridep(args: Arguments, hardware: Hardware) -> bool:
     """Whether HybridEP exchanges tokens among more than two NVLink domains."""
-    parallel = args.parallel
-    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    span = parallel.expert_model_parallel_size * etp
+    span = args.parallel.expert_model_parallel_size * args.parallel.etp_size
     return dispatcher_name(args.moe) == "hybridep" and span > 2 * hardware.domain
 
 
@@ -68,8 +66,7 @@ def has_narrower_experts(args: Arguments, hardware: Hardware, channels: int = NA
 
 
 def _expert_channels(args: Arguments) -> float:
-    etp = args.parallel.expert_tensor_parallel_size or args.parallel.tensor_model_parallel_size
-    return (args.moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) / etp
+    return (args.moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) / args.parallel.etp_size
 
 
 def _narrowness(args: Arguments, hardware: Hardware) -> float:

@@ -197,7 +197,7 @@ class LayerTime:
         model, parallel = args.model, args.parallel
         self.model, self.moe = model, args.moe
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        self.etp, self.ep = parallel.expert_tensor_parallel_size or self.tp, parallel.expert_model_parallel_size
+        self.etp, self.ep = parallel.etp_size, parallel.expert_model_parallel_size
         self.tokens, self.size = sizes.tokens, sizes.size
         self.routed_tokens = self.tokens // self.tp
         self.gemm_format = self.hardware.gemm_width(args.precision)

@@ -23,8 +23,7 @@ from typing import Any, TypeGuard
 from arguments.container import from_values
 from arguments.regular_file import regular_file
 from moe_trainer.estimate.hardware import KNOWN_HARDWARE, CalibrationRun, Constants, Hardware, find_device
-from moe_trainer.estimate.plan import Plan, PlanError, make_plan
-from moe_trainer.estimate.step_time import plan_step
+from moe_trainer.estimate.plan import Plan, PlanError, make_plan, retimed_step
 from moe_trainer.estimate.uncertainty import features, get_mapping_sizes
 
 WARM_UP, LEAST = 3, 5
@@ -163,8 +162,7 @@ def _is_count(value: object, limit: int) -> TypeGuard[int]:
 
 def predicted_seconds(run: MeasuredRun, hardware: Hardware) -> float:
     """Return the time of a run's iteration with the constants of `hardware`, without corrections by published runs."""
-    plan, count = run.plan, run.plan.num_microbatches
-    return plan_step(plan.args, plan.world_size, plan.vocab_rows, count, plan.memory, hardware, factor=1.0).step
+    return retimed_step(run.plan, hardware).step
 
 
 def fit_constants(runs: Sequence[MeasuredRun], hardware: Hardware, rounds: int = 12) -> Constants:

@@ -40,7 +40,7 @@ from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
 from moe_trainer.estimate.interconnect import processed_load
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
-from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks
+from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks, saves_te_attention
 from moe_trainer.estimate.state_bytes import StateBytes
 from moe_trainer.estimate.static_memory import stage_states
 from moe_trainer.ops.block_sizes import (
@@ -173,7 +173,7 @@ class ChunkBytes:
         self.tp = args.parallel.tensor_model_parallel_size
         self.tokens = args.training.micro_batch_size * args.data.seq_length // args.parallel.context_parallel_size
         self.rows = self.tokens // self.tp if args.parallel.sequence_parallel else self.tokens
-        self.etp = args.parallel.expert_tensor_parallel_size or self.tp
+        self.etp = args.parallel.etp_size
         routed = self.tokens // self.tp * args.moe.moe_router_topk
         self.sent = math.ceil(routed * processed_load(args.moe))
         self.received = math.ceil(routed * self.etp * processed_load(args.moe, load))
@@ -182,8 +182,7 @@ class ChunkBytes:
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.te_experts = args.te_quantizes[1]
         self.packed = args.packed_capacity is not None
-        # whether core attention is counted as Transformer Engine saves it, as LayerSizes does
-        self.te_attends = args.te_attends and not self.packed and args.parallel.context_parallel_size == 1
+        self.te_attends = saves_te_attention(args, self.packed)
         positions = self.tokens // self.tp // args.training.micro_batch_size
         self.mlp_chunks = num_mlp_chunks(args.training, positions)
         self._chunks: dict[object, Mapping[tuple[str, bool], float]] = {}

@@ -278,11 +278,15 @@ def packed_microbatches(args: Arguments, num_ranks: int, length: int, lengths: P
     return math.ceil(count / multiple) * multiple
 
 
+def retimed_step(plan: Plan, hardware: Hardware, factor: float = 1.0) -> StepTime:
+    """Return the time of a plan's iteration with other constants or another factor of all passes (see plan_step)."""
+    return plan_step(
+        plan.args, plan.world_size, plan.vocab_rows, plan.num_microbatches, plan.memory, hardware, factor=factor
+    )
+
+
 def try_plan(
-    argv: Sequence[str],
-    world_size: int,
-    hardware: Hardware,
-    histogram: LengthHistogram | None = None,
+    argv: Sequence[str], world_size: int, hardware: Hardware, histogram: LengthHistogram | None = None
 ) -> Plan | None:
     """Plan a command line; None if it cannot be planned or the rules reject it."""
     try:

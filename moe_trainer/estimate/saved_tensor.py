@@ -36,6 +36,11 @@ class SavedTensor:
         return math.prod(self.shape) * self.itemsize
 
 
+def saves_te_attention(args: Arguments, packed: bool) -> bool:
+    """Whether core attention is counted as Transformer Engine saves it: to full sequences, on one context rank."""
+    return args.te_attends and not packed and args.parallel.context_parallel_size == 1
+
+
 def num_mlp_chunks(training: TrainingArgs, length: int) -> int:
     """Return the number of chunks in which experts run, of a rank with `length` positions (memory/activations.py)."""
     if training.mlp_chunks_for_training == 1:
@@ -74,7 +79,7 @@ class LayerSizes:
         # whether Transformer Engine's layers compute the quantized GEMMs of (linears, experts)
         self.te_linears, self.te_experts = (False, False) if self.cpu else args.te_quantizes
         self.tp, self.cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        self.te_attends = not self.cpu and not packed and self.cp == 1 and args.te_attends
+        self.te_attends = not self.cpu and saves_te_attention(args, packed)
         self.size = 4 if args.precision.params_dtype_name == "fp32" else 2
         self.residual = 4 if model.fp32_residual_connection else self.size
         self.hidden = model.hidden_size
@@ -83,7 +88,7 @@ class LayerSizes:
         self.tokens = self.batch * self.length
         self.own = self.tokens // self.tp
         self.rows = self.own if parallel.sequence_parallel else self.tokens
-        etp = parallel.expert_tensor_parallel_size or self.tp
+        etp = parallel.etp_size
         self.etp, self.ep = etp, parallel.expert_model_parallel_size
         self.num_experts = args.moe.num_experts or 0
         self.mlp_chunks = num_mlp_chunks(training, self.own // self.batch)

@@ -114,11 +114,7 @@ class _Line:
 
 
 def cheapest_fixes(
-    argv: Sequence[str],
-    plan: Plan,
-    headroom: float = 1.0,
-    searched: bool = True,
-    most: int = 3,
+    argv: Sequence[str], plan: Plan, headroom: float = 1.0, searched: bool = True, most: int = 3
 ) -> list[Fix]:
     """Find changes that make a command line fit, the fastest first; single changes before pairs that are not faster.
 

@@ -54,7 +54,7 @@ def mapping_of(args: Arguments, hardware: Hardware) -> TriedMapping:
         parallel.pipeline_model_parallel_size,
         parallel.expert_model_parallel_size,
         parallel.context_parallel_size,
-        parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+        parallel.etp_size,
     )
     dispatcher = dispatcher_name(args.moe) if parallel.expert_model_parallel_size > 1 else ""
     is_interleaved = len(chunk_layouts(args.model, parallel)[0]) > 1

@@ -86,10 +86,7 @@ FEATURES: Features = MappingProxyType(
             plan.batch_size * plan.args.data.seq_length < 4096 * plan.world_size
         ),
         "TP above 2": lambda plan: plan.args.parallel.tensor_model_parallel_size > 2,
-        "experts sharded over TP": lambda plan: (
-            (plan.args.parallel.expert_tensor_parallel_size or plan.args.parallel.tensor_model_parallel_size) > 1
-            and bool(plan.args.moe.num_experts)
-        ),
+        "experts sharded over TP": lambda plan: plan.args.parallel.etp_size > 1 and bool(plan.args.moe.num_experts),
         "hardware without a fitted run": lambda plan: (
             plan.hardware.name not in FITTED_HARDWARE and plan.hardware.name in PUBLISHED_HARDWARE
         ),

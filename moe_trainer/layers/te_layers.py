@@ -125,7 +125,7 @@ class _FusedLinear:
         return self._forward_shown(x, is_first, tensors, adds)
 
     def _forward_shown(self, x: Tensor, is_first: bool | None, tensors: list[Tensor] | None, adds: bool) -> Tensor:
-        """Run the library with another tensor in place of the parameter: one of its own, or one whose gradient we add.
+        """Run the library with another tensor in place of the parameter: one it made, or one whose gradient we add.
 
         Args:
             tensors: see `unstacked`.

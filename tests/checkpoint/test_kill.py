@@ -135,7 +135,7 @@ def test_refused_run_of_the_same_host_and_pid_leaves_the_lock(tmp_path):
     other.start()
     try:
         assert held.wait(60)
-        for _ in range(2):  # the second is a third run, which must not get a lock of its own
+        for _ in range(2):  # the second is a third run, which must not get the lock
             with pytest.raises(CheckpointError, match=f"another run is saving there .host .*process {os.getpid()},"):
                 check_writable(tmp_path, ParallelState.single())
             assert not directory.holds_lock(tmp_path), "its end would go into the other run's metrics"

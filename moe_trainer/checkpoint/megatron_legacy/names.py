@@ -22,7 +22,7 @@ LATENT_DOWN = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 EXPERT = ".experts.local_experts."
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 _ROWS = tuple(
@@ -107,7 +107,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     """Return the global name for a name in a file, for local, Transformer Engine and grouped modules."""
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     name = _GROUPED.sub(lambda match: f"{EXPERT}{match[3]}.{match[1]}.{match[2]}", name)
-    name = _LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) + first_expert}.", name)
+    name = LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) + first_expert}.", name)
     for alone, fused in FUSED:
         name = name.replace(f".{fused}", f".{alone}")
     return name.replace(".transformer_layer.", ".mtp_model_layer.")
@@ -116,7 +116,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
 def local_name(name: str, first_layer: int, first_expert: int) -> str:
     """Return the inverse of `global_name`, for local modules and single experts."""
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) - first_layer}.", name)
-    return _LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) - first_expert}.", name)
+    return LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) - first_expert}.", name)
 
 
 def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
@@ -181,7 +181,7 @@ def module_order_key(name: str, written: str) -> tuple:
         raise CheckpointError(
             f"{name}: its place in a legacy optimizer state is not known; save with --ckpt-format torch_dist"
         )
-    expert = _LOCAL_EXPERT.search(name)
+    expert = LOCAL_EXPERT.search(name)
     number, module = (int(expert[1]), name.rpartition(".")[0][expert.end() :]) if expert else (-1, "")
     # all of fc1 first, or expert by expert
     among = (module, "", number) if _GROUPED.search(written) else ("", f"{number:09d}", module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -61,7 +62,7 @@ class MegatronComparison:
     @property
     def largest(self) -> ComparedRow:
         """The row with the largest difference; NaN is the largest of all."""
-        return max(self.rows, key=lambda row: (row.difference != row.difference, row.difference))
+        return max(self.rows, key=lambda row: _with_nan_last(row.difference))
 
     @property
     def is_equal(self) -> bool:
@@ -175,6 +176,10 @@ def _gradient_row(network: nn.Module, megatron: nn.Module) -> ComparedRow:
     return _largest("gradients", pairs)
 
 
+def _with_nan_last(difference: float) -> tuple[bool, float]:
+    return math.isnan(difference), difference
+
+
 def _first(output: Any) -> Tensor:
     """Return a module's output without the bias or the routing map that Megatron-Core's modules return with it."""
     return output[0] if isinstance(output, tuple) else output
@@ -191,6 +196,6 @@ def _largest(what: str, tensors: list[tuple[str, Tensor, Tensor]]) -> ComparedRo
     for name, ours, theirs in tensors:
         scale = theirs.detach().abs().max().clamp_min(1e-30)
         found.append((float((ours.detach() - theirs.detach()).abs().max() / scale), name))
-    difference, where = max(found, key=lambda each: (each[0] != each[0], each[0]))
+    difference, where = max(found, key=lambda each: _with_nan_last(each[0]))
     count = f"{sum(each.numel() for _, each, _ in tensors):,} values"
     return ComparedRow(what, count, count, difference, where)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -25,10 +24,9 @@ from torch import Tensor, nn
 
 from arguments import Arguments
 from arguments.container import OPTIONS
-from moe_trainer.checkpoint.megatron_legacy.names import global_name
+from moe_trainer.checkpoint.megatron_legacy.names import LOCAL_EXPERT, global_name
 from moe_trainer.errors import UserError
 
-_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 # fields of Megatron-Core's config whose flag has another name there or here, and those that choose kernels of devices
 _WITHOUT_KERNELS = MappingProxyType(
     {
@@ -135,18 +133,18 @@ def _with_head_sizes(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def config_fields(args: Arguments, known: Mapping[str, Any]) -> dict[str, Any]:
+def config_fields(args: Arguments, known: Collection[str]) -> dict[str, Any]:
     """Return the fields of Megatron-Core's config by name: flags have the same names, but for those given here.
 
     Args:
         args: flags of this program.
         known: fields of the config class.
     """
+    from megatron.core.activations import squared_relu
+
     model, moe = args.model, args.moe
     sections = (model, moe, args.parallel, args.training, args.precision)
     flags = {field.name: getattr(section, field.name) for section in sections for field in dataclasses.fields(section)}
-    from megatron.core.activations import squared_relu
-
     activation = squared_relu if model.squared_relu else F.silu if model.swiglu else F.gelu
     flags |= {
         **_WITHOUT_KERNELS,
@@ -195,7 +193,7 @@ def _build(args: Arguments, vocab_size: int) -> nn.Module:
 
     model = args.model
     config_class = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
-    known = {field.name: field for field in dataclasses.fields(config_class) if field.init}
+    known = {field.name for field in dataclasses.fields(config_class) if field.init}
     config = config_class(**config_fields(args, known))
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, False, normalization=config.normalization)
     mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
@@ -215,8 +213,8 @@ def _build(args: Arguments, vocab_size: int) -> nn.Module:
 def take(ours: Mapping[str, Tensor], name: str) -> Tensor | None:
     """Return the tensor of this program's model that Megatron-Core calls `name`; of one expert a view."""
     name = global_name(name, 0, 0)
-    expert = _EXPERT.search(name)
-    whole = ours.get(_EXPERT.sub(".experts.", name))
+    expert = LOCAL_EXPERT.search(name)
+    whole = ours.get(LOCAL_EXPERT.sub(".experts.", name))
     return whole[int(expert[1])] if whole is not None and expert else whole
 
 
