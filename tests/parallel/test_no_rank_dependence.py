@@ -83,7 +83,9 @@ def test_other_dtypes_round_and_meta_materializes_equally():
 def test_many_values_are_drawn_by_all_cores_and_are_those_of_one(monkeypatch):
     def draw():
         made = [Parameter(torch.full(shape, math.nan)) for shape in ((300, 1040), (5, 3, 70_000), (50, 65_536))]
-        for param, (names, init) in zip(made, ((("a.weight",), "normal"), (tuple("bcdef"), "xavier_uniform"), (("g",), "normal"))):
+        for param, (names, init) in zip(
+            made, ((("a.weight",), "normal"), (tuple("bcdef"), "xavier_uniform"), (("g",), "normal"))
+        ):
             param.info = ParamInfo(names, stacked=len(names) > 1, init=init, init_std=0.02)
         init_parameters(made, 1)
         return made
