@@ -69,7 +69,7 @@ def _problem(start: str, name: str) -> str:
 
 
 def _name_missing_package(command: str, error: ModuleNotFoundError) -> int:
-    """Print which package a command needs; raise the error if it is a module of an installed one. Returns the exit code."""
+    """Print which package a command needs; another module that is missing is an error. Returns the exit code."""
     from arguments.program import program_name
 
     try:
