@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.version import __version__
 
@@ -67,11 +68,26 @@ def _problem(start: str, name: str) -> str:
     return f"{start}: there is no command {name}{f'; did you mean {start} {meant}?' if meant else ''}\n"
 
 
+def _name_missing_package(command: str, error: ModuleNotFoundError) -> int:
+    """Print which package a command needs; another module that is missing is an error. Returns the exit code."""
+    from arguments.program import program_name
+
+    try:
+        require_packages((error.name or __package__).partition(".")[0])
+    except UserError as problem:
+        print(f"{program_name(command)}: {problem}", file=sys.stderr)
+        return ExitCode.USER_ERROR
+    raise error
+
+
 def run(name: str, words: Sequence[str]) -> int:
     """Run a command in this process, whose last act it is. Returns the exit code."""
     if name == "plan" or {"-h", "--help"} & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not a failure
-    code = importlib.import_module(f"moe_trainer.commands.{name.replace('-', '_')}").main(list(words))
+    try:
+        code = importlib.import_module(f"moe_trainer.commands.{name.replace('-', '_')}").main(list(words))
+    except ModuleNotFoundError as error:
+        code = _name_missing_package(name, error)
     gc.collect()  # see pretrain_moe.leave
     return code
 

@@ -17,6 +17,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+_NAMES, _SLURM_NAMES = ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")
+
 
 @dataclass(frozen=True)
 class LaunchEnv:
@@ -62,11 +64,7 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
         )
     else:
         return LaunchEnv(0, 1, 0, None, None, "single process")
-    if not 0 <= launch.rank < launch.world_size:
-        names = ("SLURM_PROCID", "SLURM_NTASKS") if launch.source == "SLURM" else ("RANK", "WORLD_SIZE")
-        raise ValueError(
-            f"{names[0]} and {names[1]}: rank {launch.rank} is not valid for world size {launch.world_size}"
-        )
+    _check_rank(launch.rank, launch.world_size, _SLURM_NAMES if launch.source == "SLURM" else _NAMES)
     if launch.local_rank is not None and launch.local_rank < 0:
         raise ValueError(f"{launch.source}: LOCAL_RANK {launch.local_rank} is negative")
     if launch.ranks_per_node is not None and launch.ranks_per_node < 1:
@@ -82,9 +80,22 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
 
 
 def is_first_rank(env: Mapping[str, str]) -> bool:
-    """Return whether this is the first process of a job or the only one; nothing else of the environment is read."""
-    in_step = "SLURM_STEP_ID" in env and not {"RANK", "WORLD_SIZE"} & env.keys()
-    return env.get("SLURM_PROCID" if in_step else "RANK", "0") == "0"
+    """Return whether this is the first process of a job or the only one; nothing else of the environment is read.
+
+    Raises:
+        ValueError: if it is no process of the job.
+    """
+    names = _SLURM_NAMES if "SLURM_STEP_ID" in env and not env.keys() & set(_NAMES) else _NAMES
+    rank, world_size = _number(env, names[0], 0) or 0, _number(env, names[1], None)
+    if world_size is None:  # a rank alone is left over from something else
+        return True
+    _check_rank(rank, world_size, names)
+    return rank == 0
+
+
+def _check_rank(rank: int, world_size: int, names: tuple[str, str]) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{names[0]} and {names[1]}: rank {rank} is not valid for world size {world_size}")
 
 
 def _tasks_per_node(env: Mapping[str, str]) -> int | None:

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -233,10 +234,16 @@ def acquire_lock(directory: Path) -> str | None:
 
     Returns:
         None, or a description of the process that holds the lock.
+
+    Raises:
+        OSError: if the file cannot be made, or its name is that of a link or a device.
     """
     path = directory / LOCK
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -278,6 +285,8 @@ def _is_own_lock(file: TextIO) -> bool:
 
     Containers of one node may have the same host name and process number, so only the kernel knows the holder.
     """
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return False
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return f"host {socket.gethostname()}, process {os.getpid()}," in file.read()
 

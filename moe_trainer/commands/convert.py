@@ -401,11 +401,11 @@ def _special_tokens(record: Mapping[str, object], folder: Path) -> tuple[dict[st
     from arguments.data import DataArgs
     from moe_trainer.data.tokenizer import build_tokenizer
 
-    kind, single_file = record.get("tokenizer_type"), folder / "tokenizer.model"
+    kind, models = record.get("tokenizer_type"), list(folder.glob("*.model"))
     if kind == "NullTokenizer":
         logger.info("  bos_token_id, eos_token_id: null (the run had a NullTokenizer); --config copies them")
         return {"eos_token_id": None}, None
-    model = single_file if kind != "HuggingFaceTokenizer" and single_file.is_file() else folder
+    model = models[0] if kind != "HuggingFaceTokenizer" and len(models) == 1 else folder
     try:
         form = record.get("sft_tokenizer_prompt_format") or DataArgs.sft_tokenizer_prompt_format
         tokenizer = build_tokenizer(

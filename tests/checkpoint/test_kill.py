@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 
 import pytest
@@ -143,6 +144,22 @@ def test_refused_run_of_the_same_host_and_pid_leaves_the_lock(tmp_path):
     finally:
         other.kill()
         other.join()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_the_name_of_the_lock_is_that_of_a_file(tmp_path, kind):
+    """A link's target would be overwritten, and who reads a pipe waits."""
+    target, folder = tmp_path / "target", tmp_path / "ckpt"
+    folder.mkdir()
+    target.write_text("precious")
+    if kind == "link":
+        (folder / directory.LOCK).symlink_to(target)
+    else:
+        os.mkfifo(folder / directory.LOCK)
+    with pytest.raises(CheckpointError, match=re.escape(str(folder))):
+        check_writable(folder, ParallelState.single())
+    directory.release_lock(folder)
+    assert target.read_text() == "precious" and os.path.lexists(folder / directory.LOCK)
 
 
 def test_a_child_of_a_killed_run_does_not_keep_the_folder(tmp_path):

@@ -135,6 +135,8 @@ def test_shuffle_of_other_ranks_that_is_not_recorded_is_named(prefixes):
     assert compare_flags(saved, saved, dataset, 8) is None
     warning = compare_flags({**saved, "data_parallel_size": 4}, {**saved, "data_parallel_size": 2}, dataset, 8)
     assert "data-parallel ranks 4; now data-parallel ranks 2" in warning
+    warning = compare_flags(saved, {**saved, "micro_batch_size": 1}, dataset, 8)
+    assert "--micro-batch-size 2; now --micro-batch-size 1" in warning
 
 
 def test_resumed_run_says_once_that_no_order_is_recorded(prefixes, tmp_path, monkeypatch):

@@ -106,8 +106,11 @@ def test_first_rank_alone_answers_under_a_launcher(mode, env, monkeypatch, capsy
     line = LINE[:-2]
     assert pretrain_moe.main([*line, mode]) == 0 and "64" in capsys.readouterr().out
     assert pretrain_moe.main([*line, mode, "--no-such-flag"]) == 2 and "--no-such-flag" in capsys.readouterr().err
-    monkeypatch.setenv("RANK" if "RANK" in env else "SLURM_PROCID", "3")
+    name = "RANK" if "RANK" in env else "SLURM_PROCID"
+    monkeypatch.setenv(name, "3")
     assert pretrain_moe.main([*line, mode, "--no-such-flag"]) == 0 and capsys.readouterr() == ("", "")
+    monkeypatch.setenv(name, "64")
+    assert pretrain_moe.main([*line, mode]) == 2 and "rank 64 is not valid for world size 64" in capsys.readouterr().err
 
 
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --use-torch-fsdp2"

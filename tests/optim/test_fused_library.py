@@ -117,6 +117,11 @@ def test_updates_equal_those_of_torch(calls, options, precision, used):
         torch.testing.assert_close(a, b, **({} if dtype == torch.bfloat16 else CLOSE))
 
 
+def test_lists_of_the_kernels_count_in_32_bits(calls):
+    library = apex.load("meta")
+    assert library.takes(torch.empty(2**31 - 1, device="meta")) and not library.takes(torch.empty(2**31, device="meta"))
+
+
 def test_norms_of_all_kinds_of_tensors(calls):
     flat = torch.randn(9000)
     tensors = [flat, torch.randn(5000).bfloat16(), torch.empty(0), torch.randn(7, dtype=torch.float64)]

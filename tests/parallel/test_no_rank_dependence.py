@@ -1,5 +1,6 @@
 """Initial weights depend on (seed, global name) only: not on order, sharding, stacking, dtype or the meta device."""
 
+import math
 import os
 import threading
 
@@ -81,8 +82,10 @@ def test_other_dtypes_round_and_meta_materializes_equally():
 
 def test_many_values_are_drawn_by_all_cores_and_are_those_of_one(monkeypatch):
     def draw():
-        made = [Parameter(torch.empty(shape)) for shape in ((300, 1040), (5, 3, 70_000))]
-        for param, (names, init) in zip(made, ((("a.weight",), "normal"), (tuple("bcdef"), "xavier_uniform"))):
+        made = [Parameter(torch.full(shape, math.nan)) for shape in ((300, 1040), (5, 3, 70_000), (50, 65_536))]
+        for param, (names, init) in zip(
+            made, ((("a.weight",), "normal"), (tuple("bcdef"), "xavier_uniform"), (("g",), "normal"))
+        ):
             param.info = ParamInfo(names, stacked=len(names) > 1, init=init, init_std=0.02)
         init_parameters(made, 1)
         return made
@@ -97,7 +100,7 @@ def test_many_values_are_drawn_by_all_cores_and_are_those_of_one(monkeypatch):
     number = torch.get_num_threads()
     drawn = draw()
     assert threads and all(name.startswith("weights_") for name in threads) and torch.get_num_threads() == number
-    assert all(torch.equal(one, other) for one, other in zip(alone, drawn))
+    assert all(torch.equal(one, other) for one, other in zip(alone, drawn)), "no value is left out either"
     monkeypatch.setattr(rng, "_fill", lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         draw()

@@ -42,6 +42,16 @@ def test_deferred_passes_are_separate_and_run_in_any_order():
     assert param.grad.tolist() == [11.0, 22.0] and len(seen) == 2
 
 
+def test_the_sum_of_a_pass_is_rounded_once():
+    queue, (param, _) = WeightGradQueue(), make_watched_param(1)
+    param.data = param.data.bfloat16()
+    queue.active = True
+    for _ in range(3):
+        queue.defer(param, lambda: torch.tensor([1 + 2**-8]))  # alone it rounds to 1
+    queue.run()
+    assert param.grad.item() == 3.015625
+
+
 def test_inactive_queue_rejects_gradients():
     queue, (param, _) = WeightGradQueue(), make_watched_param(1)
     with pytest.raises(AssertionError, match="active"):

@@ -25,6 +25,7 @@ def test_missing_packages_are_named():
         (["pretrain_moe.py", *TINY, *MOCK, "--train-iters", "1"], "torch"),
         (["scripts/preprocess_data.py", "--help"], "numpy"),
         (["scripts/convert.py", "a", "b"], "torch"),
+        (["scripts/compare.py", "a"], "numpy"),
         (["scripts/replay.py", "a"], "torch"),
         (["scripts/generate.py", "a", "b"], "torch"),
         (["scripts/evaluate.py", "a", "--tasks", "b"], "torch"),

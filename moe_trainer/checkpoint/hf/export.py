@@ -266,7 +266,9 @@ def _finish_folder(
     for line in () if quantized is None else quantized.report(notes, num_bytes):
         logger.info("  %s", line)
     for path in copied:
-        flush_file(Path(shutil.copyfile(path, folder / path.name)))
+        # the only name under which other programs find it
+        name = "tokenizer.model" if is_sentencepiece and path.suffix == ".model" else path.name
+        flush_file(Path(shutil.copyfile(path, folder / name)))
     if is_sentencepiece and {path.name for path in folder.glob("tokenizer*")} == {"tokenizer.model"}:
         write_text(folder / "tokenizer_config.json", json.dumps(dict(SENTENCEPIECE_CONFIG)) + "\n")
     if len(notes) > 1:

@@ -633,21 +633,21 @@ def test_sentencepiece_tokenizer_encodes_alike_in_transformers(tmp_path, caplog)
     lines = [f"def name_{number}(value): return value + {number}" for number in range(200)]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
-        model_prefix=str(tmp_path / "tokenizer"),
+        model_prefix=str(tmp_path / "code"),  # exports name it as transformers does
         vocab_size=120,
         model_type="bpe",
         hard_vocab_limit=False,
         add_dummy_prefix=False,
         minloglevel=2,
     )
-    named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer.model")]
+    named = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "code.model")]
     done = run(
         [*TINY, *MOCK, "--train-iters", "1", "--save", str(tmp_path / "run"), "--save-interval", "1", *named], tmp_path
     )
     assert done.returncode == 0, done.stderr
     with caplog.at_level("INFO"):
         assert run_convert(tmp_path / "run", tmp_path / "hf", "--verify") == 0  # the run has recorded no --vocab-size
-    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "code.model"))
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos_id(), ours.eos_id())
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "hf")
