@@ -17,7 +17,8 @@ transformers runs as fast as it can here: the fastest of its expert implementati
 torch's fused AdamW; in bf16 its parameters and optimizer state are bf16 throughout, which is less work than our fp32
 main parameters and gradients; "transformers, autocast" keeps fp32 parameters and multiplies in bf16, which is nearer to
 what we do. torchtitan (where it is installed: it is no dependency) is its Qwen3 without the norms of queries and keys,
-sdpa, without a balancing loss; its experts multiply in bf16 whatever the dtype, so it appears in bf16 only. All but
+sdpa, without a balancing loss; its experts multiply in bf16 whatever the dtype, so it appears in bf16 only; its
+releases after 0.3.0 also need the package spmd_types. All but
 "default malloc" run with the allocator settings that moe-trainer makes for itself at start (memory/host_allocator.py);
 "default malloc" is transformers as it comes.
 
@@ -323,6 +324,7 @@ def race(model: Model, dtype: str, found: Mapping[str, Callable], options: argpa
         if name != "gemm":
             result["tokens_per_s"] = round(model.tokens / seconds)
             result["share_of_gemm_rate"] = round(model.flops_per_step() / seconds / rate, 3)
+            result["ours_faster_by"] = round(speedup(result["seconds"], results["moe-trainer"]["seconds"], model), 3)
     results["gemm"]["gflops"] = round(rate / 1e9)
     for name, reason in running.absent.items():
         if family(name) not in results:
@@ -330,19 +332,25 @@ def race(model: Model, dtype: str, found: Mapping[str, Callable], options: argpa
     return results
 
 
+def speedup(seconds: list[float], ours: list[float], model: Model) -> float:
+    """Return how many times as long a contender takes: the median of the rounds' pairs where rounds alternate."""
+    if model.together:
+        return statistics.median(theirs / mine for theirs, mine in zip(seconds, ours, strict=True))
+    return statistics.median(seconds) / statistics.median(ours)
+
+
 def table(figures: dict) -> str:
     columns = "| model | dtype | | tokens/s | ours is faster by | ms per step (best round) | peak memory MB |"
     lines = [f"{columns} share of GEMM rate |", f"|{'---|' * 8}"]
     for model, by_dtype in figures.items():
         for dtype, results in by_dtype.items():
-            ours = results["moe-trainer"]["tokens_per_s"]
             for name, r in results.items():
                 if "absent" in r:
                     lines.append(f"| {model} | {dtype} | {name} | not measured: {r['absent']} | | | | |")
                 elif name == "gemm":
                     lines.append(f"| {model} | {dtype} | GEMM {r['what']} | | | | | {r['gflops']} GFLOP/s |")
                 else:
-                    ratio = "" if name == "moe-trainer" else f"{ours / r['tokens_per_s']:.2f} x"
+                    ratio = "" if name == "moe-trainer" else f"{r['ours_faster_by']:.2f} x"
                     lines.append(
                         f"| {model} | {dtype} | {name} ({r['what']}) | {r['tokens_per_s']:,} | {ratio} | "
                         f"{r['ms_per_step']:,} ({r['best_ms_per_step']:,}) | {r['peak_memory_mb']:,} | "
@@ -389,36 +397,37 @@ def main() -> int:
             say(f"error: without it ({' and '.join(REQUIRED)}) there is nothing to compare")
             return ExitCode.FAILED
         print(table({name: figures}), flush=True)
-        if options.write:
-            keep(name, figures, options)
+        for dtype in options.dtypes if options.write else ():
+            keep(name, dtype, figures[dtype], options)
     return 0
 
 
-def keep(name: str, figures: dict, options: argparse.Namespace) -> None:
-    """Record the figures of one model."""
+def keep(name: str, dtype: str, results: dict, options: argparse.Namespace) -> None:
+    """Record the figures of one model and dtype."""
     together = MODELS[name].together
     record = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        "commit": bench_common.get_commit(),
         "processor": processor(),
         "threads": options.threads,
         "load_average": os.getloadavg(),
         "versions": versions(),
         "rounds": options.rounds if together else LARGE_ROUNDS,
         "steps_per_round": options.steps if together else 1,
-        "figures": figures,
+        "figures": results,
     }
-    file = "cpu" if name == "small" else f"cpu_{name}"
+    file = f"cpu_{name}_{dtype}"
     bench_common.write_result(f"{file}.json", json.dumps(record, indent=1))
     found = ", ".join(f"{library} {version}" for library, version in record["versions"].items())
     rounds = f"{LARGE_ROUNDS} steps, one contender after another"
     if together:
-        rounds = f"{options.rounds} alternating rounds of {options.steps} steps"
+        rounds = f"{options.rounds} alternating rounds of {options.steps} steps, ratios by pairs of one round"
     head = (
-        f"# The {name} Mixtral on CPU\n\n{record['date']}, {record['processor']}, {options.threads} threads, {found}; "
-        f"median of {rounds}; load average {os.getloadavg()[0]:.0f} (the benchmark alone: about {options.threads}). "
-        "Method: scripts/bench_cpu.py.\n\n"
+        f"# The {name} Mixtral on CPU, {dtype}\n\n{record['date']}, commit {record['commit']}, {record['processor']}, "
+        f"{options.threads} threads, {found}; median of {rounds}; load average {os.getloadavg()[0]:.0f} (the benchmark "
+        f"alone: about {options.threads}). Method: scripts/bench_cpu.py.\n\n"
     )
-    bench_common.write_result(f"{file}.md", head + table({name: figures}))
+    bench_common.write_result(f"{file}.md", head + table({name: {dtype: results}}))
 
 
 if __name__ == "__main__":
