@@ -408,7 +408,6 @@ def _stage(
         counts, host, working = (0,) * len(chunks), state.host, max(map(sizes.layer, kinds), default=0.0)
         modules.clear()
     else:
-        working += deferred_expert_bytes(args, chunks, order, params, sizes)
         working += graph_bytes(args, chunks, counts, sizes)
         working += iteration_graph_bytes(args, chunks, sizes, num_microbatches, dispatch)
     optimizer = state.main_params + state.moments - state.host
@@ -463,23 +462,6 @@ def _buffers(
             gathered, reduced = 1 + 2 * len(chunks), 2 * len(chunks)
         working += largest * (gathered * sizes.size + 4 * reduced)
     return dispatch, working
-
-
-def deferred_expert_bytes(
-    args: Arguments, chunks: Sequence[ChunkLayout], order: Order, params: LayerParams, sizes: ChunkBytes
-) -> float:
-    """Return the fp32 gradients of Transformer Engine's experts that wait from backward on (te_experts.py)."""
-    if not (args.parallel.has_deferred_wgrad and sizes.te_experts and True in sizes.pattern):
-        return 0.0
-    depths = (args.model.mtp_num_layers or 0) * mtp_is_moe(sizes.pattern)
-    layers = [sum(sizes.pattern[number] for number in chunk.layers) + depths * chunk.mtp for chunk in chunks]
-    most = max(layers)  # a pair computes the weight gradients of its chunk at its end
-    if args.parallel.pipeline_schedule == "zero-bubble":
-        waiting = most = 0
-        for action in (action for step in order for action in step_actions(step)):
-            waiting += {BACKWARD: 1, WEIGHT: -1}.get(action.kind, 0) * layers[action.chunk]
-            most = max(most, waiting)
-    return 4.0 * most * params.layers[True].expert
 
 
 def clone_bytes(args: Arguments, params: LayerParams, sizes: ChunkBytes) -> float:

@@ -167,7 +167,7 @@ class FusedGroupedLinear(nn.Module):
             delay_wgrad_compute=queue is not None,
             save_original_input=save_original_input,
         )
-        self._deferred: list[Tensor] = []  # results of the library's queue, in its order
+        self._deferred: list[Tensor] = []  # results of the library's queue, in its order, without memory until then
         declared = inspect.signature(library.GroupedLinear.forward).parameters.get("m_splits")
         self._takes_tensor = declared is not None and declared.annotation is Tensor
         self._names = [f"weight{expert}" for expert in range(num_experts)]
@@ -183,7 +183,10 @@ class FusedGroupedLinear(nn.Module):
         sums = [] if self.queue is None else self._deferred
 
         def collect() -> Tensor | None:
-            return compute_or_defer(self.queue, weight_eNK, lambda: self._take(weight_eNK, sums))
+            grad_eNK = compute_or_defer(self.queue, weight_eNK, lambda: self._take(weight_eNK, sums))
+            if self._deferred:  # the library writes to it when its queue runs: 4 bytes per parameter until then
+                self._deferred[-1].untyped_storage().resize_(0)
+            return grad_eNK
 
         is_first = self.casts.is_first()
         tensors = self.stored.tensors(weight_eNK, is_first, self.training)
@@ -200,14 +203,13 @@ class FusedGroupedLinear(nn.Module):
 
     def _take(self, weight_eNK: Parameter, sums: list[Tensor]) -> Tensor:
         """Return the gradient; with a queue, the oldest one that the library has deferred."""
+        total_eNK = sums.pop(0)
         if self.queue is not None:
-            self._defer(weight_eNK)
-        return sums.pop(0)
-
-    def _defer(self, weight_eNK: Parameter) -> None:
-        """Run the oldest deferred weight gradient of the library."""
-        with self._showing(weight_eNK.detach().unbind(0)):
-            self.fused.backward_dw()
+            total_eNK.untyped_storage().resize_(total_eNK.nbytes)
+            total_eNK.zero_()
+            with self._showing(weight_eNK.detach().unbind(0)):
+                self.fused.backward_dw()
+        return total_eNK
 
     def _showing(self, weights: Sequence[Tensor]) -> AbstractContextManager[None]:
         return showing(self.fused, dict(zip(self._names, weights, strict=True)))
