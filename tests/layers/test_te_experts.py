@@ -147,7 +147,9 @@ def test_deferred_te_weight_gradients_equal_immediate_ones(fake_package, waits):
                 after = v["w1"].grad
                 assert after is None if before is None else torch.equal(after, before), "it was deferred"
             for linear in pair:
-                assert not any(total.untyped_storage().nbytes() for total in linear._deferred), "it waits without memory"
+                assert not any(total.untyped_storage().nbytes() for total in linear._deferred), (
+                    "it waits without memory"
+                )
             taken.append(queue.take())
         for pending in taken:
             pending.run()
