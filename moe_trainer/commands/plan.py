@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from arguments.parse import as_plan
+from arguments.parse import as_plan, resolve_command_line
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path
 from arguments.program import command_line, program_name
@@ -189,7 +189,7 @@ def main(words: list[str]) -> int:
         if {"--help", "-h"} & set(words):
             parser.print_help()
             return ExitCode.OK
-        return _plan(as_plan(words))
+        return _plan(as_plan(add_training_flags(words)))
     if words[0] == "pieces":
         return _pieces(modes["pieces"], words[1:])
     options, flags = parser.parse_known_args(words)
@@ -198,6 +198,19 @@ def main(words: list[str]) -> int:
     if flags:
         modes["calibrate"].error(f"unrecognized arguments: {' '.join(flags)}")
     return _calibrate(modes["calibrate"], options)
+
+
+def add_training_flags(flags: list[str]) -> list[str]:
+    """Return FLAGS with a learning rate and a training length, if they have none: a plan does not depend on them."""
+    settings, _ = resolve_command_line(as_plan(flags), None)
+    missing = []
+    if settings.lr is None:
+        missing += ["--lr", "1e-4"]
+    if settings.train_iters is None and settings.train_samples is None:
+        missing += ["--train-iters", "1000000"]
+    if missing:
+        print(f"{program_name('plan')}: planned with {' '.join(missing)}, which training needs", file=sys.stderr)
+    return [*flags, *missing]
 
 
 def _plan(words: list[str]) -> int:
@@ -220,7 +233,7 @@ def _search(parser: argparse.ArgumentParser, options: argparse.Namespace, flags:
     if options.report_html is not None and cannot_write(Path(options.report_html)):
         parser.error(f"--report-html {options.report_html}: the file cannot be written")
     try:
-        hardware, flags = find_hardware(options.hardware), spell_checkpoint(flags)
+        hardware, flags = find_hardware(options.hardware), add_training_flags(spell_checkpoint(flags))
         with progress_line(sys.stderr) as progress:
             limits = (options.gpus, hardware, options.best, options.headroom, progress)
             outcome = search_formats(flags, options.formats, *limits) if options.formats else search(flags, *limits)
@@ -246,7 +259,7 @@ def _pieces(parser: argparse.ArgumentParser, flags: list[str]) -> int:
         return ExitCode.OK if flags else ExitCode.USER_ERROR
     _refuse_flags_of_a_plan(parser, flags, "pieces", "--report-html", "--report")
     try:
-        flags = spell_checkpoint(flags)
+        flags = add_training_flags(spell_checkpoint(flags))
         plan, rows = plan_of_flags(flags), list(make_rows(flags))
     except ValueError as error:
         print(f"{program_name('plan')}: {error}", file=sys.stderr)

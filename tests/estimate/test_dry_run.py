@@ -10,6 +10,7 @@ import pytest
 
 import pretrain_moe
 from arguments.parse import resolve_command_line
+from moe_trainer.commands import plan
 from moe_trainer.estimate.dry_run import plan_of_flags, run_dry_run
 
 ROOT = Path(__file__).parents[2]
@@ -248,3 +249,22 @@ def test_planning_scripts_keep_variables_that_only_a_run_needs(tmp_path, monkeyp
         monkeypatch.setattr(module, "roofline_lines", lambda plan, roofline: [])
     line = [*mode, "--preset", str(recipe), "--mock-data", "--expert-model-parallel-size", "2", *options.split()]
     assert module.main(line) == 0
+
+
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4 --moe-aux-loss-coeff 0.01 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --padded-vocab-size 512 --mock-data"
+).split()
+
+
+@pytest.mark.parametrize("mode", [["--world-size", "2"], ["search", "--gpus", "2"], ["pieces", "--world-size", "2"]])
+def test_a_plan_needs_neither_a_learning_rate_nor_a_training_length(mode, capsys):
+    """These flags do not change the plan; a run without them is still rejected."""
+    plans = []
+    for training in ([], ["--lr", "0.01", "--train-samples", "8000"]):
+        assert plan.main([*mode, *SHAPE, *training]) == 0
+        output = capsys.readouterr()
+        plans.append([text for text in output.out.splitlines() if "planned in" not in text and "torchrun" not in text])
+        assert ("planned with --lr 1e-4 --train-iters" in output.err) == (not training)
+    assert plans[0] == plans[1]
+    assert pretrain_moe.main([*SHAPE, "--world-size", "2", "--dry-run"]) == 2
