@@ -16,6 +16,7 @@ from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.moe.finermoe import freeze_backbone
+from moe_trainer.ops import grouped_gemm
 from moe_trainer.training.initialize import make_groups
 
 SIZES = "--hidden-size 32 --ffn-hidden-size 80 --moe-ffn-hidden-size 48 --moe-router-dtype fp32"
@@ -210,7 +211,8 @@ def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
 
 
 @pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, (_, hows) in KINDS.items() for how in hows])
-def test_activation_list_equals_retained_tensors(kind, how):
+def test_activation_list_equals_retained_tensors(kind, how, monkeypatch):
+    monkeypatch.setattr(grouped_gemm, "token_bucket", lambda count: count)  # its surplus depends on the routing
     flags = KINDS[kind][0]
     how_flags = (
         LATENT_HOWS[how]

@@ -529,6 +529,7 @@ def test_other_rows_than_bf16_are_rejected_by_deep_ep(monkeypatch, dtype):
 
 def test_unsupported_row_width_of_deep_ep_2_is_rejected(recorded, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, "DeepEP 2")[0])
+    monkeypatch.setattr("moe_trainer.backends.nccl_version", lambda: None)
     with pytest.raises(ValueError, match="multiple of 256, this one is 2880"):
         build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, hidden_size=2880), BackendPolicy(cuda=True))
 

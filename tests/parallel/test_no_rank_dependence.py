@@ -92,6 +92,7 @@ def test_many_values_are_drawn_by_all_cores_and_are_those_of_one(monkeypatch):
 
     fill, threads = rng._fill, set()
     monkeypatch.setattr(rng, "_fill", lambda *given: (threads.add(threading.current_thread().name), fill(*given)))
+    monkeypatch.setattr(rng, "_NUMEL_PER_THREAD", 10_000_000)
     alone = draw()
     assert threads == {threading.main_thread().name}, "few values are not worth a thread"
     threads.clear()
