@@ -226,7 +226,7 @@ def page_lines() -> Iterator[str]:
     yield ""
     yield "```bash"
     yield f"python pretrain_moe.py --validate-only --world-size {RANKS} \\"
-    yield from (f"    {line} \\" for line in textwrap.wrap(MODEL, 110, break_long_words=False, break_on_hyphens=False))
+    yield from (f"    {line} \\" for line in textwrap.wrap(MODEL, 84, break_long_words=False, break_on_hyphens=False))
     yield f"    {FEATURES['alltoall'].flags}"
     yield "```"
     yield ""
