@@ -26,7 +26,7 @@ RECORDS = {
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", **RECORDS}
 """File in the repository -> page of the manual."""
 LOW_RANKED = tuple(
-    "design/ records/ refused_flags combinations recipes study_finermoe test_suite testing_without_gpu".split()
+    "design/ records/ refused_flags combinations recipes test_suite testing_without_gpu".split()
 )
 """Pages of docs/ that answer few users: starts of their names."""
 
