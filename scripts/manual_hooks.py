@@ -25,9 +25,7 @@ RECORDS = {
 }
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", **RECORDS}
 """File in the repository -> page of the manual."""
-LOW_RANKED = tuple(
-    "design/ records/ refused_flags combinations recipes test_suite testing_without_gpu".split()
-)
+LOW_RANKED = tuple("design/ records/ refused_flags combinations recipes test_suite testing_without_gpu".split())
 """Pages of docs/ that answer few users: starts of their names."""
 
 _FLAG = re.compile(r"--[a-zA-Z][a-zA-Z0-9-]*")
