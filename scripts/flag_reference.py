@@ -39,8 +39,6 @@ STATUS = {
     "renamed": "old name",
     "unsupported": "not supported: rejected by name",
 }
-
-
 CHECKPOINT = {
     "always": "taken from the checkpoint",
     "unless given": "taken from the checkpoint, unless given",
