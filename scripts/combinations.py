@@ -189,7 +189,7 @@ def page_lines() -> Iterator[str]:
     yield (
         "Each pair of features on eight ranks with two expert-parallel ones; on the diagonal, *yes*: valid alone. "
         "*P*: losses, gradients and weights equal one process (`python scripts/combinations.py --prove`, as "
-        "[Verifying a layout](verification.md) describes: in fp32, with fp8 in fp64 and with constant weights, "
+        "[Verifying a mapping](verification.md) describes: in fp32, with fp8 in fp64 and with constant weights, "
         "without graphs and libraries). *D*: on emulated devices, in bf16 and with the flags as they are (`python "
         "tests/verification/prove_combinations.py`): a graph gives every bit of training without it; with a library "
         "(replaced by an imitation with its signatures) losses and gradient norms are those of the all-to-all "
@@ -226,7 +226,7 @@ def page_lines() -> Iterator[str]:
     yield ""
     yield "```bash"
     yield f"python pretrain_moe.py --validate-only --world-size {RANKS} \\"
-    yield from (f"    {line} \\" for line in textwrap.wrap(MODEL, 110, break_long_words=False, break_on_hyphens=False))
+    yield from (f"    {line} \\" for line in textwrap.wrap(MODEL, 84, break_long_words=False, break_on_hyphens=False))
     yield f"    {FEATURES['alltoall'].flags}"
     yield "```"
     yield ""

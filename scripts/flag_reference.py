@@ -5,20 +5,22 @@ MkDocs calls this at build time (manual_hooks.py). By hand:
 
     python scripts/flag_reference.py FOLDER      write the pages as Markdown
 
-Every flag is described by what the program itself uses: meaning and default from the section files, status from the
-tables of flags without effect or not implemented, and the validation rules that mention it from the source of
-`arguments/rules`.
+Every flag is described by what the program itself uses: meaning, values, default and what it needs from the section
+files, status from the tables of flags without effect or not implemented, an example from the presets and the manual's
+commands, and what is checked from the messages in `arguments/rules`.
 """
 
 import argparse
 import ast
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,22 +39,17 @@ STATUS = {
     "renamed": "old name",
     "unsupported": "not supported: rejected by name",
 }
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One validation rule: its name, its file, and the flags that it reads."""
-
-    name: str
-    file: str
-    messages: tuple[str, ...]
-    dests: frozenset[str]
+CHECKPOINT = {
+    "always": "taken from the checkpoint",
+    "unless given": "taken from the checkpoint, unless given",
+    "to evaluate": "with `--skip-train` taken from the checkpoint, unless given",
+}
+VALUES = {"int": "a whole number", "float": "a number", "str": "text"}
 
 
 def page_titles() -> dict[str, str]:
-    """Return the titles of the generated pages by file name, in the order of the navigation."""
-    sections = {section: "MoE" if section == "moe" else section.capitalize() for section, _ in SECTIONS}
-    return {"index": "All flags", **sections, "other": "Flags of Megatron-LM that are not here"}
+    """Return the titles of the pages of sections by file name."""
+    return {section: "MoE" if section == "moe" else section.capitalize() for section, _ in SECTIONS}
 
 
 def pages() -> dict[str, str]:
@@ -67,29 +64,40 @@ def anchor(option: Option) -> str:
 
 
 @cache
-def rules() -> tuple[Rule, ...]:
-    """Return every function under arguments/rules that reads flags."""
-    found = []
+def checks() -> tuple[str, ...]:
+    """Return the messages of the rules between flags, each once."""
+    found: dict[str, None] = {}
     for path in sorted((ROOT / "arguments" / "rules").glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                dests = frozenset(_dests(node))
-                if dests:
-                    found.append(Rule(node.name, path.name, tuple(dict.fromkeys(_messages(node))), dests))
+                found |= dict.fromkeys(_messages(node))
     return tuple(found)
 
 
-def _dests(node: ast.AST) -> Iterator[str]:
-    for child in ast.walk(node):
-        if isinstance(child, ast.Attribute) and child.attr in OPTIONS:
-            yield child.attr
-        elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-            yield from (name for name in (child.value, *_fields(child.value)) if name in OPTIONS)
-
-
-def _fields(text: str) -> list[str]:
-    """Names in braces: the flags and values in the message of a violation."""
-    return re.findall(r"\{(\w*)[:}]", text)
+@cache
+def examples() -> dict[str, str]:
+    """Return a flag with its value by destination, of the first preset or command of the manual that has it."""
+    words: list[str] = []
+    for path in sorted((ROOT / "model_zoo").glob("*.yaml")):
+        for spelling, value in yaml.safe_load(path.read_text(encoding="utf-8"))["MODEL_ARGS"].items():
+            words += [spelling] if value is True else [spelling, *str(value).split()]
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        blocks = re.findall(r"^```bash[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for line in ("\n".join(blocks)).splitlines() + re.findall(r"`(--[^`|\n]* [^`|\n]*)`", text):
+            words += ["", *shlex.split(line, comments=True)] if line.count("'") % 2 == line.count('"') % 2 == 0 else []
+    spellings = {spelling: option for option in OPTIONS.values() for spelling in option.spellings}
+    found: dict[str, str] = {}
+    for number, word in enumerate(words):
+        option = spellings.get(word)
+        if option is None or option.takes == 0 or option.dest in found:
+            continue
+        most = option.takes if isinstance(option.takes, int) else 4
+        values = words[number + 1 : number + 1 + most]
+        values = values[: next((n for n, value in enumerate(values) if not value or value.startswith("--")), most)]
+        if values and not any(re.search(r"\.\.\.|\$|^[A-Z][A-Z_]*$", value) for value in values):
+            found[option.dest] = f"{word} {' '.join(map(shlex.quote, values))}"
+    return found
 
 
 def _messages(node: ast.FunctionDef) -> Iterator[str]:
@@ -160,15 +168,15 @@ def _value_notes(option: Option) -> Iterator[str]:
         if name == dest:
             yield f"Old value: `{old}` is read as `{new}`."
     for need in option.needs:
-        yield f"Has an effect only {' or '.join(map(_needed, need.split(' or ')))}."
+        yield f"Needs: {' or '.join(map(_needed, need.split(' or ')))}. Otherwise it has no effect."
 
 
 def _needed(alternative: str) -> str:
     dest, _, value = alternative.removeprefix("!").partition("=")
-    word = "without" if alternative.startswith("!") else "with"
+    word = "no " if alternative.startswith("!") else ""
     if dest in FACTS:
-        return f"{word} {FACTS[dest]}"
-    return f"{word} {_code(f'{OPTIONS[dest].spellings[0]} {value}'.strip())}"
+        return f"{word}{FACTS[dest]}"
+    return f"{word}{_code(f'{OPTIONS[dest].spellings[0]} {value}'.strip())}"
 
 
 def _section_page(section: str, cls: type) -> str:
@@ -195,28 +203,37 @@ def _entry(option: Option, text: str) -> Iterator[str]:
     yield ""
     yield _meaning(option, text)
     yield ""
-    yield f"- Write: {_code(_usage()[option.spellings[0]])}; field `{option.dest}`"
+    yield f"- Write: {_code(_usage()[option.spellings[0]])}"
+    if option.takes != 0:
+        yield f"- Values: {_values(option)}"
     yield f"- Default: {_default(option)}"
-    if option.restore not in (None, "never"):
-        yield f"- Of the checkpoint with `--use-checkpoint-args`: {option.restore}"
-    if option.choices:
-        yield f"- Choices: {', '.join(map(_code, option.choices))}"
+    if option.takes != 0 and (example := _example(option)):
+        yield f"- Example: {_code(example)}"
+    if option.restore in CHECKPOINT:
+        yield f"- With `--use-checkpoint-args`: {CHECKPOINT[option.restore]}"
     yield f"- Status: {kind}{f' ({reason})' if reason else ''}"
     yield from (f"- {note}" for note in _value_notes(option))
-    mentioned = [rule for rule in rules() if option.dest in rule.dests]
-    if mentioned:
+    own = [message for message in checks() if any(re.search(rf"{name}(?![\w-])", message) for name in option.spellings)]
+    if own:
         yield ""
-        names = [rule.name for rule in mentioned[:4]] + ["..."] * (len(mentioned) > 4)
-        yield f'??? info "Validation rules that read it: {", ".join(names)}"'
+        yield '??? info "Checked"'
         yield ""
-        for rule in mentioned:
-            own = [message for message in rule.messages if any(spelling in message for spelling in option.spellings)]
-            yield f"    - `{rule.name}` (`arguments/rules/{rule.file}`)" + (":" if own else "")
-            if own:
-                yield ""
-                yield from (f"        - {_escaped(message)}" for message in own)
-                yield ""
+        yield from (f"    - {_escaped(message)}" for message in own)
     yield ""
+
+
+def _example(option: Option) -> str:
+    """Return the flag with a value: of a preset or command, else a choice that is not the default, else the default."""
+    values = [choice for choice in option.choices or () if choice != option.default] or [option.default]
+    unknown = option.is_list or values[0] is None
+    return examples().get(option.dest, "" if unknown else f"{option.spellings[0]} {values[0]}")
+
+
+def _values(option: Option) -> str:
+    if option.choices:
+        return ", ".join(map(_code, option.choices))
+    value = "a local path" if option.path == "local" else VALUES.get(option.type_name, "as written above")
+    return f"one or more: {value}" if option.takes in ("+", "*") else value
 
 
 def _escaped(message: str) -> str:
@@ -230,8 +247,7 @@ def _index() -> str:
     lines = [
         "# Flag reference",
         "",
-        "Generated from `arguments/` when the manual is built. The search field finds a flag by either spelling: "
-        "`--moe-router-topk` or `moe_router_topk`.",
+        "The search field finds a flag by either spelling: `--moe-router-topk` or `moe_router_topk`.",
         "On the command line `--help FLAG` and `--help SECTION` print the same.",
         "",
         "| status | flags |",
@@ -241,16 +257,15 @@ def _index() -> str:
         "[Flags of Megatron-LM that are not here](other.md): old spellings, removed flags, flags of other products.",
         "",
     ]
-    for section, _ in SECTIONS:
-        docs = field_docs(section)
-        lines += [f"## {page_titles()[section]}", "", "| flag | default | status | meaning |", "|---|---|---|---|"]
+    for section, title in page_titles().items():
+        lines += [f"## {title}", ""]
+        groups: dict[str, list[str]] = {}
         for option in OPTIONS.values():
             if option.section == section and not option.hidden:
-                meaning = _meaning(option, docs[option.dest][1]).partition(". ")[0].rstrip(".").replace("|", "\\|")
                 link = f"[`{option.spellings[0]}`]({section}.md#{anchor(option)})"
-                default = _default(option).replace("|", "\\|")
-                lines.append(f"| {link} | {default} | {status(option)[0]} | {meaning} |")
-        lines.append("")
+                groups.setdefault(field_docs(section)[option.dest][0], []).append(link)
+        for heading, links in groups.items():
+            lines += [f"**{heading[:1].upper()}{heading[1:]}**: {', '.join(links)}", ""]
     return "\n".join(lines)
 
 

@@ -25,36 +25,11 @@ RECORDS = {
 }
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", **RECORDS}
 """File in the repository -> page of the manual."""
-LOW_RANKED = tuple("design/ refused_flags combinations recipes study_finermoe test_suite testing_without_gpu".split())
+LOW_RANKED = tuple("design/ records/ refused_flags combinations recipes test_suite testing_without_gpu".split())
 """Pages of docs/ that answer few users: starts of their names."""
 
 _FLAG = re.compile(r"--[a-zA-Z][a-zA-Z0-9-]*")
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
-
-
-def on_config(config):
-    """Fill the sections of the navigation that list generated pages."""
-    flag_pages = [{title: f"flags/{name}.md"} for name, title in flag_reference.page_titles().items()]
-    design = [
-        f"design/{path.name}" for path in sorted((ROOT / "docs" / "design").glob("*.md")) if path.name != "index.md"
-    ]
-    generated = {
-        "Flag reference": flag_pages,
-        "Design notes": ["design/index.md", *design],
-        "Benchmark records": list(RECORDS.values()),
-    }
-    config.nav = _filled(config.nav, generated)
-    return config
-
-
-def _filled(nav, generated):
-    if isinstance(nav, list):
-        return [_filled(entry, generated) for entry in nav]
-    if isinstance(nav, dict):
-        return {
-            title: generated.get(title) if entry == [] else _filled(entry, generated) for title, entry in nav.items()
-        }
-    return nav
 
 
 def on_files(files, config):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,17 +29,38 @@ def test_flag_reference_has_every_flag_with_its_status():
 
 
 def test_flag_reference_entry_of_a_flag():
-    entry = flag_reference.pages()["moe"].partition("### --moe-router-topk {")[2].partition("\n### ")[0]
+    entry = flag_reference.pages()["moe"].partition("### --moe-token-dispatcher-type {")[2].partition("\n### ")[0]
     for part in (
-        "- Write: `--moe-router-topk N`; field `moe_router_topk`",
-        "- Default: `2`",
+        "- Write: `--moe-token-dispatcher-type {allgather,alltoall,flex}`",
+        "- Values: `allgather`, `alltoall`, `flex`",
+        "- Default: `allgather`",
+        "- Example: `--moe-token-dispatcher-type alltoall`",
         "- Status: acts",
-        "only with `--num-experts`",
+        "- Needs: `--num-experts`.",
+        '??? info "Checked"',
     ):
-        assert part in entry
-    rules = [rule for rule in flag_reference.rules() if "moe_router_topk" in rule.dests]
-    assert len(rules) > 3 and all(f"`{rule.name}` (`arguments/rules/{rule.file}`)" in entry for rule in rules)
-    assert "--moe-router-topk is more than --num-experts" in entry
+        assert part in entry, entry
+
+
+def test_flag_reference_names_no_function_or_field():
+    """Users see flags and values: `_` is in flags' underscore spelling on the first page, and in values."""
+    functions = {
+        name
+        for path in (ROOT / "arguments" / "rules").glob("*.py")
+        for name in re.findall(r"^def (\w+_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    pages = {name: page.replace("\\_", "_") for name, page in flag_reference.pages().items()}
+    for name in pages.keys() - {"index", "other"}:
+        words = set(re.findall(r"(?<![\w.-])\w+_\w+", pages[name]))
+        assert not words & functions, words & functions
+        assert "arguments/" not in pages[name] and "field `" not in pages[name]
+
+
+def test_flags_with_values_have_an_example():
+    valued = [o for o in OPTIONS.values() if o.takes != 0 and not o.hidden]
+    text = "\n".join(flag_reference.pages().values())
+    assert text.count("\n- Values: ") == len(valued)
+    assert text.count("\n- Example: ") > 0.7 * len(valued)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +101,7 @@ def test_manual_builds_without_dead_links_and_network(site):
     for page in ("records/cpu.html", "contributing.html", "changelog.html"):
         assert (site / page).exists()
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
-    found = [entry["location"] for entry in index["docs"] if "moe_router_topk" in entry["text"]]
+    found = [entry["location"] for entry in index["docs"] if "--moe-router-topk" in entry["title"]]
     assert "flags/moe.html#moe-router-topk" in found
 
 

@@ -244,7 +244,7 @@ def test_calls_for_a_rented_machine_are_valid(monkeypatch, tmp_path):
     for call in calls:
         assert len(call) < 2000
         subprocess.run(["bash", "-n"], input=call, text=True, check=True)
-        _, python, program, *argv = shlex.split(call.replace("$OUT", str(tmp_path)))
+        _, python, program, *argv = shlex.split(call.replace("$OUT", str(tmp_path)).replace("\\\n", ""))
         assert python == "python3" and (REPOSITORY / program).samefile(gpu_acceptance.__file__)
         options = gpu_acceptance.parse_options(argv)
         parts, missing = gpu_acceptance.choose_parts(options)

@@ -182,7 +182,8 @@ def page_lines() -> Iterator[str]:
     yield ("A file is planned by its path and the number of ranks:")
     yield ""
     yield '```bash title="Needs a recipe file of Megatron-LM"'
-    yield "LOAD_PATH= OUTPUT_PATH=runs python pretrain_moe.py --preset FILE.yaml --world-size 256 --dry-run --hardware gb300"
+    yield "LOAD_PATH= OUTPUT_PATH=runs python pretrain_moe.py --preset FILE.yaml \\"
+    yield "    --world-size 256 --dry-run --hardware gb300"
     yield "```"
     yield ""
     yield (
