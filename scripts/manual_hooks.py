@@ -25,7 +25,7 @@ RECORDS = {
 }
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", **RECORDS}
 """File in the repository -> page of the manual."""
-ANSWERS, FLAGS, LAST = 3.0, 0.5, 0.01
+ANSWERS, FLAGS, LAST = 3.0, 0.5, 0.001
 """Factors of search: answers to tasks come first, records of decisions and measurements last."""
 RANKS = {
     "how_do_i": ANSWERS,
