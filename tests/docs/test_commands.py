@@ -150,11 +150,11 @@ def known_flags() -> set[str]:
 
 FOREIGN = {  # programs of others
     "docker", "pip", "mkdocs", "sbatch", "scontrol", "srun", "torchrun", "git", "cat", ".", "export", "curl", "#!/bin/bash",
-    "for", "done", "echo", "nohup", "tail", "vllm", "from", "print", "END",
+    "for", "done", "echo", "nohup", "tail", "touch", "vllm",
 }  # fmt: skip
 OPTIONS_OF_OTHERS = {
     "--nproc-per-node", "--nnodes", "--strict", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--moe-layer-freq", "--num-exp",
-    "--no-build-isolation", "--env-file", "--ipc", "--network",
+    "--no-build-isolation", "--env-file", "--ipc", "--network", "--pid",
     "--extra", "--wait", "--flag", "--all", "--changed", "--tier-limit", "--record", "--lf", "--junit-xml", "--tier", "--write",
 }  # fmt: skip
 
