@@ -154,7 +154,7 @@ FOREIGN = {  # programs of others
 }  # fmt: skip
 OPTIONS_OF_OTHERS = {
     "--nproc-per-node", "--nnodes", "--strict", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--moe-layer-freq", "--num-exp",
-    "--no-build-isolation", "--env-file", "--ipc", "--network", "--pid",
+    "--no-build-isolation", "--env-file", "--ipc", "--network",
     "--extra", "--wait", "--flag", "--all", "--changed", "--tier-limit", "--record", "--lf", "--junit-xml", "--tier", "--write",
 }  # fmt: skip
 
