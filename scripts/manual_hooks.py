@@ -25,8 +25,16 @@ RECORDS = {
 }
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", **RECORDS}
 """File in the repository -> page of the manual."""
-LOW_RANKED = tuple("design/ records/ refused_flags combinations recipes test_suite testing_without_gpu".split())
-"""Pages of docs/ that answer few users: starts of their names."""
+ANSWERS, FLAGS, LAST = 3.0, 0.5, 0.001
+"""Factors of search: answers to tasks come first, records of decisions and measurements last."""
+RANKS = {
+    "how_do_i": ANSWERS,
+    **dict.fromkeys(
+        "design/ records/ refused_flags combinations recipes test_suite testing_without_gpu".split(),
+        LAST,
+    ),
+}
+"""Start of a page's name in docs/ -> its factor; of all others 1."""
 
 _FLAG = re.compile(r"--[a-zA-Z][a-zA-Z0-9-]*")
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
@@ -35,22 +43,23 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
 def on_files(files, config):
     """Add the pages that are not in docs/."""
     for name, text in flag_reference.pages().items():
-        files.append(File.generated(config, f"flags/{name}.md", content=_ranked(text, 0.5)))
+        files.append(File.generated(config, f"flags/{name}.md", content=_ranked(text, FLAGS)))
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=_ranked((ROOT / source).read_text(encoding="utf-8"), 0.2)))
+        files.append(File.generated(config, page, content=_ranked((ROOT / source).read_text(encoding="utf-8"), LAST)))
     return files
 
 
 def _ranked(text: str, boost: float) -> str:
-    """A page that search ranks lower than the manual's own pages."""
+    """A generated page with its factor of search."""
     return f"---\nsearch:\n  boost: {boost}\n---\n{text}"
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrite links between docs/ and the rest of the repository; search finds records of decisions last."""
+    """Rewrite links between docs/ and the rest of the repository; give the page its factor of search."""
     uri = page.file.src_uri
-    if uri.startswith(LOW_RANKED):
-        page.meta.setdefault("search", {"boost": 0.2})
+    boost = next((factor for start, factor in RANKS.items() if uri.startswith(start)), None)
+    if boost is not None:
+        page.meta.setdefault("search", {"boost": boost})
     source = next((source for source, target in PAGES.items() if target == uri), f"docs/{uri}")
 
     def rewrite(match: re.Match) -> str:

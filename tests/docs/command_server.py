@@ -2,7 +2,8 @@
 
 An interpreter that imports torch takes seconds. A server process is forked from the test's process, which has torch; two small stand-ins, `python` and
 `torchrun`, come first in PATH, send their command and their standard streams to the server, and end with the exit code that it returns. Every command runs
-in a separate process. Trainings are made small: the flags in SMALL are appended, and --train-iters is at most 6.
+in a separate process. Trainings are made small: the flags in SMALL are appended, and --train-iters is at most 6. With VALIDATE
+in the environment they are only validated.
 """
 
 import gc
@@ -23,8 +24,10 @@ import mock_data
 import torch
 
 TRAINER = "pretrain_moe.py"
-SMALL = "--global-batch-size 2 --micro-batch-size 1 --seq-length 32 --eval-iters 1".split()
+SMALL = "--micro-batch-size 1 --seq-length 32 --eval-iters 1".split()
 MAX_ITERATIONS, DEFAULT_ITERATIONS = 6, 2
+VALIDATE = "MOE_TRAINER_TEST_VALIDATES"
+"""Set in a script's environment: its trainings are validated and do not run."""
 CHECKS_ONLY = {"--validate-only", "--dry-run", "--help", "--skip-train"}
 
 CLIENT = """#!{python} -SEs
@@ -133,23 +136,27 @@ def _ranks(command: dict) -> int:
         for variables in ranks:
             child = os.fork()
             if child == 0:
-                _become(_small(argv), command, variables)
+                _become(_small(argv, world_size, VALIDATE in command["env"]), command, variables)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return next((code if code > 0 else 1 for code in codes if code), 0)
 
 
-def _small(argv: list[str]) -> list[str]:
-    """The same command, with a training that takes a second."""
+def _small(argv: list[str], world_size: int, validate: bool) -> list[str]:
+    """The same command, with a training that takes a second, or is only validated."""
     name = Path(argv[0]).name if argv else ""
     if name == "prove_layout.py":
         return [*argv, "--shrink-only"]
     if name != TRAINER or CHECKS_ONLY & set(argv):
         return argv
+    if validate:
+        return [*argv, "--validate-only"]
     iterations = [int(argv[index + 1]) for index, word in enumerate(argv[:-1]) if word == "--train-iters"]
     return [
         *argv,
         *SMALL,
+        "--global-batch-size",
+        str(max(2, world_size)),
         "--train-iters",
         str(min(iterations[-1], MAX_ITERATIONS) if iterations else DEFAULT_ITERATIONS),
     ]

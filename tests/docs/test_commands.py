@@ -1,8 +1,8 @@
 """Every command of README and the manual.
 
 A fenced `bash` block without a title runs verbatim under bash, in a copy of the checkout's surface. `python` and `torchrun` are stand-ins that
-fork a process in which torch is already imported (command_server.py), and make trainings small. A block with a title needs more than a laptop,
-or minutes; then its programs and flags must exist.
+fork a process in which torch is already imported (command_server.py), and make trainings small. The commands of a block with the title TRAINS are
+validated by the trainer. A block with another title needs more than a laptop, or minutes; then its programs and flags must exist.
 """
 
 import re
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from docs.command_server import CommandServer
+from docs.command_server import VALIDATE, CommandServer
 
 from arguments import flag_status
 from arguments.container import OPTIONS
@@ -22,6 +22,7 @@ from arguments.schema import by_spelling
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GENERATED = "refused_flags.md"
+TRAINS = "Trains for minutes"
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -110,6 +111,8 @@ def test_commands_of_the_manual_run(page, sandbox, quickstart):
     for block in blocks(page):
         if block.title is None:
             run(sandbox, block.text)
+        elif block.title == TRAINS:
+            run(sandbox, block.text, **{VALIDATE: "1"})
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -147,6 +150,7 @@ def known_flags() -> set[str]:
 
 FOREIGN = {  # programs of others
     "docker", "pip", "mkdocs", "sbatch", "scontrol", "srun", "torchrun", "git", "cat", ".", "export", "curl", "#!/bin/bash",
+    "for", "done", "echo", "nohup", "tail", "touch", "vllm",
 }  # fmt: skip
 OPTIONS_OF_OTHERS = {
     "--nproc-per-node", "--nnodes", "--strict", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--moe-layer-freq", "--num-exp",

@@ -1,5 +1,6 @@
 """The manual: the generated flag reference, the pictures, and the site that MkDocs builds."""
 
+import html
 import importlib.util
 import json
 import os
@@ -15,6 +16,24 @@ from docs import browser
 from scripts import draw_docs, flag_reference
 
 ROOT = Path(__file__).resolve().parents[2]
+WORDS = ROOT / "tests" / "data" / "manual_search.txt"
+SEARCH = """
+const [queries, done] = arguments;
+const config = JSON.parse(document.getElementById("__config").textContent);
+const worker = new Worker(new URL(config.search, new URL(config.base, location)).href);
+const found = [];
+worker.onmessage = ({ data }) => {
+  if (data.type === 3) found.push(data.data.items.map((page) => page.map(({ location, score }) => ({ location, score }))));
+  if (found.length === queries.length) done(found);
+  else worker.postMessage({ type: 2, data: queries[found.length] });
+};
+const start = () =>
+  typeof __index === "undefined"
+    ? setTimeout(start, 50)
+    : worker.postMessage({ type: 0, data: { ...__index, options: { suggest: false } } });
+start();
+"""
+"""Asks the search worker of the open page, as its search box does: message types 0 (index), 2 (query) and 3 (result)."""
 
 
 def test_flag_reference_has_every_flag_with_its_status():
@@ -120,3 +139,44 @@ def test_manual_search_in_a_browser(site):
             assert links, query
         # The search worker warns about a flag that is typed up to a dash.
         assert [entry for entry in driver.get_log("browser") if "workers/search" not in entry["message"]] == []
+
+
+def search_words() -> dict[str, list[str]]:
+    """Heading of the page of tasks -> what people type to find it."""
+    lines = [line for line in WORDS.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return {heading: words for heading, *words in (line.split(" | ") for line in lines)}
+
+
+def test_every_task_of_the_manual_has_words_to_search_for():
+    page = (ROOT / "docs" / "how_do_i.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    assert headings == list(search_words()), WORDS
+    assert len(headings) >= 40 and all(search_words().values())
+
+
+def shown(page: list[dict]) -> list[str]:
+    """What the list of results shows of a page: itself, and sections that are not below the first in score."""
+    return [hit["location"] for hit in page if "#" not in hit["location"] or hit["score"] >= page[0]["score"]]
+
+
+@pytest.mark.skipif(not browser.is_available(), reason=browser.MISSING)
+def test_manual_search_finds_the_task_among_the_first_three_hits(site):
+    """Asked with everyday words; design notes, records and rejected flags do not come before pages that answer."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    sections = {
+        html.unescape(entry["title"]): entry["location"]
+        for entry in index["docs"]
+        if "how_do_i.html#" in entry["location"]
+    }
+    wanted = {query: sections[heading] for heading, queries in search_words().items() for query in queries}
+    with browser.chromium() as driver:
+        driver.get((site / "index.html").as_uri())
+        driver.set_script_timeout(300)
+        results = dict(zip(wanted, driver.execute_async_script(SEARCH, list(wanted)), strict=True))
+    hits = {query: [location for page in pages[:3] for location in shown(page)] for query, pages in results.items()}
+    missed = {query: hits[query] for query, location in wanted.items() if location not in hits[query]}
+    assert not missed, missed
+    for query in ("idle experts", "change tokenizer", "watch a run"):
+        assert not [hit for hit in hits[query] if hit.startswith(("design/", "records/", "changelog", "refused"))], (
+            query
+        )
