@@ -10,6 +10,7 @@ import importlib
 import io
 import json
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from moe_trainer.errors import UserError
@@ -29,10 +30,14 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     sentencepiece = _import_library("sentencepiece")
     if vocab_size <= _SENTENCEPIECE_TOKENS:
         raise UserError(f"--vocab-size {vocab_size}: more than {_SENTENCEPIECE_TOKENS} are needed, for bytes alone")
+    lines = (line for text in texts for line in text.splitlines() if line.strip())
+    first = next(lines, None)
+    if first is None:
+        raise UserError("the input has no text")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(line for text in texts for line in text.splitlines() if line.strip()),
+            sentence_iterator=chain([first], lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
