@@ -1,7 +1,7 @@
 """Measure which micro-batch size is the fastest on this machine.
 
     python scripts/tune.py --micro-batch-size 1,2,4,8 --preset qwen3_tiny --mock-data
-    python scripts/tune.py --micro-batch-size 1,2,4,8 torchrun --nproc-per-node 8 pretrain_moe.py FLAGS
+    python scripts/tune.py --micro-batch-size 1,2,4,8 torchrun --nproc-per-node 8 -m moe_trainer train FLAGS
 
 Runs some iterations of each size with the launcher, model and data of the line, one after the other, and prints
 medians without the first two iterations. A size that runs out of memory, or that the trainer refuses, is a row.

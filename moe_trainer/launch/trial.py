@@ -149,7 +149,8 @@ def _read_trial(path: Path, output: str) -> Trial:
     records = [record for line in lines if "elapsed_ms" in (record := json.loads(line))]
     counted = records[WARMUP:]
     if not counted:
-        return Trial(f"ended after {len(records)} iterations; the first {WARMUP} do not count")
+        shared = "" if records else "; on several nodes TMPDIR must name a folder that all share"
+        return Trial(f"{len(records)} iterations are recorded, and the first {WARMUP} do not count{shared}")
     allocated = [float(text) for text in _ALLOCATED.findall(output)]
     return Trial(
         "",
