@@ -24,7 +24,7 @@ from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch.trial import WARMUP, Trial, run_trial
 
 _OWN = ("--micro-batch-size", "--iterations", "--timeout")
-_AS_FAST = 1.02  # medians that differ less are not told apart
+_AS_FAST = 1.02  # medians that differ less count as equal
 
 
 def main(words: Sequence[str]) -> int:

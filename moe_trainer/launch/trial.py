@@ -134,7 +134,7 @@ def _start_of_trainer(start: Sequence[str]) -> list[str]:
 
 
 def _trial_flags(flags: Sequence[str], micro_batch_size: int, iterations: int, folder: Path) -> list[str]:
-    """Return the flags of a trial. Length of training and data stay, so that the index of samples is that of the run."""
+    """Return the flags of a trial. Length of training and data stay, for the same index of samples as in the run."""
     ours = (
         f"--micro-batch-size {micro_batch_size} --exit-interval {iterations} --log-interval 1 "
         f"--log-memory-interval {iterations} --eval-iters 0"

@@ -59,7 +59,7 @@ def test_automatic_restarts_listen_to_the_exit_signal_too():
 
 
 def test_second_interrupt_ends_a_run_that_saves_at_the_first(monkeypatch):
-    """Under torchrun, which repeats the first one, the run goes on saving."""
+    """Under torchrun, which repeats the first one, the run continues and saves."""
     flags = "--train-iters 1 --save x --save-interval 1 --save-on-interrupt"
     args = parse_args([*TINY, *MOCK, *flags.split()], 1)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -101,7 +101,7 @@ def test_exit_signal_may_be_the_interrupt(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("restart, code", [((), 0), (("--auto-resume",), 75)])
-def test_interrupt_saves_if_the_run_is_told_to(tmp_path, monkeypatch, restart, code):
+def test_interrupt_saves_where_a_flag_asks_for_it(tmp_path, monkeypatch, restart, code):
     def signal_once(run):
         os.kill(os.getpid(), signal.SIGINT if restart else signal.SIGTERM)
 
