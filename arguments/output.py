@@ -71,6 +71,9 @@ class OutputArgs:
     """Number of iterations between checkpoints."""
     save_retain_interval: int | None = flag(None, needs="save")
     """Retain only checkpoints of iterations that are a multiple of this number, and the latest."""
+    save_total_limit: int | None = flag(None, needs="save")
+    """Keep the last N checkpoints of this run, those of --save-retain-interval, and the one that the run started from.
+    An older one is deleted when a newer one is complete. Unset: all are kept. A flag of this program."""
     no_save_optim: bool | None = flag(None, needs="save")
     """Leave the optimizer out of checkpoints."""
     no_save_rng: bool | None = flag(None, needs="save")

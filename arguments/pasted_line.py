@@ -47,19 +47,26 @@ def read_pasted_line(words: Sequence[str]) -> list[str]:
     Raises:
         ValueError: if the launcher's numbers are needed and are no numbers.
     """
-    begin = _find_line(words)
-    if begin is None:
-        return list(words)
-    line = [*_split_text(words[begin]), *words[begin + 1 :]]
-    end = _program_end(line)
-    if end is None:
-        return list(words)
-    flags = [word for word in line[end:] if word == "" or word.strip("\\ \t\r\n")]
-    rest = [*words[:begin], *flags]
+    before, start, flags = split_pasted_line(words)
+    rest = [*before, *flags]
     if any(word.partition("=")[0] in _RANKS for word in rest):
         return rest
-    ranks = _count_ranks(line[:end])
+    ranks = _count_ranks(start)
     return rest if ranks is None else ["--world-size", str(ranks), *rest]
+
+
+def split_pasted_line(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the words before the launcher, those that start the trainer, and the trainer's flags.
+
+    Without a launcher all words are flags.
+    """
+    begin = _find_line(words)
+    line = [] if begin is None else [*_split_text(words[begin]), *words[begin + 1 :]]
+    end = _program_end(line)
+    if end is None:
+        return [], [], list(words)
+    flags = [word for word in line[end:] if word == "" or word.strip("\\ \t\r\n")]
+    return list(words[:begin]), line[:end], flags
 
 
 def _find_line(words: Sequence[str]) -> int | None:

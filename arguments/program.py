@@ -13,10 +13,12 @@ SCRIPTS = MappingProxyType(
     {
         "train": "pretrain_moe.py",
         "plan": "scripts/plan.py",
+        "tune": "scripts/tune.py",
         "prove": "scripts/prove_layout.py",
         "convert": "scripts/convert.py",
         "generate": "scripts/generate.py",
         "evaluate": "scripts/evaluate.py",
+        "train-tokenizer": "scripts/train_tokenizer.py",
         "preprocess": "scripts/preprocess_data.py",
         "inspect": "scripts/inspect_data.py",
         "dashboard": "scripts/dashboard.py",

@@ -125,6 +125,9 @@ class TrainingArgs:
         "SIGRTMAX",
     ] = flag("SIGTERM", needs="exit_signal_handler or auto_resume")
     """Signal at which --exit-signal-handler and --auto-resume save and stop."""
+    save_on_interrupt: bool = flag(False, needs="save")
+    """Save and stop after the current iteration at Ctrl-C (SIGINT) or SIGTERM, as --exit-signal-handler does at one
+    signal. A second Ctrl-C ends the run at once. A flag of this program."""
     exit_signal_handler_for_dataloader: bool = False
     """Install the signal handler in data workers as well."""
     exit_signal_handler_for_training: bool = False

@@ -20,10 +20,12 @@ COMMANDS = MappingProxyType(
     {
         "train": "pretrain a model, with Megatron-LM's flags (under torchrun: -m moe_trainer train)",
         "plan": "memory and time of a run on hardware that you do not have; search for a mapping",
+        "tune": "measure micro-batch sizes on this machine",
         "prove": "compare a parallel mapping with one process, at toy size",
         "convert": "Hugging Face folders to checkpoints, and back",
         "generate": "continue prompts",
         "evaluate": "benchmark tasks of lm-eval",
+        "train-tokenizer": "text to a tokenizer",
         "preprocess": "text to token files",
         "inspect": "statistics of token files; ls, verify and diff of checkpoints",
         "dashboard": "serve the dashboards of a folder of runs",

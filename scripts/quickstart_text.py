@@ -5,7 +5,7 @@
 Without --text the documents are the sources of this Python installation, code and documentation strings: real text
 that every machine has. They are taken in a shuffled but fixed order, so that every part of a split holds all kinds. A
 .jsonl FILE is taken as it is (its "text" fields); any other file is cut at blank lines into documents of some
-thousand characters. Writes FOLDER/text.jsonl, FOLDER/tokenizer.model and FOLDER/tokenizer.vocab.
+thousand characters. Writes FOLDER/text.jsonl and FOLDER/tokenizer.model.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arguments.paths import local_path
+from moe_trainer.data.tokenizer_training import train_sentencepiece
 from moe_trainer.exit_codes import ExitCode
 
 DOCUMENT_CHARACTERS = 8000
@@ -70,27 +71,6 @@ def _joined(paragraphs: list[str]) -> Iterator[str]:
         yield document
 
 
-def train_tokenizer(documents: list[str], prefix: Path, vocab_size: int) -> None:
-    """Train a byte-fallback BPE tokenizer that keeps every blank and line break."""
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for document in documents for line in document.splitlines() if line.strip()),
-        model_prefix=str(prefix),
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        character_coverage=0.9995,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        allow_whitespace_only_pieces=True,
-        max_sentence_length=1 << 16,
-        user_defined_symbols=["\n"],
-        minloglevel=2,
-    )
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Text and tokenizer for the quickstart.")
     parser.add_argument("folder", type=local_path)
@@ -121,7 +101,7 @@ def main(argv: list[str]) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     with open(options.folder / "text.jsonl", "w", encoding="utf-8") as out:
         out.writelines(json.dumps({"text": document}) + "\n" for document in documents)
-    train_tokenizer(documents, options.folder / "tokenizer", options.vocab_size)
+    (options.folder / "tokenizer.model").write_bytes(train_sentencepiece(documents, options.vocab_size))
     print(f"text: {len(documents)} documents, {characters / 1e6:.1f} million characters")
     return 0
 

@@ -43,7 +43,7 @@ POSITIVE = tuple(
     train_sync_interval fp8_interval moe_routing_trace_max_training_iters straggler_ctrlr_port
     straggler_minmax_count object_storage_cache_gb document_streams mlp_chunks_for_training
     stream_weights_interval eval_tasks_interval eval_tasks_limit sample_interval sample_max_new_tokens lora_dim
-    lora_alpha
+    lora_alpha save_total_limit
     num_residual_streams mhc_sinkhorn_iterations csa_window_size csa_compress_rotary_base o_groups o_lora_rank
     kda_gate_rank attention_chunk_size attn_temperature_floor rope_scaling_high_freq_factor
     """.split()

@@ -45,6 +45,7 @@ TRAINING_ONLY = (
     "exit_interval",
     "exit_duration_in_mins",
     "exit_signal_handler",
+    "save_on_interrupt",
     "iterations_to_skip",
     "record_step",
     "eval_tasks",

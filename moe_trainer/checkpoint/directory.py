@@ -3,6 +3,7 @@
 SAVE/iter_0000010/                       complete
 SAVE/iter_0000015.tmp-<host>-<pid>/      being written; a killed run leaves it, and the next save removes it
 SAVE/iter_0000010.old-<host>-<pid>/      replaced by a new save of the same iteration, about to be removed
+SAVE/iter_0000005.deleted-<host>-<pid>/  deleted, about to be removed
 SAVE/latest_checkpointed_iteration.txt   the tracker: a number, or the word release
 SAVE/progress.txt                        with --log-progress
 SAVE/.in_use                             locked by the run that saves here
@@ -39,7 +40,7 @@ INDEX = ".metadata"
 INTEGRITY = "integrity.json"
 LOCK = ".in_use"
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
-_STAGING = re.compile(r"^iter_(\d{7,})\.(tmp|old)-(.+)-(\d+)$")
+_STAGING = re.compile(r"^iter_(\d{7,})\.(tmp|old|deleted)-(.+)-(\d+)$")
 _PARTIAL_TRACKER = re.compile(rf"^{re.escape(TRACKER)}\.tmp-(.+)-(\d+)$")
 # a temporary of another host is stale when nothing in it has changed for this long
 _STALE_AGE_S = 900.0
@@ -51,7 +52,7 @@ def folder_name(iteration: int) -> str:
 
 
 def staging_path(directory: Path, iteration: int, kind: str) -> Path:
-    """Return where this process keeps an unfinished ("tmp") or replaced ("old") checkpoint."""
+    """Return where this process keeps an unfinished ("tmp"), replaced ("old") or "deleted" checkpoint."""
     return directory / f"{folder_name(iteration)}.{kind}-{socket.gethostname()}-{os.getpid()}"
 
 
@@ -156,12 +157,11 @@ def remove_directory(folder: Path) -> None:
 
 
 def delete_checkpoint(directory: Path, iteration: int) -> None:
-    """Delete a complete checkpoint. After a kill, the next save removes the rest."""
+    """Delete a complete checkpoint. After a kill it is whole or no checkpoint, and the next save removes the rest."""
     final = directory / folder_name(iteration)
     if final.is_dir():
-        moved = staging_path(directory, iteration, "old")
+        moved = staging_path(directory, iteration, "deleted")
         remove_directory(moved)
-        (final / COMPLETE).unlink(missing_ok=True)
         os.rename(final, moved)
         remove_directory(moved)
 
@@ -172,7 +172,7 @@ def interrupted_rename(directory: Path, iteration: int) -> Path | None:
         return None
     for entry in sorted(directory.iterdir()):
         match = _STAGING.match(entry.name)
-        if match and int(match[1]) == iteration and is_complete(entry):
+        if match and int(match[1]) == iteration and match[2] != "deleted" and is_complete(entry):
             return entry
     return None
 

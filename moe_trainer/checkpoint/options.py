@@ -1,6 +1,6 @@
 """Arguments and results of saving and loading."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class SaveOptions:
 
     Attributes:
         plan_cache: None plans every save from the start.
+        total_limit: number of checkpoints that are kept, next to those of retain_interval and `protected`.
+        protected: iterations that total_limit never deletes: the loaded one, and those of other runs in the folder.
         filesystem_id: result of check_writable; saving to another file system is rejected.
         ckpt_format: "torch" for Megatron-LM's legacy format; all others are written as torch_dist.
     """
@@ -61,6 +63,8 @@ class SaveOptions:
     save_rng: bool = True
     fully_parallel: bool = True
     retain_interval: int | None = None
+    total_limit: int | None = None
+    protected: frozenset[int] = frozenset()
     log_progress: bool = False
     verify_integrity: bool = False
     tokenizer_files: tuple[Path, ...] = ()
@@ -76,12 +80,30 @@ class SaveOptions:
             save_rng=not output.no_save_rng,
             fully_parallel=output.ckpt_fully_parallel_save,
             retain_interval=output.save_retain_interval,
+            total_limit=output.save_total_limit,
             log_progress=output.log_progress,
             verify_integrity=output.verify_integrity,
             tokenizer_files=tokenizer_files if output.save_tokenizer_assets else (),
             plan_cache=PlanCache() if output.ckpt_assume_constant_structure else None,
             ckpt_format=output.ckpt_format,
         )
+
+    def expired(self, complete: Sequence[int], newest: int, previous: int | None) -> list[int]:
+        """Return the iterations whose checkpoints are deleted when that of `newest` is complete.
+
+        Without total_limit it is at most the previous one, as in Megatron-LM.
+
+        Args:
+            complete: iterations that the folder holds, ascending.
+            newest: the iteration just saved.
+            previous: the iteration that was saved before it.
+        """
+        if self.total_limit is not None:
+            saved = [iteration for iteration in complete if iteration <= newest]
+            old = [iteration for iteration in saved[: -self.total_limit] if iteration not in self.protected]
+        else:
+            old = [previous] if self.retain_interval and previous not in (None, newest) else []
+        return [iteration for iteration in old if not self.retain_interval or iteration % self.retain_interval]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from moe_trainer.checkpoint.directory import (
     acquire_lock,
     append_progress,
     check_filesystem_mounted,
+    complete_iterations,
     delete_checkpoint,
     filesystem_id,
     flush_folder,
@@ -284,7 +285,7 @@ class PendingSave:
             logger.warning("after saving the checkpoint of iteration %d: %s", self._iteration, error)
 
     def _after(self, previous: int | None) -> None:
-        """Report the save and delete the previous checkpoint."""
+        """Report the save and delete older checkpoints."""
         ps, options = self._ps, self._options
         logger.info(
             "  [%s] successfully saved checkpoint from iteration %7d to %s [ t %d/%d, gtp_remat 1/1, p %d/%d ]",
@@ -298,13 +299,14 @@ class PendingSave:
         )
         if options.log_progress:
             append_progress(self._directory, ps.world.size, f"Saved checkpoint\tIteration: {self._iteration}")
-        interval = options.retain_interval
-        if interval and previous is not None and previous != self._iteration and previous % interval:
-            # some file systems lose written bytes: delete the older checkpoint only if the newer one is valid
+        expired = options.expired(complete_iterations(self._directory), self._iteration, previous)
+        if expired:
+            # some file systems lose written bytes: delete older checkpoints only if the newer one is valid
             problems = check(self._directory / folder_name(self._iteration))
             if problems:
-                raise OSError(f"{problems[0]}; the checkpoint of iteration {previous} is kept")
-            delete_checkpoint(self._directory, previous)
+                raise OSError(f"{problems[0]}; older checkpoints are kept (iteration {', '.join(map(str, expired))})")
+            for iteration in expired:
+                delete_checkpoint(self._directory, iteration)
 
     def _failure(self, problem: str, kind: type[CheckpointError] = StorageError) -> CheckpointError:
         return kind(

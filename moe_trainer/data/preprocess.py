@@ -192,6 +192,46 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
+def _parse_document(document: bytes, is_json: bool, keys: Sequence[str], where: str) -> Iterator[list[str]]:
+    """Yield the texts of each key of a document."""
+    fields: dict[str, Any]
+    if is_json:
+        fields = parse_json_object(
+            document, where, "; files that end in .txt are read as plain text, all others as JSON lines"
+        )
+    else:
+        try:
+            fields = dict.fromkeys(keys, document.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
+    for key in keys:
+        if key not in fields:
+            raise UserError(
+                f'{where}: no key "{key}" (--json-keys); found {", ".join(map(str, list(fields)[:8])) or "none"}'
+            )
+        texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f'{where}: the value of "{key}" must be a string or a list of strings')
+        yield texts
+
+
+def read_texts(inputs: Sequence[str], json_keys: Sequence[str]) -> Iterator[str]:
+    """Yield the texts of files, of .txt files the paragraphs.
+
+    Args:
+        inputs: names or patterns.
+        json_keys: of the texts in JSON lines.
+
+    Raises:
+        UserError: naming the file and line that cannot be read.
+    """
+    parts = [FilePart(path, 0, None) for path in expand_inputs(inputs)]
+    for chunk in _read_chunks(parts, "paragraph"):
+        for line, document in zip(chunk.line_numbers, chunk.documents):
+            for texts in _parse_document(document, chunk.is_json, json_keys, f"{chunk.path}, line {line}"):
+                yield from texts
+
+
 class _Encoder:
     """Function from a chunk to its stored form, for a worker or the main process."""
 
@@ -207,35 +247,13 @@ class _Encoder:
         digests = bytearray()
         for line, document in zip(chunk.line_numbers, chunk.documents):
             where = f"{chunk.path}, line {line}"
-            texts_of_keys = list(self._parse(document, chunk.is_json, where))
+            texts_of_keys = list(_parse_document(document, chunk.is_json, self._keys, where))
             for number, texts in enumerate(texts_of_keys):
                 self._add(texts, ids[number], encoded[number], where)
             if self._with_digests:
                 digests += _digest(texts_of_keys)
         stored = [part._replace(stored=self._to_stored(key_ids, chunk)) for part, key_ids in zip(encoded, ids)]
         return _EncodedChunk(chunk.bytes_read, stored, bytes(digests))
-
-    def _parse(self, document: bytes, is_json: bool, where: str) -> Iterator[list[str]]:
-        """Yield the texts of each key of a document."""
-        fields: dict[str, Any]
-        if is_json:
-            fields = parse_json_object(
-                document, where, "; files that end in .txt are read as plain text, all others as JSON lines"
-            )
-        else:
-            try:
-                fields = dict.fromkeys(self._keys, document.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where}: not UTF-8 ({error.reason})") from None
-        for key in self._keys:
-            if key not in fields:
-                raise UserError(
-                    f'{where}: no key "{key}" (--json-keys); found {", ".join(map(str, list(fields)[:8])) or "none"}'
-                )
-            texts = fields[key] if isinstance(fields[key], list) else [fields[key]]
-            if not all(isinstance(text, str) for text in texts):
-                raise UserError(f'{where}: the value of "{key}" must be a string or a list of strings')
-            yield texts
 
     def _add(self, texts: list[str], ids: list[int], part: _Encoded, where: str) -> None:
         first = len(part.lengths)

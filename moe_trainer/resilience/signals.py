@@ -1,4 +1,7 @@
-"""Signals that make a run save and exit (`--exit-signal-handler`, `--auto-resume`), and those that end it at once."""
+"""Signals that make a run save and exit, and those that end it at once.
+
+The first kind is that of `--exit-signal-handler`, `--save-on-interrupt` and `--auto-resume`.
+"""
 
 import os
 import signal
@@ -26,12 +29,17 @@ class ExitSignalHandler:
     ignored, because schedulers send them more than once, also to ranks that are about to exit, and the number of a late
     signal would hide the exit code of the run.
 
+    Args:
+        names: of the signals.
+        interruptible: whether a second SIGINT ends the run at once. torchrun repeats the first one, so not under it.
+
     Attributes:
         received: the first of the named signals that has arrived, or None.
     """
 
-    def __init__(self, *names: str):
+    def __init__(self, *names: str, interruptible: bool = False):
         self._numbers = sorted({signal.Signals[name] for name in names})
+        self._interruptible = interruptible and "TORCHELASTIC_RUN_ID" not in os.environ
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> Self:
@@ -47,6 +55,8 @@ class ExitSignalHandler:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
+        if number == signal.SIGINT and self._interruptible:
+            signal.signal(number, signal.default_int_handler)
 
 
 def make_exit_signal_handler(training: TrainingArgs, output: OutputArgs) -> ExitSignalHandler | None:
@@ -55,9 +65,15 @@ def make_exit_signal_handler(training: TrainingArgs, output: OutputArgs) -> Exit
     With --auto-resume it also handles the signals of schedulers, from the very start: a signal during a start-up of
     minutes then ends the run after its first iteration, saved, instead of killing it.
     """
+    names: tuple[str, ...] = ()
     if output.auto_resume:
-        return ExitSignalHandler(training.exit_signal, *SCHEDULER_SIGNALS)
-    return ExitSignalHandler(training.exit_signal) if training.exit_signal_handler else None
+        names = (training.exit_signal, *SCHEDULER_SIGNALS)
+    elif training.exit_signal_handler:
+        names = (training.exit_signal,)
+    saves_on_interrupt = training.save_on_interrupt and output.save is not None
+    if saves_on_interrupt:
+        names += ("SIGINT", "SIGTERM")
+    return ExitSignalHandler(*names, interruptible=saves_on_interrupt) if names else None
 
 
 class SignalWatch:

@@ -376,7 +376,12 @@ class _Check:
             self.lines.append(f"--save {output.save}: can be written, {_format_bytes(free)} free")
             return
         count = -(-training.train_iters // output.save_interval) if training.train_iters and output.save_interval else 1
-        kept = ", fewer are kept (--save-retain-interval)" if output.save_retain_interval else ""
+        kept, most = "", count  # most: at one time
+        if output.save_retain_interval:
+            kept, most = ", fewer are kept (--save-retain-interval)", 1
+        elif output.save_total_limit and output.save_total_limit < count:
+            # an older one is deleted when the newer one is complete
+            kept, most = f", the last {output.save_total_limit} are kept", output.save_total_limit + 1
         self.lines.append(
             f"--save {output.save}: can be written, {_format_bytes(free)} free; a checkpoint takes about "
             f"{_format_bytes(size)} (estimate), {count} {'is' if count == 1 else 'are'} planned{kept}"
@@ -384,9 +389,9 @@ class _Check:
         if free < size:
             message = f"{_format_bytes(free)} are free, one checkpoint takes about {_format_bytes(size)}"
             self._add_problem("--save", f"--save {output.save}: {message}")
-        elif free < count * size and not output.save_retain_interval:
+        elif free < most * size:
             self.lines.append(
-                f"WARNING: all {count} checkpoints take about {_format_bytes(count * size)}, more than the "
+                f"WARNING: {most} checkpoints take about {_format_bytes(most * size)}, more than the "
                 f"{_format_bytes(free)} that are free"
             )
 

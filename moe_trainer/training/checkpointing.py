@@ -90,6 +90,7 @@ def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
             ckpt_format=output.ckpt_convert_format,
             save_optim=with_state,
             retain_interval=None,
+            total_limit=None,
             filesystem_id=check_writable(folder, ctx.ps),
         )
         try:

@@ -7,16 +7,18 @@ are dropped.
 """
 
 import logging
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from arguments import Arguments
+from moe_trainer.checkpoint.directory import complete_iterations
 from moe_trainer.checkpoint.errors import DamagedError
 from moe_trainer.checkpoint.manager import check_writable, latest_iteration, load
 from moe_trainer.checkpoint.options import CheckpointState, LoadedState, LoadOptions
-from moe_trainer.checkpoint.resolve import is_named_in, latest_valid
+from moe_trainer.checkpoint.resolve import folder_iteration, is_named_in, latest_valid
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.optim.scheduler_state import resume_schedules
@@ -109,7 +111,8 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
         assert output.save is not None
         with as_user_error("--save"):
             filesystem_id = check_writable(output.save, ctx.ps)
-        ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id))
+            others = frozenset(run_on_rank0(lambda: complete_iterations(Path(output.save)), ctx.ps.world))
+        ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id, protected=others))
     with as_user_error(f"--load {output.load}"):
         weights_only = output.pretrained_checkpoint is not None and (
             output.load is None or not holds_checkpoint(output.load, ctx.ps)
@@ -138,6 +141,9 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
             )
     if loaded is None or finetune or loaded.weights_only:
         return ctx, state if loaded is None or finetune else _at_iteration(state, ctx)
+    if output.save is not None and _is_same_folder(loaded.folder.parent, output.save):  # then all there is of this run
+        protected = frozenset([folder_iteration(loaded.folder)])
+        ctx = replace(ctx, save_options=replace(ctx.save_options, protected=protected))
     saved = loaded.state
     ctx, scheduled_samples = _resume_schedules(ctx, saved)
     with as_user_error(f"--load {output.load}"):
@@ -157,6 +163,10 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
         ),
         ctx,
     )
+
+
+def _is_same_folder(first: Path, second: str) -> bool:
+    return os.path.realpath(first) == os.path.realpath(second)
 
 
 def _at_iteration(state: TrainState, ctx: TrainContext) -> TrainState:

@@ -44,10 +44,11 @@ _DATA_FLAGS = frozenset(
 _RUN_FLAGS = frozenset(
     """
     global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed exit_interval
-    exit_duration_in_mins exit_signal_handler exit_signal iterations_to_skip skip_train eval_interval eval_iters
-    eval_global_batch_size eval_micro_batch_size full_validation multiple_validation_sets validation_set_names
-    start_eval_at_iter world_size local_rank fake_process_group print_groups initial_loss_scale error_injection_rate
-    error_injection_type check_for_spiky_loss check_for_large_grads on_nan on_loss_spike loss_spike_factor
+    exit_duration_in_mins exit_signal_handler exit_signal save_on_interrupt iterations_to_skip skip_train eval_interval
+    eval_iters eval_global_batch_size eval_micro_batch_size full_validation multiple_validation_sets
+    validation_set_names start_eval_at_iter world_size local_rank fake_process_group print_groups initial_loss_scale
+    error_injection_rate error_injection_type check_for_spiky_loss check_for_large_grads on_nan on_loss_spike
+    loss_spike_factor
     """.split()
 )
 _RANDOM_FLAGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")

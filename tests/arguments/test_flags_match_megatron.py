@@ -38,7 +38,7 @@ OWN = set(
     chunked_optimizer_state_offload optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
     moe_n_hash_layers enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor
     head_wise_attn_gate csa_compress_ratios csa_window_size csa_compress_rotary_base csa_dense_mode o_groups
-    o_lora_rank mtp_loss_per_token
+    o_lora_rank mtp_loss_per_token save_total_limit save_on_interrupt
     """.split()
 )
 """Flags that are not among the recorded ones that are relevant to MoE: this program's, those of the dev branch, and a few more."""

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -243,6 +244,35 @@ def test_checkpoint_interrupted_during_replacement_is_restored(saved, by):
     else:
         save(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
     assert check(saved / "iter_0000006") == []
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_kill_while_an_older_checkpoint_is_deleted(saved, monkeypatch, ckpt_format):
+    """What is left of it is no checkpoint, in the legacy format without a completion mark too."""
+
+    def delete_one_file_and_die(folder):
+        if "iter_0000009" not in folder.name:  # that of a conversion to the legacy format
+            return delete_all(folder)
+        next(path for path in sorted(folder.rglob("*")) if path.is_file()).unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def save_next(iteration, limit=2):
+        content, options = CheckpointState(iteration, RECORD), SaveOptions(total_limit=limit, ckpt_format=ckpt_format)
+        save(saved, content, [FakeModel(seed=iteration)], None, SINGLE, options)
+
+    delete_all = shutil.rmtree
+    save_next(9)
+    assert directory.complete_iterations(saved) == [6, 9]
+    save_next(12)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", delete_one_file_and_die)
+        process = multiprocessing.get_context("fork").Process(target=save_next, args=(15,))
+        process.start()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL and list(saved.glob("iter_0000009.*"))
+    assert directory.complete_iterations(saved) == [12, 15] and latest_valid(saved) == 15
+    save_next(18, limit=None)
+    assert sorted(path.name for path in saved.glob("iter_*")) == ["iter_0000012", "iter_0000015", "iter_0000018"]
 
 
 def test_tracker_is_replaced_after_the_folder_has_its_name(tmp_path):

@@ -28,6 +28,7 @@ SAVE_FLAGS = [
     ("--no-save-optim", {"save_optim": False}),
     ("--no-save-rng", {"save_rng": False}),
     ("--save-retain-interval 20", {"retain_interval": 20}),
+    ("--save-total-limit 3", {"total_limit": 3}),
     ("--verify-integrity", {"verify_integrity": True}),
     ("--log-progress", {"log_progress": True}),
     ("--no-ckpt-fully-parallel-save", {"fully_parallel": False}),

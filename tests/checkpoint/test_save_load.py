@@ -191,6 +191,33 @@ def test_retention_keeps_multiples_and_the_latest(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000020", "iter_0000035"]
 
 
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"total_limit": 2}, [25, 30, 99]),
+        ({"total_limit": 2, "retain_interval": 20}, [20, 25, 30, 99]),
+        ({"total_limit": 1, "protected": frozenset([5])}, [5, 30, 99]),
+        ({"total_limit": 9}, [5, 10, 20, 25, 30, 99]),
+    ],
+)
+def test_total_limit_keeps_the_last_the_retained_and_the_protected_ones(tmp_path, options, kept):
+    """Those of later iterations are of a run that this one does not continue: they do not count."""
+    for iteration in (99, 5, 10, 20, 25):
+        save_one(tmp_path, iteration)
+    model, _ = save_one(tmp_path, 30, **options)
+    assert [int(path.name.removeprefix("iter_")) for path in sorted(tmp_path.glob("iter_*"))] == kept
+    assert load(tmp_path, [model], None, SINGLE, OPTIONS).iteration == 30
+
+
+def test_total_limit_counts_no_save_in_progress(tmp_path):
+    saver, model = AsyncSaver(), FakeModel()
+    for iteration in (1, 2, 3):
+        saver.start(tmp_path, state(iteration), [model], None, SINGLE, SaveOptions(total_limit=1))
+        assert latest_iteration(tmp_path) == (iteration - 1 or None), "the older one stays until the newer is complete"
+    saver.finish()
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
+
+
 def test_mixed_precision_keeps_both_copies(tmp_path):
     model = FakeModel(dtype=torch.bfloat16)
     optimizer = FakeOptimizer(model, SINGLE, main_params=True)

@@ -4,8 +4,10 @@ import base64
 import json
 
 import pytest
+from commands import call_main
 from data_pipeline.corpora import data_args, train_byte_level_bpe
 
+from moe_trainer.commands import train_tokenizer
 from moe_trainer.data.tokenizer import build_tokenizer
 
 TEXTS = [
@@ -341,3 +343,36 @@ def test_byte_lengths_with_byte_fallback_and_wordpiece(tmp_path):
     encoder.save(str(path))
     with pytest.raises(ValueError, match=r"decoder \(WordPiece\) does not say which bytes"):
         build("HuggingFaceTokenizer", path).byte_lengths()
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_trained_tokenizer_is_what_its_flags_name(tmp_path, capsys, kind):
+    """It encodes what it has not seen, and has an end-of-document token and the asked size."""
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in CORPUS))
+    (tmp_path / "b.txt").write_text("\n\n".join(CORPUS))
+    words = ["--input", str(tmp_path / "*.*"), "--json-keys", "body", "--vocab-size", 320, "--tokenizer-type", kind]
+    done = call_main(train_tokenizer.main, [*words, "--output-dir", tmp_path / "made"], capsys)
+    assert done.returncode == 0, done.stderr
+    flags = dict(zip(*[iter(done.stdout.split())] * 2))
+    assert flags["--tokenizer-type"] == kind
+    tokenizer = build(kind, flags["--tokenizer-model"])
+    assert tokenizer.vocab_size == 320 and tokenizer.eod is not None
+    decode = tokenizer._model.decode if kind == "SentencePieceTokenizer" else tokenizer.plain_text
+    assert [decode(tokenizer.tokenize(text)) for text in TEXTS[:4]] == TEXTS[:4]
+    again = call_main(train_tokenizer.main, [*words, "--output-dir", tmp_path / "made"], capsys)
+    assert again.returncode == 2 and "there is a tokenizer." in again.stderr
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+@pytest.mark.parametrize(
+    "text, size, message",
+    [("", 400, "text"), ("a b", 0, "0 must be above 0"), ("a b", 200, "are needed, for bytes"), ("a b", 9999, "9999")],
+)
+def test_tokenizer_that_cannot_be_trained_writes_nothing(tmp_path, capsys, kind, text, size, message):
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "a.txt").write_text(text)
+    words = ["--input", tmp_path / "a.txt", "--vocab-size", size, "--output-dir", tmp_path / "made"]
+    done = call_main(train_tokenizer.main, [*words, "--tokenizer-type", kind], capsys)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "made").exists()

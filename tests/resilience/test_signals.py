@@ -58,6 +58,28 @@ def test_automatic_restarts_listen_to_the_exit_signal_too():
             signal.signal(number, handler)
 
 
+def test_second_interrupt_ends_a_run_that_saves_at_the_first(monkeypatch):
+    """Under torchrun, which repeats the first one, the run continues and saves."""
+    flags = "--train-iters 1 --save x --save-interval 1 --save-on-interrupt"
+    args = parse_args([*TINY, *MOCK, *flags.split()], 1)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with pytest.raises(KeyboardInterrupt), make_exit_signal_handler(args.training, args.output) as listening:
+            signal.raise_signal(signal.SIGINT)
+            assert listening.received == signal.SIGINT
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        with make_exit_signal_handler(args.training, args.output) as listening:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+                signal.raise_signal(number)
+            assert listening.received == signal.SIGTERM
+        args = parse_args([*TINY, *MOCK, "--train-iters", "1", "--save-on-interrupt"], 1)
+        assert make_exit_signal_handler(args.training, args.output) is None, "there is nothing to save to"
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("number", "reported", "code"), [(signal.SIGINT, KeyboardInterrupt, 130), (signal.SIGTERM, SystemExit, 143)]
 )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +71,16 @@ def test_report_lists_tokens_epochs_and_planned_checkpoints(folder, check):
     assert "tokenizer: NullTokenizer, 120 tokens, padded to 128" in out
     assert "--save new/ck: can be written" in out and "3 are planned" in out
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_planned_checkpoints_are_at_most_those_of_the_total_limit(folder, check, monkeypatch):
+    monkeypatch.setattr("moe_trainer.training.check_files.checkpoint_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=5 << 60, f_frsize=1))
+    flags = "--data-path a --split 80,20,0 --eval-iters 1 --save ck --save-interval 5"
+    assert "WARNING: 10 checkpoints take about" in check(flags)[1]
+    out = check(f"{flags} --save-total-limit 4")[1]
+    assert "10 are planned, the last 4 are kept" in out and "WARNING" not in out
+    assert "WARNING: 6 checkpoints take about" in check(f"{flags} --save-total-limit 5")[1]
 
 
 def test_phases_are_counted_one_by_one(folder, check):

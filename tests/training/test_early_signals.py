@@ -100,6 +100,17 @@ def test_exit_signal_may_be_the_interrupt(tmp_path, monkeypatch):
     assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "5"
 
 
+@pytest.mark.parametrize("restart, code", [((), 0), (("--auto-resume",), 75)])
+def test_interrupt_saves_where_a_flag_asks_for_it(tmp_path, monkeypatch, restart, code):
+    def signal_once(run):
+        os.kill(os.getpid(), signal.SIGINT if restart else signal.SIGTERM)
+
+    fail_at(monkeypatch, 4, signal_once)
+    ended = run([*LINE, "--save-on-interrupt", *restart], tmp_path)
+    assert ended.returncode == code and "[exiting program after receiving SIG" in ended.stdout, ended.stderr
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "5"
+
+
 def test_ctrl_c_under_torchrun_leaves_no_traceback_of_a_rank(tmp_path):
     """The one traceback is torchrun's own. A terminal signals the launcher and the ranks.
 

@@ -144,10 +144,30 @@ def test_an_older_checkpoint_is_deleted_only_after_a_valid_one(tmp_path, monkeyp
 
     monkeypatch.setattr(saving, "publish", losing)
     finished = run([*LINE, "--exit-interval", "4", "--save-retain-interval", "100"], tmp_path)
-    assert finished.returncode == 0 and "the checkpoint of iteration 2 is kept" in finished.stderr
+    assert finished.returncode == 0 and "older checkpoints are kept (iteration 2)" in finished.stderr
     again = run([*LINE, "--save-retain-interval", "100"], tmp_path)
     assert again.returncode == 0 and "going on from iteration 2" in again.stderr
     assert [row[0] for row in curve(tmp_path)] == list(range(1, ITERATIONS + 1))
+
+
+def test_total_limit_spares_what_the_run_started_from(tmp_path, monkeypatch):
+    """One rank deletes. A run that does not continue the one in its folder deletes only its own checkpoints."""
+    delete_checkpoint = saving.delete_checkpoint
+
+    def delete(*args):
+        delete_checkpoint(*args)
+        with open(tmp_path / "deleted", "a") as file:
+            file.write(f"{args[1]} ")
+
+    monkeypatch.setattr(saving, "delete_checkpoint", delete)
+    limited = [*LINE, "--save-total-limit", "1"]
+    assert run([*limited, "--exit-interval", "4"], tmp_path, 2).returncode == 0
+    assert saved(tmp_path) == [4] and (tmp_path / "deleted").read_text() == "2 "
+    assert run(limited, tmp_path).returncode == 0
+    assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
+    other = [part for part in limited if part != "--auto-resume"]
+    assert run([*other, "--seed", "7", "--save-interval", "3"], tmp_path).returncode == 0
+    assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 3 6 "
 
 
 def flip_bit(folder):

@@ -1,0 +1,174 @@
+"""Trials: a few iterations of a training command line in child processes, for their time and memory.
+
+A trial takes data, model and launcher of the line, starts at iteration 0 (of a checkpoint it loads the weights), and
+writes only to its own folder.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_trainer.errors import UserError
+from moe_trainer.estimate.parallel_configs import drop_flags
+
+WARMUP = 2
+"""Number of first iterations that do not count: they allocate memory and compile kernels."""
+_OUTPUT, _METRICS = "output.txt", "metrics.jsonl"
+_END_S = 30.0
+_LEFT_OUT = frozenset(
+    """
+    save save_interval save_retain_interval save_total_limit save_on_interrupt async_save auto_resume log_progress
+    save_params_interval save_activations_interval save_tokens_per_expert_interval save_wgrads_interval
+    save_dgrads_interval tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity metrics_file
+    export_weights stream_weights_to stream_weights_interval stream_weights_model_type dump_step record_step
+    config_logger_dir dump_param_to_param_group_map moe_routing_trace_path profile record_memory_history
+    memory_snapshot_path flight_recorder_dump_path result_rejected_tracker_filename report report_html
+    ckpt_convert_format ckpt_convert_save moe_use_upcycling finetune no_load_optim no_load_rng override_ckpt_iteration
+    validate_only dry_run fake_process_group check_files skip_train exit_interval exit_duration_in_mins
+    exit_signal_handler micro_batch_size rampup_batch_size step_batch_size_schedule log_interval log_memory_interval
+    eval_iters full_validation eval_micro_batch_size eval_global_batch_size eval_tasks eval_tasks_interval
+    sample_prompts sample_interval
+    """.split()
+)
+"""Destinations of flags that write, or that belong to a whole run, or that a trial sets."""
+_MESSAGE = re.compile(r"^(?:pretrain_moe\.py|moe-trainer train|python -m moe_trainer train): (.+)(?:\n  - (.+))?", re.M)
+_NO_MEMORY = re.compile(
+    r"out of (host )?memory|OutOfMemoryError|can(not|'t) allocate memory|does not fit into the memory", re.IGNORECASE
+)
+_ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial found; without numbers, `note` says why.
+
+    Attributes:
+        seconds: median of the iterations after WARMUP; `tokens_per_s` likewise.
+        memory_mb: peak in MiB: of device memory over the pipeline's stages, else of the last rank's resident set.
+    """
+
+    note: str = ""
+    tokens_per_s: float = 0.0
+    seconds: float = 0.0
+    memory_mb: float = 0.0
+    global_batch_size: int = 0
+
+
+def run_trial(
+    start: Sequence[str], flags: Sequence[str], micro_batch_size: int, iterations: int, timeout_s: float, folder: Path
+) -> Trial:
+    """Run a trial in an empty folder.
+
+    Args:
+        start: words that start the trainer, as `arguments.pasted_line` finds them; nothing for one process.
+        flags: the trainer's.
+
+    Raises:
+        UserError: if the line cannot be started at all.
+    """
+    command = [*_start_of_trainer(start), *_trial_flags(flags, micro_batch_size, iterations, folder)]
+    code = run_command(command, folder / _OUTPUT, timeout_s)
+    output = (folder / _OUTPUT).read_text(errors="replace")
+    if code is None:
+        return Trial(f"no result within {timeout_s:g} s (--timeout)")
+    if code != 0:
+        return Trial(_reason(output, code))
+    return _read_trial(folder / _METRICS, output)
+
+
+def run_command(command: Sequence[str], output: Path, timeout_s: float) -> int | None:
+    """Run a command with its output in a file. Returns the exit code; None if it ran too long and was ended.
+
+    Raises:
+        UserError: if there is no such program.
+    """
+    with open(output, "wb") as file:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            raise UserError(f"{command[0]}: cannot be started ({error.strerror})") from None
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process, if it still runs, and what it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+
+
+def _start_of_trainer(start: Sequence[str]) -> list[str]:
+    """Return the words that start our trainer where those of a line start it or Megatron-LM's."""
+    spec = importlib.util.find_spec("pretrain_moe")
+    program = spec.origin if spec is not None and spec.origin is not None else "pretrain_moe.py"
+    if not start:
+        return [sys.executable, program]
+    words = list(start[1:] if start[0] == "exec" else start)
+    if words[-1].endswith(".py") and Path(words[-1]).name != "pretrain_moe.py":
+        words[-1] = program
+    elif words[-2:-1] in (["-m"], ["--module"]) and words[-1] != "train":
+        words[-1] = "pretrain_moe"
+    if len(words) == 1 and words[0].endswith(".py"):
+        return [sys.executable, *words]
+    return ["env", *words] if "=" in words[0] else words
+
+
+def _trial_flags(flags: Sequence[str], micro_batch_size: int, iterations: int, folder: Path) -> list[str]:
+    """Return the flags of a trial. Length of training and data stay, for the same index of samples as in the run."""
+    ours = (
+        f"--micro-batch-size {micro_batch_size} --exit-interval {iterations} --log-interval 1 "
+        f"--log-memory-interval {iterations} --eval-iters 0"
+    )
+    loads = any(word.partition("=")[0] == "--load" for word in flags)
+    only_weights = "--finetune --no-load-optim --no-load-rng".split() if loads else []
+    return [*drop_flags(flags, _LEFT_OUT), *ours.split(), *only_weights, "--metrics-file", str(folder / _METRICS)]
+
+
+def _read_trial(path: Path, output: str) -> Trial:
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [record for line in lines if "elapsed_ms" in (record := json.loads(line))]
+    counted = records[WARMUP:]
+    if not counted:
+        shared = "" if records else "; on several nodes TMPDIR must name a folder that all share"
+        return Trial(f"{len(records)} iterations are recorded, and the first {WARMUP} do not count{shared}")
+    allocated = [float(text) for text in _ALLOCATED.findall(output)]
+    return Trial(
+        "",
+        statistics.median(record["tokens_per_s"] for record in counted),
+        statistics.median(record["elapsed_ms"] for record in counted) / 1e3,
+        max(allocated or [record["max_memory_mb"] for record in counted]),
+        counted[-1]["global_batch_size"],
+    )
+
+
+def _reason(output: str, code: int) -> str:
+    """Return in one line why a trial has no result."""
+    if _NO_MEMORY.search(output):
+        return "out of memory"
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "SIGKILL" in output:
+        return "killed by SIGKILL, as when memory runs out"
+    message = _MESSAGE.search(output)
+    if message is not None:
+        return message[2] or message[1]
+    last = [line.strip() for line in output.splitlines() if line.strip()][-1:]
+    return ": ".join([f"exit code {code}", *last])
