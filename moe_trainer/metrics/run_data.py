@@ -225,6 +225,7 @@ class RunData:
             settings=self._settings("all_settings"),
             parameters=self._count("model", "active_parameters", 0),
             ended=self._end_finding(state),
+            warnings=[text for text in self._head.get("warnings", ()) if isinstance(text, str)],
         )
         return page
 

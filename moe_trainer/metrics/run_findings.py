@@ -41,6 +41,7 @@ def find_problems(
     settings: Mapping[str, Any] = MappingProxyType({}),
     parameters: int = 0,
     ended: Finding | None = None,
+    warnings: Sequence[str] = (),
 ) -> list[Finding]:
     """Return the findings of a run, the worst first; one that says so if there is none.
 
@@ -57,13 +58,15 @@ def find_problems(
         settings: every flag, by name; none if unknown.
         parameters: active ones; 0 if unknown.
         ended: how the run ended, if badly.
+        warnings: of its start.
     """
     rate = unusual_learning_rate(settings, parameters)
+    warnings = [*([] if rate is None else [rate]), *warnings]
     found = [
         *([] if ended is None else [ended]),
         *_loss_problems(records, vocab_size),
         *_divergence(records),
-        *([] if rate is None else [_loss_finding("warn", rate)]),
+        *(_loss_finding("warn", text) for text in warnings),
         *_slow_ranks(ranks, _busiest_expert_rank(routing, expert_ranks)),
         *({**each, "card": "routing"} for each in worst_layers(routing)),
     ]
