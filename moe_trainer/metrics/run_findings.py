@@ -228,7 +228,7 @@ def _loss_problems(records: Sequence[Mapping[str, Any]], vocab_size: int | None)
         found.append(_loss_finding("bad", f"{broken:g} of the newest iterations had a NaN loss"))
     after = _values(records[_warmup_end(records) :], "lm loss")
     if isinstance(vocab_size, int) and vocab_size > 1 and after:
-        guess, now = math.log(vocab_size), median(after[-_WINDOW:])
+        guess, now = math.log(vocab_size), median(after[-_WINDOW:]) if len(after) >= _FEW else after[-1]
         margin = _ABOVE_GUESS if len(after) >= _WINDOW else 1.0 if len(after) >= _FEW else guess
         if now > guess + margin:
             text = f"the training loss is {now:.4g}: a uniform guess over {vocab_size:,} tokens has {guess:.2f}"
