@@ -22,6 +22,8 @@ import re
 import shutil
 import socket
 import stat
+import struct
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +41,8 @@ COMPLETE = "metadata.json"
 INDEX = ".metadata"
 INTEGRITY = "integrity.json"
 LOCK = ".in_use"
+_FLOCK = struct.Struct("hhqqi0q")
+"""Linux's struct flock: type, whence, start, length, process."""
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 _STAGING = re.compile(r"^iter_(\d{7,})\.(tmp|old|deleted)-(.+)-(\d+)$")
 _PARTIAL_TRACKER = re.compile(rf"^{re.escape(TRACKER)}\.tmp-(.+)-(\d+)$")
@@ -267,6 +271,28 @@ def holds_lock(directory: Path) -> bool:
     with suppress(OSError), open(directory / LOCK, "r+", errors="replace") as file:
         return _is_own_lock(file)
     return False
+
+
+def is_locked(directory: Path) -> bool | None:
+    """Return whether another process holds the lock of a folder, without taking it.
+
+    Never call it in the process that holds the lock: closing the file would give the lock up.
+
+    Returns:
+        None if there is no lock, or the kernel of another machine would have to know it.
+    """
+    if sys.platform != "linux":
+        return None
+    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    with suppress(OSError, ValueError):
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, errors="replace") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            if _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))[0] != fcntl.F_UNLCK:
+                return True
+            return False if file.read().startswith(f"host {socket.gethostname()}, ") else None
+    return None
 
 
 def release_lock(directory: Path) -> None:

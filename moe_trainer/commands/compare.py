@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from arguments.paths import local_path
 from arguments.program import command_line, program_name
+from moe_trainer.checkpoint.directory import is_locked
 from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.comparison.report import comparison_figures, comparison_lines
 from moe_trainer.comparison.runs import make_groups
@@ -64,7 +65,7 @@ def compare(paths: Sequence[str]) -> tuple[str, list[str], list[Figure]]:
     Raises:
         ValueError: if a run cannot be read.
     """
-    groups = make_groups(read_runs(paths))
+    groups = make_groups(read_runs(paths, is_locked))
     return "Comparison of runs", comparison_lines(groups), comparison_figures(groups)
 
 

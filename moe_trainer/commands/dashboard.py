@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from arguments.paths import local_path
+from moe_trainer.checkpoint.directory import is_locked
 from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
@@ -100,7 +101,7 @@ class Runs:
             follower = self._followers.setdefault((path, num_runs), Follower(file, num_runs))
             try:
                 run = follower.read()
-                page = None if run is None else run.as_page(updated=file.stat().st_mtime)
+                page = None if run is None else run.as_page(file.stat().st_mtime, is_locked(file.parent))
             except OSError:
                 page = None
             if page is None:

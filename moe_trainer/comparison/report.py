@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 from moe_trainer.comparison.intervals import difference, interval
 from moe_trainer.comparison.runs import Run, RunGroup, common_end, environment_that_differs, settings_that_differ
 from moe_trainer.drawing.line_chart import LineChart
 from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.report_page import Figure
-from moe_trainer.drawing.svg import BLUE, GRAY, GREEN, INK, ORANGE
+from moe_trainer.drawing.svg import CATEGORIES, GRAY, INK
 
-_COLORS = (BLUE, ORANGE, GREEN, INK, GRAY)
+_COLORS = (*CATEGORIES, INK, GRAY)
 _POINTS = 120
+_TALL = 3.0  # times the highest loss of the lowest run: the y axis ends there
+_PAUSE = 20  # times the usual distance between two points
 
 
 def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
@@ -24,7 +27,7 @@ def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
         (
             group.name,
             ", ".join(run.name for run in group.runs),
-            ", ".join(map(str, group.seeds)),
+            ", ".join("-" if seed is None else str(seed) for seed in group.seeds),
             ", ".join(dict.fromkeys(run.page["state"] for run in group.runs)),
         )
         for group in groups
@@ -39,7 +42,7 @@ def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
     lines += markdown_table(("setting", *(group.name for group in groups)), settings) if settings else ["None."]
     tokens, seconds = common_end(groups, "tokens"), common_end(groups, "wall_s")
     lines += ["", "## Losses", "", *_loss_notes(groups, tokens, seconds)]
-    lines += _figure_rows(groups, _loss_figures(tokens, seconds), compares=True)
+    lines += _figure_rows(groups, _loss_figures(tokens, seconds, validation_sets(groups)), compares=True)
     lines += ["", "## Speed, memory and routing", "", *_figure_rows(groups, _other_figures(), compares=False)]
     findings = [
         f"- {run.name}: {each['text']}"
@@ -69,13 +72,13 @@ def _loss_notes(groups: Sequence[RunGroup], tokens: float | None, seconds: float
 Figures = list[tuple[str, Callable[[Run], float | None]]]
 
 
-def _loss_figures(tokens: float | None, seconds: float | None) -> Figures:
+def _loss_figures(tokens: float | None, seconds: float | None, sets: Sequence[str]) -> Figures:
     figures: Figures = []
     if tokens is not None:
         figures.append(("training loss at equal tokens", lambda run: run.loss_at("tokens", tokens)))
     if seconds is not None:
         figures.append(("training loss at equal time", lambda run: run.loss_at("wall_s", seconds)))
-    figures.append(("newest validation loss", lambda run: run.validation_loss))
+    figures += [(f"newest {name} loss", partial(Run.newest_validation, name=name)) for name in sets]
     return figures
 
 
@@ -114,15 +117,29 @@ def _figure_rows(groups: Sequence[RunGroup], figures: Figures, compares: bool) -
 
 
 def comparison_figures(groups: Sequence[RunGroup]) -> list[Figure]:
-    """Return the curves of the training losses, over tokens and time."""
+    """Return the curves of the training losses, over tokens and time, and of each validation set, over iterations."""
     figures = []
-    for axis, name, factor in (("tokens", "million tokens", 1e6), ("wall_s", "hours", 3600.0)):
+    ends = [run.axis("wall_s")[-1] for group in groups for run in group.runs if len(run.axis("wall_s"))]
+    time_name, time_unit = _time_unit(max(ends, default=0.0))
+    for axis, name, factor in (("tokens", "million tokens", 1e6), ("wall_s", time_name, time_unit)):
         curves = [_curve(group, axis, factor) for group in groups] if common_end(groups, axis) is not None else []
         if any(curves):
-            svg = _draw_losses(groups, curves, name)
-            caption = "Lines: means of the seeds; areas: from the lowest to the highest seed."
-            figures.append(Figure(f"Training loss over {name}", svg, caption))
+            figures.append(_draw_losses(groups, curves, "Training loss", name))
+    for each in validation_sets(groups):
+        curves = [_validation_curve(group, each) for group in groups]
+        if any(len(curve) > 1 for curve in curves):
+            figures.append(_draw_losses(groups, curves, f"{each.capitalize()} loss", "iterations"))
     return figures
+
+
+def validation_sets(groups: Sequence[RunGroup]) -> list[str]:
+    """Return the names of the validation sets of all runs."""
+    return list(dict.fromkeys(name for group in groups for run in group.runs for name in run.validations))
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    """Return the name of a unit of time for an axis, and its seconds."""
+    return next((each for each in (("hours", 3600.0), ("minutes", 60.0)) if seconds >= 2 * each[1]), ("seconds", 1.0))
 
 
 Curve = list[tuple[float, list[float]]]
@@ -138,16 +155,39 @@ def _curve(group: RunGroup, axis: str, factor: float) -> Curve:
     return [(at, values) for at, values in found if len(values) == len(group.runs)]
 
 
-def _draw_losses(groups: Sequence[RunGroup], curves: Sequence[Curve], name: str) -> str:
+def _validation_curve(group: RunGroup, name: str) -> Curve:
+    curves = [{at: loss for at, loss in run.validations.get(name, ()) if loss is not None} for run in group.runs]
+    shared = sorted(set(curves[0]).intersection(*curves))
+    return [(at, [curve[at] for curve in curves]) for at in shared]
+
+
+def _without_pauses(points: list[tuple[float, float]]) -> Iterator[list[tuple[float, float]]]:
+    """Yield the parts of a line between pauses: between two starts of a run there is no loss."""
+    gaps = [after[0] - before[0] for before, after in pairwise(points)]
+    longest = _PAUSE * statistics.median(gaps) if gaps else 0.0
+    breaks = [at for at, gap in enumerate(gaps, 1) if gap > longest]
+    yield from (points[begin:end] for begin, end in pairwise([0, *breaks, len(points)]))
+
+
+def _draw_losses(groups: Sequence[RunGroup], curves: Sequence[Curve], title: str, name: str) -> Figure:
     known = [(group, points) for group, points in zip(groups, curves) if points]
     colors = [_COLORS[number % len(_COLORS)] for number in range(len(known))]
-    shown = [value for _, points in known for _, values in points[len(points) // 20 :] for value in values]
+    # without the steep beginning; a run that diverged would make all others one line
+    of_groups = [[value for _, values in points[len(points) // 20 :] for value in values] for _, points in known]
+    limit = _TALL * max(min(map(max, of_groups)), 0.0)
+    is_cut = max(map(max, of_groups)) > limit
+    shown = [min(value, limit) for values in of_groups for value in values]
     last = max(points[-1][0] for _, points in known)
-    chart = LineChart("Training loss", f"Training loss over {name}", (0.0, last), shown, (name, "nats per token"))
+    heading = f"{title} over {name}"
+    chart = LineChart(title, heading, (0.0, last), shown, (name, "nats per token"))
     for color, (group, points) in zip(colors, known, strict=True):
         if len(group.runs) > 1:
             chart.area([(x, min(values)) for x, values in points], [(x, max(values)) for x, values in points], color)
         means = [(x, statistics.mean(values)) for x, values in points]
-        chart.line(means, color, f"{group.name}: {means[-1][1]:.4f}")
+        for part in _without_pauses(means):
+            chart.line(part, color, f"{group.name}: {means[-1][1]:.4f}")
     chart.legend((color, group.name) for color, (group, _) in zip(colors, known, strict=True))
-    return chart.svg()
+    has_seeds = any(len(group.runs) > 1 for group, _ in known)
+    notes = ["Lines: means of the seeds; areas: from the lowest to the highest seed."] if has_seeds else []
+    notes += [f"Losses above {limit:.4g} are drawn along the upper edge."] if is_cut else []
+    return Figure(heading, chart.svg(), " ".join(notes))

@@ -73,9 +73,22 @@ class Run:
 
     @property
     def validation_loss(self) -> float | None:
-        """The newest validation loss."""
-        found = [each for each in self.page["validations"] if each["set"] != "test"]
-        return found[-1].get("lm loss") if found else None
+        """The newest validation loss, of the last set if there are several."""
+        return self.newest_validation(next(reversed(self.validations), ""))
+
+    @property
+    def validations(self) -> dict[str, list[tuple[int, float | None]]]:
+        """(iteration, loss) of all validations, by the names of their sets, without tests; a NaN loss is None."""
+        found: dict[str, list[tuple[int, float | None]]] = {}
+        for each in self.page["validations"]:
+            if each["set"].partition("-")[0] == "validation":
+                found.setdefault(each["set"], []).append((each["iteration"], each.get("lm loss")))
+        return found
+
+    def newest_validation(self, name: str) -> float | None:
+        """Return the newest loss of a validation set."""
+        curve = self.validations.get(name)
+        return curve[-1][1] if curve else None
 
     @property
     def throughput(self) -> float | None:

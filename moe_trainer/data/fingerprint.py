@@ -13,10 +13,11 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from arguments.blend import get_blends_per_split, get_phase_blends
 from arguments.data import DataArgs
 from arguments.regular_file import regular_file
 from moe_trainer.data.object_storage import describe_version, is_remote
-from moe_trainer.data.sources import data_prefixes
+from moe_trainer.data.sources import data_prefixes, source_flag
 from moe_trainer.data.text_sequences import is_text_file
 from moe_trainer.errors import UserError
 
@@ -59,6 +60,46 @@ def _sampled(path: str) -> str:
             file.seek(max(size - _BLOCK_BYTES, 0) * block // _NUM_BLOCKS)
             digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
+
+
+def warn_of_training_text(data: DataArgs, digests: Mapping[str, str]) -> list[str]:
+    """Return a warning for validation and for test data that the run also trains on.
+
+    Files are the same if they have one path, or one digest: a copy has another name. The splits of one file (--split)
+    share no document.
+
+    Args:
+        data: the flags of data.
+        digests: by prefix, as in a fingerprint; prefixes without one are compared by their paths.
+
+    Raises:
+        ValueError: for a blend that cannot be read.
+    """
+    blends = get_blends_per_split(data) or (None, None, None)
+    trained: dict[str, str] = {}
+    for blend in (blends[0], *get_phase_blends(data)):
+        for prefix in () if blend is None else blend.prefixes:
+            for key in _keys(prefix, digests):
+                trained.setdefault(key, prefix)
+    warnings = []
+    for number, words in ((1, "validation"), (2, "test")):
+        names = []
+        for prefix in dict.fromkeys(() if (blend := blends[number]) is None else blend.prefixes):
+            same = next((trained[key] for key in _keys(prefix, digests) if key in trained), None)
+            if same is not None:
+                names.append(prefix if same == prefix else f"{prefix} (the content of {same})")
+        if names:
+            text = (
+                f"{source_flag(data, number)}: {words} text is training text ({source_flag(data, 0)}): {_join(names)}"
+            )
+            warnings.append(f"{text}. Its loss does not tell how the model does on text that it has not seen")
+    return warnings
+
+
+def _keys(prefix: str, digests: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what tells whether two prefixes are the same: the path, and the digest if it is known."""
+    path = prefix if is_remote(prefix) else os.path.realpath(prefix)
+    return (path, digests[prefix]) if prefix in digests else (path,)
 
 
 def compare_fingerprints(saved: Mapping[str, Mapping[str, str]], current: Fingerprint) -> list[str]:

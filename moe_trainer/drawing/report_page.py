@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,10 +24,21 @@ pre{overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-r
 font:12px/1.45 Menlo,Consolas,monospace}
 .table{overflow-x:auto;background:var(--card);border:1px solid var(--edge);border-radius:6px;margin:8px 0}
 table{border-collapse:collapse;font-size:13px}
-th,td{text-align:left;padding:4px 12px;border-bottom:1px solid var(--edge)}
+th,td{text-align:left;padding:4px 12px;border-bottom:1px solid var(--edge);vertical-align:top}
+tr:last-child td{border-bottom:0}
+th,.number{white-space:nowrap}
+.number{font-variant-numeric:tabular-nums}
+code{font:12px/1.45 Menlo,Consolas,monospace;overflow-wrap:anywhere}
+td:first-child{min-width:14ch}
+td code{display:inline-block;width:max-content;max-width:48ch}
+li{overflow-wrap:anywhere}
 h3{font-size:14px;margin:20px 0 4px}
 pre.command{white-space:pre-wrap;overflow-wrap:anywhere}
 """
+
+
+_NUMBER = re.compile(r"-?\d[\d,.]*(e[+-]\d+)?( \+- [\d,.]+)?( \*)?$|-$")
+"""A cell that is a number, with its interval, or that has none."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
         title: heading of the page.
         command: the command line that made it.
         figures: from top to bottom.
-        lines: what the command printed.
+        lines: what the command printed; a Markdown document if the first line is its title.
     """
     parts = [
         "<!DOCTYPE html>",
@@ -58,8 +70,33 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
     for figure in figures:
         caption = f"<figcaption>{clean(figure.caption)}</figcaption>" if figure.caption else ""
         parts += [f"<h2>{clean(figure.heading)}</h2>", f"<figure>{figure.svg}{caption}</figure>"]
-    parts += ["<h2>Text output</h2>", *_text_parts(lines), "</main></body></html>", ""]
-    return "\n".join(parts)
+    is_document = bool(lines) and lines[0].startswith("# ")
+    parts += _document_parts(title, lines) if is_document else ["<h2>Text output</h2>", *_text_parts(lines)]
+    return "\n".join([*parts, "</main></body></html>", ""])
+
+
+def _document_parts(title: str, lines: Sequence[str]) -> Iterator[str]:
+    """Yield a Markdown document below the page's title: headings, tables, lists and paragraphs."""
+    starts = {"#": "heading", "|": "table", "-": "list", "": "blank"}
+    kinds = [starts.get(line[:1], "text") for line in lines]
+    for kind, group in groupby(zip(kinds, lines), key=lambda each: each[0]):
+        found = [line for _, line in group]
+        if kind == "heading":
+            for line in found:
+                level = "h3" if line.startswith("###") else "h2"
+                if line != f"# {title}":
+                    yield f"<{level}>{_inline(line.lstrip('# '))}</{level}>"
+        elif kind == "table":
+            yield f"<div class='table'><table>{''.join(_table_rows(found))}</table></div>"
+        elif kind == "list":
+            yield f"<ul>{''.join(f'<li>{_inline(line[2:])}</li>' for line in found)}</ul>"
+        elif kind == "text":
+            yield f"<p>{_inline(' '.join(found))}</p>"
+
+
+def _inline(text: str) -> str:
+    """Return a Markdown text as HTML: what is between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", clean(text))
 
 
 def _text_parts(lines: Sequence[str]) -> Iterator[str]:
@@ -82,7 +119,9 @@ def _table_rows(lines: Sequence[str]) -> Iterator[str]:
     for number, line in enumerate(line for line in lines if not line.startswith("|-")):
         cells = [cell.replace("\\|", "|") for cell in line[2:-2].split(" | ")]
         tag = "td" if number else "th"
-        yield f"<tr>{''.join(f'<{tag}>{clean(cell)}</{tag}>' for cell in cells)}</tr>"
+        classes = [" class='number'" if number and _NUMBER.match(cell) else "" for cell in cells]
+        texts = (f"<{tag}{name}>{_inline(cell)}</{tag}>" for name, cell in zip(classes, cells))
+        yield f"<tr>{''.join(texts)}</tr>"
 
 
 def write_report(path: str | Path, title: str, command: str, figures: Sequence[Figure], lines: Sequence[str]) -> None:

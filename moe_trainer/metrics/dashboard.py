@@ -21,7 +21,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -139,8 +139,14 @@ def open_dashboard(metrics_file: str | Path) -> Dashboard | None:
     return None if run is None else Dashboard(dashboard_path_for(path), run)
 
 
-def read_runs(paths: Sequence[str]) -> list[dict[str, Any]]:
+def read_runs(
+    paths: Sequence[str], is_alive: Callable[[Path], bool | None] = lambda folder: None
+) -> list[dict[str, Any]]:
     """Return runs as the page reads them, with names that differ.
+
+    Args:
+        paths: folders with metrics.jsonl, or such files.
+        is_alive: whether the process of the run in a folder runs; None if unknown.
 
     Raises:
         ValueError: if one is missing or cannot be read, or there are too many.
@@ -155,7 +161,8 @@ def read_runs(paths: Sequence[str]) -> list[dict[str, Any]]:
             raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
         if run is None:
             raise ValueError(f"{path}: no such file; needed is metrics.jsonl or a folder with it")
-        runs.append(run.as_page(updated=Path(run.path).stat().st_mtime))
+        file = Path(run.path)
+        runs.append(run.as_page(updated=file.stat().st_mtime, is_alive=is_alive(file.parent)))
     names = [page["name"] for page in runs]
     for page in runs:
         if names.count(page["name"]) > 1:

@@ -29,6 +29,7 @@ _HEAD_TYPES = MappingProxyType(
         "seq_length": int,
         "topk": int,
         "hostnames": list,
+        "warnings": list,
     }
 )
 _NESTED = ("routing", "rejected", "own_time_ms", "run", "packing", "validation", "task", "saved", "sample", "ended")

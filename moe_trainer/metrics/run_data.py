@@ -165,9 +165,14 @@ class RunData:
                 add("slow_rank", iteration, f"rank {rank} is slower than its peers")
         self._slow = slow
 
-    def as_page(self, updated: float | None = None) -> dict[str, Any]:
-        """Return the run as the page reads it. `updated`: when the file was written, in seconds since the epoch."""
-        records, state = self._records.items(), self._state(updated)
+    def as_page(self, updated: float | None = None, is_alive: bool | None = None) -> dict[str, Any]:
+        """Return the run as the page reads it.
+
+        Args:
+            updated: when the file was written, in seconds since the epoch.
+            is_alive: whether the run's process runs; None if unknown.
+        """
+        records, state = self._records.items(), self._state(updated, is_alive)
         begin = self._starts[0]["time"] if self._starts else None
         if begin is None and records and records[0].get("time") is not None:
             begin = records[0]["time"] - (records[0].get("elapsed_ms") or 0.0) / 1e3
@@ -217,9 +222,10 @@ class RunData:
             world_size=self._count("mapping", "world_size", 1),
             expert_ranks=self._count("mapping", "ep", 1),
             vocab_size=self._head.get("padded_vocab_size"),
-            learning_rate=self._learning_rate(),
+            settings=self._settings("all_settings"),
             parameters=self._count("model", "active_parameters", 0),
             ended=self._end_finding(state),
+            warnings=[text for text in self._head.get("warnings", ()) if isinstance(text, str)],
         )
         return page
 
@@ -234,15 +240,6 @@ class RunData:
         settings = self._head.get(name)
         return settings if isinstance(settings, Mapping) else {}
 
-    def _learning_rate(self) -> float | None:
-        """Return the learning rate of a model that Adam pretrains; None for others, which use other rates."""
-        settings = self._settings("all_settings")
-        others = ("use_mup", "finetune", "sft", "init_from", "lora_dim", "freeze_all_layers")
-        rate = settings.get("lr")
-        if settings.get("optimizer") != "adam" or any(settings.get(name) for name in others):
-            return None
-        return rate if isinstance(rate, int | float) else None
-
     @property
     def _seq_length(self) -> int | None:
         """Tokens of a sample; None if they differ, or are unknown."""
@@ -251,9 +248,9 @@ class RunData:
             return None
         return self._count("model", "seq_length", 0) or None
 
-    def _state(self, updated: float | None) -> RunState:
+    def _state(self, updated: float | None, is_alive: bool | None) -> RunState:
         heard = self._newest.get("time") if updated is None else updated
-        return state_of_run(self._end, heard, self._newest.get("interval_s") or 0.0, time.time())
+        return state_of_run(self._end, heard, self._newest.get("interval_s") or 0.0, time.time(), is_alive)
 
     def _end_finding(self, state: RunState) -> dict[str, Any] | None:
         """Return what the page says first of a run that ended badly; None of another one."""
@@ -263,8 +260,7 @@ class RunData:
             return None
         train_iters = self._head.get("train_iters")
         is_complete = isinstance(train_iters, int) and self._newest.get("iteration", 0) >= train_iters
-        why = "killed, its machine was lost, or it is of an earlier version of this program"
-        text = f"{state.words}, and no recorded end: {why}" + ("; all iterations are done" if is_complete else "")
+        text = f"{state.words}, {state.cause}" + ("; all iterations are done" if is_complete else "")
         return {"severity": "warn" if is_complete else "bad", "card": "events", "text": text}
 
     def _page_head(self) -> dict[str, Any]:

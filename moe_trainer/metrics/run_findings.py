@@ -1,4 +1,4 @@
-"""What is wrong with a run, in sentences: a bad end, collapsed routing, slow ranks, a loss that diverges or is NaN.
+"""What is wrong with a run, in sentences: a bad end, a loss that diverges or is NaN, slow ranks, collapsed routing.
 
 Arithmetic over records of metrics.jsonl. A finding has the severity "bad", "warn" or "ok", the card of the dashboard
 that shows it, and a text.
@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 Finding = dict[str, Any]
 
-_BAD_DEAD_SHARE = 0.1  # of a layer's experts
+_BAD_IDLE_SHARE = 0.1  # of a layer's experts
+_IDLE_RECORDS = 3  # without a token of an expert; in a single iteration many an expert has none by chance
 _BAD_LOAD, _HIGH_LOAD = 8.0, 3.0  # of the busiest expert over the mean
 _LOW_ENTROPY = 0.8
-_MAX_NAMED = 8  # experts
+_MAX_NAMED = 8  # experts, or ranges of them
 _SLOW_RATIO = 1.2  # of a rank's compute time to the median of the others
 _RANK_WINDOW = 10  # records
 _RISE = 0.1  # of the loss above its lowest level, in nats
 _WINDOW = 20
-_FEW = 3  # records that can show a divergence
-_ABOVE_GUESS = 0.1  # of the loss above that of a uniform guess, in nats; 1 for few records
+_FEW = 3  # records whose median is no accident
+_ABOVE_GUESS = 0.1  # of the loss above that of a uniform guess, in nats; 1 for few records, the guess itself for fewer
 _LOSS_FACTOR, _NORM_FACTOR = 2.0, 100.0  # over those of earlier iterations
 _HIGH_RATE, _LOW_RATE = 10.0, 1000.0  # over and below the usual learning rate
 _ORDER = ("bad", "warn", "ok")
@@ -36,11 +38,14 @@ def find_problems(
     world_size: int = 1,
     expert_ranks: int = 1,
     vocab_size: int | None = None,
-    learning_rate: float | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
     parameters: int = 0,
     ended: Finding | None = None,
+    warnings: Sequence[str] = (),
 ) -> list[Finding]:
     """Return the findings of a run, the worst first; one that says so if there is none.
+
+    Of equally bad ones the end of the run comes first, then a divergence.
 
     Args:
         records: of iterations, in order.
@@ -50,17 +55,20 @@ def find_problems(
         world_size: ranks of the run.
         expert_ranks: size of expert parallelism.
         vocab_size: padded; None if unknown.
-        learning_rate: of a model that is pretrained with Adam; None if it is another, or unknown.
+        settings: every flag, by name; none if unknown.
         parameters: active ones; 0 if unknown.
         ended: how the run ended, if badly.
+        warnings: of its start.
     """
+    rate = unusual_learning_rate(settings, parameters)
+    warnings = [*([] if rate is None else [rate]), *warnings]
     found = [
         *([] if ended is None else [ended]),
-        *({**each, "card": "routing"} for each in worst_layers(routing)),
-        *_slow_ranks(ranks, _busiest_expert_rank(routing, expert_ranks)),
         *_loss_problems(records, vocab_size),
         *_divergence(records),
-        *_unusual_learning_rate(learning_rate, parameters),
+        *(_loss_finding("warn", text) for text in warnings),
+        *_slow_ranks(ranks, _busiest_expert_rank(routing, expert_ranks)),
+        *({**each, "card": "routing"} for each in worst_layers(routing)),
     ]
     found = [{name: each[name] for name in ("severity", "card", "text", "metric") if name in each} for each in found]
     if not found:
@@ -88,25 +96,26 @@ def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[F
     ranked = []
     for row, layer in enumerate(newest["layers"]):
         tokens = [count or 0 for count in newest["tokens_per_expert"][row]]
-        experts = len(tokens)
-        dead, load = newest["dead_experts"][row] or 0, newest["load_max_over_mean"][row] or 1.0
+        experts, load = len(tokens), newest["load_max_over_mean"][row] or 1.0
         entropy, drops = newest["load_entropy"][row], (newest.get("drop_rate") or [0.0] * (row + 1))[row] or 0.0
+        idle, since = _idle_experts(routing, row)
         reasons = {}  # by the metric that shows it
-        if dead:
-            since = _since(routing, row)
-            verb = "has" if dead == 1 else "have"
-            named = f"{dead:g} of {experts} experts{_names_of_dead(tokens)}"
+        if idle:
+            verb = "has" if len(idle) == 1 else "have"
+            named = f"{len(idle)} of {experts} experts ({_name_numbers(idle)})"
             reasons["dead_experts"] = f"{named} {verb} received no token since iteration {since}"
         if load > _HIGH_LOAD:
             busiest = tokens.index(max(tokens))
             reasons["load_max_over_mean"] = f"the busiest expert ({busiest}) has {load:.1f} times the mean load"
         if entropy is not None and entropy < _LOW_ENTROPY:
-            reasons["load_entropy"] = f"the normalized load entropy is {entropy:.2f}"
+            half = _experts_with_half(tokens)
+            named = f" (half of the tokens go to {len(half)} of {experts} experts: {_name_numbers(half)})"
+            reasons["load_entropy"] = f"the normalized load entropy is {entropy:.2f}" + (named if half else "")
         if drops > 0.01:
             reasons["drop_rate"] = f"{100 * drops:.0f} % of the chosen tokens are dropped"
         if reasons:
-            is_bad = dead >= _BAD_DEAD_SHARE * experts or load > _BAD_LOAD
-            score = dead / experts + math.log2(max(load, 1.0)) / 8
+            is_bad = len(idle) >= _BAD_IDLE_SHARE * experts or load > _BAD_LOAD
+            score = len(idle) / experts + math.log2(max(load, 1.0)) / 8
             finding = {
                 "severity": "bad" if is_bad else "warn",
                 "layer": layer,
@@ -118,20 +127,43 @@ def worst_layers(routing: Sequence[Mapping[str, Any]], count: int = 3) -> list[F
     return [finding for _, finding in ranked[:count]]
 
 
-def _names_of_dead(tokens: Sequence[float]) -> str:
-    """Return the numbers of the experts without tokens, if they are few."""
-    dead = [str(expert) for expert, count in enumerate(tokens) if not count]
-    return f" ({', '.join(dead)})" if 0 < len(dead) <= _MAX_NAMED else ""
-
-
-def _since(routing: Sequence[Mapping[str, Any]], row: int) -> int:
-    """Return the first iteration from which on the layer has dead experts in every record."""
-    first = routing[-1]["iteration"]
+def _idle_experts(routing: Sequence[Mapping[str, Any]], row: int) -> tuple[list[int], int]:
+    """Return the experts of a layer without tokens in the newest records, and since which iteration none had one."""
+    newest = routing[-1]["tokens_per_expert"][row]
+    idle, since, records = {expert for expert, tokens in enumerate(newest) if not tokens}, 0, 0
     for each in reversed(routing):
-        if row >= len(each["dead_experts"]) or not each["dead_experts"][row]:
+        layers = each["tokens_per_expert"]
+        if row >= len(layers) or len(layers[row]) != len(newest):
+            break  # resumed with another model
+        still = {expert for expert in idle if not layers[row][expert]}
+        if records >= _IDLE_RECORDS and still != idle:
             break
-        first = each["iteration"]
-    return first
+        idle, since, records = still, each["iteration"], records + 1
+    return (sorted(idle), since) if records >= _IDLE_RECORDS else ([], since)
+
+
+def _experts_with_half(tokens: Sequence[float]) -> list[int]:
+    """Return the fewest experts that receive half of the tokens; none if there are no tokens."""
+    left, found = sum(tokens) / 2, []
+    for expert in sorted(range(len(tokens)), key=lambda each: -tokens[each]):
+        if left <= 0:
+            break
+        found.append(expert)
+        left -= tokens[expert]
+    return sorted(found)
+
+
+def _name_numbers(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, three or more in a row as a range: 2, 8-15."""
+    rows: list[list[int]] = []
+    for number in numbers:
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    names = [f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
+    rest = sum(map(len, rows[_MAX_NAMED:]))
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest else "")
 
 
 def _busiest_expert_rank(routing: Sequence[Mapping[str, Any]], expert_ranks: int) -> float | None:
@@ -195,9 +227,10 @@ def _loss_problems(records: Sequence[Mapping[str, Any]], vocab_size: int | None)
     if broken:
         found.append(_loss_finding("bad", f"{broken:g} of the newest iterations had a NaN loss"))
     after = _values(records[_warmup_end(records) :], "lm loss")
-    if isinstance(vocab_size, int) and vocab_size > 1 and len(after) >= _FEW:
-        guess, now = math.log(vocab_size), median(after[-_WINDOW:])
-        if now > guess + (_ABOVE_GUESS if len(after) >= _WINDOW else 1.0):
+    if isinstance(vocab_size, int) and vocab_size > 1 and after:
+        guess, now = math.log(vocab_size), median(after[-_WINDOW:]) if len(after) >= _FEW else after[-1]
+        margin = _ABOVE_GUESS if len(after) >= _WINDOW else 1.0 if len(after) >= _FEW else guess
+        if now > guess + margin:
             text = f"the training loss is {now:.4g}: a uniform guess over {vocab_size:,} tokens has {guess:.2f}"
             found.append(_loss_finding("bad", text))
     losses = [(each["iteration"], each["lm loss"]) for each in records if isinstance(each.get("lm loss"), int | float)]
@@ -234,11 +267,12 @@ def _divergence(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     quantities = (("lm loss", "training loss", _LOSS_FACTOR), ("grad_norm", "gradient norm", _NORM_FACTOR))
     for name, words, factor in quantities:
         values = _values(records, name)
-        if len(values) < 2 * _FEW:
+        half = len(values) // 2
+        if not half:
             continue
-        count = min(_WINDOW, len(values) // 2)
         # of the first half: where a run diverges at once its first values are the only good ones
-        earlier, now = min(median(values[:_FEW]), median(values[: len(values) // 2])), median(values[-count:])
+        earlier = min(median(values[: min(_FEW, half)]), median(values[:half]))
+        now = median(values[-min(_WINDOW, half) :])
         if earlier > 0 and now > factor * earlier and now - earlier > 1.0:
             times = f"{now / earlier:.0f}" if now < 1e4 * earlier else f"{now / earlier:.1e}"
             text = f"the {words} is {now:.4g}, {times} times that of earlier iterations ({earlier:.4g})"
@@ -246,13 +280,30 @@ def _divergence(records: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return found
 
 
-def _unusual_learning_rate(rate: float | None, parameters: int) -> list[Finding]:
-    """Return whether a learning rate is far from a power law through those of GPT-3 (arXiv 2005.14165, table 2.1)."""
-    if rate is None or rate <= 0 or parameters <= 0:
-        return []
+def unusual_learning_rate(settings: Mapping[str, Any], parameters: int, only_high: bool = False) -> str | None:
+    """Return how far a learning rate is from a power law through those of GPT-3 (arXiv 2005.14165, table 2.1).
+
+    Args:
+        settings: every flag, by name.
+        parameters: active ones; 0 if unknown.
+        only_high: a low rate is not mentioned.
+
+    Returns:
+        A text; None for a usual rate, and for models that Adam does not pretrain: they use other rates.
+    """
+    rate = settings.get("lr")
+    others = ("use_mup", "finetune", "sft", "init_from", "lora_dim", "freeze_all_layers")
+    if settings.get("optimizer") != "adam" or any(settings.get(name) for name in others):
+        return None
+    if not isinstance(rate, int | float) or rate <= 0 or parameters <= 0:
+        return None
     usual = 6e-4 * (parameters / 125e6) ** -0.3
-    if usual / _LOW_RATE < rate < _HIGH_RATE * usual:
-        return []
-    times = f"{rate / usual:,.0f} times" if rate > usual else f"a {usual / rate:,.0f}th of"
-    text = f"the learning rate {rate:g} is {times} what models of {parameters / 1e6:,.3g} million active parameters use"
-    return [_loss_finding("warn", f"{text} with Adam (about {usual:.1g})")]
+    if rate < _HIGH_RATE * usual and (only_high or rate > usual / _LOW_RATE):
+        return None
+    ratio = max(rate / usual, usual / rate)
+    number = f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.0e}"
+    times = f"{number} times" if rate > usual else f"a {number}th of"
+    return (
+        f"the learning rate {rate:g} is {times} what models of {parameters / 1e6:,.3g} million active parameters use "
+        f"with Adam (about {usual:.1g})"
+    )

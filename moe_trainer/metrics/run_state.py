@@ -1,7 +1,8 @@
 """Whether a run is alive, and how it ended: the one answer of the dashboard, its list of runs and compare.py.
 
 A run that ends writes a record to metrics.jsonl: {"ended": STATE, "iteration": ..., "exit_code": ..., "reason": ...,
-"time": ...}. A run that was killed, or whose node was lost, cannot write one: it gives no sign of life.
+"time": ...}. A run that was killed, or whose node was lost, cannot write one. The lock of its save folder tells it from
+one that is stalled: the kernel gives the lock up with the process. Without a lock a run gives no sign of life.
 """
 
 from __future__ import annotations
@@ -62,14 +63,22 @@ class RunState:
         name: "running", "silent", or the state of its end.
         words: the name for people.
         silent_at: of a running one, when it will have been silent for too long, in seconds since the epoch.
+        cause: of silence, as far as it is known.
     """
 
     name: str
     words: str
     silent_at: float | None = None
+    cause: str = ""
 
 
-def state_of_run(end: RunEnd | None, heard: float | None, interval_s: float, now: float) -> RunState:
+_UNKNOWN_CAUSE = "and no recorded end: killed, its machine was lost, or it is of an earlier version of this program"
+_KILLED_CAUSE = "it recorded no end, and its process is gone (kill -9, out of host memory, or the machine restarted)"
+
+
+def state_of_run(
+    end: RunEnd | None, heard: float | None, interval_s: float, now: float, is_alive: bool | None = None
+) -> RunState:
     """Return the state of a run.
 
     Args:
@@ -77,15 +86,20 @@ def state_of_run(end: RunEnd | None, heard: float | None, interval_s: float, now
         heard: when its newest record was written, in seconds since the epoch; None if unknown.
         interval_s: seconds between its records.
         now: seconds since the epoch.
+        is_alive: whether its process runs; None if unknown.
     """
     if end is not None:
         return RunState(end.state, end.state)
-    if heard is None:
-        return RunState("silent", "no sign of life")
-    silent_at = heard + max(_MIN_SILENCE_S, _SILENT_INTERVALS * interval_s)
-    if now <= silent_at:
+    since = "" if heard is None else f" since {clock(heard)}"
+    if is_alive is False:
+        return RunState("silent", f"killed, no record{since}", cause=_KILLED_CAUSE)
+    silent_at = None if heard is None else heard + max(_MIN_SILENCE_S, _SILENT_INTERVALS * interval_s)
+    if silent_at is not None and now <= silent_at:
         return RunState("running", "running", silent_at)
-    return RunState("silent", f"no sign of life since {clock(heard)}")
+    if is_alive:
+        usual = f"it wrote one every {interval_s:.3g} s before" if interval_s else "it has written none"
+        return RunState("silent", f"stalled, no record{since}", cause=f"its process runs; {usual}")
+    return RunState("silent", f"no sign of life{since}", cause=_UNKNOWN_CAUSE)
 
 
 def clock(seconds: float) -> str:

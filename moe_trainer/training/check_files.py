@@ -7,7 +7,7 @@ No model is built, and torch is imported only to inspect a checkpoint or setting
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,6 +22,7 @@ from arguments.report import FileCheckResult
 from arguments.vocabulary import choose_padded_vocab_size
 from moe_trainer.data.blend import normalize
 from moe_trainer.data.document_sources import open_sources
+from moe_trainer.data.fingerprint import make_fingerprint, warn_of_training_text
 from moe_trainer.data.index_build import parse_split, split_range
 from moe_trainer.data.indexed import IndexedDataset, open_token_file
 from moe_trainer.data.object_storage import make_object_store
@@ -120,6 +121,8 @@ class _Check:
         ]
         wanted = {prefix: source_flag(data, number) for number, blend in numbered for prefix in blend.prefixes}
         opened = self._open(wanted, vocab_size)
+        if per_split is not None:
+            self._warn_of_training_text(make_fingerprint(data, ())["data"])
         has_sizes = training.global_batch_size and training.eval_global_batch_size
         needed = requested_sizes(training) if has_sizes else (0, 0, 0)
         for phase in training_phases(data, training, 0) if phases and needed[0] else ():
@@ -139,8 +142,12 @@ class _Check:
         try:
             for number, source, parts in open_sources(self.args.data):
                 self.lines.append(f"  {SPLIT_NAMES[number]}: {source}: {parts:,} parts of streamed text")
+            self._warn_of_training_text({})
         except ValueError as error:
             self._add_problem("--dataloader-type", str(error))
+
+    def _warn_of_training_text(self, digests: Mapping[str, str]) -> None:
+        self.lines += [f"  WARNING: {text}" for text in warn_of_training_text(self.args.data, digests)]
 
     def _open(self, wanted: dict[str, str], vocab_size: int | None) -> dict[str, np.ndarray]:
         """Return the sequence lengths of each prefix that can be opened."""

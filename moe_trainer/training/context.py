@@ -79,6 +79,7 @@ class TrainContext:
     Attributes:
         may_lose_tokens: expert buffers may be too small for an iteration, which is then repeated with larger ones.
         iteration_graph: CUDA graph of the full iteration.
+        data_warnings: validation or test text that is training text.
         cycle: how --dataloader-type cyclic shuffles the training samples.
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
         tasks: of --eval-tasks.
@@ -108,6 +109,7 @@ class TrainContext:
     dumps: Dumps = field(default_factory=Dumps)
     datasets: Datasets | None = None
     batch_format: BatchFormat | None = None
+    data_warnings: tuple[str, ...] = ()
     train_batches: Iterator[Batch] | None = None
     cycle: Cycle | None = None
     packing: PackingPlanner | None = None

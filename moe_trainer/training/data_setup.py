@@ -12,7 +12,7 @@ from typing import Any
 from arguments import Arguments
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, build_streams
-from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
+from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint, warn_of_training_text
 from moe_trainer.data.loader import BatchLoader, Cycle, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.sample_order import compare_flags, compare_orders, describe_order, keep_cycle
@@ -48,17 +48,20 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
         is_streamed = args.training.dataloader_type == "external"
         saved_order: Mapping[str, str] = {}
         saved_flags: Mapping[str, Any] = {}
+        data_warnings: list[str] = []
         if rank == 0 and not args.training.skip_train:  # other data may be evaluated
             current = make_fingerprint(args.data, get_tokenizer_files(args), is_streamed)
             # a new phase has other data
             saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
             warnings = compare_fingerprints(saved, current)
-            for warning in warnings:
+            data_warnings = warn_of_training_text(args.data, current["data"])
+            for warning in (*warnings, *data_warnings):
                 logger.warning("WARNING: %s", warning)
             if not warnings:
                 saved_order, saved_flags = state.fingerprint.get("order", {}), state.flags
             state.fingerprint = current
-        saved_order = collectives.broadcast_object(saved_order, ps.world)
+        saved_order, data_warnings = collectives.broadcast_object((saved_order, data_warnings), ps.world)
+        ctx = replace(ctx, data_warnings=tuple(data_warnings))
         sizes = (train, valid, test)
         consumed = state.consumed_train_samples
         if is_streamed:

@@ -83,7 +83,8 @@ def _open_metrics(ctx: TrainContext, state: TrainState, hosts: Sequence[str]) ->
         or (state.iteration > 0 and output.save is not None and output.load == output.save),
         start_samples=state.consumed_train_samples,
         is_eval_only=args.is_eval_only,
-        run=describe_environment(args, launch_env.world_size, ctx.padded_vocab_size, ctx.runtime.device, hosts),
+        run=describe_environment(args, launch_env.world_size, ctx.padded_vocab_size, ctx.runtime.device, hosts)
+        | ({"warnings": list(ctx.data_warnings)} if ctx.data_warnings else {}),
     )
     return MetricsLogger(options, launch_env.world_size, state.iteration, args.as_dict())
 

@@ -24,8 +24,10 @@ from arguments import Arguments
 from moe_trainer.checkpoint.random_state import capture, get_streams, restore
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import as_user_error
+from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.layers.sparse_attention import reset_indexer_loss
+from moe_trainer.metrics.run_findings import unusual_learning_rate
 from moe_trainer.model.mtp import reset_mtp_metrics
 from moe_trainer.moe.balancing import reset_iteration
 from moe_trainer.moe.receive_buffer import get_receive_budgets
@@ -335,14 +337,14 @@ class _RejectionHandler:
         if action == "skip":
             raise ResultRejectedError(
                 f"{text}. {MAX_CONSECUTIVE_SKIPS} consecutive iterations were rejected, so this is not a single bad "
-                "batch",
+                f"batch; {describe_stop(self.ctx, state)}",
                 ExitCode.FAILED,
             )
         self._stop(text, reason, where)
 
     def _stop(self, text: str, reason: RejectionReason, where: str) -> NoReturn:
         ctx, noted = self.ctx, self.state.suspicion
-        last = "the last checkpoint is untouched"
+        last = describe_stop(ctx, self.state)
         if ctx.args.training.rerun_mode != "validate_results":
             advice = " --no-check-for-nan-in-loss-and-grad disables this check" if reason.kind == "nan" else ""
             raise ResultRejectedError(f"{text}; {last}.{advice}", ExitCode.FAILED)
@@ -378,6 +380,19 @@ class _RejectionHandler:
                 act(folder)
             except OSError as error:
                 logger.warning("the note about iteration %d in %s: %s", self.number, folder, error)
+
+
+def describe_stop(ctx: TrainContext, state: TrainState) -> str:
+    """Describe what is saved when a rejected result ends the run, and a learning rate that may be the cause."""
+    if saved := ctx.save_history.saved:
+        text = f"the checkpoint of iteration {saved[-1]} is untouched"
+    elif state.flags:
+        text = "the checkpoint that the run continued is untouched"
+    else:
+        text = "no checkpoint was saved" + ("" if ctx.should_save else " (no --save)")
+    active = count_parameters(ctx.args, ctx.padded_vocab_size).active
+    rate = unusual_learning_rate(ctx.args.as_dict(), active, only_high=True)
+    return text if rate is None else f"{text}; {rate}: --lr may be the cause"
 
 
 def _track(ctx: TrainContext, iteration: int, status: str, text: str) -> None:

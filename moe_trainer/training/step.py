@@ -46,6 +46,7 @@ from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.rerun import (
     StepEvaluation,
+    describe_stop,
     inject_error,
     rejection_rules,
     reset_iteration_stats,
@@ -147,7 +148,7 @@ def train_step(
     reset_mtp_metrics(ctx.chunks)
     reset_indexer_loss(ctx.chunks)
     if args.training.check_for_nan_in_loss_and_grad:
-        check_losses_finite(state.iteration + 1, losses)
+        check_losses_finite(ctx, state, losses)
     peaks = reduce_max_logits(ctx.chunks, ps, ctx.runtime.device)
     samples, model, optimizer = state.scheduled_samples, args.model, args.optimizer
     with ctx.timers("optimizer"):
@@ -473,11 +474,11 @@ def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) 
         )
 
 
-def check_losses_finite(iteration: int, losses: dict[str, float]) -> None:
+def check_losses_finite(ctx: TrainContext, state: TrainState, losses: dict[str, float]) -> None:
     """Raise FloatingPointError for a non-finite loss (unless --no-check-for-nan-in-loss-and-grad)."""
     bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
     if bad:
         raise FloatingPointError(
-            f"iteration {iteration}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; the last "
-            "checkpoint is untouched. --no-check-for-nan-in-loss-and-grad disables this check"
+            f"iteration {state.iteration + 1}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; "
+            f"{describe_stop(ctx, state)}. --no-check-for-nan-in-loss-and-grad disables this check"
         )

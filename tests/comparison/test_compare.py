@@ -92,8 +92,71 @@ def test_report_names_differences_and_their_intervals(runs, tmp_path, capsys):
     assert "| `lr` | `0.001` | `0.002` |" in text and "`save`" not in text
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2 and "million tokens" in page
-    assert page.count("<table>") == 4 and "<h3>Settings that differ</h3>" in page and "| `lr` |" not in page
-    assert "<td>`lr`</td><td>`0.001`</td><td>`0.002`</td>" in page
+    assert page.count("<table>") == 4 and "<h2>Settings that differ</h2>" in page and "| `lr` |" not in page
+    assert "<td><code>lr</code></td><td><code>0.001</code></td><td><code>0.002</code></td>" in page
+    assert "<li>low-1: the run failed after iteration 100" in page and "Text output" not in page
+    assert "<td class='number'>0.2000 +- 0.0000 *</td>" in page and page.count("<h1>") == 1
+    assert page.count("Comparison of runs</h") == 1 and "<p>Equal tokens: 10,000, which" in page
+
+
+def add_validations(folder, **losses):
+    with open(f"{folder}/metrics.jsonl", "a") as file:
+        for name, values in losses.items():
+            for at, loss in enumerate(values, 1):
+                file.write(
+                    json.dumps({"validation": f"validation-{name}", "iteration": 50 * at, "lm loss": loss}) + "\n"
+                )
+
+
+def test_validation_sets_are_compared_one_by_one(tmp_path, capsys):
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=2e-3)
+    add_validations(first, code=(3.0, 2.0), prose=(4.0, 3.5))
+    add_validations(second, code=(3.0, 2.5))
+    report = tmp_path / "report.html"
+    assert main([first, second, "--report-html", str(report)]) == 0
+    text = capsys.readouterr().out
+    assert "| newest validation-code loss | 2 | 2.5000 | 0.5000 |" in text
+    assert "| newest validation-prose loss | 3.5000 | - | - |" in text
+    headings = re.findall("<h2>([^<]* over [^<]*)</h2>", report.read_text())
+    assert headings == [
+        "Training loss over million tokens",
+        "Training loss over seconds",
+        "Validation-code loss over iterations",
+        "Validation-prose loss over iterations",
+    ]
+
+
+def lines_of(svg):
+    """The lines of a picture, each a list of points."""
+    found = re.findall(r'd="M([^"]*)"[^>]*stroke-width="2\.0"', svg)
+    return [[tuple(map(float, point.split())) for point in line.split("L")] for line in found]
+
+
+def test_pause_between_two_starts_is_no_line(tmp_path):
+    folder = write_run(tmp_path / "run", iterations=20)
+    file = tmp_path / "run/metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records[10:20]:
+        record["time"] += 90_000.0
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokens, time = comparison_figures(make_groups(read_runs([folder])))
+    assert [len(line) for line in lines_of(tokens.svg)] == [20] and time.heading == "Training loss over hours"
+    assert [len(line) for line in lines_of(time.svg)] == [10, 10]
+
+
+def test_run_that_diverged_leaves_the_others_visible(tmp_path):
+    folders = [write_run(tmp_path / "good"), write_run(tmp_path / "bad", lr=9.0, offset=500.0)]
+    figure = comparison_figures(make_groups(read_runs(folders)))[0]
+    good, bad = lines_of(figure.svg)
+    heights = [y for _, y in good[len(good) // 20 :]]
+    assert max(heights) - min(heights) > 20 and {y for _, y in bad} == {62.0}  # along the upper edge
+    assert re.fullmatch(r"Losses above \d+\.\d+ are drawn along the upper edge\.", figure.caption)
+
+
+def test_ten_runs_have_ten_colors(tmp_path):
+    folders = [write_run(tmp_path / str(number), lr=number + 1.0, iterations=4) for number in range(10)]
+    svg = comparison_figures(make_groups(read_runs(folders)))[0].svg
+    assert len(set(re.findall(r'stroke="([^"]*)" stroke-width="2.0"', svg))) == 10
 
 
 def test_runs_without_losses_are_compared_by_what_they_have(runs, tmp_path, capsys):

@@ -2,7 +2,9 @@
 
 import pytest
 from docs.browser import MISSING, chromium, is_available
+from metrics.sample_runs import write_eight_runs
 
+from moe_trainer.commands.compare import compare
 from moe_trainer.drawing.report_page import Figure, write_report
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.plan_pictures import plan_figures
@@ -66,4 +68,25 @@ def test_pictures_in_a_browser(page):
                 assert driver.execute_script(OVERLAPS) == []
             picture, paper, text = driver.execute_script(CONTRAST)
             assert picture > 7 and text > 7 and (paper < 0.1) == is_dark
+        assert driver.get_log("browser") == []
+
+
+def test_comparison_of_runs_in_a_browser(tmp_path):
+    """A document of eight runs: headings, lists and tables are elements, and only tables and pictures scroll."""
+    write_eight_runs(tmp_path)
+    folders = [str(path) for path in sorted(tmp_path.iterdir())]
+    title, lines, figures = compare(folders)
+    path = tmp_path / "report.html"
+    write_report(path, title, "compare " + " ".join(folders), figures, lines)
+    with chromium() as driver:
+        for width in (390, 1280, 1920):
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            driver.get(path.as_uri())
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+            assert driver.execute_script(OVERLAPS) == []
+        count = "return document.querySelectorAll(arguments[0]).length"
+        assert [driver.execute_script(count, each) for each in ("h1", "table", "figure", "pre")] == [1, 3, 1, 1]
+        shown = driver.execute_script("return document.body.innerText")
+        assert not any(each in shown for each in ("| ", "## ", "`", "\n- "))
         assert driver.get_log("browser") == []

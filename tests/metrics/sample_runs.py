@@ -1,7 +1,15 @@
 """Made-up runs as the dashboard's page reads them: healthy, with a collapsed router, with a slow rank, large, hostile."""
 
+import json
 import math
+import os
 import random
+from pathlib import Path
+
+import torch
+
+from moe_trainer.metrics.routing_health import routing_health
+from moe_trainer.metrics.run_state import RunEnd
 
 NASTY = "</script><img src=x onerror=alert(1)>&<b>\"'"
 HEALTH = ("load_max_over_mean", "load_entropy", "dead_experts", "drop_rate", "bias_drift", "rank_max_over_mean")
@@ -279,3 +287,57 @@ def list_of_runs() -> dict:
     }
     runs = [{"name": name, "query": f"run={name}", "url": f"?run={name}", **entry} for name in ("a", "b", NASTY)]
     return make_page(list=runs, live={"poll_ms": 5000, "data_url": "data", "compare_url": "?"})
+
+
+def write_eight_runs(folder: Path) -> None:
+    """Write the metrics of runs that differ in their state or in what is wrong with them, as folders of these names.
+
+    Those that still run or were killed have no recorded end. "stalled" was written an hour ago. Locks are the caller's.
+    """
+    steps = range(1, 41)
+    even, collapsed = [[64] * 8] * 2, [[64] * 8, [256, 256, *[0] * 6]]
+    losses = [8.3 * math.exp(-at / 40) for at in steps]
+    ends = {
+        "finished": RunEnd("finished", 40, 0, "all 40 iterations are done"),
+        "nan": RunEnd("failed", 2, 16, "iteration 3: the gradient norm is nan"),
+    }
+    changed = {
+        "diverged": {"losses": [8.3, 8.3, *[104.0] * 38]},
+        "nan": {"losses": [8.3, 588.0]},
+        "collapsed-router": {"loads": collapsed},
+        "slow-rank": {"times": [100.0, 101.0, 190.0, 99.0]},
+    }
+    for name in ("healthy", "diverged", "nan", "killed", "stalled", "collapsed-router", "slow-rank", "finished"):
+        run = {"losses": losses, "loads": even, "times": [100.0, 101.0, 99.0, 100.0], **changed.get(name, {})}
+        records = [_record(at, loss, run["loads"], run["times"]) for at, loss in zip(steps, run["losses"])]
+        records[0]["run"] = {
+            "train_iters": 40 if name == "finished" else 100,
+            "started": 1000.0,
+            "padded_vocab_size": 4096,
+            "model": {"num_experts": 8, "active_parameters": 30_000_000},
+            "mapping": {"world_size": 4, "ep": 1},
+        }
+        records += [ends[name].as_record()] if name in ends else []
+        (folder / name).mkdir(parents=True)
+        file = folder / name / "metrics.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        if name == "stalled":
+            written = file.stat().st_mtime - 3600
+            os.utime(file, (written, written))
+
+
+def _record(iteration: int, loss: float, loads: list[list[int]], times: list[float]) -> dict:
+    """Return an iteration's record of a run with routing statistics and compute times of its ranks."""
+    health = routing_health(torch.tensor([[*row, 0, 0, 0, 1, sum(row)] for row in loads], dtype=torch.float64), 1, 0.5)
+    return {
+        "iteration": iteration,
+        "lm loss": loss,
+        "grad_norm": 1.0,
+        "learning_rate": 3e-4,
+        "elapsed_ms": 400.0,
+        "interval_s": 0.4,
+        "tokens_per_s": 1e4,
+        "time": 1000.0 + iteration,
+        "routing": health,
+        "own_time_ms": {"ranks": times},
+    }

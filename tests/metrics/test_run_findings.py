@@ -6,12 +6,13 @@ from moe_trainer.metrics.run_data import RunData
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
 
 
-def make_routing(iteration, dead, loads=(1.2, 1.1), entropy=(0.99, 0.98)):
+def make_routing(iteration, dead=(), loads=(1.2, 1.1), entropy=(0.99, 0.98)):
+    """Routing of two layers; `dead`: experts of the second one without tokens."""
     return {
         "iteration": iteration,
         "layers": [2, 43],
-        "tokens_per_expert": [[1] * 16, [1] * 16],
-        "dead_experts": [0, dead],
+        "tokens_per_expert": [[1] * 16, [int(expert not in dead) for expert in range(16)]],
+        "dead_experts": [0, len(dead)],
         "load_max_over_mean": list(loads),
         "load_entropy": list(entropy),
         "drop_rate": [0.0, 0.0],
@@ -19,32 +20,58 @@ def make_routing(iteration, dead, loads=(1.2, 1.1), entropy=(0.99, 0.98)):
 
 
 def test_collapsed_layer_is_named_with_the_iteration_since_when():
-    routing = [make_routing(at, dead=8 if at in (100, 390, 400) else 0) for at in range(10, 401, 10)]
+    late = range(8, 16)
+    routing = [make_routing(at, late if at in (100, 380, 390, 400) else ()) for at in range(10, 401, 10)]
     (finding,) = worst_layers(routing)
     assert finding == {
         "severity": "bad",
         "layer": 43,
         "metric": "dead_experts",
-        "text": "layer 43: 8 of 16 experts have received no token since iteration 390",
+        "text": "layer 43: 8 of 16 experts (8-15) have received no token since iteration 380",
     }
-    assert worst_layers([make_routing(10, 0)]) == worst_layers([]) == []
+    assert worst_layers([make_routing(10)]) == worst_layers([]) == []
+
+
+def test_expert_without_tokens_in_single_iterations_is_not_idle():
+    """Each iteration has another expert without tokens, and one has none in all of them."""
+    routing = [make_routing(at, (at % 8, 9)) for at in range(1, 21)]
+    assert worst_layers(routing[:2]) == []
+    (finding,) = worst_layers(routing)
+    assert finding["text"] == "layer 43: 1 of 16 experts (9) has received no token since iteration 1"
+    assert finding["severity"] == "warn"
+    routing[-1]["tokens_per_expert"][1][9] = 1
+    assert worst_layers(routing) == []
+    routing[-2]["tokens_per_expert"] = [[0] * 4] * 2  # resumed with another model
+    assert worst_layers([*routing[:-1], *(make_routing(at, (9,)) for at in (21, 22))]) == []
 
 
 def test_few_idle_experts_and_the_busiest_are_named():
-    newest = make_routing(30, 2, loads=(1.0, 5.0))
-    newest["tokens_per_expert"][1] = [1, 1, 0, 9] + [1] * 11 + [0]
-    (finding,) = worst_layers([newest])
+    records = [make_routing(at, (2, 15), loads=(1.0, 5.0)) for at in (30, 31, 32)]
+    records[-1]["tokens_per_expert"][1][3] = 9
+    (finding,) = worst_layers(records)
     assert finding["text"] == (
         "layer 43: 2 of 16 experts (2, 15) have received no token since iteration 30; the busiest expert (3) has 5.0 "
         "times the mean load"
     )
 
 
+def test_names_of_many_idle_experts_are_cut():
+    records = [make_routing(at) for at in (1, 2, 3)]
+    for each in records:
+        each["tokens_per_expert"][1] = [1, 0] * 20 + [0, 0]
+    (finding,) = worst_layers(records)
+    assert "22 of 42 experts (1, 3, 5, 7, 9, 11, 13, 15 and 14 more) have received" in finding["text"]
+
+
 def test_worst_layer_comes_first():
-    routing = [make_routing(10, 0, loads=(12.0, 4.0), entropy=(0.5, 0.9))]
+    routing = [make_routing(10, loads=(12.0, 4.0), entropy=(0.5, 0.9))]
+    routing[0]["tokens_per_expert"][0] = [3] * 5 + [30, 1] + [3] * 5 + [9] + [3] * 3
     first, second = worst_layers(routing)
     assert (first["layer"], first["severity"]) == (2, "bad") and (second["layer"], second["severity"]) == (43, "warn")
-    assert "12.0 times the mean load" in first["text"] and "entropy is 0.50" in first["text"]
+    assert first["text"] == (
+        "layer 2: the busiest expert (5) has 12.0 times the mean load; the normalized load entropy is 0.50 (half of the "
+        "tokens go to 3 of 16 experts: 0, 5, 12)"
+    )
 
 
 def test_rank_is_slow_if_it_is_in_several_records():
@@ -69,7 +96,7 @@ def test_slow_rank_has_the_iteration_since_when():
 
 def test_slow_rank_is_compared_with_what_routing_sends_to_it():
     ranks = [{"iteration": at, "ranks": [100.0, 170.0]} for at in (1, 2)]
-    routing = [make_routing(at, 0) for at in (1, 2)]
+    routing = [make_routing(at) for at in (1, 2)]
     even, skewed = [1] * 16, [1] * 8 + [3] * 8
     for loads, words in (
         ([skewed, skewed], "Routing may explain it: the busiest expert-parallel rank receives 1.5 times the mean"),
@@ -101,7 +128,7 @@ def test_findings_of_a_run_use_its_mapping_and_model():
     now = time.time()
     assert "--moe-per-layer-logging" in (text := run.as_page(now)["findings"][0]["text"]) and "--log-straggler" in text
     health = {"rank_max_over_mean": [1.0, 1.0], "straggler_cost": 0.0}
-    health |= make_routing(0, 0)
+    health |= make_routing(0)
     del health["iteration"]
     for at in (2, 3):
         run.take({"iteration": at, "routing": health, "own_time_ms": {"ranks": [1.0, 2.0]}})
@@ -138,6 +165,34 @@ def test_divergence_is_found():
     }
 
 
+def test_divergence_is_found_in_the_few_records_of_a_run_that_dies_early():
+    def texts(*losses, norms=(), vocab_size=None):
+        found = [{"iteration": at, "lm loss": loss, "learning_rate": at} for at, loss in enumerate(losses, 1)]
+        for each, norm in zip(found, norms):
+            each["grad_norm"] = norm
+        problems = find_problems(found, [], [], vocab_size=vocab_size)
+        return [each["text"] for each in problems if each["severity"] == "bad"]
+
+    leapt = "the training loss is 588, 71 times that of earlier iterations (8.33)"
+    assert texts(8.33, 588.0) == texts(8.33, 8.33, 588.0) == [leapt]
+    assert texts(8.33, 588.0, vocab_size=4096)[0].startswith("the training loss is 588: a uniform guess over 4,096")
+    assert texts(104.0, vocab_size=4096) and not texts(104.0)
+    assert texts(8.3, 8.4, norms=(2.0, 7e11)) == [
+        "the gradient norm is 7e+11, 3.5e+11 times that of earlier iterations (2)"
+    ]
+    assert texts(9.5, 10.2, 9.1, norms=(3.0, 40.0, 9.0), vocab_size=4096) == []
+
+
+def test_end_and_divergence_come_before_other_bad_findings():
+    ended = {"severity": "bad", "card": "events", "text": "the run failed"}
+    records = [{"iteration": at, "lm loss": 8.0 if at < 4 else 80.0} for at in range(1, 7)]
+    slow = [{"iteration": at, "ranks": [100.0, 180.0]} for at in (1, 2)]
+    collapsed = [make_routing(at, range(8), loads=(1.0, 9.0)) for at in (1, 2, 3)]
+    found = find_problems(records, collapsed, slow, ended=ended)
+    assert [each["card"] for each in found] == ["events", "loss", "ranks", "routing"]
+    assert {each["severity"] for each in found} == {"bad"}
+
+
 def test_loss_is_compared_with_a_guess_after_the_warmup():
     def severities(loss, records, warmup):
         rates = [min(1.0, at / warmup) for at in range(1, records + 1)]
@@ -162,7 +217,7 @@ def test_learning_rate_is_compared_with_that_of_models_of_the_size():
     assert found(10.0) == (
         "the learning rate 10 is 16,667 times what models of 125 million active parameters use with Adam (about 0.0006)"
     )
-    assert "a 6,000th of what" in found(1e-7)
+    assert "a 6,000th of what" in found(1e-7) and "10 is 2e+33 times what" in found(1e30).replace("1e+30", "10")
     quiet = "nothing unusual in the loss"
     for parameters, rate in ((5e6, 5e-3), (125e6, 6e-4), (37e9, 2.2e-4), (175e9, 6e-5), (13e9, 1e-6)):
         assert found(rate, int(parameters)) == quiet
@@ -172,10 +227,10 @@ def test_learning_rate_is_compared_with_that_of_models_of_the_size():
 
 def test_thresholds_of_findings():
     """Drops of more than a percent, low entropy, a loss that rose by a tenth, and a rank that needs a fifth more time."""
-    record = make_routing(10, 0, entropy=(0.79, 0.81)) | {"drop_rate": [0.01, 0.02]}
+    record = make_routing(10, entropy=(0.79, 0.81)) | {"drop_rate": [0.01, 0.02]}
     dropped, uneven = sorted(worst_layers([record]), key=lambda each: -each["layer"])
     assert dropped["text"] == "layer 43: 2 % of the chosen tokens are dropped"
-    assert uneven["text"] == "layer 2: the normalized load entropy is 0.79"
+    assert uneven["text"].startswith("layer 2: the normalized load entropy is 0.79 (half of the tokens go to 8 of 16")
     for rise, expected in ((0.09, "ok"), (0.15, "warn")):
         losses = [{"iteration": at, "lm loss": 2.0 + (rise if at > 60 else 0.0)} for at in range(1, 101)]
         assert [each["severity"] for each in find_problems(losses, [], [])] == [expected]

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import threading
 import urllib.error
@@ -10,7 +11,9 @@ import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
+from metrics.sample_runs import write_eight_runs
 
+from moe_trainer.checkpoint.directory import acquire_lock, is_locked
 from moe_trainer.commands.dashboard import Runs, main, make_server
 
 
@@ -63,6 +66,79 @@ def test_list_names_the_worst_finding(served):
     write(folder / "first", {"iteration": 2, "lm loss": None, "nan_iterations": 1})
     found = {entry["name"]: entry["finding"] for entry in json.loads(get(address + "data")[1])["list"]}
     assert found["deep/second"] is None and found["first"]["text"] == "1 of the newest iterations had a NaN loss"
+
+
+@pytest.fixture
+def lock():
+    """Lock a folder in another process, which ends with the test or by `kill`."""
+    processes = {}
+
+    def start(folder):
+        ready, begun = os.pipe()
+        ended, end = os.pipe()
+        if (process := os.fork()) == 0:
+            os.close(end)
+            acquire_lock(folder)
+            os.write(begun, b"1")
+            os.read(ended, 1)
+            os._exit(0)
+        processes[process] = (ready, begun, ended, end)
+        os.read(ready, 1)
+        return process
+
+    def kill(process):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        for each in processes.pop(process):
+            os.close(each)
+
+    yield start, kill
+    for process in list(processes):
+        kill(process)
+
+
+def test_list_alone_tells_eight_runs_apart(tmp_path, lock):
+    start, kill = lock
+    write_eight_runs(tmp_path)
+    for name in ("healthy", "diverged", "stalled", "collapsed-router", "slow-rank"):
+        start(tmp_path / name)
+    kill(start(tmp_path / "killed"))
+    entries = Runs(tmp_path).summaries("")
+    found = {each["name"]: (each["state"].partition(",")[0], (each["finding"] or {}).get("text")) for each in entries}
+    routing = "layer 1: 6 of 8 experts (2-7) have received no token since iteration 1; the busiest expert (0) has 4.0"
+    expected = {
+        "healthy": ("running", ""),
+        "diverged": ("running", "the training loss is 104: a uniform guess over 4,096 tokens has 8.32"),
+        "nan": ("failed", "the run failed after iteration 2, exit code 16: iteration 3: the gradient norm is nan"),
+        "killed": ("killed", "killed, no record since "),
+        "stalled": ("stalled", "stalled, no record since "),
+        "collapsed-router": ("running", routing),
+        "slow-rank": ("running", "rank 2 computes 1.9 times as long as the others since iteration 1; they wait for it"),
+        "finished": ("finished", ""),
+    }
+    assert {name: state for name, (state, _) in found.items()} == {name: state for name, (state, _) in expected.items()}
+    for name, (_, text) in expected.items():
+        assert (found[name][1] or "").startswith(text) and bool(found[name][1]) == bool(text), found[name]
+    assert "its process is gone (kill -9" in found["killed"][1]
+    died = [each["text"] for each in Runs(tmp_path).page("nan", 1)["findings"]]
+    assert died[1].startswith("the training loss is 588: a uniform guess"), died
+    assert found["stalled"][1].endswith("its process runs; it wrote one every 0.4 s before")
+
+
+def test_lock_of_another_machine_says_nothing(tmp_path, lock):
+    """Only the kernel of its machine knows whether a process holds it, but a lock that is held is held."""
+    start, kill = lock
+    assert is_locked(tmp_path) is None
+    process = start(tmp_path)
+    file = tmp_path / ".in_use"
+    assert [is_locked(tmp_path) for _ in range(2)] == [True, True], "looking does not take or release it"
+    file.write_text(file.read_text().replace(socket.gethostname(), "another"))
+    assert is_locked(tmp_path) is True
+    kill(process)
+    assert is_locked(tmp_path) is None
+    file.unlink()
+    file.symlink_to("/dev/null")
+    assert is_locked(tmp_path) is None
 
 
 def test_follows_a_run_and_its_torn_last_line(served):

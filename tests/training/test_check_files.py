@@ -20,17 +20,19 @@ from commands import run
 from data_pipeline.corpora import train_byte_level_bpe
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from training.injected_faults import train_with
 from training.tiny import TINY
 
 import pretrain_moe
 from arguments.data import DataArgs
-from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint
+from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint, warn_of_training_text
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.preprocess import PreprocessOptions, preprocess
 from moe_trainer.data.preprocess_shards import merge_shards, preprocess_shards
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.data.tokenizer_record import TokenizerCheck, recorded_tokenizer
 from moe_trainer.errors import UserError
+from moe_trainer.metrics.run_files import read_run
 
 ROOT = Path(pretrain_moe.__file__).parent
 NULL_TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 120}
@@ -289,11 +291,15 @@ def test_replaced_data_and_tokenizer_are_named_at_resume(tmp_path):
     assert warnings(4) == []  # said once: the new checkpoint was trained on these
 
 
+def copy_tokens(source, target):
+    for ending in ("bin", "idx"):
+        shutil.copy(f"{source}.{ending}", f"{target}.{ending}")
+
+
 def test_fingerprints_depend_on_contents_and_not_on_names(tmp_path):
     write_tokens(tmp_path / "one", seed=1)
     write_tokens(tmp_path / "two", seed=2)
-    for ending in ("bin", "idx"):
-        shutil.copy(tmp_path / f"one.{ending}", tmp_path / f"moved.{ending}")
+    copy_tokens(tmp_path / "one", tmp_path / "moved")
 
     def fingerprint(*names):
         return make_fingerprint(DataArgs(data_path=tuple(str(tmp_path / name) for name in names)), ())
@@ -308,6 +314,56 @@ def test_fingerprints_depend_on_contents_and_not_on_names(tmp_path):
     content[-1] ^= 1
     (tmp_path / "two.bin").write_bytes(content)
     assert compare_fingerprints(both, fingerprint("one", "two"))
+
+
+def test_validation_text_that_is_training_text_is_named(folder):
+    copy_tokens("a", "copy")
+    os.symlink("b.bin", "link.bin")
+    os.symlink("b.idx", "link.idx")
+    Path("splits.json").write_text('{"train": ["0.7", "a", "0.3", "b"], "valid": ["other", "b"], "test": "copy"}')
+    Path("phase.txt").write_text("b")
+
+    def warnings(**flags):
+        data = DataArgs(**{name: tuple(value.split()) for name, value in flags.items()})
+        return warn_of_training_text(data, make_fingerprint(data, ())["data"])
+
+    assert warnings(data_path="a copy") == [], "the splits of a file share no document"
+    assert warnings(train_data_path="a b", valid_data_path="other", test_data_path="short") == []
+    assert warnings(train_data_path="0.5 a 0.5 b", valid_data_path="copy ./b", test_data_path="link") == [
+        "--valid-data-path: validation text is training text (--train-data-path): copy (the content of a), ./b (the "
+        "content of b). Its loss does not tell how the model does on text that it has not seen",
+        "--test-data-path: test text is training text (--train-data-path): link (the content of b). Its loss does not "
+        "tell how the model does on text that it has not seen",
+    ]
+    (warning,) = warnings(phase_data_args_path="phase.txt", valid_data_path="a b")
+    assert warning.startswith("--valid-data-path: validation text is training text (--phase-data-args-path): b. ")
+    data = DataArgs(per_split_data_args_path="splits.json")
+    assert [each.partition(". ")[0] for each in warn_of_training_text(data, {})] == [
+        "--per-split-data-args-path splits.json: validation text is training text (--per-split-data-args-path "
+        "splits.json): b"
+    ]
+
+
+def test_check_warns_of_validation_text_that_is_training_text(folder, check):
+    words = "  WARNING: --valid-data-path: validation text is training text (--train-data-path): a. "
+    code, out, _ = check("--train-data-path a --valid-data-path a --eval-iters 1 --test-data-path b")
+    assert code == 0 and words in out
+    Path("text.jsonl").write_text('{"text": "1 2 3"}\n')
+    streamed = "--dataloader-type external --train-data-path text.jsonl --valid-data-path ./text.jsonl --eval-iters 1"
+    code, out, err = check(streamed)
+    assert code == 0 and "validation text is training text (--train-data-path): ./text.jsonl (the content of" in out, (
+        err
+    )
+
+
+def test_run_warns_of_validation_text_that_is_training_text(folder):
+    copy_tokens("a", "copy")
+    argv = [*TINY, *NULL, "--train-iters", "1", *"--eval-iters 1 --train-data-path a --valid-data-path copy".split()]
+    first, second = train_with([*argv, "--test-data-path", "b"], folder, 2)
+    warning = "--valid-data-path: validation text is training text (--train-data-path): copy (the content of a). "
+    assert f"WARNING: {warning}" in first.log and warning not in second.log
+    findings = read_run(folder / "metrics.jsonl").as_page()["findings"]
+    assert [each["severity"] for each in findings if each["text"].startswith(warning)] == ["warn"]
 
 
 def test_other_flags_that_select_the_samples_are_named(tmp_path):

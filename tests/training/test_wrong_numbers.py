@@ -187,12 +187,17 @@ def test_different_wrong_results_on_rerun_are_a_hardware_fault(tmp_path):
 
 def test_rerun_mode_disabled_reports_no_location(tmp_path):
     message, code = rejected(tmp_path, Fault("embedding", 3), 1, "--rerun-mode", "disabled")
-    assert (
-        code == 1
-        and "first place" not in message
-        and "--no-check-for-nan-in-loss-and-grad disables this check" in message
+    assert code == 1 and message == (
+        "iteration 3: the loss is nan; no checkpoint was saved (no --save). --no-check-for-nan-in-loss-and-grad "
+        "disables this check"
     )
     train_with([*ARGV, "4", "--no-check-for-nan-in-loss-and-grad"], tmp_path, 1, (Fault("embedding", 3),))
+
+
+def test_nan_message_names_an_unusually_high_learning_rate(tmp_path):
+    message, _ = rejected(tmp_path, Fault("embedding", 3), 1, "--lr", "10", "--save", "ckpt", "--save-interval", "9")
+    assert "; no checkpoint was saved; the learning rate 10 is " in message and "(no --save)" not in message
+    assert " times what models of 0." in message and ": --lr may be the cause. --on-nan skip" in message
 
 
 def resumed(argv, folder, node, faults=()):
@@ -205,6 +210,7 @@ def test_rejection_exits_with_16_and_another_machine_decides(tmp_path):
     always = (Fault("embedding", 3),)
     (first,) = train_with(argv, tmp_path, 1, always, node="one")
     assert first.code == 16 and "resume on other machines than one (exit code 16)" in first.message
+    assert "; the checkpoint of iteration 2 is untouched. --on-nan" in first.message
     (end,) = read_ends(tmp_path / "metrics.jsonl")
     assert (end["ended"], end["iteration"], end["exit_code"]) == ("failed", 2, 16) and end["reason"] == first.message
     note = tmp_path / "ckpt" / "rejected_result.json"
@@ -212,6 +218,7 @@ def test_rejection_exits_with_16_and_another_machine_decides(tmp_path):
     assert resumed(argv, tmp_path, "one", always).code == 16, "the same machine gives no new information"
     second = resumed(argv, tmp_path, "two", always)
     assert second.code == 17 and "Other machines (one) got the same: it is the model or the data" in second.message
+    assert "; the checkpoint that the run continued is untouched. --on-nan" in second.message
     assert not note.exists()
     (tmp_path / "metrics.jsonl").unlink()
     train_with(argv, tmp_path / "other", 1, always, node="one")
