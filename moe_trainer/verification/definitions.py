@@ -46,11 +46,12 @@ def _has_mean_of_ranks(values: Mapping[str, object], mapping: ParallelMapping) -
     return bool(values.get("mtp_num_layers")) and mapping.cp > 1 and not is_per_token and not _has_groups(values)
 
 
-def reference_micro_batch_size(values: Mapping[str, object]) -> int:
+def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMapping) -> int:
     """Return the sequences of a microbatch of the one process: not those of the ranks, where no quantity depends on it.
 
     A sum over the tokens of an iteration does not. A mean over those of a microbatch does (without
-    --calculate-per-token-loss), and so does what is counted in a microbatch.
+    --calculate-per-token-loss), and so does what is counted in a microbatch. The numbers of microbatches of the one
+    process and of a rank stay different.
     """
     micro, size = (values.get(dest) or 1 for dest in ("micro_batch_size", "global_batch_size"))
     assert isinstance(micro, int) and isinstance(size, int)
@@ -67,7 +68,8 @@ def reference_micro_batch_size(values: Mapping[str, object]) -> int:
     )
     if depends:
         return micro
-    return 1 if micro > 1 or size % 2 else 2
+    is_whole_step_legal = size > mapping.dp and not values.get("eval_global_batch_size")
+    return 1 if micro > 1 or not is_whole_step_legal else size
 
 
 def plain_values(values: Mapping[str, object], mapping: ParallelMapping) -> dict[str, object]:

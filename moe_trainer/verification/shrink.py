@@ -340,7 +340,7 @@ def make_case(mapping: ParallelMapping, values: Mapping[str, object], force_fp32
         for dest, value in values.items()
         if OPTIONS[dest].section != "parallel" and dest not in NOT_IN_REFERENCE
     }
-    plain |= {"micro_batch_size": reference_micro_batch_size(values), "transformer_impl": "local"}
+    plain |= {"micro_batch_size": reference_micro_batch_size(values, mapping), "transformer_impl": "local"}
     argv = to_command_line(values)
     reference = to_command_line({**plain, **low_precision.reference_options(plain)})
     for words, ranks in ((argv, mapping.world), (reference, 1)):

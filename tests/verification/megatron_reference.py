@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch
 
-from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.checkpoint.megatron_legacy.names import global_name
+from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.training.initialize import make_groups
 from moe_trainer.verification import parity
 from moe_trainer.verification.megatron_core.model import build_megatron_model, copy_weights, on_cpu
@@ -37,7 +37,9 @@ def run_megatron_core(_rank: int, _size: int, case: ParityCase, seed: int) -> di
         hidden_SS = torch.ones(length, length).triu(1).bool()[None, None]
         for batch in batches:
             mask_BS = batch.loss_mask_BS
-            loss_BS = model(batch.tokens_BS, batch.position_ids_BS, hidden_SS, labels=batch.labels_BS, loss_mask=mask_BS)
+            loss_BS = model(
+                batch.tokens_BS, batch.position_ids_BS, hidden_SS, labels=batch.labels_BS, loss_mask=mask_BS
+            )
             total = (loss_BS * mask_BS).sum()
             (total * (scale if per_token else scale / mask_BS.sum())).backward()
             loss_sum, tokens = loss_sum + total.detach().double(), tokens + mask_BS.sum().double()

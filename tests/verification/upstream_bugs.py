@@ -191,18 +191,34 @@ def double_unsharded_sums(patch: Patch) -> None:
 
 
 def orthogonalize_copy_of_embedding(patch: Patch) -> None:
-    _wrap(patch, setup, "is_matrix", lambda real, param, settings: real(param, settings) or get_param_info(param).is_replica)
+    _wrap(
+        patch,
+        setup,
+        "is_matrix",
+        lambda real, param, settings: real(param, settings) or get_param_info(param).is_replica,
+    )
 
 
 def leave_out_prediction_stage(patch: Patch) -> None:
     """The gradients of the embedding's copies are not summed."""
-    _wrap(patch, finalize, "_sum_over", lambda real, grads, group, selects: group.name == "embedding" or real(grads, group, selects))
+    _wrap(
+        patch,
+        finalize,
+        "_sum_over",
+        lambda real, grads, group, selects: group.name == "embedding" or real(grads, group, selects),
+    )
 
 
 def reduce_experts_over_data_ranks(patch: Patch) -> None:
     """Experts are replicated over the ranks of edp, and reduced over those of dense parameters."""
-    _wrap(patch, grad_buffer, "plan_layouts", lambda real, params, ps, *rest: real(params, replace(ps, edp=ps.dp_cp, edp_inner=ps.dp_cp_inner, edp_outer=ps.dp_cp_outer), *rest))
-
+    _wrap(
+        patch,
+        grad_buffer,
+        "plan_layouts",
+        lambda real, params, ps, *rest: real(
+            params, replace(ps, edp=ps.dp_cp, edp_inner=ps.dp_cp_inner, edp_outer=ps.dp_cp_outer), *rest
+        ),
+    )
 
 
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
