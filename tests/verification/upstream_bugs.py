@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 
 from moe_trainer.layers import sparse_attention, vocab
-from moe_trainer.model import mtp, transformer
+from moe_trainer.model import mtp
 from moe_trainer.moe import balancing, router
 from moe_trainer.optim import finalize, flat_shard, fsdp_shard, grad_buffer
 from moe_trainer.parallel.params import get_param_info, is_unique_replica
-from moe_trainer.training import setup
 from moe_trainer.verification.shrink import ParityCase, shrink
 
 Patch = pytest.MonkeyPatch
@@ -78,14 +76,6 @@ def scale_balancing_by_local_tokens(patch: Patch) -> None:
     _scale_balancing(patch, lambda options: 1 / options["ps"].tp_cp.size if options["per_token_loss"] else 1.0)
 
 
-def scale_balancing_twice(patch: Patch) -> None:
-    """The number of valid tokens is taken to be that of one rank, and multiplied by the number of ranks."""
-    _scale_balancing(
-        patch,
-        lambda options: options["ps"].tp_cp.size if options["per_token_loss"] and options["valid"] else 1.0,
-    )
-
-
 def divide_balancing_by_sequences(patch: Patch) -> None:
     _scale_balancing(patch, lambda options: 1 / options["num_sequences"] if options["per_token_loss"] else 1.0)
 
@@ -121,7 +111,7 @@ def _count(patch: Patch, is_forgotten: Callable) -> None:
 
 
 def skip_head_norm(patch: Patch) -> None:
-    """Sum partial gradients over tensor ranks only if sequences are sharded over them."""
+    """Leave out the sum of a norm's partial gradients, as if only sequence parallelism made them partial."""
 
     def sum_over(real, grads, group, selects):
         real(grads, group, lambda info: selects(info) and "out_norm" not in info.names[0])
@@ -154,31 +144,19 @@ def add_gathered_logits(patch: Patch) -> None:
     _wrap(patch, vocab, "_loss_of_columns", loss_of_columns)
 
 
-def mask_padding_of_another_rank(patch: Patch) -> None:
-    def valid_tokens(real, self, packed):
-        valid = real(self, packed)
-        whole_T = torch.zeros(self.tp.size, len(valid.mask_T), dtype=torch.int32)
-        whole_T[self.tp.rank] = valid.mask_T
-        if self.tp.size > 1:
-            torch.distributed.all_reduce(whole_T)
-        return replace(valid, mask_T=whole_T.roll(1, 0)[self.tp.rank].bool())
-
-    _wrap(patch, transformer.Transformer, "_valid_tokens", valid_tokens)
-
-
 def double_unsharded_sums(patch: Patch) -> None:
-    """The sum of a group of one rank is added to itself after every microbatch."""
+    """The sum of a parameter that one rank holds is added to itself after every microbatch but the last."""
 
     def end_microbatch(real, self):
         real(self)
         for slot in self.slots:
-            if self.is_last or self.outer_size[get_param_info(slot.param).kind] > 1:
+            if self.is_last or self.group_sizes[get_param_info(slot.param).kind] > 1:
                 continue
             self.view(slot).mul_(2)
 
     def init(real, self, params, ps, **options):
         real(self, params, ps, **options)
-        self.outer_size, self.is_last = {"dense": ps.dp_cp.size, "expert": ps.edp.size}, False
+        self.group_sizes, self.is_last = {"dense": ps.dp_cp.size, "expert": ps.edp.size}, False
 
     def finish(real, self):
         self.is_last = True
@@ -188,25 +166,6 @@ def double_unsharded_sums(patch: Patch) -> None:
     _wrap(patch, fsdp_shard.FsdpGrads, "__init__", init)
     _wrap(patch, fsdp_shard.FsdpGrads, "_end_microbatch", end_microbatch)
     _wrap(patch, fsdp_shard.FsdpGrads, "finish", finish)
-
-
-def orthogonalize_copy_of_embedding(patch: Patch) -> None:
-    _wrap(
-        patch,
-        setup,
-        "is_matrix",
-        lambda real, param, settings: real(param, settings) or get_param_info(param).is_replica,
-    )
-
-
-def leave_out_prediction_stage(patch: Patch) -> None:
-    """The gradients of the embedding's copies are not summed."""
-    _wrap(
-        patch,
-        finalize,
-        "_sum_over",
-        lambda real, grads, group, selects: group.name == "embedding" or real(grads, group, selects),
-    )
 
 
 def reduce_experts_over_data_ranks(patch: Patch) -> None:
@@ -245,26 +204,12 @@ BUGS = (
         "gradient (step 1) of mtp.layers.0.final_layernorm.weight",
     ),
     UpstreamBug(
-        "padding mask of another rank",
-        f"{MEGATRON}#7452",
-        f"{TENSOR} --use-varlen-dataset",
-        mask_padding_of_another_rank,
-        "load_balancing_loss (step 1) of layer 0",
-    ),
-    UpstreamBug(
         "attention sinks in the norm",
         f"{MEGATRON}#7452",
         f"{TENSOR} --softmax-type learnable",
         count_sinks_of_first_tensor_rank,
         "gradient norm (step 1)",
         in_megatron_core=True,
-    ),
-    UpstreamBug(
-        "tokens without padding, counted twice",
-        f"{MEGATRON}#7452",
-        f"{TENSOR} --use-varlen-dataset {PER_TOKEN}",
-        scale_balancing_twice,
-        ROUTER,
     ),
     UpstreamBug(
         "head norm of gated DeltaNet",
@@ -333,21 +278,6 @@ BUGS = (
         "--data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor",
         double_unsharded_sums,
         EXPERT,
-        in_megatron_core=True,
-    ),
-    UpstreamBug(
-        "Muon for a copy of the embedding",
-        f"{MEGATRON}#4641",
-        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --optimizer muon",
-        orthogonalize_copy_of_embedding,
-        "copies of the weight at the end of embedding.word_embeddings.weight",
-    ),
-    UpstreamBug(
-        "embedding of multi-token prediction",
-        "NVIDIA-NeMo/Megatron-Bridge#5380",
-        "--pipeline-model-parallel-size 2 --mtp-num-layers 1",
-        leave_out_prediction_stage,
-        "gradient (step 1) of embedding.word_embeddings.weight",
         in_megatron_core=True,
     ),
 )
