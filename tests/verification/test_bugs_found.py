@@ -15,7 +15,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "bugs_found.md").read_tex
 CELL = r" \| (.+?)"
 ROWS = {row[0]: row[1:] for row in re.findall(rf"^\| \d+ \| (.+?) \| `(.+?)`{CELL * 4} \|$", PAGE, re.MULTILINE)}
 """By bug: quantity, values of one process and the broken ranks, differences of Megatron-Core, right and broken ranks."""
-ITEMS = re.findall(r"^\d+\. \*\*(.+?)\*\*, \[(.+?)\]\((.+?)\).*\n   `(.+?)`$", PAGE, re.MULTILINE)
+ITEMS = re.findall(r"^\d+\. \*\*(.+?)\*\*, \[(.+?)\]\((.+?)\).*\n    `(.+?)`$", PAGE, re.MULTILINE)
 ROUNDING = 1e-5
 NUMBER = re.compile(r"(?<![\w.])\d[\d.]*(?:e[+-]\d+)?")
 
@@ -80,4 +80,4 @@ def test_page_has_the_bugs_of_the_table():
     for _, report, link, _ in ITEMS:
         owner, _, number = report.partition("#")
         assert re.fullmatch(rf"https://github\.com/{owner}/(issues|pull)/{number}", link)
-    assert len(PAGE.split()) < 900
+    assert sum(word != "|" for word in PAGE.split()) < 900

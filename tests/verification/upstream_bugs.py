@@ -269,7 +269,7 @@ BUGS = (
         f"{MEGATRON}#3674",
         "--preset deepseek_v3_2_tiny --context-parallel-size 2 --cp-comm-type allgather",
         divide_indexer_by_context_ranks,
-        "gradient (step 1) of decoder.layers.0.self_attention.core_attention.indexer.linear_wk.weight",
+        "gradient (step 1) of mtp.layers.0.mtp_model_layer.self_attention.core_attention.indexer.linear_wk.weight",
     ),
     UpstreamBug(
         "sharded gradients of one rank",
