@@ -42,8 +42,6 @@ def relative_difference(expected, value) -> float:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_proof_names_the_bug(clean_pool, bug: UpstreamBug):
     case = bug.case()
-    if "--use-megatron-fsdp" in case.argv:
-        clean_pool.refresh()
     right = parity.check_parity(clean_pool, case)
     assert right.is_equal, (right.failure, *map(str, right.differences[:4]))
     with pytest.MonkeyPatch.context() as patch, RankPool(3) as pool:
