@@ -57,18 +57,25 @@ def record_rank_sums(run: TrainContext) -> ActivationSums:
     return recorder.observe(run, partial(recorder.add, coordinates))
 
 
-def record_reference_sums(run: TrainContext, sharding: SequenceSharding, num_data_ranks: int) -> ActivationSums:
+def record_reference_sums(
+    run: TrainContext, sharding: SequenceSharding, num_data_ranks: int, micro_batch_size: int
+) -> ActivationSums:
     """Sum the outputs of a run on full sequences for each rank of a layout.
 
-    Microbatch i belongs to data rank i % num_data_ranks.
+    Args:
+        run: of the one process, with microbatches of any size.
+        sharding: of the sequences.
+        num_data_ranks: of the layout; microbatch i belongs to data rank i % num_data_ranks.
+        micro_batch_size: of the layout.
     """
-    recorder, num_calls, get_lengths = ActivationSums(), Counter(), track_lengths(run)
+    recorder, num_sequences, get_lengths = ActivationSums(), Counter(), track_lengths(run)
 
     def add(name: str, y_SBH: Tensor) -> None:
-        data_rank = num_calls[name] % num_data_ranks
-        num_calls[name] += 1
-        for index in range(sharding.num_shards):
-            positions = sharding.positions(index, get_lengths())
-            recorder.add((data_rank, *divmod(index, sharding.tp)), name, y_SBH[positions])
+        for y_SH in y_SBH.unbind(1):
+            data_rank = num_sequences[name] // micro_batch_size % num_data_ranks
+            num_sequences[name] += 1
+            for index in range(sharding.num_shards):
+                positions = sharding.positions(index, get_lengths())
+                recorder.add((data_rank, *divmod(index, sharding.tp)), name, y_SH[positions])
 
     return recorder.observe(run, add)

@@ -13,6 +13,7 @@ from arguments.rules.derived_sizes import as_list
 from moe_trainer.verification.mapping import ParallelMapping
 
 _KINDS, _COEFFS = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+_PACKING = ("use_varlen_dataset", "sft", "sequence_packing_scheduler")
 _CAPACITY = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
 
 
@@ -43,6 +44,32 @@ def _has_mean_of_ranks(values: Mapping[str, object], mapping: ParallelMapping) -
     """Return whether each context rank takes the mean of multi-token prediction over its tokens."""
     is_per_token = values.get("mtp_loss_per_token") and values.get("calculate_per_token_loss")
     return bool(values.get("mtp_num_layers")) and mapping.cp > 1 and not is_per_token and not _has_groups(values)
+
+
+def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMapping) -> int:
+    """Return the sequences of a microbatch of the one process: not those of the ranks, where no quantity depends on it.
+
+    A sum over the tokens of an iteration does not. A mean over those of a microbatch does (without
+    --calculate-per-token-loss), and so does what is counted in a microbatch. The numbers of microbatches of the one
+    process and of a rank stay different.
+    """
+    micro, size = (values.get(dest) or 1 for dest in ("micro_batch_size", "global_batch_size"))
+    assert isinstance(micro, int) and isinstance(size, int)
+    kinds, coeffs = as_list(values.get(_KINDS) or "aux_loss"), as_list(values.get(_COEFFS) or 0.0)
+    depends = (
+        not values.get("calculate_per_token_loss")
+        or any(values.get(dest) for dest in _PACKING)
+        or {"sinkhorn", "quantile_balancing"} & set(kinds)
+        or any(coeff for kind, coeff in zip(kinds, coeffs) if kind != "seq_aux_loss")
+        or values.get("moe_expert_capacity_factor") is not None
+        or (values.get("mtp_num_layers") and not values.get("mtp_loss_per_token"))
+        or values.get("fp8")
+        or values.get("fp4")
+    )
+    if depends:
+        return micro
+    is_whole_step_legal = size > mapping.dp and not values.get("eval_global_batch_size")
+    return 1 if micro > 1 or not is_whole_step_legal else size
 
 
 def plain_values(values: Mapping[str, object], mapping: ParallelMapping) -> dict[str, object]:

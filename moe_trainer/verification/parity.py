@@ -180,9 +180,9 @@ def train_reference(
                 attention.recorder = keys
         if layout is not None and (has_groups or not layout.sets_padding):
             return ActivationSums()  # the ranks have other tokens
-        return record_reference_sums(
-            run, SequenceSharding(mapping.tp if is_sequence_parallel else 1, mapping.cp), mapping.dp
-        )
+        of_rank = SequenceSharding(mapping.tp if is_sequence_parallel else 1, mapping.cp)
+        sequences = parse_args(list(case.argv), case.world_size).training.micro_batch_size
+        return record_reference_sums(run, of_rank, mapping.dp, 1 if layout is not None else sequences)
 
     trace = _train(args, rank, world_size, seed, prepare, layout=layout)
     return trace, [*(record["map"] for record in routing), *keys]

@@ -27,7 +27,7 @@ from arguments.settings import Settings, Violation
 from arguments.spelling import to_command_line
 from arguments.tokens import parse_tokens
 from moe_trainer.verification import low_precision, sizes
-from moe_trainer.verification.definitions import defined_by_mapping, plain_values
+from moe_trainer.verification.definitions import defined_by_mapping, plain_values, reference_micro_batch_size
 from moe_trainer.verification.kept_flags import NOISE, NOT_IN_REFERENCE, get_kept_flags
 from moe_trainer.verification.mapping import NAMES, MappingRequirements, ParallelMapping, shrink_mapping
 
@@ -340,8 +340,9 @@ def make_case(mapping: ParallelMapping, values: Mapping[str, object], force_fp32
         for dest, value in values.items()
         if OPTIONS[dest].section != "parallel" and dest not in NOT_IN_REFERENCE
     }
+    plain |= {"micro_batch_size": reference_micro_batch_size(values, mapping), "transformer_impl": "local"}
     argv = to_command_line(values)
-    reference = to_command_line({**plain, **low_precision.reference_options(plain), "transformer_impl": "local"})
+    reference = to_command_line({**plain, **low_precision.reference_options(plain)})
     for words, ranks in ((argv, mapping.world), (reference, 1)):
         violations = resolve_command_line(words, ranks)[1]
         if violations:

@@ -22,6 +22,7 @@ CASES = {
     "losses": "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3 --moe-z-loss-coeff 1e-3",
     "dropping": "--moe-expert-capacity-factor 0.5 --moe-router-pre-softmax",
     "dense": "--num-experts 0",
+    "sinks": "--softmax-type learnable",
 }
 
 EQUAL = (

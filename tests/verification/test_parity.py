@@ -53,6 +53,7 @@ PACKED = (
 DYNAMIC = "--use-varlen-dataset --dynamic-context-parallel --calculate-per-token-loss --global-batch-size 8 --max-seqlen-per-dp-cp-rank 8".split()
 NO_BIAS = "--moe-router-enable-expert-bias=false"
 GLOBAL = ["--moe-router-load-balancing-type", "global_aux_loss"]
+PER_TOKEN = ["--calculate-per-token-loss", "--moe-router-load-balancing-type", "seq_aux_loss"]  # other microbatches
 
 
 run_references, PERTURBATIONS = parity._run_references, parity.PERTURBATIONS
@@ -122,7 +123,7 @@ def test_mappings_equal_one_process(clean_pool, monkeypatch):
     latent = ["--moe-latent-size", "6"]
     for flags in ([*TP, *latent], PP, [*CP, *MTP, *CAPACITY], [*EP, *GLOBAL, *latent]):
         assert_equal(clean_pool, make_case(*flags))
-    cases = [[*TP, *CAPACITY], [*latent, *TP[:2]]]
+    cases = [[*TP, *CAPACITY], [*latent, *TP[:2]], [*PER_TOKEN, *EP], [*PER_TOKEN, *CP, "--micro-batch-size", "2"]]
     cases += [
         [*PACKED, *TP, *CAPACITY],
         [*PACKED, *CP, *MTP, "--sequence-packing-scheduler", "cost_balanced"],
@@ -301,7 +302,7 @@ def test_wrong_expert_is_found_with_layer_and_rank(monkeypatch):
         return y_SBH * 1.001 if self.layer_number == 2 and here else y_SBH
 
     monkeypatch.setattr(layer.MoELayer, "forward", wrong)
-    for flags in (TP, EP, [*TP[:2]]):
+    for flags in (TP, EP, [*TP[:2]], [*PER_TOKEN, *EP]):
         result = run_parity(*flags, steps=1)
         assert result.differences, result.failure
         first = result.differences[0]

@@ -502,6 +502,34 @@ def test_reference_has_no_parallel_flag():
     assert not args.parallel.use_distributed_optimizer and args.moe.num_experts == 8
 
 
+MICRO_BATCH_SIZES = [  # of the ranks and of the one process, in a global batch of 8 sequences on two data ranks
+    ("2", "--calculate-per-token-loss --moe-aux-loss-coeff 0", 1),
+    ("2", "--calculate-per-token-loss --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1", 1),
+    ("1", "--calculate-per-token-loss --moe-z-loss-coeff 0.1", 8),
+    ("2", "--calculate-per-token-loss --mtp-num-layers 1 --mtp-loss-per-token", 1),
+    ("2", "", 2),
+    ("2", "--calculate-per-token-loss --moe-aux-loss-coeff 0.1", 2),
+    ("2", "--calculate-per-token-loss --moe-expert-capacity-factor 1", 2),
+    ("2", "--calculate-per-token-loss --mtp-num-layers 1", 2),
+    ("1", "--calculate-per-token-loss --use-varlen-dataset", 1),
+]
+
+
+@pytest.mark.parametrize(("micro", "flags", "expected"), MICRO_BATCH_SIZES)
+def test_reference_has_other_microbatches_where_nothing_depends_on_them(micro, flags, expected):
+    argv = [
+        *MODEL[: MODEL.index("--data-path")],
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "99",
+        *flags.split(),
+    ]
+    case = as_is([*argv, "--mock-data", "--micro-batch-size", micro, "--global-batch-size", "8"], 2)
+    of_ranks, of_one = (arguments.parse_args(list(each), n) for each, n in ((case.argv, 2), (case.reference, 1)))
+    assert (of_ranks.training.micro_batch_size, of_one.training.micro_batch_size) == (int(micro), expected)
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -212,7 +212,7 @@ def _build(args: Arguments, vocab_size: int) -> nn.Module:
 
 def take(ours: Mapping[str, Tensor], name: str) -> Tensor | None:
     """Return the tensor of this program's model that Megatron-Core calls `name`; of one expert a view."""
-    name = global_name(name, 0, 0)
+    name = global_name(name, 0, 0).replace("core_attention.softmax_offset", "softmax_offset")
     expert = LOCAL_EXPERT.search(name)
     whole = ours.get(LOCAL_EXPERT.sub(".experts.", name))
     return whole[int(expert[1])] if whole is not None and expert else whole
