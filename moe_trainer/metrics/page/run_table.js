@@ -35,7 +35,8 @@ function condition(term) {
   return (row) => {
     const own = { run: row.name, name: row.name, state: row.status.name, loss: row.loss, validation: row.validation, tokens_per_s: row.tokens_per_s, iteration: row.iteration };
     const value = key in row.settings ? row.settings[key] : own[key];
-    return value === undefined ? sign === "!=" : value === null && !/=/.test(sign) ? false : signs[sign](value);
+    if (value === undefined) return sign === "!=";
+    return (isNumber(value) || !/[<>]/.test(sign)) && signs[sign](value);
   };
 }
 function filtered(rows) {
