@@ -1,6 +1,6 @@
 // Draws the page of moe_trainer/metrics/dashboard.py. All values come from the element #data, on a server also from its address.
 function draw() {
-  const begin = performance.now(), top = scrollY, focused = document.activeElement?.id, openDetails = element("all-findings")?.open;
+  const begin = performance.now(), top = scrollY, focused = document.activeElement?.id, openDetails = element("all-findings")?.open, rows = element("runs-table"), scrolled = rows && [rows.scrollLeft, rows.scrollTop];
   closeFull();
   charts.forEach((plot) => plot.destroy());
   charts = [];
@@ -45,6 +45,7 @@ function draw() {
     settingsSection();
   }
   scrollTo(0, top);
+  if (scrolled) element("runs-table")?.scrollTo(...scrolled);
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
   dashboard.draws += 1;
   dashboard.drawMs = performance.now() - begin;
