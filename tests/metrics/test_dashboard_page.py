@@ -19,6 +19,7 @@ PAGES = {
     "list": sample_runs.list_of_runs,
     "collapsed": lambda: make_page(make_run("collapsed-router", collapsed=3)),
     "silent": lambda: make_page({**make_run("silent"), "silent_at": 1.0}),
+    "single": lambda: make_page(make_run("single", 1, 2, 4, 2, records=1, moments=1)),
     "sparse": lambda: make_page(make_run("sparse", records=4)),
     "twenty": lambda: sample_runs.many_runs(20),
     "two ranks": lambda: make_page(make_run("long", ranks=2, slow=1), make_run("short", iterations=200)),
@@ -118,6 +119,14 @@ def test_zoom_of_one_chart_is_that_of_all(show):
     assert {tuple(each) for each in run(scales)} == {(100, 200)}
     run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))")
     assert run(scales) == before
+
+
+def test_zoom_of_a_chart_with_one_record_is_reset(show):
+    run = show("single")
+    scale = "return ['min', 'max'].map(each => dashboard.charts.loss.scales.x[each])"
+    before = run(scale)
+    run("dashboard.setZoom(0, 2); dashboard.setZoom(null)")
+    assert run(scale) == before and before[0] < before[1]
 
 
 def test_controls_change_what_is_drawn(show):

@@ -81,7 +81,7 @@ function range(plot, low, high, scale) {
     if (!plot.series[at].show || (hasHealthy && plot.lines[at - 1].isDiverged)) continue;
     plot.data[at].forEach((value, index) => { if (isNumber(value) && (first == null || (x[index] >= first && x[index] <= end)) && (!view.logY || value > 0)) values.push(value); });
   }
-  if (!values.length) return scale === "log" ? [0.1, 1] : [0, 1];
+  if (!values.length) return view.logY && !plot.isStacked ? [0.1, 1] : [0, 1];
   values.sort((a, b) => a - b);
   [low, high] = [values[0], values[values.length - 1]];
   if (view.clip && values.length >= 50 && !plot.isStacked) {
@@ -94,11 +94,16 @@ function range(plot, low, high, scale) {
   const margin = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
   return [low >= 0 && low < (high - low) * 0.3 ? Math.min(0, low) : low - margin, high + margin];
 }
+// the whole x axis; of a single value with space around it, as uPlot begins: it never returns from an empty range
+function allOf(plot) {
+  const x = plot.data[0], [first, end] = [x[0], x[x.length - 1]], [min, max] = first === end ? (view.logX ? uPlot.rangeLog(first, end, 10, true) : uPlot.rangeNum(first, end, 0.1, true)) : [first, end];
+  return { min, max };
+}
 function setZoom(from, to, source) {
   if (isZooming) return;
   isZooming = true;
   view.zoom = from == null ? null : [from, to];
-  for (const plot of charts) if (plot !== source) plot.setScale("x", view.zoom ? { min: from, max: to } : { min: plot.data[0][0], max: plot.data[0][plot.data[0].length - 1] });
+  for (const plot of charts) if (plot !== source) plot.setScale("x", view.zoom ? { min: from, max: to } : allOf(plot));
   isZooming = false;
   writeAddress();
 }
