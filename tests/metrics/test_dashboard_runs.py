@@ -72,9 +72,9 @@ def test_list_alone_tells_the_states_of_runs_apart_and_the_worst_are_first_and_r
     assert len({tuple(row[1:]) for row in rows}) == 8
     shown = {name: state for name, state, _ in rows}
     assert (
-        shown["nan"] == "failed" and shown["diverged"] == "running loss" and shown["slow-rank"] == "running slow rank"
+        shown["nan"] == "failed" and shown["diverged"] == "running bad loss" and shown["slow-rank"] == "running slow rank"
     )
-    assert shown["collapsed"] == "running routing" and shown["healthy"] == "running" and shown["finished"] == "finished"
+    assert shown["collapsed"] == "running bad routing" and shown["healthy"] == "running" and shown["finished"] == "finished"
     red = run(
         "return [...document.querySelectorAll('#runs-table tbody tr')].map(row => [...row.querySelectorAll('.status')].some(each => { const [r, g, b] = getComputedStyle(each).color.match(/\\d+/g).map(Number); return r > 150 && g < 160 && b < 160; }))"
     )

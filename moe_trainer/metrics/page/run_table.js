@@ -2,7 +2,7 @@
 const SEVERITIES = { bad: 0, warn: 1, ok: 2 };
 const MAX_SETTINGS = 8; // that have a column
 // what is wrong, by the part of the page that shows it
-const TROUBLES = { loss: "loss", routing: "routing", ranks: "slow rank" };
+const TROUBLES = { loss: "bad loss", routing: "bad routing", ranks: "slow rank" };
 const newestValidation = (run) => (run.validations || []).filter((each) => each.set !== "test").pop();
 
 // a run as a row: from the list of a server, or from all that is known of it
