@@ -72,9 +72,15 @@ def test_list_alone_tells_the_states_of_runs_apart_and_the_worst_are_first_and_r
     assert len({tuple(row[1:]) for row in rows}) == 8
     shown = {name: state for name, state, _ in rows}
     assert (
-        shown["nan"] == "failed" and shown["diverged"] == "running bad loss" and shown["slow-rank"] == "running slow rank"
+        shown["nan"] == "failed"
+        and shown["diverged"] == "running bad loss"
+        and shown["slow-rank"] == "running slow rank"
     )
-    assert shown["collapsed"] == "running bad routing" and shown["healthy"] == "running" and shown["finished"] == "finished"
+    assert (
+        shown["collapsed"] == "running bad routing"
+        and shown["healthy"] == "running"
+        and shown["finished"] == "finished"
+    )
     red = run(
         "return [...document.querySelectorAll('#runs-table tbody tr')].map(row => [...row.querySelectorAll('.status')].some(each => { const [r, g, b] = getComputedStyle(each).color.match(/\\d+/g).map(Number); return r > 150 && g < 160 && b < 160; }))"
     )
@@ -140,7 +146,7 @@ def test_list_groups_seeds(show):
         "return [...document.querySelectorAll('#runs-table tr.group')].map(row => [...row.cells].map(each => each.textContent))"
     )
     assert len(groups) == 1 and groups[0][1].startswith("3 seeds of ")
-    assert groups[0][5:7] == ["3.3 ± 0.2", "3.5 ± 0.26"]  # 3.1, 3.5, 3.3 and 3.2, 3.6, 3.7
+    assert groups[0][5:7] == ["3.3 \u00b1 0.2", "3.5 \u00b1 0.26"]  # 3.1, 3.5, 3.3 and 3.2, 3.6, 3.7
     members = run("return [...document.querySelectorAll('#runs-table tr.member th')].map(each => each.textContent)")
     assert sorted(members) == ["finished", "healthy", "slow-rank"] and len(run(NAMES)) == 9
     run("document.querySelector('tr.group input').click()")

@@ -36,7 +36,7 @@ function showHint(words, x, y) {
   hint.replaceChildren(words);
   hint.hidden = false;
   const box = hint.getBoundingClientRect();
-  // beside the pointer, on the side with room for it
+  // next to the pointer, where there is room for it
   hint.style.left = Math.max(4, x + 18 + box.width > innerWidth - 8 ? x - box.width - 18 : x + 18) + "px";
   hint.style.top = Math.max(4, Math.min(y + 12, innerHeight - box.height - 8)) + "px";
 }
