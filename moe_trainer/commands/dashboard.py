@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from arguments.paths import local_path
 from moe_trainer.checkpoint.directory import is_locked
 from moe_trainer.commands.command_parser import make_command_parser
+from moe_trainer.comparison.runs import Run
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
 from moe_trainer.metrics.run_data import RunData
@@ -110,13 +111,16 @@ class Runs:
         return {**page, "name": self._folder.name if path == "." else path}
 
     def summaries(self, address: str) -> list[dict[str, Any]]:
-        """Return a line for every run."""
-        found = []
+        """Return a line for every run, with the settings that one of them has set."""
+        found: list[dict[str, Any]] = []
+        changed: set[str] = set()
         for path in self.paths():
             run = self.page(path, 1)
             if run is not None:
                 series = run["records"]["series"].get("lm loss") or [None]
                 progress, findings = run["progress"], run["findings"]
+                changed.update(run["head"].get("changed", ()))
+                known = Run(run)
                 query = f"run={quote(path, errors=NAME_ERRORS)}"
                 found.append(
                     {
@@ -127,11 +131,16 @@ class Runs:
                         "iteration": progress.get("iteration"),
                         "train_iters": progress.get("train_iters"),
                         "lm_loss": series[-1],
+                        "validation_loss": known.validation_loss,
+                        "tokens_per_s": known.throughput,
+                        "settings": run["head"].get("settings", {}),
                         "finding": findings[0] if findings and findings[0]["severity"] != "ok" else None,
                         "updated": run["updated"],
                         "url": f"{address}?{query}",
                     }
                 )
+        for line in found:
+            line["settings"] = {name: value for name, value in line["settings"].items() if name in changed}
         return found
 
 
@@ -162,6 +171,7 @@ class RunsHandler(BaseHTTPRequestHandler):
             "data_url": f"{base}data?{address.query}",
             "list_url": base,
             "compare_url": f"{base}?compare=1",
+            "max_runs": MAX_RUNS,
         }
         if not wanted:
             data = page_data([], list=self.runs.summaries(base), live=live)

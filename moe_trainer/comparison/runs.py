@@ -11,13 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-_UNCOMPARED = frozenset(
-    """
-    seed save load metrics_file tensorboard_dir tensorboard_queue_size wandb_exp_name wandb_project wandb_save_dir
-    data_cache_path log_interval save_interval exit_interval exit_duration_in_mins report report_html
-    """.split()
-)
-"""Settings that do not make another experiment."""
+from moe_trainer.metrics.run_data import UNCOMPARED_SETTINGS
+
 _WINDOW = 0.05
 _WARMUP = 0.1  # share of the records that throughput leaves out
 
@@ -36,7 +31,7 @@ class Run:
     def settings(self) -> dict[str, object]:
         """Every setting but those of the seed and of files."""
         settings = self.page["head"].get("settings", {})
-        return {name: value for name, value in settings.items() if name not in _UNCOMPARED}
+        return {name: value for name, value in settings.items() if name not in UNCOMPARED_SETTINGS}
 
     @property
     def seed(self) -> object:

@@ -29,13 +29,25 @@ from typing import Any
 from arguments.paths import local_path
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import atomic_path
-from moe_trainer.metrics.run_data import RunData
+from moe_trainer.metrics.run_data import UNCOMPARED_SETTINGS, RunData
 from moe_trainer.metrics.run_files import name_of_run, read_run
 
 logger = logging.getLogger(__name__)
 
 MAX_TIME_SHARE = 0.01
-MAX_RUNS = 16
+MAX_RUNS = 20
+_SCRIPTS = (
+    "values.js",
+    "address.js",
+    "parts.js",
+    "drawing_tools.js",
+    "charts.js",
+    "maps.js",
+    "head.js",
+    "run_table.js",
+    "sections.js",
+    "dashboard.js",
+)
 
 
 class Dashboard:
@@ -83,7 +95,12 @@ class Dashboard:
 
 def page_data(runs: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
     """Return what the page reads: runs of RunData.as_page; `more` is of a server."""
-    return {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": list(runs), **more}
+    return {
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "runs": list(runs),
+        "uncompared": sorted(UNCOMPARED_SETTINGS),
+        **more,
+    }
 
 
 def as_json(data: Mapping[str, Any]) -> str:
@@ -102,9 +119,9 @@ def render_page(title: str, data: Mapping[str, Any]) -> str:
         "PLOT_STYLE": "uPlot.min.css",
         "STYLE": "dashboard.css",
         "PLOT": "uPlot.iife.min.js",
-        "SCRIPT": "dashboard.js",
     }
     parts = {name: directory.joinpath(file).read_text(encoding="utf-8") for name, file in files.items()}
+    parts["SCRIPT"] = "".join(directory.joinpath(file).read_text(encoding="utf-8") for file in _SCRIPTS)
     title = title.encode(errors="replace").decode()  # a folder's name need not be UTF-8
     parts |= {"TITLE": html.escape(title), "DATA": text}
     pieces = page.split("@@")  # the template is text, name, text, name, ..., text

@@ -24,6 +24,15 @@ _MAX_TIME_S = 2e11  # since the epoch; later times have no date
 
 _NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "consumed_samples"))
 
+UNCOMPARED_SETTINGS = frozenset(
+    """
+    seed save load metrics_file tensorboard_dir tensorboard_queue_size wandb_exp_name wandb_project wandb_save_dir
+    data_cache_path log_interval save_interval exit_interval exit_duration_in_mins report report_html auto_resume
+    ckpt_step
+    """.split()
+)
+"""Settings that do not make another experiment."""
+
 
 class DownsampledList:
     """A list that keeps at most `limit` items, evenly spaced over all that were added, and the last one."""

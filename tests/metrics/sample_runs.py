@@ -286,7 +286,65 @@ def list_of_runs() -> dict:
         "finding": {"severity": "bad", "card": "ranks", "text": f"rank 5 is slow {NASTY}"},
     }
     runs = [{"name": name, "query": f"run={name}", "url": f"?run={name}", **entry} for name in ("a", "b", NASTY)]
-    return make_page(list=runs, live={"poll_ms": 5000, "data_url": "data", "compare_url": "?"})
+    return make_page(list=runs, live={"poll_ms": 10**8, "data_url": "data", "compare_url": "?"})
+
+
+def many_runs(count: int) -> dict:
+    """Return runs on one page; the fourth has diverged."""
+    runs = [make_run(f"run-{at}", layers=2, ranks=4, seed=at, records=60, moments=10) for at in range(count)]
+    for run in runs[2:]:  # drawings of two runs are enough
+        del run["ranks"], run["routing"]
+    if count > 3:
+        diverged = runs[3]
+        diverged["records"]["series"]["lm loss"] = [8.0 + at * at / 7 for at in range(60)]
+        diverged["findings"] = [{"severity": "bad", "card": "loss", "text": "the training loss is 505, 60 times ..."}]
+    return make_page(*runs, uncompared=["save", "seed"])
+
+
+def list_of_states() -> dict:
+    """Return the server's list of eight runs that are in different states, three of them with equal settings."""
+    silent = "no sign of life since 2026-11-28 07:00:00"
+    runs = []
+    for name, status, finding, loss, validation, seed in (
+        ("finished", "finished", None, 3.1, 3.2, 1),
+        ("healthy", "running", None, 3.5, 3.6, 2),
+        ("slow-rank", "running", ("bad", "ranks", "rank 5 computes 1.8 times as long as the others"), 3.3, 3.7, 3),
+        ("collapsed", "running", ("bad", "routing", "layer 3: 4 of 8 experts (4, 5, 6, 7) have received no token"), 3.9, 4.0, 1),
+        ("stalled", "silent", ("bad", "events", silent + ", and no recorded end"), 5.5, None, 1),
+        ("killed", "interrupted", ("warn", "events", "the run was interrupted by signal 15"), 4.5, 4.6, 1),
+        ("nan", "failed", ("bad", "events", "the run failed after iteration 3, exit code 16: NaN"), None, None, 1),
+        ("diverged", "running", ("bad", "loss", "the training loss is 104, 12 times that of earlier iterations"), 104.0, 88.6, 1),
+    ):  # fmt: skip
+        settings = {
+            "lr": 10.0 if name == "diverged" else 3e-4,
+            "seed": seed,
+            "optimizer": "adam",
+            "save": f"runs/{name}",
+        }
+        runs.append(
+            {
+                "name": name,
+                "query": f"run={name}",
+                "url": f"?run={name}",
+                "status": status,
+                "state": silent if status == "silent" else status,
+                "iteration": 40,
+                "train_iters": 40 if status == "finished" else 100,
+                "lm_loss": loss,
+                "validation_loss": validation,
+                "tokens_per_s": 1000.0 * len(name),
+                "updated": "2026-11-28 08:00:00",
+                "finding": None if finding is None else dict(zip(("severity", "card", "text"), finding)),
+                "settings": settings
+                | (
+                    {"num_layers": len(name)}
+                    if name in ("collapsed", "stalled", "nan", "killed")
+                    else {"num_layers": 4}
+                ),
+            }
+        )
+    live = {"poll_ms": 10**8, "data_url": "data", "compare_url": "?compare=1", "max_runs": 3}
+    return make_page(list=runs, live=live, uncompared=["save", "seed"])
 
 
 def write_eight_runs(folder: Path) -> None:

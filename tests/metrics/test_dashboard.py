@@ -227,8 +227,8 @@ def test_dashboard_command_shows_several_runs_in_one_page(tmp_path):
     assert main([*folders, "-o", str(tmp_path / "all.html")]) == 0
     names = [run["name"] for run in read_embedded_data(tmp_path / "all.html")["runs"]]
     assert names == [folders[0], folders[1], "c"]  # names that are alike are paths
-    with pytest.raises(ValueError, match="at most 16"):
-        read_runs(folders * 6)
+    with pytest.raises(ValueError, match="at most 20"):
+        read_runs(folders * 7)
 
 
 def test_description_of_a_run_has_the_types_that_the_page_reads():

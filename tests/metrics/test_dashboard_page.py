@@ -1,5 +1,6 @@
-"""The dashboard's page in a headless Chromium, drawn from made-up runs (sample_runs.py)."""
+"""The dashboard's page in a headless Chromium, drawn from made-up runs (sample_runs.py). The table of runs: test_dashboard_runs.py."""
 
+import contextlib
 import json
 
 import pytest
@@ -18,7 +19,9 @@ PAGES = {
     "list": sample_runs.list_of_runs,
     "collapsed": lambda: make_page(make_run("collapsed-router", collapsed=3)),
     "silent": lambda: make_page({**make_run("silent"), "silent_at": 1.0}),
+    "single": lambda: make_page(make_run("single", 1, 2, 4, 2, records=1, moments=1)),
     "sparse": lambda: make_page(make_run("sparse", records=4)),
+    "twenty": lambda: sample_runs.many_runs(20),
     "two ranks": lambda: make_page(make_run("long", ranks=2, slow=1), make_run("short", iterations=200)),
 }
 
@@ -72,15 +75,24 @@ def wait_for_details(driver):
     driver.execute_async_script("setTimeout(arguments[0], 100)")
 
 
+@contextlib.contextmanager
+def screen(driver, width, height):
+    """Give the page a size; a window has a least width."""
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    yield
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_page_has_no_errors_and_fits_its_window_in_both_themes(driver, show, name):
     run = show(name)
-    for width in (420, 1000, 1600):
-        driver.set_window_size(width, 1000)
-        for theme in ("light", "dark"):
-            run("dashboard.view.theme = arguments[0]; dashboard.draw()", theme)
-            assert run("return document.documentElement.dataset.theme") == theme
-            assert run("return document.documentElement.scrollWidth <= innerWidth + 1"), (name, width)
+    for width in (390, 1280, 1920):
+        with screen(driver, width, 1000):
+            for theme in ("light", "dark"):
+                run("dashboard.view.theme = arguments[0]; dashboard.draw()", theme)
+                assert run("return document.documentElement.dataset.theme") == theme
+                assert run("return document.documentElement.scrollWidth") <= width, (name, width)
     assert errors(driver) == []
 
 
@@ -107,6 +119,14 @@ def test_zoom_of_one_chart_is_that_of_all(show):
     assert {tuple(each) for each in run(scales)} == {(100, 200)}
     run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))")
     assert run(scales) == before
+
+
+def test_zoom_of_a_chart_with_one_record_is_reset(show):
+    run = show("single")
+    scale = "return ['min', 'max'].map(each => dashboard.charts.loss.scales.x[each])"
+    before = run(scale)
+    run("dashboard.setZoom(0, 2); dashboard.setZoom(null)")
+    assert run(scale) == before and before[0] < before[1]
 
 
 def test_controls_change_what_is_drawn(show):
@@ -232,11 +252,11 @@ def test_hostile_names_are_text(driver, show):
 def test_list_of_runs_compares_the_chosen_ones(show):
     run = show("list")
     assert run("return document.querySelectorAll('#list tbody tr').length") == 3
-    assert "rank 5 is slow" in run("return document.querySelector('#list .finding.bad').textContent")
+    assert "rank 5 is slow" in run("return document.querySelector('#list .worst-text.bad').textContent")
     assert run("return getComputedStyle(document.getElementById('controls')).display") == "none"  # of charts
-    button = "return document.querySelector('#list button').disabled"
+    button = "return document.getElementById('compare').disabled"
     assert run(button)
-    run("document.querySelectorAll('#list input').forEach((each, at) => { if (at < 2) each.click(); })")
+    run("for (const at of [0, 1]) document.getElementById('choose-' + at).click()")
     assert not run(button)
 
 

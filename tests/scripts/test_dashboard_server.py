@@ -68,6 +68,28 @@ def test_list_names_the_worst_finding(served):
     assert found["deep/second"] is None and found["first"]["text"] == "1 of the newest iterations had a NaN loss"
 
 
+def test_list_has_validation_loss_throughput_and_the_settings_that_a_run_set(served):
+    address, folder = served
+    for name, changed in (("first", {"lr": 0.1}), ("deep/second", {"seed": 2})):
+        settings = {"lr": 3e-4, "seed": 1, "never_set": 7} | changed
+        head = {"settings": changed, "all_settings": settings}
+        write(
+            folder / name,
+            {"iteration": 2, "lm loss": 4.0, "tokens_per_s": 1000.0, "run": head},
+            {"iteration": 3, "lm loss": 4.0, "tokens_per_s": 3000.0},
+            {"validation": "validation", "iteration": 3, "lm loss": 4.5},
+            {"validation": "test", "iteration": 3, "lm loss": 9.0},
+        )
+    data = json.loads(get(address + "data")[1])
+    found = {entry["name"]: entry for entry in data["list"]}
+    assert {name: entry["settings"] for name, entry in found.items()} == {
+        "first": {"lr": 0.1, "seed": 1},
+        "deep/second": {"lr": 3e-4, "seed": 2},
+    }
+    assert all(entry["validation_loss"] == 4.5 and entry["tokens_per_s"] == 2000.0 for entry in found.values())
+    assert data["live"]["max_runs"] == 20 and "seed" in data["uncompared"]
+
+
 @pytest.fixture
 def lock():
     """Lock a folder in another process, which ends with the test or by `kill`."""
