@@ -130,7 +130,7 @@ read_section() {
         fail "VARIANT=$VARIANT: neither ${TRAINING_PARAMS_PATH:-$MODEL} nor a preset of this name has a section $name$(variants_of_preset)"
     [ -n "$file" ] || return 0
     SECTION_FILE=$file
-    while IFS== read -r variable value; do
+    while IFS="=" read -r variable value; do
         [[ " ${VARIABLES//$'\n'/ } " == *" $variable "* ]] ||
             fail "$file: $variable in $name: is no variable of the launchers (--help lists them)"
         SECTION[$variable]=$value

@@ -585,7 +585,10 @@ def test_section_of_a_recipe_file_gives_launch_values(tmp_path):
     (tmp_path / "own.yaml").write_text("launch:\n  EPS: 4\n" + recipe)
     for variables, message in (
         ("MODEL=own.yaml", "own.yaml: EPS in launch: is no variable of the launchers"),
-        ("MODEL=own.yaml VARIANT=128k", "VARIANT=128k: neither own.yaml nor a preset of this name has a section launch_128k"),
+        (
+            "MODEL=own.yaml VARIANT=128k",
+            "VARIANT=128k: neither own.yaml nor a preset of this name has a section launch_128k",
+        ),
         ("MODEL=DeepSeek-V3 VARIANT=128k", "has a section launch_128k; there are: h100 256k"),
     ):
         assert message in dry_run("sbatch_train.sh", tmp_path, "", variables, code=2).stderr
@@ -632,7 +635,7 @@ def test_signal_for_torchrun_gives_an_exit_code_without_traceback(tmp_path):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_pass_shellcheck():
-    scripts = map(str, sorted([*SCRIPTS.glob("*.sh"), *LAUNCH.glob("*.sh")]))
+    scripts = map(str, sorted([*SCRIPTS.rglob("*.sh"), *LAUNCH.glob("*.sh")]))
     assert subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout == ""
 
 
