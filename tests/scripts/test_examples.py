@@ -7,12 +7,12 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-import model_zoo
 import pytest
 import yaml
 from commands import environment, read_metrics
 from structure.source import ROOT
 
+import model_zoo
 from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
 from arguments.parse import resolve_command_line
@@ -101,7 +101,7 @@ def test_example_is_valid_fits_and_trains_the_model_of_its_preset(tmp_path, name
 
 
 def test_example_without_its_words_says_what_is_missing(tmp_path):
-    for name, case in CASES.items():
+    for name in CASES:
         done = start(name, tmp_path, [])
         assert done.returncode != 0 and "is needed: see the head of this file" in done.stderr
         assert f"{name}.sh" in (EXAMPLES / f"{name}.sh").read_text().partition("set -euo")[0]
