@@ -1,7 +1,8 @@
 """Presets: one YAML file per model, in the shape of the public Megatron MoE model zoo (ENV_VARS, MODEL_ARGS).
 
-A file holds an architecture and a training recipe as the flags themselves, never the parallel mapping of one
-cluster. A new file in this folder is a new preset; nothing else has to change.
+A file holds an architecture and a training recipe as the flags themselves. The parallel mapping is not among them: the
+sections `launch:` and `launch_VARIANT:` hold variables of the launchers, and only these read them. A new file in this
+folder is a new preset; nothing else has to change.
 """
 
 import difflib

@@ -48,11 +48,11 @@ class Case(NamedTuple):
     """A model with its launcher for long sequences, and flags for 4,096 tokens with as many tokens an iteration.
 
     `published`: MFU at 256K tokens over that at short ones, on 256 H100 (arXiv 2603.07685). `million`: what replaces
-    the launcher's flags for 1,048,576 tokens on 1,024 devices.
+    the launcher's flags for 1,048,576 tokens on 1,024 devices. `preset`: its launch values are those of VARIANT=256k.
     """
 
     name: str
-    launcher: str
+    preset: str
     short: str
     published: float
     million: str
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 CASES = (
     Case(
         "DeepSeek-V3",
-        "train_deepseek_v3_256k.sh",
+        "deepseek_v3",
         f"--preset deepseek_v3 {OFFLOAD} {DEEPEP} --seq-length 4096 --tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 16 --pipeline-model-parallel-layout Etttt|(tttt|)*14tmL "
         "--expert-model-parallel-size 16 --global-batch-size 8192 --recompute-granularity selective "
@@ -71,7 +71,7 @@ CASES = (
     ),
     Case(
         "Qwen3-235B",
-        "train_qwen3_235b_a22b_256k.sh",
+        "qwen3_235b_a22b",
         f"--preset qwen3_235b_a22b {OFFLOAD} {DEEPEP} --seq-length 4096 --tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Et|(tt|)*46tL "
         "--expert-model-parallel-size 16 --global-batch-size 2048 --overlap-moe-expert-parallel-comm",
@@ -104,19 +104,19 @@ RECOMPUTE = "--recompute-granularity selective --recompute-modules mlp moe layer
 TILINGS = {"saved": "", "recomputed": RECOMPUTE, "8 chunks": f"{RECOMPUTE} --mlp-chunks-for-training 8"}
 
 
-def launcher_flags(name: str) -> list[str]:
-    """Return the flags that a launcher would submit."""
+def launcher_flags(preset: str) -> list[str]:
+    """Return the flags that the launcher would submit for 262,144 tokens."""
     env = {**os.environ, "DRY_RUN": "1", "VALIDATE": "0", "PYTHON": sys.executable, "OUTPUT_PATH": "/nonexistent"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / name)], env=env, capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    env |= {"MODEL": preset, "VARIANT": "256k"}
+    launcher = ["bash", str(ROOT / "scripts" / "sbatch_train.sh")]
+    done = subprocess.run(launcher, env=env, capture_output=True, text=True, check=True, cwd=ROOT)
     line = next(line for line in done.stdout.splitlines() if line.startswith("FLAGS="))
     return shlex.split(line.removeprefix("FLAGS=( ").removesuffix(" )"))
 
 
 def case_plans(case: Case) -> tuple[Plan, Plan, Plan]:
     """Return the plans for 4,096 tokens, for the launcher's, and for a million."""
-    flags, devices = launcher_flags(case.launcher), DEVICES.split()
+    flags, devices = launcher_flags(case.preset), DEVICES.split()
     lines = [*case.short.split(), *devices], [*flags, *devices], [*flags, *devices, *case.million.split()]
     short, long, million = map(plan_of_flags, lines)
     return short, long, million
@@ -134,7 +134,7 @@ def add_plans(report: Report) -> None:
     report.add(
         "## 262,144 tokens on 256 H100, a million on 1,024",
         "",
-        "scripts/train_deepseek_v3_256k.sh and scripts/train_qwen3_235b_a22b_256k.sh, bf16, optimizer state on the "
+        "The launch values of deepseek_v3 and qwen3_235b_a22b with VARIANT=256k, bf16, optimizer state on the "
         "host, next to 4,096 tokens with as many tokens an iteration. The published ratios are of arXiv 2603.07685.",
         "",
     )

@@ -11,7 +11,7 @@ make_environment check ruff mypy types-PyYAML hypothesis
 "$PYTHON_BIN" -m mypy
 "$PYTHON_BIN" -m pytest -q tests/structure tests/model_zoo
 if command -v shellcheck >/dev/null; then
-    shellcheck scripts/*.sh moe_trainer/launch/*.sh .ci/run
+    shellcheck scripts/*.sh scripts/examples/*.sh moe_trainer/launch/*.sh .ci/run
 else
     echo "shellcheck is not installed; the shell scripts were not checked"
 fi

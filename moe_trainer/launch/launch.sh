@@ -22,7 +22,7 @@ if [ "$nodes" -gt 1 ]; then
     if [ "${DRY_RUN:-0}" = 1 ]; then
         NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-node0}
     elif [ -z "${NODE_RANK:-}" ] || [ -z "${MASTER_ADDR:-}" ]; then
-        whose=${DEFAULTS[NNODES]:+", the default of the model zoo for $MODEL,"}
+        whose=${DEFAULTS[NNODES]:+", the launch value in ${SECTION_FILE##*/},"}
         fail "NNODES=$nodes$whose needs NODE_RANK and MASTER_ADDR on every node; NNODES=1 trains on this one"
     fi
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")

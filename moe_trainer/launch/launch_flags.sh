@@ -4,8 +4,9 @@
 #   flags_of_run EXTRA_FLAGS...   sets FLAGS (the command line of pretrain_moe.py) and EXPORTS (NAME=VALUE), both arrays
 #   check_flags RANKS             exits with 2 if the flags are wrong, with 3 if the plan of a dry run does not fit its device
 #
-#   MODEL            a preset (model_zoo/), any spelling: DeepSeek-V3, mixtral_8x7b; or a YAML file. For a model of the public zoo,
-#                    variables that are not set have the zoo's value (launch_defaults.txt)
+#   MODEL            a preset (model_zoo/), any spelling: DeepSeek-V3, mixtral_8x7b; or a YAML file. Variables that are not set have the
+#                    value in the section `launch:` of its file, for a model of the public zoo those of the zoo's runtime.conf
+#   VARIANT          the section launch_VARIANT: instead, for example MODEL=deepseek_v3 VARIANT=256k
 #   TRAINING_PARAMS_PATH   a YAML file instead of the preset; its ${VARIABLES} are those of this list
 #   TRAINING_PARAMS  flags, before the extra ones      TRAINING_SCRIPT_PATH   a program instead of pretrain_moe.py
 #   TP PP EP CP ETP  parallel sizes     VPP or LAYERS_PER_VP, PP_FIRST PP_LAST, LAYOUT   layers of the pipeline (false: not set)
@@ -30,21 +31,22 @@
 
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(cd "$LAUNCH/../.." && pwd) # a checkout, or the folder of installed packages
-# The caller's environment overrides the cluster file, which overrides the zoo's defaults.
+# The caller's environment overrides the cluster file, which overrides the section of the preset.
 VARIABLES="ACCOUNT PARTITION RUN_TIME OUTPUT_PATH DATA_PATH DATASET TOKENIZER_MODEL TOKENIZER_TYPE LOAD_PATH CONTAINER_IMAGE CONTAINER_MOUNTS
 GPUS_PER_NODE NNODES PYTHON MODULES SETUP HARDWARE SIGNAL_SECONDS MAX_REQUEUES MAX_STALLED REQUEUE SEGMENT COMMENT BIND BINDPCIE_PATH
 GB200_CLUSTER NVLINK_DOMAIN_SIZE GRES RUN_NAME WANDB_PROJECT WANDB_MODE PROFILE PR DISPATCHER MOE_TOKEN_DISPATCHER MOE_GROUPED_GEMM PRETRAIN
 A2A_OVERLAP OPTIMIZER_OFFLOAD TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST LAYOUT MBS GBS SEQ_LEN NUM_LAYERS TRAIN_ITERS RECOMPUTE
 TRAINING_PARAMS TRAINING_PARAMS_PATH TRAINING_SCRIPT_PATH"
 NOTES=()
-declare -A ZOO=() DEFAULTS=() # the zoo's values for MODEL; those that are in use
+declare -A SECTION=() DEFAULTS=() # the values of the section; those that are in use
+SECTION_FILE=
 
 fail() {
     echo "error: $*" >&2
     exit 2
 }
 
-# Read the zoo's defaults of MODEL and the cluster file.
+# Read the section of MODEL and the cluster file.
 read_variables() {
     local name file
     local -A typed=()
@@ -54,7 +56,7 @@ read_variables() {
     if [ -n "${TRAINING_PARAMS_PATH:-}" ]; then
         MODEL=${MODEL:-$(basename "$TRAINING_PARAMS_PATH" .yaml)}
     fi
-    zoo_defaults
+    read_section
     if [ -n "${CLUSTER:-}" ]; then
         file=$(cluster_file) || exit 2
         # shellcheck source=/dev/null
@@ -115,24 +117,47 @@ model_key() {
     echo "${key//[-.]/_}"
 }
 
-zoo_defaults() {
+# Set variables that have no value from the section `launch:` (or launch_VARIANT:) of the recipe file, else of the preset called MODEL.
+# A section is complete: VARIANT's replaces the other.
+read_section() {
+    local name=launch${VARIANT:+_$VARIANT} file variable value
     [ -n "${MODEL:-}" ] || return 0
-    local key names=() values index
-    key=$(model_key)
-    while read -ra values; do
-        case ${values[0]:-} in
-            MODEL) names=("${values[@]}") ;;
-            "$key")
-                for ((index = 1; index < ${#names[@]}; index++)); do
-                    ZOO[${names[index]}]=${values[index]}
-                    if [ -z "${!names[index]:-}" ] && [ "${values[index]}" != - ]; then
-                        printf -v "${names[index]}" %s "${values[index]}"
-                        DEFAULTS[${names[index]}]=${values[index]}
-                    fi
-                done
-                ;;
-        esac
-    done <"$LAUNCH/launch_defaults.txt"
+    for file in "${TRAINING_PARAMS_PATH:-$MODEL}" "$ROOT/model_zoo/$(model_key).yaml"; do
+        [ ! -f "$file" ] || ! grep -q "^$name *:" "$file" || break
+        file=
+    done
+    [ -n "$file" ] || [ -z "${VARIANT:-}" ] ||
+        fail "VARIANT=$VARIANT: neither ${TRAINING_PARAMS_PATH:-$MODEL} nor a preset of this name has a section $name$(variants_of_preset)"
+    [ -n "$file" ] || return 0
+    SECTION_FILE=$file
+    while IFS="=" read -r variable value; do
+        [[ " ${VARIABLES//$'\n'/ } " == *" $variable "* ]] ||
+            fail "$file: $variable in $name: is no variable of the launchers (--help lists them)"
+        SECTION[$variable]=$value
+        if [ -z "${!variable:-}" ]; then
+            printf -v "$variable" %s "$value"
+            DEFAULTS[$variable]=$value
+        fi
+    done < <(section_lines "$name" "$file")
+}
+
+# Print a section of a YAML file, one NAME=VALUE per line.
+section_lines() {
+    awk -v section="$1" '
+        /^[^ #]/ { inside = $0 ~ "^" section " *:"; next }
+        inside && match($0, /^ +[^ #:]+ *:/) {
+            key = substr($0, 1, RLENGTH - 1); value = substr($0, RLENGTH + 1)
+            gsub(/ /, "", key); sub(/ +#.*/, "", value); gsub(/^ +| +$/, "", value)
+            if (value ~ /^".*"$|^\047.*\047$/) value = substr(value, 2, length(value) - 2)
+            print key "=" value
+        }' "$2"
+}
+
+# Print which variants the preset has, for a message.
+variants_of_preset() {
+    local names
+    names=$(sed -n 's/^launch_\([A-Za-z0-9_]*\) *:.*/\1/p' "$ROOT/model_zoo/$(model_key).yaml" 2>/dev/null | tr '\n' ' ')
+    [ -z "$names" ] || echo "; there are: ${names% }"
 }
 
 # DATA_PATH from the cluster file's DATA_PATHS, by DATASET and MODEL.
@@ -208,12 +233,12 @@ own_layout() {
     "$(find_run_python)" "$LAUNCH/pipeline_layout.py" "${options[@]}" -- --preset "$RECIPE" ${NUM_LAYERS:+--num-layers "$NUM_LAYERS"} "$@"
 }
 
-# Drop the zoo's VPP, PP_FIRST and PP_LAST unless PP and NUM_LAYERS are the zoo's too.
+# Drop the section's VPP, PP_FIRST and PP_LAST unless PP and NUM_LAYERS are the section's too.
 fit_default_stages() {
     local layers=${NUM_LAYERS:-} inner
-    if [ "${PP:-}" != "${ZOO[PP]:-}" ] || [ -z "${DEFAULTS[NUM_LAYERS]:-}" ]; then drop_defaults VPP PP_FIRST PP_LAST; fi
+    if [ "${PP:-}" != "${SECTION[PP]:-}" ] || [ "$layers" != "${DEFAULTS[NUM_LAYERS]:-}" ]; then drop_defaults VPP PP_FIRST PP_LAST; fi
     [ "${VPP:-}" != 1 ] || drop_defaults VPP # one chunk; or as many as overlap needs
-    if [ -n "${DEFAULTS[PP_FIRST]:-}${DEFAULTS[PP_LAST]:-}" ]; then
+    if [ -n "$layers" ] && [ -n "${DEFAULTS[PP_FIRST]:-}${DEFAULTS[PP_LAST]:-}" ]; then
         inner=$((PP > 2 ? PP - 2 : 1))
         # (the zoo's own numbers for Kimi-K2 do not work out: its last stage, of one layer, would have four chunks)
         if [ $((layers % PP)) = 0 ] || [ -n "${LAYERS_PER_VP:-}" ] || [ "${A2A_OVERLAP:-0}" = 1 ] ||
@@ -221,7 +246,7 @@ fit_default_stages() {
             drop_defaults PP_FIRST PP_LAST
         fi
     fi
-    # the zoo's NUM_LAYERS may count embedding and loss, so it is not a value of --num-layers
+    # a section's NUM_LAYERS, as the zoo's, may count embedding and loss, so it is not a value of --num-layers
     drop_defaults NUM_LAYERS
 }
 
@@ -261,6 +286,13 @@ stage_flags() {
     fi
 }
 
+# Whether SEQ_LEN is the section's, and the recipe has that length anyway (or asks for it by ${SEQ_LEN}).
+has_section_length() {
+    local length
+    length=$(recipe_value --seq-length)
+    [ -n "${DEFAULTS[SEQ_LEN]:-}" ] && { [ "$length" = 0 ] || [ "$length" = "$SEQ_LEN" ]; }
+}
+
 mapping_flags() {
     add TP --tensor-model-parallel-size
     [ "${TP:-1}" -le 1 ] || FLAGS+=(--sequence-parallel)
@@ -273,7 +305,7 @@ mapping_flags() {
     add NUM_LAYERS --num-layers
     add MBS --micro-batch-size
     add GBS --global-batch-size
-    if [ -n "${SEQ_LEN:-}" ] && [ -z "${DEFAULTS[SEQ_LEN]:-}" ]; then
+    if [ -n "${SEQ_LEN:-}" ] && ! has_section_length; then
         FLAGS+=(--seq-length "$SEQ_LEN")
         # as many positions as the recipe has, or more
         local positions
@@ -432,11 +464,13 @@ find_recipe() {
     [ -f "$RECIPE" ] || fail "the recipe $RECIPE: there is no such file"
     case $RECIPE in /*) ;; *) RECIPE=$PWD/$RECIPE ;; esac
     RECIPE_FILE=$RECIPE
-    # the file decides: of the zoo's defaults it gets those that it asks for by ${NAME}
+    [ "$SECTION_FILE" != "${TRAINING_PARAMS_PATH:-$MODEL}" ] || return 0
+    # the file decides: of the preset's section it gets those that it asks for by ${NAME}
     local name asked
     asked=" $(recipe_variables | tr '\n' ' ')"
     [[ $asked != *" LAYERS_PER_VP "* ]] || asked+="PP VPP PP_FIRST PP_LAST "
-    for name in TP PP EP CP VPP PP_FIRST PP_LAST MBS GBS SEQ_LEN MOE_TOKEN_DISPATCHER MOE_GROUPED_GEMM; do
+    for name in "${!DEFAULTS[@]}"; do
+        case $name in NNODES | NUM_LAYERS | PRETRAIN | DATASET) continue ;; esac
         [[ $asked == *" $name "* ]] || drop_defaults "$name"
     done
 }
@@ -482,7 +516,7 @@ export_recipe_variables() {
 
 # Print LAYERS_PER_VP for VPP, for a recipe file that needs it.
 layers_per_chunk() {
-    local layers=${NUM_LAYERS:-${ZOO[NUM_LAYERS]:-}}
+    local layers=${NUM_LAYERS:-${SECTION[NUM_LAYERS]:-}}
     layers=${layers:-$(recipe_value --num-layers)}
     # check first: bash executes commands in the brackets of an arithmetic expression
     case $layers in '' | *[!0-9]*) fail "the recipe $RECIPE: --num-layers $layers is not an integer" ;; esac
@@ -551,10 +585,12 @@ flags_of_run() {
 
 say_defaults() {
     local name text=
-    for name in TP PP EP CP VPP PP_FIRST PP_LAST MBS GBS NNODES DISPATCHER; do
-        [ -z "${DEFAULTS[$name]:-}" ] || text+=" $name=${!name}"
+    for name in $VARIABLES; do
+        case $name in SEQ_LEN) ! has_section_length || continue ;; PRETRAIN | DATASET | MOE_GROUPED_GEMM) continue ;; esac
+        [ -n "${DEFAULTS[$name]:-}" ] || continue
+        case ${!name} in *' '*) text+=" $name=\"${!name}\"" ;; *) text+=" $name=${!name}" ;; esac
     done
-    [ -z "$text" ] || NOTES+=("the model zoo's defaults for $MODEL:$text")
+    [ -z "$text" ] || NOTES+=("launch values of ${SECTION_FILE##*/}${VARIANT:+, variant $VARIANT}:$text")
 }
 
 # Validate the command line for this many ranks before the job is queued; with DRY_RUN=1 plan it too.

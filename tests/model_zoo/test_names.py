@@ -83,7 +83,7 @@ def test_file_is_a_recipe_with_source_vocabulary_and_no_parallel_mapping(name):
     text = model_zoo.find(name).read_text(encoding="ascii")
     assert "# Source: " in text
     recipe = yaml.safe_load(text)
-    assert set(recipe) == {"ENV_VARS", "MODEL_ARGS"}
+    assert {section for section in recipe if not section.startswith("launch_")} == {"ENV_VARS", "launch", "MODEL_ARGS"}
     flags = recipe["MODEL_ARGS"]
     assert all(flag.startswith("--") for flag in flags)
     assert flags["--vocab-size"] % flags["--make-vocab-size-divisible-by"] == 0

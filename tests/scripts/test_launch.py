@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import commands
 import pytest
+import yaml
 from commands import environment, read_metrics
 from harness import wait_until
 from structure.source import ROOT
@@ -28,10 +29,15 @@ from moe_trainer.launch.pipeline_layout import make_layout
 from moe_trainer.launch.torchrun import exit_code, get_error_message
 
 SCRIPTS, LAUNCH = ROOT / "scripts", ROOT / "moe_trainer/launch"
-LONG = "_256k"
-WRAPPERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh"))
+SECTIONS = [
+    (path.stem, name.removeprefix("launch").removeprefix("_"))
+    for path in sorted((ROOT / "model_zoo").glob("*.yaml"))
+    for name in yaml.safe_load(path.read_text())
+    if name.startswith("launch")
+]
 NAMES = {
     "MODEL",
+    "VARIANT",
     "CLUSTER",
     "WORKSPACE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -276,19 +282,19 @@ def test_model_name_alone_gives_the_mapping_of_the_model_zoo(tmp_path, model):
     (nodes,) = re.findall(r"^#SBATCH --nodes=(\d+)$", done.stdout, re.MULTILINE)
     assert " ".join([*found, f"nodes={nodes}"]) == ZOO_BARE[model]
     assert value(flags, "--moe-flex-dispatcher-backend") == "deepep" and "--seq-length" not in flags
-    assert f"note: the model zoo's defaults for {model}: TP=" in done.stdout
+    assert f"note: launch values of {model.lower().replace('-', '_')}.yaml: NNODES=" in done.stdout
 
 
-def test_model_zoo_defaults_have_the_lowest_precedence(tmp_path):
+def test_launch_values_have_the_lowest_precedence(tmp_path):
     cluster = tmp_path / "cluster.conf"
     cluster.write_text("NNODES=2 PP=2\n")
     done = dry_run("launch.sh", tmp_path, "", f"MODEL=Mixtral-8x7B CLUSTER={cluster} PP=1 VALIDATE=0")
     flags = flags_in(done.stdout)
     assert value(flags, "--pipeline-model-parallel-size") == "1" and value(flags, "--nnodes") == "2"
-    assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the zoo's VPP goes with its PP
+    assert "--num-virtual-stages-per-pipeline-rank" not in flags  # the section's VPP goes with its PP
     assert value(flags, "--moe-token-dispatcher-type") == "alltoall"  # the other launcher of the zoo takes its table's
     several = launch("launch.sh", tmp_path, "", "MODEL=Mixtral-8x7B VALIDATE=0")
-    needed = "NNODES=8, the default of the model zoo for Mixtral-8x7B, needs NODE_RANK"
+    needed = "NNODES=8, the launch value in mixtral_8x7b.yaml, needs NODE_RANK"
     assert several.returncode == 2 and needed in several.stderr
 
 
@@ -537,22 +543,55 @@ def test_array_dependency_signal_and_segment_become_sbatch_options(tmp_path):
         assert f"#SBATCH {wanted}\n" in done.stdout, wanted
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_every_wrapper_script_is_valid_without_changes(tmp_path, name):
+# the zoo's own values, for measuring speed: these exceed an H100 or make too few microbatches
+UNFIT_DEFAULTS = [("deepseek_v2", ""), ("deepseek_v3", ""), ("kimi_k2", "")]
+
+
+@pytest.mark.parametrize("model, variant", [section for section in SECTIONS if section not in UNFIT_DEFAULTS])
+def test_launch_values_of_every_preset_are_valid_and_fit(tmp_path, model, variant):
     """The plan, which validates first, is made in this process."""
-    text = launch(name, tmp_path, "", "DRY_RUN=1 VALIDATE=0").stdout
+    script = "launch.sh" if model.endswith("_tiny") else "sbatch_train.sh"
+    text = launch(script, tmp_path, "", f"DRY_RUN=1 VALIDATE=0 MODEL={model} VARIANT={variant}").stdout
     sizes = re.findall(r"^#SBATCH --(?:nodes|ntasks-per-node)=(\d+)$| --nproc-per-node (\d+) ", text, re.MULTILINE)
     ranks = math.prod(int(nodes or gpus) for nodes, gpus in sizes)
     assert run_dry_run([*trainer_flags(text), "--dry-run", "--world-size", str(ranks)]) == 0
-    assert f"--preset {name.removeprefix('train_').removesuffix('.sh').removesuffix(LONG)} " in text
-    assert ("--seq-length 262144 --max-position-embeddings 262144" in text) == (f"{LONG}.sh" in name)
+    assert f"--preset {model} " in text
+    assert ("--seq-length 262144 --max-position-embeddings 262144" in text) == (variant == "256k")
 
 
-def test_every_preset_has_a_wrapper_script():
-    presets = {path.stem for path in (ROOT / "model_zoo").glob("*.yaml")}
-    names = {name.removeprefix("train_").removesuffix(".sh") for name in WRAPPERS}
-    assert {name for name in names if not name.endswith(LONG)} == presets
-    assert {name.removesuffix(LONG) for name in names if name.endswith(LONG)} == {"deepseek_v3", "qwen3_235b_a22b"}
+def test_every_preset_has_launch_values():
+    assert [model for model, variant in SECTIONS if not variant] == sorted(
+        path.stem for path in (ROOT / "model_zoo").glob("*.yaml")
+    )
+    variants = [("deepseek_v3", "256k"), ("qwen3_235b_a22b", "256k"), *((name, "h100") for name, _ in UNFIT_DEFAULTS)]
+    assert sorted(variants) == [section for section in sorted(SECTIONS) if section[1]]
+
+
+def test_section_of_a_recipe_file_gives_launch_values(tmp_path):
+    """Of the file itself, else of the preset of this name; a variant's section replaces the other; the caller wins."""
+    recipe = "MODEL_ARGS:\n  --num-layers: 8\n"
+    section = "launch:\n  PP: 2 # stages\n  EP: 4\n\nlaunch_long:\n  EP: 8\n  RECOMPUTE: 'mlp moe_act'\n\n"
+    (tmp_path / "own.yaml").write_text(section + recipe)
+    (tmp_path / "Mixtral-8x7B.yaml").write_text(recipe)
+
+    def flags(variables):
+        return " ".join(trainer_flags(dry_run("sbatch_train.sh", tmp_path, "", f"VALIDATE=0 {variables}").stdout))
+
+    both, pp, ep = "--pipeline-model-parallel-size 2 --expert-model-parallel-size {}", "pipeline-model", "expert-model"
+    assert both.format(4) in flags("MODEL=own.yaml") and both.format(2) in flags("TRAINING_PARAMS_PATH=own.yaml EP=2")
+    long = flags("MODEL=own.yaml VARIANT=long")
+    assert f"--{ep}-parallel-size 8" in long and f"--{pp}" not in long and "--recompute-modules mlp moe_act" in long
+    assert ep not in flags("MODEL=Mixtral-8x7B.yaml")  # a file without a section asks by ${EP}
+    (tmp_path / "own.yaml").write_text("launch:\n  EPS: 4\n" + recipe)
+    for variables, message in (
+        ("MODEL=own.yaml", "own.yaml: EPS in launch: is no variable of the launchers"),
+        (
+            "MODEL=own.yaml VARIANT=128k",
+            "VARIANT=128k: neither own.yaml nor a preset of this name has a section launch_128k",
+        ),
+        ("MODEL=DeepSeek-V3 VARIANT=128k", "has a section launch_128k; there are: h100 256k"),
+    ):
+        assert message in dry_run("sbatch_train.sh", tmp_path, "", variables, code=2).stderr
 
 
 def test_launcher_layouts_contain_every_layer():
@@ -596,7 +635,7 @@ def test_signal_for_torchrun_gives_an_exit_code_without_traceback(tmp_path):
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_pass_shellcheck():
-    scripts = map(str, sorted([*SCRIPTS.glob("*.sh"), *LAUNCH.glob("*.sh")]))
+    scripts = map(str, sorted([*SCRIPTS.rglob("*.sh"), *LAUNCH.glob("*.sh")]))
     assert subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False).stdout == ""
 
 

@@ -1,3 +1,0 @@
-#!/usr/bin/env bash
-# Solar-Open-100B on 64 GPUs; the mapping is ours. Variables of the environment win; launch_flags.sh describes them.
-NNODES=${NNODES:-8} TP=${TP:-2} PP=${PP:-2} EP=${EP:-32} MODEL=solar_open_100b exec bash "$(dirname "$0")/${LAUNCHER:-sbatch_train.sh}" "$@"
