@@ -1,8 +1,8 @@
 """A pasted command line of a job, such as `NAME=VALUE srun -N 4 torchrun --nproc-per-node 8 pretrain_moe.py FLAGS`.
 
 The tools that plan, explain or check a command line take it as it stands in the user's script: what starts the trainer
-is removed, and tells the number of ranks. No other shell syntax around it (redirections, pipes, further commands) becomes
-an argument: it is read as the shell would, or refused by name.
+is removed, and tells the number of ranks. Other shell syntax around it (redirections, pipes, further commands) becomes
+no argument: it is read as the shell would, or refused by name.
 """
 
 import re
