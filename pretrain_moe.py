@@ -245,6 +245,12 @@ def _write_torchrun_error(message: str) -> None:
             return  # already printed
 
 
+def _run_command(argv: list[str]) -> int:
+    """Call main; what ends without training ends where its output cannot be written, too."""
+    with command_output() if {"--validate-only", "--dry-run", "--help", "-h"} & set(argv) else nullcontext():
+        return main(argv)
+
+
 def leave(code: int) -> NoReturn:
     """End the process; at once after a communication failure, since broken communicators can block the interpreter."""
     sys.stdout.flush()
@@ -258,6 +264,4 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    with command_output() if {"--validate-only", "--dry-run", "--help", "-h"} & set(sys.argv) else nullcontext():
-        _code = main(sys.argv[1:])
-    leave(_code)
+    leave(_run_command(sys.argv[1:]))

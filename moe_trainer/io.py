@@ -7,11 +7,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn, TextIO
 
-from moe_trainer.exit_codes import ExitCode
+_USER_ERROR, _READER_LEFT = 2, 141
+"""Of ExitCode, which is on the same level as this file."""
 
 
 def temporary_path(path: str | Path) -> Path:
@@ -204,10 +205,10 @@ class CommandOutput:
         # the stream tries to write what it holds until the process ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         if isinstance(error, BrokenPipeError):
-            raise SystemExit(ExitCode.READER_LEFT) from None
+            raise SystemExit(_READER_LEFT) from None
         name = os.path.basename(sys.argv[0])
         print(f"{name}: cannot write to the standard output: {error.strerror}", file=sys.stderr, flush=True)
-        raise SystemExit(ExitCode.USER_ERROR) from None
+        raise SystemExit(_USER_ERROR) from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -216,10 +217,9 @@ class CommandOutput:
 @contextmanager
 def command_output() -> Iterator[None]:
     """Make stdout a CommandOutput, and write what it holds at the end."""
-    stream = sys.stdout
-    sys.stdout = output = CommandOutput(stream)
+    output: Any = CommandOutput(sys.stdout)
     try:
-        yield
+        with redirect_stdout(output):
+            yield
     finally:
-        sys.stdout = stream
         output.flush()
