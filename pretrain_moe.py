@@ -41,6 +41,7 @@ from arguments.tokens import parse_tokens  # noqa: E402
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags  # noqa: E402
 from moe_trainer.errors import require_packages  # noqa: E402
 from moe_trainer.exit_codes import ExitCode  # noqa: E402
+from moe_trainer.io import command_output  # noqa: E402
 from moe_trainer.launch_env import LaunchEnv, is_first_rank, read_launch_env  # noqa: E402
 
 if TYPE_CHECKING:
@@ -244,6 +245,12 @@ def _write_torchrun_error(message: str) -> None:
             return  # already printed
 
 
+def _run_command(argv: list[str]) -> int:
+    """Call main; what ends without training ends where its output cannot be written, too."""
+    with command_output() if {"--validate-only", "--dry-run", "--help", "-h"} & set(argv) else nullcontext():
+        return main(argv)
+
+
 def leave(code: int) -> NoReturn:
     """End the process; at once after a communication failure, since broken communicators can block the interpreter."""
     sys.stdout.flush()
@@ -257,6 +264,4 @@ def leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    if {"--validate-only", "--dry-run", "--help", "-h"} & set(sys.argv):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not a failure
-    leave(main(sys.argv[1:]))
+    leave(_run_command(sys.argv[1:]))

@@ -106,7 +106,7 @@ def help_lines(width: int = 100, options: frozenset[str] | None = None) -> Itera
             text = docs[option.dest][1]
             if option.off and not option.on:
                 text = f"Turn off: {text[:1].lower()}{text[1:]}"
-            yield f"    {', '.join(option.spellings)}{_value_name(option)}"
+            yield f"    {', '.join(option.shown_spellings)}{_value_name(option)}"
             yield from _paragraph(f"{text} {_tail(option)}".strip(), width)
 
 

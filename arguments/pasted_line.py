@@ -1,7 +1,8 @@
 """A pasted command line of a job, such as `NAME=VALUE srun -N 4 torchrun --nproc-per-node 8 pretrain_moe.py FLAGS`.
 
 The tools that plan, explain or check a command line take it as it stands in the user's script: what starts the trainer
-is removed, and tells the number of ranks.
+is removed, and tells the number of ranks. Other shell syntax around it (redirections, pipes, further commands) becomes
+no argument: it is read as the shell would, or refused by name.
 """
 
 import re
@@ -16,9 +17,9 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _TORCHRUN = ("torchrun", "torchrun.py", "torch.distributed.run", "torch.distributed.launch")
 _LAUNCHER = re.compile(
     r"torchrun(\.py)?|srun|salloc|mpirun|mpiexec|python[\d.]*|env|exec|nohup|time|timeout|stdbuf|taskset|numactl|nsys|ncu"
-    r"|sudo|docker|podman|singularity|apptainer|enroot|conda|uv"
+    r"|sudo|docker|podman|singularity|apptainer|enroot|conda|uv|bash|zsh|sh|do|then|else|[!{$]"
 )
-"""First words of a line: launchers, and programs that start them."""
+"""First words of a line: launchers, programs that start them, the shell's own words and its prompt."""
 _LAUNCHER_SWITCHES = frozenset(
     "-- --standalone --no-python --run-path --use-env --exclusive --overlap --label --unbuffered".split()
 )
@@ -30,11 +31,24 @@ _RANKS = ("--world-size", "--gpus")
 """Options that give the number of ranks; `--gpus` is that of a search."""
 _OF_PLANS = frozenset(("world_size", "hardware", "report", "report_html", "length_histogram"))
 """Flags of the trainer that are about a plan, with one value: they can stand before a pasted line."""
-_QUOTED_OR_SHELL = re.compile(
-    r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)"""  # kept
-    r"|(?:(?<!\S)\d+|&)?[<>]+&?[ \t]*[^\s|&;<>]+|[|&;].*",  # a redirection; the next command
-    re.DOTALL,
+_SUBSTITUTION = r"\$\([^()]*(?:\([^()]*\)[^()]*)*\)|`[^`]*`|\$\{[^}]*\}"
+_TOKEN = re.compile(
+    rf"""(?P<blank>(?:[ \t\r]|\\[ \t\r]*\n)+|(?<!\S)\#[^\n]*)
+    |(?P<redirection>(?:(?<!\S)\d+|&)?(?:>\||[<>]+)&?[ \t]*[^\s|&;<>()]+)
+    |(?P<next>\|\||&&|\|&|[|&;()\n])
+    |(?P<word>(?:'[^']*'|"(?:\\.|[^"\\])*"|{_SUBSTITUTION}|\\.|[^\s'"\\|&;<>()`])+)""",
+    re.DOTALL | re.VERBOSE,
 )
+"""The next token of a shell's text; a continued line is blank."""
+_REDIRECTION = re.compile(r"(?:\d+|&)?(?:>\||[<>]+)&?([^\s|&;<>()]*)")
+_NEXT_COMMAND = frozenset(("|", "||", "&&", "|&", "&", ";", "#"))
+"""Words after which nothing belongs to the command."""
+_SHELLS = ("bash", "sh", "zsh")
+_OF_TRAINER = re.compile(r"pretrain_\w|moe[-_]trainer|torchrun")
+_LITERAL = re.compile(r"'[^']*'|\\.", re.DOTALL)
+_SEVERAL_WORDS = re.compile(r"\$\(|`|\$[@*]|\$\{[^}]*[\[@*]")
+"""What a shell replaces by any number of words."""
+_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 
 
 def read_pasted_line(words: Sequence[str]) -> list[str]:
@@ -42,10 +56,10 @@ def read_pasted_line(words: Sequence[str]) -> list[str]:
 
     The launcher is the first word, after any assignments. Only options of a tool and flags about a plan can stand
     before it; they stay. A number of ranks among them or among the flags takes precedence. Other words are returned as
-    they are.
+    they are, up to the next command of a shell and without redirections.
 
     Raises:
-        ValueError: if the launcher's numbers are needed and are no numbers.
+        ValueError: if the launcher's numbers are needed and are no numbers, or only a shell can read the line.
     """
     before, start, flags = split_pasted_line(words)
     rest = [*before, *flags]
@@ -58,15 +72,17 @@ def read_pasted_line(words: Sequence[str]) -> list[str]:
 def split_pasted_line(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the words before the launcher, those that start the trainer, and the trainer's flags.
 
-    Without a launcher all words are flags.
+    Without a launcher all words are flags, up to the next command of a shell and without redirections.
+
+    Raises:
+        ValueError: if only a shell can read the line.
     """
     begin = _find_line(words)
-    line = [] if begin is None else [*_split_text(words[begin]), *words[begin + 1 :]]
+    line = [] if begin is None else _read_line(words[begin:])
     end = _program_end(line)
     if end is None:
-        return [], [], list(words)
-    flags = [word for word in line[end:] if word == "" or word.strip("\\ \t\r\n")]
-    return list(words[:begin]), line[:end], flags
+        return [], [], _first_command(words)
+    return list(words[:begin]), line[:end], line[end:]
 
 
 def _find_line(words: Sequence[str]) -> int | None:
@@ -85,16 +101,100 @@ def _find_line(words: Sequence[str]) -> int | None:
     return index if index < len(words) and _starts_line(words, index) else None
 
 
-def _split_text(word: str) -> list[str]:
-    """Return the words of a whole command line in one word, with continued lines; any other word as it is."""
+def _read_line(words: Sequence[str]) -> list[str]:
+    """Return the words of a line's first command, whether the line is one word or many, without `bash -c` around it."""
+    text = _split_text(words[0])
+    line = _first_command(words) if text is None else [*text, *_first_command(words[1:])]
+    return _unwrap(line) or line
+
+
+def _unwrap(words: Sequence[str]) -> list[str] | None:
+    """Return the words of a command of which a part is the text after `bash -c`, None without one."""
+    for index, word in enumerate(words[:-2]):
+        if _name(word) in _SHELLS and re.fullmatch(r"-[a-z]*c", words[index + 1]):
+            inner = _split_text(words[index + 2])
+            return None if inner is None else [*words[:index], *inner]
+    return None
+
+
+def _first_command(words: Sequence[str]) -> list[str]:
+    """Return the words before a shell's next command, without redirections.
+
+    They come from an unquoted variable, which the shell splits at blanks only. Values may contain the same characters
+    (`Et|tL`, `<eos>`), so only whole words count, and ; or & at the end of one.
+    """
+    command: list[str] = []
+    is_target = False
+    for word in words:
+        redirection = _REDIRECTION.match(word)
+        rest = word[redirection.end() :] if redirection else word
+        if is_target:
+            is_target = False
+        elif redirection and not rest:
+            is_target = not redirection[1]
+        elif rest in _NEXT_COMMAND or (redirection and rest[0] in "|&;"):
+            break
+        elif word == "" or word.strip("\\ \t\r\n"):
+            command.append(word.rstrip(";&"))
+            if word.endswith((";", "&")):
+                break
+    return command
+
+
+def _split_text(word: str) -> list[str] | None:
+    """Return the words of the command that starts the trainer in a text of one word; None if the word is no such text.
+
+    Assignments of commands before it are put before it.
+
+    Raises:
+        ValueError: if several commands start a trainer, a quote is not closed, or only a shell knows the flags.
+    """
     if not any(map(str.isspace, word)):
-        return [word]
-    text = re.sub(r"\\[ \t\r]*\n", " ", word)
-    try:
-        parts = shlex.split(_QUOTED_OR_SHELL.sub(lambda match: match[1] or " ", text))
-    except ValueError:  # a quote that is not closed
-        return [word]
-    return parts if _starts(parts) and _program_end(parts) is not None else [word]
+        return None
+    commands, place = [list[str]()], 0
+    while place < len(word):
+        token = _TOKEN.match(word, place)
+        if token is None:
+            if _OF_TRAINER.search(word) and not word.startswith("-"):
+                raise ValueError(f"a quote in the pasted line is not closed: {word[place : place + 40]}")
+            return None
+        place = token.end()
+        if token["next"]:
+            commands.append([])
+        elif token["word"]:
+            commands[-1].append(token["word"])
+    read = [[shlex.split(raw)[0] for raw in command] for command in commands]
+    unwrapped = [_unwrap(command) for command in read]
+    lines = [inner or command for inner, command in zip(unwrapped, read, strict=True)]
+    found = [index for index, line in enumerate(lines) if _starts(line) and _program_end(line) is not None]
+    if len(found) > 1:  # another program may have prepared its data
+        found = [index for index in found if any(map(_OF_TRAINER.search, lines[index]))] or found
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} commands of the pasted text start a trainer; paste one of them")
+    (index,) = found
+    if unwrapped[index] is None:
+        _refuse_expansions(commands[index][_program_end(lines[index]) :])
+    before = [part for line in lines[:index] for part in line if _ASSIGNMENT.fullmatch(part)]
+    return [*before, *lines[index]]
+
+
+def _refuse_expansions(raw_flags: Sequence[str]) -> None:
+    """Refuse what a shell would replace by flags; a variable as a flag's value may stay.
+
+    Raises:
+        ValueError: naming it.
+    """
+    before = "--"
+    for raw in raw_flags:
+        text = _LITERAL.sub("", raw)
+        is_value = before.startswith("-") or before.replace(".", "", 1).isdecimal()
+        if _SEVERAL_WORDS.search(text) or (_VARIABLE.fullmatch(text) and not is_value):
+            raise ValueError(
+                f"{raw}: only your shell knows its words; paste the line without quotes around it, or write them out"
+            )
+        before = raw
 
 
 def _name(word: str) -> str:
@@ -102,7 +202,7 @@ def _name(word: str) -> str:
 
 
 def _starts_line(words: Sequence[str], index: int) -> bool:
-    return _starts([*_split_text(words[index]), *words[index + 1 :]])
+    return _starts(_split_text(words[index]) or words[index:])
 
 
 def _starts(words: Sequence[str]) -> bool:

@@ -20,13 +20,13 @@ def local_prefix(text: str) -> str:
     """Return the beginning of local paths as it stands, as the `type` of an argparse option.
 
     Raises:
-        ArgumentTypeError: for a URL, and for ~ and variables that are not expanded.
+        ArgumentTypeError: for an empty text, a URL, and ~ and variables that are not expanded.
     """
-    problem = find_path_problem(text)
+    problem = find_path_problem(text) if text else "the value is empty (an unset variable?)"
     if problem is not None:
         from argparse import ArgumentTypeError  # (only now: the trainer's command line needs no argparse)
 
-        raise ArgumentTypeError(f"{text}: {problem}")
+        raise ArgumentTypeError(f"{text or repr(text)}: {problem}")
     return text
 
 

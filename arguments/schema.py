@@ -131,6 +131,11 @@ class Option:
         return self.on + self.off
 
     @property
+    def shown_spellings(self) -> tuple[str, ...]:
+        """The spellings that texts show: the first of those that differ only by dashes and underscores."""
+        return tuple({spelling.replace("_", "-"): spelling for spelling in reversed(self.spellings)}.values())[::-1]
+
+    @property
     def is_list(self) -> bool:
         return self.takes not in (0, 1)
 

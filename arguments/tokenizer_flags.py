@@ -8,6 +8,7 @@ from dataclasses import fields
 from arguments.data import DataArgs
 from arguments.flag_status import get_flag_status
 from arguments.help import field_docs
+from arguments.paths import local_prefix
 from arguments.schema import make_option
 
 _PADDING = ("padded_vocab_size", "pad_vocab_size")
@@ -38,7 +39,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: b
         group.add_argument(
             *option.on,
             dest=field.name,
-            type=option.read,
+            type=local_prefix if option.path == "local" else option.read,
             choices=option.choices,
             nargs=None if option.takes == 1 else option.takes,
             default=option.default,

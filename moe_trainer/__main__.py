@@ -7,13 +7,14 @@ import difflib
 import gc
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 
 from moe_trainer.errors import UserError, require_packages
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.io import command_output
 from moe_trainer.version import __version__
 
 COMMANDS = MappingProxyType(
@@ -49,7 +50,8 @@ def main() -> int:
     start = "python -m moe_trainer" if os.path.basename(sys.argv[0]) == "__main__.py" else "moe-trainer"
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help", "--version"):
-        print(f"moe-trainer {__version__}" if name == "--version" else table(start))
+        with command_output():
+            print(f"moe-trainer {__version__}" if name == "--version" else table(start))
         return ExitCode.OK
     if name not in COMMANDS:
         print(f"{_problem(start, name)}{table(start)}", file=sys.stderr)
@@ -84,12 +86,11 @@ def _name_missing_package(command: str, error: ModuleNotFoundError) -> int:
 
 def run(name: str, words: Sequence[str]) -> int:
     """Run a command in this process, whose last act it is. Returns the exit code."""
-    if name == "plan" or {"-h", "--help"} & set(words):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not a failure
-    try:
-        code = importlib.import_module(f"moe_trainer.commands.{name.replace('-', '_')}").main(list(words))
-    except ModuleNotFoundError as error:
-        code = _name_missing_package(name, error)
+    with nullcontext() if name == "train" else command_output():  # a full disk for its log does not end training
+        try:
+            code = importlib.import_module(f"moe_trainer.commands.{name.replace('-', '_')}").main(list(words))
+        except ModuleNotFoundError as error:
+            code = _name_missing_package(name, error)
     gc.collect()  # see pretrain_moe.leave
     return code
 

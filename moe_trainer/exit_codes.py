@@ -25,3 +25,5 @@ class ExitCode(IntEnum):
     """A checkpoint was saved and the same command continues from it. EX_TEMPFAIL of sysexits.h."""
     INTERRUPTED = 130
     """Ctrl-C."""
+    READER_LEFT = 141
+    """Whatever read the output has ended, as in `| head`. 128 + SIGPIPE, as of other programs."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, Any, NoReturn, TextIO
+
+_USER_ERROR, _READER_LEFT = 2, 141
+"""Of ExitCode, which is on the same level as this file."""
 
 
 def temporary_path(path: str | Path) -> Path:
@@ -172,3 +176,50 @@ class BestEffortStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class CommandOutput:
+    """The stdout of a command, which ends where it cannot be written: without a word if its reader has left (`| head`).
+
+    SystemExit ends it, which no handler takes for the error of another file.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write like the wrapped stream."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._end(error)
+
+    def flush(self) -> None:
+        """Flush like the wrapped stream."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> NoReturn:
+        # the stream tries to write what it holds until the process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(_READER_LEFT) from None
+        name = os.path.basename(sys.argv[0])
+        print(f"{name}: cannot write to the standard output: {error.strerror}", file=sys.stderr, flush=True)
+        raise SystemExit(_USER_ERROR) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def command_output() -> Iterator[None]:
+    """Make stdout a CommandOutput, and write what it holds at the end."""
+    output: Any = CommandOutput(sys.stdout)
+    try:
+        with redirect_stdout(output):
+            yield
+    finally:
+        output.flush()

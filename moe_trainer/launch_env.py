@@ -5,7 +5,9 @@ In this order:
 * torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 * SLURM, inside an `srun` step: SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID. Megatron-LM leaves this mapping to the
   container.
-* A single process. A batch script has SLURM variables too, but a plain `python pretrain_moe.py` in it is one process.
+* A single process. The shell of sbatch or salloc has the variables of its job too (SLURM_NTASKS, of sbatch even
+  SLURM_PROCID=0), but a plain `python pretrain_moe.py` in it is one process; only srun sets SLURM_STEP_ID. A hint says
+  so where the job asked for several tasks.
 
 Ranks per node: NVLINK_DOMAIN_SIZE (NVLink may join the GPUs of several hosts), else LOCAL_WORLD_SIZE of torchrun, else
 SLURM_STEP_TASKS_PER_NODE if the nodes have equally many.
@@ -31,6 +33,7 @@ class LaunchEnv:
     master_port: int | None
     source: str
     ranks_per_node: int | None = None  # consecutive ranks with fast links between them; None: unknown
+    hint: str | None = None  # why the number of ranks may not be the one that is meant
 
 
 def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
@@ -63,7 +66,7 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
             ranks_per_node=_number(env, "NVLINK_DOMAIN_SIZE", _tasks_per_node(env)),
         )
     else:
-        return LaunchEnv(0, 1, 0, None, None, "single process")
+        return LaunchEnv(0, 1, 0, None, None, "single process", hint=_hint_of_job(env))
     _check_rank(launch.rank, launch.world_size, _SLURM_NAMES if launch.source == "SLURM" else _NAMES)
     if launch.local_rank is not None and launch.local_rank < 0:
         raise ValueError(f"{launch.source}: LOCAL_RANK {launch.local_rank} is negative")
@@ -77,6 +80,20 @@ def read_launch_env(env: Mapping[str, str]) -> LaunchEnv:
             "torchrun or srun, or export the address and a free port of the first node"
         )
     return launch
+
+
+def _hint_of_job(env: Mapping[str, str]) -> str | None:
+    """Return that a job of SLURM asked for more tasks than this process, None without one.
+
+    A number that cannot be read is not one: a process alone does not depend on it.
+    """
+    tasks = env.get("SLURM_NTASKS", "")
+    if "SLURM_JOB_ID" not in env or not tasks.isdecimal() or int(tasks) < 2:
+        return None
+    return (
+        f"this is one process of one rank, though SLURM job {env['SLURM_JOB_ID']} asked for {tasks} tasks "
+        "(SLURM_NTASKS): start the ranks with srun in front of the command, or with torchrun"
+    )
 
 
 def is_first_rank(env: Mapping[str, str]) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from moe_trainer.estimate.dry_run import DEFAULT_HARDWARE
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.parameters import LayerParams, planned_vocab_size
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.io import command_output
 from moe_trainer.parallel.grid import Layout, make_layout
 from moe_trainer.parallel.groups import group_table, plan_groups
 
@@ -221,5 +221,5 @@ def rank_lines(args: Arguments, layout: Layout, rank: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head` does not end in a traceback
-    sys.exit(main(sys.argv[1:]))
+    with command_output():
+        sys.exit(main(sys.argv[1:]))

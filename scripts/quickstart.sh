@@ -120,7 +120,7 @@ done in $((SECONDS - started)) seconds after the environment
   $run/train.sh         the command, to change and run again
 
 next:
-  train on (warms up again) bash $run/train.sh --load $run/checkpoints --train-iters 300 --override-opt-param-scheduler
+  train on (warms up again) bash $run/train.sh --load $run/checkpoints --train-iters 300 --override-opt_param-scheduler
   look at curves            $run/checkpoints/dashboard.html in a browser, or $PYTHON_BIN -m tensorboard.main --logdir $run/tensorboard
   a large model, no GPU     $PYTHON_BIN pretrain_moe.py --preset deepseek_v3 --mock-data --validate-only --world-size 8
 EOF

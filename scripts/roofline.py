@@ -43,6 +43,7 @@ from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 from moe_trainer.estimate.roofline import Roofline, make_roofline
 from moe_trainer.estimate.roofline_text import roofline_json, roofline_lines, table_lines
 from moe_trainer.exit_codes import ExitCode
+from moe_trainer.io import command_output
 from scripts.bench_common import get_commit
 
 DEVICE = ROOT / "tests" / "emulated_cuda"
@@ -323,4 +324,5 @@ def environment(capability: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with command_output():
+        sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@
 #   MOE_TRAINER_TEST_WITH="gcsfs gcp-storage-emulator multi-storage-client"    those of gs:// and msc://
 #   MOE_TRAINER_TEST_WITH=lm-eval      those of benchmark tasks, with EleutherAI's harness
 #   MOE_TRAINER_TEST_WITH=peft         those of low-rank adapters that PEFT loads
+#   MOE_TRAINER_TEST_WITH=xllamacpp    those of llama.cpp, with MOE_TRAINER_LLAMA_CPP=FOLDER for its converter (docs/consumers.md)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/environment.sh

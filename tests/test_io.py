@@ -1,11 +1,17 @@
 """Files: replaced at once, devices never; append-only files recover from a failed append and resume an older file."""
 
+import importlib
 import json
 import os
+import subprocess
+import sys
 
 import pytest
+from commands import environment
+from structure.source import ROOT
 
 from moe_trainer import io
+from moe_trainer.__main__ import COMMANDS, run
 from moe_trainer.io import ResumableFile, atomic_write, resume_offset
 
 
@@ -71,3 +77,52 @@ def test_resume_truncates_records_of_repeated_steps(tmp_path):
     file = ResumableFile(path, resume_offset(path, "step", 1))
     file.append(b"x\n")
     assert path.read_text() == '{"step": 0}\n{"step": 0}\nx\n'
+
+
+def unwritable_output(reader_left):
+    """Return a stdout that is a full disk, or a pipe whose reader has ended."""
+    if not reader_left:
+        return open("/dev/full", "w", encoding="utf-8")
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", encoding="utf-8")
+
+
+@pytest.mark.parametrize("reader_left", [False, True])
+@pytest.mark.parametrize("length", [1, 100_000])  # noticed when stdout is flushed, and by print
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"train"}))
+def test_a_command_whose_output_cannot_be_written_ends_with_a_message(
+    command, length, reader_left, monkeypatch, capsys
+):
+    def main(words):
+        try:
+            print("x" * length)
+        except OSError:
+            pytest.fail("a handler of another file's errors would take this one")
+        return 0
+
+    monkeypatch.setattr(importlib.import_module(f"moe_trainer.commands.{command.replace('-', '_')}"), "main", main)
+    monkeypatch.setattr(sys, "argv", [f"moe-trainer {command}"])
+    with unwritable_output(reader_left) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended:
+            run(command, [])
+        assert sys.stdout is stream
+        monkeypatch.undo()
+    message = f"moe-trainer {command}: cannot write to the standard output: No space left on device\n"
+    assert (ended.value.code, capsys.readouterr().err) == ((141, "") if reader_left else (2, message))
+
+
+@pytest.mark.parametrize("reader_left", [False, True])
+@pytest.mark.parametrize(
+    "words",
+    [["pretrain_moe.py", "--help"], ["-m", "moe_trainer", "--help"], ["-m", "moe_trainer", "train", "--help", "moe"]],
+)
+def test_help_that_cannot_be_written(words, reader_left):
+    with unwritable_output(reader_left) as stream:
+        argv = [sys.executable, *words]
+        ended = subprocess.run(argv, stdout=stream, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment())
+        stream.close()
+    lines = ended.stderr.splitlines()
+    assert (ended.returncode, len(lines)) == ((141, 0) if reader_left else (2, 1)), ended.stderr
+    assert all("cannot write to the standard output: No space left on device" in line for line in lines)

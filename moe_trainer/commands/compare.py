@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Sequence
 
-from arguments.paths import local_path
+from arguments.paths import local_path, local_prefix
 from arguments.program import command_line, program_name
 from moe_trainer.checkpoint.directory import is_locked
 from moe_trainer.commands.command_parser import make_command_parser
@@ -28,7 +28,7 @@ from moe_trainer.metrics.dashboard import read_runs
 
 def make_parser() -> argparse.ArgumentParser:
     parser = make_command_parser("compare", __doc__)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="runs to compare")
+    parser.add_argument("runs", type=local_prefix, nargs="*", metavar="RUN", help="runs to compare")
     parser.add_argument(
         "--scaling", metavar="RUNS", type=local_path, help="fit scaling laws to all runs below this folder"
     )

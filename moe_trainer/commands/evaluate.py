@@ -18,7 +18,7 @@ import json
 import sys
 from pathlib import Path
 
-from arguments.paths import local_path
+from arguments.paths import local_path, local_prefix
 from arguments.program import command_line, program_name
 from moe_trainer.commands import rank_program
 from moe_trainer.commands.command_parser import make_command_parser
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--tasks", metavar="NAMES", help="tasks and groups of lm-eval, separated by commas; finermoe: ten tasks")
-    add("--include-path", metavar="FOLDER", help="folder with your own task files (YAML)")
+    add("--include-path", type=local_prefix, metavar="FOLDER", help="folder with your own task files (YAML)")
     text = "examples before each question (default: what the task says)"
     add("--num-fewshot", type=int, metavar="N", help=text)
     add("--limit", type=int, metavar="N", help="only the first N questions of each task, to try it")

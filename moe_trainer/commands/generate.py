@@ -95,6 +95,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> Request:
     prompts: list[Prompt] = [*words[1:count]]
     if options.prompts_file is not None:
         prompts += read_prompts(options.prompts_file, options.apply_chat_template)
+    if count and not words[0]:
+        problems.append("the checkpoint directory or Hugging Face folder is an empty text (an unset variable?)")
     if count and not prompts:
         problems.append("no prompt: give texts after the model, or --prompts-file FILE")
     for name in ("max_new_tokens", "samples_per_prompt", "batch_size"):

@@ -15,7 +15,7 @@ import json
 import sys
 from collections import Counter
 
-from arguments.paths import local_path
+from arguments.paths import local_path, local_prefix
 from arguments.program import program_name
 from arguments.tokenizer_flags import add_tokenizer_flags, tokenizer_args
 from moe_trainer.errors import UserError, require_packages
@@ -49,7 +49,13 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"Checkpoints: {program_name('inspect')} ls|verify|diff PATH ... (ls --help).",
         allow_abbrev=False,
     )
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="prefix of a .bin and .idx file, or a text file")
+    parser.add_argument(
+        "prefixes",
+        type=local_prefix,
+        nargs="+",
+        metavar="PREFIX",
+        help="prefix of a .bin and .idx file, or a text file",
+    )
     parser.add_argument("--sft", action="store_true", help="read text files as a run with --sft does")
     parser.add_argument("--preview", type=int, default=0, metavar="N", help="print the beginnings of N documents")
     parser.add_argument("--preview-tokens", type=int, default=40, help="tokens of each of them (default 40)")

@@ -28,7 +28,7 @@ from typing import TextIO
 
 from arguments.parse import as_plan, resolve_command_line
 from arguments.pasted_line import read_pasted_line
-from arguments.paths import local_path
+from arguments.paths import local_path, local_prefix
 from arguments.program import command_line, program_name
 from arguments.tokens import FIELDS
 from moe_trainer.checkpoint.recorded_flags import read_recorded_flags
@@ -164,10 +164,18 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
     )
     add = calibrate_parser.add_argument
     add("--write", action="store_true", help="record the published runs in scripts/bench_results/planner.md")
-    add("--from", dest="runs", nargs="+", metavar="METRICS", help="metrics.jsonl files of your own runs")
+    add(
+        "--from",
+        type=local_prefix,
+        dest="runs",
+        nargs="+",
+        metavar="METRICS",
+        help="metrics.jsonl files of your own runs",
+    )
     add("--hardware", metavar="H", help="hardware of these runs (default: cpu, or the device name in the file)")
     add(
         "--output",
+        type=local_prefix,
         metavar="FILE",
         help="YAML file to write (default: own_hardware.yaml; an existing file is renamed with a number)",
     )

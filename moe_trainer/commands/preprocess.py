@@ -32,7 +32,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     text = parser.add_argument_group("input")
     text.add_argument(
-        "--input", nargs="+", required=True, help="files or quoted patterns; .jsonl, .json, .txt, each also .gz or .zst"
+        "--input",
+        type=local_prefix,
+        nargs="+",
+        required=True,
+        help="files or quoted patterns; .jsonl, .json, .txt, each also .gz or .zst",
     )
     text.add_argument(
         "--json-keys", nargs="+", default=["text"], help="keys to tokenize, one dataset each (default: text)"

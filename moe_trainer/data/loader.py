@@ -227,24 +227,18 @@ def single_order(total: int, consumed: int, micro_batch_size: int, dp_rank: int,
         yield list(range(first, first + micro_batch_size))
 
 
-def cyclic_order(
-    total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int, sharded: bool = True
-) -> Iterator[list[int]]:
-    """Yield this rank's microbatches endlessly, every epoch in a new random order seeded by the epoch's number.
+def cyclic_order(total: int, consumed: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[int]]:
+    """Yield this rank's microbatches endlessly: of its contiguous part of the samples, in a new order in every epoch.
 
-    sharded: each rank shuffles its own contiguous part; otherwise one shuffle of everything is divided among the ranks.
+    The epoch's number is the seed.
     """
     chunk = micro_batch_size * dp_size
     per_epoch = total - total % chunk
     while True:
         epoch, inside = divmod(consumed, per_epoch)
         generator = torch.Generator().manual_seed(epoch)
-        if sharded:
-            bucket = total // chunk * micro_batch_size
-            order = torch.randperm(bucket, generator=generator)[inside // dp_size :] + dp_rank * bucket
-        else:
-            everything = torch.randperm(total // micro_batch_size * micro_batch_size, generator=generator)
-            order = everything[inside:][dp_rank::dp_size]
+        bucket = total // chunk * micro_batch_size
+        order = torch.randperm(bucket, generator=generator)[inside // dp_size :] + dp_rank * bucket
         whole = (per_epoch - inside) // chunk
         for start in range(whole):
             yield order[start * micro_batch_size : (start + 1) * micro_batch_size].tolist()
@@ -355,7 +349,6 @@ def build_loader(
     num_workers: int = 0,
     *,
     fmt: BatchFormat,
-    sharded: bool = True,
     cycle: Cycle | None = None,
     pin_memory: bool = False,
     read_ahead: int = 0,
@@ -390,7 +383,7 @@ def build_loader(
         cycle = cycle or own
         # other ranks may have stopped in the middle of a step of these
         is_own = cycle == own and consumed_samples % chunk == 0
-        order = partial(cyclic_order, *place, sharded) if is_own else partial(cycle.order, *place[1:])
+        order = partial(cyclic_order, *place) if is_own else partial(cycle.order, *place[1:])
     else:
         raise ValueError(f"--dataloader-type {dataloader_type}: needed single, cyclic or external")
     make = partial(make_batch, dataset, fmt=fmt)

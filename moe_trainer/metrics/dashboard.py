@@ -26,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from arguments.paths import local_path
+from arguments.paths import local_path, local_prefix
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import atomic_path
 from moe_trainer.metrics.run_data import UNCOMPARED_SETTINGS, RunData
@@ -191,7 +191,9 @@ def main(argv: Sequence[str]) -> int:
     """Write the page of finished or running runs."""
     parser = argparse.ArgumentParser("python -m moe_trainer.metrics.dashboard", allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file")
+    parser.add_argument(
+        "runs", type=local_prefix, nargs="+", metavar="RUN", help="folder with metrics.jsonl, or such a file"
+    )
     parser.add_argument(
         "-o", "--output", type=local_path, metavar="FILE", help="default: dashboard.html next to the first run's file"
     )

@@ -85,6 +85,8 @@ def initialize(args: Arguments, launch_env: LaunchEnv) -> Runtime:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), *shares)))
     set_seeds(args, ps)
     set_numerics_flags(args)
+    if launch_env.hint is not None:
+        logger.warning(launch_env.hint)
     logger.info(
         f"{launch_env.world_size} rank(s) from {launch_env.source}, device {device.type}, {torch.get_num_threads()} "
         f"thread(s) per rank, torch {torch.__version__}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from arguments.container import OPTIONS
 from arguments.help import help_lines, run_help
 from arguments.parse import resolve_command_line
+from arguments.tokens import parse_tokens
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,8 +15,23 @@ ROOT = Path(__file__).parents[2]
 def test_every_flag_is_in_the_help_text():
     text = "\n".join(help_lines(100))
     for option in OPTIONS.values():
-        assert all((spelling in text) != option.hidden or option.hidden for spelling in option.spellings)
+        assert all((spelling in text) != option.hidden or option.hidden for spelling in option.shown_spellings)
     assert "--cuda-graph-scope" not in text
+
+
+def test_of_spellings_that_differ_by_an_underscore_one_is_shown():
+    """Megatron-LM has --override-opt_param-scheduler and --override-opt-param-scheduler; both are accepted."""
+    others = {
+        spelling: option.spellings[0]
+        for option in OPTIONS.values()
+        for spelling in set(option.spellings) - set(option.shown_spellings)
+    }
+    assert others["--override-opt-param-scheduler"] == "--override-opt_param-scheduler" and len(others) < 5
+    for spelling, shown in others.items():
+        assert [OPTIONS[given.dest].spellings[0] for given in parse_tokens([spelling]).given] == [shown]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").glob("*.sh")]
+    texts = {path: path.read_text(encoding="utf-8") for path in pages} | {"--help": "\n".join(help_lines(100))}
+    assert [(place, spelling) for place, text in texts.items() for spelling in others if spelling in text] == []
 
 
 def test_lines_fit_and_are_grouped():

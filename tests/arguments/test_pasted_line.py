@@ -62,6 +62,87 @@ def test_text_of_a_script_with_continued_lines():
 
 
 @pytest.mark.parametrize(
+    "tail",
+    [
+        "2>&1 | tee log",
+        "> out 2>err",
+        ">> log 2>&1 < /dev/null &",
+        "&>log",
+        "2>&1|tee log",
+        "|& tee log",
+        "&& python next.py --seed 1",
+        "|| true",
+        "; sleep 5",
+        "# a comment; --seed 1",
+    ],
+)
+def test_what_a_shell_reads_after_the_flags_is_no_argument(tail):
+    """Also in words, as an unquoted variable gives them; a list of paths would take them silently."""
+    line = "torchrun --nproc-per-node 8 pretrain_moe.py --num-layers 2 --data-path 0.5 a"
+    wanted = ["--world-size", "8", *"--num-layers 2 --data-path 0.5 a".split()]
+    assert read_pasted_line([f"{line} {tail}"]) == wanted
+    assert read_pasted_line(f"{line} {tail}".split()) == wanted
+    assert read_pasted_line([*wanted, *tail.split()]) == wanted
+    if tail[0] in "&;":
+        assert read_pasted_line([line + tail]) == wanted
+        assert read_pasted_line((line + tail[0]).split()) == wanted
+
+
+def test_values_with_characters_of_a_shell_stay():
+    values = ["--pipeline-model-parallel-layout", "Et|tL", "--special", "<eos>", "a > b", "a;b", "x&y", "--save", "a#b"]
+    assert read_pasted_line(["pretrain_moe.py", *values]) == values
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cd x && A=1 torchrun --nproc-per-node 8 pretrain_moe.py --seed 2",
+        "#!/bin/bash\nset -e\nexport WORLD_SIZE=8; python pretrain_moe.py --seed 2 \\\n\necho done",
+        "python prepare.py x; torchrun --nproc-per-node=8 pretrain_moe.py --seed 2 || exit 1",
+        "(torchrun --nproc-per-node=8 pretrain_moe.py --seed 2)",
+        "$ torchrun --rdzv-endpoint $HOST:$PORT --nproc-per-node=8 pretrain_moe.py --seed 2",
+        "bash -c 'torchrun --nproc-per-node=8 pretrain_moe.py --seed 2 2>&1 | tee log'",
+        'srun -N 1 bash -lc "torchrun --nproc-per-node=8 pretrain_moe.py --seed 2 > log"',
+        "for i in 1 2; do torchrun --nproc-per-node=8 pretrain_moe.py --seed 2; done",
+    ],
+)
+def test_text_of_a_script_is_read_as_the_shell_reads_it(text):
+    assert read_pasted_line([text]) == ["--world-size", "8", "--seed", "2"]
+
+
+def test_a_command_in_a_shell():
+    words = ["srun", "-N", "2", "--ntasks-per-node", "4", "bash", "-c", "python pretrain_moe.py --seed 2 &> log"]
+    assert read_pasted_line(words) == ["--world-size", "8", "--seed", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "torchrun pretrain_moe.py ${MODEL_ARGS[@]} --seed 2",
+            r"^\$\{MODEL_ARGS\[@\]\}: only your shell knows its words",
+        ),
+        ('torchrun pretrain_moe.py --seed 2 --data-path a "$@"', r'^"\$@": only your shell'),
+        ("torchrun pretrain_moe.py --data-path a $MOE_ARGS", r"^\$MOE_ARGS: only your shell"),
+        ("torchrun pretrain_moe.py $(cat flags.txt)", r"^\$\(cat flags.txt\): only your shell"),
+        ("torchrun pretrain_moe.py --save 'x --seed 2", "a quote in the pasted line is not closed: 'x --seed 2"),
+        ("torchrun pretrain_moe.py --seed 2\ntorchrun pretrain_moe.py --seed 3", "2 commands of the pasted text start"),
+    ],
+)
+def test_what_only_a_shell_can_read_is_refused_by_name(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_pasted_line([text])
+
+
+def test_variables_as_values_stay():
+    values = "--save $CKPT --data-path 0.7 $A 0.3 ${B} --num-layers ${L}".split()
+    assert read_pasted_line([f"torchrun pretrain_moe.py {' '.join(values)} --exp-name '$X' '$@'"]) == [
+        *values,
+        *("--exp-name", "$X", "$@"),
+    ]
+
+
+@pytest.mark.parametrize(
     "words",
     [
         [],

@@ -149,10 +149,12 @@ def known_flags() -> set[str]:
 
 
 FOREIGN = {  # programs of others
+    *("mkdir", "tar"),
     "docker", "pip", "mkdocs", "sbatch", "scontrol", "srun", "torchrun", "git", "cat", ".", "export", "curl", "#!/bin/bash",
     "for", "done", "echo", "nohup", "tail", "touch", "vllm",
 }  # fmt: skip
 OPTIONS_OF_OTHERS = {
+    *"--model --no-binary --no-deps --outfile --outtype --strip-components --wildcards".split(),  # consumers.md
     "--nproc-per-node", "--nnodes", "--strict", "--signal", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--moe-layer-freq", "--num-exp",
     "--no-build-isolation", "--env-file", "--ipc", "--network",
     "--extra", "--wait", "--flag", "--all", "--changed", "--tier-limit", "--record", "--lf", "--junit-xml", "--tier", "--write",

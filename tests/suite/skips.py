@@ -13,6 +13,7 @@ PACKAGES = {
     "mkdocs": "mkdocs mkdocs-material",
     "peft|accelerate": "peft",
     "lm.eval": "lm-eval",
+    "xllamacpp": "xllamacpp",
     "megatron.core": "megatron-core",
     "moto|s3fs": "moto[server] s3fs",
     "pyarrow": "pyarrow",
@@ -23,6 +24,7 @@ PACKAGES = {
 """Pattern of a reason -> what MOE_TRAINER_TEST_WITH installs for it."""
 OTHERS = {
     "reference facts|slurm_up": ("the folder of reference facts", "MOE_TRAINER_SHARED=FOLDER"),
+    "convert_hf_to_gguf": ("the converter of llama.cpp", "MOE_TRAINER_LLAMA_CPP=FOLDER, see docs/consumers.md"),
     "slurm|munge": ("SLURM", "apt-get install slurm-wlm munge, as root"),
     "CUDA device": ("a GPU", "tests/gpu by itself on a machine with one"),
     "flash-linear": ("flash-linear-attention", "pip install --no-deps flash-linear-attention fla-core einops"),

@@ -64,7 +64,33 @@ def test_ranks_per_node_of_the_launcher(variables, expected):
 
 
 def test_slurm_batch_script_is_one_process():
-    assert read_launch_env({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}).world_size == 1
+    """The shell of sbatch has a task's variables; that of salloc has the job's only. srun alone sets SLURM_STEP_ID."""
+    job = {"SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_TASKS_PER_NODE": "8", "SLURM_JOB_ID": "12"}
+    for shell in (job, {**job, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}):
+        place = read_launch_env(shell)
+        assert place.world_size == 1 and place.hint is not None
+        assert "SLURM job 12 asked for 8 tasks (SLURM_NTASKS): start the ranks with srun" in place.hint
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_NTASKS": "8"},  # left over: no job
+        {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0"},  # sbatch without --ntasks
+        {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1"},
+        {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "RANK": "0", "WORLD_SIZE": "1"},  # torchrun
+        {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "MASTER_ADDR": "a"},
+    ],
+)
+def test_other_processes_get_no_hint_of_a_job(variables):
+    assert read_launch_env(variables).hint is None
+
+
+def test_the_hint_of_a_job_is_in_the_log(tmp_path):
+    shell = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    done = run([*TINY, *MOCK, "--train-iters", "1"], tmp_path, **shell)
+    assert done.returncode == 0 and done.stderr.count("SLURM job 12 asked for 4 tasks") == 1, done.stderr
 
 
 @pytest.mark.parametrize(
