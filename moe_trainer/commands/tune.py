@@ -48,7 +48,10 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"--iterations {options.iterations}: more than {WARMUP} are needed, since the first do not count")
     if not options.timeout > 0:
         parser.error(f"--timeout {options.timeout:g} must be above 0")
-    before, start, flags = split_pasted_line(words[split:])
+    try:
+        before, start, flags = split_pasted_line(words[split:])
+    except ValueError as error:
+        parser.error(str(error))
     flags = [*before, *flags]
     if not flags:
         parser.error("the command line of a run is missing: its flags, or all of it with torchrun")
