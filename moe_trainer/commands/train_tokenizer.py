@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from arguments.paths import local_path
+from arguments.paths import local_path, local_prefix
 from arguments.program import program_name
 from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.errors import UserError, require_packages
@@ -23,7 +23,9 @@ SENTENCEPIECE, HUGGING_FACE = "SentencePieceTokenizer", "HuggingFaceTokenizer"
 def main(argv: Sequence[str]) -> int:
     """Train, write the files and print the flags. Returns the exit code."""
     parser = make_command_parser("train-tokenizer", __doc__)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or quoted patterns")
+    parser.add_argument(
+        "--input", type=local_prefix, nargs="+", required=True, metavar="FILE", help="files or quoted patterns"
+    )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the texts in JSON (default: text)"
     )

@@ -109,9 +109,10 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
     state = TrainState()
     if ctx.should_save:
         assert output.save is not None
+        saved_in = Path(output.save)
         with as_user_error("--save"):
             filesystem_id = check_writable(output.save, ctx.ps)
-            others = frozenset(run_on_rank0(lambda: complete_iterations(Path(output.save)), ctx.ps.world))
+            others = frozenset(run_on_rank0(lambda: complete_iterations(saved_in), ctx.ps.world))
         ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id, protected=others))
     with as_user_error(f"--load {output.load}"):
         weights_only = output.pretrained_checkpoint is not None and (
@@ -142,7 +143,8 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
     if loaded is None or finetune or loaded.weights_only:
         return ctx, state if loaded is None or finetune else _at_iteration(state, ctx)
     if output.save is not None and _is_same_folder(loaded.folder.parent, output.save):  # then all there is of this run
-        protected = frozenset([folder_iteration(loaded.folder)])
+        iteration = folder_iteration(loaded.folder)
+        protected = frozenset() if iteration is None else frozenset([iteration])
         ctx = replace(ctx, save_options=replace(ctx.save_options, protected=protected))
     saved = loaded.state
     ctx, scheduled_samples = _resume_schedules(ctx, saved)
