@@ -2,7 +2,7 @@
 
 The flag reference comes from `arguments/` (flag_reference.py). CONTRIBUTING.md, CHANGELOG.md and the benchmark records
 are files of the repository outside of docs/; the manual shows them as pages. In the sources a link names the file as it
-is in the repository (`../scripts/bench_results/cpu.md`), so it works in an editor and on a code host too; here it
+is in the repository (`../scripts/bench_results/data.md`), so it works in an editor and on a code host too; here it
 becomes a link to the page.
 """
 

@@ -54,7 +54,7 @@ class SaveOptions:
     Attributes:
         plan_cache: None plans every save from the start.
         total_limit: number of checkpoints that are kept, next to those of retain_interval and `protected`.
-        protected: iterations that total_limit never deletes: the loaded one, and those of other runs in the folder.
+        protected: iterations that total_limit never deletes: the loaded one.
         filesystem_id: result of check_writable; saving to another file system is rejected.
         ckpt_format: "torch" for Megatron-LM's legacy format; all others are written as torch_dist.
     """

@@ -5,7 +5,7 @@
 
 Runs some iterations of each size with the launcher, model and data of the line, one after the other, and prints
 medians without the first two iterations. A size that runs out of memory, or that the trainer refuses, is a row.
-Nothing is written to the folders of the line. The options below stand before the line.
+Of the line's folders only the cache of sample indices is written to. The options below stand before the line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trials: a few iterations of a training command line in child processes, for their time and memory.
 
 A trial takes data, model and launcher of the line, starts at iteration 0 (of a checkpoint it loads the weights), and
-writes only to its own folder.
+writes only to its own folder and to the line's cache of sample indices.
 """
 
 import importlib.util

@@ -205,11 +205,15 @@ class FusedGroupedLinear(nn.Module):
         """Return the gradient; with a queue, the oldest one that the library has deferred."""
         total_eNK = sums.pop(0)
         if self.queue is not None:
-            total_eNK.untyped_storage().resize_(total_eNK.nbytes)
-            total_eNK.zero_()
-            with self._showing(weight_eNK.detach().unbind(0)):
-                self.fused.backward_dw()
+            self._compute_deferred(weight_eNK, total_eNK)
         return total_eNK
+
+    def _compute_deferred(self, weight_eNK: Parameter, total_eNK: Tensor) -> None:
+        """Give the oldest deferred weight gradient of the library its memory, and compute it."""
+        total_eNK.untyped_storage().resize_(total_eNK.nbytes)
+        total_eNK.zero_()
+        with self._showing(weight_eNK.detach().unbind(0)):
+            self.fused.backward_dw()
 
     def _showing(self, weights: Sequence[Tensor]) -> AbstractContextManager[None]:
         return showing(self.fused, dict(zip(self._names, weights, strict=True)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_trainer.metrics.record_checks import checked_record, is_number
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
-from moe_trainer.metrics.run_state import RunEnd, RunState, clock, state_of_run
+from moe_trainer.metrics.run_state import WITHOUT_END, RunEnd, RunState, clock, state_of_run
 
 MAX_RECORDS = 2000
 MAX_EVENTS = 500
@@ -28,7 +28,8 @@ UNCOMPARED_SETTINGS = frozenset(
     """
     seed save load metrics_file tensorboard_dir tensorboard_queue_size wandb_exp_name wandb_project wandb_save_dir
     data_cache_path log_interval save_interval exit_interval exit_duration_in_mins report report_html auto_resume
-    ckpt_step
+    ckpt_step save_total_limit save_retain_interval save_on_interrupt async_save exit_signal exit_signal_handler
+    log_throughput wandb_entity
     """.split()
 )
 """Settings that do not make another experiment."""
@@ -265,7 +266,7 @@ class RunData:
         """Return what the page says first of a run that ended badly; None of another one."""
         if state.name == "failed":
             return {"severity": "bad", "card": "events", "text": f"the run {self._end}"}
-        if state.name != "silent":
+        if state.name not in WITHOUT_END:
             return None
         train_iters = self._head.get("train_iters")
         is_complete = isinstance(train_iters, int) and self._newest.get("iteration", 0) >= train_iters

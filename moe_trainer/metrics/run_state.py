@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STATES = ("finished", "stopped", "interrupted", "failed")
+WITHOUT_END = ("killed", "stalled", "silent")
 MAX_REASON = 500  # characters
 _MIN_SILENCE_S = 120.0
 _SILENT_INTERVALS = 5  # between records: an evaluation or a save may come between two
@@ -60,7 +61,7 @@ class RunState:
     """State of a run, as it is shown.
 
     Attributes:
-        name: "running", "silent", or the state of its end.
+        name: "running", one of WITHOUT_END, or the state of its end.
         words: the name for people.
         silent_at: of a running one, when it will have been silent for too long, in seconds since the epoch.
         cause: of silence, as far as it is known.
@@ -92,13 +93,13 @@ def state_of_run(
         return RunState(end.state, end.state)
     since = "" if heard is None else f" since {clock(heard)}"
     if is_alive is False:
-        return RunState("silent", f"killed, no record{since}", cause=_KILLED_CAUSE)
+        return RunState("killed", f"killed, no record{since}", cause=_KILLED_CAUSE)
     silent_at = None if heard is None else heard + max(_MIN_SILENCE_S, _SILENT_INTERVALS * interval_s)
     if silent_at is not None and now <= silent_at:
         return RunState("running", "running", silent_at)
     if is_alive:
         usual = f"it wrote one every {interval_s:.3g} s before" if interval_s else "it has written none"
-        return RunState("silent", f"stalled, no record{since}", cause=f"its process runs; {usual}")
+        return RunState("stalled", f"stalled, no record{since}", cause=f"its process runs; {usual}")
     return RunState("silent", f"no sign of life{since}", cause=_UNKNOWN_CAUSE)
 
 

@@ -104,22 +104,38 @@ def _replaces_all_weights(args: Arguments, ps: ParallelState) -> bool:
         return folder is not None and run_on_rank0(lambda: is_named_in(folder), ps.world)
 
 
+def _check_total_limit(ctx: TrainContext) -> None:
+    """Refuse --save-total-limit where --save has checkpoints that the run does not continue. Collective.
+
+    When the run is started again nothing would tell them from its own, which are deleted.
+    """
+    limit, save = ctx.save_options.total_limit, ctx.args.output.save
+    if limit is None or save is None or not ctx.should_save:
+        return
+    with as_user_error("--save"):
+        others = run_on_rank0(lambda: complete_iterations(Path(save)), ctx.ps.world)
+    if others:
+        raise UserError(
+            f"--save-total-limit {limit}: {save} has checkpoints that this run does not continue (iteration "
+            f"{', '.join(map(str, others))}); name an empty folder, or --load {save}"
+        )
+
+
 def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[TrainContext, TrainState]:
     output = ctx.args.output
     state = TrainState()
     if ctx.should_save:
         assert output.save is not None
-        saved_in = Path(output.save)
         with as_user_error("--save"):
             filesystem_id = check_writable(output.save, ctx.ps)
-            others = frozenset(run_on_rank0(lambda: complete_iterations(saved_in), ctx.ps.world))
-        ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id, protected=others))
+        ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id))
     with as_user_error(f"--load {output.load}"):
         weights_only = output.pretrained_checkpoint is not None and (
             output.load is None or not holds_checkpoint(output.load, ctx.ps)
         )
     folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
     if folder is None:
+        _check_total_limit(ctx)
         return ctx, state
     options = replace(LoadOptions.from_args(ctx.args, tokenizer.vocab_size), has_initial_weights=has_initial_weights)
     if ctx.args.is_eval_only:  # an evaluation draws no random numbers
@@ -141,11 +157,14 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
                 "(--skip-train)"
             )
     if loaded is None or finetune or loaded.weights_only:
+        _check_total_limit(ctx)
         return ctx, state if loaded is None or finetune else _at_iteration(state, ctx)
     if output.save is not None and _is_same_folder(loaded.folder.parent, output.save):  # then all there is of this run
         iteration = folder_iteration(loaded.folder)
         protected = frozenset() if iteration is None else frozenset([iteration])
         ctx = replace(ctx, save_options=replace(ctx.save_options, protected=protected))
+    else:
+        _check_total_limit(ctx)
     saved = loaded.state
     ctx, scheduled_samples = _resume_schedules(ctx, saved)
     with as_user_error(f"--load {output.load}"):

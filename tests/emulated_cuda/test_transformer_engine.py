@@ -93,8 +93,8 @@ def train_with(rank: int, n: int, flags: str) -> tuple[list[float], dict, int]:
     from moe_trainer.layers.te_experts import FusedGroupedLinear
     from moe_trainer.verification import training_trace
 
-    defer, later = FusedGroupedLinear._defer, []
-    FusedGroupedLinear._defer = lambda *args: later.append(None) or defer(*args)
+    compute, later = FusedGroupedLinear._compute_deferred, []
+    FusedGroupedLinear._compute_deferred = lambda *args: later.append(None) or compute(*args)
     argv = [*make_argv("plain"), *FP8.split(), *flags.split()]
     outcome = training_trace.train(parse_args(argv, n), rank, create_groups(argv, rank, n), 2, device="cuda")
     return (

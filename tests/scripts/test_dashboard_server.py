@@ -126,7 +126,7 @@ def test_list_alone_tells_eight_runs_apart(tmp_path, lock):
         start(tmp_path / name)
     kill(start(tmp_path / "killed"))
     entries = Runs(tmp_path).summaries("")
-    found = {each["name"]: (each["state"].partition(",")[0], (each["finding"] or {}).get("text")) for each in entries}
+    found = {each["name"]: (each["status"], (each["finding"] or {}).get("text")) for each in entries}
     routing = "layer 1: 6 of 8 experts (2-7) have received no token since iteration 1; the busiest expert (0) has 4.0"
     expected = {
         "healthy": ("running", ""),

@@ -151,7 +151,7 @@ def test_an_older_checkpoint_is_deleted_only_after_a_valid_one(tmp_path, monkeyp
 
 
 def test_total_limit_spares_what_the_run_started_from(tmp_path, monkeypatch):
-    """One rank deletes. A run that does not continue the one in its folder deletes only its own checkpoints."""
+    """One rank deletes. A run that does not continue the one in its folder is refused: later it could not tell them apart."""
     delete_checkpoint = saving.delete_checkpoint
 
     def delete(*args):
@@ -166,8 +166,9 @@ def test_total_limit_spares_what_the_run_started_from(tmp_path, monkeypatch):
     assert run(limited, tmp_path).returncode == 0
     assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
     other = [part for part in limited if part != "--auto-resume"]
-    assert run([*other, "--seed", "7", "--save-interval", "3"], tmp_path).returncode == 0
-    assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 3 6 "
+    refused = run([*other, "--seed", "7", "--save-interval", "3"], tmp_path)
+    assert refused.returncode == 2 and "checkpoints that this run does not continue (iteration 4, 8)" in refused.stderr
+    assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
 
 
 def flip_bit(folder):

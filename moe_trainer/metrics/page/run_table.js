@@ -3,13 +3,13 @@ const SEVERITIES = { bad: 0, warn: 1, ok: 2 };
 const MAX_SETTINGS = 8; // that have a column
 // what is wrong, by the part of the page that shows it
 const TROUBLES = { loss: "bad loss", routing: "bad routing", ranks: "slow rank" };
-const newestValidation = (run) => (run.validations || []).filter((each) => each.set !== "test").pop();
+const newestValidation = (run) => (run.validations || []).filter((each) => !each.set.startsWith("test")).pop();
 
 // a run as a row: from the list of a server, or from all that is known of it
 function rowOf(run) {
   const state = stateOf(run), isListed = !run.records;
   const findings = [...silentFinding(run), ...(isListed ? [run.finding].filter(Boolean) : run.findings || [])].sort((a, b) => (SEVERITIES[a.severity] ?? 1) - (SEVERITIES[b.severity] ?? 1));
-  const finding = findings.find((each) => each.severity !== "ok"), isBadEnd = ["failed", "silent"].includes(state.name);
+  const finding = findings.find((each) => each.severity !== "ok"), isBadEnd = ["failed", "killed", "stalled", "silent"].includes(state.name);
   const figures = isListed ? { loss: run.lm_loss, validation: run.validation_loss, tokens_per_s: run.tokens_per_s, iteration: run.iteration, train_iters: run.train_iters } : {
     loss: last(series(run, "lm loss")), validation: newestValidation(run)?.["lm loss"], tokens_per_s: throughput(run), tflops: latest(run, "tflops_per_gpu"), grad_norm: latest(run, "grad_norm"),
     iteration: run.progress?.iteration, train_iters: run.progress?.train_iters ?? run.head?.train_iters,
