@@ -154,7 +154,9 @@ def publish(temporary: Path, directory: Path, iteration: int) -> None:
 def remove_directory(folder: Path) -> None:
     """Delete a folder if it exists; log a warning if that fails."""
     try:
-        if folder.exists():
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.exists():
             shutil.rmtree(folder)
     except OSError as error:
         logger.warning("cannot remove %s: %s", folder, error)

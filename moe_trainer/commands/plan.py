@@ -213,9 +213,10 @@ def add_training_flags(flags: list[str]) -> list[str]:
     settings, _ = resolve_command_line(as_plan(flags), None)
     missing = []
     if settings.lr is None:
-        missing += ["--lr", "1e-4"]
+        missing += ["--lr", f"{max(1e-4, settings.min_lr or 0.0, settings.lr_warmup_init or 0.0):g}"]
     if settings.train_iters is None and settings.train_samples is None:
-        missing += ["--train-iters", "1000000"]
+        in_samples = settings.lr_decay_samples or settings.lr_warmup_samples
+        missing += ["--train-samples" if in_samples else "--train-iters", "1000000000"]
     if missing:
         print(f"{program_name('plan')}: planned with {' '.join(missing)}, which training needs", file=sys.stderr)
     return [*flags, *missing]

@@ -10,6 +10,7 @@ Of the line's folders only the cache of sample indices is written to. The option
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def main(words: Sequence[str]) -> int:
     problems = parse_tokens(flags).violations
     if problems:
         parser.error("\n  ".join(problem.message for problem in problems))
+    # a trial's processes are ended, and its folder is deleted, on the way out
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         require_packages("torch", "numpy", "safetensors")
         trials = _run(list(dict.fromkeys(sizes)), start, flags, options.iterations, options.timeout)

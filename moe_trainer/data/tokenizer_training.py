@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,9 @@ from moe_trainer.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """Of byte-level BPE; a SentencePiece model has </s>."""
-_LONGEST_LINE = 1 << 16
+_LONGEST_PIECE = (
+    1 << 14
+)  # characters; SentencePiece leaves out lines of more than 2^16 bytes, BPE is slow in long words
 _SENTENCEPIECE_TOKENS = 3 + 1 + 256  # unknown, begin, end; the line break; bytes
 
 
@@ -30,10 +32,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
     sentencepiece = _import_library("sentencepiece")
     if vocab_size <= _SENTENCEPIECE_TOKENS:
         raise UserError(f"--vocab-size {vocab_size}: more than {_SENTENCEPIECE_TOKENS} are needed, for bytes alone")
-    lines = (line for text in texts for line in text.splitlines() if line.strip())
-    first = next(lines, None)
-    if first is None:
-        raise UserError("the input has no text")
+    lines = (piece for text in texts for line in text.splitlines() if line.strip() for piece in _pieces(line))
+    first = _first(lines)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -47,7 +47,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int) -> bytes:
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            max_sentence_length=_LONGEST_LINE,
+            max_sentence_length=4 * _LONGEST_PIECE,
             user_defined_symbols=["\n"],
             minloglevel=2,
         )
@@ -74,12 +74,30 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> dict[str, str
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
     )
-    encoder.train_from_iterator(texts, trainer)
+    pieces = (piece for text in texts for piece in _pieces(text))
+    encoder.train_from_iterator(chain([_first(pieces)], pieces), trainer)
     found = encoder.get_vocab_size()
     if found < vocab_size:
         raise UserError(f"--vocab-size {vocab_size}: this text has only {found} different tokens; give more text")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
     return {"tokenizer.json": encoder.to_str(pretty=True), "tokenizer_config.json": json.dumps(config, indent=2)}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces of at most _LONGEST_PIECE characters."""
+    return (text[start : start + _LONGEST_PIECE] for start in range(0, len(text), _LONGEST_PIECE))
+
+
+def _first(pieces: Iterator[str]) -> str:
+    """Return the first piece.
+
+    Raises:
+        UserError: if there is none.
+    """
+    first = next(pieces, None)
+    if first is None:
+        raise UserError("--input: the files have no text")
+    return first
 
 
 def _import_library(name: str) -> Any:

@@ -131,6 +131,8 @@ read_section() {
     [ -n "$file" ] || return 0
     SECTION_FILE=$file
     while IFS="=" read -r variable value; do
+        [ "$variable" != "?" ] || fail "$file: in $name: only lines of the form NAME: VALUE are read, not: $value"
+        [ -z "${SECTION[$variable]+x}" ] || fail "$file: $variable is in $name twice"
         [[ " ${VARIABLES//$'\n'/ } " == *" $variable "* ]] ||
             fail "$file: $variable in $name: is no variable of the launchers (--help lists them)"
         SECTION[$variable]=$value
@@ -144,13 +146,25 @@ read_section() {
 # Print a section of a YAML file, one NAME=VALUE per line.
 section_lines() {
     awk -v section="$1" '
-        /^[^ #]/ { inside = $0 ~ "^" section " *:"; next }
-        inside && match($0, /^ +[^ #:]+ *:/) {
-            key = substr($0, 1, RLENGTH - 1); value = substr($0, RLENGTH + 1)
-            gsub(/ /, "", key); sub(/ +#.*/, "", value); gsub(/^ +| +$/, "", value)
-            if (value ~ /^".*"$|^\047.*\047$/) value = substr(value, 2, length(value) - 2)
+        { sub(/\r$/, "") }
+        /^ *(#.*)?$/ { next }
+        /^[^ -]/ {
+            inside = $0 ~ "^" section " *:"
+            if (inside && $0 !~ /: *(#.*)?$/) print "?=" $0
+            next
+        }
+        inside && match($0, /^ +[A-Za-z_][A-Za-z_0-9]* *: *[^ ]/) {
+            value = $0; sub(/^[^:]*: */, "", value)
+            key = $0; sub(/ *:.*/, "", key); gsub(/ /, "", key)
+            if (value ~ /^"[^"]*" *(#.*)?$|^\047[^\047]*\047 *(#.*)?$/) {
+                quote = substr(value, 1, 1); value = substr(value, 2); value = substr(value, 1, index(value, quote) - 1)
+            } else {
+                sub(/ +#.*/, "", value); sub(/ +$/, "", value)
+            }
             print key "=" value
-        }' "$2"
+            next
+        }
+        inside { print "?=" $0 }' "$2"
 }
 
 # Print which variants the preset has, for a message.

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from arguments.parse import as_plan, resolve_command_line
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parallel_configs import drop_flags
 
@@ -40,6 +41,14 @@ _LEFT_OUT = frozenset(
     """.split()
 )
 """Destinations of flags that write, or that belong to a whole run, or that a trial sets."""
+_WRITING = frozenset(
+    """
+    save tensorboard_dir wandb_project export_weights stream_weights_to dump_step record_step config_logger_dir
+    dump_param_to_param_group_map moe_routing_trace_path profile record_memory_history memory_snapshot_path
+    flight_recorder_dump_path report report_html ckpt_convert_save
+    """.split()
+)
+"""Those that would write somewhere else than in the trial's folder."""
 _MESSAGE = re.compile(r"^(?:pretrain_moe\.py|moe-trainer train|python -m moe_trainer train): (.+)(?:\n  - (.+))?", re.M)
 _NO_MEMORY = re.compile(
     r"out of (host )?memory|OutOfMemoryError|can(not|'t) allocate memory|does not fit into the memory", re.IGNORECASE
@@ -134,14 +143,22 @@ def _start_of_trainer(start: Sequence[str]) -> list[str]:
 
 
 def _trial_flags(flags: Sequence[str], micro_batch_size: int, iterations: int, folder: Path) -> list[str]:
-    """Return the flags of a trial. Length of training and data stay, for the same index of samples as in the run."""
+    """Return the flags of a trial. Length of training and data stay, for the same index of samples as in the run.
+
+    Raises:
+        UserError: for a flag of a recipe file that writes: only words of the line can be left out.
+    """
     ours = (
         f"--micro-batch-size {micro_batch_size} --exit-interval {iterations} --log-interval 1 "
         f"--log-memory-interval {iterations} --eval-iters 0"
     )
-    loads = any(word.partition("=")[0] == "--load" for word in flags)
-    only_weights = "--finetune --no-load-optim --no-load-rng".split() if loads else []
-    return [*drop_flags(flags, _LEFT_OUT), *ours.split(), *only_weights, "--metrics-file", str(folder / _METRICS)]
+    kept = drop_flags(flags, _LEFT_OUT)
+    settings, _ = resolve_command_line(as_plan(kept), None)
+    writing = [settings.flag(dest) for dest in settings.given_dests() if dest in _WRITING]
+    if writing:
+        raise UserError(f"{writing[0]} in the recipe file would write into the run's own folder; put it on the line")
+    only_weights = "--finetune --no-load-optim --no-load-rng".split() if settings.load is not None else []
+    return [*kept, *ours.split(), *only_weights, "--metrics-file", str(folder / _METRICS)]
 
 
 def _read_trial(path: Path, output: str) -> Trial:

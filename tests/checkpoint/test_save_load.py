@@ -209,6 +209,16 @@ def test_total_limit_keeps_the_last_the_retained_and_the_protected_ones(tmp_path
     assert load(tmp_path, [model], None, SINGLE, OPTIONS).iteration == 30
 
 
+def test_total_limit_removes_the_link_to_a_checkpoint_and_not_the_checkpoint(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "ckpt"
+    save_one(elsewhere, 5)
+    folder.mkdir()
+    (folder / "iter_0000005").symlink_to(elsewhere / "iter_0000005")
+    save_one(folder, 10, total_limit=1)
+    assert sorted(path.name for path in folder.glob("iter_*")) == ["iter_0000010"]
+    assert (elsewhere / "iter_0000005" / "metadata.json").exists()
+
+
 def test_total_limit_counts_no_save_in_progress(tmp_path):
     saver, model = AsyncSaver(), FakeModel()
     for iteration in (1, 2, 3):

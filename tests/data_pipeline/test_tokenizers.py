@@ -367,7 +367,12 @@ def test_trained_tokenizer_is_what_its_flags_name(tmp_path, capsys, kind):
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
 @pytest.mark.parametrize(
     "text, size, message",
-    [("", 400, "text"), ("a b", 0, "0 must be above 0"), ("a b", 200, "are needed, for bytes"), ("a b", 9999, "9999")],
+    [
+        ("", 400, "--input: the files have no text"),
+        ("a b", 0, "0 must be above 0"),
+        ("a b", 200, "are needed, for bytes"),
+        ("a b", 9999, "9999"),
+    ],
 )
 def test_tokenizer_that_cannot_be_trained_writes_nothing(tmp_path, capsys, kind, text, size, message):
     pytest.importorskip("sentencepiece")
@@ -376,3 +381,12 @@ def test_tokenizer_that_cannot_be_trained_writes_nothing(tmp_path, capsys, kind,
     done = call_main(train_tokenizer.main, [*words, "--tokenizer-type", kind], capsys)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
+def test_tokenizer_is_trained_on_lines_of_any_length(tmp_path, capsys, kind):
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "abcdefghijklm nopqrstuvwxyz" * 10_000}))
+    words = ["--input", tmp_path / "a.jsonl", "--vocab-size", 290, "--output-dir", tmp_path / "made"]
+    done = call_main(train_tokenizer.main, [*words, "--tokenizer-type", kind], capsys)
+    assert done.returncode == 0, done.stderr

@@ -265,6 +265,8 @@ def test_a_plan_needs_neither_a_learning_rate_nor_a_training_length(mode, capsys
         assert plan.main([*mode, *SHAPE, *training]) == 0
         output = capsys.readouterr()
         plans.append([text for text in output.out.splitlines() if "planned in" not in text and "torchrun" not in text])
-        assert ("planned with --lr 1e-4 --train-iters" in output.err) == (not training)
+        assert ("planned with --lr 0.0001 --train-iters" in output.err) == (not training)
     assert plans[0] == plans[1]
+    for partial in (["--min-lr", "0.001"], ["--lr-warmup-iters", "2000000"], ["--lr-decay-samples", "100"]):
+        assert plan.main([*mode, *SHAPE, *partial]) == 0, capsys.readouterr().err
     assert pretrain_moe.main([*SHAPE, "--world-size", "2", "--dry-run"]) == 2

@@ -594,6 +594,29 @@ def test_section_of_a_recipe_file_gives_launch_values(tmp_path):
         assert message in dry_run("sbatch_train.sh", tmp_path, "", variables, code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("launch: {EP: 2}\n", "only lines of the form NAME: VALUE are read, not: launch: {EP: 2}"),
+        ("launch:\n- EP: 2\n", "not: - EP: 2"),
+        ("launch:\n  EP:\n    - 2\n", "not:   EP:"),
+        ("launch:\n  TP TP: 3\n", "not:   TP TP: 3"),
+        ("launch:\n  EP: 2\n  EP: 4\n", "EP is in launch twice"),
+    ],
+)
+def test_section_that_is_not_understood_is_rejected(tmp_path, section, message):
+    (tmp_path / "own.yaml").write_text(section + "MODEL_ARGS:\n  --num-layers: 8\n")
+    error = dry_run("sbatch_train.sh", tmp_path, "", "MODEL=own.yaml VALIDATE=0", code=2).stderr
+    assert "own.yaml: " in error and message in error
+
+
+def test_section_with_line_ends_of_windows_and_quotes(tmp_path):
+    content = "launch:\n  EP: 4\n  RECOMPUTE: 'mlp # x' # why\nMODEL_ARGS:\n  --num-layers: 8\n"
+    (tmp_path / "own.yaml").write_bytes(content.replace("\n", "\r\n").encode())
+    shown = dry_run("sbatch_train.sh", tmp_path, "", "MODEL=own.yaml VALIDATE=0")
+    assert "--expert-model-parallel-size 4" in " ".join(trainer_flags(shown.stdout)) and "mlp # x" in shown.stdout
+
+
 def test_launcher_layouts_contain_every_layer():
     assert make_layout(61, 1, 8, None, True) == "Et|(tt|)*30mL"
     assert make_layout(32, 0, 8, None, False) is make_layout(32, 0, 4, 8, True) is None  # an even split does

@@ -145,3 +145,32 @@ def test_wrong_words_run_nothing(words, message, monkeypatch, capsys):
     monkeypatch.setattr(trial, "run_command", None)
     done = call_main(tune.main, words.split(), capsys)
     assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
+def test_folder_of_a_recipe_file_is_not_written_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trial, "run_command", None)
+    (tmp_path / "own.yaml").write_text(f"MODEL_ARGS:\n  --save: {tmp_path / 'mine'}\n  --num-layers: 2\n")
+    done = call_main(tune.main, ["--micro-batch-size", "1", "--preset", str(tmp_path / "own.yaml"), *LINE], capsys)
+    assert done.returncode == 2 and "--save in the recipe file would write" in done.stderr, done.stderr
+
+
+def test_trial_loads_only_the_weights_of_a_recipe_files_checkpoint(tmp_path):
+    (tmp_path / "own.yaml").write_text("MODEL_ARGS:\n  --load: mine\n")
+    flags = trial._trial_flags(["--preset", str(tmp_path / "own.yaml"), *LINE], 1, 4, tmp_path)
+    assert {"--finetune", "--no-load-optim", "--no-load-rng"} <= set(flags)
+    assert "--finetune" not in trial._trial_flags(LINE, 1, 4, tmp_path)
+
+
+def test_sigterm_ends_the_trial(tmp_path, monkeypatch):
+    """With what it has started; its folder is deleted."""
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(tune.tempfile, "tempdir", str(tmp_path))
+
+    def run_trial(*args):
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+
+    monkeypatch.setattr(tune, "run_trial", run_trial)
+    with pytest.raises(SystemExit) as ended:
+        tune.main(["--micro-batch-size", "1", *LINE])
+    assert ended.value.code == 143 and list(tmp_path.iterdir()) == []
