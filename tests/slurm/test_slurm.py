@@ -68,7 +68,7 @@ class Cluster:
             timeout=600,
         )
         assert done.returncode == 0, done.stderr
-        return done.stdout.split()[2].rstrip(":")
+        return re.search(r"^submitted job (\d+):", done.stdout, re.MULTILINE)[1]
 
     def job(self, job, name):
         text = self("scontrol", "show", "job", "-o", job).splitlines()[0]
