@@ -254,7 +254,7 @@ def curves(folder):
 def test_quickstart_preempted_twice_equals_an_uninterrupted_run(cluster, tmp_path, quickstart):
     """Preempted by a signal and by a job of higher priority; the curve equals that of an uninterrupted run."""
     data, flags = quickstart
-    job = cluster.submit(tmp_path, *flags, MODEL="mixtral_tiny", DATA_PATH=data, COMMENT='two "words" \\ #1')
+    job = cluster.submit(tmp_path, *flags, MODEL="mixtral_tiny", EP="1", DATA_PATH=data, COMMENT='two "words" \\ #1')
     assert 'Comment=two "words" \\ #1' in cluster("scontrol", "show", "job", job)
     cluster.wait("iteration 3", lambda: len(records(tmp_path)) >= 3, tmp_path)
     cluster("scancel", "--signal=USR1", job)
