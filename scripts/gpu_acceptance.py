@@ -352,9 +352,9 @@ def main(argv: list[str], program: Path = SCRIPT) -> int:
             results.add(missing)
             deadline = begin + options.budget - RESERVE_S
             for new in run_parts(parts, results.work, program, options.time_limit, deadline):
+                results.add(new)  # first: whoever reads a line may end this program
                 for line in new:
                     print(f"{line.section}: {line.name}: {line.status}: {line.detail}", flush=True)
-                results.add(new)
         except KeyboardInterrupt:
             head["stopped"] = "by Ctrl-C, before all lines were checked"
         finally:
