@@ -352,7 +352,7 @@ def main(argv: list[str], program: Path = SCRIPT) -> int:
             results.add(missing)
             deadline = begin + options.budget - RESERVE_S
             for new in run_parts(parts, results.work, program, options.time_limit, deadline):
-                results.add(new)  # first: whoever reads a line may end this program
+                results.add(new)  # first: a reader of a line may end this program
                 for line in new:
                     print(f"{line.section}: {line.name}: {line.status}: {line.detail}", flush=True)
         except KeyboardInterrupt:
