@@ -17,9 +17,8 @@ from moe_trainer.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """Of byte-level BPE; a SentencePiece model has </s>."""
-_LONGEST_PIECE = (
-    1 << 14
-)  # characters; SentencePiece leaves out lines of more than 2^16 bytes, BPE is slow in long words
+_LONGEST_PIECE = 1 << 14
+"""Characters: SentencePiece leaves out lines above its limit of bytes, and BPE is slow in long words."""
 _SENTENCEPIECE_TOKENS = 3 + 1 + 256  # unknown, begin, end; the line break; bytes
 
 

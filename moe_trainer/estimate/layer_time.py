@@ -32,7 +32,6 @@ from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_sec
 from moe_trainer.estimate.linear_attention import is_short_conv, linear_matrices
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.parameters import compressed_attention_params
-from moe_trainer.estimate.saved_tensor import saves_te_attention
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
 from moe_trainer.ops.block_sizes import DELTA_CHUNK
 
@@ -298,8 +297,7 @@ class LayerTime:
         fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
         if model.attention_backend in ("unfused", "local") and not self.hardware.synchronous:
             # all scores are computed, also those of later keys
-            in_params_dtype = saves_te_attention(self.args, self.args.packed_capacity is not None)
-            size = self.size if in_params_dtype else FP32_BYTES
+            size = self.size if self.sizes.te_attends else FP32_BYTES
             scores = self.tokens * self.length * heads * size / self.memory_bandwidth
             fwd, bwd = (2 * time + count * scores for time, count in zip((fwd, bwd), SCORE_PASSES))
         if self.is_sparse:

@@ -153,7 +153,7 @@ section_lines() {
             if (inside && $0 !~ /: *(#.*)?$/) print "?=" $0
             next
         }
-        inside && match($0, /^ +[A-Za-z_][A-Za-z_0-9]* *: *[^ ]/) {
+        inside && /^ +[A-Za-z_][A-Za-z_0-9]* *: *[^ ]/ {
             value = $0; sub(/^[^:]*: */, "", value)
             key = $0; sub(/ *:.*/, "", key); gsub(/ /, "", key)
             if (value ~ /^"[^"]*" *(#.*)?$|^\047[^\047]*\047 *(#.*)?$/) {

@@ -25,22 +25,6 @@ WARMUP = 2
 """Number of first iterations that do not count: they allocate memory and compile kernels."""
 _OUTPUT, _METRICS = "output.txt", "metrics.jsonl"
 _END_S = 30.0
-_LEFT_OUT = frozenset(
-    """
-    save save_interval save_retain_interval save_total_limit save_on_interrupt async_save auto_resume log_progress
-    save_params_interval save_activations_interval save_tokens_per_expert_interval save_wgrads_interval
-    save_dgrads_interval tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity metrics_file
-    export_weights stream_weights_to stream_weights_interval stream_weights_model_type dump_step record_step
-    config_logger_dir dump_param_to_param_group_map moe_routing_trace_path profile record_memory_history
-    memory_snapshot_path flight_recorder_dump_path result_rejected_tracker_filename report report_html
-    ckpt_convert_format ckpt_convert_save moe_use_upcycling finetune no_load_optim no_load_rng override_ckpt_iteration
-    validate_only dry_run fake_process_group check_files skip_train exit_interval exit_duration_in_mins
-    exit_signal_handler micro_batch_size rampup_batch_size step_batch_size_schedule log_interval log_memory_interval
-    eval_iters full_validation eval_micro_batch_size eval_global_batch_size eval_tasks eval_tasks_interval
-    sample_prompts sample_interval
-    """.split()
-)
-"""Destinations of flags that write, or that belong to a whole run, or that a trial sets."""
 _WRITING = frozenset(
     """
     save tensorboard_dir wandb_project export_weights stream_weights_to dump_step record_step config_logger_dir
@@ -48,7 +32,20 @@ _WRITING = frozenset(
     flight_recorder_dump_path report report_html ckpt_convert_save
     """.split()
 )
-"""Those that would write somewhere else than in the trial's folder."""
+"""Destinations of flags that write somewhere else than in the trial's folder."""
+_LEFT_OUT = _WRITING | frozenset(
+    """
+    save_interval save_retain_interval save_total_limit save_on_interrupt async_save auto_resume log_progress
+    save_params_interval save_activations_interval save_tokens_per_expert_interval save_wgrads_interval
+    save_dgrads_interval wandb_exp_name wandb_save_dir wandb_entity metrics_file stream_weights_interval
+    stream_weights_model_type result_rejected_tracker_filename ckpt_convert_format moe_use_upcycling finetune
+    no_load_optim no_load_rng override_ckpt_iteration validate_only dry_run fake_process_group check_files
+    skip_train exit_interval exit_duration_in_mins exit_signal_handler micro_batch_size rampup_batch_size
+    step_batch_size_schedule log_interval log_memory_interval eval_iters full_validation eval_micro_batch_size
+    eval_global_batch_size eval_tasks eval_tasks_interval sample_prompts sample_interval
+    """.split()
+)
+"""Also those that only act with one of these, that belong to a whole run, or that a trial sets."""
 _MESSAGE = re.compile(r"^(?:pretrain_moe\.py|moe-trainer train|python -m moe_trainer train): (.+)(?:\n  - (.+))?", re.M)
 _NO_MEMORY = re.compile(
     r"out of (host )?memory|OutOfMemoryError|can(not|'t) allocate memory|does not fit into the memory", re.IGNORECASE

@@ -4,7 +4,7 @@ import contextlib
 import json
 
 import pytest
-from docs.browser import MISSING, chromium, is_available
+from docs.browser import MISSING, is_available
 from metrics import sample_runs
 from metrics.sample_runs import NASTY, make_page, make_run
 
@@ -24,28 +24,6 @@ PAGES = {
     "twenty": lambda: sample_runs.many_runs(20),
     "two ranks": lambda: make_page(make_run("long", ranks=2, slow=1), make_run("short", iterations=200)),
 }
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def show(driver, tmp_path_factory):
-    """Open a page; returns what runs JavaScript in it."""
-    folder = tmp_path_factory.mktemp("pages")
-
-    def opened(name: str):
-        path = folder / f"{name}.html"
-        if not path.exists():
-            path.write_text(render_page(name, PAGES[name]()), encoding="utf-8")
-        driver.get_log("browser")
-        driver.get(path.as_uri())
-        return driver.execute_script
-
-    return opened
 
 
 def errors(driver) -> list[dict]:

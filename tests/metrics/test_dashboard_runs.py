@@ -4,11 +4,9 @@ import csv
 import io
 
 import pytest
-from docs.browser import MISSING, chromium, is_available
+from docs.browser import MISSING, is_available
 from metrics import sample_runs
 from metrics.test_dashboard_page import errors, screen, set_control
-
-from moe_trainer.metrics.dashboard import render_page
 
 pytestmark = pytest.mark.skipif(not is_available(), reason=MISSING)
 PAGES = {
@@ -17,29 +15,6 @@ PAGES = {
 }
 NAMES = "return [...document.querySelectorAll('#runs-table tbody th')].map(each => each.textContent)"
 COUNTS = "return document.getElementById('runs-shown').textContent"
-
-
-@pytest.fixture(scope="module")
-def driver():
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def show(driver, tmp_path_factory):
-    """Open a page at an address; returns what runs JavaScript in it."""
-    folder = tmp_path_factory.mktemp("pages")
-
-    def opened(name: str, address: str = ""):
-        path = folder / f"{name}.html"
-        if not path.exists():
-            path.write_text(render_page(name, PAGES[name]()), encoding="utf-8")
-        driver.get("about:blank")  # another address of the open page would not load it
-        driver.get_log("browser")
-        driver.get(path.as_uri() + address)
-        return driver.execute_script
-
-    return opened
 
 
 def click(run, name):
