@@ -41,6 +41,9 @@ run_pip() {
     if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$venv/constraints.txt" "$@" >"$log" 2>&1; then
         tail -n 5 "$log" >&2
+        if grep --quiet "No space left on device" "$log"; then
+            fail "no space left on device: free some at $venv ($(df --human-readable --output=avail "$venv" | tail -n 1 | tr -d ' ') free) or in ${TMPDIR:-/tmp}; an environment takes about 3 GB"
+        fi
         fail "pip could not install: $*
        Is there a network connection (or a package mirror in pip's own settings)? The full output is in $log"
     fi

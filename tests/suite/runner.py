@@ -25,6 +25,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     if config.option.usepdb or config.option.capture == "no":  # the terminal can belong to one test only
         return None
+    # Made here once: a worker's would be locked by a process that is gone, and kept for three days.
+    config._tmp_path_factory.getbasetemp()
     config.stash[STATE].run(session, max(count, 1))
     return True
 
@@ -142,14 +145,17 @@ class Run:
         capture = self.config.pluginmanager.getplugin("capturemanager")
         tier = f": {self.tier.header}" if self.tier else ""
         self.print_lines(f"{len(session.items)} tests, {len(workers)} processes{tier}")
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # of CI or timeout: workers are stopped
+        self.is_terminated = False
+        started = []
+        before = signal.signal(signal.SIGTERM, self._terminate)  # of CI or timeout: workers are stopped
         try:
             capture.suspend_global_capture(in_=True)
             for worker in workers:
+                started.append(worker)
                 worker.start()
             self._report(session, board, workers, measured)
         finally:
-            for worker in workers:
+            for worker in started:
                 worker.stop()
             durations.write(self.config, measured)
             signal.signal(signal.SIGTERM, before)
@@ -157,6 +163,11 @@ class Run:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
+
+    def _terminate(self, number: int, frame: object) -> None:
+        # The flag too: an exception inside a callback of os.fork or of the garbage collector is printed and dropped.
+        self.is_terminated = True
+        raise KeyboardInterrupt
 
     def print_lines(self, *lines: str) -> None:
         """Print in the first process, at once: a log file shows that the tests run."""
@@ -170,6 +181,8 @@ class Run:
         alive = {worker.pipe: worker for worker in workers}
         missing = set(range(len(session.items)))
         while alive:
+            if self.is_terminated:
+                raise KeyboardInterrupt
             for pipe in wait(list(alive), LOOK_S) or list(alive):
                 worker = alive[pipe]
                 try:
@@ -304,6 +317,7 @@ class Worker:
     def __init__(self, session: pytest.Session, board: Board, finder: object, waiting: str | None, number: int):
         self.session, self.board, self.finder, self.waiting, self.number = session, board, finder, waiting, number
         self.next: int | None = None
+        self.process: BaseProcess | None = None
 
     def start(self) -> None:
         """Fork."""
@@ -316,6 +330,8 @@ class Worker:
 
     def stop(self) -> None:
         """End the process, as Ctrl-C does: fixtures end the programs that they have started."""
+        if self.process is None or self.process.pid is None:  # interrupted before the fork
+            return
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGINT)
             self.process.join(INTERRUPTED_S)

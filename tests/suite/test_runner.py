@@ -86,6 +86,22 @@ def test_a_failure_in_any_process_is_reported_and_stored(suite, tmp_path):
     assert "2 failed" in output and not ran
 
 
+def test_only_the_folders_of_failed_tests_stay(suite, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    policy = next(line for line in (TESTS.parent / "pytest.ini").read_text().splitlines() if "retention" in line[:30])
+    with (tmp_path / "pytest.ini").open("a") as file:
+        file.write(f"{policy}\n")
+    writes = "def test_writes(tmp_path):\n    (tmp_path / 'written').touch()\n"
+    for number in range(4):
+        (tmp_path / "tests" / "moe" / f"test_{number}.py").write_text(writes)
+    code, output, _ = suite()
+    assert code == 0, output
+    assert not [*tmp_path.rglob("written")] and not [*tmp_path.rglob(".lock")]
+    (tmp_path / "tests" / "moe" / "test_0.py").write_text(f"{writes}    assert False\n")
+    code, output, _ = suite()
+    assert code == 1 and len([*tmp_path.rglob("written")]) == 1 and not [*tmp_path.rglob(".lock")], output
+
+
 def test_exit_first_stops_all_processes(suite, tmp_path):
     for number in range(20):
         slow = ONE.replace("    open", "    time.sleep(1)\n    open")
@@ -201,11 +217,23 @@ def test_termination_of_the_first_process_ends_its_workers(suite, tmp_path):
     (tmp_path / "tests" / "moe" / "test_0.py").write_text(
         "import os, signal, time\n"
         "def test_one():\n"
-        "    os.kill(os.getppid(), signal.SIGTERM)\n"
         "    try:\n"
+        "        os.kill(os.getppid(), signal.SIGTERM)\n"
         "        time.sleep(1000)\n"
         "    finally:\n"
         "        open('cleaned', 'w').write('')\n"
     )
     code, _, _ = suite()
     assert code == 2 and (tmp_path / "cleaned").exists()
+
+
+def test_termination_during_a_fork_is_not_lost(suite, tmp_path):
+    with (tmp_path / "conftest.py").open("a") as file:
+        file.write(
+            "import os, signal\n"
+            "def pytest_collection_finish(session):\n"
+            "    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+        )
+    (tmp_path / "tests" / "moe" / "test_0.py").write_text("import time\ndef test_one():\n    time.sleep(1000)\n")
+    code, _, _ = suite("tests/moe", "tests/estimate")
+    assert code == 2
