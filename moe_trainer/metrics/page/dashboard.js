@@ -44,6 +44,7 @@ function draw() {
     if (count > 1) section("details", "Runs").append(...shown.map((run) => runCard(run, run.at)));
     settingsSection();
   }
+  reportSection();
   scrollTo(0, top);
   if (scrolled) element("runs-table")?.scrollTo(...scrolled);
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
