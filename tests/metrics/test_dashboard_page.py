@@ -77,7 +77,7 @@ def test_page_has_no_errors_and_fits_its_window_in_both_themes(driver, show, nam
         with screen(driver, width, 1000):
             for theme in ("light", "dark"):
                 run("dashboard.view.theme = arguments[0]; dashboard.draw()", theme)
-                assert run("return document.documentElement.dataset.theme") == theme
+                assert run("return getComputedStyle(document.documentElement).colorScheme") == theme  # scroll bars, too
                 assert run("return document.documentElement.scrollWidth") <= width, (name, width)
     assert errors(driver) == []
 

@@ -44,9 +44,9 @@ function differingSettings(rows) {
   const skipped = uncompared(), known = rows.filter((row) => Object.keys(row.settings).length);
   return [...new Set(known.flatMap((row) => Object.keys(row.settings)))].filter((name) => !skipped.has(name) && new Set(known.map((row) => text(row.settings[name]))).size > 1).sort();
 }
-const settingWords = (value) => value === undefined ? "-" : typeof value === "number" ? number(value, 6) : text(value);
+const settingWords = (value) => value === undefined ? "-" : typeof value === "number" && !Number.isInteger(value) ? number(value, 6) : text(value);
 function runColumns(rows) {
-  const hasSome = (name) => rows.some((row) => isNumber(row[name])), figure = (id, title, digits, factor = 1) => ({ id, title, kind: "number", value: (row) => row[id], cell: (row) => number(row[id] * factor, digits), isFigure: true, digits, factor });
+  const hasSome = (name) => rows.some((row) => isNumber(row[name])), figure = (id, title, digits, factor = 1) => ({ id, title, kind: "number", value: (row) => row[id], cell: (row) => isNumber(row[id]) ? number(row[id] * factor, digits) : "-", isFigure: true, digits, factor });
   const flops = flopsUnit(rows.map((row) => row.tflops));
   return [
     { id: "name", title: "run", value: (row) => row.name, cell: nameCell },
