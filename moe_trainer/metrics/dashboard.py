@@ -106,10 +106,10 @@ def page_data(runs: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
     }
 
 
-def _links_to_reports(folders: Iterable[Path], beside: Path) -> list[dict[str, str]]:
-    """Return links of a page in the folder `beside` to the reports in folders."""
+def _links_to_reports(folders: Iterable[Path], start: Path) -> list[dict[str, str]]:
+    """Return links to the reports in folders, for a page in the folder `start`."""
     found = {path.resolve(): title for folder in folders for path, title in find_reports(folder)}
-    names = [(os.path.relpath(path, beside.resolve()), title) for path, title in found.items()]
+    names = [(os.path.relpath(path, start.resolve()), title) for path, title in found.items()]
     return [{"title": title, "file": name, "url": quote(os.fsencode(name))} for name, title in names]
 
 

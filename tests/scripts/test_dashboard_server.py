@@ -183,7 +183,7 @@ def test_reports_are_listed_with_the_runs_of_their_folder_and_served(served):
     assert status == 200 and "<title>&lt;Tasks&gt;</title>" in page
     with urllib.request.urlopen(origin + found["all.html"]["url"], timeout=10) as answer:
         policy = answer.headers["Content-Security-Policy"]
-    assert "sandbox" in policy and "default-src 'none'" in policy  # it runs no script and asks nobody
+    assert "sandbox" in policy and "default-src 'none'" in policy  # it runs no script and loads nothing
     for wrong in ("first/dashboard.html", "first/link.html", "../secret.html", "first/metrics.jsonl", ""):
         assert get(f"{address}report?file={wrong}")[0] == 404, wrong
 
