@@ -21,6 +21,7 @@ PAGES = {
     "silent": lambda: make_page({**make_run("silent"), "silent_at": 1.0}),
     "single": lambda: make_page(make_run("single", 1, 2, 4, 2, records=1, moments=1)),
     "cpu": lambda: make_page(*(of_cpu(make_run(name, records=4), speed) for name, speed in (("a", 0.02), ("b", 4e-4)))),
+    "twelve": lambda: make_page(*(make_run(f"{at}", 9, 2, 4, 2, records=4, moments=4) for at in range(12))),
     "one cpu": lambda: make_page(of_cpu(make_run("a", records=4), 4e-4)),
     "sparse": lambda: make_page(make_run("sparse", records=4)),
     "twenty": lambda: sample_runs.many_runs(20),
@@ -188,6 +189,20 @@ def test_map_of_the_ranks_is_relative_to_their_median(show):
     assert min(run(pixel, 0)[:3]) > 225  # as fast as the median: neutral
     red, green, _, _ = run(pixel, 5)
     assert red > 150 and green < 80
+
+
+def test_maps_are_measured_together(driver, show):
+    """A look at a width after a change lays out the whole page, which takes seconds if each map looks."""
+    run = show("twelve")
+    driver.execute_cdp_cmd("Performance.enable", {})
+
+    def layouts():
+        metrics = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return next(each["value"] for each in metrics if each["name"] == "LayoutCount")
+
+    before = layouts()
+    run("dashboard.draw()")
+    assert layouts() - before < run("return Object.keys(dashboard.maps).length") == 48
 
 
 def test_outliers_are_clipped_unless_asked_for(show):
