@@ -55,6 +55,7 @@ def test_list_alone_tells_the_states_of_runs_apart_and_the_worst_are_first_and_r
         shown["collapsed"] == "running bad routing"
         and shown["healthy"] == "running"
         and shown["finished"] == "finished"
+        and shown["stalled"] == "no sign of life"
     )
     red = run(
         "return [...document.querySelectorAll('#runs-table tbody tr')].map(row => [...row.querySelectorAll('.status')].some(each => { const [r, g, b] = getComputedStyle(each).color.match(/\\d+/g).map(Number); return r > 150 && g < 160 && b < 160; }))"

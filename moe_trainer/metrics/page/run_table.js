@@ -62,9 +62,10 @@ function runColumns(rows) {
 function nameCell(row) {
   return make("span", {}, row.url ? null : make("span", { class: "swatch", style: "background:" + colorOf(row.run.at) }), row.url ? make("a", { href: row.url, text: row.name }) : row.name);
 }
+// the finding says since when
 function stateCell(row) {
   const trouble = row.finding?.severity === "bad" && TROUBLES[row.finding.card];
-  return make("span", {}, make("span", { class: "status " + (row.status.name || ""), text: row.status.words || row.status.name || "-" }), trouble ? " " : null, trouble ? make("span", { class: "status bad", text: trouble }) : null);
+  return make("span", {}, make("span", { class: "status " + (row.status.name || ""), title: row.status.words, text: row.status.name === "silent" ? "no sign of life" : row.status.name || "-" }), trouble ? " " : null, trouble ? make("span", { class: "status bad", text: trouble }) : null);
 }
 function findingCell(row) {
   if (!row.finding) return "-";
