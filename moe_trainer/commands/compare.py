@@ -18,7 +18,7 @@ from arguments.paths import local_path, local_prefix
 from arguments.program import command_line, program_name
 from moe_trainer.checkpoint.directory import is_locked
 from moe_trainer.commands.command_parser import make_command_parser
-from moe_trainer.comparison.report import comparison_figures, comparison_lines
+from moe_trainer.comparison.report import COMPARISON_TITLE, comparison_figures, comparison_lines
 from moe_trainer.comparison.runs import make_groups
 from moe_trainer.drawing.report_page import Figure, write_report
 from moe_trainer.exit_codes import ExitCode
@@ -66,7 +66,7 @@ def compare(paths: Sequence[str]) -> tuple[str, list[str], list[Figure]]:
         ValueError: if a run cannot be read.
     """
     groups = make_groups(read_runs(paths, is_locked))
-    return "Comparison of runs", comparison_lines(groups), comparison_figures(groups)
+    return COMPARISON_TITLE, comparison_lines(groups), comparison_figures(groups)
 
 
 def fit_scaling(options: argparse.Namespace) -> tuple[str, list[str], list[Figure]]:

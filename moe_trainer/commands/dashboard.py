@@ -3,33 +3,48 @@
     python scripts/dashboard.py RUNS/ [--port N]
 
 Prints an address with a random token. It lists all runs below the folder (metrics.jsonl), shows one or compares
-several, and follows those that are running. On a cluster, forward the port: ssh -L N:127.0.0.1:N HOST.
+several, follows those that are running, and shows the reports (--report-html) that lie with them. On a cluster,
+forward the port: ssh -L N:127.0.0.1:N HOST.
 
-The server binds to 127.0.0.1, serves nothing without the token, and reads metrics files below the folder only.
+The server binds to 127.0.0.1, serves nothing without the token, and reads metrics files and reports below the folder
+only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from arguments.paths import local_path
+from arguments.program import other_command
 from moe_trainer.checkpoint.directory import is_locked
 from moe_trainer.commands.command_parser import make_command_parser
-from moe_trainer.comparison.runs import Run
+from moe_trainer.comparison.report import COMPARISON_TITLE, comparison_figures, comparison_lines
+from moe_trainer.comparison.runs import make_groups
+from moe_trainer.drawing.report_page import report_page
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.metrics.dashboard import MAX_RUNS, as_json, page_data, render_page
 from moe_trainer.metrics.run_data import RunData
-from moe_trainer.metrics.run_files import MAX_PARSED_BYTES, METRICS_NAME, find_metrics_files, read_run, take_line
+from moe_trainer.metrics.run_files import (
+    MAX_PARSED_BYTES,
+    METRICS_NAME,
+    find_metrics_files,
+    find_reports,
+    read_run,
+    take_line,
+)
 
 POLL_MS = 5000
 MAX_LISTED = 500
+HTML = "text/html; charset=utf-8"
 _KEPT_BYTES = 4096  # of a file, to see whether what was read is still there
 NAME_ERRORS = "surrogateescape"  # of names of folders that are not UTF-8, as Python reads them
 
@@ -110,17 +125,47 @@ class Runs:
                 return None
         return {**page, "name": self._folder.name if path == "." else path}
 
-    def summaries(self, address: str) -> list[dict[str, Any]]:
-        """Return a line for every run, with the settings that one of them has set."""
+    def reports(self, paths: Sequence[str]) -> dict[str, str]:
+        """Return the titles of the reports in the folders of runs and above these, by path relative to the folder.
+
+        Links that lead out of the folder are left out.
+        """
+        folders = dict.fromkeys(folder for path in paths for folder in Path(path, METRICS_NAME).parents)
+        return {
+            file.relative_to(self._folder).as_posix(): title
+            for folder in folders
+            for file, title in find_reports(self._folder / folder)
+            if file.resolve().is_relative_to(self._folder)
+        }
+
+    def read_report(self, path: str) -> str | None:
+        """Return the page of a report; None if it is none of the folder's."""
+        if path not in self.reports(self.paths()):
+            return None
+        try:
+            return (self._folder / path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return None
+
+    def comparison(self, paths: Sequence[str]) -> str | None:
+        """Return the page that compare.py writes of runs; None if they were deleted."""
+        pages = [page for path in paths if (page := self.page(path, len(paths))) is not None]
+        command = f"{other_command('compare')} {shlex.join(str(self._folder / path) for path in paths)}"
+        groups = make_groups(pages)
+        if not groups:
+            return None
+        return report_page(COMPARISON_TITLE, command, comparison_figures(groups), comparison_lines(groups))
+
+    def summaries(self, paths: Sequence[str], address: str) -> list[dict[str, Any]]:
+        """Return a line for each of the runs, with the settings that one of them has set."""
         found: list[dict[str, Any]] = []
         changed: set[str] = set()
-        for path in self.paths():
+        for path in paths:
             run = self.page(path, 1)
             if run is not None:
                 series = run["records"]["series"].get("lm loss") or [None]
                 progress, findings = run["progress"], run["findings"]
                 changed.update(run["head"].get("changed", ()))
-                known = Run(run)
                 query = f"run={quote(path, errors=NAME_ERRORS)}"
                 found.append(
                     {
@@ -131,8 +176,8 @@ class Runs:
                         "iteration": progress.get("iteration"),
                         "train_iters": progress.get("train_iters"),
                         "lm_loss": series[-1],
-                        "validation_loss": known.validation_loss,
-                        "tokens_per_s": known.throughput,
+                        "validation_loss": (run["newest_validation"] or {}).get("lm loss"),
+                        "tokens_per_s": run["throughput"],
                         "settings": run["head"].get("settings", {}),
                         "finding": findings[0] if findings and findings[0]["severity"] != "ok" else None,
                         "updated": run["updated"],
@@ -163,36 +208,59 @@ class RunsHandler(BaseHTTPRequestHandler):
         parts = address.path.split("/")
         if len(parts) != 3 or not secrets.compare_digest(parts[1].encode(), self.token.encode()):
             return self._send(403, "text/plain", "forbidden: the token is missing or wrong\n")
-        if parts[2] not in ("", "data"):
+        if parts[2] not in ("", "data", "report"):
             return self._send(404, "text/plain", "not found\n")
-        base, wanted = f"/{self.token}/", parse_qs(address.query, errors=NAME_ERRORS).get("run", [])
+        base, query = f"/{self.token}/", parse_qs(address.query, errors=NAME_ERRORS)
+        wanted, paths = query.get("run", []), self.runs.paths()
+        if len(wanted) > MAX_RUNS or not set(paths).issuperset(wanted):
+            return self._send(404, "text/plain", f"not found: no such run, or more than {MAX_RUNS}\n")
+        if parts[2] == "report":
+            return self._send_report(wanted, query.get("file", []))
+        data = self._data(base, address.query, wanted, paths)
+        if parts[2] == "data":
+            return self._send(200, "application/json", as_json(data))
+        return self._send(200, HTML, render_page("moe-trainer", data))
+
+    def _data(self, base: str, query: str, wanted: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
+        """Return what the page of the wanted runs reads, or that of the list of all."""
         live = {
             "poll_ms": POLL_MS,
-            "data_url": f"{base}data?{address.query}",
+            "data_url": f"{base}data?{query}",
             "list_url": base,
             "compare_url": f"{base}?compare=1",
             "max_runs": MAX_RUNS,
         }
+        reports = [
+            {"title": title, "file": file, "url": f"{base}report?file={quote(file, errors=NAME_ERRORS)}"}
+            for file, title in self.runs.reports(wanted or paths).items()
+        ]
         if not wanted:
-            data = page_data([], list=self.runs.summaries(base), live=live)
-        else:
-            known = set(self.runs.paths())
-            if len(wanted) > MAX_RUNS or not known.issuperset(wanted):
-                return self._send(404, "text/plain", f"not found: no such run, or more than {MAX_RUNS}\n")
-            found = [self.runs.page(path, len(wanted)) for path in wanted]
-            data = page_data([run for run in found if run is not None], live=live)
-        if parts[2] == "data":
-            return self._send(200, "application/json", as_json(data))
-        return self._send(200, "text/html; charset=utf-8", render_page("moe-trainer", data))
+            return page_data([], list=self.runs.summaries(paths, base), reports=reports, live=live)
+        if len(wanted) > 1:
+            words = "these runs as they are now: equal tokens, intervals over seeds"
+            reports.insert(0, {"title": COMPARISON_TITLE, "file": words, "url": f"{base}report?{query}"})
+        found = [self.runs.page(path, len(wanted)) for path in wanted]
+        return page_data([run for run in found if run is not None], reports=reports, live=live)
 
-    def _send(self, status: int, kind: str, text: str) -> None:
-        body = text.encode()
+    def _send_report(self, runs: Sequence[str], files: Sequence[str]) -> None:
+        """Answer the comparison of runs, or a report that lies in the folder."""
+        page = self.runs.comparison(runs) if runs else self.runs.read_report(files[0]) if files else None
+        if page is None:
+            return self._send(404, "text/plain", "not found: no such report\n")
+        # a report is a file that anyone may have written: it draws itself, and runs and loads nothing
+        policy = "sandbox; default-src 'none'; style-src 'unsafe-inline'"
+        self._send(200, HTML, page, {"Content-Security-Policy": policy})
+
+    def _send(self, status: int, kind: str, text: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        body = text.encode(errors="replace")  # names of folders need not be UTF-8
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in headers.items():
+            self.send_header(name, value)
         with contextlib.suppress(ConnectionError):  # the page was closed
             self.end_headers()
             self.wfile.write(body)

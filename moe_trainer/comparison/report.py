@@ -15,6 +15,7 @@ from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.report_page import Figure
 from moe_trainer.drawing.svg import CATEGORIES, GRAY, INK
 
+COMPARISON_TITLE = "Comparison of runs"
 _COLORS = (*CATEGORIES, INK, GRAY)
 _POINTS = 120
 _TALL = 3.0  # times the highest loss of the lowest run: the y axis ends there
@@ -37,7 +38,7 @@ def comparison_lines(groups: Sequence[RunGroup]) -> list[str]:
         (name, *("-" if value is None else f"`{value}`" for value in values))
         for name, values in [*differing, *environment_that_differs(groups)]
     ]
-    lines = ["# Comparison of runs", "", "## Runs", "", *markdown_table(("group", "runs", "seeds", "state"), members)]
+    lines = [f"# {COMPARISON_TITLE}", "", "## Runs", "", *markdown_table(("group", "runs", "seeds", "state"), members)]
     lines += ["", "## Settings that differ", ""]
     lines += markdown_table(("setting", *(group.name for group in groups)), settings) if settings else ["None."]
     tokens, seconds = common_end(groups, "tokens"), common_end(groups, "wall_s")

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
-from moe_trainer.metrics.run_data import UNCOMPARED_SETTINGS
+from moe_trainer.metrics.run_data import UNCOMPARED_SETTINGS, is_validation
 
 _WINDOW = 0.05
-_WARMUP = 0.1  # share of the records that throughput leaves out
 
 
 @dataclass(frozen=True)
@@ -69,14 +67,15 @@ class Run:
     @property
     def validation_loss(self) -> float | None:
         """The newest validation loss, of the last set if there are several."""
-        return self.newest_validation(next(reversed(self.validations), ""))
+        newest = self.page["newest_validation"]
+        return None if newest is None else newest.get("lm loss")
 
     @property
     def validations(self) -> dict[str, list[tuple[int, float | None]]]:
         """(iteration, loss) of all validations, by the names of their sets, without tests; a NaN loss is None."""
         found: dict[str, list[tuple[int, float | None]]] = {}
         for each in self.page["validations"]:
-            if each["set"].partition("-")[0] == "validation":
+            if is_validation(each["set"]):
                 found.setdefault(each["set"], []).append((each["iteration"], each.get("lm loss")))
         return found
 
@@ -88,9 +87,7 @@ class Run:
     @property
     def throughput(self) -> float | None:
         """Tokens per second, the median without the first records."""
-        values = self._values("tokens_per_s")
-        values = values[int(_WARMUP * len(values)) :]
-        return median(values) if values else None
+        return self.page["throughput"]
 
     @property
     def memory_gib(self) -> float | None:

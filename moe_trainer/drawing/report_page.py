@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ h3{font-size:14px;margin:20px 0 4px}
 pre.command{white-space:pre-wrap;overflow-wrap:anywhere}
 """
 
-
+_GENERATOR = '<meta name="generator" content="moe-trainer report">'
+_HEAD_BYTES = 2048  # of a page, which hold its title
 _NUMBER = re.compile(r"-?\d[\d,.]*(e[+-]\d+)?( \+- [\d,.]+)?( \*)?$|-$")
 """A cell that is a number, with its interval, or that has none."""
 
@@ -61,7 +63,7 @@ def report_page(title: str, command: str, figures: Sequence[Figure], lines: Sequ
     """
     parts = [
         "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8">',
+        f'<html lang="en"><head><meta charset="utf-8">{_GENERATOR}',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{clean(title)}</title><style>{_STYLE}</style></head><body><main>",
         f"<h1>{clean(title)}</h1>",
@@ -135,3 +137,14 @@ def write_report(path: str | Path, title: str, command: str, figures: Sequence[F
             temporary.write_text(report_page(title, command, figures, lines), encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"--report-html {path}: the file cannot be written ({error.strerror})") from None
+
+
+def report_title(path: Path) -> str | None:
+    """Return the title of a report; None if the file is another page or cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+    found = re.search("<title>(.*?)</title>", head, re.DOTALL) if _GENERATOR in head else None
+    return html.unescape(found[1]) if found else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from arguments.program import as_typed
+from moe_trainer.drawing.number_ranges import group_consecutive
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.plan import Plan
 from moe_trainer.estimate.plan_text import fix_lines
@@ -96,13 +97,9 @@ def _order_lines(outcome: SearchResult) -> list[str]:
 
 def _ranges(numbers: list[int]) -> str:
     """Return 1, 2, 3, 5 as "1 to 3, 5"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return ", ".join(
+        f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in group_consecutive(numbers)
+    )
 
 
 def _no_fit_lines(outcome: SearchResult, gpus: int) -> list[str]:

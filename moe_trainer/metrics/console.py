@@ -121,3 +121,12 @@ def arguments_block(settings: Mapping[str, object]) -> str:
 def duration(seconds: float) -> str:
     """Return a time span as H:MM:SS, preceded by the days if there are any."""
     return str(datetime.timedelta(seconds=int(seconds)))
+
+
+def flops_rate(tflops: float) -> str:
+    """Return TFLOP/s in the largest unit that leaves digits before the point, GFLOP/s on most CPUs."""
+    for unit in ("TFLOP/s", "GFLOP/s"):
+        if tflops >= 1:
+            return f"{tflops:.3g} {unit}"
+        tflops *= 1e3
+    return f"{tflops:.3g} MFLOP/s"

@@ -19,18 +19,20 @@ import html
 import json
 import logging
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from arguments.paths import local_path, local_prefix
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import atomic_path
 from moe_trainer.metrics.run_data import UNCOMPARED_SETTINGS, RunData
-from moe_trainer.metrics.run_files import name_of_run, read_run
+from moe_trainer.metrics.run_files import find_reports, name_of_run, read_run
 
 logger = logging.getLogger(__name__)
 
@@ -90,17 +92,25 @@ class Dashboard:
 
     def page(self) -> str:
         """Return the page."""
-        return render_page(self._run.name, page_data([self._run.as_page(time.time())]))
+        reports = _links_to_reports([Path(self._run.path).parent], self.path.parent)
+        return render_page(self._run.name, page_data([self._run.as_page(time.time())], reports=reports))
 
 
 def page_data(runs: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-    """Return what the page reads: runs of RunData.as_page; `more` is of a server."""
+    """Return what the page reads: runs of RunData.as_page, reports to link to; `more` is also of a server."""
     return {
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "runs": list(runs),
         "uncompared": sorted(UNCOMPARED_SETTINGS),
         **more,
     }
+
+
+def _links_to_reports(folders: Iterable[Path], start: Path) -> list[dict[str, str]]:
+    """Return links to the reports in folders, for a page in the folder `start`."""
+    found = {path.resolve(): title for folder in folders for path, title in find_reports(folder)}
+    names = [(os.path.relpath(path, start.resolve()), title) for path, title in found.items()]
+    return [{"title": title, "file": name, "url": quote(os.fsencode(name))} for name, title in names]
 
 
 def as_json(data: Mapping[str, Any]) -> str:
@@ -204,9 +214,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"dashboard: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     path = Path(options.output or dashboard_path_for(runs[0]["path"]))
+    reports = _links_to_reports([path.parent, *(Path(run["path"]).parent for run in runs)], path.parent)
     try:
         with atomic_path(path) as temporary:
-            temporary.write_text(render_page(runs[0]["name"], page_data(runs)), encoding="utf-8")
+            temporary.write_text(render_page(runs[0]["name"], page_data(runs, reports=reports)), encoding="utf-8")
     except OSError as error:
         print(f"dashboard: cannot write {path}: {error.strerror or error}", file=sys.stderr)
         return ExitCode.USER_ERROR

@@ -20,6 +20,7 @@ MAX_EVENTS = 500
 MAX_LAYER_VALUES = 200_000
 MAX_LOADS = 300_000
 MAX_RANK_VALUES = 100_000
+_WARMUP = 0.1  # share of the records that throughput leaves out
 _MAX_TIME_S = 2e11  # since the epoch; later times have no date
 
 _NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "consumed_samples"))
@@ -182,7 +183,7 @@ class RunData:
             updated: when the file was written, in seconds since the epoch.
             is_alive: whether the run's process runs; None if unknown.
         """
-        records, state = self._records.items(), self._state(updated, is_alive)
+        records, state, validations = self._records.items(), self._state(updated, is_alive), self._page_validations()
         begin = self._starts[0]["time"] if self._starts else None
         if begin is None and records and records[0].get("time") is not None:
             begin = records[0]["time"] - (records[0].get("elapsed_ms") or 0.0) / 1e3
@@ -206,9 +207,9 @@ class RunData:
             "head": self._page_head(),
             "progress": self._progress(records, wall, seq_length, state.name == "running"),
             "records": self._columns(records, wall, seq_length),
-            "validations": [
-                {"set": each["validation"], **_without(each, ("validation",))} for each in self._validations.items()
-            ],
+            "validations": validations,
+            "newest_validation": next((each for each in reversed(validations) if is_validation(each["set"])), None),
+            "throughput": _throughput(records),
             "events": events,
             "samples": [
                 {"iteration": each["iteration"], "prompt": each["sample"], "text": each.get("text", "")}
@@ -272,6 +273,11 @@ class RunData:
         is_complete = isinstance(train_iters, int) and self._newest.get("iteration", 0) >= train_iters
         text = f"{state.words}, {state.cause}" + ("; all iterations are done" if is_complete else "")
         return {"severity": "warn" if is_complete else "bad", "card": "events", "text": text}
+
+    def _page_validations(self) -> list[dict[str, Any]]:
+        """Return one validation of each set and iteration: that after the last iteration replaces one that was due."""
+        found = {(each["validation"], each["iteration"]): each for each in self._validations.items()}
+        return [{"set": each["validation"], **_without(each, ("validation",))} for each in found.values()]
 
     def _page_head(self) -> dict[str, Any]:
         head = {
@@ -340,6 +346,17 @@ def _without(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _short(value: Any, digits: int = 5) -> Any:
     """Round a float to significant digits, so that a page stays small."""
     return float(f"{value:.{digits}g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def is_validation(name: str) -> bool:
+    """Return whether a set that was evaluated is a validation set; others are tests."""
+    return name.partition("-")[0] == "validation"
+
+
+def _throughput(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the tokens per second, the median without the first records; None if they are unknown."""
+    values = [each["tokens_per_s"] for each in records if each.get("tokens_per_s") is not None]
+    return median(values[int(_WARMUP * len(values)) :]) if values else None
 
 
 def _is_series(name: str, value: Any) -> bool:

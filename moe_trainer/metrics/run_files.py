@@ -1,4 +1,4 @@
-"""Metrics files of runs: where they are, and what they contain."""
+"""Metrics files of runs: where they are, what they contain, and the reports that lie with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from moe_trainer.drawing.report_page import report_title
 from moe_trainer.metrics.run_data import RunData
 
 METRICS_NAME = "metrics.jsonl"
@@ -39,6 +40,15 @@ def find_metrics_files(folder: Path) -> Iterator[Path]:
     for below, _, files in os.walk(folder):
         if METRICS_NAME in files:
             yield Path(below, METRICS_NAME)
+
+
+def find_reports(folder: Path) -> list[tuple[Path, str]]:
+    """Return the reports (--report-html) in a folder with their titles; none of a folder that cannot be read."""
+    try:
+        pages = sorted(path for path in folder.iterdir() if path.suffix == ".html" and path.is_file())
+    except OSError:
+        return []
+    return [(path, title) for path in pages if (title := report_title(path)) is not None]
 
 
 def take_line(run: RunData, line: bytes) -> None:

@@ -12,6 +12,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+from moe_trainer.drawing.number_ranges import group_consecutive
+
 Finding = dict[str, Any]
 
 _BAD_IDLE_SHARE = 0.1  # of a layer's experts
@@ -155,12 +157,7 @@ def _experts_with_half(tokens: Sequence[float]) -> list[int]:
 
 def _name_numbers(numbers: Sequence[int]) -> str:
     """Return ascending numbers as text, three or more in a row as a range: 2, 8-15."""
-    rows: list[list[int]] = []
-    for number in numbers:
-        if rows and number == rows[-1][-1] + 1:
-            rows[-1].append(number)
-        else:
-            rows.append([number])
+    rows = group_consecutive(numbers)
     names = [f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
     rest = sum(map(len, rows[_MAX_NAMED:]))
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest else "")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moe_trainer.metrics.console import duration
+from moe_trainer.metrics.console import duration, flops_rate
 from moe_trainer.metrics.iteration import IterationRecord
 
 MAX_SPEEDS = 100_000  # the latest iterations, of whose throughput the median is taken
@@ -38,7 +38,7 @@ class RunSummary:
     _speeds: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_SPEEDS))
     _last_loss: _Loss | None = None
     _mean_loss: tuple[int, float] | None = None
-    _validations: dict[str, list[_Loss]] = field(default_factory=dict)
+    _validations: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def add_iteration(self, record: IterationRecord) -> None:
         self.iteration, self.tokens = record.iteration, self.tokens + record.tokens
@@ -54,7 +54,8 @@ class RunSummary:
             self._mean_loss = (iterations, losses["lm loss"])
 
     def add_validation(self, kind: str, iteration: int, loss: float) -> None:
-        self._validations.setdefault(kind, []).append(_Loss(iteration, loss))
+        """Add a validation; that after the last iteration replaces one that was due at it."""
+        self._validations.setdefault(kind, {})[iteration] = loss
 
     def lines(self, reason: str, saved: Sequence[int], save_dir: str | None, dashboard: str | None) -> list[str]:
         """Return the summary. `saved` are the iterations that this start has saved; `reason` is why the run ended."""
@@ -70,14 +71,15 @@ class RunSummary:
         ]
         if self._speeds:
             speed, tflops = (statistics.median(values) for values in zip(*self._speeds))
-            medians = f"{speed:,.0f} tokens/s, {tflops:.3g} TFLOP/s per rank (medians over iterations)"
+            medians = f"{speed:,.0f} tokens/s, {flops_rate(tflops)} per rank (medians over iterations)"
             lines.append(f"  throughput:  {medians}")
         if self._last_loss is not None:
             iteration, loss = self._last_loss
             count, mean = self._mean_loss or (0, 0.0)
             suffix = f"; mean of the last {count} iterations {mean:.4f}" if count > 1 else ""
             lines.append(f"  lm loss:     {loss:.4f} (the batch of iteration {iteration}{suffix})")
-        for kind, losses in self._validations.items():
+        for kind, found in self._validations.items():
+            losses = [_Loss(iteration, loss) for iteration, loss in found.items()]
             best, last = min(losses, key=lambda each: each.loss), losses[-1]
             lines.append(
                 f"  {kind + ':':12s} {last.loss:.4f} at iteration {last.iteration}"

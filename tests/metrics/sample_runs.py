@@ -165,6 +165,8 @@ def make_run(
             for step, value in list(zip(steps, loss))[:: max(1, records // 8)][1:]
             for kind, shift in (("validation", 0.05),)
         ],
+        "newest_validation": {"set": "validation", "iteration": iterations, "lm loss": loss[-1] + 0.05},
+        "throughput": 1_048_576 / 0.41 / factor,
         "events": [
             {
                 "kind": "resume",
@@ -286,7 +288,8 @@ def list_of_runs() -> dict:
         "finding": {"severity": "bad", "card": "ranks", "text": f"rank 5 is slow {NASTY}"},
     }
     runs = [{"name": name, "query": f"run={name}", "url": f"?run={name}", **entry} for name in ("a", "b", NASTY)]
-    return make_page(list=runs, live={"poll_ms": 10**8, "data_url": "data", "compare_url": "?"})
+    reports = [{"title": NASTY, "file": "all.html", "url": "report?file=all.html"}]
+    return make_page(list=runs, reports=reports, live={"poll_ms": 10**8, "data_url": "data", "compare_url": "?"})
 
 
 def many_runs(count: int) -> dict:

@@ -5,11 +5,13 @@ import math
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 from commands import read_metrics
 from metrics.test_logger import open_log, record
 
+from moe_trainer.drawing.report_page import write_report
 from moe_trainer.estimate.hardware import bf16_peak_tflops
 from moe_trainer.metrics import dashboard as module
 from moe_trainer.metrics import run_data, run_files
@@ -46,6 +48,30 @@ def routing(iteration, layers=2, experts=4):
         "tokens_per_expert": loads,
         **{name: [1.0] * layers for name in names},
     }
+
+
+def test_page_links_to_the_reports_in_the_folders_of_its_runs(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    assert main([str(tmp_path / "a")]) == 0  # a page is no report
+    assert read_embedded_data(tmp_path / "a/dashboard.html")["reports"] == []
+    for path in ("a/x: y#1.html", "b/tasks.html", "both.html", "other.html"):
+        write_report(tmp_path / path, f"Title of {path}", "command", [], ["text"])
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(tmp_path / "b/page.html")]) == 0
+    links = {"x: y#1.html": "../a/x%3A%20y%231.html", "tasks.html": "tasks.html"}
+    found = read_embedded_data(tmp_path / "b/page.html")["reports"]
+    assert {each["title"].partition("/")[2]: each["url"] for each in found} == links
+    open_dashboard(tmp_path / "a/metrics.jsonl").write()
+    (found,) = read_embedded_data(tmp_path / "a/dashboard.html")["reports"]
+    assert found == {"title": "Title of a/x: y#1.html", "file": "x: y#1.html", "url": "x%3A%20y%231.html"}
+
+
+def test_every_script_of_the_page_is_in_it():
+    page = Path(module.__file__).with_name("page")
+    scripts = [path.name for path in page.glob("*.js") if not path.name.startswith("uPlot")]
+    assert sorted(scripts) == sorted(module._SCRIPTS)
+    assert (module._SCRIPTS[0], module._SCRIPTS[-1]) == ("values.js", "dashboard.js")  # the others in any order
 
 
 def test_dashboard_is_written_next_to_the_metrics_file(tmp_path):

@@ -103,8 +103,10 @@ def test_dashboard_curves_equal_the_metrics_file(records, browser):
     )
     x = [step["iteration"] for step in steps]
     assert x == list(range(1, 9)) and len(checks) >= 2
-    for name in ("tokens_per_s", "tflops_per_gpu", "learning_rate", "grad_norm"):
-        assert charts[name] == [x, pytest.approx([step[name] for step in steps], rel=1e-4)], name
+    unit = browser.execute_script("return dashboard.charts.tflops_per_gpu.series[1].label").split("/")[0]
+    factor = {"TFLOP": 1, "GFLOP": 1e3, "MFLOP": 1e6}[unit]
+    for name, scale in (("tokens_per_s", 1), ("tflops_per_gpu", factor), ("learning_rate", 1), ("grad_norm", 1)):
+        assert charts[name] == [x, pytest.approx([step[name] * scale for step in steps], rel=1e-4)], name
     validation = {record["iteration"]: record["lm loss"] for record in checks}
     test = {record["iteration"]: record["lm loss"] for record in records[0] if record.get("validation") == "test"}
     assert charts["loss"] == [

@@ -20,10 +20,19 @@ PAGES = {
     "collapsed": lambda: make_page(make_run("collapsed-router", collapsed=3)),
     "silent": lambda: make_page({**make_run("silent"), "silent_at": 1.0}),
     "single": lambda: make_page(make_run("single", 1, 2, 4, 2, records=1, moments=1)),
+    "cpu": lambda: make_page(*(of_cpu(make_run(name, records=4), speed) for name, speed in (("a", 0.02), ("b", 4e-4)))),
+    "twelve": lambda: make_page(*(make_run(f"{at}", 9, 2, 4, 2, records=4, moments=4) for at in range(12))),
+    "one cpu": lambda: make_page(of_cpu(make_run("a", records=4), 4e-4)),
     "sparse": lambda: make_page(make_run("sparse", records=4)),
     "twenty": lambda: sample_runs.many_runs(20),
     "two ranks": lambda: make_page(make_run("long", ranks=2, slow=1), make_run("short", iterations=200)),
 }
+
+
+def of_cpu(run: dict, tflops: float) -> dict:
+    """Return the run at a speed, in TFLOP/s."""
+    run["records"]["series"]["tflops_per_gpu"] = [tflops, tflops, tflops, tflops * 0.9]
+    return run
 
 
 def errors(driver) -> list[dict]:
@@ -69,7 +78,7 @@ def test_page_has_no_errors_and_fits_its_window_in_both_themes(driver, show, nam
         with screen(driver, width, 1000):
             for theme in ("light", "dark"):
                 run("dashboard.view.theme = arguments[0]; dashboard.draw()", theme)
-                assert run("return document.documentElement.dataset.theme") == theme
+                assert run("return getComputedStyle(document.documentElement).colorScheme") == theme  # scroll bars, too
                 assert run("return document.documentElement.scrollWidth") <= width, (name, width)
     assert errors(driver) == []
 
@@ -138,6 +147,15 @@ def test_head_of_a_run_has_its_figures(show):
         assert words in head, words
 
 
+def test_rates_of_a_cpu_have_a_unit_with_digits(show):
+    run = show("cpu")
+    table = "return [...document.querySelectorAll('#runs-table tr')].map(row => row.cells[row.cells.length - 3].textContent)"
+    assert run(table) == ["GFLOP/s per rank", "18", "0.36"]
+    chart = run("const each = dashboard.charts.tflops_per_gpu; return [each.series[1].label, each.data[1][0]]")
+    assert chart == ["a: GFLOP/s per rank", 20]
+    assert "360model MFLOP/s per rank" in show("one cpu")("return document.getElementById('figures').textContent")
+
+
 def test_old_page_of_a_run_that_was_killed_does_not_say_running(show):
     run = show("silent")
     assert run("return document.querySelector('#runs .status').textContent").startswith("no sign of life since 2026-")
@@ -171,6 +189,20 @@ def test_map_of_the_ranks_is_relative_to_their_median(show):
     assert min(run(pixel, 0)[:3]) > 225  # as fast as the median: neutral
     red, green, _, _ = run(pixel, 5)
     assert red > 150 and green < 80
+
+
+def test_maps_are_measured_together(driver, show):
+    """A look at a width after a change lays out the whole page, which takes seconds if each map looks."""
+    run = show("twelve")
+    driver.execute_cdp_cmd("Performance.enable", {})
+
+    def layouts():
+        metrics = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+        return next(each["value"] for each in metrics if each["name"] == "LayoutCount")
+
+    before = layouts()
+    run("dashboard.draw()")
+    assert layouts() - before < run("return Object.keys(dashboard.maps).length") == 48
 
 
 def test_outliers_are_clipped_unless_asked_for(show):
@@ -236,6 +268,14 @@ def test_list_of_runs_compares_the_chosen_ones(show):
     assert run(button)
     run("for (const at of [0, 1]) document.getElementById('choose-' + at).click()")
     assert not run(button)
+
+
+def test_reports_are_links(show):
+    run = show("list")
+    link = "const each = document.querySelector('#reports + .grid a'); return [each.getAttribute('href'), each.textContent]"
+    assert run(link) == ["report?file=all.html", NASTY]
+    assert run("return document.querySelector('#sections a').textContent") == "Reports"
+    assert not show("three")("return document.getElementById('reports')")
 
 
 def test_large_page_stays_below_five_megabytes():

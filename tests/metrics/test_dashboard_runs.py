@@ -55,11 +55,25 @@ def test_list_alone_tells_the_states_of_runs_apart_and_the_worst_are_first_and_r
         shown["collapsed"] == "running bad routing"
         and shown["healthy"] == "running"
         and shown["finished"] == "finished"
+        and shown["stalled"] == "no sign of life"
     )
     red = run(
         "return [...document.querySelectorAll('#runs-table tbody tr')].map(row => [...row.querySelectorAll('.status')].some(each => { const [r, g, b] = getComputedStyle(each).color.match(/\\d+/g).map(Number); return r > 150 && g < 160 && b < 160; }))"
     )
     assert red == [True] * 5 + [False] * 3
+
+
+def test_list_shows_unknown_losses_whole_numbers_and_the_start_of_long_findings(driver, show):
+    with screen(driver, 1280, 700):
+        run = show("states")
+        row = "return [...[...document.querySelectorAll('#runs-table tbody tr')].find(each => each.textContent.includes('nan')).cells].map(each => each.textContent)"
+        assert run(row)[5:7] == ["-", "-"]  # training and validation loss
+        run(
+            "const [first] = dashboard.data.list; first.finding = {severity: 'bad', card: 'events', text: 'far too long '.repeat(99)}; first.settings.num_layers = 1e30; dashboard.draw()"
+        )
+        heights = run("return [...document.querySelectorAll('#runs-table tbody tr')].map(each => each.offsetHeight)")
+        assert max(heights) < 4 * min(heights)
+        assert "1e+30" in run("return document.querySelector('#runs-table').textContent")
 
 
 def test_list_sorts_by_any_column_and_says_so(show):

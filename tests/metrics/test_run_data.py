@@ -103,6 +103,26 @@ def test_losses_keep_more_digits_and_one_record_has_no_constants():
     assert series == {"lm loss": [2.1234568], "grad_norm": [1.1235]}
 
 
+def test_validation_after_the_last_iteration_replaces_the_one_that_was_due():
+    run = make_run([{}] * 4)
+    assert run.as_page()["newest_validation"] is None
+    losses = (("validation", 2, 3.0), ("validation", 4, 2.5), ("validation", 4, 2.4), ("test", 4, 9.0))
+    for kind, at, loss in losses:
+        run.take({"validation": kind, "iteration": at, "lm loss": loss})
+    page = run.as_page()
+    assert [tuple(each.values()) for each in page["validations"]] == [
+        (kind, at, loss) for kind, at, loss in losses if loss != 2.5
+    ]
+    assert page["newest_validation"] == {"set": "validation", "iteration": 4, "lm loss": 2.4}
+
+
+def test_throughput_is_the_median_without_the_first_records():
+    speeds = [{}, *({"tokens_per_s": each} for each in (1.0, 100.0, 100.0, *[200.0] * 7, 300.0))]
+    assert make_run(speeds).as_page()["throughput"] == 200.0
+    assert make_run([{"tokens_per_s": 7.0}] * 5).as_page()["throughput"] == 7.0  # also where it never changed
+    assert make_run([{}]).as_page()["throughput"] is None
+
+
 def test_slow_rank_is_an_event_when_it_becomes_slow():
     times = [{"own_time_ms": {"stragglers": each, "ranks": [1.0, 2.0]}} for each in ([1], [1], [], [0, 1])]
     events = make_run(times).as_page()["events"]

@@ -15,6 +15,7 @@ from metrics.sample_runs import write_eight_runs
 
 from moe_trainer.checkpoint.directory import acquire_lock, is_locked
 from moe_trainer.commands.dashboard import Runs, main, make_server
+from moe_trainer.drawing.report_page import write_report
 
 
 def write(folder, *records):
@@ -125,7 +126,7 @@ def test_list_alone_tells_eight_runs_apart(tmp_path, lock):
     for name in ("healthy", "diverged", "stalled", "collapsed-router", "slow-rank"):
         start(tmp_path / name)
     kill(start(tmp_path / "killed"))
-    entries = Runs(tmp_path).summaries("")
+    entries = Runs(tmp_path).summaries(Runs(tmp_path).paths(), "")
     found = {each["name"]: (each["status"], (each["finding"] or {}).get("text")) for each in entries}
     routing = "layer 1: 6 of 8 experts (2-7) have received no token since iteration 1; the busiest expert (0) has 4.0"
     expected = {
@@ -161,6 +162,41 @@ def test_lock_of_another_machine_says_nothing(tmp_path, lock):
     file.unlink()
     file.symlink_to("/dev/null")
     assert is_locked(tmp_path) is None
+
+
+def test_reports_are_listed_with_the_runs_of_their_folder_and_served(served):
+    address, folder = served
+    origin = "http://" + urlsplit(address).netloc
+    for path, title in (("all.html", "Laws"), ("first/a b.html", "<Tasks>"), ("deep/second/x.html", "Proof")):
+        write_report(folder / path, title, "command", [], ["text"])
+    (folder / "first/dashboard.html").write_text("<title>another page</title>")
+    write_report(folder.parent / "secret.html", "Secret", "command", [], ["text"])
+    (folder / "first/link.html").symlink_to(folder.parent / "secret.html")
+
+    def listed(query):
+        return {each["file"]: each for each in json.loads(get(address + query)[1])["reports"]}
+
+    assert listed("data").keys() == {"all.html", "first/a b.html", "deep/second/x.html"}
+    found = listed("data?run=first")
+    assert {file: each["title"] for file, each in found.items()} == {"all.html": "Laws", "first/a b.html": "<Tasks>"}
+    status, page = get(origin + found["first/a b.html"]["url"])
+    assert status == 200 and "<title>&lt;Tasks&gt;</title>" in page
+    with urllib.request.urlopen(origin + found["all.html"]["url"], timeout=10) as answer:
+        policy = answer.headers["Content-Security-Policy"]
+    assert "sandbox" in policy and "default-src 'none'" in policy  # it runs no script and loads nothing
+    for wrong in ("first/dashboard.html", "first/link.html", "../secret.html", "first/metrics.jsonl", ""):
+        assert get(f"{address}report?file={wrong}")[0] == 404, wrong
+
+
+def test_chosen_runs_have_a_report(served):
+    address, folder = served
+    (made,) = json.loads(get(address + "data?run=first&run=deep/second")[1])["reports"]
+    status, page = get("http://" + urlsplit(address).netloc + made["url"])
+    assert status == 200 and "<h1>Comparison of runs</h1>" in page and f"compare.py {folder}/first" in page
+    assert get(address + "report?run=first&run=none")[0] == 404
+    name = os.fsdecode(b"\xff")
+    write(folder / name, {"iteration": 7})
+    assert get(address + "report?run=first&run=%FF")[0] == 200
 
 
 def test_follows_a_run_and_its_torn_last_line(served):

@@ -164,9 +164,9 @@ const isDiverged = (run) => run.findings?.some((finding) => finding.severity ===
 // the color of a run and dashes for its lines; of a single run a color for each line
 const styleOf = (run, index) => isMany() ? { color: colorOf(run.at), dash: DASHES[(index + Math.floor(run.at / 8)) % 4], isDiverged: isDiverged(run) } : { color: colorOf(index), dash: [] };
 // one chart with a metric of all runs, or several metrics of them
-function metricLines(metrics, factor = 1) {
+function metricLines(metrics, factor = 1, unit = "") {
   return shown.flatMap((run) => metrics.filter((metric) => series(run, metric)).map((metric, index) => ({
-    label: label(run, metric.replaceAll("_", " ")), x: xOf(run), values: factor === 1 ? series(run, metric) : series(run, metric).map((value) => isNumber(value) ? value * factor : null),
+    label: label(run, factor === 1 ? metric.replaceAll("_", " ") : unit), x: xOf(run), values: factor === 1 ? series(run, metric) : series(run, metric).map((value) => isNumber(value) ? value * factor : null),
     ...styleOf(run, index),
   })));
 }

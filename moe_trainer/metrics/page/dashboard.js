@@ -6,6 +6,7 @@ function draw() {
   charts = [];
   dashboard.charts = {};
   dashboard.maps = {};
+  waiting = [];
   hideHint();
   applyTheme();
   for (const id of ["list", "runs", "findings", "figures", "charts", "sections"]) element(id).replaceChildren();
@@ -44,6 +45,9 @@ function draw() {
     if (count > 1) section("details", "Runs").append(...shown.map((run) => runCard(run, run.at)));
     settingsSection();
   }
+  reportSection();
+  drawMaps(waiting);
+  waiting = null;
   scrollTo(0, top);
   if (scrolled) element("runs-table")?.scrollTo(...scrolled);
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });

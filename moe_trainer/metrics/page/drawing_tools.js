@@ -45,7 +45,7 @@ function picture(title, canvases, lines = []) {
   });
   return out;
 }
-const resizeDrawings = () => { charts.forEach((plot) => plot.resize()); Object.values(dashboard.maps).forEach((map) => map.resize()); };
+const resizeDrawings = () => { charts.forEach((plot) => plot.resize()); drawMaps(Object.values(dashboard.maps)); };
 function setFull(box, isFull) {
   box.classList.toggle("full", isFull);
   document.body.classList.toggle("has-full", isFull);

@@ -57,13 +57,13 @@ function findings() {
   element("findings").append(...(isMany() ? [make("details", { id: "all-findings" }, make("summary", { text: "Findings: " + words }), ...lines)] : lines));
 }
 function figures() {
-  const run = data.runs[0], validation = newestValidation(run);
+  const run = data.runs[0], validation = run.newest_validation, tflops = last(series(run, "tflops_per_gpu")), flops = flopsUnit([tflops]);
   const memory = run.ranks?.memory_mb?.length ? Math.max(...run.ranks.memory_mb[run.ranks.memory_mb.length - 1].filter(isNumber)) : null;
   const values = [
     [number(last(series(run, "lm loss")), 5), "training loss"],
-    validation ? [number(validation["lm loss"], 5), `validation loss, iteration ${validation.iteration}`] : null,
+    validation ? [number(validation["lm loss"], 5), `${validation.set} loss, iteration ${validation.iteration}`] : null,
     [number(last(series(run, "tokens_per_s"))), "tokens/s"],
-    [number(last(series(run, "tflops_per_gpu"))), "model TFLOP/s per rank"],
+    [tflops == null ? "-" : number(tflops * flops.factor), `model ${flops.name} per rank`],
     series(run, "mfu") ? [number(last(series(run, "mfu")) * 100, 3) + " %", "MFU"] : null,
     [isNumber(last(series(run, "elapsed_ms"))) ? duration(last(series(run, "elapsed_ms")) / 1000) : "-", "iteration"],
     [number(last(series(run, "grad_norm"))), "gradient norm"],

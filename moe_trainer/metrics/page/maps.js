@@ -13,6 +13,13 @@ function heat(share) {
 }
 const ratios = (most) => ({ color: (value) => value === 0 ? css("--zero") : heat(0.5 + Math.log2(value) / Math.log2(most) / 2), ticks: [[0, "1/" + most], [0.25, number(most ** -0.5, 2)], [0.5, "1"], [0.75, number(most ** 0.5, 2)], [1, most + " x"]], at: heat });
 
+// maps that wait until the page is complete: each look at a width lays out the page, so all are measured, then all are drawn
+let waiting = null;
+function drawMaps(maps) {
+  for (const map of maps) map.measure();
+  for (const map of maps) map.paint();
+}
+
 // rows: names; columns: names; value(row, column); words(row, column): the hint
 // numbers(): its table, [head, body]; write(number): how a cell of it is written
 function heatMap(name, box, { rows, columns, value, words, scale, rowTitle, columnTitle, zero, numbers, write }) {
@@ -20,13 +27,13 @@ function heatMap(name, box, { rows, columns, value, words, scale, rowTitle, colu
   wrap.append(canvas);
   box.append(wrap);
   const foot = 34, head = 2;
-  let left = 40, wide = 1, high = 1, chosen = null;
+  let left = 40, wide = 1, high = 1, room = 0, chosen = null;
   function draw() {
     const paint = canvas.getContext("2d"), dense = devicePixelRatio || 1;
     paint.font = "11px system-ui";
     left = 26 + Math.max(...rows.map((row) => paint.measureText(row).width));
     const tall = fullHeight(box, 220);
-    wide = Math.max(2, Math.min(tall ? 160 : 70, (box.clientWidth - 32 - left) / columns.length));
+    wide = Math.max(2, Math.min(tall ? 160 : 70, (room - 32 - left) / columns.length));
     high = Math.max(2, Math.min(tall ? 60 : 24, (tall || 460) / rows.length));
     const size = [left + wide * columns.length + 2, head + high * rows.length + foot];
     canvas.style.width = size[0] + "px";
@@ -75,7 +82,7 @@ function heatMap(name, box, { rows, columns, value, words, scale, rowTitle, colu
   const legend = make("canvas", { "aria-hidden": true, width: 10, height: 10 });
   box.append(legend);
   function drawLegend() {
-    const paint = legend.getContext("2d"), dense = devicePixelRatio || 1, length = Math.min(300, Math.max(100, box.clientWidth - 160));
+    const paint = legend.getContext("2d"), dense = devicePixelRatio || 1, length = Math.min(300, Math.max(100, room - 160));
     legend.style.width = length + 120 + "px";
     legend.width = (length + 120) * dense;
     legend.height = 34 * dense;
@@ -88,11 +95,11 @@ function heatMap(name, box, { rows, columns, value, words, scale, rowTitle, colu
     for (const [share, word] of scale.ticks) paint.fillText(word, 14 + share * length, 26);
     if (zero) { paint.fillStyle = css("--zero"); paint.strokeStyle = css("--soft"); paint.fillRect(length + 34, 4, 9, 9); paint.strokeRect(length + 34, 4, 9, 9); paint.fillStyle = css("--soft"); paint.textAlign = "left"; paint.fillText(zero, length + 48, 12); }
   }
-  draw();
-  drawLegend();
-  const map = { redraw: draw, resize: () => { draw(); drawLegend(); }, cell: (row, column) => [left + (column + 0.5) * wide, head + (row + 0.5) * high], canvas, details: asTable(box, numbers, write) };
+  const map = { redraw: draw, measure: () => { room = box.clientWidth; }, paint: () => { draw(); drawLegend(); }, cell: (row, column) => [left + (column + 0.5) * wide, head + (row + 0.5) * high], canvas, details: asTable(box, numbers, write) };
   dashboard.maps[name] = map;
   drawingTools(box, "map-" + name, { rows: numbers, canvases: () => [canvas, legend] });
+  if (waiting) waiting.push(map);
+  else drawMaps([map]);
   return map;
 }
 // tokens of cells relative to a mean, with a slider over iterations and a table of the shown one

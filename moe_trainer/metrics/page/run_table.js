@@ -3,7 +3,6 @@ const SEVERITIES = { bad: 0, warn: 1, ok: 2 };
 const MAX_SETTINGS = 8; // that have a column
 // what is wrong, by the part of the page that shows it
 const TROUBLES = { loss: "bad loss", routing: "bad routing", ranks: "slow rank" };
-const newestValidation = (run) => (run.validations || []).filter((each) => !each.set.startsWith("test")).pop();
 
 // a run as a row: from the list of a server, or from all that is known of it
 function rowOf(run) {
@@ -11,17 +10,12 @@ function rowOf(run) {
   const findings = [...silentFinding(run), ...(isListed ? [run.finding].filter(Boolean) : run.findings || [])].sort((a, b) => (SEVERITIES[a.severity] ?? 1) - (SEVERITIES[b.severity] ?? 1));
   const finding = findings.find((each) => each.severity !== "ok"), isBadEnd = ["failed", "killed", "stalled", "silent"].includes(state.name);
   const figures = isListed ? { loss: run.lm_loss, validation: run.validation_loss, tokens_per_s: run.tokens_per_s, iteration: run.iteration, train_iters: run.train_iters } : {
-    loss: last(series(run, "lm loss")), validation: newestValidation(run)?.["lm loss"], tokens_per_s: throughput(run), tflops: latest(run, "tflops_per_gpu"), grad_norm: latest(run, "grad_norm"),
+    loss: last(series(run, "lm loss")), validation: run.newest_validation?.["lm loss"], tokens_per_s: run.throughput, tflops: latest(run, "tflops_per_gpu"), grad_norm: latest(run, "grad_norm"),
     iteration: run.progress?.iteration, train_iters: run.progress?.train_iters ?? run.head?.train_iters,
   };
   return { run, name: run.name, query: run.query, url: run.url, status: state, finding, ...figures, updated: run.updated, settings: (isListed ? run.settings : run.head?.settings) || {},
     // ended badly, diverged or NaN, another bad finding, interrupted, worth a look, fine
     urgency: isBadEnd ? 0 : finding?.severity === "bad" ? (finding.card === "loss" ? 1 : 2) : state.name === "interrupted" ? 3 : finding ? 4 : 5 };
-}
-// tokens per second, the median without the first records, as compare.py has it
-function throughput(run) {
-  const values = (series(run, "tokens_per_s") || [records(run).constants?.tokens_per_s]).filter(isNumber), kept = values.slice(Math.floor(0.1 * values.length)).sort((a, b) => a - b);
-  return kept.length ? (kept[(kept.length - 1) >> 1] + kept[kept.length >> 1]) / 2 : null;
 }
 const latest = (run, name) => last(series(run, name)) ?? records(run).constants?.[name] ?? null;
 
@@ -50,9 +44,10 @@ function differingSettings(rows) {
   const skipped = uncompared(), known = rows.filter((row) => Object.keys(row.settings).length);
   return [...new Set(known.flatMap((row) => Object.keys(row.settings)))].filter((name) => !skipped.has(name) && new Set(known.map((row) => text(row.settings[name]))).size > 1).sort();
 }
-const settingWords = (value) => value === undefined ? "-" : typeof value === "number" ? number(value, 6) : text(value);
+const settingWords = (value) => value === undefined ? "-" : typeof value === "number" && !Number.isInteger(value) ? number(value, 6) : text(value);
 function runColumns(rows) {
-  const hasSome = (name) => rows.some((row) => isNumber(row[name])), figure = (id, title, digits) => ({ id, title, kind: "number", value: (row) => row[id], cell: (row) => number(row[id], digits), isFigure: true, digits });
+  const hasSome = (name) => rows.some((row) => isNumber(row[name])), figure = (id, title, digits, factor = 1) => ({ id, title, kind: "number", value: (row) => row[id], cell: (row) => isNumber(row[id]) ? number(row[id] * factor, digits) : "-", isFigure: true, digits, factor });
+  const flops = flopsUnit(rows.map((row) => row.tflops));
   return [
     { id: "name", title: "run", value: (row) => row.name, cell: nameCell },
     { id: "state", title: "state", value: (row) => row.urgency, cell: stateCell },
@@ -60,16 +55,17 @@ function runColumns(rows) {
     { id: "iteration", title: "iteration", kind: "number", value: (row) => row.iteration, cell: (row) => row.train_iters ? whole(row.iteration) + " of " + whole(row.train_iters) : whole(row.iteration) },
     figure("loss", "training loss", 5), figure("validation", "validation loss", 5), figure("tokens_per_s", "tokens/s", 4),
     ...differingSettings(rows).slice(0, MAX_SETTINGS).map((name) => ({ id: "setting-" + name, title: name, kind: "setting", value: (row) => row.settings[name] ?? null, cell: (row) => settingWords(row.settings[name]) })),
-    ...(hasSome("tflops") ? [figure("tflops", "TFLOP/s per rank", 4)] : []), ...(hasSome("grad_norm") ? [figure("grad_norm", "gradient norm", 4)] : []),
+    ...(hasSome("tflops") ? [figure("tflops", flops.name + " per rank", 4, flops.factor)] : []), ...(hasSome("grad_norm") ? [figure("grad_norm", "gradient norm", 4)] : []),
     { id: "updated", title: "updated", value: (row) => row.updated, cell: (row) => row.updated || "-" },
   ];
 }
 function nameCell(row) {
   return make("span", {}, row.url ? null : make("span", { class: "swatch", style: "background:" + colorOf(row.run.at) }), row.url ? make("a", { href: row.url, text: row.name }) : row.name);
 }
+// the finding says since when
 function stateCell(row) {
   const trouble = row.finding?.severity === "bad" && TROUBLES[row.finding.card];
-  return make("span", {}, make("span", { class: "status " + (row.status.name || ""), text: row.status.words || row.status.name || "-" }), trouble ? " " : null, trouble ? make("span", { class: "status bad", text: trouble }) : null);
+  return make("span", {}, make("span", { class: "status " + (row.status.name || ""), title: row.status.words, text: row.status.name === "silent" ? "no sign of life" : row.status.name || "-" }), trouble ? " " : null, trouble ? make("span", { class: "status bad", text: trouble }) : null);
 }
 function findingCell(row) {
   if (!row.finding) return "-";
@@ -103,7 +99,7 @@ function meanWords(rows, column) {
   const values = rows.map(column.value).filter(isNumber), middle = mean(values);
   if (middle == null) return "-";
   const deviation = values.length > 1 ? Math.sqrt(values.reduce((sum, value) => sum + (value - middle) ** 2, 0) / (values.length - 1)) : null;
-  return number(middle, column.digits) + (deviation == null ? "" : " ± " + number(deviation, 2));
+  return number(middle * column.factor, column.digits) + (deviation == null ? "" : " ± " + number(deviation * column.factor, 2));
 }
 
 // ---- choice: of a list the runs to compare, of a page the runs that its charts show

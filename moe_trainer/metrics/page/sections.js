@@ -28,7 +28,7 @@ function lossSection() {
   }
 }
 const KNOWN = {
-  speed: [["tokens_per_s", "Throughput", "tokens per second, all ranks", 1], ["tflops_per_gpu", "Model FLOP/s", "TFLOP/s per rank", 1], ["mfu", "MFU", "% of the device's dense bf16 peak", 100], ["elapsed_ms", "Iteration time", "ms", 1], ["energy_j", "Energy", "J per iteration", 1]],
+  speed: [["tokens_per_s", "Throughput", "tokens per second, all ranks", 1], ["tflops_per_gpu", "Model FLOP/s"], ["mfu", "MFU", "% of the device's dense bf16 peak", 100], ["elapsed_ms", "Iteration time", "ms", 1], ["energy_j", "Energy", "J per iteration", 1]],
   optimizer: [["learning_rate", "Learning rate", "", 1], ["grad_norm", "Gradient norm", "before clipping", 1], ["params_norm", "Parameter norm", "", 1], ["loss_scale", "Loss scale", "", 1], ["num_zeros", "Zero gradients", "", 1], ["global_batch_size", "Global batch size", "samples", 1]],
 };
 const PROBLEMS = ["skipped_iterations", "nan_iterations", "repeated_iterations", "dropped_tokens"];
@@ -44,10 +44,11 @@ function metricSections() {
   const add = (grid, name, title, note, factor) => {
     drawn.add(name);
     if (!shown.some((run) => series(run, name)) || (isConstant(name) && name !== "tokens_per_s")) return;
-    if (chart(name, card(grid, title, note), metricLines([name], factor))) count += 1;
+    if (chart(name, card(grid, title, note), metricLines([name], factor, note))) count += 1;
     else grid.lastChild.remove();
   };
-  for (const each of KNOWN.speed) add(speed, ...each);
+  const flops = flopsUnit(shown.flatMap((run) => series(run, "tflops_per_gpu") || []));
+  for (const each of KNOWN.speed) add(speed, ...(each[0] === "tflops_per_gpu" ? [...each, flops.name + " per rank", flops.factor] : each));
   shown.slice(0, 4).forEach((run, index) => {
     const parts = Object.entries(records(run).step_time_ms || {}).filter(([, values]) => values.some((value) => value > 0));
     if (!parts.length) return;
@@ -176,6 +177,13 @@ function sampleSection() {
   const box = card(grid, "Newest first", "", true), inner = make("div", { class: "scroll", tabindex: 0 });
   for (const sample of all.slice(0, 100)) inner.append(make("p", { class: "note", text: (isMany() ? sample.run.name + ", " : "") + "iteration " + sample.iteration }), make("pre", { class: "text" }, make("b", { text: sample.prompt }), sample.text));
   box.append(inner);
+}
+// pages that commands wrote with --report-html
+function reportSection() {
+  const reports = data.reports || [];
+  if (!reports.length) return;
+  const box = card(section("reports", "Reports"), plural(reports.length, "report"), "pages of --report-html in the folders of these runs", true);
+  box.append(make("div", { class: "scroll", tabindex: 0 }, table(["report", "file"], reports.map((each) => [make("a", { href: each.url, text: each.title }), each.file]))));
 }
 function settingsSection() {
   const found = shown.filter((run) => run.head?.settings && Object.keys(run.head.settings).length);

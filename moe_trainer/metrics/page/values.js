@@ -29,6 +29,11 @@ function number(value, digits = 4) {
   if (Math.abs(value) >= 1e4) return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: digits }).format(value);
   return value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(digits));
 }
+// the unit of rates that are in TFLOP/s, by the largest: those of a CPU are thousandths of one
+function flopsUnit(values) {
+  const largest = Math.max(0, ...values.filter(isNumber));
+  return [["TFLOP/s", 1], ["GFLOP/s", 1e3], ["MFLOP/s", 1e6]].map(([name, factor]) => ({ name, factor })).find(({ factor }) => !largest || largest * factor >= 1) || { name: "FLOP/s", factor: 1e12 };
+}
 const whole = (value) => isNumber(value) ? new Intl.NumberFormat("en").format(value) : "-";
 function duration(seconds) {
   if (!isNumber(seconds)) return "-";
