@@ -162,7 +162,7 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
         "## Routing",
         "",
         "Over the last tenth of the logged iterations. Entropy is that of a layer's loads over its maximum, the mean "
-        "of layers and seeds; the fullest expert is that of any layer, relative to an even share.",
+        "of layers and seeds. The fullest expert is that of any layer, relative to an even share.",
         "",
         *routing_table(arms, results),
         "",
@@ -182,8 +182,8 @@ def limits(arms: Sequence[Arm], seeds: int, tokens: int) -> list[str]:
     return [
         "## What this shows, and what it cannot",
         "",
-        "It can show that all ways of upcycling train, where they start, that routing stays alive, and differences "
-        "at this size that are larger than their intervals.",
+        "It can show that all ways of upcycling train, where they start, that routing stays alive, and large "
+        "differences at this size.",
         "",
         f"- **Equal tokens are not equal cost.** Parameters that a token uses: {actives}. A model with more of them "
         "is expected to have the lower loss.",
