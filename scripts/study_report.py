@@ -146,8 +146,7 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
         "",
         "## Differences",
         "",
-        "Of the final losses, seed by seed; negative: the first has the lower loss. Models of one seed come from one "
-        "dense model and read the same text in one order, so what these change cancels.",
+        "Of the final losses, seed by seed; negative: the first has the lower loss.",
         "",
         *markdown_table(
             ("pair", "difference", "+-", "result"),
@@ -163,7 +162,7 @@ def report_lines(arms: Sequence[Arm], results: Results, dense_tokens: int, token
         "## Routing",
         "",
         "Over the last tenth of the logged iterations. Entropy is that of a layer's loads over its maximum, the mean "
-        "of layers and seeds; the fullest expert is that of any layer, relative to an even share.",
+        "of layers and seeds. The fullest expert is that of any layer, relative to an even share.",
         "",
         *routing_table(arms, results),
         "",
@@ -183,25 +182,20 @@ def limits(arms: Sequence[Arm], seeds: int, tokens: int) -> list[str]:
     return [
         "## What this shows, and what it cannot",
         "",
-        "It can show that all ways of upcycling train, where they start, that routing stays alive, and differences "
-        "at this size that are larger than their intervals.",
+        "It can show that all ways of upcycling train, where they start, that routing stays alive, and large "
+        "differences at this size.",
         "",
         f"- **Equal tokens are not equal cost.** Parameters that a token uses: {actives}. A model with more of them "
-        "is expected to have the lower loss. A difference between two kinds is one of the whole recipe, not of the "
-        "form of the experts alone.",
-        f"- **Size.** A few million parameters and {tokens:,} tokens after upcycling. The paper's models are made of "
-        "dense ones of 0.5 to 7 billion. Experts have little time to become different here, and an order at this size "
-        "need not hold at another.",
-        f"- **Seeds.** {seeds} seeds give wide intervals. They contain the initialization of the dense model, the "
-        "order of documents and the draws of upcycling. They do not contain the choice of documents: training and "
-        "validation text are the same for all seeds.",
-        "- **Tuning.** One learning rate, one coefficient of the balancing loss and one shape for each kind, none of "
-        "them tuned. The best rate of each kind can differ.",
-        "- **Text.** Python sources only. The tokenizer has seen the validation text. The models read text again that "
-        "the dense model was trained on, in another order.",
+        "is expected to have the lower loss.",
+        f"- **Size.** A few million parameters and {tokens:,} tokens after upcycling, where the paper's dense models "
+        "have 0.5 to 7 billion. An order at this size need not hold at another.",
+        f"- **Seeds.** {seeds} seeds vary the initialization, the order of documents and the draws of upcycling, not "
+        "the choice of documents.",
+        "- **Tuning.** One learning rate, balancing coefficient and shape for each kind, none of them tuned.",
+        "- **Text.** Python sources only. The tokenizer has seen the validation text.",
         "- **Next line** is a task of multiple choice from the validation text (four choices, so 0.25 by chance; "
         "accuracy normalized by bytes). So few questions distinguish only large differences.",
-        "- **Speed** is that of one thread of this machine next to other runs, in fp32. It says nothing about a GPU.",
+        "- **Speed** is that of one thread of this machine next to other runs, in fp32.",
         "",
     ]
 
