@@ -197,9 +197,9 @@ def page_lines() -> Iterator[str]:
     )
     yield ""
     yield (
-        "*D*: run in bf16 on [emulated devices](testing_without_gpu.md), with imitations of the libraries "
-        "(`python tests/verification/prove_combinations.py`). Graphs change no bit. Libraries give the all-to-all's losses "
-        "within 0.5 %; NVFP4 gives those of one device within 2 %. The op fuser falls back to this program's experts there."
+        "*D*: run in bf16 on [emulated devices](testing_without_gpu.md), with imitations of the libraries (`python "
+        "tests/verification/prove_combinations.py`). Graphs change no bit. Libraries give the all-to-all's losses to "
+        "0.5 %; NVFP4 gives those of one device to 2 %. The op fuser falls back to this program's experts there."
     )
     yield ""
     names = list(FEATURES)
