@@ -213,9 +213,13 @@ def page_lines() -> Iterator[str]:
                 found = str(reasons.setdefault(text, len(reasons) + 1))
             cells.append(found)
         rows.append(f"| {one} | {' | '.join(cells)} |")
+    yield '<div class="matrix" markdown>'
+    yield ""
     yield f"| | {' | '.join(names)} |"
     yield f"|---|{'---|' * len(names)}"
     yield from rows
+    yield ""
+    yield "</div>"
     yield ""
     yield "## Reasons"
     yield ""
