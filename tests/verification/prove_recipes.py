@@ -199,7 +199,8 @@ def page_lines() -> Iterator[str]:
     yield (
         f"The table has the 18 files of Megatron-LM's `examples/moe_recipes` (branch dev at {COMMIT[:8]}, {DATE}). "
         "The nine rows of table 11 of arXiv 2603.07685 are its flags on the presets of this program. "
-        "*Plan*: whether memory fits. *Equal to one process*: mappings of the shrunk recipe with the losses, gradients and weights of one process on the CPU."
+        "*Plan*: whether memory fits. *Equal to one process*: mappings of the shrunk recipe, "
+        "on up to four CPU ranks, with the losses, gradients and weights of one process."
     )
     yield ""
     yield "| recipe | device | ranks | flags are valid | plan | equal to one process |"
@@ -213,7 +214,7 @@ def page_lines() -> Iterator[str]:
             found = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
             valid = f"no: {', '.join(found)}" if found else "yes"
             plan = "" if found else plans(recipe, folder)
-            equal = PROVEN.find(recipe.name, recipe.text).get("equal", "")
+            equal = re.sub(r" on \d ranks", "", PROVEN.find(recipe.name, recipe.text).get("equal", ""))
             file = files.get(recipe.name)
             name = f"[{recipe.name}]({SOURCE}/{file}.yaml)" if file else recipe.name
             yield f"| {name} | {recipe.hardware} | {recipe.ranks} | {valid} | {plan} | {equal} |"
