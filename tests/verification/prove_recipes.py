@@ -199,25 +199,24 @@ def page_lines() -> Iterator[str]:
     yield (
         f"The table has the 18 files of Megatron-LM's `examples/moe_recipes` (branch dev at {COMMIT[:8]}, {DATE}). "
         "The nine rows of table 11 of arXiv 2603.07685 are its flags on the presets of this program. "
-        "*Plan*: whether memory fits. *Equal to one process*: mappings of the shrunk recipe, "
+        "*Plan*: whether memory fits, or why flags are rejected. *Equal to one process*: mappings of the shrunk recipe, "
         "on up to four CPU ranks, with the losses, gradients and weights of one process."
     )
     yield ""
-    yield "| recipe | device | ranks | flags are valid | plan | equal to one process |"
-    yield "|---|---|---|---|---|---|"
+    yield "| recipe | device | ranks | plan | equal to one process |"
+    yield "|---|---|---|---|---|"
     files = dict(zip((name for name, *_ in RECIPES), FILES, strict=True))
     numbers: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for recipe in ALL:
             reasons = rejections(recipe, folder)
-            found = [str(numbers.setdefault(reason, len(numbers) + 1)) for reason in reasons]
-            valid = f"no: {', '.join(found)}" if found else "yes"
-            plan = "" if found else plans(recipe, folder)
+            found = [str(number) for number in sorted(numbers.setdefault(reason, len(numbers) + 1) for reason in reasons)]
+            plan = f"rejected: {', '.join(found)}" if found else plans(recipe, folder)
             equal = re.sub(r" on \d ranks", "", PROVEN.find(recipe.name, recipe.text).get("equal", ""))
             file = files.get(recipe.name)
             name = f"[{recipe.name}]({SOURCE}/{file}.yaml)" if file else recipe.name
-            yield f"| {name} | {recipe.hardware} | {recipe.ranks} | {valid} | {plan} | {equal} |"
+            yield f"| {name} | {recipe.hardware} | {recipe.ranks} | {plan} | {equal} |"
     yield ""
     yield "## Why flags are rejected"
     yield ""
