@@ -211,7 +211,9 @@ def page_lines() -> Iterator[str]:
         folder = Path(temporary)
         for recipe in ALL:
             reasons = rejections(recipe, folder)
-            found = [str(number) for number in sorted(numbers.setdefault(reason, len(numbers) + 1) for reason in reasons)]
+            found = [
+                str(number) for number in sorted(numbers.setdefault(reason, len(numbers) + 1) for reason in reasons)
+            ]
             plan = f"rejected: {', '.join(found)}" if found else plans(recipe, folder)
             equal = re.sub(r" on \d ranks", "", PROVEN.find(recipe.name, recipe.text).get("equal", ""))
             file = files.get(recipe.name)
