@@ -64,9 +64,7 @@ def give_main_grad(shown: Tensor, weight: Tensor) -> Tensor:
     return shown.main_grad
 
 
-def give_main_grads(
-    weights: Sequence[Tensor], weight_eNK: Tensor, make: Callable[..., Tensor] = torch.zeros
-) -> Tensor:
+def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, make: Callable[..., Tensor] = torch.zeros) -> Tensor:
     """Give the weights of all experts the tensors, made by `make`, to which the library adds their gradients.
 
     Not slices of the parameter's main gradient: there the gradient is added times a factor, or replaces an old one.

@@ -552,7 +552,9 @@ def test_launch_values_of_every_preset_are_valid_and_fit(tmp_path, model, varian
     sizes = re.findall(r"^#SBATCH --(?:nodes|ntasks-per-node)=(\d+)$| --nproc-per-node (\d+) ", text, re.MULTILINE)
     ranks = math.prod(int(nodes or gpus) for nodes, gpus in sizes)
     device = re.findall(r"^note: launch values of .* HARDWARE=(\w+)", text, re.MULTILINE) or ["h100"]
-    wanted = {("deepseek_v2", ""): "b200", ("deepseek_v3", ""): "h200", ("kimi_k2", ""): "b200"}.get((model, variant), "h100")
+    wanted = {("deepseek_v2", ""): "b200", ("deepseek_v3", ""): "h200", ("kimi_k2", ""): "b200"}.get(
+        (model, variant), "h100"
+    )
     assert device == [wanted]
     assert run_dry_run([*trainer_flags(text), "--dry-run", "--world-size", str(ranks), "--hardware", wanted]) == 0
     assert f"--preset {model} " in text
@@ -572,7 +574,9 @@ def test_launch_values_of_every_preset_are_valid_and_fit(tmp_path, model, varian
 )
 def test_dry_run_plans_for_the_device_of_the_section_with_its_sizes_only(tmp_path, variables, device):
     asked, python = tmp_path / "asked", tmp_path / "python"
-    python.write_text(f'#!/bin/bash\n[[ $1 == *.py && $1 != *layout.py ]] && echo "$@" >>{asked} && exit\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/bash\n[[ $1 == *.py && $1 != *layout.py ]] && echo "$@" >>{asked} && exit\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     launch("sbatch_train.sh", tmp_path, "", f"DRY_RUN=1 PYTHON={python} MODEL=deepseek_v3 {variables}")
     assert re.findall(r"--dry-run .*?(?:--hardware (\w+))?$", asked.read_text(), re.MULTILINE) == [device or ""]
