@@ -126,7 +126,7 @@ NO_EFFECT = MappingProxyType(
         "ckpt_fully_parallel_save_process_group": "writing is shared by all ranks that hold a tensor",
         "ckpt_load_validate_sharding_integrity": "it is always checked that shards cover each tensor exactly",
         "dist_ckpt_workers": "each rank writes with one thread",
-        "dist_ckpt_optim_fully_reshardable": "optimizer states are always stored so that any layout can load them",
+        "dist_ckpt_optim_fully_reshardable": "optimizer states are always stored so that any mapping can load them",
         "ckpt_drop_redundant_extra_state": "the local layers have no extra state",
         **_each("ckpt_pg_tensors_cache_path ckpt_pg_tensors_cache_create", "group tensors are not cached"),
         "distrib_optim_fully_reshardable_mem_efficient": "no rank gathers a full optimizer state",
@@ -206,7 +206,7 @@ _NON_PERSISTENT = Unsupported(
 UNSUPPORTED = MappingProxyType(
     {
         "ckpt_format": Unsupported(
-            "torch_dcp has no layout-independent form of a pipeline's layers: use --ckpt-format torch_dist or torch",
+            "torch_dcp has no mapping-independent form of a pipeline's layers: use --ckpt-format torch_dist or torch",
             ("torch_dcp",),
         ),
         "ckpt_convert_update_legacy_dist_opt_format": Unsupported(

@@ -60,7 +60,7 @@ class OutputArgs:
     dump_step: list[str] | None = flag(None, nargs=2, metavar=("N", "DIR"), path="local")
     """Write gradients, routing maps and probabilities of iteration N to DIR."""
     record_step: int | None = None
-    """Record what is needed to replay iteration N, under another layout or dtype too, in recorded_step_N under --save;
+    """Record what is needed to replay iteration N, under another mapping or dtype too, in recorded_step_N under --save;
     scripts/replay.py replays it. Size: the weights, their gradients in fp32, and about 72 bytes per token and layer
     (144 with experts)."""
 
@@ -163,7 +163,7 @@ class OutputArgs:
     """What to do about keys that are missing in a checkpoint or that nothing reads: accept, log or raise. Not given, it
     acts as raise_unexpected: the default must be named to act."""
     dist_ckpt_optim_fully_reshardable: bool = False
-    """Store optimizer states so that any layout can load them."""
+    """Store optimizer states so that any mapping can load them."""
     distrib_optim_fully_reshardable_mem_efficient: bool = False
     """Use less memory for --dist-ckpt-optim-fully-reshardable."""
     dist_ckpt_save_pre_mcore_014: bool = False

@@ -303,7 +303,7 @@ class ParallelArgs:
     distributed_timeout_seconds_after_init: int | None = flag(None, needs="ranks")
     """Timeout of a collective once the first iteration is done, in seconds. Unset: --distributed-timeout-minutes."""
     print_groups: bool = False
-    """Print every process group of the layout at start-up."""
+    """Print every process group of the mapping at start-up."""
     local_rank: int = 0
     """Rank within the node, as the launcher passes it."""
     lazy_mpu_init: bool = False

@@ -7,7 +7,7 @@ skipped, `--switch=true|false` sets a switch (which undoes a preset's), quotes t
 dropped, and `--flag: value` from YAML-like documents is accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -105,6 +105,32 @@ def is_value(token: str) -> bool:
 def parse_tokens(tokens: Sequence[str], where: str = "") -> ParsedTokens:
     """Parse tokens; `where` (a file name) prefixes every message."""
     return _TokenParser(list(tokens), where).run()
+
+
+def drop_flags(tokens: Sequence[str], dests: Set[str]) -> list[str]:
+    """Return the command line without the flags of these destinations and their values."""
+    return [token for token, within in _marked(tokens, dests) if not within]
+
+
+def select_flags(tokens: Sequence[str], dests: Set[str]) -> list[str]:
+    """Return the flags of these destinations and their values."""
+    return [token for token, within in _marked(tokens, dests) if within]
+
+
+def _marked(tokens: Sequence[str], dests: Set[str]) -> Iterator[tuple[str, bool]]:
+    within = False
+    for token in tokens:
+        if token.startswith("--"):
+            within = not dests.isdisjoint(_dests(token.partition("=")[0].removesuffix(":")))
+        yield token, within
+
+
+def _dests(name: str) -> tuple[str, ...]:
+    """Return the destinations that a flag, or an old spelling of one, sets."""
+    if name in FIELDS:
+        return (FIELDS[name].dest,)
+    became = OLD_SPELLINGS[name].becomes if name in OLD_SPELLINGS else ()
+    return tuple(FIELDS[word].dest for _, text in became for word in text.split() if word in FIELDS)
 
 
 class _TokenParser:

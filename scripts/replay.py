@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Replay a recorded iteration, with another layout or dtype if wanted, and print the first tensor that differs.
+"""Replay a recorded iteration, with another mapping or dtype if wanted, and print the first tensor that differs.
 
     python pretrain_moe.py ... --save DIR --record-step N          record iteration N in DIR/recorded_step_N
     python scripts/replay.py DIR/recorded_step_N                   same flags: bitwise equal on the same machine
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--world-size",
         type=int,
         metavar="N",
-        help="number of ranks (default: as recorded if the layout allows, else one model replica)",
+        help="number of ranks (default: as recorded if the mapping allows, else one model replica)",
     )
     add(
         "--against",

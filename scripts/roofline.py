@@ -32,10 +32,10 @@ sys.path.insert(0, str(ROOT))
 from arguments import ArgumentError
 from arguments.parse import as_plan
 from arguments.pasted_line import read_pasted_line
+from arguments.tokens import drop_flags
 from moe_trainer.commands.checkpoint_flags import spell_checkpoint
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, rank_of_stage, recording_key, stages_to_execute
-from moe_trainer.estimate.parallel_configs import drop_flags
 from moe_trainer.estimate.pieces import PIECES, Row, make_row
 from moe_trainer.estimate.pieces_text import markdown_lines, pieces_lines
 from moe_trainer.estimate.plan import Plan

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -60,8 +61,10 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "README.md", "pretrain_moe.py"):
+    for name in ("setup.py", "MANIFEST.in", "README.md", "pretrain_moe.py"):
         shutil.copy(ROOT / name, folder)
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_api.py").touch()
     return folder
 
 
@@ -126,6 +129,17 @@ def test_wheel_has_every_file_of_the_packages(wheel):
         if "__pycache__" not in path.parts and path.name != "README.md"
     }
     assert names == wanted | {"pretrain_moe.py"}
+
+
+def test_source_package_holds_what_the_wheel_is_built_of(source, wheel, tmp_path):
+    build(source, "build_sdist", tmp_path)
+    (path,) = tmp_path.iterdir()
+    with tarfile.open(path) as package:
+        held = {member.name.partition("/")[2] for member in package if member.isfile()}
+    with zipfile.ZipFile(wheel) as archive:
+        built = {name for name in archive.namelist() if ".dist-info/" not in name}
+    own = {"setup.py", "MANIFEST.in", "README.md", "PKG-INFO", "setup.cfg"}
+    assert {name for name in held if ".egg-info/" not in name} == built | own
 
 
 def test_description_is_the_readme_with_links_that_lead_somewhere(source, wheel, tmp_path):

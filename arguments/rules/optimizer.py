@@ -76,8 +76,8 @@ def resolve_fsdp_buffers(s: Settings, _f: DerivedSizes) -> None:
 def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
     if s.ckpt_format == "fsdp_dtensor":
         s.note(
-            f"{s.shown('ckpt_format')}: checkpoints are written in the layout-free format torch_dist, which sharded "
-            "and other runs resume alike."
+            f"{s.shown('ckpt_format')}: checkpoints are written in the mapping-independent format torch_dist, which "
+            "sharded and other runs resume alike."
         )
 
 

@@ -1,4 +1,4 @@
-"""Inspect checkpoints of any layout from the command line, without a model.
+"""Inspect checkpoints of any mapping from the command line, without a model.
 
     python -m moe_trainer.checkpoint.inspect ls PATH [--checksums] [--expand] [--match REGEX]
     python -m moe_trainer.checkpoint.inspect verify PATH
@@ -95,7 +95,7 @@ def describe(folder: Path) -> dict[str, tuple[tuple[int, ...], str] | None]:
 
 
 def checksum(values: Tensor) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a tensor's elements in row-major order, for any layout."""
+    """Return the first 16 hex digits of the SHA-256 of a tensor's elements in row-major order, for any mapping."""
     return hashlib.sha256(values.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
@@ -224,10 +224,10 @@ def _header(folder: Path, index: Metadata) -> Iterator[str]:
             yield f"quantized weights, listed as they are read: {quantized}"
     else:
         state, _, from_megatron = common_state.parse(common_state.read(folder, index))
-        layout = ", ".join(f"{name} {state.args[name]}" for name in _SHOWN_FLAGS if state.args.get(name) is not None)
+        sizes = ", ".join(f"{name} {state.args[name]}" for name in _SHOWN_FLAGS if state.args.get(name) is not None)
         yield (
             f"{folder}: iteration {state.iteration}, {state.consumed_train_samples} samples, written by "
-            f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({layout})"
+            f"{'Megatron-LM' if from_megatron else 'moe-trainer'} ({sizes})"
         )
     tensors = [
         (key, entry) for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
@@ -342,7 +342,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m moe_trainer.check
         )
         if name == "ls":
             command.add_argument(
-                "--checksums", action="store_true", help="a checksum of every tensor, the same for every layout"
+                "--checksums", action="store_true", help="a checksum of every tensor, the same for every mapping"
             )
             command.add_argument(
                 "--expand", action="store_true", help="every layer and expert by itself, under its name in the model"

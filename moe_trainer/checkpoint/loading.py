@@ -331,7 +331,7 @@ class Loader:
             return states[ps.dp.rank if len(states) > 1 else 0]
         if len(states) < ps.dp_cp.size:
             self._warn(
-                "%s has no random states for %s of the places of this layout (pp %d, tp %d, dp x cp %d): there, "
+                "%s has no random states for %s of the places of this mapping (pp %d, tp %d, dp x cp %d): there, "
                 "dropout and jitter start afresh from --seed and the iteration",
                 self._folder,
                 "some" if states else "any",

@@ -1,10 +1,10 @@
-"""Check that a parallel layout computes what one process computes, at toy size, on the CPU of this machine.
+"""Check that a parallel mapping computes what one process computes, at toy size, on the CPU of this machine.
 
     python scripts/prove_layout.py FLAGS...                  your own flags, of a job of any size
     python scripts/prove_layout.py --preset RECIPE.yaml FLAGS...
-    python scripts/prove_layout.py --random 50 --ranks 8     random layouts and models, drawn from a seed
+    python scripts/prove_layout.py --random 50 --ranks 8     random mappings and models, drawn from a seed
 
-The flags are shrunk: all features and the shape of the layout are preserved, the sizes become small. The result runs
+The flags are shrunk: all features and the shape of the mapping are preserved, the sizes become small. The result runs
 on local gloo ranks and on one process, three steps from the same weights and batches. Losses, auxiliary losses, every
 gradient, the gradient norm, dropped tokens, weights and expert bias are compared.
 """
@@ -53,7 +53,7 @@ def make_parser(is_random: bool) -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=int, default=8, metavar="N", help="maximum number of ranks (default: %(default)s)"
     )
-    parser.add_argument("--random", type=int, metavar="K", help="check K random layouts instead of a command line")
+    parser.add_argument("--random", type=int, metavar="K", help="check K random mappings instead of a command line")
     if is_random:
         parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of --random (default: %(default)s)")
     parser.add_argument("--as-is", action="store_true", help="do not shrink the flags")

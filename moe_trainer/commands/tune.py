@@ -110,8 +110,8 @@ def _conclusion(measured: dict[int, Trial]) -> list[str]:
     lines = [f"fastest: --micro-batch-size {best}"]
     if others:
         ratio = measured[best].tokens_per_s / measured[others[0]].tokens_per_s
-        same = f"; {others[0]} is as fast, within {_AS_FAST - 1:.0%}"
-        lines[0] += same if ratio < _AS_FAST else f", {ratio:.2f} times the tokens per second of {others[0]}"
+        same = f"; --micro-batch-size {others[0]} is as fast, within {_AS_FAST - 1:.0%}"
+        lines[0] += same if ratio < _AS_FAST else f", {ratio:.2f} times the tokens/s of --micro-batch-size {others[0]}"
     if len({trial.global_batch_size for trial in measured.values()}) > 1:
         lines.append("the global batch grew with the size: give --global-batch-size to compare the same training")
     return lines

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from arguments.flag_status import OLD_SPELLINGS
 from arguments.layer_pattern import moe_layer_pattern
-from arguments.tokens import FIELDS
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -162,34 +160,6 @@ def recompute_flags(modules: Sequence[str]) -> tuple[str, ...]:
     if modules == FULL_RECOMPUTE:
         return tuple("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
     return "--recompute-granularity", "selective", "--recompute-modules", *modules
-
-
-def drop_flags(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
-    """Return the command line without the flags of these destinations and their values."""
-    return [word for word, within in _marked(argv, dests) if not within]
-
-
-def select_flags(argv: Sequence[str], dests: frozenset[str] = SEARCHED) -> list[str]:
-    """Return the flags of these destinations and their values."""
-    return [word for word, within in _marked(argv, dests) if within]
-
-
-def _marked(argv: Sequence[str], dests: frozenset[str]) -> Iterator[tuple[str, bool]]:
-    within = False
-    for word in argv:
-        name = word.split("=", 1)[0]
-        if word.startswith("--"):
-            within = bool(dests.intersection(_dests(name)))
-        yield word, within
-
-
-def _dests(name: str) -> tuple[str, ...]:
-    """Return the destinations that a flag, or an old spelling of one, sets."""
-    name = name.removesuffix(":")
-    if name in FIELDS:
-        return (FIELDS[name].dest,)
-    became = OLD_SPELLINGS[name].becomes if name in OLD_SPELLINGS else ()
-    return tuple(FIELDS[word].dest for _, text in became for word in text.split() if word in FIELDS)
 
 
 def gemm_formats(hardware: Hardware) -> tuple[str, ...]:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arguments.tokens import FIELDS
+from arguments.tokens import FIELDS, drop_flags
 from moe_trainer.estimate.corrections import strengths
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.interconnect import dispatcher_name
-from moe_trainer.estimate.parallel_configs import drop_flags
 from moe_trainer.estimate.published_runs import BLOCKWISE, DEEPEP, GRAPHS, HYBRIDEP, MXFP8, OVERLAP
 from moe_trainer.estimate.spelled_flags import spell_preset
 from moe_trainer.estimate.uncertainty import comparison_bar

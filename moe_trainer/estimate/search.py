@@ -27,6 +27,7 @@ from arguments import ArgumentError, parse_args
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.parallel import ParallelArgs
 from arguments.parse import as_plan, resolve_command_line
+from arguments.tokens import drop_flags, select_flags
 from moe_trainer.estimate.corrections import correction
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.interconnect import Interconnect
@@ -40,13 +41,11 @@ from moe_trainer.estimate.parallel_configs import (
     SEARCHED,
     ParallelConfig,
     dispatcher_choices,
-    drop_flags,
     gemm_formats,
     layer_counts,
     layout_text,
     parallel_shapes,
     recompute_sets,
-    select_flags,
 )
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, planned_vocab_size
 from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan, try_plan, validated_args
@@ -156,7 +155,7 @@ def base_arguments(argv: Sequence[str]) -> tuple[list[str], Arguments, frozenset
     Raises:
         ArgumentError: if no mapping makes the flags legal.
     """
-    base = drop_flags(argv)
+    base = drop_flags(argv, SEARCHED)
     settings, _ = resolve_command_line(as_plan([*base, "--micro-batch-size", "1"]), None)
     preset = frozenset(dest for dest in REPLACED - {"micro_batch_size"} if settings.given(dest))
     plain = ["--micro-batch-size", "1"] + (["--moe-token-dispatcher-type", "alltoall"] if settings.num_experts else [])
@@ -377,10 +376,10 @@ def search_formats(
     return replace(
         outcomes[-1],
         **{name: sum(getattr(outcome, name) for outcome in outcomes) for name in totals},
-        base=tuple(drop_flags(base)),
+        base=tuple(drop_flags(base, SEARCHED)),
         found=tuple(ranked(found, best)),
         fitting=tuple(fitting),
-        own=None if list(argv) == drop_flags(base) else try_plan(argv, gpus, hardware),
+        own=None if list(argv) == drop_flags(base, SEARCHED) else try_plan(argv, gpus, hardware),
         published=max(published, key=lambda pair: pair[0].tflops, default=None),
         rejections=tuple(rejections.most_common(3)),
         replaced=tuple(select_flags(base, REPLACED)),
@@ -398,7 +397,7 @@ def _plan_published(plan: Plan, base: Sequence[str]) -> tuple[PublishedRun, Plan
     for run in PUBLISHED_RUNS:
         is_same = (run.hardware, run.gpus, run.width, run.seq) == setting
         if is_same and abs(billions / BILLION_PARAMS[run.model] - 1) < 0.01:
-            mapped = try_plan([*base, *select_flags(run.argv())], plan.world_size, plan.hardware)
+            mapped = try_plan([*base, *select_flags(run.argv(), SEARCHED)], plan.world_size, plan.hardware)
             if mapped is not None:
                 return run, mapped
     return None

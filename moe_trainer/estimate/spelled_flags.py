@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from arguments.parse import flags_from_checkpoint
 from arguments.recipe import load
 from arguments.spelling import to_command_line
-from arguments.tokens import parse_tokens
-from moe_trainer.estimate.parallel_configs import drop_flags
+from arguments.tokens import drop_flags, parse_tokens
 
 _ASKS = frozenset(
     "use_checkpoint_args use_mp_args_from_checkpoint_args use_tokenizer_model_from_checkpoint_args".split()

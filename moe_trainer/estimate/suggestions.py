@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.stage_layout import chunk_layouts
+from arguments.tokens import drop_flags
 from moe_trainer.estimate.hardware import GIB
 from moe_trainer.estimate.parallel_configs import (
     FULL_RECOMPUTE,
@@ -22,7 +23,6 @@ from moe_trainer.estimate.parallel_configs import (
     MAX_PIPELINE_STAGES,
     MAX_TENSOR_PARALLEL,
     RECOMPUTE,
-    drop_flags,
     layer_counts,
     layout_text,
     recompute_flags,

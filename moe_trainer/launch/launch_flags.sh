@@ -22,7 +22,7 @@
 #   LOAD_PATH        weights to start from (PRETRAIN=1: ignored)   AUTO_RESUME=0   do not resume from checkpoints in OUTPUT_PATH
 #   RUN_NAME COMMENT WANDB_PROJECT WANDB_MODE WANDB_API_KEY   with a key (or WANDB_MODE=offline) the run is logged to Weights & Biases
 #   HARDWARE         the device that a dry run plans for: h200, b200, gb200, a100, ... or a YAML file. By default the one that the name
-#                    of the calling script, RUN_NAME, COMMENT or CLUSTER contains, else h100
+#                    of the calling script, RUN_NAME, COMMENT or CLUSTER contains; else that of the section, if its sizes are used; else h100
 #   GB200_CLUSTER=1  4 GPUs per node, NVLINK_DOMAIN_SIZE=72, HARDWARE=gb200
 #   ENVIRONMENT      array or blank-separated NAME=VALUE, for a cluster file. $SLURM_NODEID in a value is replaced on the node
 #   DRY_RUN=1        also opens data, tokenizer, weights and output folder if any is given and the job has no container
@@ -70,7 +70,12 @@ read_variables() {
         [ "${!name:-}" != false ] || printf -v "$name" %s ""
     done
     check_positive TP PP EP CP ETP VPP LAYERS_PER_VP PP_FIRST PP_LAST MBS GBS SEQ_LEN MAX_POSITIONS NUM_LAYERS TRAIN_ITERS NNODES GPUS_PER_NODE
-    [ -n "${HARDWARE:-}" ] || [ "${DRY_RUN:-0}" != 1 ] || hardware_of_name
+    # a section's device is that of its sizes
+    for name in NNODES TP PP EP CP; do
+        [ "${!name:-}" = "${SECTION[$name]:-}" ] || drop_defaults HARDWARE
+    done
+    if [ "${DRY_RUN:-0}" = 1 ] && { [ -z "${HARDWARE:-}" ] || [ -n "${DEFAULTS[HARDWARE]:-}" ]; }; then hardware_of_name; fi
+    [ "${GB200_CLUSTER:-0}" != 1 ] || drop_defaults HARDWARE
     if [ "${GB200_CLUSTER:-0}" = 1 ]; then
         HARDWARE=${HARDWARE:-gb200} NVLINK_DOMAIN_SIZE=${NVLINK_DOMAIN_SIZE:-72} GPUS_PER_NODE=${GPUS_PER_NODE:-4}
     fi
@@ -89,6 +94,7 @@ hardware_of_name() {
     done 2>/dev/null
     for name in ${names[@]+"${names[@]}"} "${RUN_NAME:-}" "${COMMENT:-}" "${CLUSTER:-}"; do
         [[ ${name,,} =~ (^|[^a-z0-9])(a100|h100|h200|h800|b200|b300|gb200|gb300)([^a-z0-9]|$) ]] || continue
+        drop_defaults HARDWARE
         HARDWARE=${BASH_REMATCH[2]}
         NOTES+=("HARDWARE=$HARDWARE, which $name names")
         return
@@ -548,7 +554,10 @@ flags_of_run() {
     # "mock", as in the zoo's line for Kimi-K2, and a run from scratch
     [ "${DATA_PATH:-}" != mock ] || DATA_PATH='' MOCK=1
     [ "${TOKENIZER_MODEL:-}" != mock ] || TOKENIZER_MODEL=
-    [ "${PRETRAIN:-0}" != 1 ] || LOAD_PATH=
+    if [ "${PRETRAIN:-0}" = 1 ] && [ -n "${LOAD_PATH:-}" ] && [ -z "${DEFAULTS[PRETRAIN]:-}" ]; then
+        NOTES+=("LOAD_PATH=$LOAD_PATH has no effect: PRETRAIN=1 trains from scratch")
+        LOAD_PATH=
+    fi
     NAMES_FILES=0
     if [ -n "${DATA_PATH:-}${TOKENIZER_MODEL:-}${LOAD_PATH:-}" ] ||
         given '--data-path|--train-data-path|--data-args-path|--per-split-data-args-path|--tokenizer-model|--load' "$@"; then NAMES_FILES=1; fi

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments.parse import as_plan, resolve_command_line
+from arguments.tokens import drop_flags
 from moe_trainer.errors import UserError
-from moe_trainer.estimate.parallel_configs import drop_flags
+from moe_trainer.metrics.metrics_file import read_end
 
 WARMUP = 2
 """Number of first iterations that do not count: they allocate memory and compile kernels."""
@@ -50,7 +51,7 @@ _MESSAGE = re.compile(r"^(?:pretrain_moe\.py|moe-trainer train|python -m moe_tra
 _NO_MEMORY = re.compile(
     r"out of (host )?memory|OutOfMemoryError|can(not|'t) allocate memory|does not fit into the memory", re.IGNORECASE
 )
-_ALLOCATED = re.compile(r"max allocated: ([\d.]+)")
+_ALLOCATED = re.compile(r"max allocated: ([\d.]+)")  # of ranks that write no records
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Trial:
 
     Attributes:
         seconds: median of the iterations after WARMUP; `tokens_per_s` likewise.
-        memory_mb: peak in MiB: of device memory over the pipeline's stages, else of the last rank's resident set.
+        memory_mb: peak in MiB of the ranks that are known: the last, and on GPUs the first of each data-parallel group.
     """
 
     note: str = ""
@@ -87,7 +88,7 @@ def run_trial(
     if code is None:
         return Trial(f"no result within {timeout_s:g} s (--timeout)")
     if code != 0:
-        return Trial(_reason(output, code))
+        return Trial(_reason(folder / _METRICS, output, code))
     return _read_trial(folder / _METRICS, output)
 
 
@@ -165,22 +166,24 @@ def _read_trial(path: Path, output: str) -> Trial:
     if not counted:
         shared = "" if records else "; on several nodes TMPDIR must name a folder that all share"
         return Trial(f"{len(records)} iterations are recorded, and the first {WARMUP} do not count{shared}")
-    allocated = [float(text) for text in _ALLOCATED.findall(output)]
     return Trial(
         "",
         statistics.median(record["tokens_per_s"] for record in counted),
         statistics.median(record["elapsed_ms"] for record in counted) / 1e3,
-        max(allocated or [record["max_memory_mb"] for record in counted]),
+        max([*map(float, _ALLOCATED.findall(output)), *(record["max_memory_mb"] for record in counted)]),
         counted[-1]["global_batch_size"],
     )
 
 
-def _reason(output: str, code: int) -> str:
-    """Return in one line why a trial has no result."""
-    if _NO_MEMORY.search(output):
+def _reason(metrics: Path, output: str, code: int) -> str:
+    """Return in one line why a trial has no result: from its records, or from the log of one that did not begin."""
+    end = read_end(metrics, 0.0)
+    if _NO_MEMORY.search(output) or end is not None and _NO_MEMORY.search(end.reason):
         return "out of memory"
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "SIGKILL" in output:
         return "killed by SIGKILL, as when memory runs out"
+    if end is not None:
+        return end.reason
     message = _MESSAGE.search(output)
     if message is not None:
         return message[2] or message[1]

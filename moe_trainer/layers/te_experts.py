@@ -64,15 +64,15 @@ def give_main_grad(shown: Tensor, weight: Tensor) -> Tensor:
     return shown.main_grad
 
 
-def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor) -> Tensor:
-    """Give the weights of all experts the tensors to which the library adds their gradients: zeros.
+def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, make: Callable[..., Tensor] = torch.zeros) -> Tensor:
+    """Give the weights of all experts the tensors, made by `make`, to which the library adds their gradients.
 
     Not slices of the parameter's main gradient: there the gradient is added times a factor, or replaces an old one.
 
     Returns:
         All of them, [e, N, K].
     """
-    sums_eNK = torch.zeros(weight_eNK.shape, dtype=gradient_dtype(weight_eNK), device=weight_eNK.device)
+    sums_eNK = make(weight_eNK.shape, dtype=gradient_dtype(weight_eNK), device=weight_eNK.device)
     for weight, total in zip(weights, sums_eNK, strict=True):
         weight.main_grad = total
     return sums_eNK
@@ -194,7 +194,9 @@ class FusedGroupedLinear(nn.Module):
         with self.context(), self._showing(views):
             y_RN = self.fused(x_RK, self._splits(counts_e), is_first_microbatch=is_first)
         if y_RN.requires_grad and weight_eNK.requires_grad:  # when its backward begins
-            y_RN.register_hook(lambda _: sums.append(give_main_grads(views, weight_eNK)))
+            # deferred ones are filled when they get their memory again
+            make = torch.zeros if self.queue is None else torch.empty
+            y_RN.register_hook(lambda _: sums.append(give_main_grads(views, weight_eNK, make)))
         return y_RN
 
     def _splits(self, counts_e: Sequence[int]) -> list[int] | Tensor:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from arguments import ArgumentError, parse_args
 from arguments.container import OPTIONS
 from arguments.settings import Settings
-from arguments.tokens import FIELDS, is_value, parse_tokens
+from arguments.tokens import FIELDS, drop_flags, is_value, parse_tokens, select_flags
 
 TOY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -156,3 +156,12 @@ def test_the_error_for_no_switch_names_false(switch):
     assert message == f"{name}: this flag is unknown; did you mean {switch}=false?"
     assert not parse_tokens([f"{switch}=false"]).violations
     assert "=false" not in parse_tokens(["--no-num-layers"]).violations[0].message  # takes a value
+
+
+def test_dropped_and_selected_flags_take_their_values_along():
+    dests = {"tensor_model_parallel_size", "recompute_modules", "recompute_granularity", "load"}
+    line = "--tensor-model-parallel-size=4 --bf16 --recompute-modules moe_act layernorm --load: x --lr 1e-4".split()
+    assert drop_flags(line, dests) == "--bf16 --lr 1e-4".split()
+    assert select_flags(line, dests) == [word for word in line if word not in "--bf16 --lr 1e-4".split()]
+    old = "--checkpoint-num-layers 2 --moe-loss-coeff=1e-2 --bf16"
+    assert drop_flags(old.split(), {"recompute_num_layers", "moe_aux_loss_coeff"}) == ["--bf16"]

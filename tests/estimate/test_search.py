@@ -23,13 +23,11 @@ from moe_trainer.estimate.parallel_configs import (
     ParallelConfig,
     dispatcher_choices,
     divisors,
-    drop_flags,
     gemm_formats,
     layer_counts,
     layout_text,
     parallel_shapes,
     recompute_sets,
-    select_flags,
 )
 from moe_trainer.estimate.pieces import make_rows
 from moe_trainer.estimate.plan import Plan, PlanError, closest_reference_run, make_plan
@@ -212,12 +210,6 @@ def test_pipeline_layouts_contain_every_layer(layers, stages, extra):
 
 def test_the_published_layout_of_deepseek_v3():
     assert layout_text(layer_counts(61, 32, 2.4), 1) == "Et|(tt|)*30mL"
-
-
-def test_drop_flags_removes_searched_flags():
-    line = "--tensor-model-parallel-size=4 --bf16 --recompute-modules moe_act layernorm --lr 1e-4 --world-size 8 --sequence-parallel --num-layers 4"
-    assert drop_flags(line.split()) == "--bf16 --lr 1e-4 --num-layers 4".split()
-    assert select_flags(line.split()) == [word for word in line.split() if word not in drop_flags(line.split())]
 
 
 def test_dispatcher_choices_fit_the_hardware():
@@ -427,12 +419,6 @@ def test_recipes_without_presets_can_be_searched(shared, name, machine, gpus):
     assert "--preset" not in recipe["argv"]
     outcome = search(recipe["argv"], gpus, find_hardware(machine), best=2)
     assert len(outcome.found) == 2
-
-
-def test_drop_flags_removes_deprecated_spellings():
-    assert drop_flags("--recompute-activations --checkpoint-activations --bf16 --moe-layer-recompute".split()) == [
-        "--bf16"
-    ]
 
 
 def test_ties_prefer_the_mapping_with_the_smallest_error_bar(mixtral):

@@ -2,9 +2,9 @@
 
 import pytest
 
+from arguments.tokens import drop_flags
 from moe_trainer.estimate.dry_run import run_dry_run
 from moe_trainer.estimate.hardware import find_hardware
-from moe_trainer.estimate.parallel_configs import drop_flags
 from moe_trainer.estimate.plan import make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json
 from moe_trainer.estimate.suggestions import changes, cheapest_fixes

@@ -5,6 +5,7 @@ Against the local experts, with a stand-in that checks calls against the recorde
 
 import logging
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import torch
 from harness import run_ranks
 from layers.fake_te import PYTORCH, install_fake_te, without_packages
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 from training.layouts import compare, create_groups, make_argv, train
 
 from arguments import parse_args
@@ -157,6 +159,34 @@ def test_deferred_te_weight_gradients_equal_immediate_ones(fake_package, waits):
         found.append({name: v[name].grad for name in ("w1", "w2", "p")})
     assert_near(*found)
     assert {"GroupedLinear.backward_dw"} <= without_packages(fake_package.called())
+
+
+class CountFills(TorchDispatchMode):
+    """Counts fills of whole tensors of weights: of their shapes, by the stand-in's other work there are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.zeros, torch.ops.aten.zero_, torch.ops.aten.fill_):
+            self.shapes[tuple(out.shape)] += 1
+        return out
+
+
+@pytest.mark.parametrize("active", [None, False, True], ids=["no queue", "at once", "deferred"])
+def test_te_weight_gradients_are_filled_with_zeros_once(fake_package, active):
+    queue = None if active is None else WeightGradQueue()
+    v, activation = make_values(), Activation("silu", gated=True)
+    if queue is not None:
+        queue.active = active
+    y = grouped(v, activation, linears(queue))
+    with CountFills() as fills:
+        y.square().sum().backward()
+        if active:
+            queue.take().run()
+    assert {shape: fills.shapes[shape] for shape in ((4, 12, 8), (4, 8, 6))} == {(4, 12, 8): 1, (4, 8, 6): 1}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import pytest
 import yaml
@@ -17,7 +18,9 @@ from arguments.checkpoint_args import SHAPE
 from arguments.container import OPTIONS
 from arguments.parse import resolve_command_line
 from arguments.schema import by_spelling
+from arguments.tokens import drop_flags, parse_tokens
 from moe_trainer.estimate.dry_run import run_dry_run
+from moe_trainer.estimate.published_runs import PUBLISHED_RUNS
 
 EXAMPLES = ROOT / "scripts" / "examples"
 FOLDERS = "CHECKPOINTS TOKENIZER DATA"
@@ -25,27 +28,64 @@ FOLDERS = "CHECKPOINTS TOKENIZER DATA"
 
 @dataclass(frozen=True)
 class Example:
-    """What a script is for: preset and devices, the words after its name, and settings that are not the preset's."""
+    """What a script is for.
+
+    Attributes:
+        source: a launch section of the preset's file, or a published run; the mapping, ranks and batch are its own.
+        words: after the name of the script.
+        own: settings that are not the preset's.
+        sizes: (source's, script's) sizes that are not the source's.
+    """
 
     preset: str
     ranks: int
     hardware: str
+    source: str = "launch"
     words: str = FOLDERS
     own: tuple[str, ...] = ()
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 CASES = {
-    "mixtral_8x7b_32gpu": Example("mixtral_8x7b", 32, "h100"),
-    "qwen3_30b_a3b_16gpu": Example("qwen3_30b_a3b", 16, "h100"),
-    "qwen3_235b_a22b_256h100": Example("qwen3_235b_a22b", 256, "h100"),
-    "qwen3_235b_a22b_gb200": Example("qwen3_235b_a22b", 256, "gb200"),
-    "deepseek_v3_1024h100": Example("deepseek_v3", 1024, "h100"),
-    "deepseek_v3_256gb200": Example("deepseek_v3", 256, "gb200"),
-    "long_context": Example("qwen3_235b_a22b", 256, "h100", f"WEIGHTS {FOLDERS}", ("max_position_embeddings",)),
-    "upcycling": Example("finermoe_qwen2_5_0_5b", 8, "h100", f"DENSE {FOLDERS}"),
-    "fine_tuning": Example("qwen3_30b_a3b", 8, "h100", "MODEL CHECKPOINTS CHATS"),
-    "laptop": Example("mixtral_tiny", 2, "h100", "CHECKPOINTS"),
+    "mixtral_8x7b_32gpu": Example("mixtral_8x7b", 32, "h100", sizes={"ranks": (64, 32)}),
+    "qwen3_30b_a3b_16gpu": Example(
+        "qwen3_30b_a3b",
+        *(16, "h100", "Qwen3-30B 16xH100 BF16, exchange overlapped"),
+        sizes={"global_batch_size": (1024, 512)},
+    ),
+    "qwen3_235b_a22b_256h100": Example("qwen3_235b_a22b", 256, "h100", "Qwen3-235B 256xH100 BF16"),
+    "qwen3_235b_a22b_gb200": Example("qwen3_235b_a22b", 256, "gb200", "Qwen3-235B 256xGB200 BF16"),
+    "deepseek_v3_1024h100": Example("deepseek_v3", 1024, "h100", "DeepSeek-V3 1024xH100 FP8"),
+    "deepseek_v3_256gb200": Example("deepseek_v3", 256, "gb200", "DeepSeek-V3 256xGB200 MXFP8"),
+    "long_context": Example(
+        "qwen3_235b_a22b", 256, "h100", "launch_256k", f"WEIGHTS {FOLDERS}", ("max_position_embeddings",)
+    ),
+    "upcycling": Example("finermoe_qwen2_5_0_5b", 8, "h100", words=f"DENSE {FOLDERS}"),
+    "fine_tuning": Example(
+        "qwen3_30b_a3b",
+        *(8, "h100"),
+        words="MODEL CHECKPOINTS CHATS",
+        sizes={"ranks": (32, 8), "global_batch_size": (256, 64)},
+    ),
+    "laptop": Example("mixtral_tiny", 2, "h100", words="CHECKPOINTS"),
 }
+DEGREES = {"TP": "tensor-model", "PP": "pipeline-model", "CP": "context", "EP": "expert-model"}
+BATCH = {"MBS": "micro-batch-size", "GBS": "global-batch-size", "SEQ_LEN": "seq-length"}
+
+
+def sizes_of_source(case):
+    """Ranks of the source, and every setting that its line has."""
+    run = next((run for run in PUBLISHED_RUNS if run.name == case.source), None)
+    if run is not None:
+        words = drop_flags(run.argv(), {"preset", "mock_data"})
+        return {"ranks": run.gpus} | {item.dest: item.value for item in parse_tokens(words).given}
+    values = yaml.safe_load(model_zoo.find(case.preset).read_text())[case.source]
+    words = [word for name, axis in DEGREES.items() for word in (f"--{axis}-parallel-size", str(values.get(name, 1)))]
+    words += [word for name, flag in BATCH.items() if name in values for word in (f"--{flag}", str(values[name]))]
+    if values.get("VPP", 1) > 1:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(values["VPP"])]
+    ranks = values.get("NNODES", 1) * values.get("GPUS_PER_NODE", 8)
+    return {"ranks": ranks} | {item.dest: item.value for item in parse_tokens(words).given}
 
 
 def start(name, folder, words, programs=("srun", "torchrun"), **variables):
@@ -98,6 +138,12 @@ def test_example_is_valid_fits_and_trains_the_model_of_its_preset(tmp_path, name
         if getattr(values, dest) != getattr(wanted, dest)
     }
     assert set(differs) == set(case.own), differs
+    apart = {}
+    for dest, wanted in sizes_of_source(case).items():
+        found = ranks if dest == "ranks" else getattr(values, dest)
+        if found != wanted and not (isinstance(wanted, list) and set(found) == set(wanted)):
+            apart[dest] = (wanted, found)
+    assert apart == case.sizes
 
 
 def test_example_without_its_words_says_what_is_missing(tmp_path):
@@ -106,21 +152,6 @@ def test_example_without_its_words_says_what_is_missing(tmp_path):
         assert done.returncode != 0 and "is needed: see the head of this file" in done.stderr
         assert f"{name}.sh" in (EXAMPLES / f"{name}.sh").read_text().partition("set -euo")[0]
         assert not (tmp_path / "started").exists()
-
-
-def test_long_context_has_the_launch_values_of_its_preset(tmp_path):
-    values = yaml.safe_load(model_zoo.find("qwen3_235b_a22b").read_text())["launch_256k"]
-    ranks, flags = started_line("long_context", tmp_path)
-    assert ranks == 8 * values["NNODES"]
-    for variable, flag in {
-        "SEQ_LEN": "--seq-length",
-        "TP": "--tensor-model-parallel-size",
-        "CP": "--context-parallel-size",
-        "PP": "--pipeline-model-parallel-size",
-        "EP": "--expert-model-parallel-size",
-        "GBS": "--global-batch-size",
-    }.items():
-        assert flags[flags.index(flag) + 1] == str(values[variable]), flag
 
 
 def test_laptop_example_trains(tmp_path):

@@ -259,7 +259,7 @@ ZOO_BARE = {
     "Qwen3-235B-A22B": "tp=2 pp=8 ep=32 layout=Ett|(ttt|)*30ttL mbs=1 gbs=256 nodes=32",
     "Qwen3-30B-A3B": "tp=1 pp=1 ep=8 mbs=1 gbs=256 nodes=4",
     "Qwen3-Next-80B-A3B": "tp=1 pp=4 ep=8 vpp=3 mbs=1 gbs=256 nodes=8",
-    "Kimi-K2": "tp=1 pp=4 ep=64 layout=Ettt|ttt|(tttt|)*13tttL mbs=1 gbs=128 nodes=32",
+    "Kimi-K2": "tp=1 pp=4 ep=64 layout=Ettt|ttt|(tttt|)*13tttL mbs=1 gbs=256 nodes=32",
 }
 SHORT = {
     "--tensor-model-parallel-size": "tp",
@@ -544,27 +544,60 @@ def test_array_dependency_signal_and_segment_become_sbatch_options(tmp_path):
 
 
 # the zoo's own values, for measuring speed: these exceed an H100 or make too few microbatches
-UNFIT_DEFAULTS = [("deepseek_v2", ""), ("deepseek_v3", ""), ("kimi_k2", "")]
-
-
-@pytest.mark.parametrize("model, variant", [section for section in SECTIONS if section not in UNFIT_DEFAULTS])
+@pytest.mark.parametrize("model, variant", SECTIONS)
 def test_launch_values_of_every_preset_are_valid_and_fit(tmp_path, model, variant):
-    """The plan, which validates first, is made in this process."""
+    """The device that they name, else H100. The plan, which validates first, is made in this process."""
     script = "launch.sh" if model.endswith("_tiny") else "sbatch_train.sh"
     text = launch(script, tmp_path, "", f"DRY_RUN=1 VALIDATE=0 MODEL={model} VARIANT={variant}").stdout
     sizes = re.findall(r"^#SBATCH --(?:nodes|ntasks-per-node)=(\d+)$| --nproc-per-node (\d+) ", text, re.MULTILINE)
     ranks = math.prod(int(nodes or gpus) for nodes, gpus in sizes)
-    assert run_dry_run([*trainer_flags(text), "--dry-run", "--world-size", str(ranks)]) == 0
+    device = re.findall(r"^note: launch values of .* HARDWARE=(\w+)", text, re.MULTILINE) or ["h100"]
+    wanted = {("deepseek_v2", ""): "b200", ("deepseek_v3", ""): "h200", ("kimi_k2", ""): "b200"}.get(
+        (model, variant), "h100"
+    )
+    assert device == [wanted]
+    assert run_dry_run([*trainer_flags(text), "--dry-run", "--world-size", str(ranks), "--hardware", wanted]) == 0
     assert f"--preset {model} " in text
     assert ("--seq-length 262144 --max-position-embeddings 262144" in text) == (variant == "256k")
+
+
+@pytest.mark.parametrize(
+    ("variables", "device"),
+    [
+        ("", "h200"),
+        ("MBS=1 TP=1", "h200"),
+        ("PP=8 EP=32", None),
+        ("HARDWARE=b300", "b300"),
+        ("COMMENT=a-gb300-run", "gb300"),
+        ("GB200_CLUSTER=1", "gb200"),
+    ],
+)
+def test_dry_run_plans_for_the_device_of_the_section_with_its_sizes_only(tmp_path, variables, device):
+    asked, python = tmp_path / "asked", tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\n[[ $1 == *.py && $1 != *layout.py ]] && echo "$@" >>{asked} && exit\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    launch("sbatch_train.sh", tmp_path, "", f"DRY_RUN=1 PYTHON={python} MODEL=deepseek_v3 {variables}")
+    assert re.findall(r"--dry-run .*?(?:--hardware (\w+))?$", asked.read_text(), re.MULTILINE) == [device or ""]
+
+
+def test_typed_weights_are_loaded_or_a_note_says_why_not(tmp_path):
+    """The section of Mixtral-8x2B has PRETRAIN: 1."""
+    for variables, loads in (("", True), ("PRETRAIN=1", False)):
+        settings = f"VALIDATE=0 MODEL=Mixtral-8x2B LOAD_PATH=/weights {variables}"
+        text = dry_run("sbatch_train.sh", tmp_path, "", settings).stdout
+        assert ("--load /weights --finetune" in text) == loads
+        assert ("note: LOAD_PATH=/weights has no effect: PRETRAIN=1" in text) != loads
 
 
 def test_every_preset_has_launch_values():
     assert [model for model, variant in SECTIONS if not variant] == sorted(
         path.stem for path in (ROOT / "model_zoo").glob("*.yaml")
     )
-    variants = [("deepseek_v3", "256k"), ("qwen3_235b_a22b", "256k"), *((name, "h100") for name, _ in UNFIT_DEFAULTS)]
-    assert sorted(variants) == [section for section in sorted(SECTIONS) if section[1]]
+    h100 = [model for model, variant in SECTIONS if variant == "h100"]
+    assert h100 == ["deepseek_v2", "deepseek_v3", "kimi_k2"]
+    assert [model for model, variant in SECTIONS if variant == "256k"] == ["deepseek_v3", "qwen3_235b_a22b"]
 
 
 def test_section_of_a_recipe_file_gives_launch_values(tmp_path):

@@ -1,5 +1,6 @@
 """`moe-trainer tune`: sizes that run, that are refused and that do not fit are rows, and the line's folders stay empty."""
 
+import json
 import signal
 import sys
 
@@ -10,6 +11,7 @@ from training.tiny import MOCK, TINY
 from moe_trainer.commands import tune
 from moe_trainer.errors import UserError
 from moe_trainer.launch import trial
+from moe_trainer.metrics.run_state import RunEnd
 
 LINE = [*TINY, *MOCK, "--train-iters", "50"]
 
@@ -47,7 +49,8 @@ def test_sizes_that_run_and_one_that_is_refused(tmp_path, forked, capsys):
     speeds = {size: float(found[size][0].replace(",", "")) for size in (1, 2)}
     assert all(speed > 0 and float(found[size][2].replace(",", "")) > 1 for size, speed in speeds.items())
     fastest = after[0].split()[2].strip(",;")
-    assert after[0].startswith("fastest: --micro-batch-size ") and speeds[int(fastest)] == max(speeds.values())
+    assert after[0].startswith("fastest: --micro-batch-size ") and after[0].count("--micro-batch-size") == 2
+    assert speeds[int(fastest)] == max(speeds.values())
     assert list(tmp_path.iterdir()) == [], "nothing is written but to the folder of a trial"
     assert all(command[1].endswith("/pretrain_moe.py") for command in forked), "not Megatron-LM's program"
 
@@ -67,8 +70,9 @@ def test_medians_leave_the_first_iterations_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join([*records, '{"iteration": 5, "validation": "x"}', '{"ended": "stopped"}']))
     assert trial._read_trial(path, "") == trial.Trial("", 2000.0, 0.032, 40, 4)
-    lines = "[Rank 0] | max allocated: 7.5 | reserved: 9\n[Rank 1] | max allocated: 8.25 | reserved: 9"
-    assert trial._read_trial(path, lines).memory_mb == 8.25
+    lines = "[Rank 0] | max allocated: 7.5 | reserved: 99\n[Rank 1] | max allocated: 48.25 | reserved: 99"
+    assert trial._read_trial(path, lines).memory_mb == 48.25
+    assert trial._read_trial(path, lines.splitlines()[0]).memory_mb == 40, "the last rank's"
     path.write_text("\n".join(records[:2]))
     assert "2 iterations are recorded" in trial._read_trial(path, "").note
 
@@ -86,8 +90,18 @@ def test_medians_leave_the_first_iterations_out(tmp_path):
         ("", 5, "exit code 5"),
     ],
 )
-def test_reasons_are_one_line(output, code, note):
-    assert trial._reason(output, code) == note
+def test_reasons_are_one_line(output, code, note, tmp_path):
+    assert trial._reason(tmp_path / "metrics.jsonl", output, code) == note
+
+
+@pytest.mark.parametrize(
+    ("reason", "note"),
+    [("iteration 3: the loss is nan", None), ("OutOfMemoryError: CUDA out of memory. Tried", "out of memory")],
+)
+def test_recorded_reason_comes_before_the_last_line_of_the_log(reason, note, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(RunEnd("failed", 2, 16, reason).as_record()) + "\n")
+    assert trial._reason(path, "pretrain_moe.py: rank 0 has left\nE1129 torch", 1) == (note or reason)
 
 
 def test_nothing_that_runs_is_an_error(monkeypatch, capsys):

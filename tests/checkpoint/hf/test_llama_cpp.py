@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.hf.models import VOCAB, load_ours, make, run_convert
+from checkpoint.hf.models import MODELS, VOCAB, load_ours, make, run_convert
 from commands import environment
 
 pytest.importorskip("transformers")
@@ -41,6 +41,8 @@ params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.port =
 params.cpuparams.n_threads = 1
 params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
 params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+for name, value in json.loads(sys.argv[5]).items():
+    setattr(params, name, value)
 server = xllamacpp.Server(params)
 asked = dict(max_tokens=6, temperature=0.0, ignore_eos=True, cache_prompt=False, logprobs=int(sys.argv[3]))
 found = [server.handle_completions({"prompt": prompt, **asked}) for prompt in json.load(open(sys.argv[2]))]
@@ -77,12 +79,13 @@ def exported(name, folder, **changes):
     return load_ours(folder / "ck").eval()
 
 
-def largest_difference(ours, folder):
-    """Return the largest difference of log-probabilities along the engine's greedy texts, and whether ours are the same."""
+def largest_difference(ours, folder, **settings):
+    """Give the engine `settings`. Return the largest difference of log-probabilities along the engine's greedy texts, and whether ours are the same."""
     call(CONVERT, SOURCE, folder / "hf", folder / "model.gguf")
     prompts = torch.randint(VOCAB, (3, 6), generator=torch.Generator().manual_seed(3)).tolist()
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    call(GENERATE, folder / "model.gguf", folder / "prompts.json", VOCAB, folder / "found.json")
+    files = (folder / "model.gguf", folder / "prompts.json", VOCAB, folder / "found.json")
+    call(GENERATE, *files, json.dumps(settings))
     worst, same = 0.0, True
     for prompt, content in zip(prompts, json.loads((folder / "found.json").read_text()), strict=True):
         tokens = torch.tensor([prompt + [step["id"] for step in content]])
@@ -95,13 +98,28 @@ def largest_difference(ours, folder):
     return worst, same
 
 
+def gpt_oss(swiglu_limit=7.0, **yarn):
+    """Return the changes that make the toy's clamp and YaRN those that the engine computes, except `yarn`."""
+    rope = {**MODELS["gpt_oss"][1]["rope_parameters"], "beta_fast": 32.0, "truncate": True, **yarn}
+    return {"swiglu_limit": swiglu_limit, "rope_parameters": rope}
+
+
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "changes", "settings"),
     [
-        ("mixtral", {}),
-        ("qwen3_moe", {"mlp_only_layers": []}),
+        ("mixtral", {}, {}),
+        ("qwen3_moe", {"mlp_only_layers": []}, {}),
+        ("gpt_oss", gpt_oss(), {}),
+        ("gpt_oss", gpt_oss(beta_fast=2.0), {"yarn_beta_fast": 2.0}),
     ],
 )
-def test_engine_gives_our_log_probabilities_and_greedy_tokens(name, changes, tmp_path):
-    worst, same = largest_difference(exported(name, tmp_path, **changes), tmp_path)
+def test_engine_gives_our_log_probabilities_and_greedy_tokens(name, changes, settings, tmp_path):
+    worst, same = largest_difference(exported(name, tmp_path, **changes), tmp_path, **settings)
     assert worst < 1e-4 and same
+
+
+@pytest.mark.parametrize("changes", [{"truncate": False}, {"beta_fast": 2.0}, {"swiglu_limit": 0.7}])
+def test_engine_computes_gpt_oss_with_fixed_settings(changes, tmp_path):
+    """An engine that reads one of these needs a line fewer in docs/consumers.md."""
+    worst, _ = largest_difference(exported("gpt_oss", tmp_path, **gpt_oss(**changes)), tmp_path)
+    assert worst > 5e-3
