@@ -1,4 +1,4 @@
-"""Compile the emulated device: once for each version of torch and of its source, kept in the user's cache folder."""
+"""Compile the emulated device: once for each installed torch and each version of its source, kept in the user's cache folder."""
 
 import hashlib
 import os
@@ -26,7 +26,9 @@ def library() -> Path:
         return Path(os.environ["EMULATED_CUDA_LIBRARY"])
     if torch.version.cuda is not None:
         raise CannotBuildError("the emulated device is for builds of torch without CUDA")
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    # The library finds torch's by the folder that it was linked with, which may be that of an environment that is gone.
+    torch_of = f"{torch.__version__} {torch.__file__}"
+    key = hashlib.sha256(SOURCE.read_bytes() + torch_of.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_trainer_tests"
     built = folder / f"emulated_cuda-{key}.so"
     if not _is_whole(built):
