@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from arguments.number_ranges import MAX_SAMPLES, MAX_SIZE, MAX_WORKERS
 from arguments.schema import flag
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -111,7 +112,7 @@ class DataArgs:
     """Directory for index files. Unset: a folder next to the data."""
 
     # ---- samples
-    seq_length: int = flag(None, restore="unless given")
+    seq_length: int = flag(None, restore="unless given", bounds=">0", most=MAX_SAMPLES)
     """Length of a sample, in tokens."""
     reset_position_ids: bool = False
     """Restart positions after each end-of-document token."""
@@ -131,14 +132,14 @@ class DataArgs:
     # ---- fill-in-the-middle samples
     fim_data: bool = False
     """Rearrange documents into prefix, suffix and middle (FIM), so that the model learns to fill gaps."""
-    fim_rate: float = flag(0.5, needs="fim_data")
+    fim_rate: float = flag(0.5, needs="fim_data", bounds="[0,1]")
     """Fraction of documents that are rearranged, above 0 and at most 1."""
-    fim_spm_rate: float = flag(0.5, needs="fim_data")
+    fim_spm_rate: float = flag(0.5, needs="fim_data", bounds="[0,1]")
     """Fraction of rearranged documents with the suffix first (SPM) instead of the prefix (PSM), above 0 and at most
     1."""
     fim_split_sample: str | None = flag(None, needs="fim_data")
     """Token that divides a document into fragments, which are rearranged one by one."""
-    fim_fragment_rate: float | None = flag(None, needs="fim_split_sample")
+    fim_fragment_rate: float | None = flag(None, needs="fim_split_sample", bounds="[0,1]")
     """Fraction of fragments that are rearranged, with --fim-split-sample; from 0 to 1."""
     fim_no_prefix: str | None = flag(None, needs="fim_data")
     """Do not rearrange text that begins with these words."""
@@ -154,13 +155,13 @@ class DataArgs:
     """Token that ends a document."""
 
     # ---- reading
-    num_workers: int = 2
+    num_workers: int = flag(2, bounds=">=0", most=MAX_WORKERS)
     """Number of data-loading processes per rank; 0: load in the training process."""
     mmap_bin_files: bool = flag(True, off=("--no-mmap-bin-files",), needs="!mock_data")
     """Map .bin files into memory instead of reading them."""
-    num_dataset_builder_threads: int = 1
+    num_dataset_builder_threads: int = flag(1, bounds=">0")
     """Number of threads per rank that build datasets."""
-    mid_level_dataset_surplus: float = flag(0.005, needs="!mock_data")
+    mid_level_dataset_surplus: float = flag(0.005, needs="!mock_data", bounds=">=0")
     """Fraction by which each dataset of a blend has more samples than its share."""
     dataloader_fast_cache_load: bool = False
     """Trust that index files exist and skip the checks."""
@@ -168,9 +169,9 @@ class DataArgs:
     """Map index files on first use."""
     object_storage_cache_path: str | None = flag(None, path="local")
     """Local directory for data in object storage (s3://, gs://, msc://): whole indices, and blocks of .bin files."""
-    object_storage_cache_gb: float = flag(16.0, needs="object_storage_cache_path")
+    object_storage_cache_gb: float = flag(16.0, needs="object_storage_cache_path", bounds=">0")
     """Bound of the blocks in --object-storage-cache-path, in GiB, over all processes that share the directory."""
-    object_storage_read_ahead: int = flag(32, needs="object_storage_cache_path")
+    object_storage_read_ahead: int = flag(32, needs="object_storage_cache_path", bounds=">=0")
     """Number of microbatches before their turn at which their blocks are read from object storage."""
 
     # ---- text that is tokenized while it is read (--dataloader-type external)
@@ -179,7 +180,7 @@ class DataArgs:
     .jsonl, .parquet and .arrow."""
     document_text_key: str = flag("text", needs="dataloader_type=external")
     """Key or column of the text."""
-    document_streams: int = flag(16, needs="dataloader_type=external")
+    document_streams: int = flag(16, needs="dataloader_type=external", bounds=">0")
     """Number of streams into which the documents are divided, at best a multiple of micro-batch size times
     data-parallel size. It decides which sample comes when, and must not change during a run."""
 
@@ -210,9 +211,9 @@ class DataArgs:
     """Vocabulary file of the GPT-2 BPE tokenizer."""
     merge_file: str | None = flag(None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="local")
     """Merge file of the GPT-2 BPE tokenizer."""
-    vocab_size: int | None = flag(None, restore="always")
+    vocab_size: int | None = flag(None, restore="always", bounds=">0", most=MAX_SIZE)
     """Vocabulary size before padding. Unset: the tokenizer's."""
-    padded_vocab_size: int | None = flag(None, restore="always")
+    padded_vocab_size: int | None = flag(None, restore="always", bounds=">0", most=MAX_SIZE)
     """Vocabulary size after padding. Unset: computed from the vocabulary size."""
     pad_vocab_size: bool = flag(True, off=("--no-pad-vocab-size", "--disable-pad-vocab-size"))
     """Pad the vocabulary size to a multiple that ranks can shard."""
@@ -227,7 +228,7 @@ class DataArgs:
     """Special tokens to add to the tokenizer."""
     tiktoken_pattern: Literal["v1", "v2"] | None = flag(None, needs="tokenizer_type=TikTokenizer or metadata_path")
     """Pre-tokenization pattern of tiktoken."""
-    tiktoken_num_special_tokens: int = flag(1000, needs="tokenizer_type=TikTokenizer or metadata_path")
+    tiktoken_num_special_tokens: int = flag(1000, needs="tokenizer_type=TikTokenizer or metadata_path", bounds=">=0")
     """Number of special tokens of the tiktoken tokenizer."""
     tokenizer_sentencepiece_legacy: bool = flag(False, needs=_SENTENCEPIECE)
     """Use SentencePiece's legacy treatment of special tokens."""
@@ -246,9 +247,9 @@ class DataArgs:
     """Do not let a Hugging Face tokenizer add special tokens to texts."""
     trust_remote_code: bool = flag(False, needs=_HUGGING_FACE)
     """Allow a Hugging Face tokenizer to run code from the hub."""
-    null_tokenizer_eod_id: int | None = flag(None, needs="tokenizer_type=NullTokenizer")
+    null_tokenizer_eod_id: int | None = flag(None, needs="tokenizer_type=NullTokenizer", bounds="any")
     """End-of-document token of the null tokenizer, as an id."""
-    null_tokenizer_pad_id: int = flag(-1, needs="tokenizer_type=NullTokenizer")
+    null_tokenizer_pad_id: int = flag(-1, needs="tokenizer_type=NullTokenizer", bounds="any")
     """Pad token of the null tokenizer, as an id."""
     use_gigatoken: bool = False
     """Use the gigatoken library for tokenization."""

@@ -18,30 +18,32 @@ class OptimizerArgs:
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
     """Optimizer of the weights."""
     adam_beta1: float = flag(
-        0.9, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+        0.9, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"), bounds="[0,1)"
     )
     """Decay factor of Adam's first moment, from 0 to below 1."""
     adam_beta2: float = flag(
-        0.999, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+        0.999,
+        needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"),
+        bounds="[0,1)",
     )
     """Decay factor of Adam's second moment, from 0 to below 1."""
     adam_eps: float = flag(
-        1e-08, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam")
+        1e-08, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"), bounds=">=0"
     )
     """Constant added to the square root of Adam's second moment."""
-    sgd_momentum: float = flag(0.9, needs="optimizer=sgd")
+    sgd_momentum: float = flag(0.9, needs="optimizer=sgd", bounds="[0,1)")
     """Momentum of SGD, from 0 to below 1."""
     lion_beta1: float = flag(
-        0.95, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion")
+        0.95, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion"), bounds="[0,1)"
     )
     """Weight of the momentum in the mean whose sign Lion follows, from 0 to below 1."""
     lion_beta2: float = flag(
-        0.98, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion")
+        0.98, needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion"), bounds="[0,1)"
     )
     """Decay factor of Lion's momentum, from 0 to below 1."""
-    clip_grad: float = 1.0
+    clip_grad: float = flag(1.0, bounds=">=0")
     """Clip the global gradient norm to this value; 0: do not clip."""
-    weight_decay: float = 0.01
+    weight_decay: float = flag(0.01, bounds=">=0")
     """Decoupled weight decay of all parameters but biases and norms."""
     start_weight_decay: float | None = None
     """First value of a weight decay that rises over the run."""
@@ -60,37 +62,37 @@ class OptimizerArgs:
     (its --only-train-list embedding+router+mlp.experts+layernorm). A flag of this program."""
 
     # ---- learning rate
-    lr: float | None = None
+    lr: float | None = flag(None, bounds=">=0")
     """Largest learning rate, after warm-up."""
-    min_lr: float = flag(0.0, needs="!lr_decay_style=constant")
+    min_lr: float = flag(0.0, needs="!lr_decay_style=constant", bounds=">=0")
     """Smallest learning rate of the schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay from --lr to --min-lr. WSD: constant, with a final decay."""
-    lr_decay_iters: int | None = flag(None, needs="!lr_decay_style=constant or lr_warmup_fraction")
+    lr_decay_iters: int | None = flag(None, needs="!lr_decay_style=constant or lr_warmup_fraction", bounds=">=0")
     """Length of the decay, with its warm-up, in iterations. Unset: --train-iters."""
-    lr_decay_samples: int | None = flag(None, needs="!lr_decay_style=constant or lr_warmup_fraction")
+    lr_decay_samples: int | None = flag(None, needs="!lr_decay_style=constant or lr_warmup_fraction", bounds=">=0")
     """Length of the decay, with its warm-up, in samples. Unset: --train-samples."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: float | None = flag(None, bounds="[0,1)")
     """Length of the linear warm-up, as a fraction of the decay's length."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int = flag(0, bounds=">=0")
     """Length of the linear warm-up, in iterations."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: int = flag(0, bounds=">=0")
     """Length of the linear warm-up, in samples."""
-    lr_warmup_init: float = flag(0.0, needs="lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction")
+    lr_warmup_init: float = flag(0.0, needs="lr_warmup_iters or lr_warmup_samples or lr_warmup_fraction", bounds=">=0")
     """Learning rate that the warm-up starts from."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential", needs="lr_decay_style=WSD"
     )
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = flag(None, needs="lr_decay_style=WSD")
+    lr_wsd_decay_iters: int | None = flag(None, needs="lr_decay_style=WSD", bounds=">=0")
     """Length of the final decay of WSD, in iterations."""
-    lr_wsd_decay_samples: int | None = flag(None, needs="lr_decay_style=WSD")
+    lr_wsd_decay_samples: int | None = flag(None, needs="lr_decay_style=WSD", bounds=">=0")
     """Length of the final decay of WSD, in samples."""
-    decoupled_lr: float | None = None
+    decoupled_lr: float | None = flag(None, bounds=">=0")
     """Largest learning rate of embedding and output layer. Unset: --lr."""
-    decoupled_min_lr: float | None = flag(None, needs="decoupled_lr")
+    decoupled_min_lr: float | None = flag(None, needs="decoupled_lr", bounds=">=0")
     """Smallest learning rate of embedding and output layer, with --decoupled-lr."""
-    mup_width_mult: float = flag(1.0, needs="use_mup")
+    mup_width_mult: float = flag(1.0, needs="use_mup", bounds=">0")
     """muP: factor that scales learning rates and Adam's epsilon, per parameter. Always --hidden-size /
     --mup-base-hidden-size."""
     override_opt_param_scheduler: bool = flag(
@@ -121,7 +123,7 @@ class OptimizerArgs:
     """Format of Adam's second moment."""
     optimizer_cpu_offload: bool = False
     """Store optimizer states and run the optimizer step on the host."""
-    optimizer_offload_fraction: float = flag(1.0, needs="optimizer_cpu_offload")
+    optimizer_offload_fraction: float = flag(1.0, needs="optimizer_cpu_offload", bounds="[0,1]")
     """Fraction of the parameters whose states are on the host, from 0 to 1."""
     use_torch_optimizer_for_cpu_offload: bool = False
     """Use torch's optimizer for the part on the host."""
@@ -137,9 +139,9 @@ class OptimizerArgs:
         False, "--chunked-optimizer-state-offload", "--offload-optimizer-states"
     )
     """Store optimizer states on the host between steps; the device updates them chunk by chunk."""
-    optimizer_state_offload_chunk_size_mb: int = flag(0, needs="chunked_optimizer_state_offload")
+    optimizer_state_offload_chunk_size_mb: int = flag(0, needs="chunked_optimizer_state_offload", bounds=">=0")
     """Device memory for the states of one chunk, in MiB; 0: a fixed number of elements."""
-    optimizer_state_offload_fraction: float = flag(1.0, needs="chunked_optimizer_state_offload")
+    optimizer_state_offload_fraction: float = flag(1.0, needs="chunked_optimizer_state_offload", bounds="[0,1]")
     """Fraction of the parameters whose states are on the host between steps, from 0 to 1."""
     optimizer_cuda_graph: bool = False
     """Capture the optimizer step in a CUDA graph."""
@@ -147,7 +149,7 @@ class OptimizerArgs:
     """Write the parameter group of every parameter to this file."""
 
     # ---- muon
-    muon_momentum: float = flag(0.9, needs="optimizer=muon")
+    muon_momentum: float = flag(0.9, needs="optimizer=muon", bounds="[0,1)")
     """Momentum of Muon, from 0 to below 1."""
     muon_nesterov: bool = flag(False, needs="optimizer=muon")
     """Use Nesterov momentum in Muon."""
@@ -155,13 +157,13 @@ class OptimizerArgs:
     """Orthogonalize queries, keys and values separately."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral", needs="optimizer=muon")
     """Scale of Muon's update as a function of the matrix shape."""
-    muon_extra_scale_factor: float = flag(1.0, needs="optimizer=muon")
+    muon_extra_scale_factor: float = flag(1.0, needs="optimizer=muon", bounds=">0")
     """Multiply Muon's update by this factor."""
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium", needs="optimizer=muon")
     """Precision of the GEMMs in Newton-Schulz: high computes in fp32, the others in bf16."""
     muon_coefficient_type: str = flag("quintic", needs="optimizer=muon")
     """Name of the polynomial of Newton-Schulz."""
-    muon_num_ns_steps: int = flag(5, needs="optimizer=muon")
+    muon_num_ns_steps: int = flag(5, needs="optimizer=muon", bounds=">0")
     """Number of iterations of Newton-Schulz."""
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("duplicated", needs="optimizer=muon")
     """Orthogonalize tensor-parallel matrices shard by shard (blockwise), unsharded on every rank (duplicated), or

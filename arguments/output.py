@@ -51,7 +51,7 @@ class OutputArgs:
     stream_weights_to: str | None = flag(None, path="local")
     """Directory for the weights during training, as Hugging Face folders that an inference engine loads; shm:NAME is a
     directory in the shared memory of rank 0's host. Unset: none. A flag of this program."""
-    stream_weights_interval: int | None = None
+    stream_weights_interval: int | None = flag(None, bounds=">0")
     """Number of iterations between the writes of --stream-weights-to; the weights at the start and at the end are
     written too. A flag of this program."""
     stream_weights_model_type: str | None = flag(None, needs="stream_weights_to")
@@ -71,7 +71,7 @@ class OutputArgs:
     """Number of iterations between checkpoints."""
     save_retain_interval: int | None = flag(None, needs="save")
     """Retain only checkpoints of iterations that are a multiple of this number, and the latest."""
-    save_total_limit: int | None = flag(None, needs="save")
+    save_total_limit: int | None = flag(None, needs="save", bounds=">0")
     """Keep the last N checkpoints of this run, those of --save-retain-interval, and the one that the run started from.
     An older one is deleted when a newer one is complete. Unset: all are kept. A flag of this program."""
     no_save_optim: bool | None = flag(None, needs="save")
@@ -84,9 +84,9 @@ class OutputArgs:
     """Reuse the background writer between checkpoints."""
     async_strategy: Literal["nvrx", "mcore"] = "nvrx"
     """Implementation of the asynchronous writer."""
-    async_ckpt_cpu_priority: int = 10
+    async_ckpt_cpu_priority: int = flag(10, bounds="any")
     """Niceness of the background writer's process."""
-    async_ckpt_io_priority: int = 3
+    async_ckpt_io_priority: int = flag(3, bounds="any")
     """I/O priority of the background writer."""
     async_ckpt_use_cpu_shm: bool = False
     """Pass tensors to the background writer through shared memory."""
@@ -96,16 +96,16 @@ class OutputArgs:
     """Copy tokenizer files into checkpoints."""
     verify_integrity: bool = flag(False, needs="save or load or pretrained_checkpoint")
     """Write hashes of checkpoint files, and verify them when they are loaded."""
-    save_params_interval: int | None = None
+    save_params_interval: int | None = flag(None, bounds=">0")
     """Iterations between dumps of all parameters, under --save."""
-    save_activations_interval: int | None = None
+    save_activations_interval: int | None = flag(None, bounds=">0")
     """Iterations between dumps of the inputs and outputs of the layers' modules (of the last microbatch), under
     --save."""
-    save_tokens_per_expert_interval: int | None = flag(None, needs="num_experts")
+    save_tokens_per_expert_interval: int | None = flag(None, needs="num_experts", bounds=">0")
     """Iterations between dumps of the number of tokens per expert, under --save."""
-    save_wgrads_interval: int | None = None
+    save_wgrads_interval: int | None = flag(None, bounds=">0")
     """Iterations between dumps of all weight gradients, reduced and unclipped, under --save."""
-    save_dgrads_interval: int | None = None
+    save_dgrads_interval: int | None = flag(None, bounds=">0")
     """Iterations between dumps of the gradients of modules' inputs (of the last microbatch), under --save."""
 
     # ---- loading
@@ -115,7 +115,7 @@ class OutputArgs:
     """Load weights only and start at iteration 0."""
     pretrained_checkpoint: str | None = flag(None, path="local")
     """Directory with the weights to start from if --load has no checkpoint."""
-    ckpt_step: int | None = flag(None, needs="load")
+    ckpt_step: int | None = flag(None, needs="load", bounds=">=0")
     """Iteration to load. Unset: the latest."""
     hf_mapping: str | None = flag(None, needs="load or pretrained_checkpoint or stream_weights_to", path="local")
     """Mapping file of the Hugging Face family of --load or --pretrained-checkpoint, if it is not built in."""
@@ -168,7 +168,7 @@ class OutputArgs:
     """Use less memory for --dist-ckpt-optim-fully-reshardable."""
     dist_ckpt_save_pre_mcore_014: bool = False
     """Write optimizer states in the format before Megatron-Core 0.14."""
-    dist_ckpt_workers: int = 1
+    dist_ckpt_workers: int = flag(1, bounds=">0")
     """Number of writer threads per rank."""
     ckpt_fully_parallel_save: bool = flag(True, off=("--no-ckpt-fully-parallel-save",), needs="save")
     """Share the writing among data-parallel ranks."""
@@ -224,13 +224,13 @@ class OutputArgs:
     """How local non-persistent checkpoints are written."""
     replication: bool = False
     """Replicate local checkpoints to other nodes."""
-    replication_jump: int | None = None
+    replication_jump: int | None = flag(None, bounds=">=0")
     """Distance between ranks that hold replicas."""
-    replication_factor: int = 2
+    replication_factor: int = flag(2, bounds=">0")
     """Number of replicas."""
 
     # ---- log
-    log_interval: int = 100
+    log_interval: int = flag(100, bounds=">0")
     """Number of iterations between log lines."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
@@ -240,7 +240,7 @@ class OutputArgs:
     """Log the throughput in TFLOP/s per device."""
     log_progress: bool = flag(False, needs="save")
     """Append a line to progress.txt in --save for every save."""
-    log_memory_interval: int | None = None
+    log_memory_interval: int | None = flag(None, bounds=">0")
     """Number of iterations between lines about device memory. Unset: after the first iterations only."""
     log_device_memory_used: bool = flag(False, needs="cuda")
     """Log the memory use that the device itself reports."""
@@ -248,7 +248,7 @@ class OutputArgs:
     """Log the energy per iteration."""
     log_max_attention_logit: bool = False
     """Log the largest attention logit of each iteration."""
-    logging_level: int | None = None
+    logging_level: int | None = flag(None, bounds=">=0")
     """Level of Python's logging: 10 debug, 20 info, 30 warning, 40 error."""
     timing_log_level: Literal[0, 1, 2] = 0
     """Number of timers: 0 the iteration only, 1 a few, 2 many."""
@@ -260,9 +260,9 @@ class OutputArgs:
     """Directory for a record of the configuration; empty: none."""
     log_straggler: bool = False
     """Measure ranks and log the slowest and fastest."""
-    straggler_ctrlr_port: int = flag(65535, needs="log_straggler")
+    straggler_ctrlr_port: int = flag(65535, needs="log_straggler", bounds=">0")
     """Port that turns straggler detection on and off."""
-    straggler_minmax_count: int = flag(1, needs="log_straggler")
+    straggler_minmax_count: int = flag(1, needs="log_straggler", bounds=">0")
     """Number of slowest and fastest ranks to report."""
     disable_straggler_on_startup: bool = flag(False, needs="log_straggler")
     """Start with straggler detection off."""
@@ -270,9 +270,9 @@ class OutputArgs:
     # ---- TensorBoard and Weights & Biases
     tensorboard_dir: str | None = flag(None, path="local")
     """Directory for TensorBoard files. Unset: none are written."""
-    tensorboard_log_interval: int = flag(1, needs=_TRACKERS)
+    tensorboard_log_interval: int = flag(1, needs=_TRACKERS, bounds=">0")
     """Number of iterations between points in TensorBoard."""
-    tensorboard_queue_size: int = flag(1000, needs="tensorboard_dir")
+    tensorboard_queue_size: int = flag(1000, needs="tensorboard_dir", bounds=">0")
     """Number of events that TensorBoard may buffer."""
     log_timers_to_tensorboard: bool = flag(False, needs=_TRACKERS)
     """Write timers to TensorBoard."""
@@ -298,11 +298,11 @@ class OutputArgs:
     # ---- profiling
     profile: bool = False
     """Profile the iterations from --profile-step-start to --profile-step-end."""
-    profile_step_start: int = flag(10, needs="profile")
+    profile_step_start: int = flag(10, needs="profile", bounds=">=0")
     """First iteration that is profiled."""
-    profile_step_end: int = flag(12, needs="profile")
+    profile_step_end: int = flag(12, needs="profile", bounds=">=0")
     """First iteration that is not profiled any more."""
-    profile_ranks: list[int] = flag([], needs="profile")
+    profile_ranks: list[int] = flag([], needs="profile", bounds=">=0")
     """Ranks to profile. Unset: rank 0."""
     use_pytorch_profiler: bool = flag(False, needs="profile")
     """Use torch's profiler instead of marks for nsys."""

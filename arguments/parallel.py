@@ -7,6 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass
 from typing import Literal
 
+from arguments.number_ranges import MAX_MINUTES
 from arguments.schema import flag
 
 
@@ -69,9 +70,9 @@ class ParallelArgs:
     """Shard activations along the sequence over tensor-parallel ranks, outside the GEMMs."""
     use_tp_pp_dp_mapping: bool = flag(False, needs="pipeline_model_parallel_size")
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    world_size: int | None = flag(None, needs=_PLANS)
+    world_size: int | None = flag(None, needs=_PLANS, bounds=">0")
     """Number of ranks for --validate-only and --dry-run. Unset: the environment's WORLD_SIZE."""
-    model_parallel_size: int | None = None
+    model_parallel_size: int | None = flag(None, bounds=">0")
     """Deprecated spelling of --tensor-model-parallel-size."""
     tensor_parallel_num_weight_shards: int | None = None
     """Number of shards of tensor-parallel weights over data-parallel ranks."""
@@ -117,7 +118,7 @@ class ParallelArgs:
     defer_embedding_wgrad_compute: bool = False
     """Compute the output layer's weight gradient in the flush of the pipeline. Rounding: as with the schedule
     zero-bubble."""
-    wgrad_deferral_limit: int = flag(0, needs="defer_embedding_wgrad_compute")
+    wgrad_deferral_limit: int = flag(0, needs="defer_embedding_wgrad_compute", bounds=">=0")
     """Number of microbatches whose output-layer weight gradient may be deferred; 0: all."""
 
     # ---- context
@@ -125,7 +126,7 @@ class ParallelArgs:
     """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per
     layer (the last one serves multi-token prediction too)."""
     hierarchical_context_parallel_sizes: list[int] | None = flag(
-        None, needs="context_parallel_size or dynamic_context_parallel"
+        None, needs="context_parallel_size or dynamic_context_parallel", bounds=">0"
     )
     """Sizes of the two levels of --cp-comm-type a2a+p2p: neighbors that exchange heads, and number of such groups
     in the ring."""
@@ -134,9 +135,9 @@ class ParallelArgs:
     dynamic_context_parallel: bool = False
     """Choose for each packed microbatch which ranks of dp x cp share its sequences: long ones get large groups, others
     run in small groups at the same time."""
-    min_dynamic_context_parallel_size: int = flag(1, needs="dynamic_context_parallel")
+    min_dynamic_context_parallel_size: int = flag(1, needs="dynamic_context_parallel", bounds=">0")
     """Smallest group of --dynamic-context-parallel. Groups have powers of two of ranks, and all of dp x cp."""
-    max_seqlen_per_dp_cp_rank: int | None = flag(None, needs="use_varlen_dataset or sft")
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, needs="use_varlen_dataset or sft", bounds=">0")
     """Largest number of packed tokens of a microbatch on one context-parallel rank. Unset: enough for one sequence of
     --seq-length."""
     sequence_packing_scheduler: Literal["dp_balanced", "cost_balanced", "default_dynamic_cp"] | None = None
@@ -151,7 +152,7 @@ class ParallelArgs:
     )
     """What the padding of --pad-packed-seq-alignment is: a separate sequence, or a part of the last one. Unset:
     append_dummy_seq."""
-    thd_max_packed_sequences: int | None = flag(None, needs="use_varlen_dataset or sft")
+    thd_max_packed_sequences: int | None = flag(None, needs="use_varlen_dataset or sft", bounds=">0")
     """Largest number of sequences in a packed microbatch, with the one that append_dummy_seq adds."""
 
     # ---- expert communication
@@ -219,9 +220,9 @@ class ParallelArgs:
     """Let all stages start their gradient reductions together."""
     align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
     """Let all stages start their parameter gathers together."""
-    ddp_num_buckets: int | None = flag(None, needs="overlap_grad_reduce")
+    ddp_num_buckets: int | None = flag(None, needs="overlap_grad_reduce", bounds=">0")
     """Number of gradient buckets with --overlap-grad-reduce. Unset: --ddp-bucket-size decides."""
-    ddp_bucket_size: int | None = flag(None, needs="overlap_grad_reduce")
+    ddp_bucket_size: int | None = flag(None, needs="overlap_grad_reduce", bounds=">0")
     """Size of a gradient bucket with --overlap-grad-reduce, in elements. Unset: chosen from the number of ranks."""
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, needs="data_ranks")
     """Pad buckets to sizes at which NCCL reaches a high bandwidth."""
@@ -279,7 +280,7 @@ class ParallelArgs:
     """Persistent buffers also for parameters that do not fit --fsdp-double-buffer."""
     fsdp_manual_registration: bool = False
     """Register all buffers of --use-nccl-ub at once, after the first iteration."""
-    suggested_communication_unit_size: int | None = None
+    suggested_communication_unit_size: int | None = flag(None, bounds=">0")
     """Size of one communication of Megatron's FSDP, in elements."""
     keep_fp8_transpose_cache: bool = False
     """Cache transposed fp8 weights."""
@@ -298,13 +299,13 @@ class ParallelArgs:
     # ---- processes
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library. Ranks on CPUs always use gloo."""
-    distributed_timeout_minutes: int = flag(10, needs="ranks")
+    distributed_timeout_minutes: int = flag(10, needs="ranks", bounds=">0", most=MAX_MINUTES)
     """Timeout of a collective, in minutes."""
-    distributed_timeout_seconds_after_init: int | None = flag(None, needs="ranks")
+    distributed_timeout_seconds_after_init: int | None = flag(None, needs="ranks", bounds=">0", most=60 * MAX_MINUTES)
     """Timeout of a collective once the first iteration is done, in seconds. Unset: --distributed-timeout-minutes."""
     print_groups: bool = False
     """Print every process group of the layout at start-up."""
-    local_rank: int = 0
+    local_rank: int = flag(0, bounds=">=0")
     """Rank within the node, as the launcher passes it."""
     lazy_mpu_init: bool = False
     """Leave group creation to an outer framework."""
@@ -330,7 +331,7 @@ class ParallelArgs:
     """Do not compile groups of small operations."""
     flight_recorder_dump_path: str | None = flag(None, needs="cuda", path="local")
     """File or directory for the dumps of NCCL's flight recorder. Unset: no recording."""
-    flight_recorder_trace_buffer_size: int = flag(2000, needs="flight_recorder_dump_path")
+    flight_recorder_trace_buffer_size: int = flag(2000, needs="flight_recorder_dump_path", bounds=">=0")
     """Number of events that the flight recorder stores."""
     flight_recorder_dump_on_timeout: bool = flag(
         True,

@@ -7,6 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass
 from typing import Literal
 
+from arguments.number_ranges import MAX_FP32
 from arguments.schema import flag
 
 
@@ -65,15 +66,15 @@ class PrecisionArgs:
     """Do not let bf16 GEMMs accumulate in bf16 (on CUDA; sets torch's allow_bf16_reduced_precision_reduction)."""
 
     # ---- fp16 loss scale
-    loss_scale: float | None = flag(None, needs="fp16")
+    loss_scale: float | None = flag(None, needs="fp16", bounds=">0", most=MAX_FP32)
     """Constant loss scale of --fp16. Unset: a dynamic one."""
-    initial_loss_scale: float = flag(4294967296.0, needs=("fp16", "!loss_scale"))
+    initial_loss_scale: float = flag(4294967296.0, needs=("fp16", "!loss_scale"), bounds=">0", most=MAX_FP32)
     """First value of the dynamic loss scale."""
-    min_loss_scale: float = flag(1.0, needs=("fp16", "!loss_scale"))
+    min_loss_scale: float = flag(1.0, needs=("fp16", "!loss_scale"), bounds=">0", most=MAX_FP32)
     """Smallest value of the dynamic loss scale."""
-    loss_scale_window: float = flag(1000.0, needs=("fp16", "!loss_scale"))
+    loss_scale_window: float = flag(1000.0, needs=("fp16", "!loss_scale"), bounds=">0")
     """Number of iterations without overflow after which the loss scale doubles."""
-    hysteresis: int = flag(2, needs=("fp16", "!loss_scale"))
+    hysteresis: int = flag(2, needs=("fp16", "!loss_scale"), bounds=">0")
     """Number of overflows after which the loss scale halves."""
 
     # ---- fp8 and fp4
@@ -85,11 +86,11 @@ class PrecisionArgs:
     """Python path (package.module.function) of a function that chooses the format of every tensor with --fp8-recipe
     custom. It gets a role (module_type, tensor_type, name) and returns tensorwise, blockwise, mxfp8, nvfp4 or
     high_precision for the local layers, or a quantizer for TransformerEngine's."""
-    fp8_margin: int = flag(0, needs=("fp8", "fp8_recipe=delayed"))
+    fp8_margin: int = flag(0, needs=("fp8", "fp8_recipe=delayed"), bounds=">=0")
     """Powers of two that are left free below the largest fp8 number."""
-    fp8_interval: int = 1
+    fp8_interval: int = flag(1, bounds=">0")
     """Number of iterations between updates of delayed scales."""
-    fp8_amax_history_len: int = flag(1, needs=("fp8", "fp8_recipe=delayed"))
+    fp8_amax_history_len: int = flag(1, needs=("fp8", "fp8_recipe=delayed"), bounds=">0")
     """Number of iterations whose largest values delayed scaling remembers."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", needs=("fp8", "fp8_recipe=delayed"))
     """Value of the history that delayed scaling uses: the most recent one or the maximum."""
@@ -106,9 +107,9 @@ class PrecisionArgs:
     a weight. TransformerEngine's layers keep theirs in the model's format."""
     first_last_layers_bf16: bool = flag(False, needs="fp8 or fp4")
     """Keep the first and last layers in bf16 when others are quantized."""
-    num_layers_at_start_in_bf16: int = flag(1, needs="first_last_layers_bf16")
+    num_layers_at_start_in_bf16: int = flag(1, needs="first_last_layers_bf16", bounds=">=0")
     """Number of first layers that stay in bf16 with --first-last-layers-bf16."""
-    num_layers_at_end_in_bf16: int = flag(1, needs="first_last_layers_bf16")
+    num_layers_at_end_in_bf16: int = flag(1, needs="first_last_layers_bf16", bounds=">=0")
     """Number of last layers that stay in bf16 with --first-last-layers-bf16."""
     fp4: Literal["e2m1"] | None = flag(None, "--fp4-format")
     """Compute linear layers in fp4."""

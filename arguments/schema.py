@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from arguments.number_ranges import Bounds
+
 Restore = Literal["always", "unless given", "to evaluate", "never"]
 """Whether --use-checkpoint-args takes a flag from the checkpoint.
 
@@ -42,17 +44,21 @@ def flag(
     restore: Restore | None = None,
     needs: str | tuple[str, ...] = (),
     path: Literal["local", "data"] | None = None,
+    bounds: Bounds | None = None,
+    most: float | None = None,
 ):
     """Declare a flag whose spelling, values or reading are not what its field says, or that needs others to act.
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
     (else "+"); `parse` reads one value; `hidden` flags are absent from --help; `needs` are the conditions without which
-    the flag has no effect, as arguments/needs.py reads them; `path` marks paths, with "data" also in object storage.
+    the flag has no effect, as arguments/needs.py reads them; `path` marks paths, with "data" also in object storage;
+    `bounds` are the numbers that the flag takes whatever else is given, `most` is the largest. A number flag without
+    `bounds` has a rule that refuses negative ones (arguments/rules/).
     Every flag of the model and of its experts says whether to `restore` it; None leaves that to checkpoint_args.py.
     """
     needs = (needs,) if isinstance(needs, str) else needs
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
-    metadata |= {"restore": restore, "needs": needs, "path": path}
+    metadata |= {"restore": restore, "needs": needs, "path": path, "bounds": bounds, "most": most}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -108,7 +114,7 @@ class Option:
 
     `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
     value; `choices` are the allowed values, or None; `default` is Megatron's; `restore` is as declared; `needs` are
-    conditions (needs.py); `path` is the kind of path that a value is, or None.
+    conditions (needs.py); `path` is the kind of path that a value is, or None; `bounds` and `most` limit numbers.
     """
 
     dest: str
@@ -125,6 +131,8 @@ class Option:
     restore: Restore | None
     needs: tuple[str, ...]
     path: Literal["local", "data"] | None
+    bounds: Bounds | None
+    most: float | None
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -237,6 +245,8 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         restore=extra.get("restore"),
         needs=extra.get("needs", ()),
         path=extra.get("path"),
+        bounds=extra.get("bounds"),
+        most=extra.get("most"),
     )
 
 

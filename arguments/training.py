@@ -12,6 +12,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
+from arguments.number_ranges import MAX_SAMPLES
 from arguments.schema import flag
 
 _COUNT_SUFFIXES = MappingProxyType({"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
@@ -64,9 +65,9 @@ class TrainingArgs:
     """Batches, duration, recompute, offload, evaluation, exit."""
 
     # ---- batches and duration
-    micro_batch_size: int = flag(None)
+    micro_batch_size: int = flag(None, bounds=">0", most=MAX_SAMPLES)
     """Number of samples in one forward pass of a data-parallel rank."""
-    global_batch_size: int = flag(None)
+    global_batch_size: int = flag(None, most=MAX_SAMPLES)
     """Number of samples per iteration over all ranks. Unset: micro-batch size x data-parallel size."""
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
     """START INCREMENT SAMPLES: raise the global batch size from START to --global-batch-size in steps of INCREMENT,
@@ -77,15 +78,15 @@ class TrainingArgs:
     """Round the global batch size down when it does not divide among the ranks."""
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the global batch, instead of over each microbatch first."""
-    train_iters: int | None = None
+    train_iters: int | None = flag(None, bounds=">=0", most=MAX_SAMPLES)
     """Length of training, in iterations."""
-    train_samples: int | None = None
+    train_samples: int | None = flag(None, bounds=">=0", most=MAX_SAMPLES)
     """Length of training, in samples."""
-    iterations_to_skip: list[int] = flag([])
+    iterations_to_skip: list[int] = flag([], bounds=">=0")
     """Iterations whose batch is read but not trained on."""
-    exit_interval: int | None = None
+    exit_interval: int | None = flag(None, bounds=">0")
     """Stop at the first iteration that is a multiple of this number."""
-    exit_duration_in_mins: int | None = None
+    exit_duration_in_mins: int | None = flag(None, bounds=">=0")
     """Save and stop after this time, in minutes."""
     exit_signal_handler: bool = False
     """Save and stop when --exit-signal arrives."""
@@ -132,17 +133,17 @@ class TrainingArgs:
     """Install the signal handler in data workers as well."""
     exit_signal_handler_for_training: bool = False
     """Stop without a traceback at SIGINT or SIGTERM."""
-    train_sync_interval: int | None = None
+    train_sync_interval: int | None = flag(None, bounds=">0")
     """Number of iterations between synchronizations of device and host."""
-    batch_size: int | None = None
+    batch_size: int | None = flag(None, bounds=">0")
     """Deprecated spelling of --micro-batch-size."""
 
     # ---- evaluation
-    eval_iters: int = 100
+    eval_iters: int = flag(100, bounds=">=0", most=MAX_SAMPLES)
     """Number of iterations of one evaluation; 0: none."""
-    eval_interval: int = flag(1000, needs=_EVALUATES)
+    eval_interval: int = flag(1000, needs=_EVALUATES, bounds=">0")
     """Number of iterations between evaluations."""
-    start_eval_at_iter: int | None = flag(None, needs=_EVALUATES)
+    start_eval_at_iter: int | None = flag(None, needs=_EVALUATES, bounds=">=0")
     """First iteration that an evaluation may follow. Unset: 0."""
     eval_global_batch_size: int | None = flag(None, needs=_EVALUATES)
     """Global batch size of evaluations, in samples. Unset: training's."""
@@ -160,17 +161,17 @@ class TrainingArgs:
     """Names of the validation sets in logs, in their order."""
     eval_tasks: list[str] | None = None
     """Benchmark tasks of lm-eval to run every --eval-tasks-interval iterations, separated by commas or blanks."""
-    eval_tasks_interval: int | None = None
+    eval_tasks_interval: int | None = flag(None, bounds=">0")
     """Number of iterations between runs of --eval-tasks; they also run after the last iteration."""
     eval_tasks_path: str | None = flag(None, path="local")
     """Folder with task files (YAML) of your own for --eval-tasks."""
-    eval_tasks_limit: int | None = None
+    eval_tasks_limit: int | None = flag(None, bounds=">0")
     """Number of questions of each task of --eval-tasks. Unset: all."""
     sample_prompts: list[str] | None = None
     """Texts that the model continues greedily every --sample-interval iterations, for the log and the dashboard."""
-    sample_interval: int | None = None
+    sample_interval: int | None = flag(None, bounds=">0")
     """Number of iterations between continuations of --sample-prompts; they also come after the last iteration."""
-    sample_max_new_tokens: int = flag(64, needs="sample_prompts")
+    sample_max_new_tokens: int = flag(64, needs="sample_prompts", bounds=">0")
     """Largest number of tokens of a continuation of --sample-prompts."""
 
     # ---- recompute
@@ -179,11 +180,11 @@ class TrainingArgs:
     recompute_method: Literal["uniform", "block"] | None = flag(None, needs="recompute_granularity")
     """Which full layers are recomputed: all, in groups of --recompute-num-layers (uniform), or the first ones of
     each stage (block)."""
-    recompute_num_layers: int | None = flag(None, needs="recompute_granularity")
+    recompute_num_layers: int | None = flag(None, needs="recompute_granularity", bounds=">=0")
     """Number of layers of a recomputed group (uniform), or of recomputed layers (block)."""
     recompute_modules: list[str] | None = flag(None, needs="recompute_granularity=selective")
     """Modules of a layer to recompute with --recompute-granularity selective."""
-    mlp_chunks_for_training: int = 1
+    mlp_chunks_for_training: int = flag(1, bounds=">0")
     """Number of chunks of the sequence in which feed-forward layers and experts run, so that their intermediate tensors
     are those of one chunk; in backward, if they are recomputed."""
     recompute_activations: bool = False
@@ -202,15 +203,17 @@ class TrainingArgs:
     """Offload the saved tensors of the modules in --offload-modules to the host."""
     offload_modules: list[str] = flag([], needs="fine_grained_activation_offloading")
     """Modules of a layer to offload with --fine-grained-activation-offloading."""
-    min_offloaded_tensor_size: int = flag(1048576, needs="fine_grained_activation_offloading")
+    min_offloaded_tensor_size: int = flag(1048576, needs="fine_grained_activation_offloading", bounds=">=0")
     """Size of the smallest tensor that is offloaded, in elements."""
     delay_offload_until_cuda_graph: bool = False
     """Start offloading only when CUDA graphs are replayed."""
-    delta_offload_bytes_across_pp_ranks: int = flag(0, needs="fine_grained_activation_offloading")
+    delta_offload_bytes_across_pp_ranks: int = flag(0, needs="fine_grained_activation_offloading", bounds=">=0")
     """Number of bytes that a pipeline rank offloads less than the rank before it."""
-    activation_offload_fraction: float = flag(1.0, needs="fine_grained_activation_offloading")
+    activation_offload_fraction: float = flag(1.0, needs="fine_grained_activation_offloading", bounds="[0,1]")
     """Fraction of the activations of --offload-modules to offload, from 0 to 1."""
-    fine_grained_offloading_max_inflight_offloads: int | None = flag(None, needs="fine_grained_activation_offloading")
+    fine_grained_offloading_max_inflight_offloads: int | None = flag(
+        None, needs="fine_grained_activation_offloading", bounds=">=0"
+    )
     """Largest number of transfers to the host at a time. Unset: no limit."""
 
     # ---- CUDA graphs
@@ -218,7 +221,7 @@ class TrainingArgs:
     """Capture modules or layers as CUDA graphs, or the full iteration as one."""
     cuda_graph_modules: list[str] = flag([], needs="cuda_graph_impl")
     """Modules of a layer to capture. Unset: full layers."""
-    cuda_graph_warmup_steps: int = flag(3, needs="cuda_graph_impl")
+    cuda_graph_warmup_steps: int = flag(3, needs="cuda_graph_impl", bounds=">=0")
     """Number of iterations that run before capture."""
     enable_cuda_graph: bool = False
     """Deprecated spelling of --cuda-graph-impl local."""
@@ -228,7 +231,7 @@ class TrainingArgs:
     """Deprecated spelling of --cuda-graph-modules."""
 
     # ---- randomness and reproducibility
-    seed: int = 1234
+    seed: int = flag(1234, bounds=">0")
     """Seed of initial weights, data order and dropout."""
     data_parallel_random_init: bool = False
     """Let data-parallel ranks start from different weights."""
@@ -264,7 +267,7 @@ class TrainingArgs:
     and the run continues if the rerun is valid, else it exits with code 17. An equal result stops the run with its
     location, exit code 16 where resuming on other machines can tell more, else 17. report_stats: rerun every logged
     iteration and report how far the results differ. disabled: no reruns (exit code 1)."""
-    error_injection_rate: int = flag(0, needs=_CHECKS)
+    error_injection_rate: int = flag(0, needs=_CHECKS, bounds=">=0")
     """Corrupt the result of one rank in about one of this many iterations (to test --rerun-mode)."""
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
         "transient_error", needs="error_injection_rate"
@@ -279,7 +282,7 @@ class TrainingArgs:
     # ---- housekeeping
     manual_gc: bool = False
     """Disable Python's automatic garbage collection, and collect every --manual-gc-interval iterations."""
-    manual_gc_interval: int = flag(0, needs="manual_gc")
+    manual_gc_interval: int = flag(0, needs="manual_gc", bounds=">=0")
     """Number of iterations between manual collections; 0: never."""
     manual_gc_eval: bool = flag(True, off=("--no-manual-gc-eval", "--disable-manual-gc-eval"), needs="manual_gc")
     """Collect garbage before and after evaluations as well."""
