@@ -50,7 +50,7 @@ class ModelArgs:
     """Number of channels of a value head. Unset: --kv-channels, as queries and keys have. A flag of this program."""
     max_position_embeddings: int = flag(None, restore="unless given", bounds=">0")
     """Largest number of positions the model may see, in tokens; at least --seq-length."""
-    make_vocab_size_divisible_by: int = flag(128, restore="always", bounds=">0", most=MAX_SIZE)
+    make_vocab_size_divisible_by: int = flag(128, restore="storage", bounds=">0", most=MAX_SIZE)
     """Pad the vocabulary size to a multiple of this number times the tensor-parallel size."""
     untie_embeddings_and_output_weights: bool = flag(False, restore="always")
     """Give the output layer its own weights instead of the embedding's."""
@@ -161,12 +161,16 @@ class ModelArgs:
     """Leave positions of layers with a window as they are; YaRN and other scalings act on the others. A flag of this
     program."""
     yarn_original_max_position_embeddings: int | None = flag(
-        None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0"
+        None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0", unset=4096
     )
     """Context length, in tokens, that YaRN extends."""
-    yarn_beta_fast: float | None = flag(None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0")
+    yarn_beta_fast: float | None = flag(
+        None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0", unset=32.0
+    )
     """YaRN: rotations per context above which a channel is left alone."""
-    yarn_beta_slow: float | None = flag(None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0")
+    yarn_beta_slow: float | None = flag(
+        None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0", unset=1.0
+    )
     """YaRN: rotations per context below which a channel is interpolated fully."""
     yarn_correction_range_round_to_int: bool | None = flag(
         None,
@@ -174,6 +178,7 @@ class ModelArgs:
         off=("--no-yarn-correction-range-round-to-int",),
         restore="always",
         needs=(_YARN, "rotary_scaling_factor"),
+        unset=True,
     )
     """YaRN: round the limits of the blended channel range to integers."""
 
@@ -247,7 +252,7 @@ class ModelArgs:
     mscale_all_dim: float = flag(0.0, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">=0")
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
     attention_latent_norm_epsilon: float | None = flag(
-        None, restore="always", needs=("multi_latent_attention", "qk_layernorm"), bounds=">0"
+        None, restore="always", needs=("multi_latent_attention", "qk_layernorm"), bounds=">0", unset="layernorm_epsilon"
     )
     """Constant added to the variance in the norms of the compressed queries, keys and values. Unset: --norm-epsilon,
     as in Megatron-LM. A flag of this program."""
@@ -332,7 +337,9 @@ class ModelArgs:
         needs=_INDEXERS,
     )
     """Sparse attention: apply ReLU to the indexer's scores."""
-    dsa_indexer_k_norm_epsilon: float | None = flag(None, restore="always", needs=_DSA, bounds=">0")
+    dsa_indexer_k_norm_epsilon: float | None = flag(
+        None, restore="always", needs=_DSA, bounds=">0", unset="layernorm_epsilon"
+    )
     """Sparse attention: constant added to the variance in the norm of the indexer's keys. Unset: --norm-epsilon."""
     dsa_indexer_k_norm_fp32: bool = flag(False, restore="never")
     """Sparse attention: compute the indexer's key norm in fp32."""
@@ -357,14 +364,14 @@ class ModelArgs:
     """Compressed attention: rank of the output projection of a group of heads."""
 
     # ---- low-rank adapters
-    lora_dim: int | None = flag(None, restore="always", bounds=">0")
+    lora_dim: int | None = flag(None, restore="adapters", bounds=">0")
     """LoRA: rank of the adapters, which are trained while every other parameter is frozen. Unset: none. A flag of this
     program."""
-    lora_alpha: float = flag(32.0, restore="always", needs="lora_dim", bounds=">0")
+    lora_alpha: float = flag(32.0, restore="adapters", needs="lora_dim", bounds=">0")
     """LoRA: an adapter's output is multiplied by this and divided by --lora-dim. A flag of this program."""
     lora_dropout: float = flag(0.0, restore="never", needs="lora_dim", bounds="[0,1)")
     """LoRA: dropout probability of an adapter's input. A flag of this program."""
-    lora_target_modules: list[str] = flag(["all-linear"], restore="always", needs="lora_dim")
+    lora_target_modules: list[str] = flag(["all-linear"], restore="adapters", needs="lora_dim")
     """LoRA: linears of the decoder layers that get an adapter: last parts of their names (linear_qkv linear_proj
     linear_fc1 linear_fc2), patterns of names with dots (*.mlp.experts.*), or all-linear. A flag of this program."""
 

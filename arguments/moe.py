@@ -45,7 +45,7 @@ class MoEArgs:
     moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern, restore="always", needs="num_experts")
     """Layers with experts: N means every N-th from the first on, a pattern such as ([0]*3+[1]*58) has 1 for each of
     them."""
-    moe_ffn_hidden_size: int | None = flag(None, restore="always", bounds=">0", most=MAX_SIZE)
+    moe_ffn_hidden_size: int | None = flag(None, restore="always", bounds=">0", most=MAX_SIZE, unset="ffn_hidden_size")
     """Width of one expert. Unset: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = flag(None, restore="always", needs="num_experts", most=MAX_SIZE)
     """Total width of the shared experts (number of them x width of one). Unset: none."""
@@ -87,7 +87,7 @@ class MoEArgs:
     FineRMoE's code."""
     moe_apply_probs_on_input: bool = flag(False, restore="always", needs="num_experts")
     """Multiply the router's probability into the expert's input instead of its activation (top-1 only)."""
-    moe_grouped_gemm: bool = flag(False, restore="always", needs="num_experts")
+    moe_grouped_gemm: bool = flag(False, restore="storage", needs="num_experts")
     """Compute all local experts in one grouped GEMM."""
     moe_use_grouped_tensor: bool = flag(False, restore="never")
     """Store expert weights as TransformerEngine grouped tensors."""
@@ -108,7 +108,9 @@ class MoEArgs:
     moe_router_sparsemixer_jitter: float | None = flag(None, restore="always", needs="num_experts", bounds=">=0")
     """Weigh each of the two chosen experts by a separate softmax (SparseMixer, Phi-3.5-MoE): over the logits within
     twice this relative distance of it, without the better expert. Unset: one softmax. A flag of this program."""
-    moe_router_topk_scaling_factor: float | None = flag(None, restore="always", needs="num_experts", bounds=">0")
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, restore="always", needs="num_experts", bounds=">0", unset=1.0
+    )
     """Multiply the chosen probabilities by this factor. Unset: 1."""
     moe_router_num_groups: int | None = flag(
         None, restore="always", needs=("num_experts", "moe_router_group_topk"), bounds=">0"
@@ -163,13 +165,13 @@ class MoEArgs:
     """Weight of the balancing loss in the total loss; one per load-balancing method."""
     moe_z_loss_coeff: float | None = flag(None, restore="never", needs="num_experts", bounds=">=0")
     """Weight of the z-loss, which keeps router logits small. Unset: none."""
-    moe_expert_capacity_factor: float | None = flag(None, restore="to evaluate", needs="num_experts", bounds="any")
+    moe_expert_capacity_factor: float | None = flag(None, restore="capacity", needs="num_experts", bounds="any")
     """Number of tokens that an expert accepts, as a multiple of an even share; the others are dropped. Unset or
     negative: no limit."""
-    moe_pad_expert_input_to_capacity: bool = flag(False, restore="to evaluate", needs="num_experts")
+    moe_pad_expert_input_to_capacity: bool = flag(False, restore="capacity", needs="num_experts")
     """Pad every expert's input to its capacity."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
-        "probs", restore="to evaluate", needs=("num_experts", "moe_expert_capacity_factor")
+        "probs", restore="capacity", needs=("num_experts", "moe_expert_capacity_factor")
     )
     """Tokens to drop beyond the capacity: the least probable (probs) or the last ones (position)."""
     moe_expert_rank_capacity_factor: float | None = flag(None, restore="never", needs="num_experts", bounds=">0")
@@ -189,7 +191,7 @@ class MoEArgs:
 
     # ---- dispatch
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
-        "allgather", restore="never", needs="num_experts"
+        "allgather", restore="capacity", needs="num_experts"
     )
     """Method of sending tokens to the ranks that hold their experts: gather all, all-to-all, or a library (flex)."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep", "hierarchical"] = flag(

@@ -15,7 +15,9 @@ class OptimizerArgs:
     """Optimizer, learning rate, weight decay."""
 
     # ---- optimizer
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = flag(
+        "adam", restore="to convert"
+    )
     """Optimizer of the weights."""
     adam_beta1: float = flag(
         0.9, needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"), bounds="[0,1)"

@@ -56,15 +56,15 @@ class ParallelArgs:
     """How work is split over ranks, and how ranks talk."""
 
     # ---- sizes
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = flag(1, restore="mapping")
     """Number of ranks that shard the matrices of each layer (TP)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = flag(1, restore="mapping")
     """Number of pipeline stages that the layers are divided into (PP)."""
     context_parallel_size: int = 1
     """Number of ranks that shard each sequence (CP)."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = flag(1, restore="mapping")
     """Number of ranks that shard the experts of a layer (EP)."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = flag(None, restore="mapping")
     """Number of ranks that shard the matrices of each expert (ETP). Unset: the tensor-parallel size."""
     sequence_parallel: bool = False
     """Shard activations along the sequence over tensor-parallel ranks, outside the GEMMs."""
@@ -80,16 +80,20 @@ class ParallelArgs:
     """Number of shards of tensor-parallel expert weights over data-parallel ranks."""
 
     # ---- pipeline
-    decoder_first_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size")
+    decoder_first_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size", restore="mapping")
     """Number of decoder layers of the first pipeline stage."""
-    decoder_last_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size")
+    decoder_last_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size", restore="mapping")
     """Number of decoder layers of the last pipeline stage."""
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: str | None = flag(None, restore="mapping")
     """Layers of each (virtual) pipeline stage, such as "Et*3|(tt|)*28m|L": E embedding, t decoder layer, m
     multi-token prediction, L loss, | next stage."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, needs="pipeline_model_parallel_size")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, needs="pipeline_model_parallel_size", restore="mapping"
+    )
     """Number of layers of one virtual pipeline stage. Unset: no virtual stages."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, needs="pipeline_model_parallel_size")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, needs="pipeline_model_parallel_size", restore="mapping"
+    )
     """Number of virtual stages of one pipeline rank (VPP). Unset: no virtual stages."""
     microbatch_group_size_per_vp_stage: int | None = flag(
         None, "--microbatch-group-size-per-virtual-pipeline-stage", needs=_VIRTUAL_STAGES
@@ -101,9 +105,9 @@ class ParallelArgs:
     """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
     zero-bubble computes weight gradients separately, where a stage would wait; in half precision those of a microbatch
     are then rounded before they are added up, so that results differ by roundings."""
-    account_for_embedding_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
+    account_for_embedding_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size", restore="mapping")
     """Count the embedding as a layer when layers are divided into stages."""
-    account_for_loss_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
+    account_for_loss_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size", restore="mapping")
     """Count the loss as a layer when layers are divided into stages."""
     mtp_standalone: bool = False
     """Put the multi-token-prediction layers on a separate stage."""

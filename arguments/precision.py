@@ -16,9 +16,9 @@ class PrecisionArgs:
     """Number formats of parameters, gradients and GEMMs; implementations of layers and kernels."""
 
     # ---- formats
-    bf16: bool = False
+    bf16: bool = flag(False, restore=("to evaluate", "to convert"))
     """Compute in bfloat16, with fp32 main parameters."""
-    fp16: bool = False
+    fp16: bool = flag(False, restore=("to evaluate", "to convert"))
     """Compute in float16, with fp32 main parameters and a scaled loss."""
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
     """Implementation of the layers: local or TransformerEngine."""

@@ -23,12 +23,35 @@ from typing import Any, Literal
 
 from arguments.number_ranges import Bounds
 
-Restore = Literal["always", "unless given", "to evaluate", "never"]
-"""Whether --use-checkpoint-args takes a flag from the checkpoint.
+Restore = Literal[
+    "always",
+    "storage",
+    "adapters",
+    "mapping",
+    "tokenizer",
+    "tokenizer unless given",
+    "unless given",
+    "to evaluate",
+    "capacity",
+    "data",
+    "to convert",
+    "never",
+]
+"""When --use-checkpoint-args takes a flag from the checkpoint.
 
-* always: another value would be another function of the weights, or store them differently;
-* unless given: a run may change it, but the default need not be what the weights were trained with;
-* to evaluate: for --skip-train, unless given;
+* always: another value would be another function of the weights;
+* storage: always; another value would store the same weights differently;
+* adapters: from a checkpoint with adapters; one without them may be the base of new ones;
+* mapping: with --use-mp-args-from-checkpoint-args: how the model is sharded. Context and data parallelism depend on the
+  number of ranks available;
+* tokenizer: unless --no-use-tokenizer-model-from-checkpoint-args. A tokenizer of the command line wins over that of a
+  Hugging Face folder, and with --sft over that of a run, which need not have read conversations;
+* unless given: a run may continue with longer sequences, another precision or other dropout, but the default need not
+  be what the weights were trained with. No Hugging Face model has Megatron's default of 0.1;
+* to evaluate: for --skip-train, unless given: an evaluation reads what the run's validations read;
+* capacity: for --skip-train from a run that drops tokens, unless given: the losses depend on it;
+* data: for --skip-train if the command line names no data at all;
+* to convert: for --ckpt-convert-format, unless given: it determines what is stored of a parameter;
 * never: it says how a run trains or computes, not what.
 """
 
@@ -41,7 +64,8 @@ def flag(
     parse: Callable[[str], object] | None = None,
     metavar: tuple[str, ...] | None = None,
     hidden: bool = False,
-    restore: Restore | None = None,
+    restore: Restore | tuple[Restore, ...] = (),
+    unset: object = None,
     needs: str | tuple[str, ...] = (),
     path: Literal["local", "data"] | None = None,
     bounds: Bounds | None = None,
@@ -54,11 +78,14 @@ def flag(
     the flag has no effect, as arguments/needs.py reads them; `path` marks paths, with "data" also in object storage;
     `bounds` are the numbers that the flag takes whatever else is given, `most` is the largest. A number flag without
     `bounds` has a rule that refuses negative ones (arguments/rules/).
-    Every flag of the model and of its experts says whether to `restore` it; None leaves that to checkpoint_args.py.
+    Every flag of the model, of its experts and of the data says when to `restore` it; others are not, unless they say
+    so. `unset` is what a flag without a value means for the weights: a value, or the name of the flag whose value it
+    takes.
     """
     needs = (needs,) if isinstance(needs, str) else needs
+    restore = (restore,) if isinstance(restore, str) else restore
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
-    metadata |= {"restore": restore, "needs": needs, "path": path, "bounds": bounds, "most": most}
+    metadata |= {"restore": restore, "unset": unset, "needs": needs, "path": path, "bounds": bounds, "most": most}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -113,8 +140,7 @@ class Option:
     """One flag as the parser sees it.
 
     `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
-    value; `choices` are the allowed values, or None; `default` is Megatron's; `restore` is as declared; `needs` are
-    conditions (needs.py); `path` is the kind of path that a value is, or None; `bounds` and `most` limit numbers.
+    value; `choices` are the allowed values, or None; `default` is Megatron's. The others are as `flag` declares them.
     """
 
     dest: str
@@ -128,7 +154,8 @@ class Option:
     default: Any
     metavar: tuple[str, ...] | None
     hidden: bool
-    restore: Restore | None
+    restore: tuple[Restore, ...]
+    unset: object
     needs: tuple[str, ...]
     path: Literal["local", "data"] | None
     bounds: Bounds | None
@@ -242,7 +269,8 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         default=default,
         metavar=extra.get("metavar"),
         hidden=bool(extra.get("hidden")),
-        restore=extra.get("restore"),
+        restore=extra.get("restore", ()),
+        unset=extra.get("unset"),
         needs=extra.get("needs", ()),
         path=extra.get("path"),
         bounds=extra.get("bounds"),

@@ -65,7 +65,7 @@ class TrainingArgs:
     """Batches, duration, recompute, offload, evaluation, exit."""
 
     # ---- batches and duration
-    micro_batch_size: int = flag(None, bounds=">0", most=MAX_SAMPLES)
+    micro_batch_size: int = flag(None, bounds=">0", most=MAX_SAMPLES, restore="to evaluate")
     """Number of samples in one forward pass of a data-parallel rank."""
     global_batch_size: int = flag(None, most=MAX_SAMPLES)
     """Number of samples per iteration over all ranks. Unset: micro-batch size x data-parallel size."""
@@ -139,7 +139,7 @@ class TrainingArgs:
     """Deprecated spelling of --micro-batch-size."""
 
     # ---- evaluation
-    eval_iters: int = flag(100, bounds=">=0", most=MAX_SAMPLES)
+    eval_iters: int = flag(100, bounds=">=0", most=MAX_SAMPLES, restore="to evaluate")
     """Number of iterations of one evaluation; 0: none."""
     eval_interval: int = flag(1000, needs=_EVALUATES, bounds=">0")
     """Number of iterations between evaluations."""
@@ -147,17 +147,17 @@ class TrainingArgs:
     """First iteration that an evaluation may follow. Unset: 0."""
     eval_global_batch_size: int | None = flag(None, needs=_EVALUATES)
     """Global batch size of evaluations, in samples. Unset: training's."""
-    eval_micro_batch_size: int | None = flag(None, needs=_EVALUATES)
+    eval_micro_batch_size: int | None = flag(None, needs=_EVALUATES, restore="to evaluate")
     """Micro-batch size of evaluations, in samples. Unset: training's."""
     skip_train: bool = False
     """Evaluate only, without training."""
     test_mode: bool = False
     """Run the additional checks of Megatron-LM's tests during the run."""
-    full_validation: bool = False
+    full_validation: bool = flag(False, restore="to evaluate")
     """Evaluate on the full validation set every time, whatever --eval-iters is."""
-    multiple_validation_sets: bool = flag(False, needs=(_EVALUATES, "!mock_data"))
+    multiple_validation_sets: bool = flag(False, needs=(_EVALUATES, "!mock_data"), restore="data")
     """Evaluate on each validation set separately."""
-    validation_set_names: list[str] | None = flag(None, needs=(_EVALUATES, "multiple_validation_sets"))
+    validation_set_names: list[str] | None = flag(None, needs=(_EVALUATES, "multiple_validation_sets"), restore="data")
     """Names of the validation sets in logs, in their order."""
     eval_tasks: list[str] | None = None
     """Benchmark tasks of lm-eval to run every --eval-tasks-interval iterations, separated by commas or blanks."""
@@ -231,7 +231,7 @@ class TrainingArgs:
     """Deprecated spelling of --cuda-graph-modules."""
 
     # ---- randomness and reproducibility
-    seed: int = flag(1234, bounds=">0")
+    seed: int = flag(1234, bounds=">0", restore="to evaluate")
     """Seed of initial weights, data order and dropout."""
     data_parallel_random_init: bool = False
     """Let data-parallel ranks start from different weights."""
