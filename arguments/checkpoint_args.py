@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from arguments.container import OPTIONS
+from arguments.flag_properties import Restore
 from arguments.layer_pattern import STAGE
 from arguments.moe import SELECTING
-from arguments.schema import Restore
 from arguments.settings import Settings, Violation
 
 

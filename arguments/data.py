@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from arguments.number_ranges import MAX_SAMPLES, MAX_SIZE, MAX_WORKERS
+from arguments.flag_properties import MAX_SAMPLES, MAX_SIZE, MAX_WORKERS
 from arguments.schema import flag
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -82,9 +82,9 @@ class DataArgs:
     """Data prefixes for validation, with weights or without."""
     test_data_path: list[str] | None = flag(None, nargs="*", path="data", restore="data")
     """Data prefixes for test, with weights or without."""
-    data_args_path: str | None = flag(None, path="local", restore="data")
+    data_args_path: str | None = flag(None, path="read", restore="data")
     """File with the words of --data-path."""
-    per_split_data_args_path: str | None = flag(None, path="local", restore="data")
+    per_split_data_args_path: str | None = flag(None, path="read", restore="data")
     """JSON file with a list of prefixes for each of train, valid and test."""
     per_dataset_sequences_path: str | None = flag(None, restore="never")
     """JSON file with the number of sequences of each dataset."""
@@ -98,37 +98,43 @@ class DataArgs:
     varlen_sbhd_validation: bool = flag(False, needs="use_varlen_dataset", restore="never")
     """Pad every sample of --use-varlen-dataset to --seq-length instead of packing them."""
     varlen_mock_dataset_config_json: str | None = flag(
-        None, needs=("use_varlen_dataset", "mock_data"), path="local", restore="never"
+        None, needs=("use_varlen_dataset", "mock_data"), path="read", restore="never"
     )
     """Lengths of samples with --use-varlen-dataset --mock-data: JSON, or a file with it. mode "distribution" needs type
     "lognormal", min_seq_len, max_seq_len, mean_seq_len and lognormal_sigma; "file" needs path, a CSV file with lengths;
     "verification" needs data_path, a data prefix that tokens are taken from. Unset: lognormal up to --seq-length."""
-    sft_mock_dataset_config_json: str | None = flag(None, needs=("sft", "mock_data"), path="local", restore="never")
+    sft_mock_dataset_config_json: str | None = flag(None, needs=("sft", "mock_data"), path="read", restore="never")
     """Lengths of samples with --sft --mock-data, as in --varlen-mock-dataset-config-json."""
     phase_transition_iterations: str | None = flag(None, parse=_checked_transitions, restore="never")
     """Iterations at which a training phase ends, such as 1000,1500. The run saves and stops there, to be continued with
     another data blend; with --phase-data-args-path it continues with the next one."""
     phase_data_args_path: list[str] | None = flag(
-        None, needs="phase_transition_iterations", path="local", restore="never"
+        None, needs="phase_transition_iterations", path="read", restore="never"
     )
     """One file for each training phase with the words of its blend, as in --data-args-path."""
-    data_cache_path: str | None = flag(None, path="local", restore="never")
+    data_cache_path: str | None = flag(None, path="cache", restore="never")
     """Directory for index files. Unset: a folder next to the data."""
 
     # ---- samples
-    seq_length: int = flag(None, restore="unless given", bounds=">0", most=MAX_SAMPLES)
+    seq_length: int = flag(None, restore="unless given", bounds=">0", most=MAX_SAMPLES, role="size")
     """Length of a sample, in tokens."""
-    reset_position_ids: bool = flag(False, restore="to evaluate")
+    reset_position_ids: bool = flag(False, restore="to evaluate", role="mask")
     """Restart positions after each end-of-document token."""
-    reset_attention_mask: bool = flag(False, needs="create_attention_mask_in_dataloader", restore="to evaluate")
+    reset_attention_mask: bool = flag(
+        False, needs="create_attention_mask_in_dataloader", restore="to evaluate", role="mask"
+    )
     """Do not attend across end-of-document tokens."""
-    eod_mask_loss: bool = flag(False, needs=("!use_varlen_dataset", "!sft"), restore="to evaluate")
+    eod_mask_loss: bool = flag(False, needs=("!use_varlen_dataset", "!sft"), restore="to evaluate", role="mask")
     """Compute no loss on end-of-document tokens."""
     create_attention_mask_in_dataloader: bool = flag(
-        True, off=("--no-create-attention-mask-in-dataloader",), needs="reset_attention_mask", restore="to evaluate"
+        True,
+        off=("--no-create-attention-mask-in-dataloader",),
+        needs="reset_attention_mask",
+        restore="to evaluate",
+        role="mask",
     )
     """Create the attention mask of --reset-attention-mask in the data loader."""
-    dataloader_inter_document_masking: bool = flag(False, restore="to evaluate")
+    dataloader_inter_document_masking: bool = flag(False, restore="to evaluate", role="mask")
     """Do not attend across documents: pass the lengths of documents to the attention."""
     allow_ambiguous_pad_tokens: bool = flag(False, restore="never")
     """Mask pad tokens in the loss even if they are also the end-of-document token."""
@@ -171,7 +177,7 @@ class DataArgs:
     """Trust that index files exist and skip the checks."""
     dataloader_defer_npy_index_mmap: bool = flag(False, restore="never")
     """Map index files on first use."""
-    object_storage_cache_path: str | None = flag(None, path="local", restore="never")
+    object_storage_cache_path: str | None = flag(None, path="cache", restore="never")
     """Local directory for data in object storage (s3://, gs://, msc://): whole indices, and blocks of .bin files."""
     object_storage_cache_gb: float = flag(16.0, needs="object_storage_cache_path", bounds=">0", restore="never")
     """Bound of the blocks in --object-storage-cache-path, in GiB, over all processes that share the directory."""
@@ -210,16 +216,16 @@ class DataArgs:
     tokenizer_model: str | None = flag(
         None,
         needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=GPT2BPETokenizer or metadata_path"),
-        path="local",
+        path="read",
         restore="tokenizer",
     )
     """Model file, directory or hub name of the tokenizer."""
     vocab_file: str | None = flag(
-        None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="local", restore="tokenizer"
+        None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="read", restore="tokenizer"
     )
     """Vocabulary file of the GPT-2 BPE tokenizer."""
     merge_file: str | None = flag(
-        None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="local", restore="tokenizer"
+        None, needs="tokenizer_type=GPT2BPETokenizer or metadata_path", path="read", restore="tokenizer"
     )
     """Merge file of the GPT-2 BPE tokenizer."""
     vocab_size: int | None = flag(None, restore="storage", bounds=">0", most=MAX_SIZE)
@@ -232,7 +238,7 @@ class DataArgs:
         None,
         "--tokenizer-metadata",
         needs=("!tokenizer_type=NullTokenizer", "!tokenizer_type=SFTTokenizer"),
-        path="local",
+        path="read",
         restore="never",
     )
     """File or directory with the tokenizer's metadata."""

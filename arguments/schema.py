@@ -19,41 +19,14 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from arguments.number_ranges import Bounds
+from arguments.flag_properties import Bounds, PathUse, Restore, Role
 
-Restore = Literal[
-    "always",
-    "storage",
-    "adapters",
-    "mapping",
-    "tokenizer",
-    "tokenizer unless given",
-    "unless given",
-    "to evaluate",
-    "capacity",
-    "data",
-    "to convert",
-    "never",
-]
-"""When --use-checkpoint-args takes a flag from the checkpoint.
-
-* always: another value would be another function of the weights;
-* storage: always; another value would store the same weights differently;
-* adapters: from a checkpoint with adapters; one without them may be the base of new ones;
-* mapping: with --use-mp-args-from-checkpoint-args: how the model is sharded. Context and data parallelism depend on the
-  number of ranks available;
-* tokenizer: unless --no-use-tokenizer-model-from-checkpoint-args. A tokenizer of the command line wins over that of a
-  Hugging Face folder, and with --sft over that of a run, which need not have read conversations;
-* unless given: a run may continue with longer sequences, another precision or other dropout, but the default need not
-  be what the weights were trained with. No Hugging Face model has Megatron's default of 0.1;
-* to evaluate: for --skip-train, unless given: an evaluation reads what the run's validations read;
-* capacity: for --skip-train from a run that drops tokens, unless given: the losses depend on it;
-* data: for --skip-train if the command line names no data at all;
-* to convert: for --ckpt-convert-format, unless given: it determines what is stored of a parameter;
-* never: it says how a run trains or computes, not what.
-"""
+_ROLE_OF_SECTION: Mapping[str, Role] = types.MappingProxyType(
+    {"model": "model", "moe": "model", "parallel": "parallel", "data": "data", "output": "output"}
+)
+"""The role of most flags of these sections, of which the others say theirs; elsewhere every flag that acts says it."""
 
 
 def flag(
@@ -67,25 +40,26 @@ def flag(
     restore: Restore | tuple[Restore, ...] = (),
     unset: object = None,
     needs: str | tuple[str, ...] = (),
-    path: Literal["local", "data"] | None = None,
+    path: PathUse | None = None,
+    role: Role | None = None,
     bounds: Bounds | None = None,
     most: float | None = None,
 ):
-    """Declare a flag whose spelling, values or reading are not what its field says, or that needs others to act.
+    """Declare a flag of which there is more to say than its name, type and default.
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
     (else "+"); `parse` reads one value; `hidden` flags are absent from --help; `needs` are the conditions without which
-    the flag has no effect, as arguments/needs.py reads them; `path` marks paths, with "data" also in object storage;
-    `bounds` are the numbers that the flag takes whatever else is given, `most` is the largest. A number flag without
-    `bounds` has a rule that refuses negative ones (arguments/rules/).
-    Every flag of the model, of its experts and of the data says when to `restore` it; others are not, unless they say
-    so. `unset` is what a flag without a value means for the weights: a value, or the name of the flag whose value it
-    takes.
+    the flag has no effect, as arguments/needs.py reads them. What flag_properties.py has words for: `path` of paths;
+    `role`, unless it is that of most flags of the section; `restore`, which every flag of the model, of its experts and
+    of the data says, and of the others those that a checkpoint restores; `bounds` and `most`, the largest value, of
+    numbers. `unset` is what a flag without a value means for the weights: a value, or the name of the flag whose value
+    it takes.
     """
     needs = (needs,) if isinstance(needs, str) else needs
     restore = (restore,) if isinstance(restore, str) else restore
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
-    metadata |= {"restore": restore, "unset": unset, "needs": needs, "path": path, "bounds": bounds, "most": most}
+    metadata |= {"restore": restore, "unset": unset, "needs": needs, "path": path, "role": role, "bounds": bounds}
+    metadata["most"] = most
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -157,7 +131,8 @@ class Option:
     restore: tuple[Restore, ...]
     unset: object
     needs: tuple[str, ...]
-    path: Literal["local", "data"] | None
+    path: PathUse | None
+    role: Role | None
     bounds: Bounds | None
     most: float | None
 
@@ -273,6 +248,7 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         unset=extra.get("unset"),
         needs=extra.get("needs", ()),
         path=extra.get("path"),
+        role=extra.get("role") or _ROLE_OF_SECTION.get(section),
         bounds=extra.get("bounds"),
         most=extra.get("most"),
     )

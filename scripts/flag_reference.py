@@ -241,7 +241,11 @@ def _example(option: Option) -> str:
 def _values(option: Option) -> str:
     if option.choices:
         return ", ".join(map(_code, option.choices))
-    value = "a local path" if option.path == "local" else VALUES.get(option.type_name, "as written above")
+    value = (
+        "a local path"
+        if option.path in ("read", "write", "cache")
+        else VALUES.get(option.type_name, "as written above")
+    )
     return f"one or more: {value}" if option.takes in ("+", "*") else value
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from arguments.flag_properties import MAX_LAYERS
 from arguments.layer_pattern import moe_layer_pattern
-from arguments.number_ranges import MAX_LAYERS
 from arguments.rules.layout_grammar import PipelineLayout, read_layout
 from arguments.settings import Settings, Violation
 

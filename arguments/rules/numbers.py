@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from arguments.container import OPTIONS
-from arguments.number_ranges import Bounds
+from arguments.flag_properties import Bounds
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Settings, Violation
 
