@@ -67,7 +67,7 @@ Role = Literal[
 * method: another way to the same numbers, such as recompute; quantization: formats of 8 and 4 bits; precision: of 16;
 * update: what an iteration makes of the gradients; schedule: how that changes over the run, and the run's length;
 * batch: the samples of an iteration; data: where they come from; mask: what of them is seen and trained on;
-* evaluation, check, exit: what a run does beside training, which of its results it rejects, when it ends;
+* evaluation, check, exit: what a run does between iterations, which of its results it rejects, when it ends;
 * load: what it starts from; output: what it logs, writes and plans;
 * runtime: use of the machine; launch: what starts the processes.
 """

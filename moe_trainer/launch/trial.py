@@ -34,31 +34,23 @@ _SET = frozenset(
     )
 )
 """Destinations of flags that a trial sets."""
-_WRITING = frozenset(dest for dest, option in OPTIONS.items() if option.path == "write" and dest not in _SET) | {
-    *("wandb_project", "record_step", "profile", "record_memory_history")  # to a place that others name
-}
+_WITHOUT_PATH = frozenset(("wandb_project", "record_step", "profile", "record_memory_history"))
+_WRITING = _WITHOUT_PATH | frozenset(
+    dest for dest, option in OPTIONS.items() if option.path == "write" and dest not in _SET
+)
 """Those that write somewhere else than in the trial's folder."""
-_OF_A_RUN = (
-    _WRITING
-    | flags_of("evaluation", "exit")
-    | {
+_OF_A_RUN = frozenset(
+    (
         *("auto_resume", "override_ckpt_iteration", "ckpt_convert_format", "moe_use_upcycling", "check_files"),
         *("validate_only", "dry_run", "fake_process_group", "rampup_batch_size", "step_batch_size_schedule"),
         *("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval"),
         *("save_wgrads_interval", "save_dgrads_interval", "stream_weights_interval"),
-    }
-)
-"""Also those that belong to a whole run, or are no run of this kind."""
-_LEFT_OUT = frozenset(
-    (
-        *_SET,
-        *_OF_A_RUN,
-        *(
-            dest
-            for dest, option in OPTIONS.items()
-            if any(_OF_A_RUN.issuperset(need.split(" or ")) for need in option.needs)
-        ),
     )
+)
+"""Those that belong to a whole run, or to a run that is no training."""
+_ABSENT = _WRITING | _OF_A_RUN | flags_of("evaluation", "exit")
+_LEFT_OUT = (_SET | _ABSENT) | frozenset(
+    dest for dest, option in OPTIONS.items() if any(_ABSENT.issuperset(need.split(" or ")) for need in option.needs)
 )
 """Also those that act only with one of these."""
 _MESSAGE = re.compile(r"^(?:pretrain_moe\.py|moe-trainer train|python -m moe_trainer train): (.+)(?:\n  - (.+))?", re.M)

@@ -27,8 +27,8 @@ _NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "con
 
 UNCOMPARED_SETTINGS = (
     flags_of("exit", "output")
-    | {dest for dest, option in OPTIONS.items() if option.path == "cache"}
-    | {"seed", "load", "ckpt_step"}  # as in runs that are repeated or resumed
+    | frozenset(dest for dest, option in OPTIONS.items() if option.path == "cache")
+    | frozenset(("seed", "load", "ckpt_step"))  # as in runs that are repeated or resumed
 )
 """Settings that do not make another experiment."""
 

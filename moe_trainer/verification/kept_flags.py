@@ -34,14 +34,8 @@ _KEPT = (
     flags_of("model", "parallel", "method", "quantization", "update", "mask") - _SET_AGAIN - _NOT_COMPARED | _KEPT_TOO
 )
 # a checkpoint format and quantized parameters come with a sharding
-NOT_IN_REFERENCE = flags_of("method") | {"bf16", "ckpt_format", "fp8_param_gather", "fp4_param_gather"}
-NOISE = MappingProxyType(
-    {
-        dest: 0.0 if isinstance(option.default, float) else option.default
-        for dest, option in OPTIONS.items()
-        if option.role == "noise"
-    }
-)
+NOT_IN_REFERENCE = flags_of("method") | frozenset(("bf16", "ckpt_format", "fp8_param_gather", "fp4_param_gather"))
+NOISE = MappingProxyType({dest: option.default and 0.0 for dest, option in OPTIONS.items() if option.role == "noise"})
 """Values without noise."""
 _SET_BY_OLD_SPELLINGS = frozenset(
     FIELDS[word].dest for text in RENAMED.values() for word in text.split() if word in FIELDS

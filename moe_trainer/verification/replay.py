@@ -34,9 +34,9 @@ from moe_trainer.training.setup import build_context
 from moe_trainer.verification.kept_flags import NOT_IN_REFERENCE
 
 # what a run does besides an iteration, and what the record says instead
-_NOT_OF_AN_ITERATION = flags_of("batch", "data", "evaluation", "check", "exit", "load", "output", "launch") | {
-    "initial_loss_scale"
-}
+_NOT_OF_AN_ITERATION = frozenset(("initial_loss_scale",)) | flags_of(
+    "batch", "data", "evaluation", "check", "exit", "load", "output", "launch"
+)
 _KEPT_TOO = frozenset(("micro_batch_size", "ckpt_format"))
 _RANDOM_FLAGS = tuple(dest for dest, option in OPTIONS.items() if option.role == "noise")
 
