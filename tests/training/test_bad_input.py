@@ -56,7 +56,9 @@ def test_number_flags_reject_negative_numbers_or_document_them():
             continue
         argv = [*BASE, option.spellings[0], *["-7"] * (option.takes if isinstance(option.takes, int) else 1)]
         found = any(option.spellings[0] in violation.message for violation in resolve_command_line(argv, 1)[1])
-        assert found == (option.bounds != "any"), f"{option.spellings[0]}: say flag(..., bounds=...), see flag_properties.py"
+        assert found == (option.bounds != "any"), (
+            f"{option.spellings[0]}: say flag(..., bounds=...), see flag_properties.py"
+        )
 
 
 @pytest.mark.parametrize("line", STARTUP_ERRORS, ids=lambda line: " ".join(line.argv[len(BASE) - 2 :]))
