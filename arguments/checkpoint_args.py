@@ -8,69 +8,30 @@ import filecmp
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from arguments.container import OPTIONS
+from arguments.flag_properties import Restore
 from arguments.layer_pattern import STAGE
 from arguments.moe import SELECTING
-from arguments.schema import Restore
 from arguments.settings import Settings, Violation
 
 
-def _restored(when: Restore) -> Iterator[str]:
-    return (dest for dest, option in OPTIONS.items() if option.restore == when)
+def _restored(*when: Restore) -> tuple[str, ...]:
+    return tuple(dest for dest, option in OPTIONS.items() if not set(when).isdisjoint(option.restore))
 
 
-LORA = ("lora_dim", "lora_alpha", "lora_target_modules")
-"""Taken from a checkpoint with adapters; one without them may be the base of new ones."""
-
-SHAPE = tuple(dest for dest in _restored("always") if dest not in LORA)
+SHAPE = _restored("always", "storage")
 """Flags that define the function of the weights, and how they are stored."""
-
-STORAGE = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "moe_grouped_gemm")
-"""Those of them that change storage only."""
-
-UNLESS_GIVEN = tuple(_restored("unless given"))
-"""Taken unless given: a run may continue with longer sequences, another precision or other dropout. No Hugging Face
-model has Megatron's default of 0.1."""
-
-TO_EVALUATE = tuple(_restored("to evaluate"))
-"""Taken for --skip-train unless given."""
-
+STORAGE = _restored("storage")
+LORA = _restored("adapters")
+UNLESS_GIVEN = _restored("unless given")
+TO_EVALUATE = _restored("to evaluate")
+CAPACITY = _restored("capacity")
+DATA = _restored("data")
+TOKENIZER = _restored("tokenizer")
+MAPPING = _restored("mapping")
 MUP = tuple(dest for dest in TO_EVALUATE if dest.startswith(("use_mup", "mup_")))
 """Part of the model too, but Megatron-LM takes them from the command line only."""
-
-CONVERSION = ("bf16", "fp16", "optimizer")
-"""Taken for --ckpt-convert-format unless given: they determine what is stored of a parameter."""
-
-EVALUATION = tuple(
-    """
-    micro_batch_size eval_micro_batch_size bf16 fp16 seed eval_iters full_validation eod_mask_loss
-    reset_position_ids reset_attention_mask create_attention_mask_in_dataloader
-    dataloader_inter_document_masking
-    """.split()
-)
-"""Taken for --skip-train unless given: with these and DATA, an evaluation reads what the run's validations read."""
-
-CAPACITY = (
-    "moe_expert_capacity_factor",
-    "moe_pad_expert_input_to_capacity",
-    "moe_token_drop_policy",
-    "moe_token_dispatcher_type",
-)
-"""Taken for --skip-train from a run that drops tokens, unless given: the losses depend on them."""
-
-DATA = tuple(
-    """
-    data_path split data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path
-    mock_data multiple_validation_sets validation_set_names
-    """.split()
-)
-"""Taken for --skip-train if the command line names no data at all."""
-
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern", "special_tokens")
-"""Taken too, unless --no-use-tokenizer-model-from-checkpoint-args. A tokenizer of the command line wins over that of a
-Hugging Face folder, and with --sft over that of a run, which need not have read conversations."""
 
 TOKENIZER_FILES = tuple(
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
@@ -78,40 +39,8 @@ TOKENIZER_FILES = tuple(
 )
 """What makes a folder a tokenizer."""
 
-MAPPING = tuple(
-    """
-    tensor_model_parallel_size pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
-    num_virtual_stages_per_pipeline_rank pipeline_model_parallel_layout decoder_first_pipeline_num_layers
-    decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    expert_model_parallel_size expert_tensor_parallel_size
-    """.split()
-)
-"""Taken with --use-mp-args-from-checkpoint-args: how the model is sharded. Context and data parallelism depend on the
-number of ranks available."""
-
-
 _SEVERAL_SPELLINGS = ("moe_router_load_balancing_type", "hybrid_layer_pattern", "moe_layer_freq")
 """Flags with values that mean the same, of which the command line's stays."""
-
-_UNSET = MappingProxyType(
-    {
-        "moe_router_topk_scaling_factor": 1.0,
-        "yarn_original_max_position_embeddings": 4096,
-        "yarn_beta_fast": 32.0,
-        "yarn_beta_slow": 1.0,
-        "yarn_correction_range_round_to_int": True,
-    }
-)
-"""What flags mean where they are not set."""
-
-_UNSET_IS = MappingProxyType(
-    {
-        "attention_latent_norm_epsilon": "layernorm_epsilon",
-        "dsa_indexer_k_norm_epsilon": "layernorm_epsilon",
-        "moe_ffn_hidden_size": "ffn_hidden_size",
-    }
-)
-"""Flags that have the value of another one where they are not set."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +81,11 @@ GROUPS = (
     ArgumentGroup(LORA, recorded=lambda settings, recorded: recorded.get("lora_dim") is not None, overrides=True),
     ArgumentGroup(TOKENIZER, _takes_tokenizer, _keeps_tokenizer),
     ArgumentGroup(TOKENIZER, _takes_tokenizer, lambda *both: not _keeps_tokenizer(*both), overrides=True),
-    ArgumentGroup(("sft_tokenizer_prompt_format",), _takes_tokenizer),
+    ArgumentGroup(_restored("tokenizer unless given"), _takes_tokenizer),
     ArgumentGroup(MAPPING, lambda settings: settings.use_mp_args_from_checkpoint_args, overrides=True),
     ArgumentGroup(UNLESS_GIVEN),
-    ArgumentGroup(CONVERSION, lambda settings: settings.ckpt_convert_format is not None),
-    ArgumentGroup(tuple(dest for dest in (*TO_EVALUATE, *EVALUATION) if dest not in CAPACITY), _evaluates),
+    ArgumentGroup(_restored("to convert"), lambda settings: settings.ckpt_convert_format is not None),
+    ArgumentGroup(TO_EVALUATE, _evaluates),
     ArgumentGroup(
         CAPACITY, _evaluates, lambda settings, recorded: recorded.get("moe_expert_capacity_factor") is not None
     ),
@@ -213,10 +142,9 @@ def meaning(dest: str, flags: Mapping[str, object]) -> object:
     value = flags.get(dest)
     if dest in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"):
         value = _group_limit(dest, flags)
-    elif value is None and dest in _UNSET_IS:
-        value = flags.get(_UNSET_IS[dest])
     elif value is None:
-        value = _UNSET.get(dest, OPTIONS[dest].default)
+        unset = OPTIONS[dest].unset
+        value = flags.get(unset) if isinstance(unset, str) else OPTIONS[dest].default if unset is None else unset
     if isinstance(value, list | tuple):
         value = tuple(value)
     if dest == "moe_router_load_balancing_type":
@@ -390,7 +318,7 @@ def _for_evaluation(settings: Settings, recorded: Mapping[str, object], names: l
         ]
         if taken:
             settings.note(f"no data was given: the evaluation takes the checkpoint's, {', '.join(taken)}")
-    checked = {*TO_EVALUATE, *EVALUATION, *CAPACITY, *DATA}
+    checked = {*TO_EVALUATE, *CAPACITY, *DATA}
     return [dest for dest in names if dest not in checked or _is_value(dest, recorded.get(dest))]
 
 

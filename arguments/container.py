@@ -8,6 +8,7 @@ from typing import Any
 
 from arguments import schema
 from arguments.data import DataArgs
+from arguments.flag_properties import Role
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.optimizer import OptimizerArgs
@@ -37,6 +38,11 @@ SECTIONS = (
 
 OPTIONS = MappingProxyType(schema.options(SECTIONS))
 """Every flag's option by destination, in order of declaration."""
+
+
+def flags_of(*roles: Role) -> frozenset[str]:
+    """Return the destinations of the flags with one of these roles."""
+    return frozenset(dest for dest, option in OPTIONS.items() if option.role in roles)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from arguments.flag_properties import MAX_LAYERS, MAX_SIZE, MAX_STD
 from arguments.mup import width_mult
 from arguments.schema import flag, int_pair, layer_pattern
 
@@ -28,28 +29,32 @@ class ModelArgs:
     """The shape and mathematics of the transformer."""
 
     # ---- sizes
-    num_layers: int = flag(None, restore="always")
+    num_layers: int = flag(None, restore="always", bounds=">0", most=MAX_LAYERS, role="size")
     """Number of decoder layers, without multi-token-prediction layers."""
-    hidden_size: int = flag(None, restore="always")
+    hidden_size: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
     """Width of the residual stream, which every layer reads and writes."""
-    ffn_hidden_size: int = flag(None, restore="always")
+    ffn_hidden_size: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
     """Width of a dense feed-forward layer. Unset: 4 x hidden size, or 8/3 x hidden size rounded down to a multiple
     of 64 with --swiglu."""
-    num_attention_heads: int = flag(None, restore="always")
+    num_attention_heads: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
     """Number of query heads."""
-    kv_channels: int = flag(None, restore="always")
+    kv_channels: int = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
     """Number of channels of one attention head. Unset: hidden size / heads."""
-    group_query_attention: bool = flag(False, restore="always")
+    group_query_attention: bool = flag(False, restore="always", role="size")
     """Share each key/value head among a group of query heads."""
-    num_query_groups: int = flag(1, restore="always", needs="group_query_attention")
+    num_query_groups: int = flag(
+        1, restore="always", needs="group_query_attention", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Number of key/value heads, with --group-query-attention."""
-    window_num_query_groups: int | None = flag(None, restore="always", needs="window_size")
+    window_num_query_groups: int | None = flag(
+        None, restore="always", needs="window_size", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Number of key/value heads of layers with a window. Unset: --num-query-groups. A flag of this program."""
-    value_channels: int | None = flag(None, restore="always")
+    value_channels: int | None = flag(None, restore="always", bounds=">0", most=MAX_SIZE, role="size")
     """Number of channels of a value head. Unset: --kv-channels, as queries and keys have. A flag of this program."""
-    max_position_embeddings: int = flag(None, restore="unless given")
+    max_position_embeddings: int = flag(None, restore="unless given", bounds=">0", role="size")
     """Largest number of positions the model may see, in tokens; at least --seq-length."""
-    make_vocab_size_divisible_by: int = flag(128, restore="always")
+    make_vocab_size_divisible_by: int = flag(128, restore="storage", bounds=">0", most=MAX_SIZE, role="size")
     """Pad the vocabulary size to a multiple of this number times the tensor-parallel size."""
     untie_embeddings_and_output_weights: bool = flag(False, restore="always")
     """Give the output layer its own weights instead of the embedding's."""
@@ -57,7 +62,7 @@ class ModelArgs:
     # ---- normalization and activations
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", restore="always")
     """Kind of normalization before attention, before the feed-forward layer and at the end."""
-    layernorm_epsilon: float = flag(1e-05, "--norm-epsilon", restore="always")
+    layernorm_epsilon: float = flag(1e-05, "--norm-epsilon", restore="always", bounds=">0")
     """Constant added to the variance before its square root is taken."""
     layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p", restore="always")
     """Store the norm's gain minus one, so that weight decay pulls it towards one."""
@@ -70,7 +75,7 @@ class ModelArgs:
     post_mlp_layernorm: bool = flag(False, restore="always")
     """Normalize the output of the feed-forward layer or of all experts before it is added to the residual stream. A
     flag of this program."""
-    fp32_residual_connection: bool = flag(False, restore="unless given")
+    fp32_residual_connection: bool = flag(False, restore="unless given", role="precision")
     """Keep the residual stream in fp32."""
     qk_layernorm: bool = flag(False, restore="always")
     """Normalize the queries and keys of each head."""
@@ -89,17 +94,17 @@ class ModelArgs:
     """Use squared ReLU in feed-forward layers instead of GELU."""
     quick_geglu: bool = flag(False, restore="always")
     """Use gated feed-forward layers with the sigmoid approximation of GELU."""
-    glu_linear_offset: float = flag(0.0, restore="always", needs=_GATED)
+    glu_linear_offset: float = flag(0.0, restore="always", needs=_GATED, bounds="any")
     """Constant added to the linear half of a gated feed-forward layer."""
     enable_hyper_connections: bool = flag(False, restore="always")
     """Use several residual streams instead of one; weights of every token mix them (DeepSeek-V4)."""
-    num_residual_streams: int = flag(4, restore="always", needs="enable_hyper_connections")
+    num_residual_streams: int = flag(4, restore="always", needs="enable_hyper_connections", bounds=">0")
     """Number of residual streams of hyper-connections."""
-    mhc_sinkhorn_iterations: int = flag(20, restore="always", needs="enable_hyper_connections")
+    mhc_sinkhorn_iterations: int = flag(20, restore="always", needs="enable_hyper_connections", bounds=">0")
     """Number of normalizations that make a mixing matrix of streams doubly stochastic."""
-    mhc_init_gating_factor: float = flag(0.01, restore="never", needs="enable_hyper_connections")
+    mhc_init_gating_factor: float = flag(0.01, restore="never", needs="enable_hyper_connections", bounds=">=0")
     """First value of the factors of what a hyper-connection computes from its token."""
-    activation_func_clamp_value: float | None = flag(None, restore="always", needs=_GATED)
+    activation_func_clamp_value: float | None = flag(None, restore="always", needs=_GATED, bounds=">0")
     """Clamp both halves of a gated activation to this magnitude. Unset: no limit."""
     use_fused_weighted_squared_relu: bool = flag(False, restore="never")
     """Fuse squared ReLU with the multiplication by the router's probability."""
@@ -112,9 +117,9 @@ class ModelArgs:
     program."""
     add_output_layer_bias: bool = flag(False, restore="always")
     """Add a bias to every logit, one per row of the vocabulary (Phi-3.5-MoE). A flag of this program."""
-    hidden_dropout: float = flag(0.1, restore="unless given")
+    hidden_dropout: float = flag(0.1, restore="unless given", bounds="[0,1)", role="noise")
     """Dropout probability on the residual branches, from 0 to below 1."""
-    attention_dropout: float = flag(0.1, restore="unless given")
+    attention_dropout: float = flag(0.1, restore="unless given", bounds="[0,1)", role="noise")
     """Dropout probability on the attention weights, from 0 to below 1."""
 
     # ---- positions
@@ -126,44 +131,50 @@ class ModelArgs:
     """Deprecated spelling of --position-embedding-type rope."""
     add_position_embedding: bool = flag(True, off=("--no-position-embedding",), restore="never")
     """Add a learned position table (Megatron's old switch; only rope ignores it)."""
-    rotary_base: int = flag(10000, restore="always", needs=_ROTARY)
+    rotary_base: int = flag(10000, restore="always", needs=_ROTARY, bounds=">0")
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, restore="always", needs=(_ROTARY, "!multi_latent_attention or rope_type=rope"))
+    rotary_percent: float = flag(
+        1.0, restore="always", needs=(_ROTARY, "!multi_latent_attention or rope_type=rope"), bounds="(0,1]"
+    )
     """Fraction of each head's channels that is rotated, above 0 and at most 1."""
     rotary_interleaved: bool = flag(False, restore="always", needs=_ROTARY)
     """Rotate neighboring pairs of channels instead of the two halves."""
     rotary_seq_len_interpolation_factor: int | None = flag(
-        None, restore="always", needs=("position_embedding_type=rope", "!multi_latent_attention")
+        None, restore="always", needs=("position_embedding_type=rope", "!multi_latent_attention"), bounds=">0"
     )
     """Divide positions by this factor (linear interpolation)."""
     use_rope_scaling: bool = flag(
         False, restore="always", needs=("position_embedding_type=rope", "!multi_latent_attention")
     )
     """Scale rotary frequencies as Llama 3 does, low ones most."""
-    rope_scaling_factor: float = flag(8.0, restore="always", needs="use_rope_scaling")
+    rope_scaling_factor: float = flag(8.0, restore="always", needs="use_rope_scaling", bounds=">0")
     """Factor by which --use-rope-scaling extends the context."""
-    rope_scaling_high_freq_factor: float = flag(4.0, restore="always", needs="use_rope_scaling")
+    rope_scaling_high_freq_factor: float = flag(4.0, restore="always", needs="use_rope_scaling", bounds=">0")
     """Rotations per 8192 tokens above which --use-rope-scaling leaves a channel alone: 4 in Llama 3, 1 in Llama 4
     Scout. A flag of this program."""
     rope_type: Literal["rope", "yarn"] | None = flag(None, restore="always", needs="multi_latent_attention")
     """Rotary kind of multi-head latent attention. Unset: yarn with MLA, rope otherwise."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_ROTARY)
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_ROTARY, role="size")
     """Layers without rotary embedding: every N-th, or a pattern with 1 for each of them and 0 for the others."""
-    rotary_base_per_layer: list[float] | None = flag(None, restore="always", needs=_ROTARY)
+    rotary_base_per_layer: list[float] | None = flag(None, restore="always", needs=_ROTARY, bounds=">0", role="size")
     """Base of the rotary frequencies of each layer, one number for each. Unset: --rotary-base in all."""
-    window_rotary_percent: float | None = flag(None, restore="always", needs="window_size")
+    window_rotary_percent: float | None = flag(None, restore="always", needs="window_size", bounds="(0,1]")
     """Fraction of each head's channels that layers with a window rotate. Unset: --rotary-percent. A flag of this
     program."""
     window_rope_unscaled: bool = flag(False, restore="always", needs="window_size")
     """Leave positions of layers with a window as they are; YaRN and other scalings act on the others. A flag of this
     program."""
     yarn_original_max_position_embeddings: int | None = flag(
-        None, restore="always", needs=(_YARN, "rotary_scaling_factor")
+        None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0", unset=4096
     )
     """Context length, in tokens, that YaRN extends."""
-    yarn_beta_fast: float | None = flag(None, restore="always", needs=(_YARN, "rotary_scaling_factor"))
+    yarn_beta_fast: float | None = flag(
+        None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0", unset=32.0
+    )
     """YaRN: rotations per context above which a channel is left alone."""
-    yarn_beta_slow: float | None = flag(None, restore="always", needs=(_YARN, "rotary_scaling_factor"))
+    yarn_beta_slow: float | None = flag(
+        None, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">0", unset=1.0
+    )
     """YaRN: rotations per context below which a channel is interpolated fully."""
     yarn_correction_range_round_to_int: bool | None = flag(
         None,
@@ -171,12 +182,13 @@ class ModelArgs:
         off=("--no-yarn-correction-range-round-to-int",),
         restore="always",
         needs=(_YARN, "rotary_scaling_factor"),
+        unset=True,
     )
     """YaRN: round the limits of the blended channel range to integers."""
 
     # ---- attention
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = flag(
-        "auto", restore="never", needs="cuda"
+        "auto", restore="never", needs="cuda", role="method"
     )
     """Kernel of attention on CUDA devices: flash (FlashAttention), fused (cuDNN), unfused (scores are stored), local
     (as unfused, and by the local layers), or auto. Sparse attention has its own; blocks of the local layers (context
@@ -187,13 +199,13 @@ class ModelArgs:
     """Old request for FlashAttention, which nothing reads any more."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag("vanilla", restore="always")
     """Attention softmax: plain, with one added to the denominator, or with a learned sink per head."""
-    window_size: tuple[int, int] | None = flag(None, parse=int_pair, restore="always")
+    window_size: tuple[int, int] | None = flag(None, parse=int_pair, restore="always", bounds="any", role="size")
     """Attend to a sliding window only: LEFT,RIGHT tokens around the query; -1 is unlimited. Unset: no window."""
-    attention_chunk_size: int | None = flag(None, restore="always")
+    attention_chunk_size: int | None = flag(None, restore="always", bounds=">0", role="size")
     """Cut sequences into chunks of this number of tokens, and attend to those of the query's chunk only (Llama 4).
     Unset: no chunks. A flag of this program."""
     window_attn_skip_freq: int | list[int] | None = flag(
-        None, parse=layer_pattern, restore="always", needs="window_size or attention_chunk_size"
+        None, parse=layer_pattern, restore="always", needs="window_size or attention_chunk_size", role="size"
     )
     """Layers with full attention instead of the window or the chunks: every N-th, or a pattern with 0 for each of them
     and 1 for the others."""
@@ -201,15 +213,17 @@ class ModelArgs:
     """Multiply queries by 1 + scale * log(1 + floor(p / floor)): p is the position plus one in layers without rotary
     positions (llama4; other layers have no factor), or the position in all layers (mistral4). Unset: no factor. A flag
     of this program."""
-    attn_temperature_scale: float = flag(0.1, restore="always", needs="attn_temperature_tuning")
+    attn_temperature_scale: float = flag(0.1, restore="always", needs="attn_temperature_tuning", bounds=">=0")
     """Scale of --attn-temperature-tuning. A flag of this program."""
-    attn_temperature_floor: int = flag(8192, restore="always", needs="attn_temperature_tuning")
+    attn_temperature_floor: int = flag(
+        8192, restore="always", needs="attn_temperature_tuning", bounds=">0", role="size"
+    )
     """Number of positions after which --attn-temperature-tuning changes its factor. A flag of this program."""
     window_softmax_type: Literal["vanilla", "off-by-one", "learnable"] | None = flag(
         None, restore="always", needs="window_size"
     )
     """Attention softmax of layers with a window. Unset: --softmax-type. A flag of this program."""
-    attention_value_scale: float | None = flag(None, restore="always")
+    attention_value_scale: float | None = flag(None, restore="always", bounds=">0")
     """Factor of the values that attention sums. Unset: 1. A flag of this program."""
     head_wise_attn_gate: bool = flag(False, restore="always")
     """Multiply the output of every head of latent attention by the sigmoid of one number, made of the layer's input."""
@@ -219,36 +233,46 @@ class ModelArgs:
     """Divide attention scores by the layer number and multiply them back in the softmax."""
     qk_clip: bool = flag(False, restore="never")
     """Rescale query and key weights when the largest attention logit passes a threshold (MuonClip)."""
-    qk_clip_alpha: float = flag(0.5, restore="never", needs="qk_clip")
+    qk_clip_alpha: float = flag(0.5, restore="never", needs="qk_clip", bounds="[0,1]")
     """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""
-    qk_clip_threshold: float = flag(100.0, restore="never", needs="qk_clip")
+    qk_clip_threshold: float = flag(100.0, restore="never", needs="qk_clip", bounds=">0")
     """Attention logit above which --qk-clip rescales weights."""
 
     # ---- multi-head latent attention
     multi_latent_attention: bool = flag(False, restore="always")
     """Use DeepSeek's attention with low-rank compressed keys and values (MLA)."""
-    q_lora_rank: int | None = flag(None, restore="always", needs="multi_latent_attention")
+    q_lora_rank: int | None = flag(
+        None, restore="always", needs="multi_latent_attention", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Rank of the compressed queries. Unset: queries are projected directly."""
-    kv_lora_rank: int = flag(32, restore="always", needs="multi_latent_attention")
+    kv_lora_rank: int = flag(
+        32, restore="always", needs="multi_latent_attention", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Rank of the compressed keys and values."""
-    qk_head_dim: int = flag(128, restore="always", needs="multi_latent_attention")
+    qk_head_dim: int = flag(
+        128, restore="always", needs="multi_latent_attention", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Number of channels of a query or key head that are not rotated."""
-    qk_pos_emb_head_dim: int = flag(64, restore="always", needs="multi_latent_attention")
+    qk_pos_emb_head_dim: int = flag(
+        64, restore="always", needs="multi_latent_attention", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Number of channels of a query or key head that are rotated."""
-    v_head_dim: int = flag(128, restore="always", needs="multi_latent_attention")
+    v_head_dim: int = flag(
+        128, restore="always", needs="multi_latent_attention", bounds=">0", most=MAX_SIZE, role="size"
+    )
     """Number of channels of a value head."""
-    rotary_scaling_factor: float = flag(1.0, restore="always", needs=_YARN)
+    rotary_scaling_factor: float = flag(1.0, restore="always", needs=_YARN, bounds=">0")
     """Factor by which YaRN extends the context."""
-    mscale: float = flag(1.0, restore="always", needs=(_YARN, "rotary_scaling_factor"))
+    mscale: float = flag(1.0, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">=0")
     """Coefficient of YaRN's attention temperature for the rotated channels."""
-    mscale_all_dim: float = flag(0.0, restore="always", needs=(_YARN, "rotary_scaling_factor"))
+    mscale_all_dim: float = flag(0.0, restore="always", needs=(_YARN, "rotary_scaling_factor"), bounds=">=0")
     """Coefficient of YaRN's attention temperature for all channels; 0: none."""
     attention_latent_norm_epsilon: float | None = flag(
-        None, restore="always", needs=("multi_latent_attention", "qk_layernorm")
+        None, restore="always", needs=("multi_latent_attention", "qk_layernorm"), bounds=">0", unset="layernorm_epsilon"
     )
     """Constant added to the variance in the norms of the compressed queries, keys and values. Unset: --norm-epsilon,
     as in Megatron-LM. A flag of this program."""
-    mla_down_proj_fusion: bool = flag(False, restore="never", needs="q_lora_rank")
+    mla_down_proj_fusion: bool = flag(False, restore="never", needs="q_lora_rank", role="method")
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
@@ -258,53 +282,59 @@ class ModelArgs:
     """Replace softmax attention in some layers by gated DeltaNet (gdn), Kimi delta attention (kda) or short
     convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a window and to
     compressed keys (dsv4_hybrid: DeepSeek-V4)."""
-    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_MIXERS)
+    linear_attention_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, restore="always", needs=_MIXERS, role="size"
+    )
     """Layers with linear attention or short convolutions: N keeps softmax attention in every N-th layer only, a
     pattern has 1 for each layer without it and 0 for the others."""
-    linear_conv_kernel_dim: int = flag(4, restore="always", needs=_MIXERS)
+    linear_conv_kernel_dim: int = flag(4, restore="always", needs=_MIXERS, bounds=">0")
     """Width of the causal convolution of a layer with linear attention or short convolutions, in tokens."""
-    linear_key_head_dim: int = flag(128, restore="always", needs=_LINEAR)
+    linear_key_head_dim: int = flag(128, restore="always", needs=_LINEAR, bounds=">0", role="size")
     """Number of channels of a key head of a layer with linear attention."""
-    linear_value_head_dim: int = flag(128, restore="always", needs=_LINEAR)
+    linear_value_head_dim: int = flag(128, restore="always", needs=_LINEAR, bounds=">0", role="size")
     """Number of channels of a value head of a layer with linear attention."""
-    linear_num_key_heads: int = flag(16, restore="always", needs=_LINEAR)
+    linear_num_key_heads: int = flag(16, restore="always", needs=_LINEAR, bounds=">0", role="size")
     """Number of key heads of a layer with linear attention."""
-    linear_num_value_heads: int = flag(32, restore="always", needs=_LINEAR)
+    linear_num_value_heads: int = flag(32, restore="always", needs=_LINEAR, bounds=">0", role="size")
     """Number of value heads of a layer with linear attention."""
-    kda_gate_rank: int | None = flag(None, restore="always", needs="experimental_attention_variant=kda")
+    kda_gate_rank: int | None = flag(
+        None, restore="always", needs="experimental_attention_variant=kda", bounds=">0", role="size"
+    )
     """Kimi delta attention: number of channels of the latents from which decays and output gates are made. Unset: no
     latents, one matrix each. A flag of this program."""
-    kda_decay_lower_bound: float | None = flag(None, restore="always", needs="experimental_attention_variant=kda")
+    kda_decay_lower_bound: float | None = flag(
+        None, restore="always", needs="experimental_attention_variant=kda", bounds="any"
+    )
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
     bound. A flag of this program."""
-    hybrid_layer_pattern: str | None = flag(None, restore="always")
+    hybrid_layer_pattern: str | None = flag(None, restore="always", role="size")
     """Layers of one sublayer each, one letter per layer: M (Mamba-2), * (attention), - (feed-forward), E (experts).
     A | begins the next pipeline stage. Determines --num-layers and --moe-layer-freq. Unset: transformer layers."""
     hybrid_override_pattern: str | None = flag(None, restore="never")
     """Deprecated spelling of --hybrid-layer-pattern."""
-    mamba_state_dim: int = flag(128, restore="always", needs="hybrid_layer_pattern")
+    mamba_state_dim: int = flag(128, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")
     """Number of channels of the state of a Mamba layer."""
-    mamba_head_dim: int = flag(64, restore="always", needs="hybrid_layer_pattern")
+    mamba_head_dim: int = flag(64, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")
     """Number of channels of a head of a Mamba layer."""
-    mamba_num_groups: int = flag(8, restore="always", needs="hybrid_layer_pattern")
+    mamba_num_groups: int = flag(8, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")
     """Number of groups of heads of a Mamba layer, which share what reads and writes the state."""
-    mamba_num_heads: int | None = flag(None, restore="always", needs="hybrid_layer_pattern")
+    mamba_num_heads: int | None = flag(None, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")
     """Number of heads of a Mamba layer. Unset: 2 x hidden size / --mamba-head-dim."""
-    mamba_step_size_min: float | None = flag(None, restore="always", needs="hybrid_layer_pattern")
+    mamba_step_size_min: float | None = flag(None, restore="always", needs="hybrid_layer_pattern", bounds=">=0")
     """Lower limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
-    mamba_step_size_max: float | None = flag(None, restore="always", needs="hybrid_layer_pattern")
+    mamba_step_size_max: float | None = flag(None, restore="always", needs="hybrid_layer_pattern", bounds=">0")
     """Upper limit of the step sizes of a Mamba layer. Unset: none, as in Megatron-LM. A flag of this program."""
-    dsa_indexer_n_heads: int = flag(None, restore="always", needs=_INDEXERS)
+    dsa_indexer_n_heads: int = flag(None, restore="always", needs=_INDEXERS, bounds=">0", role="size")
     """Sparse attention: number of heads of the indexer that selects keys."""
-    dsa_indexer_head_dim: int = flag(None, restore="always", needs=_INDEXERS)
+    dsa_indexer_head_dim: int = flag(None, restore="always", needs=_INDEXERS, bounds=">0", role="size")
     """Sparse attention: number of channels of an indexer head."""
-    dsa_indexer_topk: int = flag(None, restore="always", needs=_INDEXERS)
+    dsa_indexer_topk: int = flag(None, restore="always", needs=_INDEXERS, bounds=">0", role="size")
     """Sparse attention: number of keys that each query attends to."""
-    dsa_indexer_topk_freq: int = flag(1, restore="always")
+    dsa_indexer_topk_freq: int = flag(1, restore="always", bounds=">0")
     """Sparse attention: compute a new selection in every N-th layer, and reuse it in the others."""
-    dsa_indexer_skip_topk_offset: int = flag(0, restore="always")
+    dsa_indexer_skip_topk_offset: int = flag(0, restore="always", bounds=">=0")
     """Sparse attention: first layer that may reuse a selection."""
-    dsa_indexer_loss_coeff: float | None = flag(None, restore="to evaluate", needs=_DSA)
+    dsa_indexer_loss_coeff: float | None = flag(None, restore="to evaluate", needs=_DSA, bounds=">=0")
     """Sparse attention: weight of the indexer's KL loss. Unset or 0: the indexer does not learn."""
     dsa_indexer_warmup: bool = flag(False, restore="to evaluate", needs=_DSA)
     """Sparse attention, first stage: attention stays dense, the indexers learn from it, every other parameter is
@@ -327,47 +357,51 @@ class ModelArgs:
         needs=_INDEXERS,
     )
     """Sparse attention: apply ReLU to the indexer's scores."""
-    dsa_indexer_k_norm_epsilon: float | None = flag(None, restore="always", needs=_DSA)
+    dsa_indexer_k_norm_epsilon: float | None = flag(
+        None, restore="always", needs=_DSA, bounds=">0", unset="layernorm_epsilon"
+    )
     """Sparse attention: constant added to the variance in the norm of the indexer's keys. Unset: --norm-epsilon."""
     dsa_indexer_k_norm_fp32: bool = flag(False, restore="never")
     """Sparse attention: compute the indexer's key norm in fp32."""
     dsa_kernel_backend: Literal["none", "tilelang", "cudnn"] = flag("none", restore="never", needs=_DSA)
     """Sparse attention: kernel library; none: torch's own GEMMs."""
-    dsa_attention_form: Literal["auto", "masked", "gathered"] = flag("auto", restore="never", needs=_DSA)
+    dsa_attention_form: Literal["auto", "masked", "gathered"] = flag("auto", restore="never", needs=_DSA, role="method")
     """Sparse attention: attend to all keys and mask the unselected ones, gather the latents of the selected ones, or
     whichever is cheaper for the shapes. A flag of this program."""
 
-    csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern, restore="always", needs=_COMPRESSED)
+    csa_compress_ratios: int | list[int] | None = flag(
+        None, parse=layer_pattern, restore="always", needs=_COMPRESSED, role="size"
+    )
     """Compressed attention: tokens of a compressed key in each layer, as a list. 0: the window only; 4: overlapping
     windows, among which an indexer selects; more: all of them are visible."""
-    csa_window_size: int = flag(128, restore="always", needs=_COMPRESSED)
+    csa_window_size: int = flag(128, restore="always", needs=_COMPRESSED, bounds=">0", role="size")
     """Compressed attention: number of recent tokens that a query sees uncompressed."""
-    csa_compress_rotary_base: float = flag(40000.0, restore="always", needs=_COMPRESSED)
+    csa_compress_rotary_base: float = flag(40000.0, restore="always", needs=_COMPRESSED, bounds=">0")
     """Compressed attention: base of the rotary frequencies of layers with compressed keys."""
     csa_dense_mode: bool = flag(False, restore="always", needs=_COMPRESSED)
     """Compressed attention: no indexers; queries see all compressed keys of the past."""
-    o_groups: int = flag(8, restore="always", needs=_COMPRESSED)
+    o_groups: int = flag(8, restore="always", needs=_COMPRESSED, bounds=">0", role="size")
     """Compressed attention: number of groups of heads with an output projection of low rank."""
-    o_lora_rank: int = flag(1024, restore="always", needs=_COMPRESSED)
+    o_lora_rank: int = flag(1024, restore="always", needs=_COMPRESSED, bounds=">0", role="size")
     """Compressed attention: rank of the output projection of a group of heads."""
 
     # ---- low-rank adapters
-    lora_dim: int | None = flag(None, restore="always")
+    lora_dim: int | None = flag(None, restore="adapters", bounds=">0")
     """LoRA: rank of the adapters, which are trained while every other parameter is frozen. Unset: none. A flag of this
     program."""
-    lora_alpha: float = flag(32.0, restore="always", needs="lora_dim")
+    lora_alpha: float = flag(32.0, restore="adapters", needs="lora_dim", bounds=">0")
     """LoRA: an adapter's output is multiplied by this and divided by --lora-dim. A flag of this program."""
-    lora_dropout: float = flag(0.0, restore="never", needs="lora_dim")
+    lora_dropout: float = flag(0.0, restore="never", needs="lora_dim", bounds="[0,1)", role="noise")
     """LoRA: dropout probability of an adapter's input. A flag of this program."""
-    lora_target_modules: list[str] = flag(["all-linear"], restore="always", needs="lora_dim")
+    lora_target_modules: list[str] = flag(["all-linear"], restore="adapters", needs="lora_dim")
     """LoRA: linears of the decoder layers that get an adapter: last parts of their names (linear_qkv linear_proj
     linear_fc1 linear_fc2), patterns of names with dots (*.mlp.experts.*), or all-linear. A flag of this program."""
 
     # ---- multi-token prediction
-    mtp_num_layers: int | None = flag(None, restore="always")
+    mtp_num_layers: int | None = flag(None, restore="always", bounds=">=0", most=MAX_SIZE, role="size")
     """Depth of multi-token prediction: number of extra layers, which predict 2, 3, ... tokens ahead. Unset or 0:
     none."""
-    mtp_loss_scaling_factor: float = flag(0.1, restore="never", needs="mtp_num_layers")
+    mtp_loss_scaling_factor: float = flag(0.1, restore="never", needs="mtp_num_layers", bounds=">=0")
     """Weight of the mean multi-token-prediction loss in the total loss."""
     mtp_use_repeated_layer: bool = flag(False, restore="always", needs="mtp_num_layers")
     """Use one layer's weights for every prediction depth."""
@@ -381,9 +415,9 @@ class ModelArgs:
     """Predict the hidden state of the next depth (hidden-state matching)."""
 
     # ---- initialization
-    init_method_std: float = flag(0.02, restore="never")
+    init_method_std: float = flag(0.02, restore="never", bounds=">=0", most=MAX_STD)
     """Standard deviation of the initial weights; that of output projections is divided by sqrt(2 x layers)."""
-    embedding_init_method_std: float | None = flag(None, restore="never")
+    embedding_init_method_std: float | None = flag(None, restore="never", bounds=">=0", most=MAX_STD)
     """Standard deviation of the initial embedding. Unset: --init-method-std."""
     init_method_xavier_uniform: bool = flag(False, restore="never")
     """Draw initial weights from Xavier's uniform distribution."""
@@ -398,25 +432,25 @@ class ModelArgs:
     use_mup: bool = flag(False, restore="to evaluate")
     """Scale initial weights, logits and learning rates with the width (muP), so that rates tuned at one width fit
     another."""
-    mup_base_hidden_size: int | None = flag(None, restore="to evaluate", needs="use_mup")
+    mup_base_hidden_size: int | None = flag(None, restore="to evaluate", needs="use_mup", bounds=">0", role="size")
     """muP: the width at which nothing is scaled. Unset: --hidden-size."""
-    mup_embedding_mult: float = flag(1.0, restore="to evaluate", needs="use_mup")
+    mup_embedding_mult: float = flag(1.0, restore="to evaluate", needs="use_mup", bounds=">0")
     """muP: multiply the embedding's output by this."""
-    mup_output_mult: float = flag(1.0, restore="to evaluate", needs="use_mup")
+    mup_output_mult: float = flag(1.0, restore="to evaluate", needs="use_mup", bounds=">0")
     """muP: multiply the logits by this. 1: base width / width."""
-    mup_base_head_dim: float | None = flag(None, restore="to evaluate", needs="use_mup")
+    mup_base_head_dim: float | None = flag(None, restore="to evaluate", needs="use_mup", bounds=">0")
     """muP: multiply attention scores by the root of this. Unset: 1."""
-    mup_attn_scale_power: float = flag(1.0, restore="to evaluate", needs="use_mup")
+    mup_attn_scale_power: float = flag(1.0, restore="to evaluate", needs="use_mup", bounds=">=0")
     """muP: divide attention scores by the head size to this power (without muP 0.5)."""
 
     # ---- multipliers (Granite)
-    embedding_multiplier: float = flag(1.0, restore="always")
+    embedding_multiplier: float = flag(1.0, restore="always", bounds=">0")
     """Multiply the embedding's output by this."""
-    residual_multiplier: float = flag(1.0, restore="always")
+    residual_multiplier: float = flag(1.0, restore="always", bounds=">0")
     """Multiply the output of every attention and feed-forward sublayer by this before it is added to the residual."""
-    attention_multiplier: float | None = flag(None, restore="always")
+    attention_multiplier: float | None = flag(None, restore="always", bounds=">0")
     """Multiply attention scores by this. Unset: 1 / root of the head size."""
-    logits_scaling: float = flag(1.0, restore="always")
+    logits_scaling: float = flag(1.0, restore="always", bounds=">0")
     """Divide the logits by this."""
 
     # ---- loss and fused kernels

@@ -7,6 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass
 from typing import Literal
 
+from arguments.flag_properties import MAX_MINUTES
 from arguments.schema import flag
 
 
@@ -55,23 +56,23 @@ class ParallelArgs:
     """How work is split over ranks, and how ranks talk."""
 
     # ---- sizes
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = flag(1, restore="mapping", role="mapping")
     """Number of ranks that shard the matrices of each layer (TP)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = flag(1, restore="mapping", role="mapping")
     """Number of pipeline stages that the layers are divided into (PP)."""
-    context_parallel_size: int = 1
+    context_parallel_size: int = flag(1, role="mapping")
     """Number of ranks that shard each sequence (CP)."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = flag(1, restore="mapping", role="mapping")
     """Number of ranks that shard the experts of a layer (EP)."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = flag(None, restore="mapping", role="mapping")
     """Number of ranks that shard the matrices of each expert (ETP). Unset: the tensor-parallel size."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = flag(False, role="mapping")
     """Shard activations along the sequence over tensor-parallel ranks, outside the GEMMs."""
-    use_tp_pp_dp_mapping: bool = flag(False, needs="pipeline_model_parallel_size")
+    use_tp_pp_dp_mapping: bool = flag(False, needs="pipeline_model_parallel_size", role="mapping")
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""
-    world_size: int | None = flag(None, needs=_PLANS)
+    world_size: int | None = flag(None, needs=_PLANS, bounds=">0", role="launch")
     """Number of ranks for --validate-only and --dry-run. Unset: the environment's WORLD_SIZE."""
-    model_parallel_size: int | None = None
+    model_parallel_size: int | None = flag(None, bounds=">0")
     """Deprecated spelling of --tensor-model-parallel-size."""
     tensor_parallel_num_weight_shards: int | None = None
     """Number of shards of tensor-parallel weights over data-parallel ranks."""
@@ -79,85 +80,99 @@ class ParallelArgs:
     """Number of shards of tensor-parallel expert weights over data-parallel ranks."""
 
     # ---- pipeline
-    decoder_first_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size")
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, needs="pipeline_model_parallel_size", restore="mapping", role="mapping"
+    )
     """Number of decoder layers of the first pipeline stage."""
-    decoder_last_pipeline_num_layers: int | None = flag(None, needs="pipeline_model_parallel_size")
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, needs="pipeline_model_parallel_size", restore="mapping", role="mapping"
+    )
     """Number of decoder layers of the last pipeline stage."""
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: str | None = flag(None, restore="mapping", role="mapping")
     """Layers of each (virtual) pipeline stage, such as "Et*3|(tt|)*28m|L": E embedding, t decoder layer, m
     multi-token prediction, L loss, | next stage."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(None, needs="pipeline_model_parallel_size")
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, needs="pipeline_model_parallel_size", restore="mapping", role="mapping"
+    )
     """Number of layers of one virtual pipeline stage. Unset: no virtual stages."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, needs="pipeline_model_parallel_size")
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, needs="pipeline_model_parallel_size", restore="mapping", role="mapping"
+    )
     """Number of virtual stages of one pipeline rank (VPP). Unset: no virtual stages."""
     microbatch_group_size_per_vp_stage: int | None = flag(
-        None, "--microbatch-group-size-per-virtual-pipeline-stage", needs=_VIRTUAL_STAGES
+        None, "--microbatch-group-size-per-virtual-pipeline-stage", needs=_VIRTUAL_STAGES, role="mapping"
     )
     """Number of consecutive microbatches that a virtual stage runs. Unset: the pipeline size."""
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = flag(
-        None, needs="pipeline_model_parallel_size"
+        None, needs="pipeline_model_parallel_size", role="mapping"
     )
     """Order of forward and backward passes over the stages. Unset: 1f1b, or interleaved with virtual stages.
     zero-bubble computes weight gradients separately, where a stage would wait; in half precision those of a microbatch
     are then rounded before they are added up, so that results differ by roundings."""
-    account_for_embedding_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, needs="pipeline_model_parallel_size", restore="mapping", role="mapping"
+    )
     """Count the embedding as a layer when layers are divided into stages."""
-    account_for_loss_in_pipeline_split: bool = flag(False, needs="pipeline_model_parallel_size")
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, needs="pipeline_model_parallel_size", restore="mapping", role="mapping"
+    )
     """Count the loss as a layer when layers are divided into stages."""
-    mtp_standalone: bool = False
+    mtp_standalone: bool = flag(False, role="mapping")
     """Put the multi-token-prediction layers on a separate stage."""
-    overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",), needs=_VIRTUAL_STAGES)
+    overlap_p2p_comm: bool = flag(True, off=("--no-overlap-p2p-communication",), needs=_VIRTUAL_STAGES, role="mapping")
     """Overlap messages between stages with computation, with virtual stages."""
     overlap_p2p_comm_warmup_flush: bool = flag(False, "--overlap-p2p-communication-warmup-flush")
     """Overlap messages between stages in warm-up and flush as well."""
     use_ring_exchange_p2p: bool = False
     """Exchange messages between stages with a ring exchange."""
-    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
+    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = flag(None, role="runtime")
     """Communication library between pipeline stages."""
     defer_embedding_wgrad_compute: bool = False
     """Compute the output layer's weight gradient in the flush of the pipeline. Rounding: as with the schedule
     zero-bubble."""
-    wgrad_deferral_limit: int = flag(0, needs="defer_embedding_wgrad_compute")
+    wgrad_deferral_limit: int = flag(0, needs="defer_embedding_wgrad_compute", bounds=">=0")
     """Number of microbatches whose output-layer weight gradient may be deferred; 0: all."""
 
     # ---- context
-    cp_comm_type: list[str] = flag(["p2p"], needs="context_parallel_size or dynamic_context_parallel")
+    cp_comm_type: list[str] = flag(["p2p"], needs="context_parallel_size or dynamic_context_parallel", role="mapping")
     """How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; one value, or one per
     layer (the last one serves multi-token prediction too)."""
     hierarchical_context_parallel_sizes: list[int] | None = flag(
-        None, needs="context_parallel_size or dynamic_context_parallel"
+        None, needs="context_parallel_size or dynamic_context_parallel", bounds=">0", role="mapping"
     )
     """Sizes of the two levels of --cp-comm-type a2a+p2p: neighbors that exchange heads, and number of such groups
     in the ring."""
-    hybrid_context_parallel: bool = False
+    hybrid_context_parallel: bool = flag(False, role="mapping")
     """Deprecated spelling of --dynamic-context-parallel, without pipeline parallelism."""
-    dynamic_context_parallel: bool = False
+    dynamic_context_parallel: bool = flag(False, role="mapping")
     """Choose for each packed microbatch which ranks of dp x cp share its sequences: long ones get large groups, others
     run in small groups at the same time."""
-    min_dynamic_context_parallel_size: int = flag(1, needs="dynamic_context_parallel")
+    min_dynamic_context_parallel_size: int = flag(1, needs="dynamic_context_parallel", bounds=">0", role="mapping")
     """Smallest group of --dynamic-context-parallel. Groups have powers of two of ranks, and all of dp x cp."""
-    max_seqlen_per_dp_cp_rank: int | None = flag(None, needs="use_varlen_dataset or sft")
+    max_seqlen_per_dp_cp_rank: int | None = flag(None, needs="use_varlen_dataset or sft", bounds=">0", role="mapping")
     """Largest number of packed tokens of a microbatch on one context-parallel rank. Unset: enough for one sequence of
     --seq-length."""
-    sequence_packing_scheduler: Literal["dp_balanced", "cost_balanced", "default_dynamic_cp"] | None = None
+    sequence_packing_scheduler: Literal["dp_balanced", "cost_balanced", "default_dynamic_cp"] | None = flag(
+        None, role="mapping"
+    )
     """How sequences of different lengths are packed into microbatches: dp_balanced fills them in order, cost_balanced
     (not in Megatron-LM) balances their FLOPs, default_dynamic_cp chooses the ranks that share them too. Unset:
     dp_balanced with --use-varlen-dataset, default_dynamic_cp with --dynamic-context-parallel."""
-    pad_packed_seq_alignment: str | None = flag(None, needs="use_varlen_dataset or sft")
+    pad_packed_seq_alignment: str | None = flag(None, needs="use_varlen_dataset or sft", role="mapping")
     """Pad packed microbatches to multiples of this number of tokens per context-parallel rank, or to
     --max-seqlen-per-dp-cp-rank (max)."""
     thd_tail_padding_policy: Literal["append_dummy_seq", "extend_last"] | None = flag(
-        None, needs="pad_packed_seq_alignment"
+        None, needs="pad_packed_seq_alignment", role="mapping"
     )
     """What the padding of --pad-packed-seq-alignment is: a separate sequence, or a part of the last one. Unset:
     append_dummy_seq."""
-    thd_max_packed_sequences: int | None = flag(None, needs="use_varlen_dataset or sft")
+    thd_max_packed_sequences: int | None = flag(None, needs="use_varlen_dataset or sft", bounds=">0", role="mapping")
     """Largest number of sequences in a packed microbatch, with the one that append_dummy_seq adds."""
 
     # ---- expert communication
-    overlap_moe_expert_parallel_comm: bool = False
+    overlap_moe_expert_parallel_comm: bool = flag(False, role="mapping")
     """Overlap the token exchange of one microbatch with the computation of another."""
-    delay_wgrad_compute: bool = False
+    delay_wgrad_compute: bool = flag(False, role="mapping")
     """Compute weight gradients later, so that the exchange of tokens overlaps with them. Rounding: as with the
     schedule zero-bubble."""
     overlap_dispatch_backward_with_experts_wgrad: bool = False
@@ -165,14 +180,16 @@ class ParallelArgs:
     zero-bubble."""
     ep_overlap_early_attn_memory_release: bool = False
     """Free attention memory earlier if --overlap-moe-expert-parallel-comm is set."""
-    high_priority_a2a_comm_stream: bool = flag(False, needs=("num_experts", "expert_model_parallel_size", "cuda"))
+    high_priority_a2a_comm_stream: bool = flag(
+        False, needs=("num_experts", "expert_model_parallel_size", "cuda"), role="runtime"
+    )
     """Exchange tokens on a high-priority stream: that of NCCL's communicators of expert-parallel ranks, and HybridEP's.
     DeepEP always has such a stream."""
 
     # ---- tensor-parallel communication
     tp_comm_overlap: bool = False
     """Overlap the communication of sequence parallelism with the GEMMs, in chunks."""
-    tp_comm_overlap_cfg: str | None = flag(None, needs="tp_comm_overlap", path="local")
+    tp_comm_overlap_cfg: str | None = flag(None, needs="tp_comm_overlap", path="read")
     """YAML file with settings of --tp-comm-overlap by GEMM, as TransformerEngine reads them; the local layers read the
     numbers of chunks of reduce-scatters."""
     tp_comm_bulk_wgrad: bool = flag(
@@ -207,7 +224,9 @@ class ParallelArgs:
     # ---- data parallel
     use_distributed_optimizer: bool = False
     """Shard optimizer states and main parameters over data-parallel ranks."""
-    num_distributed_optimizer_instances: int = flag(1, needs="use_distributed_optimizer or use_megatron_fsdp")
+    num_distributed_optimizer_instances: int = flag(
+        1, needs="use_distributed_optimizer or use_megatron_fsdp", role="mapping"
+    )
     """Number of replicas of the sharded optimizer state: it is sharded within a part of the data-parallel ranks."""
     overlap_grad_reduce: bool = flag(False, needs="data_ranks")
     """Reduce gradients bucket by bucket during the backward pass."""
@@ -217,13 +236,13 @@ class ParallelArgs:
     """Start gathering the first virtual stage's parameters while the optimizer still updates the others."""
     align_grad_reduce: bool = flag(True, off=("--no-align-grad-reduce", "--disable-align-grad-reduce"))
     """Let all stages start their gradient reductions together."""
-    align_param_gather: bool = flag(True, off=("--no-align-param-gather",))
+    align_param_gather: bool = flag(True, off=("--no-align-param-gather",), role="mapping")
     """Let all stages start their parameter gathers together."""
-    ddp_num_buckets: int | None = flag(None, needs="overlap_grad_reduce")
+    ddp_num_buckets: int | None = flag(None, needs="overlap_grad_reduce", bounds=">0")
     """Number of gradient buckets with --overlap-grad-reduce. Unset: --ddp-bucket-size decides."""
-    ddp_bucket_size: int | None = flag(None, needs="overlap_grad_reduce")
+    ddp_bucket_size: int | None = flag(None, needs="overlap_grad_reduce", bounds=">0", role="mapping")
     """Size of a gradient bucket with --overlap-grad-reduce, in elements. Unset: chosen from the number of ranks."""
-    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, needs="data_ranks")
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(False, needs="data_ranks", role="runtime")
     """Pad buckets to sizes at which NCCL reaches a high bandwidth."""
     ddp_average_in_collective: bool = flag(False, needs="data_ranks")
     """Let the collective average gradients instead of scaling them before it."""
@@ -259,14 +278,16 @@ class ParallelArgs:
     megatron_fsdp_version: Literal[1, 2] = 1
     """Generation of Megatron's FSDP."""
     megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "fp32", needs=("use_megatron_fsdp", "bf16 or fp16")
+        "fp32", needs=("use_megatron_fsdp", "bf16 or fp16"), role="precision"
     )
     """Format of main parameters in Megatron's FSDP: fp32, or that of the model (auto, or its name)."""
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "auto", needs=("use_megatron_fsdp", "bf16 or fp16")
+        "auto", needs=("use_megatron_fsdp", "bf16 or fp16"), role="precision"
     )
     """Format of main gradients in Megatron's FSDP."""
-    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag("auto", needs="use_megatron_fsdp")
+    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag(
+        "auto", needs="use_megatron_fsdp", role="precision"
+    )
     """Format in which Megatron's FSDP reduces gradients."""
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     """Gather fully sharded parameters module by module."""
@@ -279,7 +300,7 @@ class ParallelArgs:
     """Persistent buffers also for parameters that do not fit --fsdp-double-buffer."""
     fsdp_manual_registration: bool = False
     """Register all buffers of --use-nccl-ub at once, after the first iteration."""
-    suggested_communication_unit_size: int | None = None
+    suggested_communication_unit_size: int | None = flag(None, bounds=">0")
     """Size of one communication of Megatron's FSDP, in elements."""
     keep_fp8_transpose_cache: bool = False
     """Cache transposed fp8 weights."""
@@ -296,23 +317,25 @@ class ParallelArgs:
     """Create a separate group for parameter gathers."""
 
     # ---- processes
-    distributed_backend: Literal["nccl", "gloo"] = "nccl"
+    distributed_backend: Literal["nccl", "gloo"] = flag("nccl", role="runtime")
     """Communication library. Ranks on CPUs always use gloo."""
-    distributed_timeout_minutes: int = flag(10, needs="ranks")
+    distributed_timeout_minutes: int = flag(10, needs="ranks", bounds=">0", most=MAX_MINUTES, role="runtime")
     """Timeout of a collective, in minutes."""
-    distributed_timeout_seconds_after_init: int | None = flag(None, needs="ranks")
+    distributed_timeout_seconds_after_init: int | None = flag(
+        None, needs="ranks", bounds=">0", most=60 * MAX_MINUTES, role="runtime"
+    )
     """Timeout of a collective once the first iteration is done, in seconds. Unset: --distributed-timeout-minutes."""
-    print_groups: bool = False
+    print_groups: bool = flag(False, role="launch")
     """Print every process group of the mapping at start-up."""
-    local_rank: int = 0
+    local_rank: int = flag(0, bounds=">=0", role="launch")
     """Rank within the node, as the launcher passes it."""
     lazy_mpu_init: bool = False
     """Leave group creation to an outer framework."""
     use_gloo_process_groups: bool = flag(True, off=("--disable-gloo-process-groups",))
     """Create gloo groups in addition to the NCCL ones."""
-    fake_process_group: bool = False
+    fake_process_group: bool = flag(False, role="launch")
     """Pretend to be one rank of many, without communication: the same as --dry-run."""
-    nccl_communicator_config_path: str | None = flag(None, needs="cuda", path="local")
+    nccl_communicator_config_path: str | None = flag(None, needs="cuda", path="read", role="runtime")
     """YAML file with options of NCCL communicators, below the names of their groups: cga_cluster_size, max_ctas,
     min_ctas, net_name, is_high_priority_stream."""
     nccl_ub: bool = flag(False, "--use-nccl-ub", needs=("use_megatron_fsdp", _SHARDED_GRADS))
@@ -323,33 +346,36 @@ class ParallelArgs:
     """Reduce in the network switches (SHARP)."""
     sharp_enabled_group: Literal["dp", "dp_replica"] | None = None
     """Group of ranks that uses SHARP."""
-    high_priority_stream_groups: list[str] = flag([], needs="cuda")
+    high_priority_stream_groups: list[str] = flag([], needs="cuda", role="runtime")
     """Groups of ranks whose NCCL communicators run on high-priority streams (tp, cp, pp, dp, dp_cp, ep, ep_dp, ...);
     groups with the same ranks and kind of traffic share a communicator."""
     disable_jit_fuser: bool = False
     """Do not compile groups of small operations."""
-    flight_recorder_dump_path: str | None = flag(None, needs="cuda", path="local")
+    flight_recorder_dump_path: str | None = flag(None, needs="cuda", path="write", role="output")
     """File or directory for the dumps of NCCL's flight recorder. Unset: no recording."""
-    flight_recorder_trace_buffer_size: int = flag(2000, needs="flight_recorder_dump_path")
+    flight_recorder_trace_buffer_size: int = flag(2000, needs="flight_recorder_dump_path", bounds=">=0", role="output")
     """Number of events that the flight recorder stores."""
     flight_recorder_dump_on_timeout: bool = flag(
         True,
         off=("--no-flight-recorder-dump-on-timeout", "--disable-flight-recorder-dump-on-timeout"),
         needs="flight_recorder_dump_path",
+        role="output",
     )
     """Write the flight recorder when a collective times out."""
-    flight_recorder_include_stack_trace: bool = flag(False, needs="flight_recorder_dump_path")
+    flight_recorder_include_stack_trace: bool = flag(False, needs="flight_recorder_dump_path", role="output")
     """Record stack traces in the flight recorder."""
     flight_recorder_include_only_active: bool = flag(
         True,
         off=("--no-flight-recorder-include-only-active", "--disable-flight-recorder-include-only-active"),
         needs="flight_recorder_dump_path",
+        role="output",
     )
     """Write only unfinished collectives to the flight recorder's file."""
     flight_recorder_extra_dump_on_exec: bool = flag(
         True,
         off=("--no-flight-recorder-extra-dump-on-exec", "--disable-flight-recorder-extra-dump-on-exec"),
         needs="flight_recorder_dump_path",
+        role="output",
     )
     """Write the flight recorder's file once more when a program is executed."""
 

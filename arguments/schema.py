@@ -19,16 +19,14 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-Restore = Literal["always", "unless given", "to evaluate", "never"]
-"""Whether --use-checkpoint-args takes a flag from the checkpoint.
+from arguments.flag_properties import Bounds, PathUse, Restore, Role
 
-* always: another value would be another function of the weights, or store them differently;
-* unless given: a run may change it, but the default need not be what the weights were trained with;
-* to evaluate: for --skip-train, unless given;
-* never: it says how a run trains or computes, not what.
-"""
+_ROLE_OF_SECTION: Mapping[str, Role] = types.MappingProxyType(
+    {"model": "model", "moe": "model", "parallel": "parallel", "data": "data", "output": "output"}
+)
+"""The role of most flags of these sections, of which the others say theirs; elsewhere every flag that acts says it."""
 
 
 def flag(
@@ -39,20 +37,29 @@ def flag(
     parse: Callable[[str], object] | None = None,
     metavar: tuple[str, ...] | None = None,
     hidden: bool = False,
-    restore: Restore | None = None,
+    restore: Restore | tuple[Restore, ...] = (),
+    unset: object = None,
     needs: str | tuple[str, ...] = (),
-    path: Literal["local", "data"] | None = None,
+    path: PathUse | None = None,
+    role: Role | None = None,
+    bounds: Bounds | None = None,
+    most: float | None = None,
 ):
-    """Declare a flag whose spelling, values or reading are not what its field says, or that needs others to act.
+    """Declare a flag of which there is more to say than its name, type and default.
 
     `spellings` replace the natural one; `off` are the spellings that store False; `nargs` is "*" or a count for lists
     (else "+"); `parse` reads one value; `hidden` flags are absent from --help; `needs` are the conditions without which
-    the flag has no effect, as arguments/needs.py reads them; `path` marks paths, with "data" also in object storage.
-    Every flag of the model and of its experts says whether to `restore` it; None leaves that to checkpoint_args.py.
+    the flag has no effect, as arguments/needs.py reads them. What flag_properties.py has words for: `path` of paths;
+    `role`, unless it is that of most flags of the section; `restore`, which every flag of the model, of its experts and
+    of the data says, and of the others those that a checkpoint restores; `bounds` and `most`, the largest value, of
+    numbers. `unset` is what a flag without a value means for the weights: a value, or the name of the flag whose value
+    it takes.
     """
     needs = (needs,) if isinstance(needs, str) else needs
+    restore = (restore,) if isinstance(restore, str) else restore
     metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
-    metadata |= {"restore": restore, "needs": needs, "path": path}
+    metadata |= {"restore": restore, "unset": unset, "needs": needs, "path": path, "role": role, "bounds": bounds}
+    metadata["most"] = most
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -107,8 +114,7 @@ class Option:
     """One flag as the parser sees it.
 
     `on` and `off` are the spellings; `takes` is 0 (a switch), 1, a count, "+" or "*"; `read` turns one token into a
-    value; `choices` are the allowed values, or None; `default` is Megatron's; `restore` is as declared; `needs` are
-    conditions (needs.py); `path` is the kind of path that a value is, or None.
+    value; `choices` are the allowed values, or None; `default` is Megatron's. The others are as `flag` declares them.
     """
 
     dest: str
@@ -122,9 +128,13 @@ class Option:
     default: Any
     metavar: tuple[str, ...] | None
     hidden: bool
-    restore: Restore | None
+    restore: tuple[Restore, ...]
+    unset: object
     needs: tuple[str, ...]
-    path: Literal["local", "data"] | None
+    path: PathUse | None
+    role: Role | None
+    bounds: Bounds | None
+    most: float | None
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -234,9 +244,13 @@ def make_option(field: dataclasses.Field, section: str) -> Option:
         default=default,
         metavar=extra.get("metavar"),
         hidden=bool(extra.get("hidden")),
-        restore=extra.get("restore"),
+        restore=extra.get("restore", ()),
+        unset=extra.get("unset"),
         needs=extra.get("needs", ()),
         path=extra.get("path"),
+        role=extra.get("role") or _ROLE_OF_SECTION.get(section),
+        bounds=extra.get("bounds"),
+        most=extra.get("most"),
     )
 
 

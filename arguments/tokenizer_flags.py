@@ -39,7 +39,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: b
         group.add_argument(
             *option.on,
             dest=field.name,
-            type=local_prefix if option.path == "local" else option.read,
+            type=local_prefix if option.path == "read" else option.read,
             choices=option.choices,
             nargs=None if option.takes == 1 else option.takes,
             default=option.default,

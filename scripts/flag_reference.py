@@ -41,8 +41,17 @@ STATUS = {
 }
 CHECKPOINT = {
     "always": "taken from the checkpoint",
+    "storage": "taken from the checkpoint",
+    "adapters": "taken from a checkpoint with adapters",
+    "mapping": "taken from the checkpoint with `--use-mp-args-from-checkpoint-args`",
+    "tokenizer": "taken from the checkpoint, unless `--no-use-tokenizer-model-from-checkpoint-args`",
+    "tokenizer unless given": "taken from the checkpoint, unless given",
     "unless given": "taken from the checkpoint, unless given",
     "to evaluate": "with `--skip-train` taken from the checkpoint, unless given",
+    "capacity": "with `--skip-train` taken from a checkpoint whose run dropped tokens, unless given",
+    "data": "with `--skip-train` taken from the checkpoint, unless other data are given",
+    "to convert": "with `--ckpt-convert-format` taken from the checkpoint, unless given",
+    "never": "",
 }
 VALUES = {"int": "a whole number", "float": "a number", "str": "text"}
 
@@ -209,8 +218,8 @@ def _entry(option: Option, text: str) -> Iterator[str]:
     yield f"- Default: {_default(option)}"
     if option.takes != 0 and (example := _example(option)):
         yield f"- Example: {_code(example)}"
-    if option.restore in CHECKPOINT:
-        yield f"- With `--use-checkpoint-args`: {CHECKPOINT[option.restore]}"
+    if taken := "; ".join(CHECKPOINT[when] for when in option.restore if CHECKPOINT[when]):
+        yield f"- With `--use-checkpoint-args`: {taken}"
     yield f"- Status: {kind}{f' ({reason})' if reason else ''}"
     yield from (f"- {note}" for note in _value_notes(option))
     own = [message for message in checks() if any(re.search(rf"{name}(?![\w-])", message) for name in option.spellings)]
@@ -232,7 +241,11 @@ def _example(option: Option) -> str:
 def _values(option: Option) -> str:
     if option.choices:
         return ", ".join(map(_code, option.choices))
-    value = "a local path" if option.path == "local" else VALUES.get(option.type_name, "as written above")
+    value = (
+        "a local path"
+        if option.path in ("read", "write", "cache")
+        else VALUES.get(option.type_name, "as written above")
+    )
     return f"one or more: {value}" if option.takes in ("+", "*") else value
 
 

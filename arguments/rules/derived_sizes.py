@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from arguments.flag_properties import MAX_LAYERS
 from arguments.layer_pattern import moe_layer_pattern
 from arguments.rules.layout_grammar import PipelineLayout, read_layout
 from arguments.settings import Settings, Violation
@@ -40,9 +41,6 @@ class DerivedSizes:
     layout: PipelineLayout | None
     largest_cp: int
 
-
-MAX_LAYERS = 100_000
-"""Beyond this a number of layers is a slip of the keyboard, and no list is made for it."""
 
 Rule = Callable[[Settings, DerivedSizes], Iterator[Violation]]
 

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from arguments.container import OPTIONS, flags_of
+from arguments.needs import unmet
 from arguments.parse import as_plan, resolve_command_line
 from arguments.tokens import drop_flags
 from moe_trainer.errors import UserError
@@ -26,27 +28,32 @@ WARMUP = 2
 """Number of first iterations that do not count: they allocate memory and compile kernels."""
 _OUTPUT, _METRICS = "output.txt", "metrics.jsonl"
 _END_S = 30.0
-_WRITING = frozenset(
-    """
-    save tensorboard_dir wandb_project export_weights stream_weights_to dump_step record_step config_logger_dir
-    dump_param_to_param_group_map moe_routing_trace_path profile record_memory_history memory_snapshot_path
-    flight_recorder_dump_path report report_html ckpt_convert_save
-    """.split()
+_SET = frozenset(
+    (
+        *("micro_batch_size", "exit_interval", "log_interval", "log_memory_interval", "eval_iters", "metrics_file"),
+        *("finetune", "no_load_optim", "no_load_rng"),
+    )
 )
-"""Destinations of flags that write somewhere else than in the trial's folder."""
-_LEFT_OUT = _WRITING | frozenset(
-    """
-    save_interval save_retain_interval save_total_limit save_on_interrupt async_save auto_resume log_progress
-    save_params_interval save_activations_interval save_tokens_per_expert_interval save_wgrads_interval
-    save_dgrads_interval wandb_exp_name wandb_save_dir wandb_entity metrics_file stream_weights_interval
-    stream_weights_model_type result_rejected_tracker_filename ckpt_convert_format moe_use_upcycling finetune
-    no_load_optim no_load_rng override_ckpt_iteration validate_only dry_run fake_process_group check_files
-    skip_train exit_interval exit_duration_in_mins exit_signal_handler micro_batch_size rampup_batch_size
-    step_batch_size_schedule log_interval log_memory_interval eval_iters full_validation eval_micro_batch_size
-    eval_global_batch_size eval_tasks eval_tasks_interval sample_prompts sample_interval
-    """.split()
+"""Destinations of flags that a trial sets."""
+_WITHOUT_PATH = frozenset(("wandb_project", "record_step", "profile", "record_memory_history"))
+_WRITING = _WITHOUT_PATH | frozenset(
+    dest for dest, option in OPTIONS.items() if option.path == "write" and dest not in _SET
 )
-"""Also those that only act with one of these, that belong to a whole run, or that a trial sets."""
+"""Those that write somewhere else than in the trial's folder."""
+_OF_A_RUN = frozenset(
+    (
+        *("auto_resume", "override_ckpt_iteration", "ckpt_convert_format", "moe_use_upcycling", "check_files"),
+        *("validate_only", "dry_run", "fake_process_group", "rampup_batch_size", "step_batch_size_schedule"),
+        *("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval"),
+        *("save_wgrads_interval", "save_dgrads_interval", "stream_weights_interval"),
+    )
+)
+"""Those that belong to a whole run, or to a run that is no training."""
+_ABSENT = _WRITING | _OF_A_RUN | flags_of("evaluation", "exit")
+_LEFT_OUT = (_SET | _ABSENT) | frozenset(
+    dest for dest, option in OPTIONS.items() if any(_ABSENT.issuperset(need.split(" or ")) for need in option.needs)
+)
+"""Also those that act only with one of these."""
 _MESSAGE = re.compile(r"^(?:pretrain_moe\.py|moe-trainer train|python -m moe_trainer train): (.+)(?:\n  - (.+))?", re.M)
 _NO_MEMORY = re.compile(
     r"out of (host )?memory|OutOfMemoryError|can(not|'t) allocate memory|does not fit into the memory", re.IGNORECASE
@@ -152,9 +159,10 @@ def _trial_flags(flags: Sequence[str], micro_batch_size: int, iterations: int, f
     )
     kept = drop_flags(flags, _LEFT_OUT)
     settings, _ = resolve_command_line(as_plan(kept), None)
-    writing = [settings.flag(dest) for dest in settings.given_dests() if dest in _WRITING]
+    writing = [dest for dest in settings.given_dests() if dest in _WRITING and not unmet(settings, dest, {})]
     if writing:
-        raise UserError(f"{writing[0]} in the recipe file would write into the run's own folder; put it on the line")
+        flag = settings.flag(writing[0])
+        raise UserError(f"{flag} in the recipe file would write into the run's own folder; put it on the line")
     only_weights = "--finetune --no-load-optim --no-load-rng".split() if settings.load is not None else []
     return [*kept, *ours.split(), *only_weights, "--metrics-file", str(folder / _METRICS)]
 

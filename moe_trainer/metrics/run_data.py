@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from arguments.container import OPTIONS, flags_of
 from moe_trainer.metrics.record_checks import checked_record, is_number
 from moe_trainer.metrics.run_findings import find_problems, worst_layers
 from moe_trainer.metrics.run_state import WITHOUT_END, RunEnd, RunState, clock, state_of_run
@@ -25,13 +26,10 @@ _MAX_TIME_S = 2e11  # since the epoch; later times have no date
 
 _NOT_SERIES = frozenset(("iteration", "time", "interval_s", "resumed_from", "consumed_samples"))
 
-UNCOMPARED_SETTINGS = frozenset(
-    """
-    seed save load metrics_file tensorboard_dir tensorboard_queue_size wandb_exp_name wandb_project wandb_save_dir
-    data_cache_path log_interval save_interval exit_interval exit_duration_in_mins report report_html auto_resume
-    ckpt_step save_total_limit save_retain_interval save_on_interrupt async_save exit_signal exit_signal_handler
-    log_throughput wandb_entity
-    """.split()
+UNCOMPARED_SETTINGS = (
+    flags_of("exit", "output")
+    | frozenset(dest for dest, option in OPTIONS.items() if option.path == "cache")
+    | frozenset(("seed", "load", "ckpt_step"))  # as in runs that are repeated or resumed
 )
 """Settings that do not make another experiment."""
 

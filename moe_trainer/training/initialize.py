@@ -39,9 +39,8 @@ from moe_trainer.parallel.trace import CommunicationError, backend_reason, is_co
 logger = logging.getLogger(__name__)
 
 # paths that may differ between nodes, and what the launcher sets per process
-_RANK_LOCAL_FLAGS = frozenset(
-    "local_rank data_path train_data_path valid_data_path test_data_path data_args_path "
-    "per_split_data_args_path data_cache_path tokenizer_model vocab_file merge_file".split()
+_RANK_LOCAL_FLAGS = frozenset(("local_rank",)) | frozenset(
+    dest for dest, option in OPTIONS.items() if option.section == "data" and option.path is not None
 )
 _MAX_LINES = 12
 _JOIN_GRACE_S = 15.0  # torch enforces its own timeout with a better message

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from arguments.container import flags_of
 from arguments.settings import Settings
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -23,28 +24,14 @@ FP8_NOTE = "--fp8-format: checked in fp64 with constant weights, since a last di
 FROZEN_LR = 1e-12
 """Learning rate that leaves fp32 weights unchanged."""
 
-FP8_FLAGS = tuple(
-    """
-    fp8 fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad first_last_layers_bf16
-    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_output_proj moe_router_padding_for_quantization
-    fp8_param_gather
-    """.split()
-)
 TRANSPORT_FLAGS = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
 _TRANSPORT_NOTE = (
     "tokens sent in fp8 ({}): checked in fp64 with constant weights, since a last digit can change a rounding to fp8"
 )
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
 _BLOCKS = ("blockwise", "mxfp8")
-WITHOUT_FP8 = MappingProxyType(
-    dict.fromkeys(
-        (
-            *FP8_FLAGS,
-            *("moe_router_padding_for_fp8", "reuse_grad_buf_for_mxfp8_param_ag"),
-            *("te_precision_config_file", "fp8_quantizer_factory", "fp4_quantizer_factory"),
-        )
-    )
-)
+_FP4 = ("fp4", "fp4_recipe", "fp4_param_gather")
+WITHOUT_FP8 = MappingProxyType(dict.fromkeys(flags_of("quantization").difference(_FP4, TRANSPORT_FLAGS)))
 
 
 def comparable_fp8_options(
@@ -67,10 +54,10 @@ def comparable_fp8_options(
         return {**others, **fixed}, [*notes, _TRANSPORT_NOTE.format(flags)]
     if values.get("use_varlen_dataset") and (values.get("fp8") or values.get("fp4")):
         note = "--fp8-format, --fp4-format: left out; scales and blocks of packed sequences depend on their padding"
-        return {**WITHOUT_FP8, **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param_gather", *transport))}, [note]
+        return {**WITHOUT_FP8, **dict.fromkeys((*_FP4, *transport))}, [note]
     if values.get("fp4"):
         note = "--fp4-format: left out; gradients are rounded stochastically, differently on every rank"
-        return {**WITHOUT_FP8, **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param_gather"))}, [note]
+        return {**WITHOUT_FP8, **dict.fromkeys(_FP4)}, [note]
     if not values.get("fp8"):
         return dict(WITHOUT_FP8), []
     if is_sharded:

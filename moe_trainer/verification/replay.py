@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from arguments import ArgumentError, Arguments, parse_args
-from arguments.container import OPTIONS
+from arguments.container import OPTIONS, flags_of
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.spelling import to_command_line
@@ -31,39 +31,14 @@ from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.initialize import Runtime, make_groups, set_numerics_flags, set_seeds
 from moe_trainer.training.record_step import AXES, record_iteration
 from moe_trainer.training.setup import build_context
-from moe_trainer.verification import low_precision
 from moe_trainer.verification.kept_flags import NOT_IN_REFERENCE
 
-_DATA_FLAGS = frozenset(
-    """
-    seq_length reset_position_ids reset_attention_mask eod_mask_loss dataloader_inter_document_masking
-    create_attention_mask_in_dataloader
-    """.split()
+# what a run does besides an iteration, and what the record says instead
+_NOT_OF_AN_ITERATION = frozenset(("initial_loss_scale",)) | flags_of(
+    "batch", "data", "evaluation", "check", "exit", "load", "output", "launch"
 )
-# flags of a run as opposed to one iteration, or of its machine
-_RUN_FLAGS = frozenset(
-    """
-    global_batch_size rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed exit_interval
-    exit_duration_in_mins exit_signal_handler exit_signal save_on_interrupt iterations_to_skip skip_train eval_interval
-    eval_iters eval_global_batch_size eval_micro_batch_size full_validation multiple_validation_sets
-    validation_set_names start_eval_at_iter world_size local_rank fake_process_group print_groups initial_loss_scale
-    error_injection_rate error_injection_type check_for_spiky_loss check_for_large_grads on_nan on_loss_spike
-    loss_spike_factor
-    """.split()
-)
-_RANDOM_FLAGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_load_balancing")
-# destinations of flags that ask for a lower precision than fp32
-_LOW_PRECISION_FLAGS = frozenset(
-    {
-        "bf16",
-        "fp16",
-        "fp4",
-        "fp4_recipe",
-        "fp4_param_gather",
-        *low_precision.WITHOUT_FP8,
-        *low_precision.TRANSPORT_FLAGS,
-    }
-)
+_KEPT_TOO = frozenset(("micro_batch_size", "ckpt_format"))
+_RANDOM_FLAGS = tuple(dest for dest, option in OPTIONS.items() if option.role == "noise")
 
 
 @dataclass(frozen=True)
@@ -104,11 +79,15 @@ def plan_replay(record: Record, changes: ReplayChanges) -> ReplayPlan:
     head = record.head
     settings, _ = resolve_command_line(head["flags"], None)
     left_out = _get_dests(changes.without, settings.given_dests())
-    values = {dest: settings.values[dest] for dest in settings.given_dests() if _is_kept(dest)}
+    values = {
+        dest: settings.values[dest]
+        for dest in settings.given_dests()
+        if dest not in _NOT_OF_AN_ITERATION or dest in _KEPT_TOO
+    }
     if changes.one_process:
         left_out |= {dest for dest in values if OPTIONS[dest].section == "parallel"} | (NOT_IN_REFERENCE - {"bf16"})
     if changes.fp32:
-        left_out |= _LOW_PRECISION_FLAGS
+        left_out |= flags_of("precision", "quantization")
     values = {dest: value for dest, value in values.items() if dest not in left_out}
     fixed = {
         "global_batch_size": head["samples"],
@@ -126,13 +105,6 @@ def plan_replay(record: Record, changes: ReplayChanges) -> ReplayPlan:
     world_size = _world_size(argv, head, changes)
     parse_args(list(argv), world_size)
     return ReplayPlan(argv, world_size, as_recorded)
-
-
-def _is_kept(dest: str) -> bool:
-    section = OPTIONS[dest].section
-    return dest == "ckpt_format" or (
-        dest not in _RUN_FLAGS and section != "output" and (section != "data" or dest in _DATA_FLAGS)
-    )
 
 
 def _get_dests(spellings: Iterable[str], given: Iterable[str]) -> set[str]:

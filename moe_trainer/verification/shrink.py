@@ -57,12 +57,6 @@ _SIZES = tuple(
     tensor_model_parallel_size context_parallel_size pipeline_model_parallel_size expert_model_parallel_size
     """.split()
 )
-_LOW_PRECISION = tuple(
-    """
-    bf16 fp16 main_params_dtype main_grads_dtype grad_reduce_in_bf16 megatron_fsdp_grad_comm_dtype
-    megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype fp32_residual_connection logit_dtype
-    """.split()
-)
 
 
 @dataclass(frozen=True)
@@ -415,7 +409,7 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
         notes.append(f"{flag}: lengths and trained tokens are random; one process runs the packs of the ranks")
     if s.varlen_sbhd_validation:
         notes.append(f"{s.flag('varlen_sbhd_validation')}: left out; samples have no padding")
-    given = [dest for dest in _LOW_PRECISION if s.given(dest)]
+    given = [dest for dest in s.given_dests() if OPTIONS[dest].role == "precision"]
     half = [s.flag(dest) for dest in given if s.values[dest] not in (None, False, "auto", s.default(dest))]
     if half:
         reason = "the check computes in fp32 (fp64 with fp8), so that a difference is a mistake and not rounding"
@@ -451,7 +445,7 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
         f"{LEARNING_RATE} (except with fp8) and Adam's epsilon is 1e-5: three steps change the weights, rounding does "
         "not"
     )
-    dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].section == "output"]
+    dropped = [s.flag(dest) for dest in s.given_dests() if OPTIONS[dest].role in ("load", "output")]
     if dropped:
         notes.append(f"flags of logging, checkpoints and profiling are left out: {len(dropped)}")
     return [*half, *noise, *sizes_over_time]

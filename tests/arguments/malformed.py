@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from arguments.container import OPTIONS
 from arguments.flag_status import is_known_spelling
-from arguments.rules.numbers import AT_MOST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, limits
 from arguments.schema import Option
 from arguments.tokens import FIELDS
 from tests.arguments import refusals
@@ -24,14 +23,6 @@ NO_NUMBERS = ("abc", "1,5", "1e", "--", "1.2.3", "0x1p", "ten", "1/3", "1e-3.5",
 NO_NAMES = ("foo", "NONE", "0", "yes", "adamm", "*", "\u03b1", "None ")
 NOT_FINITE = ("nan", "inf", "-inf", "1e999")
 LETTERS = "abcdefghijklmnopqrstuvwxyz-"
-
-ANY_NUMBER = frozenset(
-    """
-    glu_linear_offset kda_decay_lower_bound moe_router_force_biased moe_expert_capacity_factor null_tokenizer_eod_id
-    null_tokenizer_pad_id async_ckpt_cpu_priority async_ckpt_io_priority window_size
-    """.split()
-)
-"""Number flags that accept negative values."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +76,15 @@ def not_finite(rng: random.Random) -> Malformed:
 
 
 def impossible_number(rng: random.Random) -> Malformed:
-    dest = rng.choice([*POSITIVE, *NOT_NEGATIVE, *BELOW_ONE, *AT_MOST_ONE])
+    option = _choose(rng, lambda o: o.bounds not in (None, "any"))
     values = ["-1", f"-{rng.randrange(2, 10**6)}"]
-    values += ["0"] if dest in POSITIVE else []
-    values += ["7"] if dest in (*BELOW_ONE, *AT_MOST_ONE) else []
-    return _with("impossible number", OPTIONS[dest].spellings[0], *_words(OPTIONS[dest], rng.choice(values)))
+    values += ["0"] if option.bounds in (">0", "(0,1]") else []
+    values += ["7"] if "1" in option.bounds else []
+    return _with("impossible number", option.spellings[0], *_words(option, rng.choice(values)))
 
 
 def negative(rng: random.Random) -> Malformed:
-    """Every number flag refuses a negative number, or is in ANY_NUMBER."""
-    option = _choose(rng, lambda o: _plain(o, "int", "float") and o.dest not in ANY_NUMBER)
+    option = _choose(rng, lambda o: _plain(o, "int", "float") and o.bounds != "any")
     return _with("negative", option.spellings[0], *_words(option, f"-{rng.randrange(1, 100)}"))
 
 
@@ -239,13 +229,10 @@ def bad_environment(rng: random.Random) -> Malformed:
     return Malformed("environment", BASE, (name,), env | {name: value})
 
 
-UPPER_LIMITS = tuple(limits())
-
-
 def above_upper_limit(rng: random.Random) -> Malformed:
     """A size, time, number of threads or factor above its upper limit."""
-    dests, most = rng.choice(UPPER_LIMITS)
-    option = OPTIONS[rng.choice(dests)]
+    option = _choose(rng, lambda o: o.most is not None)
+    most = option.most
     value = (
         int(most) * rng.randrange(2, 1000)
         if option.type_name == "int"

@@ -6,10 +6,10 @@ import pytest
 
 import pretrain_moe
 from arguments import ArgumentError, find_checkpoint_args_source, parse_args
-from arguments.checkpoint_args import CAPACITY, EVALUATION, LORA, MAPPING, TOKENIZER, CheckpointArgsSource, apply
+from arguments.checkpoint_args import CheckpointArgsSource, apply
 from arguments.container import OPTIONS
+from arguments.flag_properties import Restore
 from arguments.moe import SELECTING
-from arguments.schema import Restore
 from arguments.settings import Settings
 from arguments.tokens import parse_tokens
 from tests.arguments.test_tokens import TOY
@@ -43,16 +43,16 @@ def test_missing_checkpoint_is_allowed_only_in_the_save_folder():
     assert not find_checkpoint_args_source([*LINE, "--save", "runs/a", "--ckpt-step", "5"]).may_come
 
 
-def test_lists_contain_only_flags():
-    assert [dest for dest in (*LORA, *TOKENIZER, *MAPPING, *EVALUATION, *CAPACITY) if dest not in OPTIONS] == []
-
-
-def test_every_flag_of_the_model_says_whether_a_checkpoint_restores_it():
-    of_model = [option for option in OPTIONS.values() if option.section in ("model", "moe")]
-    undecided = [option.dest for option in of_model if option.restore not in get_args(Restore)]
+@pytest.mark.parametrize("section", ["model", "moe", "data"])
+def test_every_flag_of_the_model_and_of_the_data_says_whether_a_checkpoint_restores_it(section):
+    undecided = [option.dest for option in OPTIONS.values() if option.section == section and not option.restore]
     assert not undecided, f'say flag(..., restore="always"), or another of {get_args(Restore)}, of {undecided}'
-    # a list names what other sections have, and no second opinion
-    assert [dest for dest in EVALUATION if OPTIONS[dest].restore is not None] == []
+
+
+def test_flags_name_known_ways_to_restore_them():
+    assert {when for option in OPTIONS.values() for when in option.restore} == set(get_args(Restore))
+    together = [option.dest for option in OPTIONS.values() if "never" in option.restore and len(option.restore) > 1]
+    assert not together, f"restored never and otherwise: {together}"
 
 
 def _other_value(option):
@@ -61,19 +61,24 @@ def _other_value(option):
         return not option.default
     if option.choices is not None:
         return next(choice for choice in option.choices if choice != option.default)
-    return {"int": 3, "float": 0.25}.get(option.type_name, "other")
+    value = {"int": 3, "float": 0.25}.get(option.type_name, "other")
+    return [value] if option.is_list else value
 
 
 @pytest.mark.parametrize("restore", get_args(Restore))
 def test_restored_flags_are_taken(restore):
-    """What a flag declares is what happens, in a training run and in an evaluation."""
-    dests = [option.dest for option in OPTIONS.values() if option.restore == restore and option.dest not in LORA]
+    """What a flag declares is what happens, in a training run and in an evaluation, a conversion, another mapping."""
+    dests = [dest for dest, option in OPTIONS.items() if option.restore == (restore,)]
     recorded = {dest: _other_value(OPTIONS[dest]) for dest in dests} | {"bf16": True}
     recorded |= {"moe_router_load_balancing_type": "sinkhorn"} if restore == "always" else {}
-    recorded |= {"moe_expert_capacity_factor": 1.0} if restore == "to evaluate" else {}
+    recorded |= {"moe_expert_capacity_factor": 1.0} if restore == "capacity" else {}
+    usual = {"always", "storage", "adapters", "tokenizer", "tokenizer unless given", "unless given"}
     for flags, wanted in (
-        ([], {"always", "unless given"}),
-        (["--skip-train"], {"always", "unless given", "to evaluate"}),
+        ([], usual),
+        (["--skip-train"], usual | {"to evaluate", "capacity", "data"}),
+        (["--ckpt-convert-format", "torch"], usual | {"to convert"}),
+        (["--use-mp-args-from-checkpoint-args"], usual | {"mapping"}),
+        (["--no-use-tokenizer-model-from-checkpoint-args"], usual - {"tokenizer", "tokenizer unless given"}),
     ):
         settings = Settings(OPTIONS)
         parse_tokens(["--load", "runs/a", "--use-checkpoint-args", "--bf16", *flags]).apply(settings, "command line")

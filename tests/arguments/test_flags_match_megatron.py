@@ -9,39 +9,6 @@ from arguments.tokens import FIELDS, parse_tokens
 from tests.arguments.recorded import load, megatron_flags, megatron_parser
 
 FLAGS = megatron_flags()
-OWN = set(
-    """
-    preset validate_only log_all_arguments check_files report metrics_file init_from export_weights dump_step
-    record_step world_size dry_run hardware auto_resume on_missing_backend triton_kernels print_groups
-    pipeline_schedule moe_clone_hot_experts moe_routing_replay_path finermoe_intermediate_granularity
-    finermoe_output_granularity finermoe_intermediate_expansion finermoe_output_expansion on_nan on_loss_spike
-    loss_spike_factor dsa_indexer_warmup dsa_attention_form lion_beta1 lion_beta2 fim_data fim_rate fim_spm_rate
-    fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token
-    fim_eod_token use_mup mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
-    mup_attn_scale_power use_varlen_dataset varlen_sbhd_validation varlen_mock_dataset_config_json
-    sequence_packing_scheduler pad_packed_seq_alignment thd_tail_padding_policy thd_max_packed_sequences sft
-    sft_tokenizer_prompt_format sft_mock_dataset_config_json chat_template dynamic_context_parallel
-    min_dynamic_context_parallel_size moe_hierarchical_domain_size phase_data_args_path object_storage_cache_gb
-    object_storage_read_ahead document_source document_text_key document_streams mlp_chunks_for_training
-    length_histogram report_html eval_tasks eval_tasks_interval eval_tasks_path eval_tasks_limit
-    qk_l2_norm_rope_layers_only rope_scaling_high_freq_factor attention_chunk_size attn_temperature_tuning
-    attn_temperature_scale attn_temperature_floor rotary_base_per_layer window_rotary_percent window_rope_unscaled
-    window_num_query_groups window_softmax_type value_channels attention_value_scale qk_layernorm_all_heads
-    qk_layernorm_after_rope hf_mapping lora_dim lora_alpha lora_dropout lora_target_modules pre_layernorm
-    post_self_attn_layernorm post_mlp_layernorm embedding_multiplier residual_multiplier attention_multiplier
-    logits_scaling moe_concat_proj moe_upcycling_expert_init moe_router_sparsemixer_jitter
-    moe_router_group_score_topk add_attention_output_bias
-    add_output_layer_bias stream_weights_to stream_weights_interval stream_weights_model_type hybrid_layer_pattern
-    hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads freeze_backbone
-    mamba_step_size_min mamba_step_size_max attention_latent_norm_epsilon
-    kda_gate_rank kda_decay_lower_bound sample_prompts sample_interval sample_max_new_tokens
-    chunked_optimizer_state_offload optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
-    moe_n_hash_layers enable_hyper_connections num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor
-    head_wise_attn_gate csa_compress_ratios csa_window_size csa_compress_rotary_base csa_dense_mode o_groups
-    o_lora_rank mtp_loss_per_token save_total_limit save_on_interrupt
-    """.split()
-)
-"""Flags that are not among the recorded ones that are relevant to MoE: this program's, those of the dev branch, and a few more."""
 OWN_CHOICES = {
     "moe_flex_dispatcher_backend": ["hierarchical"],
     "experimental_attention_variant": ["dsv4_hybrid", "kda", "short_conv"],  # the first: the dev branch's
@@ -94,17 +61,11 @@ def test_prefixes_match_flags_of_their_product_only():
             assert find_out_of_scope(word.partition("=")[0])[0] is product
 
 
-RELEVANT = [
-    record for record in FLAGS if record["moe_relevant"] or record["dest"].startswith(("fim_", "mup_", "use_mup"))
-]
-
-
 def test_fields_equal_the_recorded_flags():
     """Names, spellings, defaults, number of values, choices and types; every difference is listed."""
-    dests = {record["dest"] for record in FLAGS if record["moe_relevant"]} | OWN
+    dests = {record["dest"] for record in FLAGS if record["moe_relevant"]}
     differences = [f"{dest}: not a field" for dest in sorted(dests - set(OPTIONS))]
-    differences += [f"{dest}: neither recorded nor in OWN" for dest in sorted(set(OPTIONS) - dests)]
-    for record in RELEVANT:
+    for record in FLAGS:
         option = OPTIONS.get(record["dest"])
         if option is not None:
             found, recorded = of_field(option, record), of_record(record)

@@ -4,12 +4,14 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 
 from arguments import schema
 from arguments.container import OPTIONS, SECTIONS
+from arguments.flag_properties import Bounds, PathUse, Role
+from arguments.flag_status import get_flag_status
 from arguments.schema import flag, layer_pattern
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +111,14 @@ def test_importing_needs_only_the_standard_library():
     )
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_flag_that_acts_says_what_it_is_for():
+    """Proofs, replays, trials and comparisons of runs keep flags by their roles; None would be kept by chance."""
+    silent = [dest for dest, option in OPTIONS.items() if option.role is None and get_flag_status(dest)[0] == "acts"]
+    assert not silent, f"say flag(..., role=...), one of {get_args(Role)}, of {silent}"
+
+
+@pytest.mark.parametrize(("name", "words"), [("role", Role), ("path", PathUse), ("bounds", Bounds)])
+def test_properties_of_flags_are_known_words_and_each_is_used(name, words):
+    assert {getattr(option, name) for option in OPTIONS.values()} - {None} == set(get_args(words))

@@ -7,19 +7,22 @@ import subprocess
 import sys
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import call_main, environment, rank_variables, read_metrics, run
 from safetensors.torch import load_file, save_file
 
-import moe_trainer.verification.replay  # noqa: F401 - imported while a test captures, libraries would keep that test's streams
 from moe_trainer.debug import step_record
 from moe_trainer.debug.step_record import Record
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.resilience import rejection
+
+# imported here, since libraries would keep the streams of the test that imports it
+from moe_trainer.verification.replay import ReplayChanges, plan_replay
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "replay.py"
 MODEL = (
@@ -250,6 +253,30 @@ def test_fp8_run_replays_bitwise(flags, tmp_path, replay):
 
 
 @pytest.mark.slow
+def planned(words, **changes):
+    """Flags of the replay of an iteration that ran with these flags on one rank."""
+    head = {
+        "flags": [*MODEL, *words.split()],
+        "samples": 4,
+        "vocab_size": 120,
+        "padded_vocab_size": 128,
+        "loss_scale": 1,
+    }
+    record = SimpleNamespace(head=head, weights=Path("weights"))
+    return plan_replay(record, ReplayChanges(world_size=1, **changes)).argv
+
+
+def test_replay_writes_and_runs_nothing_of_the_recorded_run():
+    words = "--moe-routing-trace-path a --result-rejected-tracker-filename b --dump-param-to-param-group-map c "
+    argv = planned(words + "--log-straggler --sample-prompts Once --sample-interval 1 --global-batch-size 4")
+    assert not {"--sample-prompts", *words.split()[::2]}.intersection(argv), argv
+
+
+def test_fp32_replay_leaves_out_every_flag_of_half_precision():
+    argv = planned("--bf16 --fp32-residual-connection --grad-reduce-in-bf16", fp32=True)
+    assert not {"--bf16", "--fp32-residual-connection", "--grad-reduce-in-bf16"} & {*argv}
+
+
 def test_launched_ranks_replay_together(one_rank):
     command = [sys.executable, SCRIPT, one_rank, "--tensor-model-parallel-size", "2"]
     with rank_variables(2) as variables:

@@ -161,11 +161,12 @@ def test_wrong_words_run_nothing(words, message, monkeypatch, capsys):
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
-def test_folder_of_a_recipe_file_is_not_written_to(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("flag", ["--save", "--result-rejected-tracker-filename"])
+def test_path_of_a_recipe_file_is_not_written_to(flag, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trial, "run_command", None)
-    (tmp_path / "own.yaml").write_text(f"MODEL_ARGS:\n  --save: {tmp_path / 'mine'}\n  --num-layers: 2\n")
+    (tmp_path / "own.yaml").write_text(f"MODEL_ARGS:\n  {flag}: {tmp_path / 'mine'}\n  --num-layers: 2\n")
     done = call_main(tune.main, ["--micro-batch-size", "1", "--preset", str(tmp_path / "own.yaml"), *LINE], capsys)
-    assert done.returncode == 2 and "--save in the recipe file would write" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"{flag} in the recipe file would write" in done.stderr, done.stderr
 
 
 def test_trial_loads_only_the_weights_of_a_recipe_files_checkpoint(tmp_path):

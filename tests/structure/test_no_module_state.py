@@ -39,6 +39,7 @@ MAY_REMEMBER = frozenset(
         ("moe_trainer/quantization/scaled_grouped.py", "_block_gemms_work"),
     }
 )
+IMMUTABLE = frozenset({"tuple", "frozenset", "str", "int", "float", "bool"})
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 
@@ -50,28 +51,29 @@ def _is_frozen_class(node: ast.ClassDef) -> bool:
     )
 
 
+def _makers(tree: ast.Module, names: frozenset[str]) -> frozenset[str]:
+    """Return the functions of a module that return one of these names, or a tuple or set of it that cannot change."""
+    returns = {node.name: node.returns for node in tree.body if isinstance(node, ast.FunctionDef) and node.returns}
+    return frozenset(name for name, node in returns.items() if {*re.findall(r"\w+", ast.unparse(node))} <= names)
+
+
 @cache
 def _frozen_classes(path: Path) -> frozenset[str]:
+    """Return the frozen classes of a module, and its functions that return plain values that cannot change."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_frozen_class(node))
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_frozen_class(node)}
+    return classes | _makers(tree, IMMUTABLE)
 
 
 def _frozen_names(tree: ast.Module) -> frozenset[str]:
-    """Return the names in this module of frozen classes, its own and imported ones of ours, and of their makers.
-
-    A maker is a function of this module that returns such a class, or a tuple of it.
-    """
+    """Return the names in this module of frozen classes, its own and imported ones of ours, and of their makers."""
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_frozen_class(node)}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             path = ROOT / (node.module.replace(".", "/") + ".py")
             if path.exists():
                 names |= {alias.asname or alias.name for alias in node.names if alias.name in _frozen_classes(path)}
-    for node in tree.body:
-        returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns else "None"
-        if isinstance(node, ast.FunctionDef) and set(re.findall(r"\w+", returns)) <= names | {"tuple"}:
-            names.add(node.name)
-    return frozenset(names)
+    return frozenset(names) | _makers(tree, frozenset(names) | IMMUTABLE)
 
 
 def _mutable_part(value: ast.AST, frozen: frozenset[str]) -> str | None:

@@ -9,7 +9,9 @@ import arguments
 from arguments.container import OPTIONS
 from arguments.flag_status import get_flag_status
 from arguments.rules.layout_grammar import read_layout
+from arguments.settings import Settings
 from arguments.spelling import to_command_line
+from moe_trainer.verification.kept_flags import get_kept_flags
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.shrink import ShrinkError, as_is, shrink
 
@@ -182,6 +184,15 @@ def test_global_loss_keeps_enough_microbatches_for_its_running_mean():
     found, _ = small(*"--moe-router-load-balancing-type global_aux_loss --global-batch-size 64".split(), world=8)
     training, dp = found[0].training, found[0].world_size
     assert training.global_batch_size // (training.micro_batch_size * dp) == 3
+
+
+def test_no_small_command_line_writes_where_the_run_writes():
+    """Paths of the run are for its own files, in whatever section their flags are."""
+    settings = Settings(OPTIONS)
+    written = [dest for dest, option in OPTIONS.items() if option.path == "write"]
+    for dest in written:
+        settings.set_given(dest, "elsewhere", "command line", OPTIONS[dest].on[0])
+    assert len(written) > 10 and get_kept_flags(settings) == {}
 
 
 def test_flags_without_a_case_are_listed():
@@ -423,11 +434,6 @@ VALUES = {
     "csa_compress_ratios": "([4,0]*50)", "o_groups": "4", "csa_window_size": "64", "o_lora_rank": "32", "csa_compress_rotary_base": "160000",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
-WITHOUT_EFFECT_ON_NUMBERS = set(
-    "world_size local_rank on_missing_backend triton_kernels distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init "
-    "ddp_pad_buckets_for_high_nccl_busbw fake_process_group high_priority_a2a_comm_stream high_priority_stream_groups "
-    "nccl_communicator_config_path".split()
-)
 NOTED_AS = {
     "num_layers_per_virtual_pipeline_stage": "num_virtual_stages_per_pipeline_rank",
     "hybrid_context_parallel": "dynamic_context_parallel",  # the deprecated spelling
@@ -457,9 +463,14 @@ def shrunk_with(option) -> list:
     raise AssertionError(f"{option.dest}: no legal value among {tries}: {reasons}")
 
 
-ACTING = [option for dest, option in OPTIONS.items()
-          if option.section in ("model", "moe", "parallel") and get_flag_status(dest)[0] == "acts"
-          and dest not in WITHOUT_EFFECT_ON_NUMBERS and VALUES.get(dest, "") is not None]  # fmt: skip
+ACTING = [
+    option
+    for dest, option in OPTIONS.items()
+    if option.section in ("model", "moe", "parallel")
+    and option.role not in ("runtime", "launch", "output")
+    and get_flag_status(dest)[0] == "acts"
+    and VALUES.get(dest, "") is not None
+]
 
 
 def test_optimizer_state_keeps_formats_and_placement():

@@ -160,7 +160,8 @@ def config_fields(args: Arguments, known: Collection[str]) -> dict[str, Any]:
     unknown = [
         option.spellings[0]
         for dest, option in OPTIONS.items()
-        if option.restore in ("always", "to evaluate") and dest in flags and dest not in known and dest not in _RENAMED
+        if option.section in ("model", "moe") and not {"never", "unless given"}.intersection(option.restore)
+        if dest not in known and dest not in _RENAMED
         if flags[dest] != option.default and flags[dest] is not None
     ]
     if unknown:
