@@ -1,6 +1,6 @@
 """Top-k routing as one Triton kernel each way, and the balancing losses with their gradient as three.
 
-The torch version (moe/router/topk.py: score_topk) is a dozen small operations whose launches cost more than their
+The torch version (moe/selections/topk.py: score_topk) is a dozen small operations whose launches cost more than their
 memory. A program holds all scores of a few tokens in registers; k rounds of arg-max choose, lower indices first among
 ties (torch.topk may differ on exact ties). Every token gets k experts, whatever its logits: NaN is the largest score,
 as for torch.topk. Backward recomputes scores from the logits. Scores, choice and weights are fp32
@@ -410,7 +410,7 @@ def fused_topk(
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top-k experts per token and weigh them; as moe/router/topk.py: score_topk, with the arguments of TE.
+    """Choose top-k experts per token and weigh them; as moe/selections/topk.py: score_topk, with the arguments of TE.
 
     The bias takes part in the choice only. Returns: probs_TE, routing_TE bool.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_trainer.moe.balancing import LOSS_NAMES
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.moe.router.selection import Choice
+from moe_trainer.moe.selections.selection import Choice
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.pipeline.schedule import ScheduleInputs
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, Order

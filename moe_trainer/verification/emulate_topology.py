@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.model.mtp import MTPLosses, shift_left
-from moe_trainer.moe.router.sinkhorn import SinkhornSelection
+from moe_trainer.moe.selections.sinkhorn import SinkhornSelection
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.training.context import TrainContext

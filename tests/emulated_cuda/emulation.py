@@ -211,7 +211,7 @@ def _shown(file: str) -> tuple[bool, str]:
 
 
 def source_line() -> str:
-    """The innermost line of the program under test (or of a test), "moe/router/router.py:31 forward", behind the node of a backward pass."""
+    """The innermost line of the program under test (or of a test), "moe/router.py:31 forward", behind the node of a backward pass."""
     frame = sys._getframe()
     fallback = "?"
     node = torch._C._current_autograd_node()

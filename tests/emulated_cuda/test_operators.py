@@ -70,13 +70,13 @@ def weight_gradient(total: str, left_RN, right_RK):
 def router(x_TH, weight_EH):
     import torch
 
-    from moe_trainer.moe.router.router import _Gate
+    from moe_trainer.moe.router import _Gate
 
     return _Gate.apply(x_TH, weight_EH, torch.float32)
 
 
 def select_topk(options: dict, logits_TE):
-    from moe_trainer.moe.router.topk import score_topk
+    from moe_trainer.moe.selections.topk import score_topk
 
     return score_topk(logits_TE * 2, 3, **options)
 

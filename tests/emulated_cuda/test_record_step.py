@@ -152,13 +152,13 @@ PARTS = {
     f"{GRAPHS} attn moe_router": (
         {
             "attn": {"linear", "ops/attention.py", "ops/rope.py", "ops/pointwise.py"},
-            "moe_router": {"moe/router/router.py", "moe/balancing.py", "ops/pointwise.py"},
+            "moe_router": {"moe/router.py", "moe/balancing.py", "ops/pointwise.py"},
         },
-        {"ops/attention.py", "ops/rope.py", "moe/router/router.py"},
+        {"ops/attention.py", "ops/rope.py", "moe/router.py"},
     ),
     f"{GRAPHS} moe --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity": (
-        {"moe": {"ops/pointwise.py", "moe/router/router.py", "ops/permute.py", "ops/grouped_gemm.py"}},
-        {"moe/router/router.py", "ops/permute.py", "ops/grouped_gemm.py"},
+        {"moe": {"ops/pointwise.py", "moe/router.py", "ops/permute.py", "ops/grouped_gemm.py"}},
+        {"moe/router.py", "ops/permute.py", "ops/grouped_gemm.py"},
     ),
 }
 

@@ -22,11 +22,11 @@ from memory.one_pass import (
 )
 
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.router import capacity
-from moe_trainer.moe.router import sinkhorn as sinkhorn_module
-from moe_trainer.moe.router.grid import GridSelection
-from moe_trainer.moe.router.quantile_balancing import QuantileBalancing
-from moe_trainer.moe.router.topk import TopKSelection
+from moe_trainer.moe import capacity
+from moe_trainer.moe.selections import sinkhorn as sinkhorn_module
+from moe_trainer.moe.selections.grid import GridSelection
+from moe_trainer.moe.selections.quantile_balancing import QuantileBalancing
+from moe_trainer.moe.selections.topk import TopKSelection
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
 

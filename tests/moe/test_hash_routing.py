@@ -11,9 +11,9 @@ from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.moe.router.hash_routing import HashSelection
-from moe_trainer.moe.router.quantile_balancing import KIND as QUANTILE_BALANCING
-from moe_trainer.moe.router.topk import score_topk
+from moe_trainer.moe.selections.hash_routing import HashSelection
+from moe_trainer.moe.selections.quantile_balancing import KIND as QUANTILE_BALANCING
+from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
 
 HASH = "--moe-n-hash-layers 1 --moe-router-score-function sqrtsoftplus --moe-router-topk-scaling-factor 1.5".split()

@@ -10,8 +10,8 @@ from training.layouts import compare, create_groups, make_argv, make_run, shallo
 
 from arguments import ArgumentError, parse_args
 from moe_trainer.moe.balancing import reset_iteration, update_biases
-from moe_trainer.moe.router.quantile_balancing import choose_and_estimate
-from moe_trainer.moe.router.topk import score_topk
+from moe_trainer.moe.selections.quantile_balancing import choose_and_estimate
+from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step

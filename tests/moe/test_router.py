@@ -5,12 +5,12 @@ import torch
 from moe.layers import EXPERTS, build_layer, sections
 
 from moe_trainer.moe.balancing import loss_coefficients
-from moe_trainer.moe.router.capacity import drop_beyond_capacity, expert_capacity
-from moe_trainer.moe.router.scores import _NormalizeSelected
-from moe_trainer.moe.router.selection import RoutingInputs
-from moe_trainer.moe.router.sinkhorn import sinkhorn, sinkhorn_topk
-from moe_trainer.moe.router.sparsemixer import SparseMixer
-from moe_trainer.moe.router.topk import TopKSelection, score_topk
+from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
+from moe_trainer.moe.selections.scores import _NormalizeSelected
+from moe_trainer.moe.selections.selection import RoutingInputs
+from moe_trainer.moe.selections.sinkhorn import sinkhorn, sinkhorn_topk
+from moe_trainer.moe.selections.sparsemixer import SparseMixer
+from moe_trainer.moe.selections.topk import TopKSelection, score_topk
 
 # token x expert; two experts per token
 PROBS = torch.tensor(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from moe_trainer.moe.router.groups import make_groups
-from moe_trainer.moe.router.margin import compute_routing_margin
-from moe_trainer.moe.router.topk import score_topk
+from moe_trainer.moe.selections.groups import make_groups
+from moe_trainer.moe.selections.margin import compute_routing_margin
+from moe_trainer.moe.selections.topk import score_topk
 
 CASES = {
     "softmax": {},

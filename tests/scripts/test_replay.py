@@ -18,7 +18,7 @@ from moe_trainer.debug import step_record
 from moe_trainer.debug.step_record import Record
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.moe.layer import MoELayer
-from moe_trainer.moe.router.topk import TopKSelection
+from moe_trainer.moe.selections.topk import TopKSelection
 from moe_trainer.resilience import rejection
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "replay.py"

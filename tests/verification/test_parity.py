@@ -7,8 +7,7 @@ those of processes that were forked before, and computed once.
 import pytest
 import torch
 
-from moe_trainer.moe import balancing, layer
-from moe_trainer.moe.router import router
+from moe_trainer.moe import balancing, layer, router
 from moe_trainer.optim import finalize, grad_buffer
 from moe_trainer.parallel import sequence
 from moe_trainer.parallel.params import get_param_info

@@ -14,8 +14,7 @@ import pytest
 
 from moe_trainer.layers import sparse_attention, vocab
 from moe_trainer.model import mtp
-from moe_trainer.moe import balancing
-from moe_trainer.moe.router import router
+from moe_trainer.moe import balancing, router
 from moe_trainer.optim import finalize, flat_shard, fsdp_shard, grad_buffer
 from moe_trainer.parallel.params import get_param_info, is_unique_replica
 from moe_trainer.verification.shrink import ParityCase, shrink

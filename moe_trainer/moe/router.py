@@ -1,7 +1,7 @@
 """The router: which experts take each token, and with what weight.
 
-`TopKRouter` owns the weight and the running counts; a `Selection`, made when the router is built, decides. Balancing
-losses have a closed-form gradient (moe/balancing.py): they are computed without autograd and added to the logits'
+`TopKRouter` owns the weight and the running counts; an `ExpertSelection`, made when the router is built, decides.
+Balancing losses have a closed-form gradient (balancing.py): they are computed without autograd and added to the logits'
 gradient, scaled by the caller's `grad_scale`. The result is dense, `probs_TE` and `routing_TE`, for every dispatcher.
 Where the layer is recomputed, all that is decided, drawn or counted goes through
 `ActivationPolicy.cached_for_recompute`: the second pass selects the same experts, and no count or loss is taken twice.
@@ -22,10 +22,10 @@ from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, make_parameter
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
-from moe_trainer.moe.router.build import build_selection
-from moe_trainer.moe.router.capacity import drop_beyond_capacity, expert_capacity
-from moe_trainer.moe.router.hash_routing import make_table
-from moe_trainer.moe.router.selection import Choice, RoutingInputs, SelectionContext
+from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
+from moe_trainer.moe.selections.build import build_selection
+from moe_trainer.moe.selections.hash_routing import make_table
+from moe_trainer.moe.selections.selection import Choice, RoutingInputs, SelectionContext
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.main_grad import can_accumulate_in_fp32, get_main_grad_sum
 from moe_trainer.ops.packed_sequences import ValidTokens

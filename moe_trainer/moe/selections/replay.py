@@ -8,8 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.router.selection import Choice, RoutingInputs, Selection, SelectionContext, to_routing_map
-from moe_trainer.moe.router.topk import TopKSelection
+from moe_trainer.moe.selections.selection import (
+    Choice,
+    ExpertSelection,
+    RoutingInputs,
+    SelectionContext,
+    to_routing_map,
+)
+from moe_trainer.moe.selections.topk import TopKSelection
 
 
 @torch.no_grad()
@@ -25,7 +31,7 @@ def order_given_experts(given_TK: Tensor, chosen_TK: Tensor, scores_TE: Tensor) 
     return torch.where(given_TK[:, :1] < 0, chosen_TK, given_TK.gather(1, order_TK))
 
 
-class ReplaySelection(Selection):
+class ReplaySelection(ExpertSelection):
     """Top-k that takes the experts that are given instead.
 
     Args:
@@ -34,7 +40,7 @@ class ReplaySelection(Selection):
         free: `plain` or its kernel, for passes without given experts.
     """
 
-    def __init__(self, plain: TopKSelection, name: str, free: Selection):
+    def __init__(self, plain: TopKSelection, name: str, free: ExpertSelection):
         self.plain, self.name, self.free = plain, name, free
 
     @classmethod
@@ -46,7 +52,7 @@ class ReplaySelection(Selection):
         plain = TopKSelection.build(context)
         return cls(plain, context.name, plain)
 
-    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> Selection:
+    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> ExpertSelection:
         return ReplaySelection(self.plain, self.name, self.plain.with_kernel(kernel))
 
     def preselect(self, logits_TE: Tensor) -> Choice | None:

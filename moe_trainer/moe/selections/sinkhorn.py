@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import CacheFn, no_cache
-from moe_trainer.moe.router.scores import wide_dtype
-from moe_trainer.moe.router.selection import Choice, RoutingInputs, Selection, SelectionContext, to_routing_map
+from moe_trainer.moe.selections.scores import wide_dtype
+from moe_trainer.moe.selections.selection import (
+    Choice,
+    ExpertSelection,
+    RoutingInputs,
+    SelectionContext,
+    to_routing_map,
+)
 
 ROUNDS_PER_CHECK = 8  # rounds on a device between the host's checks of convergence
 
@@ -75,7 +81,7 @@ def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, cache_fn: CacheFn
     return scores_TE * routing_TE, routing_TE
 
 
-class SinkhornSelection(Selection):
+class SinkhornSelection(ExpertSelection):
     """Sinkhorn routing; evaluation does not balance."""
 
     def __init__(self, topk: int, cache_fn: CacheFn):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from arguments.moe import ExpertGrid
 from moe_trainer.moe.dispatch.base import CacheFn
-from moe_trainer.moe.router.scores import Scores, make_scores, wide_dtype
-from moe_trainer.moe.router.selection import Choice, SelectionContext, to_routing_map
-from moe_trainer.moe.router.topk import TopKSelection
+from moe_trainer.moe.selections.scores import Scores, make_scores, wide_dtype
+from moe_trainer.moe.selections.selection import Choice, SelectionContext, to_routing_map
+from moe_trainer.moe.selections.topk import TopKSelection
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import CacheFn
-from moe_trainer.moe.router.selection import Choice, RoutingInputs, Selection
+from moe_trainer.moe.selections.selection import Choice, ExpertSelection, RoutingInputs
 
 
-class FusedSelection(Selection):
+class FusedSelection(ExpertSelection):
     """A plain selection, computed by a kernel.
 
     Args:
@@ -20,10 +20,10 @@ class FusedSelection(Selection):
         cache_fn: see SelectionContext.
     """
 
-    def __init__(self, plain: Selection, kernel: Callable[..., tuple[Tensor, Tensor]], cache_fn: CacheFn):
+    def __init__(self, plain: ExpertSelection, kernel: Callable[..., tuple[Tensor, Tensor]], cache_fn: CacheFn):
         self.plain, self.kernel, self.cache_fn = plain, kernel, cache_fn
 
-    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> Selection:
+    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> ExpertSelection:
         return self.plain.with_kernel(kernel)
 
     def route(self, logits_TE: Tensor, choice: Choice | None, inputs: RoutingInputs) -> tuple[Tensor, Tensor]:

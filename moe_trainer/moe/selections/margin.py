@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_trainer.moe.router.groups import ExpertGroups
+from moe_trainer.moe.selections.groups import ExpertGroups
 
 _MAX_SLOPE = MappingProxyType({"sigmoid": 0.25, "sqrtsoftplus": 0.32})  # of a score over its logit
 

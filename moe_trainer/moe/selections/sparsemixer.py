@@ -6,7 +6,7 @@ Shape letters: T tokens, E experts, K top-k.
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.router.scores import SharesOfChosen, wide_dtype
+from moe_trainer.moe.selections.scores import SharesOfChosen, wide_dtype
 
 
 class SparseMixer(SharesOfChosen):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arguments.moe import MoEArgs
 from moe_trainer.moe.dispatch.base import CacheFn
-from moe_trainer.moe.router.scores import Scores
+from moe_trainer.moe.selections.scores import Scores
 from moe_trainer.parallel.state import ParallelState
 
 
@@ -70,7 +70,7 @@ def to_routing_map(chosen_TK: Tensor, logits_TE: Tensor) -> Tensor:
     return torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, chosen_TK, True)
 
 
-class Selection:
+class ExpertSelection:
     """Base of all selections.
 
     Attributes:
@@ -87,11 +87,11 @@ class Selection:
         raise NotImplementedError
 
     @classmethod
-    def build(cls, context: SelectionContext) -> "Selection":
+    def build(cls, context: SelectionContext) -> "ExpertSelection":
         """Build the selection of a layer."""
         raise NotImplementedError
 
-    def with_kernel(self, kernel) -> "Selection":
+    def with_kernel(self, kernel) -> "ExpertSelection":
         """Return the selection that a fused kernel computes (None: none), if the kernel can; else this one."""
         return self
 
@@ -127,11 +127,11 @@ class Selection:
         """Discard what this iteration has counted."""
 
     @staticmethod
-    def end_iteration(selections: Iterable["Selection"], ps: ParallelState, frozen: bool) -> None:
+    def end_iteration(selections: Iterable["ExpertSelection"], ps: ParallelState, frozen: bool) -> None:
         """Update the state of all selections of this class after a global batch; `frozen` only resets the counts."""
 
 
-class ScoredSelection(Selection):
+class ScoredSelection(ExpertSelection):
     """A selection that weighs experts by scores; subclasses choose them."""
 
     def __init__(self, topk: int, scores: Scores, cache_fn: CacheFn):

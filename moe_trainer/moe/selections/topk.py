@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import CacheFn, no_cache
-from moe_trainer.moe.router.fused import FusedSelection
-from moe_trainer.moe.router.groups import ExpertGroups, make_groups
-from moe_trainer.moe.router.margin import compute_routing_margin
-from moe_trainer.moe.router.scores import Scores, make_scores
-from moe_trainer.moe.router.selection import (
+from moe_trainer.moe.selections.fused import FusedSelection
+from moe_trainer.moe.selections.groups import ExpertGroups, make_groups
+from moe_trainer.moe.selections.margin import compute_routing_margin
+from moe_trainer.moe.selections.scores import Scores, make_scores
+from moe_trainer.moe.selections.selection import (
     Choice,
+    ExpertSelection,
     RoutingInputs,
     ScoredSelection,
-    Selection,
     SelectionContext,
     to_routing_map,
 )
-from moe_trainer.moe.router.sparsemixer import SparseMixer
+from moe_trainer.moe.selections.sparsemixer import SparseMixer
 
 
 class TopKSelection(ScoredSelection):
@@ -67,7 +67,7 @@ class TopKSelection(ScoredSelection):
         """Return chosen_TK by `keys`; the second pass of a recomputed region returns that of the first."""
         return self.cache_fn(lambda: self.select(keys_TE))
 
-    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> Selection:
+    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> ExpertSelection:
         if kernel is None:
             return self
         scores, groups = self.scores, self.groups

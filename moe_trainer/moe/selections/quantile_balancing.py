@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from moe_trainer.moe.router.margin import compute_routing_margin
-from moe_trainer.moe.router.scores import make_scores
-from moe_trainer.moe.router.selection import RoutingInputs, ScoredSelection, SelectionContext
+from moe_trainer.moe.selections.margin import compute_routing_margin
+from moe_trainer.moe.selections.scores import make_scores
+from moe_trainer.moe.selections.selection import RoutingInputs, ScoredSelection, SelectionContext
 from moe_trainer.parallel.collectives import all_gather_flat, all_reduce
 from moe_trainer.parallel.state import ParallelState
 

@@ -6,8 +6,14 @@ Shape letters: T tokens, E experts, K top-k, V token ids.
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.router.scores import make_scores
-from moe_trainer.moe.router.selection import Choice, RoutingInputs, ScoredSelection, SelectionContext, to_routing_map
+from moe_trainer.moe.selections.scores import make_scores
+from moe_trainer.moe.selections.selection import (
+    Choice,
+    RoutingInputs,
+    ScoredSelection,
+    SelectionContext,
+    to_routing_map,
+)
 
 
 def make_table(vocab_size: int, topk: int, num_experts: int, device: torch.device) -> Tensor:
