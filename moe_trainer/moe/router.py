@@ -10,7 +10,7 @@ Logits are in the activation dtype or --moe-router-dtype, as in Megatron-Core si
 Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_los
 from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.build import build_selection
 from moe_trainer.moe.selections.hash_routing import make_table
-from moe_trainer.moe.selections.selection import Choice, RoutingInputs, SelectionContext
+from moe_trainer.moe.selections.selection import Choice, FusedTopK, RoutingInputs, SelectionContext
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.main_grad import can_accumulate_in_fp32, get_main_grad_sum
 from moe_trainer.ops.packed_sequences import ValidTokens
@@ -139,7 +139,7 @@ class TopKRouter(nn.Module):
         """Make the table of hash routing, which a checkpoint may replace."""
         self.tid2eid = make_table(vocab_size, self.topk, self.num_experts, device)
 
-    def use_kernels(self, fused_topk: Callable | None, balancing: Balancing | None) -> None:
+    def use_kernels(self, fused_topk: FusedTopK | None, balancing: Balancing | None) -> None:
         """Use kernels for selection and balancing losses, None for plain torch; see dispatch/select.py."""
         self.selection, self.balancing = self.selection.with_kernel(fused_topk), balancing
 

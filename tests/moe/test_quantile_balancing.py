@@ -114,6 +114,13 @@ def test_quantile_bias_stays_fp32_in_half_precision():
     assert [name for name, _ in layer.named_state_buffers()] == ["decoder.layers.0.mlp.router.qb_beta"]
 
 
+def test_no_kernel_replaces_the_choice_by_quantiles():
+    router = build_layer(sections(**ON)).router
+    router.use_kernels(pytest.fail, None)
+    router(torch.randn(8, 2, 16, dtype=torch.float64))
+    assert router.selection.count == 1
+
+
 def _train(rank, n, argvs):
     """Outcomes, and the biases of this rank's routers by name, of several command lines."""
     results = []

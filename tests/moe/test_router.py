@@ -312,3 +312,25 @@ def test_sparsemixer_with_a_scaling_factor_and_logits_of_zero():
     selection = TopKSelection(2, SparseMixer(0.1, factor=1.5))
     probs, routing = selection.route(torch.zeros(3, 4), None, RoutingInputs())
     torch.testing.assert_close(probs[routing].view(3, 2), torch.tensor([[1.5 / 4, 1.5 / 3]]).expand(3, 2))
+
+
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
+
+
+@pytest.mark.parametrize(("flags", "kind", "by_kernel"), [
+    ({}, "LogitSelection", "FusedSelection"),
+    ({"moe_router_enable_expert_bias": True}, "TopKSelection", "FusedSelection"),
+    ({"moe_router_score_function": "sigmoid"}, "TopKSelection", "FusedSelection"),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "TopKSelection", "FusedSelection"),
+    ({"moe_enable_routing_replay": True}, "ReplaySelection", "ReplaySelection"),
+    (SINKHORN, "SinkhornSelection", "SinkhornSelection"),
+    ({"moe_n_hash_layers": 1, **SINKHORN}, "HashSelection", "HashSelection"),
+    ({"moe_n_hash_layers": 1, "moe_router_force_load_balancing": True}, "ForcedSelection", "ForcedSelection"),
+])  # fmt: skip
+def test_flags_choose_one_selection_and_a_kernel_replaces_only_top_k(flags, kind, by_kernel):
+    router = build_layer(sections(**flags)).router
+    assert type(router.selection).__name__ == kind
+    router.use_kernels(print, None)
+    assert type(router.selection).__name__ == by_kernel
+    router.use_kernels(None, None)
+    assert type(router.selection).__name__ == kind

@@ -3,12 +3,10 @@
 Shape letters: T tokens, E experts.
 """
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import CacheFn
-from moe_trainer.moe.selections.selection import Choice, ExpertSelection, RoutingInputs
+from moe_trainer.moe.selections.selection import Choice, ExpertSelection, FusedTopK, RoutingInputs
 
 
 class FusedSelection(ExpertSelection):
@@ -20,10 +18,10 @@ class FusedSelection(ExpertSelection):
         cache_fn: see SelectionContext.
     """
 
-    def __init__(self, plain: ExpertSelection, kernel: Callable[..., tuple[Tensor, Tensor]], cache_fn: CacheFn):
+    def __init__(self, plain: ExpertSelection, kernel: FusedTopK, cache_fn: CacheFn):
         self.plain, self.kernel, self.cache_fn = plain, kernel, cache_fn
 
-    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> ExpertSelection:
+    def with_kernel(self, kernel: FusedTopK | None) -> ExpertSelection:
         return self.plain.with_kernel(kernel)
 
     def route(self, logits_TE: Tensor, choice: Choice | None, inputs: RoutingInputs) -> tuple[Tensor, Tensor]:

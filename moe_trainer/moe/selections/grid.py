@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from arguments.moe import ExpertGrid
-from moe_trainer.moe.dispatch.base import CacheFn
-from moe_trainer.moe.selections.scores import Scores, make_scores, wide_dtype
+from moe_trainer.moe.selections.scores import wide_dtype
 from moe_trainer.moe.selections.selection import Choice, SelectionContext, to_routing_map
 from moe_trainer.moe.selections.topk import TopKSelection
 
@@ -32,9 +31,11 @@ class GridSelection(TopKSelection):
 
     has_own_counts = True
 
-    def __init__(self, topk: int, scores: Scores, cache_fn: CacheFn, grid: ExpertGrid):
-        super().__init__(topk, scores, cache_fn)
-        self.grid = grid
+    def __init__(self, context: SelectionContext):
+        moe = context.moe
+        assert moe.finermoe is not None
+        super().__init__(moe.moe_router_topk, context.make_scores(moe.moe_router_pre_softmax), context.cache_fn)
+        self.grid = moe.finermoe
 
     @classmethod
     def applies(cls, context: SelectionContext) -> bool:
@@ -42,12 +43,7 @@ class GridSelection(TopKSelection):
 
     @classmethod
     def build(cls, context: SelectionContext) -> "GridSelection":
-        moe = context.moe
-        assert moe.finermoe is not None
-        scores = make_scores(
-            moe.moe_router_score_function, moe.moe_router_pre_softmax, moe.moe_router_topk_scaling_factor
-        )
-        return cls(moe.moe_router_topk, scores, context.cache_fn, moe.finermoe)
+        return cls(context)
 
     def keys(self, logits_TE: Tensor, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         if bias_E is None or self.scores.function != "softmax":

@@ -6,7 +6,6 @@ Shape letters: T tokens, E experts, K top-k, V token ids.
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.selections.scores import make_scores
 from moe_trainer.moe.selections.selection import (
     Choice,
     RoutingInputs,
@@ -40,7 +39,7 @@ class HashSelection(ScoredSelection):
         moe = context.moe
         is_forced = moe.moe_router_force_load_balancing or moe.moe_router_force_biased is not None
         # upstream's only softmax here is that over all experts
-        scores = make_scores(moe.moe_router_score_function, True, moe.moe_router_topk_scaling_factor)
+        scores = context.make_scores(pre_softmax=True)
         return (ForcedSelection if is_forced else cls)(moe.moe_router_topk, scores, context.cache_fn)
 
     def counted(self, logits_TE: Tensor, choice: Choice | None) -> Tensor | None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_trainer.moe.selections.margin import compute_routing_margin
-from moe_trainer.moe.selections.scores import make_scores
 from moe_trainer.moe.selections.selection import RoutingInputs, ScoredSelection, SelectionContext
 from moe_trainer.parallel.collectives import all_gather_flat, all_reduce
 from moe_trainer.parallel.state import ParallelState
@@ -42,10 +41,7 @@ class QuantileBalancing(ScoredSelection, nn.Module):
 
     def __init__(self, context: SelectionContext):
         moe = context.moe
-        scores = make_scores(
-            moe.moe_router_score_function, moe.moe_router_pre_softmax, moe.moe_router_topk_scaling_factor
-        )
-        super().__init__(moe.moe_router_topk, scores, context.cache_fn)
+        super().__init__(moe.moe_router_topk, context.make_scores(moe.moe_router_pre_softmax), context.cache_fn)
         self._tp_cp, self._ema = context.ps.tp_cp, moe.moe_router_quantile_balancing_ema
         self.register_buffer("bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
         self.register_buffer("sum_E", torch.zeros(moe.num_experts, dtype=torch.float32), persistent=False)
@@ -54,10 +50,6 @@ class QuantileBalancing(ScoredSelection, nn.Module):
     @classmethod
     def applies(cls, context: SelectionContext) -> bool:
         return context.moe.moe_router_load_balancing_type == KIND
-
-    @classmethod
-    def build(cls, context: SelectionContext) -> "QuantileBalancing":
-        return cls(context)
 
     def _apply(self, fn, recurse=True):
         # fp32 whatever the model is cast to

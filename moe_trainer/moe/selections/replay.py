@@ -3,14 +3,13 @@
 Shape letters: T tokens, E experts, K top-k.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from moe_trainer.moe.selections.selection import (
     Choice,
     ExpertSelection,
+    FusedTopK,
     RoutingInputs,
     SelectionContext,
     to_routing_map,
@@ -52,7 +51,7 @@ class ReplaySelection(ExpertSelection):
         plain = TopKSelection.build(context)
         return cls(plain, context.name, plain)
 
-    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> ExpertSelection:
+    def with_kernel(self, kernel: FusedTopK | None) -> ExpertSelection:
         return ReplaySelection(self.plain, self.name, self.plain.with_kernel(kernel))
 
     def preselect(self, logits_TE: Tensor) -> Choice | None:

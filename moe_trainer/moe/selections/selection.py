@@ -5,7 +5,7 @@ There is one file per selection in this package, and `build.py` lists them. The 
 Shape letters: T tokens, E experts, K top-k, V token ids.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from arguments.moe import MoEArgs
 from moe_trainer.moe.dispatch.base import CacheFn
-from moe_trainer.moe.selections.scores import Scores
+from moe_trainer.moe.selections.scores import Scores, make_scores
 from moe_trainer.parallel.state import ParallelState
+
+FusedTopK = Callable[..., tuple[Tensor, Tensor]]
+"""A kernel that chooses and weighs, with the arguments of TransformerEngine's; see layers/te.py."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ class SelectionContext:
     layer_number: int
     ps: ParallelState
     cache_fn: CacheFn
+
+    def make_scores(self, pre_softmax: bool) -> Scores:
+        """Return the scores of the flags."""
+        return make_scores(self.moe.moe_router_score_function, pre_softmax, self.moe.moe_router_topk_scaling_factor)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ def to_routing_map(chosen_TK: Tensor, logits_TE: Tensor) -> Tensor:
 
 
 class ExpertSelection:
-    """Base of all selections.
+    """Base of all selections; `build` calls the class with a SelectionContext.
 
     Attributes:
         reads_token_ids: it needs `token_ids_T` and the router's table, and no expert bias.
@@ -89,9 +96,9 @@ class ExpertSelection:
     @classmethod
     def build(cls, context: SelectionContext) -> "ExpertSelection":
         """Build the selection of a layer."""
-        raise NotImplementedError
+        return cls(context)
 
-    def with_kernel(self, kernel) -> "ExpertSelection":
+    def with_kernel(self, kernel: FusedTopK | None) -> "ExpertSelection":
         """Return the selection that a fused kernel computes (None: none), if the kernel can; else this one."""
         return self
 

@@ -84,16 +84,12 @@ def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, cache_fn: CacheFn
 class SinkhornSelection(ExpertSelection):
     """Sinkhorn routing; evaluation does not balance."""
 
-    def __init__(self, topk: int, cache_fn: CacheFn):
-        self.topk, self.cache_fn = topk, cache_fn
+    def __init__(self, context: SelectionContext):
+        self.topk, self.cache_fn = context.moe.moe_router_topk, context.cache_fn
 
     @classmethod
     def applies(cls, context: SelectionContext) -> bool:
         return context.moe.moe_router_load_balancing_type == "sinkhorn"
-
-    @classmethod
-    def build(cls, context: SelectionContext) -> "SinkhornSelection":
-        return cls(context.moe.moe_router_topk, context.cache_fn)
 
     def route(self, logits_TE: Tensor, choice: Choice | None, inputs: RoutingInputs) -> tuple[Tensor, Tensor]:
         return sinkhorn_topk(logits_TE, self.topk, balance=inputs.training, cache_fn=self.cache_fn)

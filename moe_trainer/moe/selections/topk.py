@@ -3,7 +3,6 @@
 Shape letters: T tokens, E experts, K top-k.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,6 +16,7 @@ from moe_trainer.moe.selections.scores import Scores, make_scores
 from moe_trainer.moe.selections.selection import (
     Choice,
     ExpertSelection,
+    FusedTopK,
     RoutingInputs,
     ScoredSelection,
     SelectionContext,
@@ -38,11 +38,10 @@ class TopKSelection(ScoredSelection):
 
     @classmethod
     def build(cls, context: SelectionContext) -> "TopKSelection":
-        moe, topk, factor = context.moe, context.moe.moe_router_topk, context.moe.moe_router_topk_scaling_factor
+        moe, topk = context.moe, context.moe.moe_router_topk
+        scores = context.make_scores(moe.moe_router_pre_softmax)
         if moe.moe_router_sparsemixer_jitter is not None:
-            scores: Scores = SparseMixer(moe.moe_router_sparsemixer_jitter, factor)
-        else:
-            scores = make_scores(moe.moe_router_score_function, moe.moe_router_pre_softmax, factor)
+            scores = SparseMixer(moe.moe_router_sparsemixer_jitter, scores.factor)
         groups = make_groups(
             topk, moe.moe_router_num_groups, moe.moe_router_group_topk, moe.moe_router_group_score_topk
         )
@@ -67,7 +66,7 @@ class TopKSelection(ScoredSelection):
         """Return chosen_TK by `keys`; the second pass of a recomputed region returns that of the first."""
         return self.cache_fn(lambda: self.select(keys_TE))
 
-    def with_kernel(self, kernel: Callable[..., tuple[Tensor, Tensor]] | None) -> ExpertSelection:
+    def with_kernel(self, kernel: FusedTopK | None) -> ExpertSelection:
         if kernel is None:
             return self
         scores, groups = self.scores, self.groups
