@@ -176,11 +176,10 @@ def balancing_losses(
     """Compute all balancing losses of one microbatch.
 
     `running` is (counts_E summed over the iteration's earlier microbatches and tp_dp_cp, number of microbatches) for
-    global_aux_loss, updated in place. `chosen_TE` (bool) are the experts that count, None: the
-    plain top-k. per_token_loss multiplies the gradient by the microbatch's token count over tp
-    and cp (global_aux_loss: the mean count of the data ranks), because the gradients are divided by the token count
-    later. `kernels` compute all of it, if given. Only `valid` tokens count; their number may differ between ranks and
-    microbatches.
+    global_aux_loss, updated in place. `chosen_TE` (bool) are the experts that count, None: the plain top-k.
+    per_token_loss multiplies the gradient by the microbatch's token count over tp and cp (global_aux_loss: the mean
+    count of the data ranks), because the gradients are divided by the token count later. `kernels` compute all of it,
+    if given. Only `valid` tokens count; their number may differ between ranks and microbatches.
 
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17; arXiv 2501.11873, section 3.
     """
