@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe.balancing import LOSS_NAMES, balancing_losses
-from moe_trainer.moe.topk import score_topk
+from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.ops import cross_entropy, gated_delta_rule, permute, pointwise, rope
 from moe_trainer.ops.expert_mlp import get_activation_fns
 from moe_trainer.ops.grouped_gemm import GROUPED_MM, GroupedGemms, token_offsets

@@ -36,7 +36,7 @@ Shape letters: S sequence, B sequences of the microbatch, T tokens (= S*B, token
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arguments.moe import MoEArgs
-from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
-from moe_trainer.moe.quantile_balancing import update_quantile_bias
+from arguments.moe import SELECTING, MoEArgs
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.collectives import all_reduce
@@ -75,7 +73,7 @@ def loss_coefficients(moe: MoEArgs) -> dict[str, float]:
             f"--moe-router-load-balancing-type {' '.join(kinds)} needs as many --moe-aux-loss-coeff values; "
             f"{len(coeffs)} given: {' '.join(map(str, coeffs))}"
         )
-    for kind in ("sinkhorn", QUANTILE_BALANCING):
+    for kind in SELECTING:
         if kind in kinds and (len(kinds) > 1 or any(coeffs)):
             raise ValueError(
                 f"--moe-router-load-balancing-type {kind} cannot be combined with others and needs "
@@ -171,17 +169,17 @@ def balancing_losses(
     per_token_loss: bool,
     running: tuple[Tensor, Tensor] | None,
     ps: ParallelState,
-    counts: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = scores_and_counts,
+    chosen_TE: Tensor | None = None,
     kernels: Balancing | None = None,
     valid: ValidTokens | None = None,
 ) -> BalancingLosses:
     """Compute all balancing losses of one microbatch.
 
     `running` is (counts_E summed over the iteration's earlier microbatches and tp_dp_cp, number of microbatches) for
-    global_aux_loss, updated in place. per_token_loss multiplies the gradient by the microbatch's token count over tp
-    and cp (global_aux_loss: the mean count of the data ranks), because the gradients are divided by the token count
-    later. `kernels` compute all of it, if given. Only `valid` tokens count; their number may differ between ranks and
-    microbatches.
+    global_aux_loss, updated in place. `chosen_TE` (bool) are the experts that count, None: the plain top-k.
+    per_token_loss multiplies the gradient by the microbatch's token count over tp and cp (global_aux_loss: the mean
+    count of the data ranks), because the gradients are divided by the token count later. `kernels` compute all of it,
+    if given. Only `valid` tokens count; their number may differ between ranks and microbatches.
 
     Source: Switch Transformer, equation 4; ST-MoE, equation 5; DeepSeek-V3, equation 17; arXiv 2501.11873, section 3.
     """
@@ -203,7 +201,9 @@ def balancing_losses(
         if valid is not None:
             num_sequences = valid.num_sequences
         num_rows = num_sequences if coefficients["seq_load_balancing_loss"] else 1
-        scores_TE, slope_TE, probs_BE, counts_BE = counts(logits_TE, topk, score_function, num_rows, valid)
+        scores_TE, slope_TE, probs_BE, counts_BE = scores_and_counts(
+            logits_TE, topk, score_function, num_rows, valid, chosen_TE=chosen_TE
+        )
         weights_BE = _loss_weights(
             probs_BE, counts_BE, total, topk, coefficients, running, ps, values, valid, per_token_loss
         )
@@ -374,8 +374,7 @@ def reset_iteration(chunks) -> None:
         for counter in (router.loss_sums, router.dropped, router.tokens_per_expert, local_tokens_per_expert):
             if counter is not None:
                 counter.zero_()
-        if router.quantile is not None:
-            router.quantile.reset()
+        router.selection.reset()
     for layer in _layers(chunks):
         for counter in (layer.sent_tokens_P, layer.cloned_tokens_2P):
             if counter is not None:
@@ -383,12 +382,13 @@ def reset_iteration(chunks) -> None:
 
 
 def update_biases(chunks, ps: ParallelState, frozen: bool = False) -> None:
-    """Update expert biases and those of quantile balancing, once per global batch; `frozen` only resets the counts."""
+    """Update expert biases and what selections estimate, once per global batch; `frozen` only resets the counts."""
     update_expert_bias(chunks, ps, frozen)
-    quantiles = [router for router in _routers(chunks) if router.quantile is not None]
-    if quantiles:
-        ema = quantiles[0].moe.moe_router_quantile_balancing_ema
-        update_quantile_bias([router.quantile for router in quantiles], ps, ema, frozen)
+    by_kind: dict[type, list] = {}
+    for router in _routers(chunks):
+        by_kind.setdefault(type(router.selection), []).append(router.selection)
+    for kind, selections in by_kind.items():
+        kind.end_iteration(selections, ps, frozen)
 
 
 @torch.no_grad()

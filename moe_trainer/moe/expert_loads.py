@@ -46,7 +46,7 @@ def collect_expert_loads(
                 row_of_rank = between_ranks[ps.ep.rank * num_rows // ps.ep.size]
                 row_of_rank += layer.sent_tokens_P.view(num_rows, -1).sum(1)
                 layer.sent_tokens_P.zero_()
-            bias_E = router.expert_bias if router.quantile is None else router.quantile.bias_E
+            bias_E = router.selection.balancing_bias(router.expert_bias)
             if bias_E is not None:
                 bias_E = bias_E.double()
                 row[num_experts + 2] = (bias_E - bias_E.mean()).abs().max()

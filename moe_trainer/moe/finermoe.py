@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from arguments.moe import ExpertGrid
 from moe_trainer.ops.permute import Permutation, PermuteMap
 from moe_trainer.parallel.params import freeze_all_but
 
@@ -29,19 +28,6 @@ TRAINED_NAMES = ("embedding", "router", "mlp.experts", "layernorm")
 def freeze_backbone(chunks: Sequence[nn.Module]) -> None:
     """Freeze all other parameters, so that none has a gradient or an optimizer state."""
     freeze_all_but(chunks, lambda name: any(part in name for part in TRAINED_NAMES))
-
-
-@torch.no_grad()
-def choose_slices(logits_TE: Tensor, grid: ExpertGrid, topk: int) -> Tensor:
-    """Return indices_TK (int64) of topk / slices experts per slice, ordered by slice."""
-    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    groups = wide_TE.view(-1, grid.slices, grid.candidates, grid.group_size)
-    winner = groups.sum(-1).argmax(-1)[..., None, None]
-    members = (
-        groups.gather(2, winner.expand(-1, -1, 1, grid.group_size)).squeeze(2).topk(topk // grid.slices, dim=-1)[1]
-    )
-    slices = torch.arange(grid.slices, device=logits_TE.device)[:, None]
-    return ((slices * grid.candidates + winner.squeeze(-1)) * grid.group_size + members).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from arguments.moe import MoEArgs
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.memory.paged_stash import StashGroup, join_stash
+from moe_trainer.moe.capacity import expert_capacity
 from moe_trainer.moe.cloning import CloneRouting, ExpertCloner
 from moe_trainer.moe.dispatch.base import DispatchHints, DispatchState, KnownCounts, TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.padding import pad_routing
 from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.moe.topk import expert_capacity
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
 from moe_trainer.parallel.overlap_threads import yield_point
@@ -424,9 +424,5 @@ class MoELayer(nn.Module):
 
     def named_state_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that a checkpoint stores, by global name: biases of the choice, table of hash routing."""
-        if self.router.expert_bias is not None:
-            yield f"{self.router.name}.expert_bias", self.router.expert_bias
-        if self.router.quantile is not None:
-            yield f"{self.router.name}.qb_beta", self.router.quantile.bias_E
-        if self.router.tid2eid is not None:
-            yield f"{self.router.name}.tid2eid", self.router.tid2eid
+        for name, buffer in self.router.state_buffers():
+            yield f"{self.router.name}.{name}", buffer

@@ -1,18 +1,16 @@
 """The router: which experts take each token, and with what weight.
 
-`TopKRouter` owns the weight and the running counts; what it decides is in functions of tensors (topk.py,
-sinkhorn.py), which can be compared with their definitions. Balancing losses have a closed-form gradient
-(balancing.py): they are computed without autograd and added to the logits' gradient, scaled by the caller's
-`grad_scale`. The result is dense, `probs_TE` and `routing_TE`, for every dispatcher. Where the layer is recomputed,
-all that is decided, drawn or counted goes through `ActivationPolicy.cached_for_recompute`: the second pass selects
-the same experts, and no count or loss is taken twice.
+`TopKRouter` owns the weight and the running counts; an `ExpertSelection`, made when the router is built, decides.
+Balancing losses have a closed-form gradient (balancing.py): they are computed without autograd and added to the logits'
+gradient, scaled by the caller's `grad_scale`. The result is dense, `probs_TE` and `routing_TE`, for every dispatcher.
+Where the layer is recomputed, all that is decided, drawn or counted goes through
+`ActivationPolicy.cached_for_recompute`: the second pass selects the same experts, and no count or loss is taken twice.
 
 Logits are in the activation dtype or --moe-router-dtype, as in Megatron-Core since 0.18.
 Shape letters: S sequence, B microbatch, H hidden, T tokens (= S*B, token s*B + b), E experts, K top-k.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +21,11 @@ from arguments.moe import MoEArgs
 from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, make_parameter
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.balancing import (
-    LOSS_NAMES,
-    attach_gradient,
-    balancing_losses,
-    loss_coefficients,
-    scores_and_counts,
-)
-from moe_trainer.moe.finermoe import choose_slices
-from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
-from moe_trainer.moe.quantile_balancing import QuantileBias
-from moe_trainer.moe.routing_margin import compute_routing_margin
-from moe_trainer.moe.sinkhorn import sinkhorn_topk
-from moe_trainer.moe.topk import drop_beyond_capacity, expert_capacity, score_topk, to_routing_map
+from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
+from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
+from moe_trainer.moe.selections.build import build_selection
+from moe_trainer.moe.selections.hash_routing import make_table
+from moe_trainer.moe.selections.selection import Choice, FusedTopK, RoutingInputs, SelectionContext
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.main_grad import can_accumulate_in_fp32, get_main_grad_sum
 from moe_trainer.ops.packed_sequences import ValidTokens
@@ -94,7 +84,7 @@ class TopKRouter(nn.Module):
     [E] and ga_steps with global_aux_loss; tokens_per_expert [E], selected before drops, with --moe-per-layer-logging.
 
     Attributes:
-        quantile: bias of quantile balancing, None otherwise.
+        selection: chooses experts and weighs them.
         recorder: None, or a list that receives the logits, probs and map of every forward pass.
         given_TK: with --moe-enable-routing-replay, experts of the tokens of the next forward pass, instead of those
             that the router would choose; -1 where it chooses. Probabilities and expert bias follow them, balancing
@@ -118,13 +108,14 @@ class TopKRouter(nn.Module):
         self.activations = activations or ActivationPolicy()
         self.stream = stream
         self.moe, self.ps, self.name, self.layer_number = moe, ps, name, layer_number
-        self.num_experts, self.topk, self.grid = moe.num_experts, moe.moe_router_topk, moe.finermoe
+        self.num_experts, self.topk = moe.num_experts, moe.moe_router_topk
+        context = SelectionContext(moe, name, layer_number, ps, self.activations.cached_for_recompute)
+        self.selection = build_selection(context)
         self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
         self.coefficients = loss_coefficients(moe)
         self.per_token_loss = per_token_loss
         self.recorder: list | None = None
         self.given_TK: Tensor | None = None
-        self.fused_topk: Callable | None = None  # kernels: set when the model is built; see dispatch/select.py
         self.balancing: Balancing | None = None
         init, partial = hidden_init(model), ps.tp.size > 1  # every rank of tp routes its own tokens
         self.weight = make_parameter(
@@ -136,23 +127,28 @@ class TopKRouter(nn.Module):
             if model.add_bias_linear
             else None
         )
-        self.is_hash_routed = layer_number <= moe.moe_n_hash_layers
         self.register_buffer("tid2eid", None)
         self._make_buffers()
-        self.quantile = (
-            QuantileBias(self.num_experts, ps.tp_cp)
-            if moe.moe_router_load_balancing_type == QUANTILE_BALANCING and not self.is_hash_routed
-            else None
-        )
+
+    @property
+    def is_hash_routed(self) -> bool:
+        """Whether the ids of the tokens choose the experts."""
+        return self.selection.reads_token_ids
 
     def make_hash_table(self, vocab_size: int, device: torch.device) -> None:
-        """Let token t choose the experts (t + k) mod E, k = 0 ... K-1.
+        """Make the table of hash routing, which a checkpoint may replace."""
+        self.tid2eid = make_table(vocab_size, self.topk, self.num_experts, device)
 
-        Source: Megatron-Core's dev branch, TopKRouter. DeepSeek-V4's checkpoints bring tables of their own.
-        """
-        ids_V1 = torch.arange(vocab_size, dtype=torch.int32, device=device).unsqueeze(1)
-        ids_K = torch.arange(self.topk, dtype=torch.int32, device=device)
-        self.tid2eid = (ids_V1 + ids_K) % self.num_experts
+    def use_kernels(self, fused_topk: FusedTopK | None, balancing: Balancing | None) -> None:
+        """Use kernels for selection and balancing losses, None for plain torch; see dispatch/select.py."""
+        self.selection, self.balancing = self.selection.with_kernel(fused_topk), balancing
+
+    def state_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers that a checkpoint stores, by name: biases of the choice, table of hash routing."""
+        for buffer_name in ("expert_bias", "tid2eid"):
+            if (buffer := getattr(self, buffer_name)) is not None:
+                yield buffer_name, buffer
+        yield from self.selection.state_buffers()
 
     def _make_buffers(self):
         def counts(buffer_name, persistent=False, shape=(self.num_experts,)):
@@ -229,25 +225,15 @@ class TopKRouter(nn.Module):
         logits_TE = self._apply_forced_routing(self._logits(x_TH, active), forced_TE)
         needs_losses = active and (any(self.coefficients.values()) or self.moe.moe_z_loss_coeff is not None)
         raw_logits_TE = logits_TE.detach()
-        chosen_TK = self._select_by_logits(raw_logits_TE)
-        routing_TE = None if chosen_TK is None else to_routing_map(chosen_TK, raw_logits_TE)
+        choice = self.selection.preselect(raw_logits_TE)
         if needs_losses:
             grad_TE = self.activations.cached_for_recompute(
-                lambda: self._losses(raw_logits_TE, x_SBH.shape, routing_TE, valid)
+                lambda: self._losses(raw_logits_TE, x_SBH.shape, choice, valid)
             )
             attach = attach_gradient if self.balancing is None else self.balancing.attach
             logits_TE = attach(logits_TE, grad_TE, grad_scale)
-        if self.is_hash_routed:
-            probs_TE, routing_TE = self._route_by_token_id(logits_TE, token_ids_T)
-        else:
-            given_TK = None
-            if self.moe.moe_enable_routing_replay:
-                given_TK = self.activations.cached_for_recompute(lambda: self.given_TK)
-                if given_TK is not None and len(given_TK) != len(x_TH):
-                    raise ValueError(
-                        f"{self.name}: experts of {len(given_TK)} tokens are given, and {len(x_TH)} tokens are routed"
-                    )
-            probs_TE, routing_TE = self._route(logits_TE, chosen_TK, routing_TE, given_TK)
+        inputs = RoutingInputs(self.training, active, self.expert_bias, token_ids_T, self.tid2eid, self.given_TK)
+        probs_TE, routing_TE = self.selection.route(logits_TE, choice, inputs)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
         chosen_TE = routing_TE
@@ -292,108 +278,19 @@ class TopKRouter(nn.Module):
             logits_TE = logits_TE + bias_E.to(logits_TE)
         return logits_TE
 
-    def _select_by_logits(self, logits_TE: Tensor) -> Tensor | None:
-        """Select experts by their logits and return chosen_TK; None if another rule selects them."""
-        moe = self.moe
-        if (
-            moe.moe_router_score_function != "softmax"
-            or moe.moe_router_group_topk
-            or self.expert_bias is not None
-            or self.grid is not None
-            or self.quantile is not None
-            or self.fused_topk is not None
-            or moe.moe_router_load_balancing_type == "sinkhorn"
-        ):
-            return None
-        return self.activations.cached_for_recompute(lambda: logits_TE.topk(self.topk, dim=1)[1])
-
-    def _route(
-        self, logits_TE: Tensor, chosen_TK: Tensor | None, routing_TE: Tensor | None, given_TK: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        moe = self.moe
-        if moe.moe_router_load_balancing_type == "sinkhorn":
-            return sinkhorn_topk(
-                logits_TE, self.topk, balance=self.training, cache_fn=self.activations.cached_for_recompute
-            )
-        if self.quantile is not None:
-            estimate = self.training and torch.is_grad_enabled()
-            chosen_TK = self.activations.cached_for_recompute(
-                lambda: self.quantile.choose(logits_TE.detach(), self.topk, estimate)
-            )
-        elif self.fused_topk is not None and given_TK is None:
-            # the kernel cannot be given a selection, so a recomputed layer gives it the same numbers
-            bias_E = None if self.expert_bias is None else self.activations.cached_for_recompute(self.expert_bias.clone)
-            return self.fused_topk(
-                logits_TE,
-                self.topk,
-                use_pre_softmax=moe.moe_router_pre_softmax,
-                num_groups=moe.moe_router_num_groups,
-                group_topk=moe.moe_router_group_topk,
-                scaling_factor=moe.moe_router_topk_scaling_factor,
-                score_function=moe.moe_router_score_function,
-                expert_bias=bias_E,
-            )
-        return score_topk(
-            logits_TE,
-            self.topk,
-            score_function=moe.moe_router_score_function,
-            pre_softmax=moe.moe_router_pre_softmax,
-            num_groups=moe.moe_router_num_groups,
-            group_topk=moe.moe_router_group_topk,
-            group_score_topk=moe.moe_router_group_score_topk,
-            scaling_factor=moe.moe_router_topk_scaling_factor,
-            expert_bias_E=self.expert_bias,
-            cache_fn=self.activations.cached_for_recompute,
-            grid=self.grid,
-            chosen_TK=chosen_TK,
-            routing_TE=routing_TE,
-            given_TK=given_TK,
-            sparsemixer_jitter=moe.moe_router_sparsemixer_jitter,
-        )
-
-    def _route_by_token_id(self, logits_TE: Tensor, token_ids_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        moe = self.moe
-        if moe.moe_router_force_load_balancing or moe.moe_router_force_biased is not None:
-            chosen_TK = self.activations.cached_for_recompute(lambda: logits_TE.detach().topk(self.topk, dim=1)[1])
-        else:
-            assert token_ids_T is not None
-            chosen_TK = self.tid2eid[token_ids_T].long()
-        return score_topk(
-            logits_TE,
-            self.topk,
-            score_function=moe.moe_router_score_function,
-            pre_softmax=True,  # upstream's only softmax here: over all experts
-            scaling_factor=moe.moe_router_topk_scaling_factor,
-            chosen_TK=chosen_TK,
-        )
-
     def margin(self, logits_TE: Tensor) -> Tensor | None:
         """Return the routing margin of tokens; None if selection does not order a token's own scores."""
-        moe = self.moe
-        if self.grid is not None or self.is_hash_routed or moe.moe_router_load_balancing_type == "sinkhorn":
-            return None
-        if self.quantile is not None:  # selects by biased logits, whatever the score function
-            return compute_routing_margin(logits_TE.float() - self.quantile.bias_E, self.topk, "softmax")
-        return compute_routing_margin(
-            logits_TE,
-            self.topk,
-            moe.moe_router_score_function,
-            moe.moe_router_num_groups,
-            moe.moe_router_group_topk,
-            moe.moe_router_group_score_topk,
-            self.expert_bias,
-        )
+        return self.selection.margin(logits_TE, self.expert_bias)
 
     def _losses(
-        self, logits_TE: Tensor, shape: torch.Size, routing_TE: Tensor | None, valid: ValidTokens | None = None
+        self, logits_TE: Tensor, shape: torch.Size, choice: Choice | None, valid: ValidTokens | None = None
     ) -> Tensor:
-        """Accumulate the losses and return their gradient; `routing_TE` is the plain top-k, if it is known."""
+        """Accumulate the losses and return their gradient; `choice` is that of `preselect`."""
         moe = self.moe
         running = None
         if self.coefficients["global_load_balancing_loss"]:
             running = (self.global_tokens_per_expert, self.ga_steps)
-        if self.grid is not None:  # counts are those of FineRMoE's selection
-            routing_TE = to_routing_map(choose_slices(logits_TE, grid=self.grid, topk=self.topk), logits_TE)
+        kernels = self.balancing if valid is None and not self.selection.has_own_counts else None
         losses = balancing_losses(
             logits_TE,
             num_sequences=shape[1],
@@ -404,10 +301,8 @@ class TopKRouter(nn.Module):
             per_token_loss=self.per_token_loss,
             running=running,
             ps=self.ps,
-            counts=scores_and_counts
-            if routing_TE is None
-            else functools.partial(scores_and_counts, chosen_TE=routing_TE),
-            kernels=self.balancing if self.grid is None and valid is None else None,
+            chosen_TE=self.selection.counted(logits_TE, choice) if kernels is None else None,
+            kernels=kernels,
             valid=valid,
         )
         self.loss_sums += losses.values

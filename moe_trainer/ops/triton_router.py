@@ -1,9 +1,9 @@
 """Top-k routing as one Triton kernel each way, and the balancing losses with their gradient as three.
 
-The torch version (moe/topk.py: score_topk) is a dozen small operations whose launches cost more than their memory. A
-program holds all scores of a few tokens in registers; k rounds of arg-max choose, lower indices first among ties
-(torch.topk may differ on exact ties). Every token gets k experts, whatever its logits: NaN is the largest score, as for
-torch.topk. Backward recomputes scores from the logits. Scores, choice and weights are fp32
+The torch version (moe/selections/topk.py: score_topk) is a dozen small operations whose launches cost more than their
+memory. A program holds all scores of a few tokens in registers; k rounds of arg-max choose, lower indices first among
+ties (torch.topk may differ on exact ties). Every token gets k experts, whatever its logits: NaN is the largest score,
+as for torch.topk. Backward recomputes scores from the logits. Scores, choice and weights are fp32
 (fp64 for fp64); weights are rounded once. Balancing losses (moe/balancing.py) take two steps, between which counts may
 be reduced over ranks: `count_choices`, then `balancing_gradient`. A program stays inside one sequence and writes
 partial sums, which a second kernel adds: no atomics.
@@ -410,7 +410,7 @@ def fused_topk(
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose top-k experts per token and weigh them; as moe/topk.py: score_topk, in the form of TopKRouter.fused_topk.
+    """Choose top-k experts per token and weigh them; as moe/selections/topk.py: score_topk, with the arguments of TE.
 
     The bias takes part in the choice only. Returns: probs_TE, routing_TE bool.
     """

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trainer.moe.balancing import LOSS_NAMES
-from moe_trainer.moe.finermoe import choose_slices
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.moe.topk import to_routing_map
+from moe_trainer.moe.selections.selection import Choice
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.pipeline.schedule import ScheduleInputs
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, Order
@@ -85,10 +84,10 @@ class GlobalBalance:
         self._mean_size = len(self._shares) / max(1, len(groups))
 
     def __call__(
-        self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None, valid: ValidTokens | None = None
+        self, logits_TE: Tensor, shape: Sequence[int], choice: Choice | None, valid: ValidTokens | None = None
     ) -> Tensor:
         """Return the gradient of all losses; that of the global loss is added later, in place."""
-        grad_TE = self._others(logits_TE, shape, routing_TE, valid)
+        grad_TE = self._others(logits_TE, shape, choice, valid)
         counted_T = slice(None) if valid is None else valid.mask_T
         number = self.microbatch()
         assert number is not None, "routers run inside a microbatch"
@@ -102,13 +101,13 @@ class GlobalBalance:
         return grad_TE
 
     def _others(
-        self, logits_TE: Tensor, shape: Sequence[int], routing_TE: Tensor | None, valid: ValidTokens | None
+        self, logits_TE: Tensor, shape: Sequence[int], choice: Choice | None, valid: ValidTokens | None
     ) -> Tensor:
         router, coefficients = self.router, self.router.coefficients
         router.coefficients = others = {**coefficients, GLOBAL_LOSS: 0.0}
         try:
             if any(others.values()) or router.moe.moe_z_loss_coeff is not None:
-                return self._other_losses(logits_TE, shape, routing_TE, valid)
+                return self._other_losses(logits_TE, shape, choice, valid)
         finally:
             router.coefficients = coefficients
         return torch.zeros_like(logits_TE, dtype=torch.promote_types(logits_TE.dtype, torch.float32))
@@ -146,8 +145,7 @@ class GlobalBalance:
     def _counts(self, logits_TE: Tensor) -> Tensor:
         """Return the number of tokens of every expert [E], by the top-k of the scores."""
         router = self.router
-        if router.grid is not None:
-            experts_TK = choose_slices(logits_TE, grid=router.grid, topk=router.topk)
-            return to_routing_map(experts_TK, logits_TE).sum(0).float()
+        if router.selection.has_own_counts:
+            return router.selection.counted(logits_TE, None).sum(0).float()
         experts_TK = self._scores(logits_TE).topk(router.topk)[1]
         return torch.bincount(experts_TK.flatten(), minlength=router.num_experts).float()

@@ -17,11 +17,13 @@ reference of such a quantity has the padding of the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_trainer.model.mtp import MTPLosses, shift_left
+from moe_trainer.moe.selections.sinkhorn import SinkhornSelection
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.training.context import TrainContext
@@ -58,8 +60,9 @@ def emulate_topology(run: TrainContext, sharding: SequenceSharding, cp_sizes: It
         for layer in chunk.moe_layers():
             layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, get_tokens)
             layer.capacity = None  # each shard rounds it up, so the counts of all come from the routing
-            if run.args.moe.moe_router_load_balancing_type == "sinkhorn":
-                layer.router._route = route_by_shard(layer.router._route, get_tokens)
+            selection = layer.router.selection
+            if isinstance(selection, SinkhornSelection):
+                selection.route = route_by_shard(selection.route, get_tokens)
     losses = run.chunks[-1].mtp_losses
     if sharding.cp > 1 and losses is not None and not losses.is_global:
         by_context = SequenceSharding(1, sharding.cp)
@@ -69,11 +72,11 @@ def emulate_topology(run: TrainContext, sharding: SequenceSharding, cp_sizes: It
 
 
 def route_by_shard(decide: Callable, get_tokens: Callable[[], list[Tensor]]) -> Callable:
-    """Wrap a function from tensors [T, E] to probs_TE and routing_TE so that it runs separately for every shard."""
+    """Wrap a function to probs_TE and routing_TE so that it runs separately for every shard of its tensors [T, E]."""
 
-    def decide_by_shard(*tensors_TE: Tensor | None) -> tuple[Tensor, Tensor]:
+    def decide_by_shard(*inputs: Any) -> tuple[Tensor, Tensor]:
         tokens = get_tokens()
-        shards = [decide(*(None if tensor is None else tensor[index] for tensor in tensors_TE)) for index in tokens]
+        shards = [decide(*(each[index] if isinstance(each, Tensor) else each for each in inputs)) for index in tokens]
         order = torch.argsort(torch.cat(tokens))
         return torch.cat([probs for probs, _ in shards])[order], torch.cat([routing for _, routing in shards])[order]
 

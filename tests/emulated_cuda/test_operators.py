@@ -76,7 +76,7 @@ def router(x_TH, weight_EH):
 
 
 def select_topk(options: dict, logits_TE):
-    from moe_trainer.moe.topk import score_topk
+    from moe_trainer.moe.selections.topk import score_topk
 
     return score_topk(logits_TE * 2, 3, **options)
 

@@ -140,7 +140,7 @@ def test_experts_read_counts_on_the_device(biases):
 def test_sinkhorn_reads_convergence_once_per_layer_pass():
     """Sinkhorn balances in training and reads the convergence once in eight rounds of each layer."""
     found = on_device(alone, "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0")
-    asked = found.pop("train moe/sinkhorn.py")
+    asked = found.pop("train moe/selections/sinkhorn.py")
     passes = FEW_LAYERS * FEW_MICROBATCHES
     assert passes <= asked <= 2 * passes and found == expected("", 1, FEW_MICROBATCHES, FEW_LAYERS)
 

@@ -22,8 +22,11 @@ from memory.one_pass import (
 )
 
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe import sinkhorn as sinkhorn_module
-from moe_trainer.moe import topk as topk_module
+from moe_trainer.moe import capacity
+from moe_trainer.moe.selections import sinkhorn as sinkhorn_module
+from moe_trainer.moe.selections.grid import GridSelection
+from moe_trainer.moe.selections.quantile_balancing import QuantileBalancing
+from moe_trainer.moe.selections.topk import TopKSelection
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
 
@@ -59,15 +62,14 @@ def test_recompute_repeats_the_routing_of_the_first_pass(how, routing, monkeypat
                 layer.router.given_TK = torch.arange(2 * SEQ * BATCH).view(-1, 2) % 4
         loss = compute_loss(chunk, 0)
         if disturb:
-            monkeypatch.setattr(
-                topk_module, "_select", lambda scores_TE, topk, *_: scores_TE.topk(topk, largest=False)[1]
-            )
+            for kind in (TopKSelection, GridSelection):
+                monkeypatch.setattr(kind, "select", lambda self, keys_TE: keys_TE.topk(self.topk, largest=False)[1])
             monkeypatch.setattr(sinkhorn_module, "sinkhorn", lambda cost_TE: -cost_TE)
-            monkeypatch.setattr(topk_module, "_within_capacity", lambda probs, routing, *_: ~routing)
+            monkeypatch.setattr(capacity, "_within_capacity", lambda probs, routing, *_: ~routing)
             for layer in chunk.moe_layers():
                 layer.router.given_TK = None
-                if layer.router.quantile is not None:
-                    layer.router.quantile.bias_E += torch.randn(4) * 10
+                if isinstance(layer.router.selection, QuantileBalancing):
+                    layer.router.selection.bias_E += torch.randn(4) * 10
                 if layer.router.expert_bias is not None:
                     layer.router.expert_bias += torch.randn(4) * 10
         loss.backward()
@@ -102,7 +104,7 @@ def test_routers_count_once_under_recompute(how):
 def test_quantile_balancing_updates_once_under_recompute(how):
     (chunk,) = build(parsed(GROUPED, QUANTILES, how))
     compute_loss(chunk, 0).backward()
-    assert [layer.router.quantile.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
+    assert [layer.router.selection.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
 
 
 @pytest.mark.parametrize(("how", "times"), [("", 1), (UNIFORM, 2), (f"{SELECTIVE} moe", 2), (f"{SELECTIVE} core_attn", 1),

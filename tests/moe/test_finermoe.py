@@ -6,7 +6,8 @@ from moe.layers import build_layer, sections
 from moe.test_layer import AUX, compare
 
 from arguments.moe import ExpertGrid, MoEArgs
-from moe_trainer.moe.finermoe import SlicedPermutation, choose_slices
+from moe_trainer.moe.finermoe import SlicedPermutation
+from moe_trainer.moe.selections.grid import choose_slices
 
 
 def fine(cuts, slices, copies, candidates, each=1, **changes):

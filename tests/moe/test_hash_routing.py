@@ -10,9 +10,10 @@ from training.resuming import assert_alike, load_and_save, train_and_save
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.verify import verify_checkpoint
-from moe_trainer.moe.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.moe.topk import score_topk
+from moe_trainer.moe.selections.hash_routing import HashSelection
+from moe_trainer.moe.selections.quantile_balancing import KIND as QUANTILE_BALANCING
+from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
 
 HASH = "--moe-n-hash-layers 1 --moe-router-score-function sqrtsoftplus --moe-router-topk-scaling-factor 1.5".split()
@@ -90,7 +91,7 @@ def test_forced_bias_replaces_the_table():
 
 
 def test_layers_with_tables_estimate_no_quantiles():
-    assert make_router(moe_router_load_balancing_type=QUANTILE_BALANCING).quantile is None
+    assert type(make_router(moe_router_load_balancing_type=QUANTILE_BALANCING).selection) is HashSelection
 
 
 def test_only_the_first_layers_have_tables_and_the_others_have_biases():

@@ -10,8 +10,8 @@ from training.layouts import compare, create_groups, make_argv, make_run, shallo
 
 from arguments import ArgumentError, parse_args
 from moe_trainer.moe.balancing import reset_iteration, update_biases
-from moe_trainer.moe.quantile_balancing import choose_and_estimate
-from moe_trainer.moe.topk import score_topk
+from moe_trainer.moe.selections.quantile_balancing import choose_and_estimate
+from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
@@ -71,7 +71,7 @@ def test_quantile_bias_balances_a_skewed_router():
 def test_quantile_bias_affects_selection_but_not_weights(score):
     layer = build_layer(sections(moe_router_score_function=score, moe_router_topk_scaling_factor=2.5, **ON))
     layer.router.recorder = []
-    layer.router.quantile.bias_E.copy_(torch.tensor([9.0] * 4 + [0.0] * 4))
+    layer.router.selection.bias_E.copy_(torch.tensor([9.0] * 4 + [0.0] * 4))
     probs, routing = layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
     assert not routing[:, :4].any() and (routing.sum(1) == 2).all()
     logits = layer.router.recorder[0]["logits"].masked_fill(~routing, float("-inf"))
@@ -80,7 +80,7 @@ def test_quantile_bias_affects_selection_but_not_weights(score):
 
 def test_quantile_bias_update_is_centered_and_smoothed():
     layer = build_layer(sections(moe_router_quantile_balancing_ema=0.75, **ON))
-    quantile, x = layer.router.quantile, torch.randn(8, 2, 16, dtype=torch.float64)
+    quantile, x = layer.router.selection, torch.randn(8, 2, 16, dtype=torch.float64)
     old = torch.linspace(-1, 1, EXPERTS)
     quantile.bias_E.copy_(old)
     layer.router(x)
@@ -102,16 +102,23 @@ def test_discarded_and_frozen_passes_do_not_update_the_bias():
     layer = build_layer(sections(**ON))
     layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
     reset_iteration([fake_chunk(layer)])
-    assert layer.router.quantile.count == 0
+    assert layer.router.selection.count == 0
     layer.router(torch.randn(8, 2, 16, dtype=torch.float64))
     update_biases([fake_chunk(layer)], ParallelState.single(), frozen=True)
-    assert layer.router.quantile.count == 0 and not layer.router.quantile.bias_E.any()
+    assert layer.router.selection.count == 0 and not layer.router.selection.bias_E.any()
 
 
 def test_quantile_bias_stays_fp32_in_half_precision():
     layer = build_layer(sections(**ON), dtype=torch.bfloat16)
-    assert {buffer.dtype for buffer in layer.router.quantile.buffers()} == {torch.float32}
+    assert {buffer.dtype for buffer in layer.router.selection.buffers()} == {torch.float32}
     assert [name for name, _ in layer.named_state_buffers()] == ["decoder.layers.0.mlp.router.qb_beta"]
+
+
+def test_no_kernel_replaces_the_choice_by_quantiles():
+    router = build_layer(sections(**ON)).router
+    router.use_kernels(pytest.fail, None)
+    router(torch.randn(8, 2, 16, dtype=torch.float64))
+    assert router.selection.count == 1
 
 
 def _train(rank, n, argvs):

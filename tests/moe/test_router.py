@@ -5,8 +5,12 @@ import torch
 from moe.layers import EXPERTS, build_layer, sections
 
 from moe_trainer.moe.balancing import loss_coefficients
-from moe_trainer.moe.sinkhorn import sinkhorn, sinkhorn_topk
-from moe_trainer.moe.topk import _NormalizeSelected, drop_beyond_capacity, expert_capacity, score_topk
+from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
+from moe_trainer.moe.selections.scores import _NormalizeSelected
+from moe_trainer.moe.selections.selection import RoutingInputs
+from moe_trainer.moe.selections.sinkhorn import sinkhorn, sinkhorn_topk
+from moe_trainer.moe.selections.sparsemixer import SparseMixer
+from moe_trainer.moe.selections.topk import TopKSelection, score_topk
 
 # token x expert; two experts per token
 PROBS = torch.tensor(
@@ -266,7 +270,8 @@ def test_given_experts_take_the_routers_probabilities(score, bias):
     own_probs, own_routing = router(x)
     losses = router.loss_sums.clone()
     given = torch.tensor([[7, 0], [1, 2], [-1, -1], [6, 5], [0, 4], [3, 2]])
-    router.fused_topk, router.given_TK = None if score == "softmax" else pytest.fail, given
+    router.use_kernels(None if score == "softmax" else pytest.fail, None)
+    router.given_TK = given
     if bias:
         router.local_tokens_per_expert.zero_()
     router.loss_sums.zero_()
@@ -291,7 +296,7 @@ def test_sparsemixer_weights_and_gradients_are_those_of_transformers(jitter):
     logits = torch.randn(200, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     logits[:20] -= 5.0  # all negative: the distance is relative to the other logit
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    probs, routing = score_topk(ours, 2, sparsemixer_jitter=jitter)
+    probs, routing = TopKSelection(2, SparseMixer(jitter)).route(ours, None, RoutingInputs())
     weights, chosen = phimoe.sparsemixer(theirs, jitter, training=False)
     expected = torch.zeros_like(logits).scatter(1, chosen, weights)
     assert torch.equal(routing, expected.detach() > 0)
@@ -304,5 +309,28 @@ def test_sparsemixer_weights_and_gradients_are_those_of_transformers(jitter):
 
 
 def test_sparsemixer_with_a_scaling_factor_and_logits_of_zero():
-    probs, routing = score_topk(torch.zeros(3, 4), 2, sparsemixer_jitter=0.1, scaling_factor=1.5)
+    selection = TopKSelection(2, SparseMixer(0.1, factor=1.5))
+    probs, routing = selection.route(torch.zeros(3, 4), None, RoutingInputs())
     torch.testing.assert_close(probs[routing].view(3, 2), torch.tensor([[1.5 / 4, 1.5 / 3]]).expand(3, 2))
+
+
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
+
+
+@pytest.mark.parametrize(("flags", "kind", "by_kernel"), [
+    ({}, "LogitSelection", "FusedSelection"),
+    ({"moe_router_enable_expert_bias": True}, "TopKSelection", "FusedSelection"),
+    ({"moe_router_score_function": "sigmoid"}, "TopKSelection", "FusedSelection"),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "TopKSelection", "FusedSelection"),
+    ({"moe_enable_routing_replay": True}, "ReplaySelection", "ReplaySelection"),
+    (SINKHORN, "SinkhornSelection", "SinkhornSelection"),
+    ({"moe_n_hash_layers": 1, **SINKHORN}, "HashSelection", "HashSelection"),
+    ({"moe_n_hash_layers": 1, "moe_router_force_load_balancing": True}, "ForcedSelection", "ForcedSelection"),
+])  # fmt: skip
+def test_flags_choose_one_selection_and_a_kernel_replaces_only_top_k(flags, kind, by_kernel):
+    router = build_layer(sections(**flags)).router
+    assert type(router.selection).__name__ == kind
+    router.use_kernels(print, None)
+    assert type(router.selection).__name__ == by_kernel
+    router.use_kernels(None, None)
+    assert type(router.selection).__name__ == kind

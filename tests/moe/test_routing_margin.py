@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from moe_trainer.moe.routing_margin import compute_routing_margin
-from moe_trainer.moe.topk import score_topk
+from moe_trainer.moe.selections.groups import make_groups
+from moe_trainer.moe.selections.margin import compute_routing_margin
+from moe_trainer.moe.selections.topk import score_topk
 
 CASES = {
     "softmax": {},
@@ -29,7 +30,8 @@ def test_margin_is_the_smallest_change_that_alters_routing(case):
     def choice(x_TE):
         return score_topk(x_TE, 4, pre_softmax=pre_softmax, expert_bias_E=bias_E, **options)[1]
 
-    margin_T = compute_routing_margin(logits_TE, 4, expert_bias_E=bias_E, **options)
+    groups = make_groups(4, options["num_groups"], options["group_topk"], options.get("group_score_topk"))
+    margin_T = compute_routing_margin(logits_TE, 4, options["score_function"], groups, bias_E)
     assert margin_T.shape == (500,) and margin_T.dtype == torch.float32 and (margin_T >= 0).all()
     largest_T = (
         margin_T.double() * logits_TE.square().mean(-1).sqrt() / 2

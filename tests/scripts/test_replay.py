@@ -18,7 +18,7 @@ from moe_trainer.debug import step_record
 from moe_trainer.debug.step_record import Record
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.moe.layer import MoELayer
-from moe_trainer.moe.router import TopKRouter
+from moe_trainer.moe.selections.topk import TopKSelection
 from moe_trainer.resilience import rejection
 
 # imported here, since libraries would keep the streams of the test that imports it
@@ -183,13 +183,13 @@ def test_replay_tells_near_ties_from_routing_faults(tmp_path, replay, monkeypatc
     _, out, err = replay(folder, "--fp32")
     assert "near ties of the routing: " in out and "excluded because they follow near ties" in out, out + err
     assert "chosen experts: 2, 0 differ" in out and "first difference: chosen experts" not in out, out
-    right = TopKRouter._route
+    right = TopKSelection.route
 
     def wrong(self, logits_TE, *chosen):
         probs_TE, routing_TE = right(self, logits_TE, *chosen)
         return probs_TE, routing_TE.index_put((torch.tensor(5),), routing_TE[5].roll(3))
 
-    monkeypatch.setattr(TopKRouter, "_route", wrong)
+    monkeypatch.setattr(TopKSelection, "route", wrong)
     code, out, err = replay(folder)
     assert code == 1 and "first difference: chosen experts of decoder.layers.1.mlp.router\n" in out, out + err
     assert "tokens, first in decoder.layers.1" not in out and "token 2; 8 of 1024 tokens" in out, out

@@ -193,7 +193,7 @@ def attach_dispatcher(
         ValueError: if a CUDA graph holds dropless experts whose token counts cannot stay on the device.
     """
     for layer in layers:
-        layer.router.fused_topk, layer.router.balancing = fused_topk, balancing
+        layer.router.use_kernels(fused_topk, balancing)
     problems = {layer.set_dispatcher(dispatcher) for layer in layers} - {None}
     dispatcher.set_budgets([layer.budget for layer in layers if layer.budget is not None])
     for problem in sorted(problems):

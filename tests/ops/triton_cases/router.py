@@ -5,7 +5,7 @@ import torch
 
 from moe_trainer.layers.kernels import Balancing
 from moe_trainer.moe import balancing
-from moe_trainer.moe.topk import score_topk
+from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.ops import triton_router
 from moe_trainer.parallel.state import ParallelState
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trainer.moe.selections.groups import ExpertGroups
+
 _MAX_SLOPE = MappingProxyType({"sigmoid": 0.25, "sqrtsoftplus": 0.32})  # of a score over its logit
 
 
@@ -17,9 +19,7 @@ def compute_routing_margin(
     logits_TE: Tensor,
     topk: int,
     score_function: str,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    group_score_topk: int | None = None,
+    groups: ExpertGroups | None = None,
     expert_bias_E: Tensor | None = None,
 ) -> Tensor:
     """Return the lead of the last selected expert (and group) over the next one, [T] fp32; 0 is a tie.
@@ -38,23 +38,22 @@ def compute_routing_margin(
     if score_function == "softmax" and expert_bias_E is not None:
         return _biased_share_margin(logits_TE, topk, expert_bias_E) / _size(logits_TE)
     if score_function == "softmax":
-        scores_TE, slope = (logits_TE if not group_topk else torch.softmax(logits_TE, dim=-1)), 1.0
+        scores_TE, slope = (logits_TE if groups is None else torch.softmax(logits_TE, dim=-1)), 1.0
     else:
         scores_TE = torch.sigmoid(logits_TE) if score_function == "sigmoid" else F.softplus(logits_TE).sqrt()
         scores_TE, slope = (
             (scores_TE if expert_bias_E is None else scores_TE + expert_bias_E),
             _MAX_SLOPE[score_function],
         )
-    if not group_topk:
+    if groups is None:
         margin_T = lead(scores_TE.sort(dim=-1, descending=True)[0], topk) / slope
     else:
-        scored = group_score_topk or topk // group_topk
-        groups_TG, masked_TE = mask_to_best_groups(scores_TE, num_groups, group_topk, scored)
+        groups_TG, masked_TE = groups.mask_to_best(scores_TE)
         sums_TG, best_TE = groups_TG.sort(dim=-1, descending=True)[0], masked_TE.sort(dim=-1, descending=True)[0]
         if score_function == "softmax":  # a share changes by itself times the change of its logit
-            margin_T = torch.minimum(lead(best_TE.clamp(min=0.0).log(), topk), lead(sums_TG.log(), group_topk))
+            margin_T = torch.minimum(lead(best_TE.clamp(min=0.0).log(), topk), lead(sums_TG.log(), groups.topk))
         else:
-            margin_T = torch.minimum(lead(best_TE, topk), lead(sums_TG, group_topk) / scored) / slope
+            margin_T = torch.minimum(lead(best_TE, topk), lead(sums_TG, groups.topk) / groups.scored) / slope
     return margin_T / _size(logits_TE)
 
 
@@ -76,16 +75,3 @@ def _biased_share_margin(logits_TE: Tensor, topk: int, expert_bias_E: Tensor) ->
     distance_TE = (keys_TE - middle_T1) / shares_TE.clamp(min=1e-30)
     fall_TE = -torch.log1p(-distance_TE.clamp(max=1.0))  # infinite if the bias alone is above
     return torch.where(keys_TE > middle_T1, fall_TE, torch.log1p(-distance_TE.clamp(max=0.0))).amin(-1)
-
-
-def mask_to_best_groups(scores_TE: Tensor, num_groups: int, group_topk: int, scored: int) -> tuple[Tensor, Tensor]:
-    """Return group scores TG, and expert scores TE with -inf outside the best groups.
-
-    A group's score is the sum of its `scored` best scores.
-    Source: DeepSeek-V2, section 2.1.3 (the best one); DeepSeek-V3, section 2.1.2 (top-k / groups of them).
-    """
-    scores_TGM = scores_TE.view(scores_TE.shape[0], num_groups, -1)
-    group_scores_TG = scores_TGM.topk(scored, dim=-1)[0].sum(-1)
-    best_TG = group_scores_TG.topk(group_topk, dim=-1, sorted=False)[1]
-    outside_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, best_TG, False)
-    return group_scores_TG, scores_TGM.masked_fill(outside_TG.unsqueeze(-1), float("-inf")).flatten(1)

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from moe_trainer.moe.dispatch.base import CacheFn, no_cache
-from moe_trainer.moe.topk import to_routing_map
+from moe_trainer.moe.selections.scores import wide_dtype
+from moe_trainer.moe.selections.selection import (
+    Choice,
+    ExpertSelection,
+    RoutingInputs,
+    SelectionContext,
+    to_routing_map,
+)
 
 ROUNDS_PER_CHECK = 8  # rounds on a device between the host's checks of convergence
 
@@ -63,7 +70,7 @@ def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, cache_fn: CacheFn
     Returns:
         probs_TE and routing_TE.
     """
-    wide = torch.promote_types(logits_TE.dtype, torch.float32)
+    wide = wide_dtype(logits_TE)
     if topk == 1:
         scores_TE = torch.sigmoid(logits_TE)
     else:
@@ -72,3 +79,17 @@ def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, cache_fn: CacheFn
         indices_TK = cache_fn(lambda: (sinkhorn(logits_TE.to(wide)) if balance else scores_TE).topk(topk, dim=1)[1])
         routing_TE = to_routing_map(indices_TK, logits_TE)
     return scores_TE * routing_TE, routing_TE
+
+
+class SinkhornSelection(ExpertSelection):
+    """Sinkhorn routing; evaluation does not balance."""
+
+    def __init__(self, context: SelectionContext):
+        self.topk, self.cache_fn = context.moe.moe_router_topk, context.cache_fn
+
+    @classmethod
+    def applies(cls, context: SelectionContext) -> bool:
+        return context.moe.moe_router_load_balancing_type == "sinkhorn"
+
+    def route(self, logits_TE: Tensor, choice: Choice | None, inputs: RoutingInputs) -> tuple[Tensor, Tensor]:
+        return sinkhorn_topk(logits_TE, self.topk, balance=inputs.training, cache_fn=self.cache_fn)
