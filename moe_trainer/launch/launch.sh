@@ -25,6 +25,8 @@ if [ "$nodes" -gt 1 ]; then
         whose=${DEFAULTS[NNODES]:+", the launch value in ${SECTION_FILE##*/},"}
         fail "NNODES=$nodes$whose needs NODE_RANK and MASTER_ADDR on every node; NNODES=1 trains on this one"
     fi
+    [[ $NODE_RANK =~ ^[0-9]{1,9}$ ]] && [ "$NODE_RANK" -lt "$nodes" ] || # else the nodes would wait for another
+        fail "NODE_RANK=$NODE_RANK: a number from 0 to $((nodes - 1)) is needed, since there are NNODES=$nodes nodes"
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 logs=$OUTPUT_PATH/logs/node${NODE_RANK:-0}

@@ -122,6 +122,8 @@ model_key() {
 read_section() {
     local name=launch${VARIANT:+_$VARIANT} file variable value
     [ -n "${MODEL:-}" ] || return 0
+    [[ ${VARIANT:-x} =~ ^[A-Za-z0-9_]+$ ]] || # it becomes a pattern
+        fail "VARIANT=$VARIANT: only letters, digits and underscores are in the name of a section$(variants_of_preset)"
     for file in "${TRAINING_PARAMS_PATH:-$MODEL}" "$ROOT/model_zoo/$(model_key).yaml"; do
         [ ! -f "$file" ] || ! grep -q "^$name *:" "$file" || break
         file=

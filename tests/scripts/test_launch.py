@@ -610,6 +610,19 @@ def test_section_that_is_not_understood_is_rejected(tmp_path, section, message):
     assert "own.yaml: " in error and message in error
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("MODEL=deepseek_v3 VARIANT=25.k", "VARIANT=25.k: only letters, digits and underscores"),
+        ("MODEL=mixtral_tiny NNODES=2 MASTER_ADDR=a NODE_RANK=2", "NODE_RANK=2: a number from 0 to 1 is needed"),
+        ("MODEL=mixtral_tiny NNODES=2 MASTER_ADDR=a NODE_RANK=node1", "NODE_RANK=node1: a number from 0 to 1 is"),
+    ],
+)
+def test_variable_that_names_nothing_is_rejected(tmp_path, variables, message):
+    refused = launch("launch.sh", tmp_path, "", variables)
+    assert refused.returncode == 2 and message in refused.stderr and list(tmp_path.iterdir()) == []
+
+
 def test_section_with_line_ends_of_windows_and_quotes(tmp_path):
     content = "launch:\n  EP: 4\n  RECOMPUTE: 'mlp # x' # why\nMODEL_ARGS:\n  --num-layers: 8\n"
     (tmp_path / "own.yaml").write_bytes(content.replace("\n", "\r\n").encode())
