@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from arguments.checkpoint_args import TOKENIZER_FILES
 from arguments.paths import local_path, local_prefix
 from arguments.program import program_name
 from arguments.settings import shorten
@@ -69,7 +70,7 @@ def _train(inputs: list[str], json_keys: list[str], vocab_size: int, folder: Pat
 
     if not 0 < vocab_size <= _LARGEST:
         raise UserError(f"--vocab-size {shorten(str(vocab_size))} must be above 0 and at most {_LARGEST}")
-    present = [name for name in ("tokenizer.model", "tokenizer.json") if (folder / name).exists()]
+    present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     if present:
         raise UserError(f"--output-dir {folder}: there is a {present[0]} already; name another folder")
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())

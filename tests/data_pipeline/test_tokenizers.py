@@ -389,11 +389,15 @@ def test_tokenizer_that_cannot_be_trained_writes_nothing(tmp_path, capsys, kind,
 
 def test_folder_is_checked_before_a_tokenizer_is_trained(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tokenizer_training, "train_sentencepiece", None)
-    (tmp_path / "a.txt").write_text("a b")
-    for folder in (tmp_path / "a.txt", tmp_path / "a.txt" / "made"):
-        words = ["--input", tmp_path / "a.txt", "--vocab-size", 300, "--output-dir", folder]
+    file, other = tmp_path / "a.txt", tmp_path / "of_a_model"
+    file.write_text("a b")
+    other.mkdir()
+    (other / "tokenizer_config.json").touch()  # next to a vocab.json, for example
+    no_folder = f"{file} is no folder that can be written to"
+    for folder, problem in ((file, no_folder), (file / "made", no_folder), (other, "there is a tokenizer_config.json")):
+        words = ["--input", file, "--vocab-size", 300, "--output-dir", folder]
         done = call_main(train_tokenizer.main, words, capsys)
-        assert done.returncode == 2 and f"{folder}: {tmp_path / 'a.txt'} is no folder that can" in done.stderr
+        assert done.returncode == 2 and f"--output-dir {folder}: {problem}" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
