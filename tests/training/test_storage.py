@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -163,12 +164,15 @@ def test_total_limit_spares_what_the_run_started_from(tmp_path, monkeypatch):
     limited = [*LINE, "--save-total-limit", "1"]
     assert run([*limited, "--exit-interval", "4"], tmp_path, 2).returncode == 0
     assert saved(tmp_path) == [4] and (tmp_path / "deleted").read_text() == "2 "
-    assert run(limited, tmp_path).returncode == 0
+    assert run([*limited, "--save", "./ckpt"], tmp_path).returncode == 0
     assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
     other = [part for part in limited if part != "--auto-resume"]
-    refused = run([*other, "--seed", "7", "--save-interval", "3"], tmp_path)
-    assert refused.returncode == 2 and "checkpoints that this run does not continue (iteration 4, 8)" in refused.stderr
-    assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
+    shutil.copytree(tmp_path / "ckpt", tmp_path / "elsewhere")
+    for words in ("--seed 7", "--load ckpt --finetune", "--load elsewhere --train-iters 12"):
+        refused = run([*other, "--save-interval", "3", *words.split()], tmp_path)
+        problem = "checkpoints that this run does not continue (iteration 4, 8)"
+        assert refused.returncode == 2 and problem in refused.stderr, (words, refused.stderr)
+        assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
 
 
 def flip_bit(folder):
