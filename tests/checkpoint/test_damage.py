@@ -18,7 +18,7 @@ from bad_input import cut, error_of, flip
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import run_ranks
 
-from moe_trainer.checkpoint import directory, saving
+from moe_trainer.checkpoint import directory
 from moe_trainer.checkpoint.index import check
 from moe_trainer.checkpoint.manager import (
     AsyncSaver,
@@ -188,32 +188,6 @@ def test_simulated_full_disk_leaves_the_last_checkpoint(saved, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device.*iteration 6 there is complete and remains"):
         save(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions(total_limit=1))
     assert sorted(path.name for path in saved.iterdir()) == before
-
-
-def test_crash_of_a_background_save_leaves_older_checkpoints(saved, monkeypatch):
-    def crash(pending):
-        raise MemoryError("no host memory")
-
-    before, saver = sorted(path.name for path in saved.iterdir()), AsyncSaver()
-    monkeypatch.setattr(saving.PendingSave, "write", crash)
-    saver.start(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions(total_limit=1))
-    with pytest.raises(CheckpointError, match="no host memory.*iteration 6 there is complete and remains"):
-        saver.finish()
-    assert sorted(path.name for path in saved.iterdir()) == before
-
-
-def test_older_checkpoints_stay_where_the_file_system_lost_bytes(saved, monkeypatch, caplog):
-    """The save has succeeded as far as the run can know, and is not repeated."""
-
-    def publish(folder, *where):
-        cut(folder / "__0_0.distcp", 0.5)
-        directory.publish(folder, *where)
-
-    monkeypatch.setattr(saving, "publish", publish)
-    save(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions(total_limit=1))
-    assert "after saving the checkpoint of iteration 9: " in caplog.text
-    assert "older checkpoints are kept (iteration 3, 6)" in caplog.text
-    assert directory.complete_iterations(saved) == [3, 6, 9] and latest_valid(saved) == 6
 
 
 @pytest.mark.parametrize(
