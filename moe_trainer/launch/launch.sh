@@ -17,6 +17,7 @@ flags_of_run "$@"
 nodes=${NNODES:-1}
 gpus=${GPUS_PER_NODE:-8}
 python=$(find_run_python)
+command -v "$python" >/dev/null || fail "PYTHON=$python: there is no such program"
 rendezvous=(--standalone)
 if [ "$nodes" -gt 1 ]; then
     if [ "${DRY_RUN:-0}" = 1 ]; then
@@ -44,7 +45,7 @@ printf '\n'
 check_flags $((nodes * gpus))
 [ "${DRY_RUN:-0}" != 1 ] || exit 0
 
-mkdir -p "$logs"
+mkdir -p "$logs" || fail "OUTPUT_PATH=$OUTPUT_PATH: the folder of the logs cannot be made"
 [ "${#EXPORTS[@]}" = 0 ] || export "${EXPORTS[@]}" # without names it would print all
 # shellcheck disable=SC2016 # torchrun's variable
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '

@@ -494,7 +494,7 @@ find_recipe() {
 # Print the names of the variables in the recipe file.
 recipe_variables() {
     # shellcheck disable=SC2016 # the file's text, in which nothing is expanded here
-    grep -v '^ *#' "$RECIPE" | { grep -oE '\$\{?[A-Za-z_][A-Za-z0-9_]*' || true; } | tr -d '${' | sort -u
+    sed '/^ *#/d' "$RECIPE" | { grep -aoE '\$\{?[A-Za-z_][A-Za-z0-9_]*' || true; } | tr -d '${' | sort -u
 }
 
 # Print the names of the environment variables that the recipe file sets; nothing for a preset.
