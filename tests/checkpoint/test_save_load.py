@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from bad_input import cut
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
-from moe_trainer.checkpoint import directory, index, saving
+from moe_trainer.checkpoint import index
 from moe_trainer.checkpoint.index import check
 from moe_trainer.checkpoint.inspect import describe
 from moe_trainer.checkpoint.manager import (
@@ -26,7 +25,6 @@ from moe_trainer.checkpoint.manager import (
     read_saved_args,
     save,
 )
-from moe_trainer.checkpoint.resolve import latest_valid
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -221,33 +219,13 @@ def test_total_limit_removes_the_link_to_a_checkpoint_and_not_the_checkpoint(tmp
     assert (elsewhere / "iter_0000005" / "metadata.json").exists()
 
 
-def test_total_limit_counts_no_save_in_progress(tmp_path, monkeypatch, caplog):
-    """Nor one that crashed, or whose bytes the file system has lost, as far as sizes show it."""
-    saver, model, limited = AsyncSaver(), FakeModel(), SaveOptions(total_limit=1)
+def test_total_limit_counts_no_save_in_progress(tmp_path):
+    saver, model = AsyncSaver(), FakeModel()
     for iteration in (1, 2, 3):
-        saver.start(tmp_path, state(iteration), [model], None, SINGLE, limited)
+        saver.start(tmp_path, state(iteration), [model], None, SINGLE, SaveOptions(total_limit=1))
         assert latest_iteration(tmp_path) == (iteration - 1 or None), "the older one stays until the newer is complete"
     saver.finish()
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
-
-    def crash(pending):
-        raise MemoryError("no host memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saving.PendingSave, "write", crash)
-        saver.start(tmp_path, state(4), [model], None, SINGLE, limited)
-        with pytest.raises(CheckpointError, match="no host memory.*iteration 3 there is complete and remains"):
-            saver.finish()
-    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
-
-    def publish(folder, *where):
-        cut(folder / "__0_0.distcp", 0.5)
-        directory.publish(folder, *where)
-
-    monkeypatch.setattr(saving, "publish", publish)
-    save(tmp_path, state(5), [model], None, SINGLE, limited)
-    assert "after saving the checkpoint of iteration 5: " in caplog.text and "(iteration 3)" in caplog.text
-    assert directory.complete_iterations(tmp_path) == [3, 5] and latest_valid(tmp_path) == 3
 
 
 def test_mixed_precision_keeps_both_copies(tmp_path):
