@@ -1,7 +1,11 @@
 """`moe-trainer tune`: sizes that run, that are refused and that do not fit are rows, and the line's folders stay empty."""
 
+import os
+import select
 import signal
+import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from commands import call_main, run
@@ -127,6 +131,14 @@ def test_command_that_runs_too_long_is_ended_with_what_it_started(tmp_path):
     assert (tmp_path / "out").read_text() == "5\n"
     with pytest.raises(UserError, match="not-there: cannot be started"):
         trial.run_command(["not-there"], tmp_path / "out", 1)
+    words = ["bash", "-c", "sleep 1000 & echo started; wait"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.stdout.readline()
+        trial._end(process)
+        ended, *_ = select.select([process.stdout], [], [], 60)  # readable when the last one that has it is gone
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert ended and process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
