@@ -6,18 +6,24 @@ writes my_tokenizer/tokenizer.model (SentencePiece) or, with --tokenizer-type Hu
 prints the flags that name it to preprocess and to the trainer. All text is held in memory: some hundred MB are enough.
 """
 
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from arguments.checkpoint_args import TOKENIZER_FILES
 from arguments.paths import local_path, local_prefix
 from arguments.program import program_name
+from arguments.settings import shorten
 from moe_trainer.commands.command_parser import make_command_parser
-from moe_trainer.errors import UserError, require_packages
+from moe_trainer.errors import UserError, name_write_errors, require_packages
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import atomic_write
 
 SENTENCEPIECE, HUGGING_FACE = "SentencePieceTokenizer", "HuggingFaceTokenizer"
+_LARGEST = 10**8
+"""Number of tokens; the libraries end without a message where they cannot count or hold them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"{program_name('train-tokenizer')}: interrupted; nothing was written", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    print(f"--tokenizer-type {options.tokenizer_type} --tokenizer-model {model}")
+    print(shlex.join(["--tokenizer-type", options.tokenizer_type, "--tokenizer-model", str(model)]))
     return ExitCode.OK
 
 
@@ -57,24 +63,28 @@ def _train(inputs: list[str], json_keys: list[str], vocab_size: int, folder: Pat
 
     Raises:
         UserError: naming the flag or file that is wrong; nothing is written then.
-        OSError: if the folder cannot be written.
+        OSError: if an input cannot be read.
     """
     from moe_trainer.data.preprocess import read_texts
     from moe_trainer.data.tokenizer_training import train_byte_level_bpe, train_sentencepiece
 
-    if vocab_size < 1:
-        raise UserError(f"--vocab-size {vocab_size} must be above 0")
-    present = [name for name in ("tokenizer.model", "tokenizer.json") if (folder / name).exists()]
+    if not 0 < vocab_size <= _LARGEST:
+        raise UserError(f"--vocab-size {shorten(str(vocab_size))} must be above 0 and at most {_LARGEST}")
+    present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     if present:
         raise UserError(f"--output-dir {folder}: there is a {present[0]} already; name another folder")
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):  # known before hours of training
+        raise UserError(f"--output-dir {folder}: {place} is no folder that can be written to")
     texts = read_texts(inputs, json_keys)
     files: dict[str, bytes] = {}
     if kind == SENTENCEPIECE:
         files["tokenizer.model"] = train_sentencepiece(texts, vocab_size)
     else:
         files |= {name: text.encode() for name, text in train_byte_level_bpe(texts, vocab_size).items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        with atomic_write(folder / name, "wb") as file:
-            file.write(content)
+    with name_write_errors("--output-dir", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            with atomic_write(folder / name, "wb") as file:
+                file.write(content)
     return folder / "tokenizer.model" if kind == SENTENCEPIECE else folder

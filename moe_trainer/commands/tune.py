@@ -10,6 +10,7 @@ Of the line's folders only the cache of sample indices is written to. The option
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import tempfile
@@ -18,13 +19,15 @@ from pathlib import Path
 
 from arguments.pasted_line import split_pasted_line
 from arguments.program import program_name
+from arguments.settings import shorten
 from arguments.tokens import parse_tokens
 from moe_trainer.commands.command_parser import make_command_parser
-from moe_trainer.errors import UserError, require_packages
+from moe_trainer.errors import UserError, as_user_error, require_packages
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.launch.trial import WARMUP, Trial, run_trial
 
 _OWN = ("--micro-batch-size", "--iterations", "--timeout")
+_SIZE = r"0*[1-9]\d{0,8}"
 _AS_FAST = 1.02  # medians that differ less count as equal
 
 
@@ -42,9 +45,9 @@ def main(words: Sequence[str]) -> int:
     )
     split = _own_words(words)
     options = parser.parse_args(["--help"] if {"-h", "--help"} & set(words) else words[:split])
-    sizes = [int(part) for part in options.micro_batch_size.split(",") if part.isdecimal() and int(part) > 0]
-    if len(sizes) != options.micro_batch_size.count(",") + 1:
-        parser.error(f"--micro-batch-size {options.micro_batch_size}: numbers above 0 are needed, as 1,2,4,8")
+    if not re.fullmatch(rf"{_SIZE}(,{_SIZE})*", options.micro_batch_size):
+        parser.error(f"--micro-batch-size {shorten(options.micro_batch_size)}: numbers above 0 are needed, as 1,2,4,8")
+    sizes = list(dict.fromkeys(map(int, options.micro_batch_size.split(","))))
     if options.iterations <= WARMUP:
         parser.error(f"--iterations {options.iterations}: more than {WARMUP} are needed, since the first do not count")
     if not options.timeout > 0:
@@ -60,10 +63,12 @@ def main(words: Sequence[str]) -> int:
     if problems:
         parser.error("\n  ".join(problem.message for problem in problems))
     # a trial's processes are ended, and its folder is deleted, on the way out
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         require_packages("torch", "numpy", "safetensors")
-        trials = _run(list(dict.fromkeys(sizes)), start, flags, options.iterations, options.timeout)
+        trials = _run(sizes, start, flags, options.iterations, options.timeout)
     except UserError as error:
         print(f"{program_name('tune')}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
@@ -93,7 +98,10 @@ def _run(
     trials = {}
     print(_row("micro-batch size", "tokens/s", "s/iteration", "peak memory", "note"), flush=True)
     for size in sizes:
-        with tempfile.TemporaryDirectory(prefix="moe_trainer_tune_") as folder:
+        with (
+            as_user_error("a trial's folder, below TMPDIR"),
+            tempfile.TemporaryDirectory(prefix="moe_trainer_tune_") as folder,
+        ):
             trials[size] = trial = run_trial(start, flags, size, iterations, timeout_s, Path(folder))
         numbers = (f"{trial.tokens_per_s:,.0f}", f"{trial.seconds:.3f}", f"{trial.memory_mb:,.0f} MiB")
         print(_row(str(size), *(("-", "-", "-") if trial.note else numbers), trial.note), flush=True)

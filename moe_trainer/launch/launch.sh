@@ -17,6 +17,7 @@ flags_of_run "$@"
 nodes=${NNODES:-1}
 gpus=${GPUS_PER_NODE:-8}
 python=$(find_run_python)
+command -v "$python" >/dev/null || fail "PYTHON=$python: there is no such program"
 rendezvous=(--standalone)
 if [ "$nodes" -gt 1 ]; then
     if [ "${DRY_RUN:-0}" = 1 ]; then
@@ -25,6 +26,8 @@ if [ "$nodes" -gt 1 ]; then
         whose=${DEFAULTS[NNODES]:+", the launch value in ${SECTION_FILE##*/},"}
         fail "NNODES=$nodes$whose needs NODE_RANK and MASTER_ADDR on every node; NNODES=1 trains on this one"
     fi
+    [[ $NODE_RANK =~ ^[0-9]{1,9}$ ]] && [ "$NODE_RANK" -lt "$nodes" ] || # else the nodes would wait for another
+        fail "NODE_RANK=$NODE_RANK: a number from 0 to $((nodes - 1)) is needed, since there are NNODES=$nodes nodes"
     rendezvous=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 fi
 logs=$OUTPUT_PATH/logs/node${NODE_RANK:-0}
@@ -42,7 +45,7 @@ printf '\n'
 check_flags $((nodes * gpus))
 [ "${DRY_RUN:-0}" != 1 ] || exit 0
 
-mkdir -p "$logs"
+mkdir -p "$logs" || fail "OUTPUT_PATH=$OUTPUT_PATH: the folder of the logs cannot be made"
 [ "${#EXPORTS[@]}" = 0 ] || export "${EXPORTS[@]}" # without names it would print all
 # shellcheck disable=SC2016 # torchrun's variable
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '

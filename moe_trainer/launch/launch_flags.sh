@@ -128,6 +128,8 @@ model_key() {
 read_section() {
     local name=launch${VARIANT:+_$VARIANT} file variable value
     [ -n "${MODEL:-}" ] || return 0
+    [[ ${VARIANT:-x} =~ ^[A-Za-z0-9_]+$ ]] || # it becomes a pattern
+        fail "VARIANT=$VARIANT: only letters, digits and underscores are in the name of a section$(variants_of_preset)"
     for file in "${TRAINING_PARAMS_PATH:-$MODEL}" "$ROOT/model_zoo/$(model_key).yaml"; do
         [ ! -f "$file" ] || ! grep -q "^$name *:" "$file" || break
         file=
@@ -498,7 +500,7 @@ find_recipe() {
 # Print the names of the variables in the recipe file.
 recipe_variables() {
     # shellcheck disable=SC2016 # the file's text, in which nothing is expanded here
-    grep -v '^ *#' "$RECIPE" | { grep -oE '\$\{?[A-Za-z_][A-Za-z0-9_]*' || true; } | tr -d '${' | sort -u
+    sed '/^ *#/d' "$RECIPE" | { grep -aoE '\$\{?[A-Za-z_][A-Za-z0-9_]*' || true; } | tr -d '${' | sort -u
 }
 
 # Print the names of the environment variables that the recipe file sets; nothing for a preset.

@@ -99,6 +99,12 @@ def test_how_experts_are_chosen_is_restored(kind):
     assert args.moe.moe_router_load_balancing_type == "seq_aux_loss"
 
 
+def test_new_adapters_start_on_a_checkpoint_without_adapters():
+    recorded = {"lora_dim": None, "lora_alpha": 32.0, "swiglu": True}
+    args = parse_args([*LINE, "--lora-dim", "4"], 1, checkpoint=recorded)
+    assert (args.model.lora_dim, args.model.swiglu) == (4, True)
+
+
 def test_precision_of_the_residual_stream_needs_the_runs_own_precision():
     recorded = {"fp32_residual_connection": True, "bf16": True}
     assert not parse_args(LINE, 1, checkpoint=recorded).model.fp32_residual_connection

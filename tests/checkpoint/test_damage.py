@@ -31,7 +31,7 @@ from moe_trainer.checkpoint.manager import (
     load,
     save,
 )
-from moe_trainer.checkpoint.resolve import latest_valid
+from moe_trainer.checkpoint.resolve import latest_valid, resolve_checkpoint
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -186,7 +186,7 @@ def test_simulated_full_disk_leaves_the_last_checkpoint(saved, monkeypatch):
     before = sorted(path.name for path in saved.iterdir())
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left on device.*iteration 6 there is complete and remains"):
-        save(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
+        save(saved, CheckpointState(9, RECORD), [FakeModel()], None, SINGLE, SaveOptions(total_limit=1))
     assert sorted(path.name for path in saved.iterdir()) == before
 
 
@@ -271,6 +271,7 @@ def test_kill_while_an_older_checkpoint_is_deleted(saved, monkeypatch, ckpt_form
         process.join()
     assert process.exitcode == -signal.SIGKILL and list(saved.glob("iter_0000009.*"))
     assert directory.complete_iterations(saved) == [12, 15] and latest_valid(saved) == 15
+    error_of(CheckpointError, resolve_checkpoint, saved, 9, words=("iter_0000009, which does not exist",))
     save_next(18, limit=None)
     assert sorted(path.name for path in saved.glob("iter_*")) == ["iter_0000012", "iter_0000015", "iter_0000018"]
 

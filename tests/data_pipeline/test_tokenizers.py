@@ -2,12 +2,14 @@
 
 import base64
 import json
+import shlex
 
 import pytest
 from commands import call_main
 from data_pipeline.corpora import data_args, train_byte_level_bpe
 
 from moe_trainer.commands import train_tokenizer
+from moe_trainer.data import tokenizer_training
 from moe_trainer.data.tokenizer import build_tokenizer
 
 TEXTS = [
@@ -352,15 +354,15 @@ def test_trained_tokenizer_is_what_its_flags_name(tmp_path, capsys, kind):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in CORPUS))
     (tmp_path / "b.txt").write_text("\n\n".join(CORPUS))
     words = ["--input", str(tmp_path / "*.*"), "--json-keys", "body", "--vocab-size", 320, "--tokenizer-type", kind]
-    done = call_main(train_tokenizer.main, [*words, "--output-dir", tmp_path / "made"], capsys)
+    done = call_main(train_tokenizer.main, [*words, "--output-dir", tmp_path / "made here"], capsys)
     assert done.returncode == 0, done.stderr
-    flags = dict(zip(*[iter(done.stdout.split())] * 2))
+    flags = dict(zip(*[iter(shlex.split(done.stdout))] * 2))
     assert flags["--tokenizer-type"] == kind
     tokenizer = build(kind, flags["--tokenizer-model"])
     assert tokenizer.vocab_size == 320 and tokenizer.eod is not None
     decode = tokenizer._model.decode if kind == "SentencePieceTokenizer" else tokenizer.plain_text
     assert [decode(tokenizer.tokenize(text)) for text in TEXTS[:4]] == TEXTS[:4]
-    again = call_main(train_tokenizer.main, [*words, "--output-dir", tmp_path / "made"], capsys)
+    again = call_main(train_tokenizer.main, [*words, "--output-dir", tmp_path / "made here"], capsys)
     assert again.returncode == 2 and "there is a tokenizer." in again.stderr
 
 
@@ -372,6 +374,8 @@ def test_trained_tokenizer_is_what_its_flags_name(tmp_path, capsys, kind):
         ("a b", 0, "0 must be above 0"),
         ("a b", 200, "are needed, for bytes"),
         ("a b", 9999, "9999"),
+        ("a b", 2**31 - 1, "must be above 0 and at most"),
+        ("a b", 10**30, "must be above 0 and at most"),
     ],
 )
 def test_tokenizer_that_cannot_be_trained_writes_nothing(tmp_path, capsys, kind, text, size, message):
@@ -381,6 +385,19 @@ def test_tokenizer_that_cannot_be_trained_writes_nothing(tmp_path, capsys, kind,
     done = call_main(train_tokenizer.main, [*words, "--tokenizer-type", kind], capsys)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "made").exists()
+
+
+def test_folder_is_checked_before_a_tokenizer_is_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tokenizer_training, "train_sentencepiece", None)
+    file, other = tmp_path / "a.txt", tmp_path / "of_a_model"
+    file.write_text("a b")
+    other.mkdir()
+    (other / "tokenizer_config.json").touch()  # next to a vocab.json, for example
+    no_folder = f"{file} is no folder that can be written to"
+    for folder, problem in ((file, no_folder), (file / "made", no_folder), (other, "there is a tokenizer_config.json")):
+        words = ["--input", file, "--vocab-size", 300, "--output-dir", folder]
+        done = call_main(train_tokenizer.main, words, capsys)
+        assert done.returncode == 2 and f"--output-dir {folder}: {problem}" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])

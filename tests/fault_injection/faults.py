@@ -57,6 +57,7 @@ PIECE = "moe_trainer.checkpoint.save_planner:ShardSavePlanner.resolve_data"
 LAYER = "moe_trainer.model.block:TransformerLayer.forward"
 STEP = "moe_trainer.training.loop:train_step"
 SAVING = "moe_trainer.checkpoint.saving"
+BACKGROUND = "--async-save --use-persistent-ckpt-worker"
 WRITE, MARK, RECORD = (
     f"{SAVING}:PendingSave.write",
     f"{SAVING}:flush_file",
@@ -157,10 +158,8 @@ FAULTS = (
         iteration=6,
         after=True,
     ),
-    killed("save in the background", "its thread writes iteration 6", WRITE, iteration=6, flags="--async-save"),
-    killed(
-        "save in the background, commit", "commit of iteration 3", f"{SAVING}:PendingSave.commit", flags="--async-save"
-    ),
+    killed("save in the background", "its thread writes iteration 6", WRITE, iteration=6, flags=BACKGROUND),
+    killed("save in the background, commit", "commit of iteration 3", f"{SAVING}:PendingSave.commit", flags=BACKGROUND),
     Fault(
         "kill: both ranks at once",
         "in the shards of iteration 6",
@@ -243,7 +242,7 @@ FAULTS = (
         3,
         6,
         message=NO_SPACE,
-        flags="--async-save",
+        flags=BACKGROUND,
     ),
     disk_is_full(
         "for good",
@@ -394,9 +393,7 @@ FAULTS = (
         message="--metrics-file: cannot write .*Read-only",
     ),
     Fault("slow disk", "12 s for a file, where a hang is 8 s", (Injection("slow", MARK, 0, 3),)),
-    Fault(
-        "slow disk in the background", "12 s for the shards", (Injection("slow", WRITE, 1, 3),), flags="--async-save"
-    ),
+    Fault("slow disk in the background", "12 s for the shards", (Injection("slow", WRITE, 1, 3),), flags=BACKGROUND),
     *(
         Fault(
             f"damaged newest checkpoint: {name}",

@@ -32,7 +32,14 @@ def test_three_steps_on_a_device_equal_the_cpu(kind):
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--bf16", "--bf16 --async-save", "--fp16", "--hidden-dropout 0.1 --attention-dropout 0.1"]
+    "flags",
+    [
+        "",
+        "--bf16",
+        "--bf16 --async-save --use-persistent-ckpt-worker",
+        "--fp16",
+        "--hidden-dropout 0.1 --attention-dropout 0.1",
+    ],
 )
 def test_run_on_a_device_evaluates_saves_and_resumes_bitwise(tmp_path, flags):
     """Four iterations without interruption, and with a resume after two: the losses are bitwise equal."""

@@ -643,6 +643,26 @@ def test_section_that_is_not_understood_is_rejected(tmp_path, section, message):
     assert "own.yaml: " in error and message in error
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("MODEL=deepseek_v3 VARIANT=25.k", "VARIANT=25.k: only letters, digits and underscores"),
+        ("MODEL=mixtral_tiny NNODES=2 MASTER_ADDR=a NODE_RANK=2", "NODE_RANK=2: a number from 0 to 1 is needed"),
+        ("MODEL=mixtral_tiny NNODES=2 MASTER_ADDR=a NODE_RANK=node1", "NODE_RANK=node1: a number from 0 to 1 is"),
+        ("MODEL=mixtral_tiny PYTHON=/not/there", "PYTHON=/not/there: there is no such program"),
+        ("MODEL=mixtral_tiny OUTPUT_PATH=own.yaml VALIDATE=0", "own.yaml: the folder of the logs cannot be made"),
+        ("MODEL=own.yaml DRY_RUN=1", "own.yaml: the file has no MODEL_ARGS"),
+        # with one rank it would be right
+        ("MODEL=mixtral_tiny NNODES=2 GPUS_PER_NODE=1 MBS=1 GBS=1 DRY_RUN=1", "--global-batch-size 1"),
+    ],
+)
+def test_wrong_variable_is_rejected(tmp_path, variables, message):
+    (tmp_path / "own.yaml").write_text("# nothing\n")
+    refused = launch("launch.sh", tmp_path, "", variables)
+    assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["own.yaml"]
+
+
 def test_section_with_line_ends_of_windows_and_quotes(tmp_path):
     content = "launch:\n  EP: 4\n  RECOMPUTE: 'mlp # x' # why\nMODEL_ARGS:\n  --num-layers: 8\n"
     (tmp_path / "own.yaml").write_bytes(content.replace("\n", "\r\n").encode())

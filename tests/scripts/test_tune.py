@@ -1,8 +1,12 @@
 """`moe-trainer tune`: sizes that run, that are refused and that do not fit are rows, and the line's folders stay empty."""
 
 import json
+import os
+import select
 import signal
+import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from commands import call_main, run
@@ -141,12 +145,21 @@ def test_command_that_runs_too_long_is_ended_with_what_it_started(tmp_path):
     assert (tmp_path / "out").read_text() == "5\n"
     with pytest.raises(UserError, match="not-there: cannot be started"):
         trial.run_command(["not-there"], tmp_path / "out", 1)
+    words = ["bash", "-c", "sleep 1000 & echo started; wait"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.stdout.readline()
+        trial._end(process)
+        ended, *_ = select.select([process.stdout], [], [], 60)  # readable when the last one that has it is gone
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert ended and process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--micro-batch-size 1,x --mock-data", "--micro-batch-size 1,x: numbers above 0 are needed"),
+        (f"--micro-batch-size {'1' * 5000} --mock-data", "1... (5000 characters): numbers above 0 are needed"),
         ("--micro-batch-size 0 --mock-data", "--micro-batch-size 0: numbers above 0 are needed"),
         ("--micro-batch-size 1", "the command line of a run is missing"),
         ("--micro-batch-size 1 --iterations 2 --mock-data", "--iterations 2: more than 2 are needed"),
@@ -176,16 +189,23 @@ def test_trial_loads_only_the_weights_of_a_recipe_files_checkpoint(tmp_path):
     assert "--finetune" not in trial._trial_flags(LINE, 1, 4, tmp_path)
 
 
-def test_sigterm_ends_the_trial(tmp_path, monkeypatch):
-    """With what it has started; its folder is deleted."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_the_trial(tmp_path, monkeypatch, number):
+    """With what it has started, which a closed terminal does not reach; its folder is deleted."""
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(tune.tempfile, "tempdir", str(tmp_path))
 
     def run_trial(*args):
-        handlers[signal.SIGTERM](signal.SIGTERM, None)
+        handlers[number](number, None)
 
     monkeypatch.setattr(tune, "run_trial", run_trial)
     with pytest.raises(SystemExit) as ended:
         tune.main(["--micro-batch-size", "1", *LINE])
-    assert ended.value.code == 143 and list(tmp_path.iterdir()) == []
+    assert ended.value.code == 128 + number and list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune.tempfile, "tempdir", str(tmp_path / "gone"))
+    done = call_main(tune.main, ["--micro-batch-size", "1", *LINE], capsys)
+    assert done.returncode == 2 and f"below TMPDIR: [Errno 2] No such file or directory: '{tmp_path}" in done.stderr

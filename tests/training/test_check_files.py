@@ -321,7 +321,8 @@ def test_validation_text_that_is_training_text_is_named(folder):
     os.symlink("b.bin", "link.bin")
     os.symlink("b.idx", "link.idx")
     Path("splits.json").write_text('{"train": ["0.7", "a", "0.3", "b"], "valid": ["other", "b"], "test": "copy"}')
-    Path("phase.txt").write_text("b")
+    Path("first.txt").write_text("short")
+    Path("second.txt").write_text("b")
 
     def warnings(**flags):
         data = DataArgs(**{name: tuple(value.split()) for name, value in flags.items()})
@@ -335,7 +336,7 @@ def test_validation_text_that_is_training_text_is_named(folder):
         "--test-data-path: test text is training text (--train-data-path): link (the content of b). Its loss does not "
         "tell how the model does on text that it has not seen",
     ]
-    (warning,) = warnings(phase_data_args_path="phase.txt", valid_data_path="a b")
+    (warning,) = warnings(phase_data_args_path="first.txt second.txt", valid_data_path="a b")
     assert warning.startswith("--valid-data-path: validation text is training text (--phase-data-args-path): b. ")
     data = DataArgs(per_split_data_args_path="splits.json")
     assert [each.partition(". ")[0] for each in warn_of_training_text(data, {})] == [

@@ -82,7 +82,11 @@ MAPPING = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [[], ["--async-save", "--ckpt-assume-constant-structure"]], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "extra",
+    [[], ["--async-save", "--use-persistent-ckpt-worker", "--ckpt-assume-constant-structure"]],
+    ids=["sync", "async"],
+)
 def test_killing_one_of_four_ranks_loses_nothing(tmp_path, extra):
     """TP 2, PP 2, a save after every iteration: the others end by themselves, and the restart finds a complete checkpoint."""
     argv = [

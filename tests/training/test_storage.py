@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from training.tiny import MOCK, TINY
 from arguments import parse_args
 from moe_trainer.checkpoint import directory, saving
 from moe_trainer.checkpoint.index import read_index
+from moe_trainer.checkpoint.manager import AsyncSaver
 from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.errors import UserError
 from moe_trainer.io import BestEffortStream
@@ -22,7 +24,7 @@ from moe_trainer.training import pretrain
 
 ITERATIONS = 8
 LINE = [*TINY, *MOCK, "--train-iters", str(ITERATIONS), "--save", "ckpt", "--save-interval", "2", "--auto-resume"]
-ASYNC = ["--async-save"]
+ASYNC = ["--async-save", "--use-persistent-ckpt-worker"]  # else it saves synchronously
 
 
 def disk_full_error():
@@ -76,16 +78,17 @@ def test_lock_does_not_outlive_a_run_that_ends_without_its_main_thread(tmp_path,
 
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
 def test_two_failed_saves_do_not_stop_the_run(tmp_path, monkeypatch, how):
-    fail_saves(monkeypatch, 2, 4)
-    finished = run([*LINE, *how], tmp_path, 2)
+    fail_saves(monkeypatch, 2, 4, 8)
+    monkeypatch.setattr(AsyncSaver, "writing", True)  # until the next save is due
+    finished = run([*LINE, *how, "--train-iters", "10"], tmp_path, 2)
     assert finished.returncode == 0, finished.stderr
     assert (
         "cannot save the checkpoint of iteration 4 to ckpt" in finished.stderr
         and "failure 2 in a row" in finished.stderr
     )
-    assert len(curve(tmp_path)) == ITERATIONS and saved(tmp_path) == [6, 8]
+    assert len(curve(tmp_path)) == 10 and saved(tmp_path) == [6, 10]
     page = (tmp_path / "ckpt" / "dashboard.html").read_text()
-    assert re.findall(r"saved a checkpoint at iteration (\d+)", page) == ["6", "8"]
+    assert re.findall(r"saved a checkpoint at iteration (\d+)", page) == ["6", "10"]
     assert [path.name for path in (tmp_path / "ckpt").glob("iter_*") if "." in path.name] == []
 
 
@@ -163,12 +166,15 @@ def test_total_limit_spares_what_the_run_started_from(tmp_path, monkeypatch):
     limited = [*LINE, "--save-total-limit", "1"]
     assert run([*limited, "--exit-interval", "4"], tmp_path, 2).returncode == 0
     assert saved(tmp_path) == [4] and (tmp_path / "deleted").read_text() == "2 "
-    assert run(limited, tmp_path).returncode == 0
+    assert run([*limited, "--save", "./ckpt"], tmp_path).returncode == 0
     assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
     other = [part for part in limited if part != "--auto-resume"]
-    refused = run([*other, "--seed", "7", "--save-interval", "3"], tmp_path)
-    assert refused.returncode == 2 and "checkpoints that this run does not continue (iteration 4, 8)" in refused.stderr
-    assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
+    shutil.copytree(tmp_path / "ckpt", tmp_path / "elsewhere")
+    for words in ("--seed 7", "--load ckpt --finetune", "--load elsewhere --train-iters 12"):
+        refused = run([*other, "--save-interval", "3", *words.split()], tmp_path)
+        problem = "checkpoints that this run does not continue (iteration 4, 8)"
+        assert refused.returncode == 2 and problem in refused.stderr, (words, refused.stderr)
+        assert saved(tmp_path) == [4, 8] and (tmp_path / "deleted").read_text() == "2 6 "
 
 
 def flip_bit(folder):

@@ -6,6 +6,7 @@ from commands import call_main
 
 from moe_trainer.commands import compare_megatron
 from moe_trainer.moe.router import TopKRouter
+from moe_trainer.verification.megatron_core.compare import ComparedRow, MegatronComparison
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --position-embedding-type rope --normalization RMSNorm "
@@ -90,6 +91,13 @@ def test_a_difference_is_named(compare, monkeypatch):
     done = compare("--as-is", *TINY, *CASES["mixtral"].split())
     assert done.returncode == 1 and "  DIFFERENT: the largest difference is" in done.stdout, done.stdout + done.stderr
     assert "0 of 1 models equal Megatron-Core" in done.stdout
+
+
+def test_nan_is_a_difference_wherever_it_is():
+    rows = [ComparedRow(what, "", "", difference) for what, difference in (("a", 0.0), ("b", float("nan")), ("c", 2.0))]
+    for number in range(3):
+        comparison = MegatronComparison("1", 1, 1, (*rows[number:], *rows[:number]))
+        assert comparison.largest.what == "b" and not comparison.is_equal
 
 
 def test_the_package_is_needed(compare, monkeypatch):
