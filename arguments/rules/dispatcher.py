@@ -20,6 +20,7 @@ from arguments.mechanisms.dispatchers import (
     get_dispatcher,
     types_with,
 )
+from arguments.mechanisms.support import Rejected
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
@@ -180,11 +181,12 @@ def check_padding_needs_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Viol
 
 
 def check_padding_needs_other_backend(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.moe_pad_expert_input_to_capacity and get_dispatcher(s).rejects(Capability.CAPACITY_PADDING):
+    dispatcher = get_dispatcher(s)
+    if s.moe_pad_expert_input_to_capacity and dispatcher.rejects(Capability.CAPACITY_PADDING):
+        backend = "" if dispatcher.backend is None else " and {moe_flex_dispatcher_backend}"
         yield s.violation(
-            "{moe_pad_expert_input_to_capacity} cannot be combined with {moe_token_dispatcher_type} and "
-            "{moe_flex_dispatcher_backend}; use --moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type "
-            "alltoall."
+            f"{{moe_pad_expert_input_to_capacity}} cannot be combined with {{moe_token_dispatcher_type}}{backend}; use "
+            "--moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type alltoall."
         )
 
 
@@ -206,7 +208,7 @@ def limit_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         is_on = s.values[dest] != "bf16"
         for each in SELECTABLE:
             support = each.capabilities[Capability.MXFP8_TRANSPORT]
-            if support is not True:
+            if isinstance(support, Rejected):
                 others = " or ".join(backends_with(Capability.MXFP8_TRANSPORT)) + ", or the alltoall dispatcher"
                 if each.backend is None:
                     others = " or ".join(types_with(Capability.MXFP8_TRANSPORT))
