@@ -15,7 +15,15 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from arguments.mechanisms.support import NoEffect, Rejected, Support
-from arguments.mechanisms.traffic import Exchange, Traffic, all_gather, every_copy, nothing, once_per_domain, two_steps
+from arguments.mechanisms.traffic import (
+    ExchangedTokens,
+    Traffic,
+    all_gather,
+    every_copy,
+    nothing,
+    once_per_domain,
+    two_steps,
+)
 
 TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 FLEX = "flex"
@@ -73,7 +81,7 @@ class Dispatcher:
     capabilities: Mapping[Capability, Support]
     sends_copies: bool
     gathers: bool
-    traffic: Callable[[Exchange], Traffic]
+    traffic: Callable[[ExchangedTokens], Traffic]
     is_measured: bool
     old_names: tuple[str, ...] = ()
     package: str | None = None
@@ -87,7 +95,6 @@ class Dispatcher:
     def __post_init__(self):
         if missing := [capability.name for capability in Capability if capability not in self.capabilities]:
             raise TypeError(f"the declaration of the {self.key} dispatcher leaves out {', '.join(missing)}")
-        object.__setattr__(self, "capabilities", MappingProxyType(dict(self.capabilities)))
 
     @property
     def key(self) -> str:
@@ -140,35 +147,37 @@ On 256 GB200, DeepSeek-V3 went from 830 to 944 TFLOP/s when HybridEP replaced De
 """
 
 
-def _deepep_traffic(exchange: Exchange) -> Traffic:
-    return once_per_domain(exchange, DEEPEP_WIDE if min(exchange.ep, exchange.domain) > 8 else 1.0)
+def _deepep_traffic(tokens: ExchangedTokens) -> Traffic:
+    return once_per_domain(tokens, DEEPEP_WIDE if min(tokens.ep, tokens.domain) > 8 else 1.0)
 
 
 _NO_RANK_CAPACITY = "as in Megatron-LM, which has receive buffers of a fixed size for two libraries only"
 _ANY_SIZE = "its receive buffers have the size of what arrives"
 _WITHOUT_KERNELS = "with NCCL's collectives, which have settings of their own"
-_ORDERED_INSIDE = "the library of --moe-flex-dispatcher-backend {} orders the tokens inside its exchange"
-_AS_MANY = "{} sends a token to as many experts as the router selects"
+_LIBRARY_OF, _ORDERS = "the library of --moe-flex-dispatcher-backend", "orders the tokens inside its exchange"
+_AS_MANY = "sends a token to as many experts as the router selects"
 
 LOCAL = Dispatcher(
     name="local",
     type=None,
     backend=None,
-    capabilities={
-        Capability.CAPACITY_PADDING: True,
-        Capability.QUANTIZED_PADDING: True,
-        Capability.RANK_CAPACITY: True,
-        Capability.FUSED_EXPERTS: True,
-        Capability.MXFP8_TRANSPORT: True,
-        Capability.EXCHANGE_OVERLAP: Rejected("with all experts on one rank there is no exchange to overlap"),
-        Capability.SHARED_EXPERT_OVERLAP: NoEffect("with all experts on every rank there is no exchange"),
-        Capability.WGRAD_OVERLAP: NoEffect("with --expert-model-parallel-size 1 there is no exchange"),
-        Capability.PERMUTATION_KERNELS: True,
-        Capability.NUM_SMS: NoEffect("with one expert rank there is nothing to send"),
-        Capability.PREPROCESS_GRAPH: True,
-        Capability.PADDED_GRAPH: True,
-        Capability.DROPLESS_GRAPH: True,
-    },
+    capabilities=MappingProxyType(
+        {
+            Capability.CAPACITY_PADDING: True,
+            Capability.QUANTIZED_PADDING: True,
+            Capability.RANK_CAPACITY: True,
+            Capability.FUSED_EXPERTS: True,
+            Capability.MXFP8_TRANSPORT: True,
+            Capability.EXCHANGE_OVERLAP: Rejected("with all experts on one rank there is no exchange to overlap"),
+            Capability.SHARED_EXPERT_OVERLAP: NoEffect("with all experts on every rank there is no exchange"),
+            Capability.WGRAD_OVERLAP: NoEffect("with --expert-model-parallel-size 1 there is no exchange"),
+            Capability.PERMUTATION_KERNELS: True,
+            Capability.NUM_SMS: NoEffect("with one expert rank there is nothing to send"),
+            Capability.PREPROCESS_GRAPH: True,
+            Capability.PADDED_GRAPH: True,
+            Capability.DROPLESS_GRAPH: True,
+        }
+    ),
     sends_copies=True,
     gathers=False,
     traffic=nothing,
@@ -180,23 +189,25 @@ ALLGATHER = Dispatcher(
     name="allgather",
     type="allgather",
     backend=None,
-    capabilities={
-        Capability.CAPACITY_PADDING: True,
-        Capability.QUANTIZED_PADDING: Rejected("as in Megatron-LM"),
-        Capability.RANK_CAPACITY: Rejected(_NO_RANK_CAPACITY),
-        Capability.FUSED_EXPERTS: Rejected(_NO_RANK_CAPACITY),
-        Capability.MXFP8_TRANSPORT: Rejected("carries bf16"),
-        Capability.EXCHANGE_OVERLAP: Rejected("as in Megatron-LM: it gathers in one call"),
-        Capability.SHARED_EXPERT_OVERLAP: Rejected("as in Megatron-LM: it gathers in one call"),
-        Capability.WGRAD_OVERLAP: NoEffect("the allgather dispatcher gathers in one call"),
-        Capability.PERMUTATION_KERNELS: True,
-        Capability.NUM_SMS: NoEffect(_WITHOUT_KERNELS),
-        Capability.PREPROCESS_GRAPH: NoEffect(
-            "the allgather dispatcher gathers the tokens of all ranks before it orders them"
-        ),
-        Capability.PADDED_GRAPH: True,
-        Capability.DROPLESS_GRAPH: Rejected(_NO_RANK_CAPACITY),
-    },
+    capabilities=MappingProxyType(
+        {
+            Capability.CAPACITY_PADDING: True,
+            Capability.QUANTIZED_PADDING: Rejected("as in Megatron-LM"),
+            Capability.RANK_CAPACITY: Rejected(_NO_RANK_CAPACITY),
+            Capability.FUSED_EXPERTS: Rejected(_NO_RANK_CAPACITY),
+            Capability.MXFP8_TRANSPORT: Rejected("carries bf16"),
+            Capability.EXCHANGE_OVERLAP: Rejected("as in Megatron-LM: it gathers in one call"),
+            Capability.SHARED_EXPERT_OVERLAP: Rejected("as in Megatron-LM: it gathers in one call"),
+            Capability.WGRAD_OVERLAP: NoEffect("the allgather dispatcher gathers in one call"),
+            Capability.PERMUTATION_KERNELS: True,
+            Capability.NUM_SMS: NoEffect(_WITHOUT_KERNELS),
+            Capability.PREPROCESS_GRAPH: NoEffect(
+                "the allgather dispatcher gathers the tokens of all ranks before it orders them"
+            ),
+            Capability.PADDED_GRAPH: True,
+            Capability.DROPLESS_GRAPH: Rejected(_NO_RANK_CAPACITY),
+        }
+    ),
     sends_copies=False,
     gathers=True,
     traffic=all_gather,
@@ -208,21 +219,23 @@ ALLTOALL = Dispatcher(
     type="alltoall",
     backend=None,
     old_names=("alltoall_seq",),
-    capabilities={
-        Capability.CAPACITY_PADDING: True,
-        Capability.QUANTIZED_PADDING: True,
-        Capability.RANK_CAPACITY: Rejected(_NO_RANK_CAPACITY),
-        Capability.FUSED_EXPERTS: Rejected(_NO_RANK_CAPACITY),
-        Capability.MXFP8_TRANSPORT: True,
-        Capability.EXCHANGE_OVERLAP: True,
-        Capability.SHARED_EXPERT_OVERLAP: True,
-        Capability.WGRAD_OVERLAP: True,
-        Capability.PERMUTATION_KERNELS: True,
-        Capability.NUM_SMS: NoEffect(_WITHOUT_KERNELS),
-        Capability.PREPROCESS_GRAPH: True,
-        Capability.PADDED_GRAPH: True,
-        Capability.DROPLESS_GRAPH: Rejected(_NO_RANK_CAPACITY),
-    },
+    capabilities=MappingProxyType(
+        {
+            Capability.CAPACITY_PADDING: True,
+            Capability.QUANTIZED_PADDING: True,
+            Capability.RANK_CAPACITY: Rejected(_NO_RANK_CAPACITY),
+            Capability.FUSED_EXPERTS: Rejected(_NO_RANK_CAPACITY),
+            Capability.MXFP8_TRANSPORT: True,
+            Capability.EXCHANGE_OVERLAP: True,
+            Capability.SHARED_EXPERT_OVERLAP: True,
+            Capability.WGRAD_OVERLAP: True,
+            Capability.PERMUTATION_KERNELS: True,
+            Capability.NUM_SMS: NoEffect(_WITHOUT_KERNELS),
+            Capability.PREPROCESS_GRAPH: True,
+            Capability.PADDED_GRAPH: True,
+            Capability.DROPLESS_GRAPH: Rejected(_NO_RANK_CAPACITY),
+        }
+    ),
     sends_copies=True,
     gathers=False,
     traffic=every_copy,
@@ -234,21 +247,23 @@ DEEPEP = Dispatcher(
     type=FLEX,
     backend="deepep",
     old_names=("deepepv2",),
-    capabilities={
-        Capability.CAPACITY_PADDING: Rejected("as in Megatron-LM: it sends the tokens that the router selects"),
-        Capability.QUANTIZED_PADDING: NoEffect(_AS_MANY.format("DeepEP")),
-        Capability.RANK_CAPACITY: Rejected(_ANY_SIZE),
-        Capability.FUSED_EXPERTS: Rejected(_ANY_SIZE),
-        Capability.MXFP8_TRANSPORT: True,
-        Capability.EXCHANGE_OVERLAP: True,
-        Capability.SHARED_EXPERT_OVERLAP: True,
-        Capability.WGRAD_OVERLAP: True,
-        Capability.PERMUTATION_KERNELS: True,
-        Capability.NUM_SMS: True,
-        Capability.PREPROCESS_GRAPH: NoEffect(_ORDERED_INSIDE.format("deepep")),
-        Capability.PADDED_GRAPH: Rejected("experts are not padded to capacity"),
-        Capability.DROPLESS_GRAPH: Rejected(_ANY_SIZE),
-    },
+    capabilities=MappingProxyType(
+        {
+            Capability.CAPACITY_PADDING: Rejected("as in Megatron-LM: it sends the tokens that the router selects"),
+            Capability.QUANTIZED_PADDING: NoEffect(f"DeepEP {_AS_MANY}"),
+            Capability.RANK_CAPACITY: Rejected(_ANY_SIZE),
+            Capability.FUSED_EXPERTS: Rejected(_ANY_SIZE),
+            Capability.MXFP8_TRANSPORT: True,
+            Capability.EXCHANGE_OVERLAP: True,
+            Capability.SHARED_EXPERT_OVERLAP: True,
+            Capability.WGRAD_OVERLAP: True,
+            Capability.PERMUTATION_KERNELS: True,
+            Capability.NUM_SMS: True,
+            Capability.PREPROCESS_GRAPH: NoEffect(f"{_LIBRARY_OF} deepep {_ORDERS}"),
+            Capability.PADDED_GRAPH: Rejected("experts are not padded to capacity"),
+            Capability.DROPLESS_GRAPH: Rejected(_ANY_SIZE),
+        }
+    ),
     package="deep_ep",
     probs_dtype="fp32",
     default_sms=20,
@@ -263,21 +278,23 @@ HYBRIDEP = Dispatcher(
     name="HybridEP",
     type=FLEX,
     backend="hybridep",
-    capabilities={
-        Capability.CAPACITY_PADDING: True,
-        Capability.QUANTIZED_PADDING: True,
-        Capability.RANK_CAPACITY: True,
-        Capability.FUSED_EXPERTS: True,
-        Capability.MXFP8_TRANSPORT: True,
-        Capability.EXCHANGE_OVERLAP: True,
-        Capability.SHARED_EXPERT_OVERLAP: True,
-        Capability.WGRAD_OVERLAP: True,
-        Capability.PERMUTATION_KERNELS: NoEffect("HybridEP sorts tokens itself"),
-        Capability.NUM_SMS: True,
-        Capability.PREPROCESS_GRAPH: NoEffect(_ORDERED_INSIDE.format("hybridep")),
-        Capability.PADDED_GRAPH: True,
-        Capability.DROPLESS_GRAPH: True,
-    },
+    capabilities=MappingProxyType(
+        {
+            Capability.CAPACITY_PADDING: True,
+            Capability.QUANTIZED_PADDING: True,
+            Capability.RANK_CAPACITY: True,
+            Capability.FUSED_EXPERTS: True,
+            Capability.MXFP8_TRANSPORT: True,
+            Capability.EXCHANGE_OVERLAP: True,
+            Capability.SHARED_EXPERT_OVERLAP: True,
+            Capability.WGRAD_OVERLAP: True,
+            Capability.PERMUTATION_KERNELS: NoEffect("HybridEP sorts tokens itself"),
+            Capability.NUM_SMS: True,
+            Capability.PREPROCESS_GRAPH: NoEffect(f"{_LIBRARY_OF} hybridep {_ORDERS}"),
+            Capability.PADDED_GRAPH: True,
+            Capability.DROPLESS_GRAPH: True,
+        }
+    ),
     package="deep_ep",
     mxfp8_multiple=512,  # DeepEP's scales, which it copies 4 at a time
     sends_copies=False,
@@ -290,23 +307,25 @@ NCCLEP = Dispatcher(
     name="NCCL EP",
     type=FLEX,
     backend="ncclep",
-    capabilities={
-        Capability.CAPACITY_PADDING: Rejected("as in Megatron-LM: it sends the tokens that the router selects"),
-        Capability.QUANTIZED_PADDING: NoEffect(_AS_MANY.format("NCCL EP")),
-        Capability.RANK_CAPACITY: True,
-        Capability.FUSED_EXPERTS: NoEffect("NCCL EP does not pad the tokens of an expert, so the host does"),
-        Capability.MXFP8_TRANSPORT: Rejected("carries bf16 here", "later"),
-        Capability.EXCHANGE_OVERLAP: NoEffect("one call of NCCL EP sends and receives"),
-        Capability.SHARED_EXPERT_OVERLAP: NoEffect("one call of NCCL EP sends and receives"),
-        Capability.WGRAD_OVERLAP: NoEffect("one call of NCCL EP sends and receives"),
-        Capability.PERMUTATION_KERNELS: NoEffect("NCCL EP sorts tokens itself"),
-        Capability.NUM_SMS: True,
-        Capability.PREPROCESS_GRAPH: NoEffect(_ORDERED_INSIDE.format("ncclep")),
-        Capability.PADDED_GRAPH: Rejected("experts are not padded to capacity"),
-        Capability.DROPLESS_GRAPH: Rejected(
-            "its context is made again, collectively, when the mode changes, which a graph would not do"
-        ),
-    },
+    capabilities=MappingProxyType(
+        {
+            Capability.CAPACITY_PADDING: Rejected("as in Megatron-LM: it sends the tokens that the router selects"),
+            Capability.QUANTIZED_PADDING: NoEffect(f"NCCL EP {_AS_MANY}"),
+            Capability.RANK_CAPACITY: True,
+            Capability.FUSED_EXPERTS: NoEffect("NCCL EP does not pad the tokens of an expert, so the host does"),
+            Capability.MXFP8_TRANSPORT: Rejected("carries bf16 here", "later"),
+            Capability.EXCHANGE_OVERLAP: NoEffect("one call of NCCL EP sends and receives"),
+            Capability.SHARED_EXPERT_OVERLAP: NoEffect("one call of NCCL EP sends and receives"),
+            Capability.WGRAD_OVERLAP: NoEffect("one call of NCCL EP sends and receives"),
+            Capability.PERMUTATION_KERNELS: NoEffect("NCCL EP sorts tokens itself"),
+            Capability.NUM_SMS: True,
+            Capability.PREPROCESS_GRAPH: NoEffect(f"{_LIBRARY_OF} ncclep {_ORDERS}"),
+            Capability.PADDED_GRAPH: Rejected("experts are not padded to capacity"),
+            Capability.DROPLESS_GRAPH: Rejected(
+                "its context is made again, collectively, when the mode changes, which a graph would not do"
+            ),
+        }
+    ),
     package="transformer_engine",
     compute_capability=9,
     needs_flex=True,
@@ -320,21 +339,23 @@ HIERARCHICAL = Dispatcher(
     name="hierarchical",
     type=FLEX,
     backend="hierarchical",
-    capabilities={
-        Capability.CAPACITY_PADDING: True,
-        Capability.QUANTIZED_PADDING: True,
-        Capability.RANK_CAPACITY: Rejected(_ANY_SIZE),
-        Capability.FUSED_EXPERTS: Rejected(_ANY_SIZE),
-        Capability.MXFP8_TRANSPORT: Rejected("carries bf16 here", "later"),
-        Capability.EXCHANGE_OVERLAP: True,
-        Capability.SHARED_EXPERT_OVERLAP: True,
-        Capability.WGRAD_OVERLAP: True,
-        Capability.PERMUTATION_KERNELS: True,
-        Capability.NUM_SMS: NoEffect("with the plain collectives of the hierarchical backend"),
-        Capability.PREPROCESS_GRAPH: NoEffect("the number of tokens for each node depends on the routing"),
-        Capability.PADDED_GRAPH: Rejected("the number of tokens for each node depends on the routing", "later"),
-        Capability.DROPLESS_GRAPH: Rejected(_ANY_SIZE),
-    },
+    capabilities=MappingProxyType(
+        {
+            Capability.CAPACITY_PADDING: True,
+            Capability.QUANTIZED_PADDING: True,
+            Capability.RANK_CAPACITY: Rejected(_ANY_SIZE),
+            Capability.FUSED_EXPERTS: Rejected(_ANY_SIZE),
+            Capability.MXFP8_TRANSPORT: Rejected("carries bf16 here", "later"),
+            Capability.EXCHANGE_OVERLAP: True,
+            Capability.SHARED_EXPERT_OVERLAP: True,
+            Capability.WGRAD_OVERLAP: True,
+            Capability.PERMUTATION_KERNELS: True,
+            Capability.NUM_SMS: NoEffect("with the plain collectives of the hierarchical backend"),
+            Capability.PREPROCESS_GRAPH: NoEffect("the number of tokens for each node depends on the routing"),
+            Capability.PADDED_GRAPH: Rejected("the number of tokens for each node depends on the routing", "later"),
+            Capability.DROPLESS_GRAPH: Rejected(_ANY_SIZE),
+        }
+    ),
     needs_flex=True,
     groups_by_domain=True,
     sends_copies=False,

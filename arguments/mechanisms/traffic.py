@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangedTokens:
     """Tokens that a rank exchanges with the other expert ranks, as a dispatcher's `traffic` reads them.
 
     Attributes:
@@ -58,29 +58,29 @@ class Traffic:
     slowdown: float = 1.0
 
 
-def nothing(exchange: Exchange) -> Traffic:
-    return Traffic(copies=exchange.copies)
+def nothing(tokens: ExchangedTokens) -> Traffic:
+    return Traffic(copies=tokens.copies)
 
 
-def all_gather(exchange: Exchange) -> Traffic:
-    return Traffic(gathered=exchange.num_bytes * exchange.ep * exchange.etp)
+def all_gather(tokens: ExchangedTokens) -> Traffic:
+    return Traffic(gathered=tokens.num_bytes * tokens.ep * tokens.etp)
 
 
-def every_copy(exchange: Exchange) -> Traffic:
+def every_copy(tokens: ExchangedTokens) -> Traffic:
     """All-to-all: a token is sent once for each of its experts."""
-    network = exchange.num_bytes * exchange.copies * exchange.outside
-    nvlink = exchange.num_bytes * exchange.copies * (1 - exchange.outside) * exchange.others_inside
-    return Traffic(network, nvlink, copies=exchange.copies, by_nccl=True)
+    network = tokens.num_bytes * tokens.copies * tokens.outside
+    nvlink = tokens.num_bytes * tokens.copies * (1 - tokens.outside) * tokens.others_inside
+    return Traffic(network, nvlink, copies=tokens.copies, by_nccl=True)
 
 
-def once_per_domain(exchange: Exchange, slowdown: float = 1.0) -> Traffic:
+def once_per_domain(tokens: ExchangedTokens, slowdown: float = 1.0) -> Traffic:
     """Libraries: a token is sent once to each domain that holds one of its experts, and distributed there."""
-    network = exchange.num_bytes * exchange.hit_domains * exchange.outside
-    nvlink = exchange.num_bytes * exchange.hit_ranks * exchange.others_inside
-    return Traffic(network, nvlink, copies=exchange.copies, slowdown=slowdown)
+    network = tokens.num_bytes * tokens.hit_domains * tokens.outside
+    nvlink = tokens.num_bytes * tokens.hit_ranks * tokens.others_inside
+    return Traffic(network, nvlink, copies=tokens.copies, slowdown=slowdown)
 
 
-def two_steps(exchange: Exchange) -> Traffic:
+def two_steps(tokens: ExchangedTokens) -> Traffic:
     """Hierarchical: as a library, by two all-to-alls, one after the other."""
-    once = once_per_domain(exchange)
-    return Traffic(once.network, once.nvlink, copies=exchange.hit_ranks, by_nccl=True, is_sequential=True)
+    once = once_per_domain(tokens)
+    return Traffic(once.network, once.nvlink, copies=tokens.hit_ranks, by_nccl=True, is_sequential=True)

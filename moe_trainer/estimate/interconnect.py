@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
-from arguments.mechanisms.traffic import Exchange, Traffic
+from arguments.mechanisms.traffic import ExchangedTokens, Traffic
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ def exchange_seconds(
             dispatcher, domain = ALLTOALL, hardware.domain
         hit_domains = expected_domains(domains, topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
         hit_ranks = expected_distinct(ep, topk)
-        traffic = dispatcher.traffic(Exchange(tokens * row, topk, ep, etp, domain, domains, hit_ranks, hit_domains))
+        traffic = dispatcher.traffic(
+            ExchangedTokens(tokens * row, topk, ep, etp, domain, domains, hit_ranks, hit_domains)
+        )
         if traffic.gathered:
             return links.ring(traffic.gathered, 1, ep * etp)
         seconds, copies = links.traffic_seconds(traffic), traffic.copies

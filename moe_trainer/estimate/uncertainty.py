@@ -76,6 +76,10 @@ def host_share(plan: Plan) -> float:
 Features = Mapping[str, Callable[["Plan"], bool]]
 
 
+def _unmeasured_dispatchers() -> Features:
+    return {f"the {each.key} dispatcher": partial(_exchanges_by, each) for each in SELECTABLE if not each.is_measured}
+
+
 def _exchanges_by(dispatcher: Dispatcher, plan: Plan) -> bool:
     return get_dispatcher(plan.args.moe) is dispatcher and plan.args.parallel.expert_model_parallel_size > 1
 
@@ -118,7 +122,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
             lambda plan: has_narrower_experts(plan.args, plan.hardware)
         ),
         "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
-        **{f"the {each.key} dispatcher": partial(_exchanges_by, each) for each in SELECTABLE if not each.is_measured},
+        **_unmeasured_dispatchers(),
         "HybridEP among more than two NVLink domains": (
             lambda plan: crosses_nodes_by_hybridep(plan.args, plan.hardware)
         ),

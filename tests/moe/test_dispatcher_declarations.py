@@ -36,7 +36,7 @@ TOY = Dispatcher(
     capabilities=dict.fromkeys(Capability, Rejected("is a toy")),
     sends_copies=True,
     gathers=False,
-    traffic=lambda exchange: Traffic(nvlink=3 * exchange.num_bytes),
+    traffic=lambda tokens: Traffic(nvlink=3 * tokens.num_bytes),
     is_measured=False,
 )
 DISPATCHERS = (TOY, """
