@@ -391,6 +391,12 @@ def get_dispatcher(moe: Any) -> Dispatcher:
     return find_dispatcher(moe.moe_token_dispatcher_type, moe.moe_flex_dispatcher_backend)
 
 
+def rejecting(capability: Capability) -> tuple[tuple[Dispatcher, Rejected], ...]:
+    """Return the dispatchers with which flags that demand a capability are rejected, and why."""
+    found = ((each, each.capabilities[capability]) for each in SELECTABLE)
+    return tuple((each, support) for each, support in found if isinstance(support, Rejected))
+
+
 def types_with(capability: Capability) -> tuple[str, ...]:
     """Return the values of --moe-token-dispatcher-type with which no flag that demands a capability is rejected."""
     return tuple(dict.fromkeys(str(each.type) for each in SELECTABLE if not each.rejects(capability)))

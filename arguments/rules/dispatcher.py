@@ -18,9 +18,9 @@ from arguments.mechanisms.dispatchers import (
     Capability,
     backends_with,
     get_dispatcher,
+    rejecting,
     types_with,
 )
-from arguments.mechanisms.support import Rejected
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
@@ -206,26 +206,23 @@ def limit_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     selected, width = get_dispatcher(s), s.moe_latent_size or s.hidden_size or 0
     for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
         is_on = s.values[dest] != "bf16"
-        for each in SELECTABLE:
-            support = each.capabilities[Capability.MXFP8_TRANSPORT]
-            if isinstance(support, Rejected):
-                others = " or ".join(backends_with(Capability.MXFP8_TRANSPORT)) + ", or the alltoall dispatcher"
-                if each.backend is None:
-                    others = " or ".join(types_with(Capability.MXFP8_TRANSPORT))
-                yield Limit(
-                    is_on and each is selected,
-                    f"{{:flag}} mxfp8 cannot be combined with {each.mention}, which {support.reason}; use {others}.",
-                    (dest,),
-                    support.kind,
-                )
-        for each in SELECTABLE:
-            if each.supports(Capability.MXFP8_TRANSPORT) and each.mxfp8_multiple > 1:
-                yield Limit(
-                    is_on and each is selected and width % each.mxfp8_multiple,
-                    f"{{:flag}} mxfp8 over {each.mention} needs tokens of a multiple of {each.mxfp8_multiple} channels "
-                    "({hidden_size}, or {moe_latent_size}).",
-                    (dest,),
-                )
+        for each, rejected in rejecting(Capability.MXFP8_TRANSPORT):
+            others = " or ".join(backends_with(Capability.MXFP8_TRANSPORT)) + ", or the alltoall dispatcher"
+            if each.backend is None:
+                others = " or ".join(types_with(Capability.MXFP8_TRANSPORT))
+            yield Limit(
+                is_on and each is selected,
+                f"{{:flag}} mxfp8 cannot be combined with {each.mention}, which {rejected.reason}; use {others}.",
+                (dest,),
+                rejected.kind,
+            )
+        for each in (each for each in SELECTABLE if each.mxfp8_multiple > 1):
+            yield Limit(
+                is_on and each is selected and width % each.mxfp8_multiple,
+                f"{{:flag}} mxfp8 over {each.mention} needs tokens of a multiple of {each.mxfp8_multiple} channels "
+                "({hidden_size}, or {moe_latent_size}).",
+                (dest,),
+            )
 
 
 def check_backend_needs_flex(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -7,7 +7,7 @@ moe_preprocess), moe, full layers, the full iteration.
 
 from collections.abc import Iterator
 
-from arguments.mechanisms.dispatchers import SELECTABLE, Capability, get_dispatcher
+from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
 from arguments.rules.packing import is_packed
 from arguments.settings import Limit, Settings, Violation
@@ -160,14 +160,13 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "another microbatch cannot run inside a graph of a layer.",
     )
     selected = get_dispatcher(s)
-    for each in SELECTABLE:
-        if each.supports(Capability.CAPACITY_PADDING) and each.rejects(Capability.PADDED_GRAPH):
-            yield Limit(
-                is_on and f.ep * f.etp > 1 and each is selected,
-                f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {each.reason(Capability.PADDED_GRAPH)}. "
-                "Leave one of the two out.",
-                kind="later",
-            )
+    unpadded = [each for each, _ in rejecting(Capability.CAPACITY_PADDING)]
+    for each, rejected in (pair for pair in rejecting(Capability.PADDED_GRAPH) if pair[0] not in unpadded):
+        yield Limit(
+            is_on and f.ep * f.etp > 1 and each is selected,
+            f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {rejected.reason}. Leave one of the two out.",
+            kind="later",
+        )
 
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
