@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+from arguments.mechanisms.dispatchers import OLD_NAMES
+
 
 def _each(names: str, text: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), text)
@@ -270,10 +272,9 @@ RENAMED = MappingProxyType(
 
 RENAMED_VALUES = MappingProxyType(
     {
-        ("moe_token_dispatcher_type", "alltoall_seq"): "alltoall",
+        **OLD_NAMES,
         ("no_weight_decay_cond_type", "qwen3_next"): "apply_wd_to_qk_layernorm",
         ("experimental_attention_variant", "gated_delta_net"): "gdn",
-        ("moe_flex_dispatcher_backend", "deepepv2"): "deepep",
     }
 )
 """(destination, old value) -> its new name."""

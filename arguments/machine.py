@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from arguments.container import OPTIONS, Arguments
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.needs import CUDA, notes_about
 from arguments.rules.derived_sizes import DerivedSizes, derive_sizes
 from arguments.settings import Settings, Violation
 
-HOPPER, BLACKWELL = 9, 10
+BLACKWELL = 10
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second: torch's newer name
 EXPANDABLE = "expandable_segments:True"
@@ -229,12 +230,13 @@ def gpu_generation(s: Settings, _f: DerivedSizes, _environment: Mapping[str, str
     if s.moe_grouped_gemm and arch < 8:
         message = f"{s.flag('moe_grouped_gemm')} needs a GPU of compute capability 8.0 or later, this one has {arch}.x."
         yield _finding(s, message, "moe_grouped_gemm")
-    if s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "ncclep" and arch < HOPPER:
+    dispatcher = get_dispatcher(s)
+    if arch < dispatcher.compute_capability:
         message = (
-            f"{s.describe('moe_flex_dispatcher_backend')} needs a GPU of compute capability 9.0 or later, this one has "
-            f"{arch}.x."
+            f"{s.describe(dispatcher.dest)} needs a GPU of compute capability {dispatcher.compute_capability}.0 or "
+            f"later, this one has {arch}.x."
         )
-        yield _finding(s, message, "moe_flex_dispatcher_backend")
+        yield _finding(s, message, dispatcher.dest)
     for dest, blackwell_only in (("fp8_recipe", s.fp8 and s.fp8_recipe == "mxfp8"), ("fp4", bool(s.fp4))):
         if blackwell_only and arch < BLACKWELL:
             message = (

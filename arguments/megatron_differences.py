@@ -9,6 +9,7 @@ The functions do the nearest equivalent thing and note it.
 
 from dataclasses import dataclass
 
+from arguments.mechanisms.dispatchers import FLEX, TYPE, get_dispatcher
 from arguments.rules.derived_sizes import DerivedSizes, positive, quotient, uneven_ends
 from arguments.settings import Settings
 
@@ -302,11 +303,8 @@ def middle_layers_per_rank(s: Settings, f: DerivedSizes) -> int | None:
 
 
 def note_flex_without_expert_ranks(s: Settings, f: DerivedSizes) -> None:
-    if f.experts and s.moe_token_dispatcher_type == "flex" and f.ep * f.etp == 1:
-        s.note(
-            f"{s.shown('moe_token_dispatcher_type')}: with one expert rank there is nothing to send; tokens are "
-            "permuted locally."
-        )
+    if f.experts and get_dispatcher(s).type == FLEX and f.ep * f.etp == 1:
+        s.note(f"{s.shown(TYPE)}: with one expert rank there is nothing to send; tokens are permuted locally.")
 
 
 def note_experts_without_sequence_parallel(s: Settings, f: DerivedSizes) -> None:

@@ -309,10 +309,6 @@ class MoEArgs:
     """Save the router's weights at the start of the trace next to it."""
 
     @property
-    def uses_hierarchical_dispatch(self) -> bool:
-        return self.moe_token_dispatcher_type == "flex" and self.moe_flex_dispatcher_backend == "hierarchical"
-
-    @property
     def finermoe(self) -> ExpertGrid | None:
         """Layout of FineRMoE's experts; None if every expert computes the full output."""
         if self.finermoe_intermediate_granularity is None and self.finermoe_output_granularity is None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.rules.layout_grammar import DECODER, MTP, read_layout
 
 if TYPE_CHECKING:
@@ -159,6 +160,6 @@ def parallel_sizes(args: Arguments) -> dict[str, Any]:
         ),
         cp_levels=parallel.hierarchical_context_parallel_sizes,
         second_pipeline=parallel.overlap_p2p_comm,
-        ranks_per_node=args.moe.moe_hierarchical_domain_size if args.moe.uses_hierarchical_dispatch else None,
+        ranks_per_node=args.moe.moe_hierarchical_domain_size if get_dispatcher(args.moe).groups_by_domain else None,
         dynamic_cp_sizes=args.dynamic_cp_sizes,
     )

@@ -8,6 +8,8 @@ in place of all of them.
 from collections.abc import Collection
 from typing import Any
 
+from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+
 
 def recipe_problem(precision: Any, replaces_weights: bool) -> str | None:
     """Return why it cannot compute quantized GEMMs; None if it can, or if none are requested.
@@ -142,9 +144,8 @@ def fused_experts_problem(moe: Any, precision: Any) -> str | None:
     recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
     if recipe not in ("mxfp8", "nvfp4"):
         return f"TransformerEngine reads them on the host with {recipe} scaling"
-    if moe.moe_token_dispatcher_type == "flex" and moe.moe_flex_dispatcher_backend == "ncclep":
-        return "NCCL EP does not pad the tokens of an expert, so the host does"
-    return None
+    dispatcher = get_dispatcher(moe)
+    return dispatcher.reason(Capability.FUSED_EXPERTS) if dispatcher.ignores(Capability.FUSED_EXPERTS) else None
 
 
 def has_captured_experts(captured: Collection[str]) -> bool:

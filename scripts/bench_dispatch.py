@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.mechanisms.dispatchers import find_dispatcher
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.layer_factory import LOCAL
@@ -49,7 +50,7 @@ LEAVES = {
 def make_layer(num_experts: int, dispatcher: str, ps: ParallelState) -> MoELayer:
     model = ModelArgs(num_layers=1, hidden_size=HIDDEN, ffn_hidden_size=FFN, swiglu=True, add_bias_linear=False)
     moe = MoEArgs(
-        num_experts=num_experts, moe_router_topk=TOPK, moe_token_dispatcher_type=dispatcher, moe_grouped_gemm=True
+        num_experts=num_experts, moe_router_topk=TOPK, moe_grouped_gemm=True, **find_dispatcher(dispatcher).selected_by
     )
     layer = MoELayer(model, moe, ps, name="layer", layer_number=1, factory=LOCAL)
     attach_dispatcher([layer], build_dispatcher(moe, ps))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draw the manual's pictures as SVG, from the program's own orders, grids and plans.
+"""Draw the manual's pictures as SVG, and write its tables, from the program's own orders, grids, plans, declarations.
 
-    python scripts/draw_docs.py            write docs/img/*.svg
-    python scripts/draw_docs.py --check    exit code 1 where a picture is not current
+    python scripts/draw_docs.py            write docs/img/*.svg, and the tables in docs/*.md
+    python scripts/draw_docs.py --check    exit code 1 where a picture or table is not current
 
 Needs neither torch nor a network. What only a run shows is recorded: docs/img/expert_load.json has the expert loads of
 a run, docs/img/recorded_checks.json the rows of a replay, the cases of a proof, and the intervals of a profile.
@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from arguments.mechanisms.dispatchers import SELECTABLE, Capability, Dispatcher
 from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.pair_matrix import pair_matrix
 from moe_trainer.drawing.pipeline_timeline import idle_share, pipeline_timeline
@@ -209,6 +210,36 @@ def training_step() -> str:
     return picture.svg()
 
 
+def dispatcher_table() -> str:
+    """Return which flags act with which dispatcher, and why others do not, as Markdown."""
+    reasons: dict[str, int] = {}
+
+    def cell(dispatcher: Dispatcher, capability: Capability) -> str:
+        if dispatcher.supports(capability):
+            return "yes"
+        number = reasons.setdefault(dispatcher.reason(capability), len(reasons) + 1)
+        return f"{'rejected' if dispatcher.rejects(capability) else 'no effect'} ({number})"
+
+    lines = [f"| | {' | '.join(f'`{each.key}`' for each in SELECTABLE)} |", "|---" * (len(SELECTABLE) + 1) + "|"]
+    lines += [
+        f"| {capability.value} | {' | '.join(cell(each, capability) for each in SELECTABLE)} |"
+        for capability in Capability
+    ]
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
+
+
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {"dispatchers": (ROOT / "docs/parallelism.md", dispatcher_table)}
+"""Tables by the name between their marks, with the page that has them."""
+
+
+def with_table(name: str) -> str:
+    """Return the page of a table with the table as it is now between its marks."""
+    path, draw = TABLES[name]
+    begin, end = f"<!-- {name}: written by scripts/draw_docs.py -->\n", f"\n<!-- end of {name} -->"
+    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    return f"{before}{begin}\n{draw()}\n{end}{rest.partition(end)[2]}"
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "architecture": architecture,
     "training_step": training_step,
@@ -229,25 +260,32 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def stale_pictures() -> list[str]:
-    """Return the names of pictures whose file is missing or differs from what this script draws."""
+    """Return the names of pictures and tables that are missing or differ from what this script draws."""
 
     def is_current(path: Path, draw: Callable[[], str]) -> bool:
         return path.exists() and path.read_text(encoding="ascii") == draw()
 
-    return [name for name, draw in PICTURES.items() if not is_current(IMAGES / f"{name}.svg", draw)]
+    stale = [f"img/{name}.svg" for name, draw in PICTURES.items() if not is_current(IMAGES / f"{name}.svg", draw)]
+    return stale + [
+        f"{path.name}: {name}"
+        for name, (path, _draw) in TABLES.items()
+        if path.read_text(encoding="utf-8") != with_table(name)
+    ]
 
 
 def main() -> int:
     """Write the pictures, or check them."""
     parser = argparse.ArgumentParser(description="Draw the manual's pictures as SVG.")
-    text = "write nothing; exit code 1 if a picture is not current"
+    text = "write nothing; exit code 1 if a picture or table is not current"
     parser.add_argument("--check", action="store_true", help=text)
     if parser.parse_args().check:
         stale = stale_pictures()
-        print("\n".join(f"docs/img/{name}.svg is not current" for name in stale) or "all pictures are current")
+        print("\n".join(f"docs/{name} is not current" for name in stale) or "all pictures and tables are current")
         return int(bool(stale))
     for name, draw in PICTURES.items():
         (IMAGES / f"{name}.svg").write_text(draw(), encoding="ascii")
+    for name, (path, _draw) in TABLES.items():
+        path.write_text(with_table(name), encoding="utf-8")
     return 0
 
 

@@ -6,8 +6,21 @@ spellings included; shared experts, biases and projections of the experts; clone
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType
 
+from arguments.mechanisms.dispatchers import (
+    BACKEND,
+    BACKENDS,
+    DEEPEP,
+    FLEX,
+    NCCLEP,
+    SELECTABLE,
+    TYPE,
+    Capability,
+    backends_with,
+    get_dispatcher,
+    rejecting,
+    types_with,
+)
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
@@ -21,13 +34,8 @@ from arguments.te_support import (
     stash_problem,
 )
 
-TYPE, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
 CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-MXFP8_WIDTHS = MappingProxyType({"deepep": 128, "hybridep": 512})
-"""Multiples of channels that a library sends in 8 bits: one 4-byte scale for 128, and HybridEP copies 4 of them."""
-RANK_CAPACITY_BACKENDS = ("hybridep", "ncclep")
-DEEPEP_SMS = 20
 
 
 # Derived values.
@@ -41,7 +49,7 @@ def resolve_negative_capacity(s: Settings, _f: DerivedSizes) -> None:
 
 def resolve_old_deepep_flag(s: Settings, _f: DerivedSizes) -> None:
     if s.moe_enable_deepep and not _contradicts_deepep(s):
-        s.set_derived(BACKEND, "deepep", "from --moe-enable-deepep")
+        s.set_derived(BACKEND, DEEPEP.key, "from --moe-enable-deepep")
 
 
 def resolve_old_sm_counts(s: Settings, _f: DerivedSizes) -> None:
@@ -56,33 +64,33 @@ def resolve_old_router_padding(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("moe_router_padding_for_quantization", True, "from --moe-router-padding-for-fp8")
 
 
-def note_deepep_router_dtype(s: Settings, f: DerivedSizes) -> None:
-    if f.experts and _is_deepep(s) and s.moe_router_dtype != "fp32":
-        s.note("DeepEP sends router probabilities in fp32: --moe-router-dtype fp32 avoids the cast.")
+def note_router_dtype(s: Settings, f: DerivedSizes) -> None:
+    dispatcher = get_dispatcher(s)
+    dtype = dispatcher.probs_dtype
+    if f.experts and dtype and s.moe_router_dtype != dtype:
+        s.note(f"{dispatcher.name} sends router probabilities in {dtype}: --moe-router-dtype {dtype} avoids the cast.")
 
 
 def note_library_padding(s: Settings, f: DerivedSizes) -> None:
-    name = {"deepep": "DeepEP", "ncclep": "NCCL EP"}.get(s.moe_flex_dispatcher_backend)
-    is_flex = s.moe_token_dispatcher_type == "flex" and f.ep * f.etp > 1
-    if f.experts and name and is_flex and s.moe_router_padding_for_quantization:
-        dest = "moe_router_padding_for_quantization"
+    dispatcher, dest = get_dispatcher(s), "moe_router_padding_for_quantization"
+    if f.experts and getattr(s, dest) and dispatcher.ignores(Capability.QUANTIZED_PADDING) and f.ep * f.etp > 1:
         s.note(
-            f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: {name} sends a token to as many "
-            "experts as the router selects, so experts are not padded with further tokens; GEMMs that need padding use "
-            "zeros."
+            f"{s.flag(dest if s.given(dest) else 'moe_router_padding_for_fp8')}: "
+            f"{dispatcher.reason(Capability.QUANTIZED_PADDING)}, so experts are not padded with further tokens; GEMMs "
+            "that need padding use zeros."
         )
 
 
-def note_hierarchical_sms(s: Settings, f: DerivedSizes) -> None:
-    if f.experts and _is_hierarchical(s) and s.moe_flex_dispatcher_num_sms is not None:
-        s.note_no_effect(
-            s.shown("moe_flex_dispatcher_num_sms"), "with the plain collectives of the hierarchical backend"
-        )
+def note_unused_sms(s: Settings, f: DerivedSizes) -> None:
+    dispatcher, dest = get_dispatcher(s), "moe_flex_dispatcher_num_sms"
+    reason = dispatcher.reason(Capability.NUM_SMS)
+    if f.experts and dispatcher.backend is not None and reason and getattr(s, dest) is not None:
+        s.note_no_effect(s.shown(dest), reason)
 
 
-def note_hierarchical_domain(s: Settings, f: DerivedSizes) -> None:
+def note_domain_size(s: Settings, f: DerivedSizes) -> None:
     size = s.moe_hierarchical_domain_size
-    if not (f.experts and _is_hierarchical(s) and f.ep > 1 and positive(size) and f.world):
+    if not (f.experts and get_dispatcher(s).groups_by_domain and f.ep > 1 and positive(size) and f.world):
         return
     if size >= f.world or size % (f.ep * f.etp) == 0:
         s.note(
@@ -139,21 +147,14 @@ def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
         s.note_no_effect(s.flag(dest), reason)
 
 
-def resolve_deepep_num_sms(s: Settings, _f: DerivedSizes) -> None:
-    if _is_deepep(s) and s.moe_flex_dispatcher_num_sms is None and all(getattr(s, dest) is None for dest in OLD_SMS):
-        s.set_derived("moe_flex_dispatcher_num_sms", DEEPEP_SMS, "DeepEP's default")
+def resolve_num_sms(s: Settings, _f: DerivedSizes) -> None:
+    dispatcher, dests = get_dispatcher(s), ("moe_flex_dispatcher_num_sms", *OLD_SMS)
+    if dispatcher.default_sms is not None and all(getattr(s, dest) is None for dest in dests):
+        s.set_derived(dests[0], dispatcher.default_sms, f"{dispatcher.name}'s default")
 
 
 def _contradicts_deepep(s: Settings) -> bool:
-    return s.given(BACKEND) and s.moe_flex_dispatcher_backend != "deepep"
-
-
-def _is_deepep(s: Settings) -> bool:
-    return s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "deepep"
-
-
-def _is_hierarchical(s: Settings) -> bool:
-    return s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "hierarchical"
+    return s.given(BACKEND) and s.moe_flex_dispatcher_backend != DEEPEP.key
 
 
 # Checks.
@@ -180,18 +181,17 @@ def check_padding_needs_capacity(s: Settings, _f: DerivedSizes) -> Iterator[Viol
 
 
 def check_padding_needs_other_backend(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if not s.moe_pad_expert_input_to_capacity or s.moe_token_dispatcher_type != "flex":
-        return
-    if s.moe_flex_dispatcher_backend in ("deepep", "ncclep"):
+    dispatcher = get_dispatcher(s)
+    if s.moe_pad_expert_input_to_capacity and dispatcher.rejects(Capability.CAPACITY_PADDING):
+        backend = "" if dispatcher.backend is None else " and {moe_flex_dispatcher_backend}"
         yield s.violation(
-            "{moe_pad_expert_input_to_capacity} cannot be combined with {moe_token_dispatcher_type} and "
-            "{moe_flex_dispatcher_backend}; use --moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type "
-            "alltoall."
+            f"{{moe_pad_expert_input_to_capacity}} cannot be combined with {{moe_token_dispatcher_type}}{backend}; use "
+            "--moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type alltoall."
         )
 
 
 def check_old_deepep_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.moe_enable_deepep and s.moe_token_dispatcher_type != "flex":
+    if s.moe_enable_deepep and s.moe_token_dispatcher_type != FLEX:
         yield s.violation(
             "{moe_enable_deepep} needs {moe_token_dispatcher_type:flag} flex, not {moe_token_dispatcher_type:value}."
         )
@@ -203,35 +203,30 @@ def check_old_deepep_flag(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_mxfp8_dispatch(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    is_flex, width = s.moe_token_dispatcher_type == "flex", s.moe_latent_size or s.hidden_size or 0
+    selected, width = get_dispatcher(s), s.moe_latent_size or s.hidden_size or 0
     for dest in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
         is_on = s.values[dest] != "bf16"
-        yield Limit(
-            is_on and s.moe_token_dispatcher_type == "allgather",
-            "{:flag} mxfp8 cannot be combined with {moe_token_dispatcher_type:flag} allgather, which carries bf16; use "
-            "alltoall or flex.",
-            (dest,),
-        )
-        for backend in ("ncclep", "hierarchical"):
+        for each, rejected in rejecting(Capability.MXFP8_TRANSPORT):
+            others = " or ".join(backends_with(Capability.MXFP8_TRANSPORT)) + ", or the alltoall dispatcher"
+            if each.backend is None:
+                others = " or ".join(types_with(Capability.MXFP8_TRANSPORT))
             yield Limit(
-                is_on and is_flex and s.moe_flex_dispatcher_backend == backend,
-                "{:flag} mxfp8 cannot be combined with {moe_flex_dispatcher_backend:flag} "
-                f"{backend}, which carries bf16 here; use deepep or hybridep, or the alltoall dispatcher.",
+                is_on and each is selected,
+                f"{{:flag}} mxfp8 cannot be combined with {each.mention}, which {rejected.reason}; use {others}.",
                 (dest,),
-                "later",
+                rejected.kind,
             )
-        for backend, multiple in MXFP8_WIDTHS.items():
+        for each in (each for each in SELECTABLE if each.mxfp8_multiple > 1):
             yield Limit(
-                is_on and is_flex and s.moe_flex_dispatcher_backend == backend and width % multiple,
-                "{:flag} mxfp8 over {moe_flex_dispatcher_backend:flag} "
-                f"{backend} needs tokens of a multiple of {multiple} channels "
+                is_on and each is selected and width % each.mxfp8_multiple,
+                f"{{:flag}} mxfp8 over {each.mention} needs tokens of a multiple of {each.mxfp8_multiple} channels "
                 "({hidden_size}, or {moe_latent_size}).",
                 (dest,),
             )
 
 
 def check_backend_needs_flex(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.moe_flex_dispatcher_backend in ("ncclep", "hierarchical") and s.moe_token_dispatcher_type != "flex":
+    if BACKENDS[s.moe_flex_dispatcher_backend].needs_flex and s.moe_token_dispatcher_type != FLEX:
         yield s.violation(
             "{moe_flex_dispatcher_backend} needs {moe_token_dispatcher_type:flag} flex, not "
             "{moe_token_dispatcher_type:value}."
@@ -240,8 +235,7 @@ def check_backend_needs_flex(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
 
 def check_ncclep_zero_copy(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Megatron-LM checks it when the model is built."""
-    is_ncclep = s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "ncclep"
-    if s.moe_ncclep_zero_copy and is_ncclep and s.moe_expert_rank_capacity_factor is None:
+    if s.moe_ncclep_zero_copy and get_dispatcher(s) is NCCLEP and s.moe_expert_rank_capacity_factor is None:
         yield s.violation(
             "{moe_ncclep_zero_copy} needs {moe_expert_rank_capacity_factor:flag}: memory that is registered with NCCL "
             "has a fixed size."
@@ -262,10 +256,17 @@ def check_shared_expert(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation(
             "{moe_shared_expert_intermediate_size} must be above 0: the width of all shared experts together."
         )
-    if s.moe_shared_expert_overlap and s.moe_token_dispatcher_type not in ("alltoall", "flex"):
+    if s.moe_shared_expert_overlap:
+        yield from needs_other_type(s, "moe_shared_expert_overlap", Capability.SHARED_EXPERT_OVERLAP)
+
+
+def needs_other_type(s: Settings, dest: str, capability: Capability) -> Iterator[Violation]:
+    """Yield the violation of a flag that the selected dispatcher rejects for lack of a capability."""
+    if get_dispatcher(s).rejects(capability):
         yield s.violation(
-            "{moe_shared_expert_overlap} needs {moe_token_dispatcher_type:flag} alltoall or flex, not "
-            "{moe_token_dispatcher_type:value}."
+            "{} needs {moe_token_dispatcher_type:flag} {accepted}, not {moe_token_dispatcher_type:value}.",
+            dest,
+            accepted=" or ".join(types_with(capability)),
         )
 
 
@@ -287,11 +288,11 @@ def check_expert_bias_sharding(s: Settings, f: DerivedSizes) -> Iterator[Violati
 def check_rank_capacity_backend(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.moe_expert_rank_capacity_factor is None:
         return
-    if s.moe_token_dispatcher_type != "flex" or s.moe_flex_dispatcher_backend not in RANK_CAPACITY_BACKENDS:
+    if get_dispatcher(s).rejects(Capability.RANK_CAPACITY):
         yield s.violation(
             "{moe_expert_rank_capacity_factor} needs {moe_token_dispatcher_type:flag} flex with "
             "{moe_flex_dispatcher_backend:flag} {accepted}.",
-            accepted=" or ".join(RANK_CAPACITY_BACKENDS),
+            accepted=" or ".join(backends_with(Capability.RANK_CAPACITY)),
         )
 
 
@@ -400,9 +401,10 @@ def check_router_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         dest = "moe_router_padding_for_fp8"
     if not s.fp8 and not s.fp4:
         yield s.violation("{:flag} needs {fp8:flag} or {fp4:flag}: only quantized GEMMs need padding.", dest)
-    if s.moe_token_dispatcher_type == "allgather":
+    if get_dispatcher(s).rejects(Capability.QUANTIZED_PADDING):
         yield s.violation(
-            "{:flag} needs {moe_token_dispatcher_type:flag} alltoall or flex, not {XX0}.",
+            "{:flag} needs {moe_token_dispatcher_type:flag} {accepted}, not {given}.",
             dest,
-            XX0=s.describe(TYPE).split(" ", 1)[1],
+            accepted=" or ".join(types_with(Capability.QUANTIZED_PADDING)),
+            given=s.describe(TYPE).split(" ", 1)[1],
         )

@@ -7,6 +7,7 @@ moe_preprocess), moe, full layers, the full iteration.
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
 from arguments.rules.packing import is_packed
 from arguments.settings import Limit, Settings, Violation
@@ -43,15 +44,8 @@ def _is_padded(s: Settings) -> bool:
 
 
 def has_fixed_receive_buffer(s: Settings) -> bool:
-    """Return whether dropless experts receive into a buffer that a graph can hold: its size is fixed.
-
-    NCCL EP's is fixed too, but Python makes its context again, collectively, when its mode changes; a graph would not.
-    """
-    return (
-        s.moe_expert_rank_capacity_factor is not None
-        and s.moe_token_dispatcher_type == "flex"
-        and s.moe_flex_dispatcher_backend == "hybridep"
-    )
+    """Return whether dropless experts receive into a buffer that a graph can hold: its size is fixed."""
+    return s.moe_expert_rank_capacity_factor is not None and get_dispatcher(s).supports(Capability.DROPLESS_GRAPH)
 
 
 def _iteration_varies(s: Settings) -> bool:
@@ -76,19 +70,12 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
     captured = captured_parts(s)
     if f.experts is None or "moe_preprocess" not in captured or captured & {"moe", "layer"}:
         return
-    kind, reason = s.moe_token_dispatcher_type, None
-    if kind == "flex" and f.ep * f.etp > 1:
-        backend = s.moe_flex_dispatcher_backend
-        reason = (
-            "the number of tokens for each node depends on the routing"
-            if backend == "hierarchical"
-            else f"the library of --moe-flex-dispatcher-backend {backend} orders the tokens inside its exchange"
-        )
-    elif kind == "allgather" and f.ep * f.etp > 1:
-        reason = "the allgather dispatcher gathers the tokens of all ranks before it orders them"
+    dispatcher, reason = get_dispatcher(s), None
+    if f.ep * f.etp > 1 and not dispatcher.supports(Capability.PREPROCESS_GRAPH):
+        reason = dispatcher.reason(Capability.PREPROCESS_GRAPH)
     elif s.moe_clone_hot_experts and f.ep > 1:
         reason = f"{s.shown('moe_clone_hot_experts')} gathers the counts of all ranks first, to plan the clones"
-    elif kind != "alltoall" and (
+    elif not dispatcher.supports(Capability.PREPROCESS_GRAPH) and (
         s.moe_router_padding_for_quantization or s.moe_expert_capacity_factor is not None and not _is_padded(s)
     ):
         reason = "the number of tokens depends on the routing"
@@ -123,7 +110,8 @@ def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """As in Megatron-LM."""
-    if not s.num_experts or "moe_preprocess" not in captured_parts(s) or s.moe_token_dispatcher_type != "alltoall":
+    is_captured = s.num_experts and "moe_preprocess" in captured_parts(s)
+    if not is_captured or not get_dispatcher(s).supports(Capability.PREPROCESS_GRAPH):
         return
     text = "{cuda_graph_impl} cannot capture moe_preprocess with {}: it orders a fixed number of tokens."
     if s.moe_expert_capacity_factor is not None and not _is_padded(s):
@@ -171,13 +159,14 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "overlap_moe_expert_parallel_comm",
         "another microbatch cannot run inside a graph of a layer.",
     )
-    is_flex = s.moe_token_dispatcher_type == "flex" and f.ep * f.etp > 1
-    yield Limit(
-        is_on and is_flex and s.moe_flex_dispatcher_backend == "hierarchical",
-        "{cuda_graph_impl} cannot capture moe with {moe_flex_dispatcher_backend:flag} hierarchical: the number of "
-        "tokens for each node depends on the routing. Leave one of the two out.",
-        kind="later",
-    )
+    selected = get_dispatcher(s)
+    unpadded = [each for each, _ in rejecting(Capability.CAPACITY_PADDING)]
+    for each, rejected in (pair for pair in rejecting(Capability.PADDED_GRAPH) if pair[0] not in unpadded):
+        yield Limit(
+            is_on and f.ep * f.etp > 1 and each is selected,
+            f"{{cuda_graph_impl}} cannot capture moe with {each.mention}: {rejected.reason}. Leave one of the two out.",
+            kind="later",
+        )
 
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.rules.derived_sizes import DerivedSizes, balancing_types
 from arguments.settings import Settings, Violation
 
@@ -35,8 +36,8 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
         name == "router" and balancing_types(s) in (["sinkhorn"], ["quantile_balancing"]) and s.moe_z_loss_coeff is None
     ):  # that loss has a kernel
         return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {balancing_types(s)[0]}"
-    if name == "permute" and (library := _sorting_library(s, f)):
-        return f"{library} sorts tokens itself"
+    if name == "permute" and (reason := _unused_permutation_reason(s, f)):
+        return reason
     if name == "delta-rule" and s.experimental_attention_variant not in ("gdn", "gdn2"):
         return "without --experimental-attention-variant gated_delta_net"
     if name == "sparse-attention" and s.experimental_attention_variant != "dsa":
@@ -48,15 +49,13 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
     return None
 
 
-def _sorting_library(s: Settings, f: DerivedSizes) -> str | None:
-    if s.moe_token_dispatcher_type != "flex" or f.ep * f.etp == 1:
-        return None
-    return {"hybridep": "HybridEP", "ncclep": "NCCL EP"}.get(s.moe_flex_dispatcher_backend)
+def _unused_permutation_reason(s: Settings, f: DerivedSizes) -> str:
+    return get_dispatcher(s).reason(Capability.PERMUTATION_KERNELS) if f.ep * f.etp > 1 else ""
 
 
 def note_permute_fusion_with_library(s: Settings, f: DerivedSizes) -> None:
-    if s.moe_permute_fusion and f.experts is not None and (library := _sorting_library(s, f)):
-        s.note(f"{s.flag('moe_permute_fusion')}: {library} sorts tokens itself, so the fused kernels have no effect.")
+    if s.moe_permute_fusion and f.experts is not None and (reason := _unused_permutation_reason(s, f)):
+        s.note(f"{s.flag('moe_permute_fusion')}: {reason}, so the fused kernels have no effect.")
 
 
 def check_none_alone(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

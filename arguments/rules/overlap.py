@@ -7,7 +7,9 @@ there is nothing to overlap, a note says so.
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.rules.derived_sizes import DerivedSizes, as_list
+from arguments.rules.dispatcher import needs_other_type
 from arguments.rules.optimizer import is_layer_wise
 from arguments.settings import Limit, Settings, Violation
 
@@ -16,20 +18,21 @@ OVERLAP = "overlap_moe_expert_parallel_comm"
 
 def note_no_overlap(s: Settings, f: DerivedSizes) -> None:
     """Note where there is no exchange, or one call, so that nothing can overlap with it."""
-    ncclep = s.moe_token_dispatcher_type == "flex" and s.moe_flex_dispatcher_backend == "ncclep"
-    why = "one call of NCCL EP sends and receives" if ncclep else None
-    if s.moe_shared_expert_overlap and f.experts is not None and f.ep == f.etp == 1:
+    dispatcher = get_dispatcher(s)
+    is_alone = s.moe_shared_expert_overlap and f.experts is not None and f.ep == f.etp == 1
+    if is_alone:
         s.note(
             f"{s.flag('moe_shared_expert_overlap')}: with all experts on every rank there is no exchange to overlap "
             "with."
         )
-        why = None
-    for dest in (OVERLAP, "moe_shared_expert_overlap"):
-        if getattr(s, dest) and why:
-            s.note(f"{s.flag(dest)}: {why}, so that nothing overlaps with it; the other dispatchers overlap.")
-    dest = "overlap_dispatch_backward_with_experts_wgrad"
-    if s.moe_token_dispatcher_type == "allgather":
-        why = "the allgather dispatcher gathers in one call"
+    for dest, capability in (
+        (OVERLAP, Capability.EXCHANGE_OVERLAP),
+        ("moe_shared_expert_overlap", Capability.SHARED_EXPERT_OVERLAP),
+    ):
+        if getattr(s, dest) and dispatcher.ignores(capability) and not is_alone:
+            reason = dispatcher.reason(capability)
+            s.note(f"{s.flag(dest)}: {reason}, so that nothing overlaps with it; the other dispatchers overlap.")
+    dest, why = "overlap_dispatch_backward_with_experts_wgrad", dispatcher.reason(Capability.WGRAD_OVERLAP)
     if f.ep == 1:
         why = "with --expert-model-parallel-size 1 there is no exchange"
     if getattr(s, dest) and why:
@@ -44,11 +47,7 @@ def check_ep_overlap_requirements(s: Settings, f: DerivedSizes) -> Iterator[Viol
             "{overlap_moe_expert_parallel_comm} needs {expert_model_parallel_size:flag} above 1: with all experts on "
             "one rank there is no exchange to overlap."
         )
-    if s.moe_token_dispatcher_type not in ("alltoall", "flex"):
-        yield s.violation(
-            "{overlap_moe_expert_parallel_comm} needs {moe_token_dispatcher_type:flag} alltoall or flex, not "
-            "{moe_token_dispatcher_type:value}."
-        )
+    yield from needs_other_type(s, OVERLAP, Capability.EXCHANGE_OVERLAP)
     if not s.bf16 and not s.fp16:
         yield s.violation("{overlap_moe_expert_parallel_comm} needs {bf16:flag} or {fp16:flag}.")
     if f.pp > 1 and f.vpp is None:

@@ -163,17 +163,21 @@ def find_apex() -> Finding:
 
 def find_deep_ep() -> list[Finding]:
     """Check both versions of DeepEP and HybridEP, which share one package name, and NCCL EP of TransformerEngine."""
-    from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
+    from arguments.mechanisms.dispatchers import BACKENDS, DEEPEP
+    from moe_trainer.moe.dispatch.select import load_module
 
     cost = "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line"
     cost_v2 = "version 1 is used if it is what is installed; else as deepep"
-    version = _version("deep_ep")
-    return [
-        Finding("deepep", version, deepep.problem(), f"{cost} (--on-missing-backend)", deepep.INSTALL),
-        Finding("deepep_v2", version, deepep.problem("ElasticBuffer"), cost_v2),
-        Finding("hybridep", version, hybridep.problem(), "as deepep", hybridep.INSTALL),
-        Finding("ncclep", _version("transformer_engine"), ncclep.problem(), "as deepep", ncclep.INSTALL),
-    ]
+    found: list[Finding] = []
+    for name, dispatcher in BACKENDS.items():
+        if dispatcher.package is None:
+            continue
+        library, version = load_module(dispatcher), _version(dispatcher.package)
+        loss = "as deepep" if found else f"{cost} (--on-missing-backend)"
+        found.append(Finding(name, version, library.problem(), loss, library.INSTALL))
+        if dispatcher is DEEPEP:
+            found.append(Finding("deepep_v2", version, library.problem("ElasticBuffer"), cost_v2))
+    return found
 
 
 def find_slurm() -> Finding:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from moe_trainer.estimate.interconnect import dispatcher_name
+from arguments.mechanisms.dispatchers import ALLTOALL, HYBRIDEP, get_dispatcher
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -41,14 +41,14 @@ def is_fused_iteration(args: Arguments) -> bool:
 
 def uses_alltoall(args: Arguments) -> bool:
     """Whether NCCL's all-to-all exchanges the tokens of many experts."""
-    is_used = args.moe.moe_token_dispatcher_type == "alltoall" and args.parallel.expert_model_parallel_size > 1
+    is_used = get_dispatcher(args.moe) is ALLTOALL and args.parallel.expert_model_parallel_size > 1
     return is_used and (args.moe.num_experts or 0) > MANY_EXPERTS
 
 
 def crosses_nodes_by_hybridep(args: Arguments, hardware: Hardware) -> bool:
     """Whether HybridEP exchanges tokens among more than two NVLink domains."""
     span = args.parallel.expert_model_parallel_size * args.parallel.etp_size
-    return dispatcher_name(args.moe) == "hybridep" and span > 2 * hardware.domain
+    return get_dispatcher(args.moe) is HYBRIDEP and span > 2 * hardware.domain
 
 
 def launches_overlapped_attention(args: Arguments) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, layer_letter, moe_layer_pattern, uses_chunks, uses_window
+from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
-from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.parameters import planned_vocab_size
 from moe_trainer.parallel.grid import make_layout
 
@@ -71,9 +71,6 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
     is_of_flags = rows == padded_vocab_size_from_flags(args)
     sizes = parallel_sizes(args)
     replicas = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
-    dispatcher: dict[str, Any] = (
-        {} if args.moe.moe_token_dispatcher_type == "alltoall" else {"moe_token_dispatcher_type": "alltoall"}
-    )
     drops = args.moe.moe_expert_capacity_factor is not None and args.moe.moe_expert_capacity_factor >= 0
     training = args.training
     return replace(
@@ -92,7 +89,7 @@ def executed_args(args: Arguments, world_size: int, microbatches: int) -> Argume
             delay_wgrad_compute=False,
             overlap_dispatch_backward_with_experts_wgrad=False,
         ),
-        moe=replace(args.moe, moe_pad_expert_input_to_capacity=drops, **dispatcher),
+        moe=replace(args.moe, moe_pad_expert_input_to_capacity=drops, **ALLTOALL.selected_by),
         precision=replace(args.precision, on_missing_backend="fallback"),
         optimizer=replace(
             args.optimizer,
@@ -121,8 +118,9 @@ def notes(args: Arguments) -> Iterator[str]:
     moe, parallel, training, optimizer = args.moe, args.parallel, args.training, args.optimizer
     if moe.num_experts:
         yield "tokens: an even routing, as in the plan"
-    if moe.num_experts and moe.moe_token_dispatcher_type != "alltoall" and parallel.expert_model_parallel_size > 1:
-        yield f"dispatcher: executed with all-to-all, timed as {dispatcher_name(moe)}"
+    dispatcher = get_dispatcher(moe)
+    if moe.num_experts and dispatcher is not ALLTOALL and parallel.expert_model_parallel_size > 1:
+        yield f"dispatcher: executed with all-to-all, timed as {dispatcher.key}"
     if args.packed_capacity is not None:
         yield "packed sequences: some packs, each of the slowest rank of its microbatch, stand for all"
         if parallel.pipeline_model_parallel_size > 1:

@@ -4,12 +4,11 @@ Ranks are ordered by the grid (parallel/grid.py), so the ranks of a group that v
 and span stride x size ranks. A group inside an NVLink domain uses NVLink; otherwise every member sends over its own
 network adapter, and a ring over several members of one domain uses the adapters of all of them.
 
-Token exchange: an all-to-all sends a token once for every expert. DeepEP and HybridEP send it over the network once to
-every domain that has one of its experts, and distribute it there over NVLink; with group-limited routing it reaches
-fewer domains. Hierarchical dispatch sends as many rows by two all-to-alls, one after the other. Experts are assumed to
-be chosen evenly. The fractions of the links' peaks below follow from measured times of all-to-all and HybridEP (arXiv
-2603.07685, table 7: hidden 7168, 4096 tokens, 256 experts, on H100 and GB200, with 8 to 64 ranks);
-tests/estimate/test_interconnect.py compares the model with them, within 30 %.
+Token exchange: what a dispatcher sends over which link is in its declaration (arguments/mechanisms/traffic.py). Experts
+are assumed to be chosen evenly; with group-limited routing a token reaches fewer domains. The fractions of the links'
+peaks below follow from measured times of all-to-all and HybridEP (arXiv 2603.07685, table 7: hidden 7168, 4096 tokens,
+256 experts, on H100 and GB200, with 8 to 64 ranks); tests/estimate/test_interconnect.py compares the model with them,
+within 30 %.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
+from arguments.mechanisms.traffic import ExchangedTokens, Traffic
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -34,17 +35,6 @@ NVLINK = 0.75
 """
 NVLINK_ALL_TO_ALL = 0.62
 """Fraction of NVLink's peak that NCCL's all-to-all reaches: 500 to 560 of 900 GB/s, 325 of 450."""
-DEEPEP_WIDE = 2.0
-"""Time of DeepEP's exchange over HybridEP's, where NVLink connects more than the 8 ranks that DeepEP was made for.
-
-On 256 GB200, DeepSeek-V3 went from 830 to 944 TFLOP/s when HybridEP replaced DeepEP, 0.6 ms for each of 1,900 exchanges
-(Megatron-LM, branch dev, discussion).
-"""
-
-
-def dispatcher_name(moe: MoEArgs) -> str:
-    """Return the token dispatcher, by its backend if it is flex."""
-    return moe.moe_flex_dispatcher_backend if moe.moe_token_dispatcher_type == "flex" else moe.moe_token_dispatcher_type
 
 
 @dataclass(frozen=True)
@@ -67,6 +57,16 @@ class Interconnect:
         if size == 1:
             return 0.0
         return num_bytes * (size - 1) / size / self.bandwidth(stride, size) + self.hardware.constants.latency
+
+    def traffic_seconds(self, traffic: Traffic) -> float:
+        """Return the seconds of an exchange without its rings."""
+        hardware, reached = self.hardware, self.hardware.constants.links
+        across = traffic.network / (hardware.network_gb_s * 1e9 * NETWORK * reached)
+        nvlink = hardware.nvlink_gb_s * 1e9 * reached * (NVLINK_ALL_TO_ALL if traffic.by_nccl else NVLINK)
+        inside, latency = traffic.nvlink / nvlink, hardware.constants.latency
+        if traffic.is_sequential:
+            return across + inside + 2 * latency
+        return traffic.slowdown * max(across, inside) + latency
 
     def message(self, num_bytes: float, stride: int) -> float:
         """Return the seconds of a message to the rank at distance `stride`."""
@@ -109,12 +109,12 @@ def dispatch_combine_seconds(
 ) -> float:
     """Return the seconds of dispatch and combine, or of their gradients.
 
-    An all-to-all returns rows as wide as the output of an expert; the other dispatchers return full rows. What goes to
-    the experts may be sent in MXFP8.
+    Dispatchers that send copies return rows as wide as the output of an expert; the others return full rows. What goes
+    to the experts may be sent in MXFP8.
     """
     moe = args.moe
     reads, makes = moe.expert_widths(args.model.hidden_size)
-    back = makes if moe.moe_token_dispatcher_type == "alltoall" else reads
+    back = makes if get_dispatcher(moe).sends_copies else reads
     there: float = size
     if (moe.moe_combine_bwd_dtype if backward else moe.moe_dispatch_fwd_dtype) == "mxfp8":
         there = ELEMENT_BYTES["mxfp8"]
@@ -133,31 +133,22 @@ def exchange_seconds(
     ep, etp = args.parallel.expert_model_parallel_size, args.parallel.expert_tensor_parallel_size or 1
     row = (width or moe.expert_widths(args.model.hidden_size)[0]) * size
     topk = moe.moe_router_topk * processed_load(moe)
-    reached, latency = hardware.constants.links, hardware.constants.latency
-    nvlink, network = hardware.nvlink_gb_s * 1e9 * reached, hardware.network_gb_s * 1e9 * NETWORK * reached
     seconds, copies = 0.0, topk
     if ep > 1:
-        hierarchical = moe.uses_hierarchical_dispatch
-        per_domain = (moe.moe_hierarchical_domain_size if hierarchical else None) or hardware.domain
-        domains = max(1, ep * etp // per_domain)
-        outside = (domains - 1) / domains
-        if moe.moe_token_dispatcher_type == "allgather":
-            return links.ring(tokens * row * ep * etp, 1, ep * etp)
-        if moe.moe_token_dispatcher_type == "flex" and not (hierarchical and domains == 1):
-            hit = expected_domains(domains, topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
-            across = tokens * row * hit * outside / network
-            spread = tokens * row * expected_distinct(ep, topk) * (1 - 1 / min(ep, per_domain)) / nvlink
-            wide = moe.moe_flex_dispatcher_backend == "deepep" and min(ep, per_domain) > 8
-            if hierarchical:
-                seconds, copies = across + spread / NVLINK_ALL_TO_ALL + 2 * latency, expected_distinct(ep, topk)
-            else:
-                seconds = (DEEPEP_WIDE if wide else 1.0) * max(across, spread / NVLINK) + latency
-        else:
-            across = tokens * row * topk * outside / network
-            within = (
-                tokens * row * topk * (1 - outside) * (1 - 1 / min(ep, hardware.domain)) / (nvlink * NVLINK_ALL_TO_ALL)
-            )
-            seconds = max(across, within) + latency
+        dispatcher, domain = get_dispatcher(moe), hardware.domain
+        if dispatcher.groups_by_domain:
+            domain = moe.moe_hierarchical_domain_size or domain
+        domains = max(1, ep * etp // domain)
+        if dispatcher.groups_by_domain and domains == 1:
+            dispatcher, domain = ALLTOALL, hardware.domain
+        hit_domains = expected_domains(domains, topk, moe.moe_router_num_groups, moe.moe_router_group_topk)
+        hit_ranks = expected_distinct(ep, topk)
+        traffic = dispatcher.traffic(
+            ExchangedTokens(tokens * row, topk, ep, etp, domain, domains, hit_ranks, hit_domains)
+        )
+        if traffic.gathered:
+            return links.ring(traffic.gathered, 1, ep * etp)
+        seconds, copies = links.traffic_seconds(traffic), traffic.copies
     if etp > 1:
         seconds += links.ring(tokens * copies * row * etp, 1, etp)
     return seconds

@@ -26,6 +26,7 @@ from arguments.layer_pattern import (
     uses_chunks,
     uses_window,
 )
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.flops import core_attention_macs
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
@@ -426,7 +427,7 @@ class LayerTime:
         if not is_moe or self.ep == 1:
             return 0.0, 0.0
         reads, makes = moe.expert_widths(self.model.hidden_size)
-        sent = self.sizes.sent if moe.moe_token_dispatcher_type == "alltoall" else self.routed_tokens
+        sent = self.sizes.sent if get_dispatcher(moe).sends_copies else self.routed_tokens
         rows = (sent + self.sizes.received) * (self.size + ELEMENT_BYTES["mxfp8"]) / self.memory_bandwidth
         forward = rows * reads if moe.moe_dispatch_fwd_dtype == "mxfp8" else 0.0
         return forward, rows * makes if moe.moe_combine_bwd_dtype == "mxfp8" else 0.0

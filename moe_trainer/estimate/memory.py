@@ -35,6 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe, typical_layers
+from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
@@ -425,13 +426,12 @@ def _buffers(
     dispatch = 0.0
     if True in kinds:
         sent, received, (reads, makes) = sizes.sent, sizes.buffered, moe.expert_widths(hidden)
-        back = makes
-        if moe.moe_token_dispatcher_type == "allgather":
-            back = reads  # full rows, which the ranks reduce
+        dispatcher = get_dispatcher(moe)
+        back = makes if dispatcher.sends_copies else reads
+        if dispatcher.gathers:
             sent = sizes.tokens // sizes.tp * sizes.etp * args.parallel.expert_model_parallel_size
-        elif moe.moe_token_dispatcher_type == "flex" and not moe.uses_hierarchical_dispatch:
-            back = reads  # the libraries return full rows; those that sort want them from the experts too
-            makes = makes if moe.moe_flex_dispatcher_backend == "deepep" else reads
+        if not dispatcher.supports(Capability.PERMUTATION_KERNELS):
+            makes = reads  # libraries that sort want full rows from the experts
         # dispatch and combine; the experts' output and its gradient
         dispatch = float((sent * (reads + back) + received * (reads + makes)) * sizes.size)
         width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp

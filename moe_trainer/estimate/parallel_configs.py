@@ -14,9 +14,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import moe_layer_pattern
+from arguments.mechanisms.dispatchers import ALLTOALL, BACKENDS, SELECTING_FLAGS, Dispatcher
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -38,9 +39,10 @@ REPLACED = (
     | LAYOUT
     | frozenset(
         "tensor_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
-        "sequence_parallel pipeline_schedule micro_batch_size moe_token_dispatcher_type moe_flex_dispatcher_backend "
-        "moe_enable_deepep overlap_moe_expert_parallel_comm delay_wgrad_compute".split()
+        "sequence_parallel pipeline_schedule micro_batch_size overlap_moe_expert_parallel_comm "
+        "delay_wgrad_compute".split()
     )
+    | frozenset(SELECTING_FLAGS)
 )
 """Flags whose values a search chooses."""
 SEARCHED = REPLACED | frozenset(
@@ -84,6 +86,10 @@ class ParallelConfig:
     overlap: bool = False
 
     @property
+    def dispatcher(self) -> Dispatcher:
+        return BACKENDS[self.backend] if self.backend else ALLTOALL
+
+    @property
     def num_features(self) -> int:
         """Number of kinds of parallelism, recompute and dispatch that it adds to plain data parallelism."""
         sizes = (self.tp, self.cp, self.pp, self.vpp, self.ep)
@@ -112,8 +118,7 @@ class ParallelConfig:
         words += ["--micro-batch-size", self.mbs]
         if has_experts:  # even without an exchange, because other flags require one of the two
             words += ["--expert-tensor-parallel-size", self.etp]
-            words += ["--moe-token-dispatcher-type", "flex" if self.backend else "alltoall"]
-            words += ["--moe-flex-dispatcher-backend", self.backend] if self.backend else []
+            words += self.dispatcher.words
         words += ["--moe-enable-deepep=false"] if "moe_enable_deepep" in preset else []
         if self.overlap:
             words += ["--overlap-moe-expert-parallel-comm"]
@@ -147,11 +152,7 @@ class ParallelConfig:
                 recompute_num_layers=1 if full else None,
                 recompute_modules=None if full else list(self.recompute),
             )
-        moe = replace(
-            args.moe,
-            moe_token_dispatcher_type="flex" if self.backend else "alltoall",
-            moe_flex_dispatcher_backend=cast(Any, self.backend or "deepep"),
-        )
+        moe = replace(args.moe, **self.dispatcher.selected_by)
         return replace(args, parallel=parallel, training=training, moe=moe)
 
 

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from arguments.mechanisms import dispatchers
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.tokens import FIELDS, drop_flags
 from moe_trainer.estimate.corrections import strengths
 from moe_trainer.estimate.dry_run import plan_of_flags
-from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.published_runs import BLOCKWISE, DEEPEP, GRAPHS, HYBRIDEP, MXFP8, OVERLAP
 from moe_trainer.estimate.spelled_flags import spell_preset
 from moe_trainer.estimate.uncertainty import comparison_bar
@@ -43,9 +44,7 @@ FORMAT_OPTIONS = (
     "moe_router_padding_for_fp8",
 )
 DISPATCHER = (
-    "moe_token_dispatcher_type",
-    "moe_flex_dispatcher_backend",
-    "moe_enable_deepep",
+    *dispatchers.SELECTING_FLAGS,
     "moe_flex_dispatcher_num_sms",
     "moe_deepep_num_sms",
     "moe_hybridep_num_sms",
@@ -121,7 +120,7 @@ PIECES = (
     Piece(
         "HybridEP instead of all-to-all",
         HYBRIDEP,
-        lambda args: dispatcher_name(args.moe) == "hybridep",
+        lambda args: get_dispatcher(args.moe) is dispatchers.HYBRIDEP,
         "--moe-token-dispatcher-type alltoall",
         (*DISPATCHER, *STATIC),
         replaces=DISPATCHER,
@@ -134,7 +133,7 @@ PIECES = (
     Piece(
         "DeepEP instead of all-to-all",
         DEEPEP,
-        lambda args: dispatcher_name(args.moe) == "deepep",
+        lambda args: get_dispatcher(args.moe) is dispatchers.DEEPEP,
         "--moe-token-dispatcher-type alltoall",
         (*DISPATCHER, *STATIC),
         replaces=(*DISPATCHER, *STATIC),

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.parse import as_plan
 from arguments.stage_layout import chunk_layouts
 from moe_trainer.data.group_packing import GroupSizes
 from moe_trainer.estimate.flops import training_flops
-from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.length_histogram import LengthHistogram, PackedLengths
 from moe_trainer.estimate.memory import (
     StageMemory,
@@ -333,7 +333,7 @@ def _compare(plan: Plan, run: PublishedRun) -> ReferenceRun:
         verb = "with" if sizes.overlap_moe_expert_parallel_comm else "without"
         differs.append(f"{verb} overlapped token exchange")
         distance += 0.3
-    dispatcher = dispatcher_name(args.moe)
+    dispatcher = get_dispatcher(args.moe).key
     if sizes.expert_model_parallel_size > 1 and dispatcher != run.dispatcher:
         differs.append(f"{dispatcher} instead of {run.dispatcher}")
         distance += 0.3

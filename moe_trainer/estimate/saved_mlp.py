@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.rules.derived_sizes import as_list
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
@@ -57,7 +58,7 @@ def experts(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 def _sorts_received(layer: LayerSizes) -> bool:
     """Return whether received tokens are sorted by expert; those of a single expert need not be."""
-    exchanged = layer.moe.moe_token_dispatcher_type != "allgather" and layer.etp * layer.ep > 1
+    exchanged = not get_dispatcher(layer.moe).gathers and layer.etp * layer.ep > 1
     return exchanged and layer.num_experts > layer.ep
 
 
@@ -119,7 +120,7 @@ def _loss_gradients(layer: LayerSizes, wide: int) -> Iterator[SavedTensor]:
 
 def _routes(layer: LayerSizes) -> Iterator[SavedTensor]:
     """Yield the permutation indices (ops/permute.py) of this rank's tokens, or of all gathered ones."""
-    gathered = layer.moe.moe_token_dispatcher_type == "allgather" and layer.etp * layer.ep > 1
+    gathered = get_dispatcher(layer.moe).gathers and layer.etp * layer.ep > 1
     rows, tokens = (layer.received, layer.own * layer.etp * layer.ep) if gathered else (layer.sent, layer.own)
     yield SavedTensor("routes.rows", (4, rows), INDEX)
     yield SavedTensor("routes.offsets", (tokens + layer.mlp_chunks,), INDEX)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
 from arguments.stage_layout import chunk_layouts
 from arguments.tokens import drop_flags
 from moe_trainer.estimate.hardware import GIB
@@ -257,8 +258,7 @@ def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]
         yield resize("micro-batch", "micro_batch_size", size)
     for times in (2, 4, 8):
         if times * ep <= min(gpus, moe.num_experts or 1):
-            is_allgather = ep == 1 and moe.moe_token_dispatcher_type == "allgather"
-            dispatcher = ("--moe-token-dispatcher-type", "alltoall") if is_allgather else ()
+            dispatcher = ALLTOALL.words if ep == 1 and get_dispatcher(moe).gathers else ()
             yield resize("EP", "expert_model_parallel_size", times * ep, *dispatcher)
         if times * tp <= min(hardware.domain, MAX_TENSOR_PARALLEL):
             is_folded = moe.num_experts and parallel.expert_tensor_parallel_size in (None, 1)

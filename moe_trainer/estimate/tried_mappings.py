@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.rules.layout_grammar import read_layout
 from arguments.stage_layout import chunk_layouts
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.holdout_runs import HOLDOUT_RUNS
-from moe_trainer.estimate.interconnect import dispatcher_name
 from moe_trainer.estimate.published_runs import PUBLISHED_RUNS, PublishedRun
 from moe_trainer.estimate.recipe_runs import RECIPE_RUNS
 
@@ -56,7 +56,7 @@ def mapping_of(args: Arguments, hardware: Hardware) -> TriedMapping:
         parallel.context_parallel_size,
         parallel.etp_size,
     )
-    dispatcher = dispatcher_name(args.moe) if parallel.expert_model_parallel_size > 1 else ""
+    dispatcher = get_dispatcher(args.moe).key if parallel.expert_model_parallel_size > 1 else ""
     is_interleaved = len(chunk_layouts(args.model, parallel)[0]) > 1
     return TriedMapping(hardware.domain, sizes, dispatcher, parallel.overlap_moe_expert_parallel_comm, is_interleaved)
 

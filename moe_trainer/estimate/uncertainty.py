@@ -20,10 +20,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
+from arguments.mechanisms.dispatchers import DEEPEP, SELECTABLE, Dispatcher, get_dispatcher
 from moe_trainer.estimate.corrections import (
     Bias,
     crosses_nodes_by_hybridep,
@@ -32,7 +34,7 @@ from moe_trainer.estimate.corrections import (
     launches_overlapped_attention,
     uses_alltoall,
 )
-from moe_trainer.estimate.interconnect import Interconnect, dispatcher_name
+from moe_trainer.estimate.interconnect import Interconnect
 from moe_trainer.estimate.layer_time import LayerTime
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.tried_mappings import steps_from_tried
@@ -73,6 +75,15 @@ def host_share(plan: Plan) -> float:
 
 Features = Mapping[str, Callable[["Plan"], bool]]
 
+
+def _unmeasured_dispatchers() -> Features:
+    return {f"the {each.key} dispatcher": partial(_exchanges_by, each) for each in SELECTABLE if not each.is_measured}
+
+
+def _exchanges_by(dispatcher: Dispatcher, plan: Plan) -> bool:
+    return get_dispatcher(plan.args.moe) is dispatcher and plan.args.parallel.expert_model_parallel_size > 1
+
+
 FEATURES: Features = MappingProxyType(
     {
         "NCCL's all-to-all among more than 64 experts": lambda plan: uses_alltoall(plan.args),
@@ -111,14 +122,12 @@ UNTESTED_FEATURES: Features = MappingProxyType(
             lambda plan: has_narrower_experts(plan.args, plan.hardware)
         ),
         "neither bf16 nor fp8": lambda plan: not plan.args.precision.bf16,
-        "the allgather dispatcher": lambda plan: (
-            plan.args.moe.moe_token_dispatcher_type == "allgather" and plan.args.parallel.expert_model_parallel_size > 1
-        ),
+        **_unmeasured_dispatchers(),
         "HybridEP among more than two NVLink domains": (
             lambda plan: crosses_nodes_by_hybridep(plan.args, plan.hardware)
         ),
         "DeepEP where NVLink joins more than 8": lambda plan: (
-            dispatcher_name(plan.args.moe) == "deepep" and plan.hardware.domain > 8
+            get_dispatcher(plan.args.moe) is DEEPEP and plan.hardware.domain > 8
         ),
         "fully sharded data parallelism": lambda plan: plan.args.parallel.fsdp_strategy not in (None, "no_shard"),
         "the zero-bubble schedule": lambda plan: plan.args.parallel.pipeline_schedule == "zero-bubble",

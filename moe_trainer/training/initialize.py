@@ -25,6 +25,7 @@ import torch.distributed as dist
 from arguments import ArgumentError, Arguments, check_machine
 from arguments.container import OPTIONS
 from arguments.machine import check_packages, environment_defaults
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.program import program_name
 from arguments.stage_layout import parallel_sizes
 from moe_trainer.errors import UserError, as_user_error, report_once_per_job
@@ -126,7 +127,7 @@ def check_same_flags(args: Arguments, launch_env: LaunchEnv) -> None:
         "world", tuple(range(launch_env.world_size)), launch_env.rank, launch_env.world_size, dist.group.WORLD
     )
     settings = {name: repr(value) for name, value in args.as_dict().items() if name not in _RANK_LOCAL_FLAGS}
-    if args.moe.uses_hierarchical_dispatch:  # the groups depend on it
+    if get_dispatcher(args.moe).groups_by_domain:  # the groups depend on it
         settings["ranks per node"] = repr(launch_env.ranks_per_node)
     digests = collectives.all_gather_object(hashlib.blake2b(repr(settings).encode(), digest_size=16).hexdigest(), world)
     if len(set(digests)) == 1:
@@ -153,7 +154,7 @@ def make_groups(args: Arguments, launch_env: LaunchEnv, timeout: datetime.timede
         ValueError: if the sizes do not fit, or for options of groups that do not exist.
     """
     sizes = parallel_sizes(args)
-    if sizes["ranks_per_node"] is None and args.moe.uses_hierarchical_dispatch:
+    if sizes["ranks_per_node"] is None and get_dispatcher(args.moe).groups_by_domain:
         sizes["ranks_per_node"] = launch_env.ranks_per_node
     if args.parallel.print_groups and launch_env.rank == 0:
         table = group_table(plan_groups(launch_env.world_size, **sizes))

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from arguments.container import flags_of
+from arguments.mechanisms.dispatchers import ALLTOALL
 from arguments.settings import Settings
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -111,7 +112,7 @@ def _set_expert_options(
 def reference_options(values: Mapping[str, object]) -> dict[str, object]:
     """Return options of the reference: padding and rounding of tokens require a dispatcher, even in one process."""
     needs_dispatcher = values.get("moe_router_padding_for_quantization") or _sends_fp8(values)
-    return {"moe_token_dispatcher_type": "alltoall"} if needs_dispatcher else {}
+    return ALLTOALL.selected_by if needs_dispatcher else {}
 
 
 def needs_fp64(values: Mapping[str, object]) -> bool:

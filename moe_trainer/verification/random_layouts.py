@@ -8,8 +8,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from arguments.mechanisms.dispatchers import (
+    ALLTOALL,
+    BACKEND,
+    DEEPEP,
+    TYPE,
+    TYPES,
+    Capability,
+    Dispatcher,
+    find_dispatcher,
+)
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.shrink import (
@@ -219,7 +229,7 @@ def _fine_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str
 def _router(rng: random.Random) -> dict[str, object]:
     values: dict[str, object] = {
         "moe_router_topk": rng.choice((2, 2, 4)),
-        "moe_token_dispatcher_type": rng.choice(("allgather", "alltoall", "alltoall", "flex")),
+        TYPE: rng.choice(sorted((*TYPES, ALLTOALL.key))),
         "moe_grouped_gemm": _chance(rng, 0.8),
         "moe_router_dtype": rng.choice((None, "fp32", "fp64")),
     }
@@ -464,6 +474,10 @@ def _memory(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
     return options
 
 
+def _dispatcher(values: Mapping[str, object]) -> Dispatcher:
+    return find_dispatcher(str(values[TYPE]), str(values.get(BACKEND, DEEPEP.key)))
+
+
 def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     """Draw fp8 sometimes, as far as one process can compute it."""
     if not _chance(rng, 0.2):
@@ -474,7 +488,8 @@ def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]
         "fp8_amax_history_len": rng.choice((1, 2)),
         "fp8_amax_compute_algo": rng.choice(("most_recent", "max")),
         "first_last_layers_bf16": _chance(rng, 0.2),
-        "moe_router_padding_for_quantization": values["moe_token_dispatcher_type"] != "allgather" and _chance(rng, 0.3),
+        "moe_router_padding_for_quantization": not _dispatcher(values).rejects(Capability.QUANTIZED_PADDING)
+        and _chance(rng, 0.3),
         "fp8_param_gather": bool(values.get("use_distributed_optimizer")),
     }
     return options | comparable_fp8_options(values | options, mapping, int(str(values["num_layers"])))[0]
@@ -482,7 +497,8 @@ def _fp8(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]
 
 def _overlapped(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     """Draw the overlapped token exchange sometimes. It requires --bf16; the check computes in fp32 anyway."""
-    if mapping.ep == 1 or values["moe_token_dispatcher_type"] == "allgather" or not _chance(rng, 0.3):
+    cannot_overlap = _dispatcher(values).rejects(Capability.EXCHANGE_OVERLAP)
+    if mapping.ep == 1 or cannot_overlap or not _chance(rng, 0.3):
         return {}
     options: dict[str, object] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
     if _chance(rng, 0.5):

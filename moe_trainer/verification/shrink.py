@@ -213,8 +213,6 @@ def _leave_out(s: Settings, violations: list[Violation]) -> list[str]:
     for dest, feature in NOT_IMPLEMENTED.items():
         if feature.is_requested(s.values[dest], s.default(dest)):
             s.forget(dest)
-            if dest == "moe_token_dispatcher_type":
-                s.set_derived(dest, "alltoall", "instead of flex")
             if dest == "expert_tensor_parallel_size":
                 s.set_derived(dest, s.tensor_model_parallel_size, "as --tensor-model-parallel-size")
     return [violation.message for violation in violations if violation.kind == "later"]

@@ -23,7 +23,7 @@ from moe_trainer.model import build
 from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import DispatchHints
-from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, FlexSettings
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.select import build_dispatcher
 from moe_trainer.moe.receive_buffer import ReceiveBudget
@@ -404,7 +404,7 @@ def test_deep_ep_2_keeps_the_order_of_tokens_in_deterministic_mode(monkeypatch, 
     monkeypatch.setitem(sys.modules, "deep_ep", library)
     moe = sections(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep").moe
     rows = DispatchBufferSpec(deepep.V2_HIDDEN_MULTIPLE, 8, torch.bfloat16, torch.device("cpu"), deterministic)
-    deepep.make_dispatcher(FlexSettings(ParallelState.single(), moe, rows, Permutation()))
+    deepep.make_dispatcher(DispatcherSettings(ParallelState.single(), moe, rows, Permutation()))
     assert given.get("deterministic", False) == deterministic
 
 

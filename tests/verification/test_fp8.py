@@ -7,7 +7,7 @@ import pytest
 from verification import test_parity
 from verification.test_parity import MODEL, assert_equal, clean_pool  # noqa: F401 - a fixture
 
-from moe_trainer.moe.dispatch import local, select
+from moe_trainer.moe.dispatch import local
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
 from moe_trainer.optim import quantized_params
 from moe_trainer.parallel import collectives
@@ -103,9 +103,8 @@ def test_tokens_sent_in_fp8_equal_one_process(flags, clean_pool, monkeypatch):  
 
 
 def test_missing_rounding_of_sent_tokens_is_found(monkeypatch):
-    monkeypatch.setattr(
-        select, "LocalDispatcher", lambda permutation, mxfp8: local.LocalDispatcher(permutation, Mxfp8Transport())
-    )
+    make = local.LocalDispatcher
+    monkeypatch.setattr(local, "LocalDispatcher", lambda permutation, mxfp8: make(permutation, Mxfp8Transport()))
     assert not run_parity(f"{MXFP8_TRANSPORT} --expert-model-parallel-size 2", steps=1, shared=False).is_equal
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import ALLGATHER
 from moe_trainer.memory.host_read import AsyncHostReader
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
@@ -30,6 +31,7 @@ from moe_trainer.moe.dispatch.base import (
     no_cache,
     permute_received,
 )
+from moe_trainer.moe.dispatch.flex import DispatcherSettings
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import all_gather_flat, all_gather_rows, all_to_all, reduce_scatter_rows
 from moe_trainer.parallel.state import ParallelState
@@ -57,6 +59,7 @@ class _AllGatherState:
 class AllGatherDispatcher(TokenDispatcher):
     """Gather all tokens of the expert group, select those of the local experts, reduce-scatter the results."""
 
+    declaration = ALLGATHER
     uses_known_counts = True
 
     def __init__(self, ps: ParallelState, permutation: Permutation):
@@ -144,3 +147,7 @@ class AllGatherDispatcher(TokenDispatcher):
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Cast back to the dtype of the tokens."""
         return y_RH.to(state.x_RH.dtype)
+
+
+def make_dispatcher(settings: DispatcherSettings) -> AllGatherDispatcher:
+    return AllGatherDispatcher(settings.ps, settings.permutation)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import ALLTOALL
 from moe_trainer.memory.host_read import AsyncHostReader, integer_tensor
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
@@ -33,6 +34,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
+from moe_trainer.moe.dispatch.flex import DispatcherSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
     Mxfp8Transport,
@@ -99,6 +101,7 @@ class _AllToAllState:
 class AllToAllDispatcher(TokenDispatcher):
     """Sort by expert, exchange tokens over ep, gather them over etp, sort what arrived by local expert."""
 
+    declaration = ALLTOALL
     uses_known_counts = True
     fixed_buffer_problem = None
 
@@ -284,3 +287,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         plan: _AllToAllState = state.handle
         return self.permutation.unpermute(y_RH, plan.routes) if plan.slots is None else sum_slots(y_RH, plan.slots)
+
+
+def make_dispatcher(settings: DispatcherSettings) -> AllToAllDispatcher:
+    return AllToAllDispatcher(settings.ps, settings.permutation, settings.mxfp8)

@@ -14,11 +14,12 @@ Shape letters: T local tokens, E experts, e local experts, R routed tokens recei
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import Capability, Dispatcher
 from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import Exchange, finish_exchange
@@ -145,10 +146,15 @@ def permute_received(permutation: Permutation, state: DispatchState, routing_Ne:
 class TokenDispatcher(ABC):
     """Base of all dispatchers; holds constants only."""
 
-    supports_routing_padding = True  # a token may be sent to more experts than the router chooses
+    declaration: ClassVar[Dispatcher]
     uses_known_counts = False  # with known counts dispatch_preprocess waits for nothing and returns tensors only
     # why it cannot receive into a buffer of a given size, without counts on the host; None if it can
     fixed_buffer_problem: str | None = "the dispatcher receives buffers of the size of what arrives"
+
+    @property
+    def supports_routing_padding(self) -> bool:
+        """Whether a token may be sent to more experts than the router chooses."""
+        return not self.declaration.ignores(Capability.QUANTIZED_PADDING)
 
     @abstractmethod
     def dispatch_preprocess(

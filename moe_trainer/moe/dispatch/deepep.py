@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import DEEPEP
 from moe_trainer.backends import import_problem, nccl_problem
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
@@ -37,7 +38,7 @@ from moe_trainer.moe.dispatch.base import (
     no_cache,
     permute_received,
 )
-from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, FlexSettings
+from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, DispatcherSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import (
     HIGH_PRECISION,
     Mxfp8Transport,
@@ -243,7 +244,7 @@ class _DeepEPState:
 class DeepEPDispatcher(TokenDispatcher):
     """Send each token once to every rank of tp_ep that holds one of its experts."""
 
-    supports_routing_padding = False  # the library takes top-k experts per token
+    declaration = DEEPEP
 
     def __init__(
         self,
@@ -306,7 +307,7 @@ def problem(name: str = "") -> str | None:
     return nccl_problem(MIN_NCCL_VERSION) if is_v2 else None
 
 
-def make_dispatcher(settings: FlexSettings) -> DeepEPDispatcher:
+def make_dispatcher(settings: DispatcherSettings) -> DeepEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices.
 
     Version 1 always receives tokens in the same order.

@@ -1,4 +1,4 @@
-"""What the backends of the flex dispatcher are built from: the same for each library."""
+"""What dispatchers are built from, the same for each; what the libraries of flex backends have in common."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -32,10 +32,11 @@ class DispatchBufferSpec:
 
 
 @dataclass(frozen=True)
-class FlexSettings:
-    """Inputs of a backend's `make_dispatcher`.
+class DispatcherSettings:
+    """Inputs of `make_dispatcher`, which the module of every dispatcher has.
 
     Attributes:
+        buffer: of a library.
         permutation: local permutation.
         mxfp8: what is sent in 8 bits. The buffers are for bf16, which is also sent.
         typed: fields of the flags that the user typed.
@@ -43,7 +44,7 @@ class FlexSettings:
 
     ps: ParallelState
     moe: MoEArgs
-    buffer: DispatchBufferSpec
+    buffer: DispatchBufferSpec | None
     permutation: Permutation
     mxfp8: Mxfp8Transport = HIGH_PRECISION
     typed: Collection[str] = ()

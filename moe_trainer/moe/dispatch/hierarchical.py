@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import HIERARCHICAL
 from moe_trainer.memory.host_read import AsyncHostReader
 from moe_trainer.moe.dispatch.base import (
     NO_HINTS,
@@ -35,6 +36,7 @@ from moe_trainer.moe.dispatch.base import (
     no_cache,
     permute_received,
 )
+from moe_trainer.moe.dispatch.flex import DispatcherSettings
 from moe_trainer.ops.permute import (
     Permutation,
     PermuteMap,
@@ -121,6 +123,8 @@ class _HierarchicalState:
 
 class HierarchicalDispatcher(TokenDispatcher):
     """Send each token once to each node of its experts, then inside the node to each rank of them."""
+
+    declaration = HIERARCHICAL
 
     def __init__(self, ps: ParallelState, permutation: Permutation):
         self.ep, self.etp, self.inter, self.intra = ps.ep, ps.etp, ps.ep_inter, ps.ep_intra
@@ -263,3 +267,7 @@ class HierarchicalDispatcher(TokenDispatcher):
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         """Sum each token's results of the nodes."""
         return unpermute(y_RH, state.handle.to_nodes)
+
+
+def make_dispatcher(settings: DispatcherSettings) -> HierarchicalDispatcher:
+    return HierarchicalDispatcher(settings.ps, settings.permutation)

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import HYBRIDEP
 from moe_trainer.memory.side_stream import SideStream, wait_for
 from moe_trainer.moe.dispatch import deepep
 from moe_trainer.moe.dispatch.base import (
@@ -39,7 +40,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
-from moe_trainer.moe.dispatch.flex import FlexSettings
+from moe_trainer.moe.dispatch.flex import DispatcherSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.fixed_slots import padded_size
 from moe_trainer.ops.permute import Permutation
@@ -235,6 +236,8 @@ class _HybridEPState:
 class HybridEPDispatcher(TokenDispatcher):
     """Send each token once to every rank of tp_ep that holds one of its experts; the library sorts."""
 
+    declaration = HYBRIDEP
+
     def __init__(
         self,
         ps: ParallelState,
@@ -304,7 +307,7 @@ def problem() -> str | None:
     return deepep.problem("HybridEPBuffer")
 
 
-def make_dispatcher(settings: FlexSettings) -> HybridEPDispatcher:
+def make_dispatcher(settings: DispatcherSettings) -> HybridEPDispatcher:
     """Build a dispatcher and its communication buffer, on CUDA devices; options that are None are left to the library.
 
     Communication: collective over ps.tp_ep.

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import LOCAL
 from moe_trainer.memory.host_read import AsyncHostReader
 from moe_trainer.moe.dispatch.base import NO_HINTS, CacheFn, DispatchHints, DispatchState, TokenDispatcher, no_cache
+from moe_trainer.moe.dispatch.flex import DispatcherSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.fixed_slots import SlotMap, fill_slots, make_slot_map, padded_size, sum_slots
 from moe_trainer.ops.permute import Permutation
@@ -36,6 +38,7 @@ class _LocalState:
 class LocalDispatcher(TokenDispatcher):
     """Sort the local tokens by expert (stable); sum their results."""
 
+    declaration = LOCAL
     uses_known_counts = True
     fixed_buffer_problem = None
 
@@ -91,3 +94,7 @@ class LocalDispatcher(TokenDispatcher):
     def combine_postprocess(self, y_RH: Tensor, state: DispatchState) -> Tensor:
         y_RH, local = self.mxfp8.round_gradients(y_RH), state.handle
         return self.permutation.unpermute(y_RH, local.routes) if local.slots is None else sum_slots(y_RH, local.slots)
+
+
+def make_dispatcher(settings: DispatcherSettings) -> LocalDispatcher:
+    return LocalDispatcher(settings.permutation, settings.mxfp8)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.dispatchers import NCCLEP
 from moe_trainer.backends import nccl_problem
 from moe_trainer.layers import te
 from moe_trainer.moe.dispatch.base import (
@@ -37,7 +38,7 @@ from moe_trainer.moe.dispatch.base import (
     TokenDispatcher,
     no_cache,
 )
-from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, FlexSettings
+from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, DispatcherSettings
 from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
 from moe_trainer.ops.permute import Permutation, dense_to_topk
@@ -151,7 +152,7 @@ class _NcclEPState:
 class NcclEPDispatcher(TokenDispatcher):
     """Send each token once to every rank of tp_ep that holds one of its experts; the library sorts."""
 
-    supports_routing_padding = False  # the library takes top-k experts per token
+    declaration = NCCLEP
     fixed_buffer_problem = None
 
     def __init__(self, ps: ParallelState, context: Context, topk: int, permutation: Permutation):
@@ -211,7 +212,7 @@ def problem() -> str | None:
     return te.problem("ep", *names) or nccl_problem(MIN_NCCL_VERSION)
 
 
-def make_dispatcher(settings: FlexSettings) -> NcclEPDispatcher:
+def make_dispatcher(settings: DispatcherSettings) -> NcclEPDispatcher:
     """Build a dispatcher, on CUDA devices; the library's context is made by the first dispatch."""
     ps, moe = settings.ps, settings.moe
     context = Context(

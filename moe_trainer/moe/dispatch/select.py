@@ -1,23 +1,20 @@
 """Selection of the dispatcher and of fused kernels, when the model is built."""
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from arguments.mechanisms.dispatchers import ALLTOALL, LOCAL, SELECTING_FLAGS, Dispatcher, get_dispatcher
 from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.layers import te
 from moe_trainer.layers.kernels import Kernels
-from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
-from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
-from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.base import TokenDispatcher
-from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, FlexSettings
-from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
-from moe_trainer.moe.dispatch.local import LocalDispatcher
+from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
 from moe_trainer.moe.finermoe import SlicedPermutation
 from moe_trainer.moe.layer import MoELayer
@@ -28,7 +25,12 @@ from moe_trainer.parallel.state import ParallelState
 logger = logging.getLogger(__name__)
 
 
-_ADAPTERS = MappingProxyType({"deepep": deepep, "hybridep": hybridep, "ncclep": ncclep})
+def load_module(dispatcher: Dispatcher) -> Any:
+    """Import the module of a dispatcher: its `make_dispatcher` and, of a library, `problem` and `INSTALL`.
+
+    The module has the name of the declaration, so that a dispatcher is registered by its declaration only.
+    """
+    return importlib.import_module(f"moe_trainer.moe.dispatch.{dispatcher.key}")
 
 
 def build_dispatcher(
@@ -38,7 +40,7 @@ def build_dispatcher(
     backends: BackendPolicy | None = None,
     kernels: Kernels | None = None,
 ) -> TokenDispatcher:
-    """Build the dispatcher for --moe-token-dispatcher-type; `buffer` is needed on CUDA devices.
+    """Build the dispatcher that the flags select; `buffer` is needed on CUDA devices.
 
     Raises:
         MissingBackendError: if a library is missing.
@@ -47,61 +49,57 @@ def build_dispatcher(
     Communication: collective if a communication buffer is allocated.
     """
     backends, kernels = backends or BackendPolicy(), kernels or Kernels()
-    kind = _select_kind(moe, ps, backends)
+    dispatcher = _find_usable(moe, ps, backends)
     permutation = build_permutation(moe, backends, kernels)
     if moe.finermoe is not None:  # of all experts where tokens are permuted before they are sent, else of this rank's
-        first = 0 if kind in ("local", "alltoall") else ps.ep.rank * (moe.num_experts // ps.ep.size)
+        first = 0 if dispatcher.sends_copies else ps.ep.rank * (moe.num_experts // ps.ep.size)
         per_slice = moe.num_experts // moe.finermoe.slices
         permutation = SlicedPermutation(moe.finermoe.slices, per_slice, first, permutation)
     mxfp8 = Mxfp8Transport(
         moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8", kernels.row_casts
     )
-    if kind == "local":
-        return LocalDispatcher(permutation, mxfp8)
-    if kind == "allgather":
-        return AllGatherDispatcher(ps, permutation)
-    if kind == "hierarchical":
-        return HierarchicalDispatcher(ps, permutation)
-    if kind == "alltoall":
-        return AllToAllDispatcher(ps, permutation, mxfp8)
-    if buffer.dtype != torch.bfloat16:
+    if dispatcher.package is not None and buffer.dtype != torch.bfloat16:
         raise ValueError(
-            f"--moe-flex-dispatcher-backend {kind} supports bf16 tokens only, these are {buffer.dtype}: "
-            "add --bf16 or use --moe-token-dispatcher-type alltoall"
+            f"{_spell(dispatcher)} supports bf16 tokens only, these are {buffer.dtype}: "
+            f"add --bf16 or use {' '.join(ALLTOALL.words)}"
         )
-    return _ADAPTERS[kind].make_dispatcher(FlexSettings(ps, moe, buffer, permutation, mxfp8, backends.typed))
+    settings = DispatcherSettings(ps, moe, buffer, permutation, mxfp8, backends.typed)
+    return load_module(dispatcher).make_dispatcher(settings)
 
 
-def _select_kind(moe: MoEArgs, ps: ParallelState, backends: BackendPolicy) -> str:
-    """Return local, allgather, alltoall, hierarchical, or the library of the flex dispatcher."""
+def _spell(dispatcher: Dispatcher) -> str:
+    return " ".join(dispatcher.words[-2:])
+
+
+def _find_usable(moe: MoEArgs, ps: ParallelState, backends: BackendPolicy) -> Dispatcher:
+    """Return the dispatcher that the flags select, or what takes its place on these ranks and devices."""
     if ps.tp_ep.size == 1:
-        return "local"
-    if moe.moe_token_dispatcher_type != "flex":
-        return moe.moe_token_dispatcher_type
-    name = moe.moe_flex_dispatcher_backend
-    if name == "hierarchical":
-        if ps.ep_inter.size > 1:
-            return name
+        return LOCAL
+    dispatcher = get_dispatcher(moe)
+    if dispatcher.groups_by_domain and ps.ep_inter.size == 1:
         logger.info(
-            "--moe-flex-dispatcher-backend hierarchical: all expert ranks of a token are in one node (%d consecutive "
-            "ranks); using the alltoall dispatcher",
+            "%s: all expert ranks of a token are in one node (%d consecutive ranks); using the alltoall dispatcher",
+            _spell(dispatcher),
             ps.ep.size * ps.etp.size,
         )
-        return "alltoall"
+        return ALLTOALL
+    if dispatcher.package is None:
+        return dispatcher
     problem, remedy = (
         "the library works on CUDA devices, and this rank computes on a CPU",
-        "Use --moe-token-dispatcher-type alltoall",
+        f"Use {' '.join(ALLTOALL.words)}",
     )
     if backends.cuda:
-        problem, remedy = _ADAPTERS[name].problem(), f"Install it ({_ADAPTERS[name].INSTALL})"
+        library = load_module(dispatcher)
+        problem, remedy = library.problem(), f"Install it ({library.INSTALL})"
     is_usable = backends.should_use(
-        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"),
-        flag=f"--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {name}",
+        SELECTING_FLAGS,
+        flag=" ".join(dispatcher.words),
         problem=problem,
         remedy=remedy,
         instead="the alltoall dispatcher, with the same results",
     )
-    return name if is_usable else "alltoall"
+    return dispatcher if is_usable else ALLTOALL
 
 
 def _use_te_kernels(

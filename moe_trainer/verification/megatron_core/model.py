@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from arguments import Arguments
 from arguments.container import OPTIONS
+from arguments.mechanisms.dispatchers import ALLTOALL
 from moe_trainer.checkpoint.megatron_legacy.names import LOCAL_EXPERT, global_name
 from moe_trainer.errors import UserError
 
@@ -33,7 +34,7 @@ _WITHOUT_KERNELS = MappingProxyType(
         "transformer_impl": "local",
         "use_cpu_initialization": True,
         "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
+        **ALLTOALL.selected_by,
         "moe_permute_fusion": False,
         "moe_router_fusion": False,
         "apply_rope_fusion": False,

@@ -1,0 +1,159 @@
+"""Declarations of dispatchers: complete, equal to flags and modules; what a new one needs, in a copy of the sources."""
+
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from structure.source import ROOT
+
+from arguments.container import OPTIONS
+from arguments.mechanisms import dispatchers
+from arguments.mechanisms.dispatchers import ALLTOALL, DISPATCHERS, SELECTABLE, Capability, get_dispatcher
+from arguments.moe import MoEArgs
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.interconnect import NVLINK
+from moe_trainer.moe import dispatch
+from moe_trainer.moe.dispatch.base import TokenDispatcher
+from moe_trainer.moe.dispatch.select import load_module
+
+SMALL = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope "
+    "--num-experts 4 --moe-router-topk 2 --disable-bias-linear --micro-batch-size 1 --lr 1e-4 --train-iters 4 --eval-iters 0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --bf16 --expert-model-parallel-size 2 --world-size 2 "
+    "--moe-token-dispatcher-type toy"
+).split()
+DECLARATION = """
+TOY = Dispatcher(
+    name="Toy",
+    type="toy",
+    backend=None,
+    capabilities=dict.fromkeys(Capability, Rejected("is a toy")),
+    sends_copies=True,
+    gathers=False,
+    traffic=lambda tokens: Traffic(nvlink=3 * tokens.num_bytes),
+    is_measured=False,
+)
+DISPATCHERS = (TOY, """
+MODULE = """
+import os
+from arguments.mechanisms.dispatchers import TOY
+from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
+
+class ToyDispatcher(AllToAllDispatcher):
+    declaration = TOY
+
+def make_dispatcher(settings):
+    open(os.environ["TOY_RAN"], "a").close()
+    return ToyDispatcher(settings.ps, settings.permutation, settings.mxfp8)
+"""
+PLAN = """
+import json, sys
+from arguments import parse_args
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
+from moe_trainer.estimate.plan import make_plan
+from moe_trainer.estimate.uncertainty import UNTESTED_FEATURES
+args, hardware = parse_args(sys.argv[1:], 2), find_hardware("h100")
+plan = make_plan(args, 2, hardware)
+print(json.dumps({
+    "exchange": exchange_seconds(args, Interconnect(hardware), 64, 2),
+    "wide": [name for name, has in UNTESTED_FEATURES.items() if "dispatcher" in name and has(plan)],
+}))
+"""
+
+
+def test_every_dispatcher_has_a_module_and_a_value_of_the_flags():
+    """The choices of both flags, the declarations, and the modules with their classes are the same set."""
+    assert OPTIONS[dispatchers.TYPE].choices == dispatchers.TYPES
+    assert OPTIONS[dispatchers.BACKEND].choices == tuple(dispatchers.BACKENDS)
+    modules = [
+        importlib.import_module(f"{dispatch.__name__}.{info.name}") for info in pkgutil.iter_modules(dispatch.__path__)
+    ]
+    classes = [each for module in modules for each in vars(module).values() if inspect.isclass(each)]
+    made = {each for each in classes if issubclass(each, TokenDispatcher) and each is not TokenDispatcher}
+    declared = {each.__module__: each.declaration for each in made}
+    assert declared == {load_module(each).__name__: each for each in DISPATCHERS} and len(made) == len(declared)
+    for each in DISPATCHERS:
+        module = load_module(each)
+        assert list(inspect.signature(module.make_dispatcher).parameters) == ["settings"]
+        assert all(hasattr(module, name) for name in ("problem", "INSTALL")) or each.package is None, each.key
+    for each in SELECTABLE:
+        assert get_dispatcher(MoEArgs(**each.selected_by)) is each
+
+
+def test_capability_that_a_declaration_leaves_out_is_an_error():
+    declared = dict(ALLTOALL.capabilities)
+    del declared[Capability.NUM_SMS]
+    with pytest.raises(TypeError, match="alltoall dispatcher leaves out NUM_SMS"):
+        replace(ALLTOALL, capabilities=declared)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The sources by links, with a further dispatcher in three files."""
+    root = tmp_path_factory.mktemp("tree")
+    new = {
+        "arguments/moe.py": lambda text: text.replace('Literal["allgather",', 'Literal["toy", "allgather",', 1),
+        "arguments/mechanisms/dispatchers.py": lambda text: text.replace("\nDISPATCHERS = (", DECLARATION, 1),
+        "moe_trainer/moe/dispatch/toy.py": lambda _text: MODULE,
+    }
+    parents = {str(parent) for path in new for parent in (ROOT / path).relative_to(ROOT).parents}
+    for folder in sorted(parents):
+        (root / folder).mkdir(exist_ok=True)
+        for path in (ROOT / folder).iterdir():
+            name = str(path.relative_to(ROOT))
+            if name not in parents and name not in new and path.name not in (".git", "__pycache__"):
+                (root / name).symlink_to(path)
+    for name, edit in new.items():
+        path = ROOT / name
+        old = path.read_text() if path.exists() else ""
+        assert edit(old) != old
+        (root / name).write_text(edit(old))
+    return root
+
+
+def run(tree, *words):
+    env = {**os.environ, "PYTHONPATH": str(tree), "TOY_RAN": str(tree / "ran"), "PYTHONDONTWRITEBYTECODE": "1"}
+    env.pop("WORLD_SIZE", None)
+    return subprocess.run([sys.executable, *words], cwd=tree, env=env, capture_output=True, text=True, check=False)
+
+
+def test_new_dispatcher_rejects_what_it_does_not_support(tree):
+    assert run(tree, "-m", "pretrain_moe", "--validate-only", *SMALL).returncode == 0
+    flags = "--moe-dispatch-fwd-dtype mxfp8 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
+    done = run(
+        tree, "-m", "pretrain_moe", "--validate-only", *SMALL, *flags.split(), "--overlap-moe-expert-parallel-comm"
+    )
+    assert done.returncode == 2
+    assert (
+        "--moe-dispatch-fwd-dtype mxfp8 cannot be combined with --moe-token-dispatcher-type toy, which is a toy; use "
+        "alltoall or flex." in done.stderr + done.stdout
+    )
+    for part in (
+        "--moe-pad-expert-input-to-capacity cannot be combined with",
+        "--overlap-moe-expert-parallel-comm needs",
+    ):
+        assert part in done.stderr + done.stdout
+
+
+def test_new_dispatcher_is_planned_with_the_cost_of_its_own(tree):
+    done = run(tree, "-c", PLAN, *SMALL)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    hardware = find_hardware("h100")
+    nvlink = hardware.nvlink_gb_s * 1e9 * NVLINK * hardware.constants.links
+    assert found["exchange"] == pytest.approx(3 * 64 * 128 * 2 / nvlink + hardware.constants.latency)
+    assert found["wide"] == ["the toy dispatcher"]
+
+
+def test_new_dispatcher_is_proven(tree):
+    done = run(tree, "-m", "moe_trainer", "prove", *SMALL, "--ranks", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 equal one process" in done.stdout
+    assert (tree / "ran").exists()
