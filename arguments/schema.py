@@ -57,9 +57,9 @@ def flag(
     """
     needs = (needs,) if isinstance(needs, str) else needs
     restore = (restore,) if isinstance(restore, str) else restore
-    metadata = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar, "hidden": hidden}
-    metadata |= {"restore": restore, "unset": unset, "needs": needs, "path": path, "role": role, "bounds": bounds}
-    metadata["most"] = most
+    metadata: dict[str, object] = {"on": spellings, "off": off, "nargs": nargs, "parse": parse, "metavar": metavar}
+    metadata |= {"hidden": hidden, "restore": restore, "unset": unset, "needs": needs, "path": path, "role": role}
+    metadata |= {"bounds": bounds, "most": most}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
