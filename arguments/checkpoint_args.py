@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
+from arguments.flag_status import RENAMED_VALUES
 from arguments.layer_pattern import STAGE
 from arguments.moe import SELECTING
 from arguments.settings import Settings, Violation
@@ -196,6 +197,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         settings.set_derived("use_checkpoint_args", False, "there is no checkpoint yet")
         settings.note("--use-checkpoint-args: there is no checkpoint yet; the command line is used.")
         return {}
+    recorded = {dest: _renamed(dest, value) for dest, value in recorded.items()}
     # the checkpoint of --moe-use-upcycling is of a dense model, whose experts the command line describes
     names = [
         dest
@@ -322,9 +324,16 @@ def _for_evaluation(settings: Settings, recorded: Mapping[str, object], names: l
     return [dest for dest in names if dest not in checked or _is_value(dest, recorded.get(dest))]
 
 
+def _renamed(dest: str, value: object) -> object:
+    """Return the value of today for one of an older version."""
+    return RENAMED_VALUES.get((dest, value), value) if isinstance(value, str) else value
+
+
 def _is_value(dest: str, value: object) -> bool:
     """Return whether the flag could have this value; None could not."""
     option = OPTIONS[dest]
+    if option.choices is not None:
+        return all(item in option.choices for item in (value if isinstance(value, list | tuple) else (value,)))
     kinds: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool}
     kind = kinds.get(option.type_name, str)
     if option.is_list:

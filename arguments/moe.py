@@ -7,7 +7,7 @@ the help text. schema.py turns fields into options.
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from arguments.flag_properties import MAX_SIZE, MAX_STD
+from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
 from arguments.schema import flag, layer_pattern
 
 BalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
@@ -40,7 +40,7 @@ class MoEArgs:
     """Experts, router, balancing, dispatch."""
 
     # ---- experts
-    num_experts: int | None = flag(None, restore="always", bounds=">=0", most=MAX_STD, role="size")
+    num_experts: int | None = flag(None, restore="always", bounds=">=0", most=MAX_EXPERTS, role="size")
     """Number of routed experts of an MoE layer. Unset or 0: a dense model."""
     moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern, restore="always", needs="num_experts", role="size")
     """Layers with experts: N means every N-th from the first on, a pattern such as ([0]*3+[1]*58) has 1 for each of

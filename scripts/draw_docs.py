@@ -236,8 +236,11 @@ def with_table(name: str) -> str:
     """Return the page of a table with the table as it is now between its marks."""
     path, draw = TABLES[name]
     begin, end = f"<!-- {name}: written by scripts/draw_docs.py -->\n", f"\n<!-- end of {name} -->"
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
-    return f"{before}{begin}\n{draw()}\n{end}{rest.partition(end)[2]}"
+    before, is_begun, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, is_ended, after = rest.partition(end)
+    if not is_begun or not is_ended:
+        raise ValueError(f"{path}: the marks of the table {name} are not there: {begin.strip()} and {end.strip()}")
+    return f"{before}{begin}\n{draw()}\n{end}{after}"
 
 
 PICTURES: dict[str, Callable[[], str]] = {

@@ -39,9 +39,11 @@ from moe_trainer.parallel.trace import CommunicationError, backend_reason, is_co
 
 logger = logging.getLogger(__name__)
 
-# paths that may differ between nodes, and what the launcher sets per process
+# paths that may differ between nodes (a value of a `_json` flag may be the JSON itself), and what the launcher sets
 _RANK_LOCAL_FLAGS = frozenset(("local_rank",)) | frozenset(
-    dest for dest, option in OPTIONS.items() if option.section == "data" and option.path is not None
+    dest
+    for dest, option in OPTIONS.items()
+    if option.section == "data" and option.path is not None and not dest.endswith("_json")
 )
 _MAX_LINES = 12
 _JOIN_GRACE_S = 15.0  # torch enforces its own timeout with a better message

@@ -113,6 +113,11 @@ def test_importing_needs_only_the_standard_library():
     assert done.stdout.strip() == "[]"
 
 
+def test_the_largest_value_of_a_count_is_a_count():
+    counts = [option for option in OPTIONS.values() if option.type_name == "int" and option.most is not None]
+    assert counts and not [option.dest for option in counts if not isinstance(option.most, int)]
+
+
 def test_every_flag_that_acts_says_what_it_is_for():
     """Proofs, replays, trials and comparisons of runs keep flags by their roles; None would be kept by chance."""
     silent = [dest for dest, option in OPTIONS.items() if option.role is None and get_flag_status(dest)[0] == "acts"]
