@@ -220,7 +220,7 @@ class _TokenParser:
                 values.append(option.convert(new or bare))
             except ValueError as error:
                 close = _close_matches(bare, [str(choice) for choice in option.choices or ()], 1)
-                hint = f" (did you mean {close[0]}?)" if close else ""
+                hint = f" (did you mean {close[0]}?)" if close else _owner_of(bare, option)
                 self.reject(name, f"{name} {text}: the value must be {error}{hint}", "value", option.dest)
                 return
         self.out.given.append(ParsedFlag(option.dest, values if option.is_list else values[0], name))
@@ -307,6 +307,17 @@ class _TokenParser:
         same = [spelling for spelling in spellings if spelling.lower() == name.lower().replace("_", "-")]
         close = (same or starts or _close_matches(name.replace("_", "-"), spellings, 3))[:3]
         return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _owner_of(value: str, option: Option) -> str:
+    """Return a hint to the flag, with a similar name, that has such a value; "" if none or several have."""
+    words = set(option.dest.split("_")) - {"moe", "use", "type"}
+    owners = [
+        each.on[0]
+        for each in OPTIONS.values()
+        if value in map(str, each.choices or ()) and words.intersection(each.dest.split("_"))
+    ]
+    return f" ({value} is a value of {owners[0]})" if len(owners) == 1 else ""
 
 
 def _close_matches(word: str, words: list[str], count: int) -> list[str]:

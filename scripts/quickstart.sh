@@ -63,12 +63,12 @@ set -euo pipefail
 cd "$PWD"
 # Threads per rank.
 export OMP_NUM_THREADS=$threads
-exec "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node $ranks pretrain_moe.py \\
+exec "$PYTHON_BIN" scripts/torchrun.py --standalone --nproc-per-node $ranks pretrain_moe.py \\
     --preset mixtral_tiny \\
     --data-path "$run/data/text_text_document" --split $split \\
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$run/data/tokenizer.model" \\
     --micro-batch-size $((16 / ranks)) --moe-per-layer-logging \\
-    --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard" "\$@"
+    --save "$run/checkpoints" "\$@"
 EOF
 
 device=CPU
@@ -88,7 +88,8 @@ fi
 # The log's iteration lines, shortened; sed's \1 to \4 are iteration, iterations, milliseconds, loss.
 shown='  iteration \1 of \2 | \3 ms | loss \4'
 set +e
-bash "$run/train.sh" "$@" 2>&1 | tee "$run/train.log" |
+# Not in the file: a run with another --save would write its curves among these.
+bash "$run/train.sh" --tensorboard-dir "$run/tensorboard" "$@" 2>&1 | tee "$run/train.log" |
     sed -u -nE -e 's/^ \[.* iteration +([0-9]+)\/ +([0-9]+) .*\(ms\): ([0-9.]+) .*lm loss: ([0-9.E+-]+) .*/'"$shown"'/p' \
         -e 's/^ (validation loss at iteration .*) lm loss PPL.*/  \1/p'
 status=${PIPESTATUS[0]}

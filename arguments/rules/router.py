@@ -39,6 +39,8 @@ def note_no_balancing(s: Settings, f: DerivedSizes) -> None:
     is_even = s.moe_router_force_load_balancing or s.moe_router_topk == f.experts
     chosen = {"sinkhorn", "quantile_balancing", "none"}.intersection(balancing_types(s))
     losses = any(as_list(s.moe_aux_loss_coeff))
+    if s.is_eval_only:
+        return
     if f.experts and f.experts > 1 and not (losses or chosen or is_even or s.moe_router_enable_expert_bias):
         s.note(
             f"{s.shown('num_experts')}: nothing balances the load of the experts; give --moe-aux-loss-coeff above 0 or "

@@ -352,6 +352,8 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
 
     folder = resolve_checkpoint(options.source, options.ckpt_step)
     if folder is None:
+        if not os.path.exists(options.source):
+            raise ValueError(f"{options.source}: no such folder")
         raise ValueError(f"{options.source}: this folder holds neither a checkpoint nor a Hugging Face model")
     record = read_saved_args(options.source, options.ckpt_step)  # raises for an unreadable or damaged checkpoint
     if options.to == "peft":

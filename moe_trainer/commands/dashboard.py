@@ -143,7 +143,8 @@ class Runs:
         if path not in self.reports(self.paths()):
             return None
         try:
-            return (self._folder / path).read_text(encoding="utf-8", errors="replace")
+            with (self._folder / path).open("rb") as file:  # a browser shows no page as long as the limit either
+                return file.read(MAX_PARSED_BYTES).decode("utf-8", errors="replace")
         except OSError:
             return None
 

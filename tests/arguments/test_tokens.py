@@ -49,6 +49,11 @@ def test_all_mistakes_at_once():
     assert "unexpected argument '2'" in found[4]
 
 
+def test_value_of_a_similar_flag_is_named():
+    (wrong,) = messages([*TOY, "--moe-token-dispatcher-type", "hybridep"])
+    assert wrong.endswith("alltoall, flex (hybridep is a value of --moe-flex-dispatcher-backend)")
+
+
 def test_error_has_every_message_and_the_resolved_settings():
     with pytest.raises(ArgumentError) as caught:
         parse_args([*TOY, "--lr", "fast", "--bogus"], world_size=1)

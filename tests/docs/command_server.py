@@ -123,6 +123,8 @@ def _ranks(command: dict) -> int:
     argv, world_size = list(command["argv"]), 1
     if argv[:2] == ["-m", "torch.distributed.run"]:
         command["name"], argv = "torchrun", argv[2:]
+    elif argv and Path(argv[0]).name == "torchrun.py":
+        command["name"], argv = "torchrun", argv[1:]
     if command["name"] == "torchrun":
         while argv[0].startswith("-"):
             option = argv.pop(0)

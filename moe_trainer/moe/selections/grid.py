@@ -9,7 +9,13 @@ from torch import Tensor
 
 from arguments.moe import ExpertGrid
 from moe_trainer.moe.selections.scores import wide_dtype
-from moe_trainer.moe.selections.selection import Choice, SelectionContext, to_routing_map
+from moe_trainer.moe.selections.selection import (
+    Choice,
+    ExpertSelection,
+    FusedTopK,
+    SelectionContext,
+    to_routing_map,
+)
 from moe_trainer.moe.selections.topk import TopKSelection
 
 
@@ -49,6 +55,9 @@ class GridSelection(TopKSelection):
         if bias_E is None or self.scores.function != "softmax":
             return super().keys(logits_TE, scores_TE, bias_E)
         return logits_TE.to(wide_dtype(logits_TE)) + bias_E  # a bias of logits, not of shares
+
+    def with_kernel(self, kernel: FusedTopK | None) -> ExpertSelection:
+        return self  # no kernel chooses in slices
 
     def select(self, keys_TE: Tensor) -> Tensor:
         return choose_slices(keys_TE, self.grid, self.topk)

@@ -22,11 +22,13 @@ class Scores:
     Attributes:
         function: value of --moe-router-score-function.
         pre_softmax: value of --moe-router-pre-softmax, where it matters.
+        has_kernel: fused kernels compute them too.
         factor: of the weights; None for 1.
     """
 
     function: str
     pre_softmax = False
+    has_kernel = True
 
     def __init__(self, factor: float | None = None):
         self.factor = factor

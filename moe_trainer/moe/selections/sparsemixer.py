@@ -12,6 +12,8 @@ from moe_trainer.moe.selections.scores import SharesOfChosen, wide_dtype
 class SparseMixer(SharesOfChosen):
     """Shares as SparseMixer computes them, of two chosen experts; see `sparsemixer_weights`."""
 
+    has_kernel = False
+
     def __init__(self, jitter: float, factor: float | None = None):
         super().__init__(factor)
         self.jitter = jitter

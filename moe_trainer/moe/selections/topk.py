@@ -67,7 +67,7 @@ class TopKSelection(ScoredSelection):
         return self.cache_fn(lambda: self.select(keys_TE))
 
     def with_kernel(self, kernel: FusedTopK | None) -> ExpertSelection:
-        if kernel is None:
+        if kernel is None or not self.scores.has_kernel:
             return self
         scores, groups = self.scores, self.groups
         options = {
