@@ -142,7 +142,7 @@ def architecture() -> str:
     block = picture.block
     block(20, 16, 290, 62, SLATE, "command line, preset, recipe", "flags, rules, recipes; all errors at once")
     block(325, 16, 290, 62, SLATE, "estimate", "memory, FLOPs, time, search: no torch")
-    block(630, 16, 290, 62, SLATE, "verification and debug", "layout parity, replay, tensor dumps")
+    block(630, 16, 290, 62, SLATE, "verification and debug", "mapping parity, replay, tensor dumps")
     block(20, 100, 900, 58, "#46505a", "training", "the one loop: set up, step, evaluate, save, resume, stop")
     model = (
         "model: blocks, pipeline chunks, multi-token prediction",

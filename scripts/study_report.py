@@ -186,16 +186,17 @@ def limits(arms: Sequence[Arm], seeds: int, tokens: int) -> list[str]:
         "differences at this size.",
         "",
         f"- **Equal tokens are not equal cost.** Parameters that a token uses: {actives}. A model with more of them "
-        "is expected to have the lower loss.",
+        "is expected to have the lower loss. A difference between two kinds is one of the whole recipe.",
         f"- **Size.** A few million parameters and {tokens:,} tokens after upcycling, where the paper's dense models "
         "have 0.5 to 7 billion. An order at this size need not hold at another.",
         f"- **Seeds.** {seeds} seeds vary the initialization, the order of documents and the draws of upcycling, not "
         "the choice of documents.",
-        "- **Tuning.** One learning rate, balancing coefficient and shape for each kind, none of them tuned.",
+        "- **Tuning.** One learning rate, balancing coefficient and shape for each kind, none of them tuned. The best "
+        "rate of each kind can differ.",
         "- **Text.** Python sources only. The tokenizer has seen the validation text.",
         "- **Next line** is a task of multiple choice from the validation text (four choices, so 0.25 by chance; "
         "accuracy normalized by bytes). So few questions distinguish only large differences.",
-        "- **Speed** is that of one thread of this machine next to other runs, in fp32.",
+        "- **Speed** is that of one thread of this machine next to other runs, in fp32. It says nothing about a GPU.",
         "",
     ]
 

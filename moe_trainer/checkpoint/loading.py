@@ -1,4 +1,4 @@
-"""Read a checkpoint, written under any layout, into a model and an optimizer.
+"""Read a checkpoint, written under any mapping, into a model and an optimizer.
 
 Every local shard is looked up by key; the saved chunks that overlap it are copied in. A key is tried under the scheme
 of this run and then under the other spellings that a checkpoint of the same model may have (KeyScheme.alternatives).
@@ -342,7 +342,7 @@ class Loader:
         return states[ps.dp_cp.rank] if ps.dp_cp.rank < len(states) else None
 
     def all_random_states(self) -> Iterator[dict[str, Any]]:
-        """Yield one state of every (pp, tp) position of the layout that wrote the checkpoint.
+        """Yield one state of every (pp, tp) position of the mapping that wrote the checkpoint.
 
         Raises:
             CheckpointError: if one is damaged.

@@ -148,7 +148,7 @@ def load(
 ) -> LoadedState | None:
     """Load the checkpoint that the tracker (or options.ckpt_step) names into model and optimizer, in place.
 
-    It may have been written under any layout and with any format of optimizer state: a checkpoint holds fp32. Calls
+    It may have been written under any mapping and with any format of optimizer state: a checkpoint holds fp32. Calls
     optimizer.begin_load, load_scalars and after_load, and restores the random states. A release or a Hugging Face
     folder has only weights, and iteration 0.
 

@@ -1,7 +1,7 @@
 """The random states of this process: Python, numpy, torch and CUDA under Megatron's names, and the model's own streams.
 
 Dropout masks, jitter and forced routing are random; data order and initial weights do not depend on these states. A
-state belongs to a position (pp, tp, rank in dp x cp). If a checkpoint of another layout has none for a position, or its
+state belongs to a position (pp, tp, rank in dp x cp). If a checkpoint of another mapping has none for it, or its
 state is missing for another reason, `reseed` starts new streams from a seed that depends on the iteration, so that no
 mask of an earlier iteration is repeated. Streams under a layer's global name (forced expert biases) are equal on all
 ranks and move with the layer.

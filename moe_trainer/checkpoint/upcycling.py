@@ -1,7 +1,7 @@
 """A dense checkpoint presented as one of a Mixture-of-Experts model (--moe-use-upcycling).
 
 `UpcycledMetadata` has the keys and chunks of the MoE model; a chunk is made on demand from the one dense tensor it
-comes from. So every reader of checkpoints reads it under any layout, whatever the dense checkpoint is: native,
+comes from. So every reader of checkpoints reads it under any mapping, whatever the dense checkpoint is: native,
 Megatron-LM's, or a Hugging Face folder. Chunks are ordered by their dense tensors, of which one is in memory at a time.
 
 Each dense MLP is split along its FFN width into g pieces. Expert e is piece e mod g, its weights multiplied by a scale
@@ -144,7 +144,7 @@ class UpcyclingSpec:
         return torch.zeros(shape) if name.endswith(".bias") else self.draw(name, *shape)
 
     def draw(self, name: str, *shape: int) -> Tensor:
-        """Return random fp32 numbers that depend on the seed and the name only, whatever the layout."""
+        """Return random fp32 numbers that depend on the seed and the name only, whatever the mapping."""
         stream = named_generator(self.seed, "upcycling", name)
         if self.std is None:
             return torch.nn.init.xavier_uniform_(torch.empty(shape), generator=stream)

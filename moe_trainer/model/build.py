@@ -1,6 +1,6 @@
 """Build a model: on the meta device first, then storage and initial values parameter by parameter.
 
-Initialization needs no extra memory and depends on (seed, name) only: every layout starts from the same weights.
+Initialization needs no extra memory and depends on (seed, name) only: every mapping starts from the same weights.
 """
 
 import functools

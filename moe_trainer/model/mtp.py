@@ -6,7 +6,7 @@ shifted left by one per depth, before they are sharded over cp. The losses are a
 main loss reads. Evaluation skips all of it. With --mtp-detach-heads the losses do not train the main model.
 
 As in Megatron-LM each context-parallel rank divides by its own number of valid tokens of a microbatch and the means are
-averaged, so the loss depends on the layout (docs and list in moe/balancing.py). With dynamic context parallelism, where
+averaged, so the loss depends on the mapping (list in moe/balancing.py). With dynamic context parallelism, where
 a sequence may be in any group, the number is that of the whole group. With --mtp-loss-per-token nothing is divided
 here: the gradient is that of a sum over tokens, which is divided by the trained tokens of the global batch with that of
 the main loss. The layers and the losses are separate modules, because they may be on different pipeline stages; the

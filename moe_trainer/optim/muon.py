@@ -11,7 +11,7 @@ of the same matrices. --muon-tp-mode:
 * duplicated: momenta are all-gathered, every rank orthogonalizes the full matrix and keeps its shard.
 * distributed: the iteration sums over the ranks, one square matrix per step. Equal to duplicated up to rounding, but
   half of the matrices iterate over their larger dimension, because the sharded dimension decides.
-* blockwise: each shard is treated as a separate matrix, without communication. The result depends on the layout.
+* blockwise: each shard is treated as a separate matrix, without communication. The result depends on the mapping.
 
 GEMMs run in bf16, or with --muon-fp32-matmul-prec high in fp32 (TF32 on devices that have it). Stacked experts use
 batched GEMMs.

@@ -137,7 +137,7 @@ def update_scales(chunks: Iterable[nn.Module], ps: ParallelState) -> None:
 
 
 def scaling_state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state of delayed scaling for checkpoints, under layout-independent names."""
+    """Yield the state of delayed scaling for checkpoints, under mapping-independent names."""
     for gemms in iter_quantized_gemms([chunk]):
         if gemms.recipe.delayed is not None:
             yield f"fp8.{gemms.name}.scaling", gemms.scaling

@@ -1,7 +1,7 @@
 """Sums of the outputs of every attention and MLP in the first step, by rank.
 
 Each rank sums its tokens of every output (values and squares, one entry per channel). The one process holds all tokens,
-so it sums those of every data, context and tensor rank separately, as the layout shards them. The first output in
+so it sums those of every data, context and tensor rank separately, as the mapping shards them. The first output in
 execution order whose sums differ is where to look, and the rank whose sums differ computed it. Used only if a loss or
 gradient of the first step differs.
 """
@@ -60,13 +60,13 @@ def record_rank_sums(run: TrainContext) -> ActivationSums:
 def record_reference_sums(
     run: TrainContext, sharding: SequenceSharding, num_data_ranks: int, micro_batch_size: int
 ) -> ActivationSums:
-    """Sum the outputs of a run on full sequences for each rank of a layout.
+    """Sum the outputs of a run on full sequences for each rank of a mapping.
 
     Args:
         run: of the one process, with microbatches of any size.
         sharding: of the sequences.
-        num_data_ranks: of the layout; microbatch i belongs to data rank i % num_data_ranks.
-        micro_batch_size: of the layout.
+        num_data_ranks: of the mapping; microbatch i belongs to data rank i % num_data_ranks.
+        micro_batch_size: of the mapping.
     """
     recorder, num_sequences, get_lengths = ActivationSums(), Counter(), track_lengths(run)
 

@@ -1,4 +1,4 @@
-"""Quantities that Megatron-LM defines by the layout, computed in one process as many ranks would.
+"""Quantities that Megatron-LM defines by the mapping, computed in one process as many ranks would.
 
 moe/balancing.py lists all of them and explains why. emulate_balancing.py has the global auxiliary loss, emulate_fp8.py
 the fp8 formats. Here:

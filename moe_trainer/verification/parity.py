@@ -1,7 +1,7 @@
 """Parity check of one case: the same training on many ranks and on one process, with equal weights and global batches.
 
 The one process runs the plain program: no parallel flag, no distributed optimizer, no overlap, no recompute. Where
-Megatron-LM defines a quantity by the layout, the reference follows the definition:
+Megatron-LM defines a quantity by the mapping, the reference follows the definition:
 
 * expert capacity and dropped tokens per sequence shard, and the mean of multi-token prediction per context rank:
   emulate_topology.py;

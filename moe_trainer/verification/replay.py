@@ -1,7 +1,7 @@
 """Replay of a recorded iteration (debug/step_record.py), with its own flags or with some of them replaced.
 
 A replay is a run like any other: model, schedule and reductions are built from flags, weights are loaded with
---init-from, the batches are distributed to the data ranks of the layout, and the iteration is recorded again. Two
+--init-from, the batches are distributed to the data ranks of the mapping, and the iteration is recorded again. Two
 records of one iteration are then compared (compare_records.py). Nothing here depends on what a layer computes.
 """
 

@@ -1,4 +1,4 @@
-"""Random tokens for a parity check: the same sequences for every layout, from a seed and the index of a sample.
+"""Random tokens for a parity check: the same sequences for every mapping, from a seed and the index of a sample.
 
 The loader's own `make_batch` makes batches of them, so flags about documents, positions and masks act as in a training.
 Every sequence holds several documents. Packed samples (--use-varlen-dataset) have random lengths.

@@ -1,7 +1,7 @@
-"""Trace of a short training of a small model under any layout, under layout-independent names.
+"""Trace of a short training of a small model under any mapping, under mapping-independent names.
 
 Nothing here imitates the trainer: model, schedule, reductions and optimizer are those of train_step. Only the batches
-are synthetic: from a seed, the same global batch for every layout, distributed over data-parallel ranks as the loader
+are synthetic: from a seed, the same global batch for every mapping, distributed over data-parallel ranks as the loader
 does. Rank 0 holds full tensors afterwards. A copy on another rank that diverges is detected by fingerprints: every rank
 reduces each of its tensors to a few numbers, and copies of one shard must agree on all ranks.
 """
@@ -120,7 +120,7 @@ def train(
     device: str = "cpu",
     layout: PackLayout | None = None,
 ) -> TrainingTrace:
-    """Train from the layout-independent initialization, on batches of `seed`. Collective over the world.
+    """Train from the mapping-independent initialization, on batches of `seed`. Collective over the world.
 
     `prepare` is called with the context first. It may return the recorder of activation sums; otherwise this rank's
     outputs are summed. `layout`: see draw_batches.

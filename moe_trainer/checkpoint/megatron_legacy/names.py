@@ -60,7 +60,7 @@ _END = 128  # and its buckets end at common multiples of this and the number of 
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """The layout that wrote a checkpoint."""
+    """The mapping that wrote a checkpoint."""
 
     tp: int
     pp: int

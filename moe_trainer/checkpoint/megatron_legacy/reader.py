@@ -1,4 +1,4 @@
-"""A legacy checkpoint of Megatron-LM (`--ckpt-format torch`) as an index that any layout can load.
+"""A legacy checkpoint of Megatron-LM (`--ckpt-format torch`) as an index that any mapping can load.
 
 Every file `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` is opened without reading its elements (they are mapped into
 memory, and read with their chunk). Its content, and that of `distrib_optim.pt`, gets the keys and chunks of a native

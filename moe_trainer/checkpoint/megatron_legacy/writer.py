@@ -1,6 +1,6 @@
 """Write a legacy checkpoint of Megatron-LM (`--ckpt-format torch`).
 
-The files of that format hold what single ranks of a layout have; this program's optimizer state may be sharded
+The files of that format hold what single ranks of a mapping have; this program's optimizer state may be sharded
 differently. So a save first writes its own chunks as always, and then one rank of every (tp, pp, ep) position reads the
 content of its file from them as loading does. This temporarily takes twice the disk space. names.py describes the
 format.
