@@ -194,6 +194,7 @@ def test_signal_ends_the_trial(tmp_path, monkeypatch, number):
     """With what it has started, which a closed terminal does not reach; its folder is deleted."""
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # nohup would ignore a closed terminal
     monkeypatch.setattr(tune.tempfile, "tempdir", str(tmp_path))
 
     def run_trial(*args):
