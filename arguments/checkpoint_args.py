@@ -332,13 +332,12 @@ def _renamed(dest: str, value: object) -> object:
 def _is_value(dest: str, value: object) -> bool:
     """Return whether the flag could have this value; None could not."""
     option = OPTIONS[dest]
-    if option.choices is not None:
-        return all(item in option.choices for item in (value if isinstance(value, list | tuple) else (value,)))
     kinds: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool}
     kind = kinds.get(option.type_name, str)
-    if option.is_list:
-        return isinstance(value, list | tuple) and all(isinstance(item, kind) for item in value)
-    return isinstance(value, kind)
+    items = value if isinstance(value, list | tuple) else (value,)
+    if option.is_list != isinstance(value, list | tuple):
+        return False
+    return all(isinstance(item, kind) and (option.choices is None or item in option.choices) for item in items)
 
 
 def _text(value: object) -> str:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from arguments.mechanisms.dispatchers import SELECTABLE, Capability, Dispatcher
 from moe_trainer.drawing.load_map import Panel, load_map
+from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.pair_matrix import pair_matrix
 from moe_trainer.drawing.pipeline_timeline import idle_share, pipeline_timeline
 from moe_trainer.drawing.rank_grid import Axis, rank_grid
@@ -220,11 +221,9 @@ def dispatcher_table() -> str:
         number = reasons.setdefault(dispatcher.reason(capability), len(reasons) + 1)
         return f"{'rejected' if dispatcher.rejects(capability) else 'no effect'} ({number})"
 
-    lines = [f"| | {' | '.join(f'`{each.key}`' for each in SELECTABLE)} |", "|---" * (len(SELECTABLE) + 1) + "|"]
-    lines += [
-        f"| {capability.value} | {' | '.join(cell(each, capability) for each in SELECTABLE)} |"
-        for capability in Capability
-    ]
+    columns = ("", *(f"`{each.key}`" for each in SELECTABLE))
+    rows = [(capability.value, *(cell(each, capability) for each in SELECTABLE)) for capability in Capability]
+    lines = markdown_table(columns, rows)
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
 
 

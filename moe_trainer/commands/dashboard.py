@@ -138,9 +138,9 @@ class Runs:
             if file.resolve().is_relative_to(self._folder)
         }
 
-    def read_report(self, path: str) -> str | None:
-        """Return the page of a report; None if it is none of the folder's."""
-        if path not in self.reports(self.paths()):
+    def read_report(self, path: str, paths: Sequence[str]) -> str | None:
+        """Return the page of a report of the runs; None if it is none of theirs."""
+        if path not in self.reports(paths):
             return None
         try:
             with (self._folder / path).open("rb") as file:  # a browser shows no page as long as the limit either
@@ -216,7 +216,7 @@ class RunsHandler(BaseHTTPRequestHandler):
         if len(wanted) > MAX_RUNS or not set(paths).issuperset(wanted):
             return self._send(404, "text/plain", f"not found: no such run, or more than {MAX_RUNS}\n")
         if parts[2] == "report":
-            return self._send_report(wanted, query.get("file", []))
+            return self._send_report(wanted, query.get("file", []), paths)
         data = self._data(base, address.query, wanted, paths)
         if parts[2] == "data":
             return self._send(200, "application/json", as_json(data))
@@ -243,9 +243,9 @@ class RunsHandler(BaseHTTPRequestHandler):
         found = [self.runs.page(path, len(wanted)) for path in wanted]
         return page_data([run for run in found if run is not None], reports=reports, live=live)
 
-    def _send_report(self, runs: Sequence[str], files: Sequence[str]) -> None:
-        """Answer the comparison of runs, or a report that lies in the folder."""
-        page = self.runs.comparison(runs) if runs else self.runs.read_report(files[0]) if files else None
+    def _send_report(self, wanted: Sequence[str], files: Sequence[str], paths: Sequence[str]) -> None:
+        """Answer the comparison of the wanted runs, or a report that lies with any run."""
+        page = self.runs.comparison(wanted) if wanted else self.runs.read_report(files[0], paths) if files else None
         if page is None:
             return self._send(404, "text/plain", "not found: no such report\n")
         # a report is a file that anyone may have written: it draws itself, and runs and loads nothing

@@ -29,10 +29,8 @@ WARMUP = 2
 _OUTPUT, _METRICS = "output.txt", "metrics.jsonl"
 _END_S = 30.0
 _SET = frozenset(
-    (
-        *("micro_batch_size", "exit_interval", "log_interval", "log_memory_interval", "eval_iters", "metrics_file"),
-        *("finetune", "no_load_optim", "no_load_rng"),
-    )
+    "micro_batch_size exit_interval log_interval log_memory_interval eval_iters metrics_file finetune no_load_optim "
+    "no_load_rng".split()
 )
 """Destinations of flags that a trial sets."""
 _WITHOUT_PATH = frozenset(("wandb_project", "record_step", "profile", "record_memory_history"))
@@ -41,12 +39,9 @@ _WRITING = _WITHOUT_PATH | frozenset(
 )
 """Those that write somewhere else than in the trial's folder."""
 _OF_A_RUN = frozenset(
-    (
-        *("auto_resume", "override_ckpt_iteration", "ckpt_convert_format", "moe_use_upcycling", "check_files"),
-        *("validate_only", "dry_run", "fake_process_group", "rampup_batch_size", "step_batch_size_schedule"),
-        *("save_params_interval", "save_activations_interval", "save_tokens_per_expert_interval"),
-        *("save_wgrads_interval", "save_dgrads_interval", "stream_weights_interval"),
-    )
+    "auto_resume override_ckpt_iteration ckpt_convert_format moe_use_upcycling check_files validate_only dry_run "
+    "fake_process_group rampup_batch_size step_batch_size_schedule save_params_interval save_activations_interval "
+    "save_tokens_per_expert_interval save_wgrads_interval save_dgrads_interval stream_weights_interval".split()
 )
 """Those that belong to a whole run, or to a run that is no training."""
 _ABSENT = _WRITING | _OF_A_RUN | flags_of("evaluation", "exit")

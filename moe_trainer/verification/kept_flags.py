@@ -16,17 +16,13 @@ from arguments.tokens import FIELDS
 
 # destinations that shrink.py sets where a small command line needs them
 _SET_AGAIN = frozenset(
-    (
-        *("init_method_std", "embedding_init_method_std", "dsa_indexer_loss_coeff", "dsa_attention_form", "adam_eps"),
-        *("recompute_num_layers", "cpu_offloading_num_layers", "min_offloaded_tensor_size", "muon_fp32_matmul_prec"),
-    )
+    "init_method_std embedding_init_method_std dsa_indexer_loss_coeff dsa_attention_form adam_eps recompute_num_layers "
+    "cpu_offloading_num_layers min_offloaded_tensor_size muon_fp32_matmul_prec".split()
 )
 # without updates there is nothing to compare; the others name functions, layers or buffers of the full model
 _NOT_COMPARED = frozenset(
-    (
-        *("freeze_all_layers", "te_precision_config_file", "fp8_quantizer_factory", "fp4_quantizer_factory"),
-        *("fp4_recipe", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"),
-    )
+    "freeze_all_layers te_precision_config_file fp8_quantizer_factory fp4_quantizer_factory fp4_recipe "
+    "fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag".split()
 )
 # of roles that are left out, but what a pass computes or gathers depends on them
 _KEPT_TOO = frozenset(("use_varlen_dataset", "logit_dtype", "ckpt_format"))

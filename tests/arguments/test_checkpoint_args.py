@@ -87,7 +87,10 @@ def test_restored_flags_are_taken(restore):
         assert taken == (set(dests) if restore in wanted else set()), f"with {flags}: not as declared"
 
 
-@pytest.mark.parametrize(("recorded", "taken"), [("alltoall_seq", "alltoall"), ("of_another_program", "allgather")])
+@pytest.mark.parametrize(
+    ("recorded", "taken"),
+    [("alltoall_seq", "alltoall"), ("of_another_program", "allgather"), (["alltoall"], "allgather")],
+)
 def test_old_and_unknown_values_of_a_record(recorded, taken):
     checkpoint = {"moe_expert_capacity_factor": 1.0, "moe_token_dispatcher_type": recorded}
     args = parse_args([*PLAIN, "--skip-train"], 1, checkpoint=checkpoint)
