@@ -21,7 +21,7 @@ LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "hybrid_layer_pattern"}
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
-_FINAL_NORMS = {False: "decoder.final_layernorm.", True: "decoder.final_norm."}
+_FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether the model is hybrid
 
 
 def is_hybrid(record: Mapping[str, Any]) -> bool:
