@@ -1,6 +1,5 @@
 """A statistic that a module registers is reported without an edit of the training loop."""
 
-
 import torch
 from training.forked import pretrain
 from training.tiny import MOCK, TINY
