@@ -16,6 +16,7 @@ from arguments.container import OPTIONS
 from arguments.mechanisms import dispatchers
 from arguments.mechanisms.dispatchers import ALLTOALL, DISPATCHERS, SELECTABLE, Capability, get_dispatcher
 from arguments.moe import MoEArgs
+from arguments.parse import resolve_command_line
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.interconnect import NVLINK
 from moe_trainer.moe import dispatch
@@ -92,6 +93,19 @@ def test_capability_that_a_declaration_leaves_out_is_an_error():
     del declared[Capability.NUM_SMS]
     with pytest.raises(TypeError, match="alltoall dispatcher leaves out NUM_SMS"):
         replace(ALLTOALL, capabilities=declared)
+
+
+def test_refused_padding_names_every_backend_that_pads():
+    argv = [
+        *SMALL[: SMALL.index("--world-size")],
+        "--moe-expert-capacity-factor",
+        "1",
+        "--moe-pad-expert-input-to-capacity",
+    ]
+    deepep = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"]
+    (violation,) = resolve_command_line([*argv, *deepep], 2)[1]
+    backends = dispatchers.backends_with(Capability.CAPACITY_PADDING)
+    assert len(backends) > 1 and all(f" {name}" in violation.message for name in backends)
 
 
 @pytest.fixture(scope="module")
