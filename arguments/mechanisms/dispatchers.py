@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from arguments.mechanisms.support import NoEffect, Rejected, Support
+from arguments.mechanisms.support import NoEffect, Rejected, Support, check_declares_all
 from arguments.mechanisms.traffic import (
     ExchangedTokens,
     Traffic,
@@ -98,8 +98,7 @@ class Dispatcher:
     sends_filled_slots: bool = False
 
     def __post_init__(self):
-        if missing := [capability.name for capability in Capability if capability not in self.capabilities]:
-            raise TypeError(f"the declaration of the {self.key} dispatcher leaves out {', '.join(missing)}")
+        check_declares_all(f"{self.key} dispatcher", Capability, self.capabilities)
 
     @property
     def key(self) -> str:
