@@ -186,7 +186,8 @@ def check_padding_needs_other_backend(s: Settings, _f: DerivedSizes) -> Iterator
         backend = "" if dispatcher.backend is None else " and {moe_flex_dispatcher_backend}"
         yield s.violation(
             f"{{moe_pad_expert_input_to_capacity}} cannot be combined with {{moe_token_dispatcher_type}}{backend}; use "
-            "--moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type alltoall."
+            f"--moe-flex-dispatcher-backend {' or '.join(backends_with(Capability.CAPACITY_PADDING))}, or "
+            "--moe-token-dispatcher-type alltoall."
         )
 
 
