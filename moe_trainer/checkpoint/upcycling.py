@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arguments.container import OPTIONS
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.mechanisms.selections import get_selection
 from arguments.moe import ExpertGrid
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -249,7 +251,7 @@ def _expand_mlp(
     for leaf, is_present in (
         ("bias", args["add_bias_linear"]),
         ("expert_bias", args["moe_router_enable_expert_bias"]),
-        ("qb_beta", args["moe_router_load_balancing_type"] == "quantile_balancing"),
+        *((name, True) for name in get_selection(SimpleNamespace(**args)).biases),
     ):
         if is_present:
             yield _drawn_tensor(f"{router}.{leaf}", (spec.experts,), tensor, lambda: torch.zeros(spec.experts))
