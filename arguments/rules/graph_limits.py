@@ -173,14 +173,13 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and captured_parts(s) & {"moe_router", "moe"}
-    for each in SELECTIONS:
-        if each.rejects(RouterCapability.GRAPH):
-            yield Limit(
-                is_on and each.is_named(s),
-                f"{{cuda_graph_impl}} cannot capture moe_router with {each.mention}: "
-                f"{each.reason(RouterCapability.GRAPH)}. Leave one of the two out.",
-                kind="later",
-            )
+    for each in (each for each in SELECTIONS if each.rejects(RouterCapability.GRAPH)):
+        yield Limit(
+            is_on and each.is_named(s),
+            f"{{cuda_graph_impl}} cannot capture moe_router with {each.mention}: "
+            f"{each.reason(RouterCapability.GRAPH)}. Leave one of the two out.",
+            kind="later",
+        )
     yield _not_captured(
         is_on and s.moe_router_force_biased is not None,
         "moe_router",

@@ -222,18 +222,22 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what selections reject here: weights or a choice for which they are not defined."""
     for each in (each for each in SELECTIONS if each is not GRID):  # finermoe.py says it in its words
         is_on = f.experts is not None and each.is_named(s)
-        if each.rejects(Capability.OTHER_SCORES):
+        for capability in filter(each.rejects, (Capability.OTHER_SCORES,)):
             yield Limit(
                 is_on and s.moe_router_score_function != "softmax",
-                f"{each.mention} cannot be combined with {{moe_router_score_function}}: "
-                f"{each.reason(Capability.OTHER_SCORES)}.",
+                f"{each.mention} cannot be combined with {{moe_router_score_function}}: {each.reason(capability)}.",
             )
-        for dest, capability in DEMANDED_BY.items():
-            is_listed = each.balancing is not None and capability is Capability.FINE_GRAINED  # by finermoe.py
-            if each.rejects(capability) and each.capabilities[capability] is not UPSTREAM and not is_listed:
-                yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, capability), (dest,))
-        if each.rejects(Capability.UPCYCLING):
-            yield Limit(is_on and s.moe_use_upcycling, _combination(each, Capability.UPCYCLING), ("moe_use_upcycling",))
+        for dest, capability in _rejected_flags(each):
+            yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, capability), (dest,))
+
+
+def _rejected_flags(selection: Selection) -> Iterator[tuple[str, Capability]]:
+    """Yield what this program rejects, by destination."""
+    for dest, capability in DEMANDED_BY.items():
+        # finermoe.py lists the kinds of balancing that it accepts
+        is_listed = selection.balancing is not None and capability is Capability.FINE_GRAINED
+        if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM and not is_listed:
+            yield dest, capability
 
 
 def _combination(selection: Selection, capability: Capability) -> str:

@@ -389,13 +389,9 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
 
 def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     """Draw samples of different lengths sometimes, which are packed into microbatches."""
-    if (
-        values.get("fp8")
-        or any(
-            each.rejects(RouterCapability.PADDING) for each in of_balancing(values["moe_router_load_balancing_type"])
-        )
-        or not _chance(rng, 0.3)
-    ):
+    balancing = of_balancing(values["moe_router_load_balancing_type"])
+    is_excluded = values.get("fp8") or any(each.rejects(RouterCapability.PADDING) for each in balancing)
+    if is_excluded or not _chance(rng, 0.3):
         return {}
     sizes = packed_sizes(mapping, by_tensor_ranks=True)
     return sizes | {

@@ -46,6 +46,7 @@ DEMANDED_BY: Mapping[str, Capability] = MappingProxyType(
         "finermoe_intermediate_granularity": Capability.FINE_GRAINED,
         "finermoe_output_granularity": Capability.FINE_GRAINED,
         "moe_router_sparsemixer_jitter": Capability.SPARSEMIXER,
+        "moe_use_upcycling": Capability.UPCYCLING,
     }
 )
 """Destinations of flags that demand a capability by any value but their default."""

@@ -1,6 +1,8 @@
 """What a router asks of a selection: which experts take a token, and with what weight.
 
-There is one file per selection in this package, which arguments/mechanisms/selections.py lists. The router builds one and never asks which.
+There is one file per selection in this package, listed by arguments/mechanisms/selections.py. The router builds one
+and never asks which.
+never asks which.
 
 Shape letters: T tokens, E experts, K top-k, V token ids.
 """
