@@ -2,13 +2,13 @@
 
 `get_selection` is the only place that reads the flags that select. The module of a selection is
 moe_trainer/moe/selections/<key>.py, with `make_selection` and a class whose `declaration` it is. A declaration, in
-selection_kinds/, states for every `Capability` that it acts, that the flags that demand it are rejected and why, or
+selection_kinds/, states for every `RoutingCapability` that it acts, that the flags that demand it are rejected and why, or
 that they have no effect and why.
 """
 
 from typing import Any
 
-from arguments.mechanisms.selection_kinds.declaration import Capability, Selection
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
 from arguments.mechanisms.selection_kinds.grid import GRID
 from arguments.mechanisms.selection_kinds.hash_routing import HASH
 from arguments.mechanisms.selection_kinds.quantile_balancing import QUANTILE_BALANCING
@@ -17,7 +17,7 @@ from arguments.mechanisms.selection_kinds.sinkhorn import SINKHORN
 from arguments.mechanisms.selection_kinds.sparsemixer import SPARSEMIXER
 from arguments.mechanisms.selection_kinds.topk import TOPK
 
-SELECTIONS: tuple[Selection, ...] = (
+SELECTIONS: tuple[DeclaredSelection, ...] = (
     HASH,
     SINKHORN,
     QUANTILE_BALANCING,
@@ -34,9 +34,11 @@ SELECTING = tuple(each.balancing for each in SELECTIONS if each.balancing is not
 """Kinds of balancing that choose experts and weigh them by themselves, in evaluations too."""
 BALANCING_KINDS = (*LOSSES, *SELECTING, NO_BALANCING)
 """Values of --moe-router-load-balancing-type."""
+SAVED_NAMES = tuple(name for each in SELECTIONS for name in (*each.biases, *each.tables))
+"""Names in the router of what a checkpoint stores of a selection."""
 
 
-def get_selection(moe: Any, layer_number: int | None = None) -> Selection:
+def get_selection(moe: Any, layer_number: int | None = None) -> DeclaredSelection:
     """Return the selection that the flags ask for.
 
     Args:
@@ -50,17 +52,17 @@ def get_selection(moe: Any, layer_number: int | None = None) -> Selection:
     raise AssertionError("top-k is always asked for")
 
 
-def named_selections(moe: Any) -> tuple[Selection, ...]:
+def named_selections(moe: Any) -> tuple[DeclaredSelection, ...]:
     """Return the selections that flags ask for, excluded ones included."""
     return tuple(each for each in SELECTIONS if each.is_named(moe))
 
 
-def of_balancing(kinds: Any) -> tuple[Selection, ...]:
+def of_balancing(kinds: Any) -> tuple[DeclaredSelection, ...]:
     """Return the selections that values of --moe-router-load-balancing-type name."""
     return tuple(each for each in SELECTIONS if each.balancing is not None and each.balancing in (kinds or ()))
 
 
-def balancing_with(capability: Capability) -> tuple[str, ...]:
+def balancing_with(capability: RoutingCapability) -> tuple[str, ...]:
     """Return the values of --moe-router-load-balancing-type with which flags that demand a capability are accepted."""
     rejecting = {each.balancing for each in SELECTIONS if each.rejects(capability)}
     return tuple(kind for kind in BALANCING_KINDS if kind not in rejecting)

@@ -21,7 +21,7 @@ from arguments.mechanisms.dispatchers import (
     rejecting,
     types_with,
 )
-from arguments.mechanisms.selection_kinds.declaration import Capability as RouterCapability
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import balancing_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
@@ -164,7 +164,7 @@ def _contradicts_deepep(s: Settings) -> bool:
 def check_capacity_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None or s.moe_expert_capacity_factor is None:
         return
-    accepted = balancing_with(RouterCapability.CAPACITY)
+    accepted = balancing_with(RoutingCapability.CAPACITY)
     if not all(kind in accepted for kind in balancing_types(s)):
         yield s.violation(
             "{moe_expert_capacity_factor} works with {moe_router_load_balancing_type:flag} {accepted}, not with "

@@ -6,7 +6,7 @@ effect on that choice is not defined (other groups, other scores) are rejected.
 
 from collections.abc import Iterator
 
-from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, Capability
+from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, RoutingCapability
 from arguments.mechanisms.selection_kinds.grid import GRID
 from arguments.mechanisms.selections import balancing_with
 from arguments.moe import ExpertGrid
@@ -114,12 +114,12 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    balancing = balancing_with(Capability.FINE_GRAINED)
+    balancing = balancing_with(RoutingCapability.FINE_GRAINED)
     is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
     routing = tuple(
         (other, GRID.reason(capability))
         for other, capability in DEMANDED_BY.items()
-        if GRID.rejects(capability) and capability is not Capability.REPLAY
+        if GRID.rejects(capability) and capability is not RoutingCapability.REPLAY
     )
     for other, why in (*routing, *EXCLUDED):
         yield Limit(
@@ -129,7 +129,7 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         )
     yield Limit(
         is_on and s.moe_router_score_function != "softmax",
-        f"{{:flag}} cannot be combined with {{moe_router_score_function}}: {GRID.reason(Capability.OTHER_SCORES)}.",
+        f"{{:flag}} cannot be combined with {{moe_router_score_function}}: {GRID.reason(RoutingCapability.OTHER_SCORES)}.",
         (dest,),
     )
     yield Limit(
@@ -141,10 +141,10 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for name in KERNELS:
         yield Limit(
             is_on and name in s.triton_kernels,
-            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: {GRID.reason(Capability.OUR_KERNEL)}.",
+            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: {GRID.reason(RoutingCapability.OUR_KERNEL)}.",
             (dest,),
         )
     yield Limit(
         is_on and s.moe_enable_routing_replay,
-        f"{{moe_enable_routing_replay:flag}} cannot be combined with {GRID.mention}: {GRID.reason(Capability.REPLAY)}.",
+        f"{{moe_enable_routing_replay:flag}} cannot be combined with {GRID.mention}: {GRID.reason(RoutingCapability.REPLAY)}.",
     )

@@ -8,7 +8,7 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
-from arguments.mechanisms.selection_kinds.declaration import Capability as RouterCapability
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
@@ -173,11 +173,11 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and captured_parts(s) & {"moe_router", "moe"}
-    for each in (each for each in SELECTIONS if each.rejects(RouterCapability.GRAPH)):
+    for each in (each for each in SELECTIONS if each.rejects(RoutingCapability.GRAPH)):
         yield Limit(
             is_on and each.is_named(s),
             f"{{cuda_graph_impl}} cannot capture moe_router with {each.mention}: "
-            f"{each.reason(RouterCapability.GRAPH)}. Leave one of the two out.",
+            f"{each.reason(RoutingCapability.GRAPH)}. Leave one of the two out.",
             kind="later",
         )
     yield _not_captured(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
-from arguments.mechanisms.selection_kinds.declaration import Capability as RouterCapability
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import get_selection
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Settings, Violation
@@ -36,7 +36,7 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
         return "without --fp8-format or --fp4-format"
     selection = get_selection(s)
     if (
-        name == "router" and selection.ignores(RouterCapability.OUR_KERNEL) and s.moe_z_loss_coeff is None
+        name == "router" and selection.ignores(RoutingCapability.OUR_KERNEL) and s.moe_z_loss_coeff is None
     ):  # that loss has a kernel
         return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {selection.balancing}"
     if name == "permute" and (reason := _unused_permutation_reason(s, f)):

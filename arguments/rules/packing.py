@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.layer_pattern import LINEAR
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, Capability
+from arguments.mechanisms.selection_kinds.declaration import BALANCING, RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import packed_alignment, sequence_padding_multiple
@@ -175,8 +175,8 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def rejected_balancing(s: Settings) -> Iterator[tuple[str, str, bool, str]]:
     """Yield (destination, text, whether it is asked for, reason) of balancing that is not defined with padding."""
     for each in SELECTIONS:
-        if each.rejects(Capability.PADDING):
-            yield BALANCING, f"{{:flag}} {each.balancing}", each.is_named(s), each.reason(Capability.PADDING)
+        if each.rejects(RoutingCapability.PADDING):
+            yield BALANCING, f"{{:flag}} {each.balancing}", each.is_named(s), each.reason(RoutingCapability.PADDING)
 
 
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:

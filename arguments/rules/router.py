@@ -1,8 +1,15 @@
 """Which layers have experts, how tokens choose them, and how the choice is balanced."""
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, DEMANDED_BY, UPSTREAM, Capability, Selection
+from arguments.mechanisms.selection_kinds.declaration import (
+    BALANCING,
+    DEMANDED_BY,
+    UPSTREAM,
+    DeclaredSelection,
+    RoutingCapability,
+)
 from arguments.mechanisms.selection_kinds.grid import GRID
 from arguments.mechanisms.selections import (
     BALANCING_KINDS,
@@ -202,11 +209,11 @@ def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Vi
 
 
 def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    selections = [each for each in named_selections(s) if each.rejects(Capability.LOSSES)]
+    selections = [each for each in named_selections(s) if each.rejects(RoutingCapability.LOSSES)]
     if f.experts and selections and any(as_list(s.moe_aux_loss_coeff)):
         yield s.violation(
             f"{{moe_aux_loss_coeff}} must be 0 with {selections[0].mention}, which "
-            f"{selections[0].reason(Capability.LOSSES)}."
+            f"{selections[0].reason(RoutingCapability.LOSSES)}."
         )
 
 
@@ -222,7 +229,7 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what selections reject here: weights or a choice for which they are not defined."""
     for each in (each for each in SELECTIONS if each is not GRID):  # finermoe.py says it in its words
         is_on = f.experts is not None and each.is_named(s)
-        for capability in filter(each.rejects, (Capability.OTHER_SCORES,)):
+        for capability in filter(each.rejects, (RoutingCapability.OTHER_SCORES,)):
             yield Limit(
                 is_on and s.moe_router_score_function != "softmax",
                 f"{each.mention} cannot be combined with {{moe_router_score_function}}: {each.reason(capability)}.",
@@ -231,16 +238,16 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, capability), (dest,))
 
 
-def _rejected_flags(selection: Selection) -> Iterator[tuple[str, Capability]]:
+def _rejected_flags(selection: DeclaredSelection) -> Iterator[tuple[str, RoutingCapability]]:
     """Yield what this program rejects, by destination."""
     for dest, capability in DEMANDED_BY.items():
         # finermoe.py lists the kinds of balancing that it accepts
-        is_listed = selection.balancing is not None and capability is Capability.FINE_GRAINED
+        is_listed = selection.balancing is not None and capability is RoutingCapability.FINE_GRAINED
         if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM and not is_listed:
             yield dest, capability
 
 
-def _combination(selection: Selection, capability: Capability) -> str:
+def _combination(selection: DeclaredSelection, capability: RoutingCapability) -> str:
     """Return the text of a limit whose destination is the flag that demands a capability."""
     why = selection.reason(capability)
     if selection.balancing is not None:
@@ -262,15 +269,17 @@ def limit_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
-SCORING = {
-    "moe_router_score_function": Capability.OTHER_SCORES,
-    "moe_router_pre_softmax": Capability.PRE_SOFTMAX,
-    "moe_router_num_groups": Capability.GROUPS,
-    "moe_router_group_topk": Capability.GROUPS,
-    "moe_router_group_score_topk": Capability.GROUPS,
-    "moe_router_topk_scaling_factor": Capability.SCALING_FACTOR,
-    "moe_router_enable_expert_bias": Capability.EXPERT_BIAS,
-}
+SCORING = MappingProxyType(
+    {
+        "moe_router_score_function": RoutingCapability.OTHER_SCORES,
+        "moe_router_pre_softmax": RoutingCapability.PRE_SOFTMAX,
+        "moe_router_num_groups": RoutingCapability.GROUPS,
+        "moe_router_group_topk": RoutingCapability.GROUPS,
+        "moe_router_group_score_topk": RoutingCapability.GROUPS,
+        "moe_router_topk_scaling_factor": RoutingCapability.SCALING_FACTOR,
+        "moe_router_enable_expert_bias": RoutingCapability.EXPERT_BIAS,
+    }
+)
 """How scores become weights and a choice."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from arguments.mechanisms.selection_kinds.declaration import Selection
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.mechanisms.selections import of_balancing
 from arguments.rules.derived_sizes import as_list
 from moe_trainer.verification.mapping import ParallelMapping
@@ -37,7 +37,7 @@ def defined_by_mapping(values: Mapping[str, object], mapping: ParallelMapping) -
     return tuple(name for name, condition in is_defined.items() if condition)
 
 
-def _counting_by_rank(kinds: Sequence[str]) -> tuple[Selection, ...]:
+def _counting_by_rank(kinds: Sequence[str]) -> tuple[DeclaredSelection, ...]:
     return tuple(each for each in of_balancing(kinds) if each.counts == "rank")
 
 

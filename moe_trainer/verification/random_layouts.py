@@ -20,8 +20,7 @@ from arguments.mechanisms.dispatchers import (
     Dispatcher,
     find_dispatcher,
 )
-from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, Selection
-from arguments.mechanisms.selection_kinds.declaration import Capability as RouterCapability
+from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, DeclaredSelection, RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS, of_balancing
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
@@ -259,10 +258,10 @@ def _router(rng: random.Random) -> dict[str, object]:
     return values
 
 
-def _drawn_balancing(rng: random.Random, selection: Selection, values: dict[str, object]) -> dict[str, object]:
+def _drawn_balancing(rng: random.Random, selection: DeclaredSelection, values: dict[str, object]) -> dict[str, object]:
     """Draw a kind of balancing that has flags sometimes, if the model allows it."""
     excluded_by = [dest for dest, capability in DEMANDED_BY.items() if selection.rejects(capability)]
-    if selection.rejects(RouterCapability.CAPACITY):
+    if selection.rejects(RoutingCapability.CAPACITY):
         excluded_by.append("moe_expert_capacity_factor")
     if any(values.get(dest) for dest in excluded_by) or not _chance(rng, 0.2):
         return {}
@@ -390,7 +389,7 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
 def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     """Draw samples of different lengths sometimes, which are packed into microbatches."""
     balancing = of_balancing(values["moe_router_load_balancing_type"])
-    is_excluded = values.get("fp8") or any(each.rejects(RouterCapability.PADDING) for each in balancing)
+    is_excluded = values.get("fp8") or any(each.rejects(RoutingCapability.PADDING) for each in balancing)
     if is_excluded or not _chance(rng, 0.3):
         return {}
     sizes = packed_sizes(mapping, by_tensor_ranks=True)

@@ -10,7 +10,7 @@ from moe.layers import build_layer, sections
 
 from arguments.container import OPTIONS
 from arguments.mechanisms import selections as declared
-from arguments.mechanisms.selection_kinds.declaration import BALANCING, DEMANDED_BY, Capability
+from arguments.mechanisms.selection_kinds.declaration import BALANCING, DEMANDED_BY, RoutingCapability
 from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, TOPK, get_selection
 from arguments.moe import MoEArgs
 from moe_trainer.moe import selections
@@ -36,7 +36,7 @@ def test_every_selection_has_a_module_with_a_class_and_a_value_of_its_flag():
 
 def test_capability_that_a_declaration_leaves_out_is_an_error():
     capabilities = dict(TOPK.capabilities)
-    del capabilities[Capability.GROUPS]
+    del capabilities[RoutingCapability.GROUPS]
     with pytest.raises(TypeError, match="selection topk leaves out GROUPS"):
         replace(TOPK, capabilities=capabilities)
 

@@ -13,7 +13,7 @@ UPSTREAM = Rejected("as in Megatron-LM")
 """What Megatron-LM rejects too; the other rejections are of this program."""
 
 
-class Capability(Enum):
+class RoutingCapability(Enum):
     """What flags may demand of a selection; the value is the text of the manual."""
 
     PRE_SOFTMAX = "`--moe-router-pre-softmax`"
@@ -34,19 +34,19 @@ class Capability(Enum):
     UPCYCLING = "`--moe-use-upcycling`"
 
 
-DEMANDED_BY: Mapping[str, Capability] = MappingProxyType(
+DEMANDED_BY: Mapping[str, RoutingCapability] = MappingProxyType(
     {
-        "moe_router_pre_softmax": Capability.PRE_SOFTMAX,
-        "moe_router_topk_scaling_factor": Capability.SCALING_FACTOR,
-        "moe_router_group_topk": Capability.GROUPS,
-        "moe_n_hash_layers": Capability.HASH_LAYERS,
-        "moe_router_fusion": Capability.FUSED_KERNEL,
-        "moe_router_enable_expert_bias": Capability.EXPERT_BIAS,
-        "moe_enable_routing_replay": Capability.REPLAY,
-        "finermoe_intermediate_granularity": Capability.FINE_GRAINED,
-        "finermoe_output_granularity": Capability.FINE_GRAINED,
-        "moe_router_sparsemixer_jitter": Capability.SPARSEMIXER,
-        "moe_use_upcycling": Capability.UPCYCLING,
+        "moe_router_pre_softmax": RoutingCapability.PRE_SOFTMAX,
+        "moe_router_topk_scaling_factor": RoutingCapability.SCALING_FACTOR,
+        "moe_router_group_topk": RoutingCapability.GROUPS,
+        "moe_n_hash_layers": RoutingCapability.HASH_LAYERS,
+        "moe_router_fusion": RoutingCapability.FUSED_KERNEL,
+        "moe_router_enable_expert_bias": RoutingCapability.EXPERT_BIAS,
+        "moe_enable_routing_replay": RoutingCapability.REPLAY,
+        "finermoe_intermediate_granularity": RoutingCapability.FINE_GRAINED,
+        "finermoe_output_granularity": RoutingCapability.FINE_GRAINED,
+        "moe_router_sparsemixer_jitter": RoutingCapability.SPARSEMIXER,
+        "moe_use_upcycling": RoutingCapability.UPCYCLING,
     }
 )
 """Destinations of flags that demand a capability by any value but their default."""
@@ -76,7 +76,7 @@ class Selection:
     key: str
     name: str
     mention: str
-    capabilities: Mapping[Capability, Support]
+    capabilities: Mapping[RoutingCapability, Support]
     asked: Callable[[Any], bool]
     balancing: str | None = None
     num_layers: Callable[[Any], int] | None = None
@@ -88,21 +88,21 @@ class Selection:
     draws: tuple[tuple[str, tuple], ...] = ()
 
     def __post_init__(self):
-        if missing := [capability.name for capability in Capability if capability not in self.capabilities]:
+        if missing := [capability.name for capability in RoutingCapability if capability not in self.capabilities]:
             raise TypeError(f"the declaration of the selection {self.key} leaves out {', '.join(missing)}")
 
-    def supports(self, capability: Capability) -> bool:
+    def supports(self, capability: RoutingCapability) -> bool:
         """Return whether flags that demand a capability act."""
         return self.capabilities[capability] is True
 
-    def rejects(self, capability: Capability) -> bool:
+    def rejects(self, capability: RoutingCapability) -> bool:
         return isinstance(self.capabilities[capability], Rejected)
 
-    def ignores(self, capability: Capability) -> bool:
+    def ignores(self, capability: RoutingCapability) -> bool:
         """Return whether flags that demand a capability are accepted and have no effect."""
         return isinstance(self.capabilities[capability], NoEffect)
 
-    def reason(self, capability: Capability) -> str:
+    def reason(self, capability: RoutingCapability) -> str:
         """Return why a capability does not act; "" if it does."""
         support = self.capabilities[capability]
         return "" if support is True else support.reason
@@ -116,8 +116,3 @@ def balancing_kinds(moe: Any) -> tuple[str, ...]:
     """Return the values of --moe-router-load-balancing-type."""
     kinds = getattr(moe, BALANCING)
     return tuple(kinds) if isinstance(kinds, list | tuple) else () if kinds is None else (kinds,)
-
-
-def asked_by_balancing(kind: str) -> Callable[[Any], bool]:
-    """Return a function of MoEArgs' fields: whether that kind of balancing is the only one."""
-    return lambda moe: balancing_kinds(moe) == (kind,)

@@ -2,11 +2,12 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import Capability, NoEffect, Rejected, Selection
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
+from arguments.mechanisms.support import NoEffect, Rejected
 
 _BY_TABLE = NoEffect("a table chooses the experts")
 
-HASH = Selection(
+HASH = DeclaredSelection(
     key="hash_routing",
     name="hash routing",
     mention="{moe_n_hash_layers}",
@@ -15,22 +16,22 @@ HASH = Selection(
     tables=("tid2eid",),
     capabilities=MappingProxyType(
         {
-            Capability.PRE_SOFTMAX: NoEffect("a softmax is always over all experts"),
-            Capability.SCALING_FACTOR: True,
-            Capability.GROUPS: _BY_TABLE,
-            Capability.HASH_LAYERS: True,
-            Capability.FUSED_KERNEL: _BY_TABLE,
-            Capability.OTHER_SCORES: True,
-            Capability.EXPERT_BIAS: _BY_TABLE,
-            Capability.REPLAY: _BY_TABLE,
-            Capability.FINE_GRAINED: True,  # which rejects this one
-            Capability.SPARSEMIXER: True,  # which rejects this one
-            Capability.LOSSES: True,
-            Capability.CAPACITY: True,
-            Capability.OUR_KERNEL: True,
-            Capability.PADDING: True,
-            Capability.GRAPH: True,
-            Capability.UPCYCLING: Rejected("a dense model has no table of experts"),
+            RoutingCapability.PRE_SOFTMAX: NoEffect("a softmax is always over all experts"),
+            RoutingCapability.SCALING_FACTOR: True,
+            RoutingCapability.GROUPS: _BY_TABLE,
+            RoutingCapability.HASH_LAYERS: True,
+            RoutingCapability.FUSED_KERNEL: _BY_TABLE,
+            RoutingCapability.OTHER_SCORES: True,
+            RoutingCapability.EXPERT_BIAS: _BY_TABLE,
+            RoutingCapability.REPLAY: _BY_TABLE,
+            RoutingCapability.FINE_GRAINED: True,  # which rejects this one
+            RoutingCapability.SPARSEMIXER: True,  # which rejects this one
+            RoutingCapability.LOSSES: True,
+            RoutingCapability.CAPACITY: True,
+            RoutingCapability.OUR_KERNEL: True,
+            RoutingCapability.PADDING: True,
+            RoutingCapability.GRAPH: True,
+            RoutingCapability.UPCYCLING: Rejected("a dense model has no table of experts"),
         }
     ),
 )

@@ -4,21 +4,20 @@ from types import MappingProxyType
 
 from arguments.mechanisms.selection_kinds.declaration import (
     UPSTREAM,
-    Capability,
-    NoEffect,
-    Rejected,
-    Selection,
-    asked_by_balancing,
+    DeclaredSelection,
+    RoutingCapability,
+    balancing_kinds,
 )
+from arguments.mechanisms.support import NoEffect, Rejected
 
 _BALANCES = Rejected("balances by its choice of experts")
 KIND = "quantile_balancing"
 
-QUANTILE_BALANCING = Selection(
+QUANTILE_BALANCING = DeclaredSelection(
     key="quantile_balancing",
     name="quantile balancing",
     mention=f"{{moe_router_load_balancing_type:flag}} {KIND}",
-    asked=asked_by_balancing(KIND),
+    asked=lambda moe: balancing_kinds(moe) == (KIND,),
     balancing=KIND,
     biases=("qb_beta",),
     counts="microbatch",
@@ -26,22 +25,22 @@ QUANTILE_BALANCING = Selection(
     draws=(("moe_router_quantile_balancing_ema", (0.0, 0.6)),),
     capabilities=MappingProxyType(
         {
-            Capability.PRE_SOFTMAX: True,
-            Capability.SCALING_FACTOR: True,
-            Capability.GROUPS: UPSTREAM,
-            Capability.HASH_LAYERS: True,
-            Capability.FUSED_KERNEL: UPSTREAM,
-            Capability.OTHER_SCORES: True,
-            Capability.EXPERT_BIAS: NoEffect("has another bias"),
-            Capability.REPLAY: _BALANCES,
-            Capability.FINE_GRAINED: Rejected("is not defined for groups of experts"),
-            Capability.SPARSEMIXER: _BALANCES,
-            Capability.LOSSES: Rejected("balances without a loss"),
-            Capability.CAPACITY: Rejected("is not defined with dropped tokens"),
-            Capability.OUR_KERNEL: NoEffect("there is no kernel for it"),
-            Capability.PADDING: Rejected("its estimate counts padding", "later"),
-            Capability.GRAPH: True,
-            Capability.UPCYCLING: True,
+            RoutingCapability.PRE_SOFTMAX: True,
+            RoutingCapability.SCALING_FACTOR: True,
+            RoutingCapability.GROUPS: UPSTREAM,
+            RoutingCapability.HASH_LAYERS: True,
+            RoutingCapability.FUSED_KERNEL: UPSTREAM,
+            RoutingCapability.OTHER_SCORES: True,
+            RoutingCapability.EXPERT_BIAS: NoEffect("has another bias"),
+            RoutingCapability.REPLAY: _BALANCES,
+            RoutingCapability.FINE_GRAINED: Rejected("is not defined for groups of experts"),
+            RoutingCapability.SPARSEMIXER: _BALANCES,
+            RoutingCapability.LOSSES: Rejected("balances without a loss"),
+            RoutingCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
+            RoutingCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),
+            RoutingCapability.PADDING: Rejected("its estimate counts padding", "later"),
+            RoutingCapability.GRAPH: True,
+            RoutingCapability.UPCYCLING: True,
         }
     ),
 )

@@ -2,12 +2,12 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import Capability, Selection
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
 
-REPLAY = Selection(
+REPLAY = DeclaredSelection(
     key="replay",
     name="replay of routing",
     mention="{moe_enable_routing_replay:flag}",
     asked=lambda moe: moe.moe_enable_routing_replay,
-    capabilities=MappingProxyType(dict.fromkeys(Capability, True)),
+    capabilities=MappingProxyType(dict.fromkeys(RoutingCapability, True)),
 )

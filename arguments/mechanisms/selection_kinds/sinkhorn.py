@@ -2,45 +2,40 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import (
-    Capability,
-    NoEffect,
-    Rejected,
-    Selection,
-    asked_by_balancing,
-)
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability, balancing_kinds
+from arguments.mechanisms.support import NoEffect, Rejected
 
 _SCORES = NoEffect("computes weights and choice of experts differently")
 _BALANCES = Rejected("balances by its choice of experts")
 KIND = "sinkhorn"
 
-SINKHORN = Selection(
+SINKHORN = DeclaredSelection(
     key="sinkhorn",
     name="sinkhorn balancing",
     mention=f"{{moe_router_load_balancing_type:flag}} {KIND}",
-    asked=asked_by_balancing(KIND),
+    asked=lambda moe: balancing_kinds(moe) == (KIND,),
     balancing=KIND,
     learns_from_one=True,
     counts="rank",
     counts_because="sinkhorn balances the tokens of one rank",
     capabilities=MappingProxyType(
         {
-            Capability.PRE_SOFTMAX: _SCORES,
-            Capability.SCALING_FACTOR: _SCORES,
-            Capability.GROUPS: _SCORES,
-            Capability.HASH_LAYERS: True,
-            Capability.FUSED_KERNEL: NoEffect("the kernel does not normalize logits over tokens"),
-            Capability.OTHER_SCORES: _SCORES,
-            Capability.EXPERT_BIAS: _SCORES,
-            Capability.REPLAY: _BALANCES,
-            Capability.FINE_GRAINED: Rejected("is not defined for groups of experts"),
-            Capability.SPARSEMIXER: _BALANCES,
-            Capability.LOSSES: Rejected("balances without a loss"),
-            Capability.CAPACITY: Rejected("is not defined with dropped tokens"),
-            Capability.OUR_KERNEL: NoEffect("there is no kernel for it"),
-            Capability.PADDING: True,
-            Capability.GRAPH: Rejected("it checks for convergence on the host", "later"),
-            Capability.UPCYCLING: True,
+            RoutingCapability.PRE_SOFTMAX: _SCORES,
+            RoutingCapability.SCALING_FACTOR: _SCORES,
+            RoutingCapability.GROUPS: _SCORES,
+            RoutingCapability.HASH_LAYERS: True,
+            RoutingCapability.FUSED_KERNEL: NoEffect("the kernel does not normalize logits over tokens"),
+            RoutingCapability.OTHER_SCORES: _SCORES,
+            RoutingCapability.EXPERT_BIAS: _SCORES,
+            RoutingCapability.REPLAY: _BALANCES,
+            RoutingCapability.FINE_GRAINED: Rejected("is not defined for groups of experts"),
+            RoutingCapability.SPARSEMIXER: _BALANCES,
+            RoutingCapability.LOSSES: Rejected("balances without a loss"),
+            RoutingCapability.CAPACITY: Rejected("is not defined with dropped tokens"),
+            RoutingCapability.OUR_KERNEL: NoEffect("there is no kernel for it"),
+            RoutingCapability.PADDING: True,
+            RoutingCapability.GRAPH: Rejected("it checks for convergence on the host", "later"),
+            RoutingCapability.UPCYCLING: True,
         }
     ),
 )

@@ -2,12 +2,12 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.selection_kinds.declaration import Capability, Selection
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
 
-TOPK = Selection(
+TOPK = DeclaredSelection(
     key="topk",
     name="top-k",
     mention="{moe_router_topk:flag}",
     asked=lambda _moe: True,
-    capabilities=MappingProxyType(dict.fromkeys(Capability, True)),
+    capabilities=MappingProxyType(dict.fromkeys(RoutingCapability, True)),
 )

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.selections import SAVED_NAMES
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.archive import load_mapped, verify_checksums
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
@@ -37,7 +37,7 @@ _DEFAULT_BUCKET = 40_000_000
 # names of saved tensors that are not parameters
 BUFFERS = (
     "expert_bias",
-    *(name for each in SELECTIONS for name in (*each.biases, *each.tables)),
+    *SAVED_NAMES,
     "local_tokens_per_expert",
     "global_tokens_per_expert",
     "ga_steps",

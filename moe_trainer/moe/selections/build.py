@@ -3,12 +3,12 @@
 import importlib
 from typing import Any
 
-from arguments.mechanisms.selection_kinds.declaration import Selection
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.mechanisms.selections import get_selection
 from moe_trainer.moe.selections.selection import ExpertSelection, SelectionContext
 
 
-def load_module(selection: Selection) -> Any:
+def load_module(selection: DeclaredSelection) -> Any:
     """Import the module of a selection, which has the name of the declaration, and with it `make_selection`."""
     return importlib.import_module(f"moe_trainer.moe.selections.{selection.key}")
 

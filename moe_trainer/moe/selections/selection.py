@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arguments.mechanisms.selection_kinds.declaration import Selection
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.moe import MoEArgs
 from moe_trainer.moe.dispatch.base import CacheFn
 from moe_trainer.moe.selections.scores import Scores, make_scores
@@ -89,7 +89,7 @@ class ExpertSelection:
         has_own_counts: balancing losses always count `counted`, which their kernels cannot do.
     """
 
-    declaration: Selection
+    declaration: DeclaredSelection
     reads_token_ids = False
     has_own_counts = False
 
