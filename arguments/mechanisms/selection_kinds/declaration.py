@@ -53,7 +53,7 @@ DEMANDED_BY: Mapping[str, RoutingCapability] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class DeclaredSelection:
     """Declaration of a selection.
 
     Attributes:
