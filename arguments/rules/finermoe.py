@@ -129,7 +129,8 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         )
     yield Limit(
         is_on and s.moe_router_score_function != "softmax",
-        f"{{:flag}} cannot be combined with {{moe_router_score_function}}: {GRID.reason(RoutingCapability.OTHER_SCORES)}.",
+        "{:flag} cannot be combined with {moe_router_score_function}: "
+        f"{GRID.reason(RoutingCapability.OTHER_SCORES)}.",
         (dest,),
     )
     yield Limit(
@@ -141,10 +142,12 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for name in KERNELS:
         yield Limit(
             is_on and name in s.triton_kernels,
-            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: {GRID.reason(RoutingCapability.OUR_KERNEL)}.",
+            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: "
+            f"{GRID.reason(RoutingCapability.OUR_KERNEL)}.",
             (dest,),
         )
     yield Limit(
         is_on and s.moe_enable_routing_replay,
-        f"{{moe_enable_routing_replay:flag}} cannot be combined with {GRID.mention}: {GRID.reason(RoutingCapability.REPLAY)}.",
+        f"{{moe_enable_routing_replay:flag}} cannot be combined with {GRID.mention}: "
+        f"{GRID.reason(RoutingCapability.REPLAY)}.",
     )
