@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arguments.container import OPTIONS
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
-from arguments.mechanisms.selections import get_selection
+from arguments.mechanisms.selections import of_balancing
 from arguments.moe import ExpertGrid
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -251,7 +250,7 @@ def _expand_mlp(
     for leaf, is_present in (
         ("bias", args["add_bias_linear"]),
         ("expert_bias", args["moe_router_enable_expert_bias"]),
-        *((name, True) for name in get_selection(SimpleNamespace(**args)).biases),
+        *((name, True) for each in of_balancing([args["moe_router_load_balancing_type"]]) for name in each.biases),
     ):
         if is_present:
             yield _drawn_tensor(f"{router}.{leaf}", (spec.experts,), tensor, lambda: torch.zeros(spec.experts))
