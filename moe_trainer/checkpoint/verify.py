@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from arguments.layer_pattern import hybrid_letters, moe_layer_pattern, mtp_is_moe
+from arguments.mechanisms.selections import SELECTIONS
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -32,7 +33,8 @@ _KNOWN = re.compile(
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
 _ANY_EXPERT = "local_experts.*."
-_TABLE, _BIASES = "mlp.router.tid2eid", frozenset({"mlp.router.expert_bias", "mlp.router.qb_beta"})
+_TABLES = frozenset(f"mlp.router.{name}" for each in SELECTIONS for name in each.tables)
+_BIASES = frozenset(f"mlp.router.{name}" for each in SELECTIONS for name in ("expert_bias", *each.biases))
 
 
 @dataclass
@@ -189,7 +191,7 @@ def _layers(
                 f"{'MoE' if is_moe[number] else 'dense'}"
             )
             continue
-        other = _BIASES if _TABLE in held else {_TABLE}  # a hash-routed layer has its table instead of a bias
+        other = _BIASES if _TABLES & held.keys() else _TABLES  # a hash-routed layer has its table instead of a bias
         yield from (f"{prefix}{rest} is missing" for rest in sorted(common[kinds[number]] - set(held) - other))
         for rest, experts in sorted(held.items()):
             if _ANY_EXPERT in rest:
