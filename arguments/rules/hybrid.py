@@ -89,8 +89,9 @@ def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
+    letters = hybrid_letters(pattern)
     yield Limit(
-        set(hybrid_letters(pattern)) & set(UPSTREAM_ONLY),
+        set(letters) & set(UPSTREAM_ONLY),
         "{hybrid_layer_pattern:flag} cannot have the letters G (gated DeltaNet), D (sparse attention) and + (latent "
         "attention): only M, *, - and E are built.",
     )
@@ -102,14 +103,6 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     reasons = (
         ("multi_latent_attention", "* is grouped-query attention"),
         ("experimental_attention_variant", "* is softmax attention"),
-        ("overlap_moe_expert_parallel_comm", "it interleaves layers of two sublayers"),
-        ("apply_residual_connection_post_layernorm", "a layer has one norm and one residual"),
-        ("post_self_attn_layernorm", "a layer has one norm and one residual"),
-        ("post_mlp_layernorm", "a layer has one norm and one residual"),
-        ("fp8", "Mamba layers are computed in high precision only"),
-        ("fp4", "Mamba layers are computed in high precision only"),
-        ("fine_grained_activation_offloading", "single parts are not offloaded"),
-        ("use_mup", "nothing scales the parameters of Mamba layers"),
         ("moe_use_upcycling", "there is no dense model of such layers"),
     )
     for dest, reason in reasons:
@@ -118,20 +111,13 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             "{hybrid_layer_pattern:flag} cannot be combined with {:flag}: " + reason + ".",
             (dest,),
         )
-    yield Limit(
-        pattern and s.recompute_granularity == "selective",
-        "{hybrid_layer_pattern:flag} cannot be combined with {recompute_granularity:flag} selective: single parts of "
-        "a layer are not recomputed; full layers are.",
-    )
-    yield Limit(
-        pattern and s.cuda_graph_impl != "none",
-        "{hybrid_layer_pattern:flag} cannot be combined with {cuda_graph_impl:flag}: Mamba layers are not captured.",
-    )
-    yield Limit(
-        pattern and s.optimizer == "muon",
-        "{hybrid_layer_pattern:flag} cannot be combined with {optimizer:flag} muon: the projections of a Mamba layer "
-        "are one matrix.",
-    )
+    for dest in ("post_self_attn_layernorm", "apply_residual_connection_post_layernorm"):
+        yield Limit(
+            MAMBA in letters and getattr(s, dest),
+            "{:flag} cannot be combined with Mamba layers (M of {hybrid_layer_pattern:flag}), which have one norm, and "
+            "their input as residual.",
+            (dest,),
+        )
     yield Limit(
         pattern and s.ckpt_format == "torch",
         "{hybrid_layer_pattern:flag} cannot be combined with {ckpt_format:flag} torch, whose names are those of "
