@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from arguments.model import ModelArgs
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
-"""Letters of --hybrid-layer-pattern."""
+DELTA_NET, SPARSE, LATENT = "G", "D", "+"
+"""Letters of --hybrid-layer-pattern: gated DeltaNet, and latent attention with and without an indexer."""
 LINEAR = ("gdn", "kda")
 """Values of --experimental-attention-variant with linear attention in some layers."""
 SHORT_CONV = "short_conv"
@@ -80,6 +81,24 @@ def hybrid_letters(pattern: str) -> str:
     return pattern.partition(DEPTH)[0].replace(STAGE, "")
 
 
+def letter_flags(letters: str, position_embedding_type: object) -> dict[str, object]:
+    """Return the flags, by destination, that select in transformer layers the attention that letters stand for.
+
+    Latent attention of a hybrid model rotates by --rope-type whatever the position embedding of the others is.
+    """
+    flags: dict[str, object] = {}
+    if SPARSE in letters or LATENT in letters:
+        flags["multi_latent_attention"] = True
+        if position_embedding_type == "none":
+            flags["position_embedding_type"] = "rope"
+    if SPARSE in letters:
+        flags["experimental_attention_variant"] = "dsa"
+    elif DELTA_NET in letters:
+        flags["experimental_attention_variant"] = "gdn"
+        flags["linear_attention_freq"] = [int(letter == DELTA_NET) for letter in letters]
+    return flags
+
+
 def layer_letter(model: ModelArgs, number: int) -> str:
     """Return the letter of a decoder layer, counted from 0, in --hybrid-layer-pattern; "" for one of two sublayers."""
     letters = hybrid_letters(model.hybrid_layer_pattern or "")
@@ -88,7 +107,7 @@ def layer_letter(model: ModelArgs, number: int) -> str:
 
 def has_attention(model: ModelArgs, number: int) -> bool:
     """Whether a decoder layer has softmax or linear attention."""
-    return layer_letter(model, number) in ("", ATTENTION)
+    return layer_letter(model, number) not in (MAMBA, MLP, MOE)
 
 
 def has_mlp(model: ModelArgs, number: int) -> bool:

@@ -2,13 +2,24 @@
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import ATTENTION, DEPTH, MAMBA, MLP, MOE, STAGE, hybrid_letters
+from arguments.layer_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    DEPTH,
+    LATENT,
+    MAMBA,
+    MLP,
+    MOE,
+    SPARSE,
+    STAGE,
+    hybrid_letters,
+    letter_flags,
+)
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
-UPSTREAM_ONLY = "GD+"
-"""Letters of Megatron-LM for gated DeltaNet, sparse attention and latent attention."""
-LETTERS = MAMBA + ATTENTION + MLP + MOE
+VARIANT = "experimental_attention_variant"
+LETTERS = MAMBA + DELTA_NET + ATTENTION + SPARSE + LATENT + MLP + MOE
 
 
 # Derived values.
@@ -33,6 +44,13 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
     if len(stages) > 1 and s.pipeline_model_parallel_layout is None:
         layout = "|".join("t" * len(stage) for stage in stages)
         s.set_derived("pipeline_model_parallel_layout", f"E{layout}L", "from | of --hybrid-layer-pattern")
+    for dest, value in letter_flags(letters, s.position_embedding_type).items():
+        if dest != VARIANT or s.values[dest] is None:  # another one is rejected
+            s.set_derived(dest, value, "the letters of --hybrid-layer-pattern")
+
+
+def _has_latents(letters: str) -> bool:
+    return SPARSE in letters or LATENT in letters
 
 
 # Checks.
@@ -45,12 +63,14 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if old is not None and old != pattern:
         yield s.violation("{hybrid_override_pattern} is the old name of {hybrid_layer_pattern}: give the second one.")
     letters = hybrid_letters(pattern)
-    unknown = sorted(set(letters) - set(LETTERS + UPSTREAM_ONLY))
-    if unknown or not letters:
+    if not letters or set(letters) - set(LETTERS):
         yield s.violation(
-            "{hybrid_layer_pattern} must have one letter per layer: M (Mamba-2), * (attention), - (feed-forward) or E "
-            "(experts), and | between pipeline stages."
+            "{hybrid_layer_pattern} must have one letter per layer: M (Mamba-2), G (gated DeltaNet), * (attention), D "
+            "(sparse latent attention), + (latent attention), - (feed-forward) or E (experts), and | between pipeline "
+            "stages."
         )
+    if ATTENTION in letters and _has_latents(letters):
+        yield s.violation("{hybrid_layer_pattern} has both * and latent attention (D or +): a model has one of them.")
     if MOE in letters and not s.num_experts:
         yield s.violation("{hybrid_layer_pattern} has layers of experts (E): it needs {num_experts:flag}.")
     if s.num_experts and MOE not in letters:
@@ -89,10 +109,27 @@ def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
+    letters = hybrid_letters(pattern)
     yield Limit(
-        set(hybrid_letters(pattern)) & set(UPSTREAM_ONLY),
-        "{hybrid_layer_pattern:flag} cannot have the letters G (gated DeltaNet), D (sparse attention) and + (latent "
-        "attention): only M, *, - and E are built.",
+        SPARSE in letters and (DELTA_NET in letters or LATENT in letters),
+        "{hybrid_layer_pattern:flag} cannot have D (sparse attention) with G (gated DeltaNet) or + (latent "
+        "attention): all layers with attention have one --experimental-attention-variant.",
+        kind="later",
+    )
+    yield Limit(
+        _has_latents(letters) and s.position_embedding_type == "learned_absolute",
+        "{hybrid_layer_pattern:flag} with D or + (latent attention, which rotates) cannot be combined with "
+        "{position_embedding_type:flag} learned_absolute, the default: give rope or none.",
+    )
+    yield Limit(
+        pattern and s.multi_latent_attention and not _has_latents(letters),
+        "{hybrid_layer_pattern:flag} cannot be combined with {multi_latent_attention:flag}: * is grouped-query "
+        "attention, + latent attention.",
+    )
+    yield Limit(
+        pattern and s.experimental_attention_variant != letter_flags(letters, None).get(VARIANT),
+        "{hybrid_layer_pattern:flag} cannot be combined with {experimental_attention_variant:flag}: its letters G and "
+        "D select gdn and dsa.",
     )
     yield Limit(
         DEPTH in pattern or (pattern and s.mtp_num_layers),
@@ -100,8 +137,6 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "depths have several layers there.",
     )
     reasons = (
-        ("multi_latent_attention", "* is grouped-query attention"),
-        ("experimental_attention_variant", "* is softmax attention"),
         ("overlap_moe_expert_parallel_comm", "it interleaves layers of two sublayers"),
         ("apply_residual_connection_post_layernorm", "a layer has one norm and one residual"),
         ("post_self_attn_layernorm", "a layer has one norm and one residual"),

@@ -14,9 +14,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MLP, MOE, hybrid_letters, linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    LATENT,
+    MLP,
+    MOE,
+    SPARSE,
+    hybrid_letters,
+    linear_layer_pattern,
+    moe_layer_pattern,
+)
 
-LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "hybrid_layer_pattern"})
+LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern"})
 """Flags that describe the same layers otherwise in the other flavor."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
@@ -59,9 +69,9 @@ def layer_letters(record: Mapping[str, Any]) -> str:
     )
     variant = record.get("experimental_attention_variant")
     linear = linear_layer_pattern(num_layers, variant, record.get("linear_attention_freq"))
-    softmax = {"dsa": "D", None: "+" if record.get("multi_latent_attention") else ATTENTION}
+    softmax = {"dsa": SPARSE, None: LATENT if record.get("multi_latent_attention") else ATTENTION}
     return "".join(
-        (("G" if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))
+        ((DELTA_NET if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))
         + (MOE if is_moe else MLP)
         for is_linear, is_moe in zip(linear, routed, strict=True)
     )

@@ -21,8 +21,8 @@ norm: that of a Mamba mixer is in its in_proj, the others are as above. An MTP l
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MAMBA, hybrid_letters, linear_layer_pattern, moe_layer_pattern
-from arguments.layer_pattern import MLP as DENSE
+from arguments import layer_pattern
+from arguments.layer_pattern import hybrid_letters, linear_layer_pattern, moe_layer_pattern
 
 Spelling = tuple[str, str]
 """Prefix of a name inside a layer, and its prefix if the norm is fused."""
@@ -56,7 +56,7 @@ def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -
     if linear:
         attention: tuple[Spelling, ...] = (IN_PROJ,)
     elif latent:
-        attention = () if record.get("experimental_attention_variant") in _MEGATRON_ATTENTION else LATENT
+        attention = () if _has_megatron_attention(record) else LATENT
     else:
         attention = (INPUT,)
     return attention if routed else (*attention, MLP)
@@ -69,7 +69,14 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
         ValueError: if a list of layers does not have one entry per layer.
     """
     if record.get("hybrid_layer_pattern"):
-        by_letter = {MAMBA: (MIXER,), ATTENTION: (INPUT,), DENSE: (MLP,)}
+        latent = () if _has_megatron_attention(record) else LATENT
+        by_letter = {
+            layer_pattern.MAMBA: (MIXER,),
+            layer_pattern.DELTA_NET: (IN_PROJ,),
+            layer_pattern.ATTENTION: (INPUT,),
+            layer_pattern.LATENT: latent,
+            layer_pattern.MLP: (MLP,),
+        }
         return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(record["hybrid_layer_pattern"]))
     num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
     routed = moe_layer_pattern(
@@ -88,7 +95,13 @@ def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
     """
     if not has_te_names(record):
         return ()
-    return ("norm",) if record.get("experimental_attention_variant") in _MEGATRON_ATTENTION else ("norm", "attention")
+    return ("norm",) if _has_megatron_attention(record) else ("norm", "attention")
+
+
+def _has_megatron_attention(record: Mapping[str, Any]) -> bool:
+    """Return whether attention is Megatron-Core's; its hybrid models record no variant."""
+    letters = hybrid_letters(record.get("hybrid_layer_pattern") or "")
+    return record.get("experimental_attention_variant") in _MEGATRON_ATTENTION or layer_pattern.SPARSE in letters
 
 
 def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:

@@ -181,7 +181,8 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     logits = model.hidden_size * padded_vocab_size * (1 + num_mtp)
     linear = sum(is_linear(model, number) for number in range(num_layers))
     attention: float = linear * _linear_macs(args)
-    attention += (num_layers - linear - without_attention) * _attention_macs(args, seq_length)
+    softmax = num_layers - linear - without_attention
+    attention += softmax * _attention_macs(args, seq_length)
     if model.window_num_query_groups is not None:
         extra = model.window_num_query_groups - model.query_groups
         windows = sum(uses_window(model, number + 1) and has_attention(model, number) for number in range(num_layers))
@@ -190,12 +191,12 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     macs: float = ffn + attention + mtp + logits
     if model.experimental_attention_variant == "dsa":
         macs /= 3 if model.dsa_indexer_warmup else 1
-        macs += num_layers * _indexer_macs(args, seq_length)
+        macs += softmax * _indexer_macs(args, seq_length)
     if model.lora_dim is not None:  # two of three GEMMs of a frozen weight, all of attention and of the adapters
-        core = linear * _delta_rule_macs(args) + (num_layers - linear) * core_attention_macs(args, seq_length)
+        core = linear * _delta_rule_macs(args) + softmax * core_attention_macs(args, seq_length)
         macs = (macs - core) * 2 / 3 + core + adapter_macs(args)
     if args.optimizer.freeze_backbone:  # likewise, and all of the routed experts
-        trained = num_moe * _routed_macs(args) + num_layers * core_attention_macs(args, seq_length)
+        trained = num_moe * _routed_macs(args) + softmax * core_attention_macs(args, seq_length)
         macs = (macs - trained) * 2 / 3 + trained
     return 6.0 * batch_size * seq_length * macs
 

@@ -28,7 +28,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import (
-    ATTENTION,
     MAMBA,
     OVERLAPPING_RATIO,
     compress_ratio,
@@ -231,16 +230,23 @@ class LayerParams:
         It may be negative.
         """
         model, letter = self.model, layer_letter(self.model, number)
-        if letter:
-            one, norm = self.layers[False].dense, self.norm(model.hidden_size)
-            mixing = {MAMBA: mamba_params(model) // self.tp, ATTENTION: self.attention(number)}
-            count = mixing[letter] + norm - one if letter in mixing else -self.attention() - norm
-            return ParamsPerRank(count, 0) + self.adapters(number)
+        if not letter:
+            count = self._mixing(number) - self.attention()
+        elif has_mlp(model, number):
+            count = -self.attention() - self.norm(model.hidden_size)
+        else:
+            count = self._mixing(number) + self.norm(model.hidden_size) - self.layers[False].dense
+        return ParamsPerRank(count, 0) + self.adapters(number)
+
+    def _mixing(self, number: int) -> int:
+        """Return the parameters of the attention or the Mamba mixer of a layer (from 0)."""
+        model = self.model
+        if layer_letter(model, number) == MAMBA:
+            return mamba_params(model) // self.tp
         if not is_linear(model, number):
-            return ParamsPerRank(self.attention(number) - self.attention(), 0) + self.adapters(number)
-        linear = linear_attention_params(model, self.tp)
-        linear += 0 if is_short_conv(model) else self.norm(model.linear_value_head_dim)
-        return ParamsPerRank(linear - self.attention(), 0) + self.adapters(number)
+            return self.attention(number)
+        norm = 0 if is_short_conv(model) else self.norm(model.linear_value_head_dim)
+        return linear_attention_params(model, self.tp) + norm
 
     def adapters(self, number: int) -> ParamsPerRank:
         """Return the adapters' parameters of a layer (from 0); MTP layers have none."""
