@@ -29,6 +29,11 @@ HYBRID = (
     "--hybrid-layer-pattern M*-E --mamba-num-heads 4 --mamba-head-dim 12 --mamba-num-groups 2 --mamba-state-dim 10 "
     "--position-embedding-type none"
 )
+OTHER_LETTERS = (
+    "--hybrid-layer-pattern G+-E --linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --swiglu --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --qk-layernorm"
+)
 QUERIES = "--group-query-attention --num-query-groups 2"
 FINE = (
     "--G-I 5 --G-O 4 --R-I 1 --R-O 2 --num-experts 40 --moe-router-topk 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 80 "
@@ -95,6 +100,7 @@ KINDS = {
         "--window-softmax-type learnable --value-channels 4 --attention-value-scale 0.6", ("all kept", "core_attn")),
     "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
     "hybrid": (f"{GROUPED} {HYBRID}", ("all kept", "uniform", "block")),
+    "hybrid, G and latents": (f"{GROUPED} {OTHER_LETTERS}", ("all kept", "uniform")),
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
     "short convolutions": (
         f"{GROUPED} --experimental-attention-variant short_conv --linear-attention-freq 3", ("all kept", "layernorm", "uniform")),
