@@ -120,6 +120,11 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
     } <= set(keys)
 
 
+def _halved(losses, name):
+    """The mean over all layers of the hybrid model, which are twice as many."""
+    return {name: losses[name] / 2} if name in losses else {}
+
+
 @pytest.mark.parametrize("pattern", ["*E*-", *FLAGS_OF_ATTENTION])
 def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_path):
     """GPT -> hybrid -> GPT: weights, optimizer and expert biases; the next losses are those of the uninterrupted run."""
@@ -130,7 +135,8 @@ def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_p
     at = common.index("--num-layers")
     hybrid = [*common[:at], *common[at + 2 :], f"--hybrid-layer-pattern={pattern}"]
     expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
-    assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+    as_hybrid = [({**losses, **_halved(losses, "indexer loss")}, norm) for losses, norm in expected]
+    assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == as_hybrid
     assert run_ranks(load_and_save, 1, gpt, tmp_path / "hybrid", tmp_path / "back")[0] == expected
     assert differences(tmp_path / "gpt" / "iter_0000002", tmp_path / "back" / "iter_0000002") == []
     other = [word.replace(pattern, f"{pattern[0]}-{pattern[2]}E") for word in hybrid]
