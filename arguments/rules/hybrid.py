@@ -45,6 +45,8 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
         layout = "|".join("t" * len(stage) for stage in stages)
         s.set_derived("pipeline_model_parallel_layout", f"E{layout}L", "from | of --hybrid-layer-pattern")
     for dest, value in letter_flags(letters, s.position_embedding_type).items():
+        if dest == "position_embedding_type":
+            s.note(f"{s.shown(dest)}: layers D and + of --hybrid-layer-pattern rotate all the same, by --rope-type.")
         if dest != VARIANT or s.values[dest] is None:  # another one is rejected
             s.set_derived(dest, value, "the letters of --hybrid-layer-pattern")
 
