@@ -1,12 +1,13 @@
 """What cannot be captured as CUDA graphs, with the reason; graphs.py has Megatron-LM's rules.
 
 A captured module runs its Python once. Modules that draw from a separate random stream, wait for the host, or have
-shapes that depend on the routing are not captured. Modules: attn, mlp, moe_router (with
+shapes that depend on the routing are not captured. Modules: attn, mamba, mlp, moe_router (with
 moe_preprocess), moe, full layers, the full iteration.
 """
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import MAMBA, hybrid_letters
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
@@ -24,7 +25,7 @@ def captured_parts(s: Settings) -> set[str]:
     if s.cuda_graph_impl == "none" or _iteration_varies(s):
         return set()
     names = {name for word in as_list(s.cuda_graph_modules) for name in str(word).replace(",", " ").split()}
-    return names or {"attn", "mlp", "moe", "moe_router", "layer"}
+    return names or {"attn", "mamba", "mlp", "moe", "moe_router", "layer"}
 
 
 def _graph_flag(s: Settings) -> str:
@@ -198,8 +199,8 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         ("attention_dropout", "attn", "attn" in captured, f.tp > 1),
         (
             "hidden_dropout",
-            "attn, mlp or moe",
-            captured & {"attn", "mlp", "moe", "layer"},
+            "attn, mamba, mlp or moe",
+            captured & {"attn", "mamba", "mlp", "moe", "layer"},
             f.tp > 1 and s.sequence_parallel,
         ),
         ("moe_input_jitter_eps", "moe_router", s.num_experts and captured & {"moe_router", "moe"}, f.tp > 1),
@@ -229,7 +230,7 @@ def limit_random_numbers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def limit_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     captured = captured_parts(s)
     yield _not_captured(
-        (s.mlp_chunks_for_training or 1) > 1 and captured - {"attn"},
+        (s.mlp_chunks_for_training or 1) > 1 and captured - {"attn", "mamba"},
         "what runs in chunks",
         "mlp_chunks_for_training",
         "the pool of a graph holds the tensors of all chunks; --cuda-graph-modules attn captures the rest.",
@@ -267,7 +268,9 @@ def limit_packed_chunks(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_mamba(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
-        "mamba" in captured_parts(s),
+        s.cuda_graph_modules
+        and "mamba" in captured_parts(s)
+        and MAMBA not in hybrid_letters(s.hybrid_layer_pattern or ""),
         "{cuda_graph_impl} with {cuda_graph_modules:flag} mamba: there are no Mamba layers; leave mamba out.",
         kind="later",
     )

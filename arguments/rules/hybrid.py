@@ -138,37 +138,18 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "{hybrid_layer_pattern:flag} cannot be combined with multi-token prediction (/ or --mtp-num-layers), whose "
         "depths have several layers there.",
     )
-    reasons = (
-        ("overlap_moe_expert_parallel_comm", "it interleaves layers of two sublayers"),
-        ("apply_residual_connection_post_layernorm", "a layer has one norm and one residual"),
-        ("post_self_attn_layernorm", "a layer has one norm and one residual"),
-        ("post_mlp_layernorm", "a layer has one norm and one residual"),
-        ("fp8", "Mamba layers are computed in high precision only"),
-        ("fp4", "Mamba layers are computed in high precision only"),
-        ("fine_grained_activation_offloading", "single parts are not offloaded"),
-        ("use_mup", "nothing scales the parameters of Mamba layers"),
-        ("moe_use_upcycling", "there is no dense model of such layers"),
+    yield Limit(
+        pattern and s.moe_use_upcycling,
+        "{hybrid_layer_pattern:flag} cannot be combined with {moe_use_upcycling:flag}: there is no dense model of such "
+        "layers.",
     )
-    for dest, reason in reasons:
+    for dest in ("post_self_attn_layernorm", "apply_residual_connection_post_layernorm"):
         yield Limit(
-            pattern and getattr(s, dest),
-            "{hybrid_layer_pattern:flag} cannot be combined with {:flag}: " + reason + ".",
+            MAMBA in letters and getattr(s, dest),
+            "{:flag} cannot be combined with Mamba layers (M of {hybrid_layer_pattern:flag}), which have one norm, and "
+            "their input as residual.",
             (dest,),
         )
-    yield Limit(
-        pattern and s.recompute_granularity == "selective",
-        "{hybrid_layer_pattern:flag} cannot be combined with {recompute_granularity:flag} selective: single parts of "
-        "a layer are not recomputed; full layers are.",
-    )
-    yield Limit(
-        pattern and s.cuda_graph_impl != "none",
-        "{hybrid_layer_pattern:flag} cannot be combined with {cuda_graph_impl:flag}: Mamba layers are not captured.",
-    )
-    yield Limit(
-        pattern and s.optimizer == "muon",
-        "{hybrid_layer_pattern:flag} cannot be combined with {optimizer:flag} muon: the projections of a Mamba layer "
-        "are one matrix.",
-    )
     yield Limit(
         pattern and s.ckpt_format == "torch",
         "{hybrid_layer_pattern:flag} cannot be combined with {ckpt_format:flag} torch, whose names are those of "

@@ -29,7 +29,7 @@ from arguments.layer_pattern import (
 LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern"})
 """Flags that describe the same layers otherwise in the other flavor."""
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"^((?:fp8\.)?decoder\.layers\.)(\d+)\.(.+)$")  # fp8.: states of delayed scaling
 _FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
 _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether the model is hybrid
 
@@ -51,8 +51,9 @@ def to_flavor(name: str, hybrid: bool) -> str:
     layer = _LAYER.match(name)
     if layer is None:
         return name
-    number = 2 * int(layer[1]) + layer[2].startswith(_FEED_FORWARD) if hybrid else int(layer[1]) // 2
-    return f"decoder.layers.{number}.{layer[2]}"
+    prefix, number, rest = layer[1], int(layer[2]), layer[3]
+    number = 2 * number + rest.startswith(_FEED_FORWARD) if hybrid else number // 2
+    return f"{prefix}{number}.{rest}"
 
 
 def layer_letters(record: Mapping[str, Any]) -> str:

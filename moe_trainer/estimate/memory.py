@@ -34,7 +34,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe, typical_layers
+from arguments.layer_pattern import (
+    MAMBA,
+    has_attention,
+    has_mlp,
+    layer_letter,
+    moe_layer_pattern,
+    mtp_is_moe,
+    typical_layers,
+)
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
@@ -120,12 +128,22 @@ def graph_bytes(args: Arguments, chunks: Sequence[ChunkLayout], counts: Sequence
     These are the gradients of their inputs and outputs, for each of the `counts` microbatches that a chunk has in
     flight.
     """
-    parts = args.training.captured_modules
-    dense, moe = len(parts & {"layer", "attn", "mlp"}), len(parts & {"layer", "attn", "moe", "moe_router"})
     units = 0
     for count, chunk in zip(counts, chunks):
-        units += count * sum(moe if sizes.pattern[number] else dense for number in chunk.layers)
+        units += count * sum(_captured_parts(args, number, sizes.pattern[number]) for number in chunk.layers)
     return 2.0 * units * sizes.rows * args.model.hidden_size * sizes.size
+
+
+def _captured_parts(args: Arguments, number: int, is_moe: bool) -> int:
+    """Return how many graphs a layer, counted from 0, is captured as."""
+    parts = {"layer"}
+    if layer_letter(args.model, number) == MAMBA:
+        parts.add("mamba")
+    elif has_attention(args.model, number):
+        parts.add("attn")
+    if has_mlp(args.model, number):
+        parts |= {"moe", "moe_router"} if is_moe else {"mlp"}
+    return len(args.training.captured_modules & parts)
 
 
 def iteration_graph_bytes(

@@ -30,10 +30,14 @@ def hidden_std(model: ModelArgs) -> float:
 
 
 def residual_init(model: ModelArgs) -> Init:
-    """Return the distribution of weights that write to the residual stream: std / sqrt(2 * num_layers)."""
+    """Return the distribution of weights that write to the residual stream: std / sqrt(number of sublayers).
+
+    A layer of a hybrid model has one sublayer, as Megatron-Core counts them, any other two.
+    """
     if model.init_method_xavier_uniform:
         return Init("xavier_uniform")
-    return Init("normal", hidden_std(model) / math.sqrt(2.0 * model.num_layers))
+    num_sublayers = model.num_layers * (1 if model.hybrid_layer_pattern else 2)
+    return Init("normal", hidden_std(model) / math.sqrt(num_sublayers))
 
 
 def embedding_init(model: ModelArgs) -> Init:

@@ -184,7 +184,8 @@ class TransformerLayer(nn.Module):
                 y_SBH = attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
             return self._add_residual(x_SBH, normed, post_norm, y_SBH, weights)
 
-        return self.graphs.run("attn", run, _present(norm, attention, post_norm), x_SBH, kind=self.kind)
+        part = "mamba" if self.is_mamba else "attn"
+        return self.graphs.run(part, run, _present(norm, attention, post_norm), x_SBH, kind=self.kind)
 
     def _mlp_sublayer(
         self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], routed_by: dict[str, Any]

@@ -311,7 +311,7 @@ class Transformer(nn.Module):
             assert x_SBH is not None
             x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
         self.graphs.begin_pass(self.training, grad_scale)
-        captures_attention = self.graphs.is_replayed("attn", "layer")
+        captures_attention = self.graphs.is_replayed("attn", "mamba", "layer")
         if document_ids_BS is not None and captures_attention:
             document_ids_BS = to_device(document_ids_BS, self.device)
         if packed is not None and packed.cp_size is not None and self.training:

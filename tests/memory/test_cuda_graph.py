@@ -37,6 +37,7 @@ PACKED = (
 BALANCED = "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1 0.1"
 AFTER = "--post-self-attn-layernorm --post-mlp-layernorm"
 NOISE = "--hidden-dropout 0.1 --attention-dropout 0.1"
+HYBRID = "--hybrid-layer-pattern=ME*- --mamba-num-heads 8 --mamba-head-dim 6 --mamba-num-groups 4 --mamba-state-dim 10"
 
 
 def small(kind: str, flags: str = "") -> list[str]:
@@ -97,6 +98,8 @@ CASES = {
         "--fine-grained-offloading-max-inflight-offloads 2",
         [local("attn"), local(ROUTED), local("moe"), local(), full()],
     ),
+    "layers of one sublayer": ("plain", HYBRID, [local("mamba"), local(f"mamba mlp {ROUTED}")]),
+    "layers of one sublayer, padded experts": ("padded capacity", HYBRID, [local(), full()]),
     "layers to the host": ("padded capacity", "--cpu-offloading-num-layers 1", [local("attn"), full()]),
 }
 

@@ -14,6 +14,7 @@ from moe_trainer.model.build import build_chunks
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
+from moe_trainer.quantization.iteration import find_quantized_gemms
 
 SEQ, VOCAB, PATTERN, EXPERTS, GROUPS = 150, 96, "M*-EME", 6, 2  # three chunks of the scan
 ARGV = (
@@ -189,3 +190,13 @@ def test_parameters_are_counted_and_initialized_as_in_megatron_core():
     assert (mixer.D == 1).all() and (mixer.norm.weight == 1).all()
     assert 0.4 < mixer.conv1d.bias.abs().max() <= 0.5 and 0.4 < mixer.conv1d.weight.abs().max() <= 0.5
     assert mixer.A_log.min() >= 0 and mixer.A_log.max() <= math.log(16)
+    std = args.model.init_method_std / math.sqrt(len(PATTERN))
+    for weight in (mixer.out_proj.weight, chunk.decoder.layers[2].mlp.linear_fc2.weight):
+        assert weight.std().item() == pytest.approx(std, rel=0.05), "one sublayer a layer"
+
+
+def test_mamba_gemms_are_quantized_as_those_of_transformer_engine():
+    args = arguments.parse_args([*ARGV, *"--bf16 --fp8-format e4m3 --fp8-recipe mxfp8".split()], 1)
+    (chunk,) = build_chunks(args, ParallelState.single(), VOCAB)
+    names = {gemms.name for gemms in find_quantized_gemms(chunk)}
+    assert {"decoder.layers.0.mixer.in_proj", "decoder.layers.0.mixer.out_proj"} <= names

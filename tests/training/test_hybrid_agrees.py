@@ -49,6 +49,9 @@ def test_ranks_equal_one_process():
     outcomes = check_rows({
         "tp, sp, ep": Row(4, argv(), f"{tp2} --expert-model-parallel-size 2"),
         "cp, tp, sp": Row(4, argv(PATTERN, *small), f"{tp2} --context-parallel-size 2"),
+        "muon, mup, tp, sp": Row(
+            2, argv(PATTERN, *small, *"--optimizer muon --muon-fp32-matmul-prec high --use-mup --mup-base-hidden-size 8".split()), tp2
+        ),
         "virtual stages, dp": Row(4, argv(), f"{stages} --use-distributed-optimizer {full}"),
     })  # fmt: skip
     for outcome in outcomes.values():
@@ -120,20 +123,61 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
     } <= set(keys)
 
 
+def make_both(pattern, flags):
+    """The command lines of a transformer, and of the pattern that describes it."""
+    sizes, layers = FLAGS_OF_ATTENTION.get(pattern, ("", ""))
+    common = [*shallow(make_argv("plain")), *flags.split(), *sizes.split()]
+    at = common.index("--num-layers")
+    hybrid = [*common[:at], *common[at + 2 :], f"--hybrid-layer-pattern={pattern}"]
+    return [*common, "--moe-layer-freq", "([1,0])", *layers.split()], hybrid
+
+
 def _halved(losses, name):
     """The mean over all layers of the hybrid model, which are twice as many."""
     return {name: losses[name] / 2} if name in losses else {}
 
 
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+OFFLOAD = "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn mlp_norm expert_fc1"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
+PLAIN_TRANSFORMERS = {
+    f"--optimizer muon --use-mup --mup-base-hidden-size 8 {SELECTIVE} core_attn moe_act layernorm": 1,
+    f"{FP8} delayed --post-self-attn-layernorm --post-mlp-layernorm {SELECTIVE} moe": 1,
+    f"--transformer-impl transformer_engine {OFFLOAD} --apply-residual-connection-post-layernorm": 1,
+    f"{FP8} tensorwise --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--overlap-moe-expert-parallel-comm": 2,
+}
+
+
+@pytest.mark.parametrize("flags", PLAIN_TRANSFORMERS)
+def test_a_pattern_of_a_transformer_trains_as_the_transformer(flags, tmp_path):
+    """From the same weights and optimizer states, bit for bit, with what acts on single sublayers."""
+    gpt, ranks = [*shallow(make_argv("plain")), *flags.split()], PLAIN_TRANSFORMERS[flags]
+    at = gpt.index("--num-layers")
+    hybrid = [*gpt[:at], *gpt[at + 2 :], "--hybrid-layer-pattern=*E*E"]
+    expected = run_ranks(train_and_save, ranks, gpt, tmp_path / "gpt")[0]
+    assert run_ranks(load_and_save, ranks, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+
+
+def test_parts_of_other_attention_act_as_in_the_transformer(tmp_path):
+    gpt, hybrid = make_both("GE+-", f"{FP8} tensorwise {SELECTIVE} mla_up_proj layernorm gdn_norm_out")
+    expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
+    assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+
+
+def test_recompute_and_offload_of_sublayers_change_no_number(tmp_path):
+    """Mamba layers among them; their norm and their GEMMs have parts too."""
+    impl = ("--transformer-impl", "transformer_engine")
+    expected = run_ranks(train_and_save, 1, argv(PATTERN, *impl), tmp_path / "plain")[0]
+    for n, flags in enumerate((f"{SELECTIVE} core_attn moe_act layernorm shared_experts mlp", OFFLOAD)):
+        words = argv(PATTERN, *impl, *flags.split())
+        assert run_ranks(train_and_save, 1, words, tmp_path / str(n))[0] == expected, flags
+
+
 @pytest.mark.parametrize("pattern", ["*E*-", *FLAGS_OF_ATTENTION])
 def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_path):
     """GPT -> hybrid -> GPT: weights, optimizer and expert biases; the next losses are those of the uninterrupted run."""
-    bias = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid".split()
-    sizes, layers = FLAGS_OF_ATTENTION.get(pattern, ("", ""))
-    common = [*shallow(make_argv("plain")), *bias, *sizes.split()]
-    gpt = [*common, "--moe-layer-freq", "([1,0])", *layers.split()]
-    at = common.index("--num-layers")
-    hybrid = [*common[:at], *common[at + 2 :], f"--hybrid-layer-pattern={pattern}"]
+    gpt, hybrid = make_both(pattern, "--moe-router-enable-expert-bias --moe-router-score-function sigmoid")
     expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
     as_hybrid = [({**losses, **_halved(losses, "indexer loss")}, norm) for losses, norm in expected]
     assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == as_hybrid
