@@ -66,6 +66,8 @@ def linear_layer_pattern(
 
 def is_linear(model: ModelArgs, number: int) -> bool:
     """Whether a layer (counted from 0; those of multi-token prediction copy the last one) has linear attention."""
+    if letter := layer_letter(model, number):
+        return letter == DELTA_NET
     pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
     return pattern[min(number, model.num_layers - 1)]
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, mtp_is_moe
+from arguments.layer_pattern import MAMBA, has_attention, has_mlp, is_linear, layer_letter, mtp_is_moe
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
 from moe_trainer.estimate.linear_attention import linear_attention_params
-from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, indexer_params
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, indexer_params, mamba_params
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes, has_known_state, rank_state_bytes
 
 if TYPE_CHECKING:
@@ -93,8 +93,9 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
     if not args.model.dsa_indexer_warmup:
         return held
     depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
-    count = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
-    return ParamsPerRank(count, 0)
+    layers = sum(has_attention(args.model, number) for chunk in chunks for number in chunk.layers)
+    layers += depths * sum(chunk.mtp for chunk in chunks)
+    return ParamsPerRank(indexer_params(args.model) * layers, 0)
 
 
 def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
@@ -143,16 +144,20 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
 
 def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
     """Return the quantized matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
-    hidden, moe = plain.model.hidden_size, plain.moe
-    rest = plain.layer_norms() + indexer_params(plain.model)
+    model, moe = plain.model, plain.moe
+    matrices = plain.layers[is_moe] + ParamsPerRank(-plain.layer_norms() - plain.attention(), 0)
     if is_moe:
         has_gate = moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate
-        rest += (plain.num_experts + (1 if has_gate else 0)) * hidden
-    if is_linear(plain.model, number):
-        rest += plain.attention() - linear_attention_params(plain.model, plain.tp, matrices=True)
-    else:
-        rest += plain.attention() - plain.attention(number)
-    return plain.layers[is_moe] + ParamsPerRank(-rest, 0)
+        matrices += ParamsPerRank(-(plain.num_experts + (1 if has_gate else 0)) * model.hidden_size, 0)
+    if not has_mlp(model, number):
+        matrices = ParamsPerRank(0, 0)
+    if layer_letter(model, number) == MAMBA:
+        return matrices + ParamsPerRank(mamba_params(model, matrices=True) // plain.tp, 0)
+    if is_linear(model, number):
+        return matrices + ParamsPerRank(linear_attention_params(model, plain.tp, matrices=True), 0)
+    if not has_attention(model, number):
+        return matrices
+    return matrices + ParamsPerRank(plain.attention(number) - indexer_params(model), 0)
 
 
 def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:
