@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.flag_status import RENAMED_VALUES
-from arguments.layer_pattern import STAGE
+from arguments.layer_pattern import DEPTH, STAGE
 from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings, Violation
 
@@ -210,6 +210,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
     if _drops_mtp(settings):
         names = [dest for dest in names if not dest.startswith("mtp_")]
+        if isinstance(pattern := recorded.get("hybrid_layer_pattern"), str):
+            recorded["hybrid_layer_pattern"] = pattern.partition(DEPTH)[0]
     if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
