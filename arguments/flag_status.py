@@ -266,7 +266,6 @@ RENAMED = MappingProxyType(
         "no_weight_decay_cond_type": "--apply-wd-to-qk-layernorm",
         "batch_size": "--micro-batch-size",
         "hybrid_override_pattern": "--hybrid-layer-pattern",
-        "mtp_hybrid_override_pattern": "--hybrid-layer-pattern with / before each depth",
         "model_parallel_size": "--tensor-model-parallel-size",
         "warmup": "--lr-warmup-fraction",
     }

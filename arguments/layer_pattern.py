@@ -115,10 +115,14 @@ def has_mlp(model: ModelArgs, number: int) -> bool:
 
 
 def typical_layers(model: ModelArgs, pattern: Sequence[bool], is_moe: bool) -> tuple[int, ...]:
-    """Return a decoder layer of every letter that is, or is not, an MoE layer; layer 0 unless the model is hybrid."""
-    letters = hybrid_letters(model.hybrid_layer_pattern or "")
+    """Return a layer of every letter that is, or is not, an MoE layer; layer 0 unless the model is hybrid.
+
+    `pattern` is of the decoder, whose layers those of a multi-token-prediction depth follow.
+    """
+    hybrid = model.hybrid_layer_pattern or ""
+    letters, kinds = hybrid_letters(hybrid) + mtp_letters(hybrid), [*pattern, *mtp_layer_pattern(pattern, hybrid)]
     first = {letter: letters.index(letter) for letter in letters}
-    return tuple(number for number in first.values() if pattern[number] == is_moe) or (0,)
+    return tuple(number for number in first.values() if kinds[number] == is_moe) or (0,)
 
 
 def uses_window(model: ModelArgs, layer_number: int) -> bool:

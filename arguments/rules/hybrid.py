@@ -37,7 +37,9 @@ def resolve_old_mtp_pattern(s: Settings, _f: DerivedSizes) -> None:
     if pattern is None:
         reason = "with transformer layers, the last of which multi-token prediction copies"
         s.note_no_effect(s.flag("mtp_hybrid_override_pattern"), reason)
-    elif DEPTH not in pattern and depths > 0:
+        return
+    s.note_renamed(s.flag("mtp_hybrid_override_pattern"), "--hybrid-layer-pattern with / before each depth")
+    if DEPTH not in pattern and depths > 0:
         why = "from --mtp-hybrid-override-pattern"
         s.set_derived("hybrid_layer_pattern", pattern + DEPTH + DEPTH.join([inside] * depths), why)
     s.set_derived("mtp_hybrid_override_pattern", None, "--hybrid-layer-pattern has the depths")
@@ -49,7 +51,7 @@ def resolve_mtp_depths(s: Settings, _f: DerivedSizes) -> None:
         return
     depths = len(mtp_depths(pattern))
     if s.mtp_num_layers and s.mtp_num_layers != depths:
-        s.note(f"{s.shown('mtp_num_layers')}: the {depths} depths of --hybrid-layer-pattern (after /) are taken.")
+        s.note(f"{s.shown('mtp_num_layers')}: --hybrid-layer-pattern has {depths} (parts after /), which are taken.")
     if depths or s.mtp_num_layers:
         s.set_derived("mtp_num_layers", depths, "the depths of --hybrid-layer-pattern")
 

@@ -21,7 +21,14 @@ norm: that of a Mamba mixer is in its in_proj, the others are as above. An MTP l
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MAMBA, hybrid_letters, linear_layer_pattern, moe_layer_pattern, mtp_letters
+from arguments.layer_pattern import (
+    ATTENTION,
+    MAMBA,
+    hybrid_letters,
+    linear_layer_pattern,
+    moe_layer_pattern,
+    mtp_letters,
+)
 from arguments.layer_pattern import MLP as DENSE
 
 Spelling = tuple[str, str]

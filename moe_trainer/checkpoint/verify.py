@@ -153,8 +153,8 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     depths = int(args.get("mtp_num_layers") or 0)
     depths = min(depths, 1) if args.get("mtp_use_repeated_layer") else depths
     mtp = (any(mtp_layer_pattern(pattern, hybrid)),) * depths
-    ratios = args.get("csa_compress_ratios") or ()
-    for block, kinds, letters in (("decoder", pattern, hybrid_letters(hybrid)), ("mtp", mtp, mtp_depths(hybrid)[:depths])):
+    ratios, ahead = args.get("csa_compress_ratios") or (), mtp_depths(hybrid)[:depths]
+    for block, kinds, letters in (("decoder", pattern, hybrid_letters(hybrid)), ("mtp", mtp, ahead)):
         alike = letters or (tuple(zip(kinds, ratios)) if ratios else kinds)
         problems += _layers(block, weights, kinds, num_experts, alike)
     return [*problems, *_states(tensors, weights)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, mtp_is_moe
+from arguments.layer_pattern import is_linear
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
@@ -136,8 +136,10 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
                 held += _quantized_matrices(plain, plain.pattern[number], number)
         if chunk.mtp:
             depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
-            layer = _quantized_matrices(plain, mtp_is_moe(plain.pattern), model.num_layers)
-            held += (layer + ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)).scale(depths)
+            one = ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)
+            for number, is_moe in enumerate(plain.mtp_pattern, start=model.num_layers):
+                one += _quantized_matrices(plain, is_moe, number)
+            held += one.scale(depths)
     return held
 
 

@@ -95,6 +95,7 @@ KINDS = {
         "--window-softmax-type learnable --value-channels 4 --attention-value-scale 0.6", ("all kept", "core_attn")),
     "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
     "hybrid": (f"{GROUPED} {HYBRID}", ("all kept", "uniform", "block")),
+    "hybrid, prediction": (f"{GROUPED} {HYBRID.replace('M*-E', 'M-/*E/*E')}", ("all kept", "uniform")),
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
     "short convolutions": (
         f"{GROUPED} --experimental-attention-variant short_conv --linear-attention-freq 3", ("all kept", "layernorm", "uniform")),

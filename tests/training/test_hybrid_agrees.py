@@ -32,6 +32,12 @@ def test_ranks_equal_one_process():
     outcomes = check_rows({
         "tp, sp, ep": Row(4, argv(), f"{tp2} --expert-model-parallel-size 2"),
         "cp, tp, sp": Row(4, argv(PATTERN, *small), f"{tp2} --context-parallel-size 2"),
+        "mtp, uneven stages, ep": Row(
+            4,
+            argv("MEM*-E/*E/*E"),
+            "--hybrid-layer-pattern=M|EM*-E/*E/*E --pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+        ),
+        "mtp of one repeated depth, tp, sp": Row(2, argv("M-/M*E/M*E", "--mtp-use-repeated-layer"), f"{tp2} {full}"),
         "virtual stages, dp": Row(4, argv(), f"{stages} --use-distributed-optimizer {full}"),
     })  # fmt: skip
     for outcome in outcomes.values():
@@ -40,11 +46,12 @@ def test_ranks_equal_one_process():
 
 def test_a_checkpoint_resumes_under_other_layouts(tmp_path):
     """The stored tensors are bitwise equal, and the next losses are those of the uninterrupted run."""
-    source, small = tmp_path / "source", ("--global-batch-size", "4")
-    stages = argv("M|E*M-E", *small, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
+    source, pattern = tmp_path / "source", "ME*M-E/*E/*E"
+    small = "--global-batch-size 4 --calculate-per-token-loss --mtp-loss-per-token".split()
+    stages = argv("M|E*M-E/*E/*E", *small, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
     expected = run_ranks(train_and_save, 4, stages, source)[0]
     experts = "--expert-model-parallel-size 2 --context-parallel-size 2 --use-distributed-optimizer".split()
-    for n, words in ((1, argv(PATTERN, *small)), (2, argv(PATTERN, *small, *experts))):
+    for n, words in ((1, argv(pattern, *small)), (2, argv(pattern, *small, *experts))):
         target = tmp_path / str(n)
         assert_alike(run_ranks(load_and_save, n, words, source, target)[0], expected)
         assert differences(source / "iter_0000002", target / "iter_0000002") == []
@@ -90,13 +97,15 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
 
 def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(tmp_path):
     """GPT -> hybrid -> GPT: weights, optimizer and expert biases; the next losses are those of the uninterrupted run."""
-    bias = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-layer-freq ([1,0])".split()
-    gpt = [*shallow(make_argv("plain")), *bias]
+    bias = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --position-embedding-type rope".split()
+    gpt = [*shallow(make_argv("plain")), *bias, *"--mtp-num-layers 1 --moe-layer-freq ([0,1])".split()]
     at = gpt.index("--num-layers")
-    hybrid = [*gpt[:at], *gpt[at + 2 : -2], "--hybrid-layer-pattern=*E*-"]
+    hybrid = [*gpt[:at], *gpt[at + 2 : -4], "--hybrid-layer-pattern=*-*E/*E"]
     expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
     assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
     assert run_ranks(load_and_save, 1, gpt, tmp_path / "hybrid", tmp_path / "back")[0] == expected
     assert differences(tmp_path / "gpt" / "iter_0000002", tmp_path / "back" / "iter_0000002") == []
-    with pytest.raises(CheckpointError, match="layer 1 .from 0. is E in the checkpoint and - here"):
-        load_and_save(0, 1, [word.replace("*E*-", "*-*E") for word in hybrid], tmp_path / "gpt", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="of a depth of multi-token prediction are .E, and those of this run .-"):
+        load_and_save(0, 1, [word.replace("/*E", "/*-") for word in hybrid], tmp_path / "gpt", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="layer 1 .from 0. is - in the checkpoint and E here"):
+        load_and_save(0, 1, [word.replace("*-*E/", "*E*-/") for word in hybrid], tmp_path / "gpt", tmp_path / "other")
