@@ -43,7 +43,12 @@ def test_mtp_copies_the_last_layer():
 ])  # fmt: skip
 def test_depths_of_a_hybrid_pattern(flags, depths, freq, layout):
     args = parse_args(
-        [*TOY, *"--position-embedding-type none --num-experts 4 --disable-bias-linear".split(), *flags.split()], 2
+        [
+            *TOY,
+            *"--position-embedding-type none --num-experts 4 --mamba-num-heads 8 --disable-bias-linear".split(),
+            *flags.split(),
+        ],
+        2,
     )
     model = args.model
     assert (model.mtp_num_layers, args.moe.moe_layer_freq, args.parallel.pipeline_model_parallel_layout) == (
