@@ -14,8 +14,11 @@ from arguments.layer_pattern import (
     STAGE,
     hybrid_letters,
     letter_flags,
+    mtp_depths,
+    mtp_letters,
 )
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
+from arguments.rules.layout_grammar import MTP
 from arguments.settings import Limit, Settings, Violation
 
 VARIANT = "experimental_attention_variant"
@@ -30,6 +33,32 @@ def resolve_old_pattern_name(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("hybrid_layer_pattern", s.hybrid_override_pattern, "from --hybrid-override-pattern")
 
 
+def resolve_old_mtp_pattern(s: Settings, _f: DerivedSizes) -> None:
+    inside, pattern, depths = s.mtp_hybrid_override_pattern, s.hybrid_layer_pattern, s.mtp_num_layers or 0
+    if inside is None:
+        return
+    if pattern is None:
+        reason = "with transformer layers, the last of which multi-token prediction copies"
+        s.note_no_effect(s.flag("mtp_hybrid_override_pattern"), reason)
+        return
+    s.note_renamed(s.flag("mtp_hybrid_override_pattern"), "--hybrid-layer-pattern with / before each depth")
+    if DEPTH not in pattern and depths > 0:
+        why = "from --mtp-hybrid-override-pattern"
+        s.set_derived("hybrid_layer_pattern", pattern + DEPTH + DEPTH.join([inside] * depths), why)
+    s.set_derived("mtp_hybrid_override_pattern", None, "--hybrid-layer-pattern has the depths")
+
+
+def resolve_mtp_depths(s: Settings, _f: DerivedSizes) -> None:
+    pattern = s.hybrid_layer_pattern
+    if not pattern:
+        return
+    depths = len(mtp_depths(pattern))
+    if s.mtp_num_layers and s.mtp_num_layers != depths:
+        s.note(f"{s.shown('mtp_num_layers')}: --hybrid-layer-pattern has {depths} (parts after /), which are taken.")
+    if depths or s.mtp_num_layers:
+        s.set_derived("mtp_num_layers", depths, "the depths of --hybrid-layer-pattern")
+
+
 def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
     pattern = s.hybrid_layer_pattern
     if not pattern or not hybrid_letters(pattern):
@@ -38,13 +67,14 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
     if s.num_layers not in (None, len(letters)):
         s.note(f"{s.shown('num_layers')}: the {len(letters)} layers of --hybrid-layer-pattern are taken.")
     s.set_derived("num_layers", len(letters), "the letters of --hybrid-layer-pattern")
-    if MOE in letters:
+    if MOE in letters + mtp_letters(pattern):
         s.set_derived("moe_layer_freq", [int(letter == MOE) for letter in letters], "E of --hybrid-layer-pattern")
     stages = pattern.partition(DEPTH)[0].split(STAGE)
     if len(stages) > 1 and s.pipeline_model_parallel_layout is None:
         layout = "|".join("t" * len(stage) for stage in stages)
-        s.set_derived("pipeline_model_parallel_layout", f"E{layout}L", "from | of --hybrid-layer-pattern")
-    for dest, value in letter_flags(letters, s.position_embedding_type).items():
+        ahead = MTP * len(mtp_depths(pattern))
+        s.set_derived("pipeline_model_parallel_layout", f"E{layout}{ahead}L", "from | of --hybrid-layer-pattern")
+    for dest, value in letter_flags(pattern, s.position_embedding_type).items():
         if dest == "position_embedding_type":
             s.note(f"{s.shown(dest)}: layers D and + of --hybrid-layer-pattern rotate all the same, by --rope-type.")
         if dest != VARIANT or s.values[dest] is None:  # another one is rejected
@@ -64,12 +94,26 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         return
     if old is not None and old != pattern:
         yield s.violation("{hybrid_override_pattern} is the old name of {hybrid_layer_pattern}: give the second one.")
-    letters = hybrid_letters(pattern)
-    if not letters or set(letters) - set(LETTERS):
+    decoder, inside = hybrid_letters(pattern), mtp_letters(pattern)
+    letters = decoder + inside.replace(STAGE, "")
+    if set(letters) - set(LETTERS) or not decoder:
         yield s.violation(
             "{hybrid_layer_pattern} must have one letter per layer: M (Mamba-2), G (gated DeltaNet), * (attention), D "
-            "(sparse latent attention), + (latent attention), - (feed-forward) or E (experts), and | between pipeline "
-            "stages."
+            "(sparse latent attention), + (latent attention), - (feed-forward) or E (experts), | between pipeline "
+            "stages, and / before each depth of multi-token prediction."
+        )
+    other = next((depth for depth in mtp_depths(pattern) if depth != inside), None)
+    if other is not None:
+        yield s.violation(
+            "{hybrid_layer_pattern} must repeat the layers of the first depth of multi-token prediction (after /) in "
+            "every depth: that has {first!r}, and another one {other!r}.",
+            first=inside,
+            other=other,
+        )
+    if STAGE in inside:
+        yield s.violation(
+            "{hybrid_layer_pattern} must not have | in a depth of multi-token prediction (after /): all of its layers "
+            "are on the last stage."
         )
     if ATTENTION in letters and _has_latents(letters):
         yield s.violation("{hybrid_layer_pattern} has both * and latent attention (D or +): a model has one of them.")
@@ -111,7 +155,7 @@ def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
-    letters = hybrid_letters(pattern)
+    letters = hybrid_letters(pattern) + mtp_letters(pattern)
     yield Limit(
         SPARSE in letters and (DELTA_NET in letters or LATENT in letters),
         "{hybrid_layer_pattern:flag} cannot have D (sparse attention) with G (gated DeltaNet) or + (latent "
@@ -129,14 +173,9 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "attention, + latent attention.",
     )
     yield Limit(
-        pattern and s.experimental_attention_variant != letter_flags(letters, None).get(VARIANT),
+        pattern and s.experimental_attention_variant != letter_flags(pattern, None).get(VARIANT),
         "{hybrid_layer_pattern:flag} cannot be combined with {experimental_attention_variant:flag}: its letters G and "
         "D select gdn and dsa.",
-    )
-    yield Limit(
-        DEPTH in pattern or (pattern and s.mtp_num_layers),
-        "{hybrid_layer_pattern:flag} cannot be combined with multi-token prediction (/ or --mtp-num-layers), whose "
-        "depths have several layers there.",
     )
     yield Limit(
         pattern and s.moe_use_upcycling,

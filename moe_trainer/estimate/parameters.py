@@ -36,7 +36,7 @@ from arguments.layer_pattern import (
     layer_letter,
     model_of_layer,
     moe_layer_pattern,
-    mtp_is_moe,
+    mtp_layer_pattern,
 )
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
 from moe_trainer.estimate.linear_attention import is_short_conv, linear_attention_params
@@ -164,6 +164,7 @@ class LayerParams:
         self.ep = parallel.expert_model_parallel_size if is_sharded else 1
         self.num_experts = self.moe.num_experts or 0
         self.pattern = moe_layer_pattern(self.model.num_layers, self.moe.num_experts, self.moe.moe_layer_freq)
+        self.mtp_pattern = mtp_layer_pattern(self.pattern, self.model.hybrid_layer_pattern)
         self._bias = self.model.add_bias_linear
         self.layers = {False: self._layer(False)} | ({True: self._layer(True)} if self.num_experts else {})
 
@@ -313,8 +314,9 @@ class LayerParams:
         depths = model.mtp_num_layers or 0
         if model.mtp_use_repeated_layer:
             depths = min(depths, 1)
-        projection = ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
-        one = self.layers[mtp_is_moe(self.pattern)] + self.more(model.num_layers) + projection
+        one = ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
+        for number, is_moe in enumerate(self.mtp_pattern, start=model.num_layers):
+            one += self.layers[is_moe] + self.more(number)
         return one.scale(depths)
 
     def stage(self, layouts: Iterable[ChunkLayout]) -> ParamsPerRank:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import MAMBA, has_attention, has_mlp, is_linear, layer_letter, mtp_is_moe
+from arguments.layer_pattern import (
+    MAMBA,
+    has_attention,
+    has_mlp,
+    is_linear,
+    layer_letter,
+    moe_layer_pattern,
+    mtp_layers,
+)
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
@@ -92,10 +100,11 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
         return held + ParamsPerRank(-_backbone_params(args, chunks), 0)
     if not args.model.dsa_indexer_warmup:
         return held
-    depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
-    layers = sum(has_attention(args.model, number) for chunk in chunks for number in chunk.layers)
-    layers += depths * sum(chunk.mtp for chunk in chunks)
-    return ParamsPerRank(indexer_params(args.model) * layers, 0)
+    model = args.model
+    ahead = mtp_layers(model, moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq))
+    depths = [number for depth in (ahead[:1] if model.mtp_use_repeated_layer else ahead) for number, _ in depth]
+    layers = [number for chunk in chunks for number in (*chunk.layers, *(depths if chunk.mtp else ()))]
+    return ParamsPerRank(indexer_params(model) * sum(has_attention(model, number) for number in layers), 0)
 
 
 def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
@@ -137,8 +146,10 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
                 held += _quantized_matrices(plain, plain.pattern[number], number)
         if chunk.mtp:
             depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
-            layer = _quantized_matrices(plain, mtp_is_moe(plain.pattern), model.num_layers)
-            held += (layer + ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)).scale(depths)
+            one = ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)
+            for number, is_moe in enumerate(plain.mtp_pattern, start=model.num_layers):
+                one += _quantized_matrices(plain, is_moe, number)
+            held += one.scale(depths)
     return held
 
 

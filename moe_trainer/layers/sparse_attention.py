@@ -325,7 +325,7 @@ def reduce_indexer_loss(
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for layer in iter_sparse_attentions(chunks):
         total += layer.indexer_loss.double()
-    total[1] *= model.num_layers / sum(has_attention(model, number) for number in range(model.num_layers))
+    total[1] *= model.num_layers / max(1, sum(has_attention(model, number) for number in range(model.num_layers)))
     all_reduce(total, ps.dp_cp)
     return all_reduce(total, ps.pp)
 

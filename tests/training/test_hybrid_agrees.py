@@ -52,6 +52,12 @@ def test_ranks_equal_one_process():
         "muon, mup, tp, sp": Row(
             2, argv(PATTERN, *small, *"--optimizer muon --muon-fp32-matmul-prec high --use-mup --mup-base-hidden-size 8".split()), tp2
         ),
+        "mtp, uneven stages, ep": Row(
+            4,
+            argv("MEM*-E/*E/*E"),
+            "--hybrid-layer-pattern=M|EM*-E/*E/*E --pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+        ),
+        "mtp of one repeated depth, tp, sp": Row(2, argv("M-/M*E/M*E", "--mtp-use-repeated-layer"), f"{tp2} {full}"),
         "virtual stages, dp": Row(4, argv(), f"{stages} --use-distributed-optimizer {full}"),
     })  # fmt: skip
     for outcome in outcomes.values():
@@ -75,11 +81,12 @@ def test_ranks_with_other_attention_equal_one_process():
 
 def test_a_checkpoint_resumes_under_other_layouts(tmp_path):
     """The stored tensors are bitwise equal, and the next losses are those of the uninterrupted run."""
-    source, small = tmp_path / "source", ("--global-batch-size", "4")
-    stages = argv("M|E*M-E", *small, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
+    source, pattern = tmp_path / "source", "ME*M-E/*E/*E"
+    small = "--global-batch-size 4 --calculate-per-token-loss --mtp-loss-per-token".split()
+    stages = argv("M|E*M-E/*E/*E", *small, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
     expected = run_ranks(train_and_save, 4, stages, source)[0]
     experts = "--expert-model-parallel-size 2 --context-parallel-size 2 --use-distributed-optimizer".split()
-    for n, words in ((1, argv(PATTERN, *small)), (2, argv(PATTERN, *small, *experts))):
+    for n, words in ((1, argv(pattern, *small)), (2, argv(pattern, *small, *experts))):
         target = tmp_path / str(n)
         assert_alike(run_ranks(load_and_save, n, words, source, target)[0], expected)
         assert differences(source / "iter_0000002", target / "iter_0000002") == []
@@ -129,7 +136,9 @@ def make_both(pattern, flags):
     common = [*shallow(make_argv("plain")), *flags.split(), *sizes.split()]
     at = common.index("--num-layers")
     hybrid = [*common[:at], *common[at + 2 :], f"--hybrid-layer-pattern={pattern}"]
-    return [*common, "--moe-layer-freq", "([1,0])", *layers.split()], hybrid
+    depths = ["--mtp-num-layers", "1"] if "/" in pattern else []
+    routed = ",".join(str(int(letter == "E")) for letter in pattern[1:4:2])
+    return [*common, *depths, "--moe-layer-freq", f"([{routed}])", *layers.split()], hybrid
 
 
 def _halved(losses, name):
@@ -174,7 +183,7 @@ def test_recompute_and_offload_of_sublayers_change_no_number(tmp_path):
         assert run_ranks(train_and_save, 1, words, tmp_path / str(n))[0] == expected, flags
 
 
-@pytest.mark.parametrize("pattern", ["*E*-", *FLAGS_OF_ATTENTION])
+@pytest.mark.parametrize("pattern", ["*-*E/*E", *FLAGS_OF_ATTENTION])
 def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_path):
     """GPT -> hybrid -> GPT: weights, optimizer and expert biases; the next losses are those of the uninterrupted run."""
     gpt, hybrid = make_both(pattern, "--moe-router-enable-expert-bias --moe-router-score-function sigmoid")
@@ -183,9 +192,15 @@ def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_p
     assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == as_hybrid
     assert run_ranks(load_and_save, 1, gpt, tmp_path / "hybrid", tmp_path / "back")[0] == expected
     assert differences(tmp_path / "gpt" / "iter_0000002", tmp_path / "back" / "iter_0000002") == []
-    other = [word.replace(pattern, f"{pattern[0]}-{pattern[2]}E") for word in hybrid]
-    with pytest.raises(CheckpointError, match="layer 1 .from 0. is E in the checkpoint and - here"):
-        load_and_save(0, 1, other, tmp_path / "gpt", tmp_path / "other")
+    others = {
+        "layer 1 .from 0. is . in the checkpoint and . here": "".join(pattern[at] for at in (0, 3, 2, 1)) + pattern[4:]
+    }
+    if "/" in pattern:
+        others["of a depth of multi-token prediction are .E, and those of this run .-"] = pattern.replace("/*E", "/*-")
+    for message, other in others.items():
+        with pytest.raises(CheckpointError, match=message):
+            words = [word.replace(pattern, other) for word in hybrid]
+            load_and_save(0, 1, words, tmp_path / "gpt", tmp_path / "other")
 
 
 def test_letters_of_attention_have_the_names_of_megatron_core(tmp_path):
