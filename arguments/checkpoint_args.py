@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.flag_status import RENAMED_VALUES
-from arguments.layer_pattern import STAGE
+from arguments.layer_pattern import DEPTH, STAGE, letter_flags
 from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings, Violation
 
@@ -141,6 +141,10 @@ def meaning(dest: str, flags: Mapping[str, object]) -> object:
         flags: the whole record; an unset flag may take its value from another one.
     """
     value = flags.get(dest)
+    pattern = flags.get("hybrid_layer_pattern")
+    if isinstance(pattern, str):  # Megatron-LM does not record what its letters select
+        selected = letter_flags(pattern, flags.get("position_embedding_type"))
+        value = selected.get(dest, value) if dest != "experimental_attention_variant" else value or selected.get(dest)
     if dest in ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"):
         value = _group_limit(dest, flags)
     elif value is None:
@@ -210,6 +214,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
     if _drops_mtp(settings):
         names = [dest for dest in names if not dest.startswith("mtp_")]
+        if isinstance(pattern := recorded.get("hybrid_layer_pattern"), str):
+            recorded["hybrid_layer_pattern"] = pattern.partition(DEPTH)[0]
     if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):

@@ -64,6 +64,7 @@ NO_EFFECT = MappingProxyType(
         "perform_initialization": "weights are always initialized; a checkpoint then replaces them",
         "use_cpu_initialization": "initial weights depend on the seed and the parameter's name, not on the device",
         "deprecated_use_mcore_models": "there is one kind of model",
+        "is_hybrid_model": "--hybrid-layer-pattern makes a model hybrid",
         "enable_experimental": "no feature is gated by this flag",
         "te_rng_tracker": "random streams are named and need no tracker",
         "cpu_offloading_retain_pinned_cpu_buffers": "torch always retains pinned host memory for reuse",
@@ -589,7 +590,7 @@ PRODUCTS = (
     Product(
         "options of other state-space kernels",
         "--hybrid-layer-pattern has Mamba-2 layers, with states in fp32",
-        """--mtp-hybrid-override-pattern=1 --is-hybrid-model --disable-mamba-mem-eff-path
+        """--disable-mamba-mem-eff-path
         --mamba-training-ssm-states-dtype=1 --inference-dynamic-batching-mamba-memory-ratio=1
         --inference-dynamic-batching-prefix-caching-mamba-gb=1""",
         "--mamba-inference- --gdp-",

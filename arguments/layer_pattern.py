@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from arguments.model import ModelArgs
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
-"""Letters of --hybrid-layer-pattern."""
+DELTA_NET, SPARSE, LATENT = "G", "D", "+"
+"""Letters of --hybrid-layer-pattern: gated DeltaNet, and latent attention with and without an indexer."""
 LINEAR = ("gdn", "kda")
 """Values of --experimental-attention-variant with linear attention in some layers."""
 SHORT_CONV = "short_conv"
@@ -65,6 +66,8 @@ def linear_layer_pattern(
 
 def is_linear(model: ModelArgs, number: int) -> bool:
     """Whether a layer (counted from 0; those of multi-token prediction copy the last one) has linear attention."""
+    if letter := layer_letter(model, number):
+        return letter == DELTA_NET
     pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
     return pattern[min(number, model.num_layers - 1)]
 
@@ -80,27 +83,67 @@ def hybrid_letters(pattern: str) -> str:
     return pattern.partition(DEPTH)[0].replace(STAGE, "")
 
 
+def mtp_depths(pattern: str) -> tuple[str, ...]:
+    """Return the letters of every depth of multi-token prediction; nothing if none has a letter."""
+    depths = tuple(pattern.split(DEPTH)[1:])
+    return depths if any(depths) else ()
+
+
+def mtp_letters(pattern: str) -> str:
+    """Return one letter per layer of a depth of multi-token prediction; all depths have the same."""
+    return next(iter(mtp_depths(pattern)), "")
+
+
+def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, object]:
+    """Return the flags, by destination, that select in transformer layers what letters of a hybrid pattern stand for.
+
+    Latent attention of a hybrid model rotates by --rope-type whatever the position embedding of the others is.
+    """
+    letters, flags = hybrid_letters(pattern) + mtp_letters(pattern), dict[str, object]()
+    if SPARSE in letters or LATENT in letters:
+        flags["multi_latent_attention"] = True
+        if position_embedding_type == "none":
+            flags["position_embedding_type"] = "rope"
+    if SPARSE in letters:
+        flags["experimental_attention_variant"] = "dsa"
+    elif DELTA_NET in letters:
+        flags["experimental_attention_variant"] = "gdn"
+        flags["linear_attention_freq"] = [int(letter == DELTA_NET) for letter in hybrid_letters(pattern)]
+    return flags
+
+
 def layer_letter(model: ModelArgs, number: int) -> str:
-    """Return the letter of a decoder layer, counted from 0, in --hybrid-layer-pattern; "" for one of two sublayers."""
-    letters = hybrid_letters(model.hybrid_layer_pattern or "")
-    return letters[min(number, len(letters) - 1)] if letters else ""
+    """Return the letter of a layer, counted from 0, in --hybrid-layer-pattern; "" for one of two sublayers.
+
+    The layers of multi-token prediction follow those of the decoder, depth by depth.
+    """
+    pattern = model.hybrid_layer_pattern or ""
+    letters = hybrid_letters(pattern)
+    if number < len(letters):
+        return letters[number]
+    inside = mtp_letters(pattern) or letters[-1:]
+    return inside[(number - len(letters)) % len(inside)] if inside else ""
 
 
 def has_attention(model: ModelArgs, number: int) -> bool:
-    """Whether a decoder layer has softmax or linear attention."""
-    return layer_letter(model, number) in ("", ATTENTION)
+    """Whether a layer has softmax or linear attention."""
+    return layer_letter(model, number) not in (MAMBA, MLP, MOE)
 
 
 def has_mlp(model: ModelArgs, number: int) -> bool:
-    """Whether a decoder layer has a feed-forward sublayer, dense or of experts."""
+    """Whether a layer has a feed-forward sublayer, dense or of experts."""
     return layer_letter(model, number) in ("", MLP, MOE)
 
 
 def typical_layers(model: ModelArgs, pattern: Sequence[bool], is_moe: bool) -> tuple[int, ...]:
-    """Return a decoder layer of every letter that is, or is not, an MoE layer; layer 0 unless the model is hybrid."""
-    letters = hybrid_letters(model.hybrid_layer_pattern or "")
+    """Return a layer of every letter that is, or is not, an MoE layer; layer 0 unless the model is hybrid.
+
+    `pattern` is of the decoder, whose layers those of a multi-token-prediction depth follow.
+    """
+    hybrid = model.hybrid_layer_pattern or ""
+    letters, kinds = hybrid_letters(hybrid) + mtp_letters(hybrid), [*pattern, *mtp_layer_pattern(pattern, hybrid)]
     first = {letter: letters.index(letter) for letter in letters}
-    return tuple(number for number in first.values() if pattern[number] == is_moe) or (0,)
+    return tuple(number for number in first.values() if kinds[number] == is_moe) or (0,)
 
 
 def uses_window(model: ModelArgs, layer_number: int) -> bool:
@@ -142,3 +185,20 @@ def _is_local(model: ModelArgs, layer_number: int) -> bool:
 def mtp_is_moe(pattern: Sequence[bool]) -> bool:
     """Return whether the multi-token-prediction layers are MoE layers, as the last decoder layer."""
     return bool(pattern) and pattern[-1]
+
+
+def mtp_layer_pattern(pattern: Sequence[bool], hybrid_pattern: str | None = None) -> tuple[bool, ...]:
+    """Return for every layer of a multi-token-prediction depth whether it is an MoE layer.
+
+    Args:
+        pattern: of the decoder, whose last layer the only layer of a depth copies.
+        hybrid_pattern: --hybrid-layer-pattern, which lists the layers of a depth.
+    """
+    return tuple(letter == MOE for letter in mtp_letters(hybrid_pattern or "")) or (mtp_is_moe(pattern),)
+
+
+def mtp_layers(model: ModelArgs, pattern: Sequence[bool]) -> tuple[tuple[tuple[int, bool], ...], ...]:
+    """Return the layers of every depth, each as its number, which continues the decoder's, and whether it is MoE."""
+    kinds, depths = mtp_layer_pattern(pattern, model.hybrid_layer_pattern), model.mtp_num_layers or 0
+    firsts = range(model.num_layers, model.num_layers + depths * len(kinds), len(kinds))
+    return tuple(tuple(enumerate(kinds, start=first)) for first in firsts)

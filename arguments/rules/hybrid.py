@@ -2,13 +2,27 @@
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import ATTENTION, DEPTH, MAMBA, MLP, MOE, STAGE, hybrid_letters
+from arguments.layer_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    DEPTH,
+    LATENT,
+    MAMBA,
+    MLP,
+    MOE,
+    SPARSE,
+    STAGE,
+    hybrid_letters,
+    letter_flags,
+    mtp_depths,
+    mtp_letters,
+)
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
+from arguments.rules.layout_grammar import MTP
 from arguments.settings import Limit, Settings, Violation
 
-UPSTREAM_ONLY = "GD+"
-"""Letters of Megatron-LM for gated DeltaNet, sparse attention and latent attention."""
-LETTERS = MAMBA + ATTENTION + MLP + MOE
+VARIANT = "experimental_attention_variant"
+LETTERS = MAMBA + DELTA_NET + ATTENTION + SPARSE + LATENT + MLP + MOE
 
 
 # Derived values.
@@ -19,6 +33,32 @@ def resolve_old_pattern_name(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("hybrid_layer_pattern", s.hybrid_override_pattern, "from --hybrid-override-pattern")
 
 
+def resolve_old_mtp_pattern(s: Settings, _f: DerivedSizes) -> None:
+    inside, pattern, depths = s.mtp_hybrid_override_pattern, s.hybrid_layer_pattern, s.mtp_num_layers or 0
+    if inside is None:
+        return
+    if pattern is None:
+        reason = "with transformer layers, the last of which multi-token prediction copies"
+        s.note_no_effect(s.flag("mtp_hybrid_override_pattern"), reason)
+        return
+    s.note_renamed(s.flag("mtp_hybrid_override_pattern"), "--hybrid-layer-pattern with / before each depth")
+    if DEPTH not in pattern and depths > 0:
+        why = "from --mtp-hybrid-override-pattern"
+        s.set_derived("hybrid_layer_pattern", pattern + DEPTH + DEPTH.join([inside] * depths), why)
+    s.set_derived("mtp_hybrid_override_pattern", None, "--hybrid-layer-pattern has the depths")
+
+
+def resolve_mtp_depths(s: Settings, _f: DerivedSizes) -> None:
+    pattern = s.hybrid_layer_pattern
+    if not pattern:
+        return
+    depths = len(mtp_depths(pattern))
+    if s.mtp_num_layers and s.mtp_num_layers != depths:
+        s.note(f"{s.shown('mtp_num_layers')}: --hybrid-layer-pattern has {depths} (parts after /), which are taken.")
+    if depths or s.mtp_num_layers:
+        s.set_derived("mtp_num_layers", depths, "the depths of --hybrid-layer-pattern")
+
+
 def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
     pattern = s.hybrid_layer_pattern
     if not pattern or not hybrid_letters(pattern):
@@ -27,12 +67,22 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
     if s.num_layers not in (None, len(letters)):
         s.note(f"{s.shown('num_layers')}: the {len(letters)} layers of --hybrid-layer-pattern are taken.")
     s.set_derived("num_layers", len(letters), "the letters of --hybrid-layer-pattern")
-    if MOE in letters:
+    if MOE in letters + mtp_letters(pattern):
         s.set_derived("moe_layer_freq", [int(letter == MOE) for letter in letters], "E of --hybrid-layer-pattern")
     stages = pattern.partition(DEPTH)[0].split(STAGE)
     if len(stages) > 1 and s.pipeline_model_parallel_layout is None:
         layout = "|".join("t" * len(stage) for stage in stages)
-        s.set_derived("pipeline_model_parallel_layout", f"E{layout}L", "from | of --hybrid-layer-pattern")
+        ahead = MTP * len(mtp_depths(pattern))
+        s.set_derived("pipeline_model_parallel_layout", f"E{layout}{ahead}L", "from | of --hybrid-layer-pattern")
+    for dest, value in letter_flags(pattern, s.position_embedding_type).items():
+        if dest == "position_embedding_type":
+            s.note(f"{s.shown(dest)}: layers D and + of --hybrid-layer-pattern rotate all the same, by --rope-type.")
+        if dest != VARIANT or s.values[dest] is None:  # another one is rejected
+            s.set_derived(dest, value, "the letters of --hybrid-layer-pattern")
+
+
+def _has_latents(letters: str) -> bool:
+    return SPARSE in letters or LATENT in letters
 
 
 # Checks.
@@ -44,13 +94,29 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         return
     if old is not None and old != pattern:
         yield s.violation("{hybrid_override_pattern} is the old name of {hybrid_layer_pattern}: give the second one.")
-    letters = hybrid_letters(pattern)
-    unknown = sorted(set(letters) - set(LETTERS + UPSTREAM_ONLY))
-    if unknown or not letters:
+    decoder, inside = hybrid_letters(pattern), mtp_letters(pattern)
+    letters = decoder + inside.replace(STAGE, "")
+    if set(letters) - set(LETTERS) or not decoder:
         yield s.violation(
-            "{hybrid_layer_pattern} must have one letter per layer: M (Mamba-2), * (attention), - (feed-forward) or E "
-            "(experts), and | between pipeline stages."
+            "{hybrid_layer_pattern} must have one letter per layer: M (Mamba-2), G (gated DeltaNet), * (attention), D "
+            "(sparse latent attention), + (latent attention), - (feed-forward) or E (experts), | between pipeline "
+            "stages, and / before each depth of multi-token prediction."
         )
+    other = next((depth for depth in mtp_depths(pattern) if depth != inside), None)
+    if other is not None:
+        yield s.violation(
+            "{hybrid_layer_pattern} must repeat the layers of the first depth of multi-token prediction (after /) in "
+            "every depth: that has {first!r}, and another one {other!r}.",
+            first=inside,
+            other=other,
+        )
+    if STAGE in inside:
+        yield s.violation(
+            "{hybrid_layer_pattern} must not have | in a depth of multi-token prediction (after /): all of its layers "
+            "are on the last stage."
+        )
+    if ATTENTION in letters and _has_latents(letters):
+        yield s.violation("{hybrid_layer_pattern} has both * and latent attention (D or +): a model has one of them.")
     if MOE in letters and not s.num_experts:
         yield s.violation("{hybrid_layer_pattern} has layers of experts (E): it needs {num_experts:flag}.")
     if s.num_experts and MOE not in letters:
@@ -89,28 +155,33 @@ def _head_problems(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what layers of one sublayer are not built for."""
     pattern = s.hybrid_layer_pattern or ""
-    letters = hybrid_letters(pattern)
+    letters = hybrid_letters(pattern) + mtp_letters(pattern)
     yield Limit(
-        set(letters) & set(UPSTREAM_ONLY),
-        "{hybrid_layer_pattern:flag} cannot have the letters G (gated DeltaNet), D (sparse attention) and + (latent "
-        "attention): only M, *, - and E are built.",
+        SPARSE in letters and (DELTA_NET in letters or LATENT in letters),
+        "{hybrid_layer_pattern:flag} cannot have D (sparse attention) with G (gated DeltaNet) or + (latent "
+        "attention): all layers with attention have one --experimental-attention-variant.",
+        kind="later",
     )
     yield Limit(
-        DEPTH in pattern or (pattern and s.mtp_num_layers),
-        "{hybrid_layer_pattern:flag} cannot be combined with multi-token prediction (/ or --mtp-num-layers), whose "
-        "depths have several layers there.",
+        _has_latents(letters) and s.position_embedding_type == "learned_absolute",
+        "{hybrid_layer_pattern:flag} with D or + (latent attention, which rotates) cannot be combined with "
+        "{position_embedding_type:flag} learned_absolute, the default: give rope or none.",
     )
-    reasons = (
-        ("multi_latent_attention", "* is grouped-query attention"),
-        ("experimental_attention_variant", "* is softmax attention"),
-        ("moe_use_upcycling", "there is no dense model of such layers"),
+    yield Limit(
+        pattern and s.multi_latent_attention and not _has_latents(letters),
+        "{hybrid_layer_pattern:flag} cannot be combined with {multi_latent_attention:flag}: * is grouped-query "
+        "attention, + latent attention.",
     )
-    for dest, reason in reasons:
-        yield Limit(
-            pattern and getattr(s, dest),
-            "{hybrid_layer_pattern:flag} cannot be combined with {:flag}: " + reason + ".",
-            (dest,),
-        )
+    yield Limit(
+        pattern and s.experimental_attention_variant != letter_flags(pattern, None).get(VARIANT),
+        "{hybrid_layer_pattern:flag} cannot be combined with {experimental_attention_variant:flag}: its letters G and "
+        "D select gdn and dsa.",
+    )
+    yield Limit(
+        pattern and s.moe_use_upcycling,
+        "{hybrid_layer_pattern:flag} cannot be combined with {moe_use_upcycling:flag}: there is no dense model of such "
+        "layers.",
+    )
     for dest in ("post_self_attn_layernorm", "apply_residual_connection_post_layernorm"):
         yield Limit(
             MAMBA in letters and getattr(s, dest),

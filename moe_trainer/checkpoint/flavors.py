@@ -4,6 +4,7 @@
 |---|---|
 | decoder.layers.i. of attention and its norms | decoder.layers.2i. |
 | decoder.layers.i. of the MLP or the experts and their norms | decoder.layers.2i+1. |
+| mtp.layers.d.mtp_model_layer. of the same two | mtp.layers.d.mtp_model_layer.layers.0. and .1. |
 | decoder.final_layernorm. | decoder.final_norm. |
 
 The table holds for a pattern of pairs, such as *E*- : attention and then a feed-forward layer. Everything else is named
@@ -14,12 +15,24 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MLP, MOE, hybrid_letters, linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    LATENT,
+    MLP,
+    MOE,
+    SPARSE,
+    hybrid_letters,
+    linear_layer_pattern,
+    moe_layer_pattern,
+    mtp_letters,
+)
 
-LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "hybrid_layer_pattern"})
+LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern"})
 """Flags that describe the same layers otherwise in the other flavor."""
 
 _LAYER = re.compile(r"^((?:fp8\.)?decoder\.layers\.)(\d+)\.(.+)$")  # fp8.: states of delayed scaling
+_IN_DEPTH = re.compile(r"^(mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
 _FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
 _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether the model is hybrid
 
@@ -38,6 +51,9 @@ def to_flavor(name: str, hybrid: bool) -> str:
     """Return the name of a tensor in the given flavor, from its name in the other one."""
     if name.startswith(_FINAL_NORMS[not hybrid]):
         return _FINAL_NORMS[hybrid] + name.removeprefix(_FINAL_NORMS[not hybrid])
+    inside = _IN_DEPTH.match(name)
+    if inside is not None:
+        return inside[1] + (f"layers.{int(inside[2].startswith(_FEED_FORWARD))}." if hybrid else "") + inside[2]
     layer = _LAYER.match(name)
     if layer is None:
         return name
@@ -60,19 +76,32 @@ def layer_letters(record: Mapping[str, Any]) -> str:
     )
     variant = record.get("experimental_attention_variant")
     linear = linear_layer_pattern(num_layers, variant, record.get("linear_attention_freq"))
-    softmax = {"dsa": "D", None: "+" if record.get("multi_latent_attention") else ATTENTION}
+    softmax = {"dsa": SPARSE, None: LATENT if record.get("multi_latent_attention") else ATTENTION}
     return "".join(
-        (("G" if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))
+        ((DELTA_NET if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))
         + (MOE if is_moe else MLP)
         for is_linear, is_moe in zip(linear, routed, strict=True)
     )
+
+
+def depth_letters(record: Mapping[str, Any]) -> str:
+    """Return one letter per sublayer of a multi-token-prediction depth, "" without depths."""
+    if is_hybrid(record):
+        return mtp_letters(record["hybrid_layer_pattern"])
+    return layer_letters(record)[-2:] if record.get("mtp_num_layers") else ""
 
 
 def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """Return what the first layer is that differs between models of the two flavors, None if there is none."""
     one, other = layer_letters(saved), layer_letters(here)
     if one == other:
-        return None
+        one, other = depth_letters(saved), depth_letters(here)
+        if one == other or not (one and other):
+            return None
+        return (
+            f"as --hybrid-layer-pattern the layers of a depth of multi-token prediction are {one}, and those of this "
+            f"run {other}"
+        )
     number = next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
     first, second = (letters[number : number + 1] or "none" for letters in (one, other))
     return (

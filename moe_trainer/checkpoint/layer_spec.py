@@ -21,8 +21,8 @@ norm: that of a Mamba mixer is in its in_proj, the others are as above. An MTP l
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MAMBA, hybrid_letters, linear_layer_pattern, moe_layer_pattern
-from arguments.layer_pattern import MLP as DENSE
+from arguments import layer_pattern
+from arguments.layer_pattern import hybrid_letters, linear_layer_pattern, moe_layer_pattern, mtp_letters
 
 Spelling = tuple[str, str]
 """Prefix of a name inside a layer, and its prefix if the norm is fused."""
@@ -56,21 +56,29 @@ def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -
     if linear:
         attention: tuple[Spelling, ...] = (IN_PROJ,)
     elif latent:
-        attention = () if record.get("experimental_attention_variant") in _MEGATRON_ATTENTION else LATENT
+        attention = () if _has_megatron_attention(record) else LATENT
     else:
         attention = (INPUT,)
     return attention if routed else (*attention, MLP)
 
 
 def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ...]:
-    """Return `fused_norms` of every decoder layer.
+    """Return `fused_norms` of every decoder layer, and then of the layers of a multi-token-prediction depth.
 
     Raises:
         ValueError: if a list of layers does not have one entry per layer.
     """
     if record.get("hybrid_layer_pattern"):
-        by_letter = {MAMBA: (MIXER,), ATTENTION: (INPUT,), DENSE: (MLP,)}
-        return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(record["hybrid_layer_pattern"]))
+        latent = () if _has_megatron_attention(record) else LATENT
+        by_letter = {
+            layer_pattern.MAMBA: (MIXER,),
+            layer_pattern.DELTA_NET: (IN_PROJ,),
+            layer_pattern.ATTENTION: (INPUT,),
+            layer_pattern.LATENT: latent,
+            layer_pattern.MLP: (MLP,),
+        }
+        pattern = record["hybrid_layer_pattern"]
+        return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(pattern) + mtp_letters(pattern))
     num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
     routed = moe_layer_pattern(
         num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
@@ -78,7 +86,8 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
     linear = linear_layer_pattern(
         num_layers, record.get("experimental_attention_variant"), record.get("linear_attention_freq")
     )
-    return tuple(fused_norms(record, *kinds) for kinds in zip(routed, linear, strict=True))
+    kinds = [*zip(routed, linear, strict=True)]
+    return tuple(fused_norms(record, *each) for each in (*kinds, *kinds[-1:]))
 
 
 def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,7 +97,13 @@ def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
     """
     if not has_te_names(record):
         return ()
-    return ("norm",) if record.get("experimental_attention_variant") in _MEGATRON_ATTENTION else ("norm", "attention")
+    return ("norm",) if _has_megatron_attention(record) else ("norm", "attention")
+
+
+def _has_megatron_attention(record: Mapping[str, Any]) -> bool:
+    """Return whether attention is Megatron-Core's; its hybrid models record no variant."""
+    has_indexers = layer_pattern.SPARSE in (record.get("hybrid_layer_pattern") or "")
+    return record.get("experimental_attention_variant") in _MEGATRON_ATTENTION or has_indexers
 
 
 def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ Megatron-Core's torch_dist keys and coordinates:
   axis. MTP layers always keep their number.
 * `...experts.local_experts.{e}.linear_fc1.weight` becomes `...experts.experts.linear_fc1.weight` with an axis over
   experts.
-* The layer inside an MTP depth is called `transformer_layer`.
+* The layer inside an MTP depth is called `transformer_layer`; hybrid models keep `mtp_model_layer` and its list.
 * Norms that Megatron-Core fuses into the following linear, or names as if it did, have names of that linear
   (layer_spec.py).
 * A sharded dimension of several parts (`ParamInfo.parts`; a gated fc1 has gate rows and up rows) is stored part by
@@ -34,9 +34,10 @@ from moe_trainer.parallel.params import ParamInfo, named_shapes, part_lengths
 from moe_trainer.parallel.state import ParallelState
 
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
-# the layer inside an MTP depth: its module, its name in Megatron-Core's checkpoints and in early ones of ours
+# the layer inside an MTP depth: its module, its name in Megatron-Core's GPT checkpoints and in early ones of ours
 _MTP_MODULE = "mtp_model_layer."
 MTP_LAYERS = ("transformer_layer", "mtp_model_layer")
+_IN_DEPTH = re.compile(r"^mtp_model_layer\.(?:layers\.(\d+)\.)?")
 _EXPERT = re.compile(r"^(.*\bexperts\.)local_experts\.(\d+)\.(.+)$")
 # modules whose Megatron counterparts write an (empty) `_extra_state` object for their weight, under either spec
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj)\.weight$")
@@ -89,7 +90,7 @@ class KeyScheme:
 
     Attributes:
         stacked: all decoder layers are alike and share one tensor with a leading layer axis.
-        norms: fused norms of every decoder layer; MTP layers have those of the last one.
+        norms: fused norms of every decoder layer, and then of the layers of an MTP depth.
         engine: modules other than linears that have an `_extra_state` (layer_spec.te_modules).
         mtp_layer: name of the layer inside an MTP depth.
         translates_to: the names are those of the other flavor (flavors.py); whether the keys are of a hybrid model.
@@ -125,6 +126,7 @@ class KeyScheme:
             num_experts=int(record.get("num_experts") or 0),
             stacked=alike,
             norms=layer_spec.norms_of_layers(record),
+            mtp_layer=MTP_LAYERS[is_hybrid(record)],
             engine=layer_spec.te_modules(record),
             translates_to=is_hybrid(record)
             if named_by is not None and is_hybrid(named_by) != is_hybrid(record)
@@ -149,7 +151,7 @@ class KeyScheme:
         )
         for stacked in (self.stacked, not self.stacked):
             for norms in (self.norms, ((),) * len(self.norms), every):
-                for mtp_layer in MTP_LAYERS:
+                for mtp_layer in sorted(MTP_LAYERS, key=lambda each: each != self.mtp_layer):
                     yield replace(self, stacked=stacked, norms=norms, mtp_layer=mtp_layer)
 
     def locate(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -165,7 +167,9 @@ class KeyScheme:
             prefix = f"{block}.layers.{number}."
             if block == "decoder" and self.stacked:
                 prefix, at, extents = f"{block}.layers.", (number,), (self.num_layers,)
-            rest = _fused(rest, self.norms[min(number, self.num_layers - 1) if block == "decoder" else -1])
+            inside = _IN_DEPTH.match(rest) if block == "mtp" else None
+            at_norm = number if block == "decoder" else self.num_layers + int((inside and inside[1]) or 0)
+            rest = _fused(rest, self.norms[min(at_norm, len(self.norms) - 1)], inside[0] if inside else "")
             if rest.startswith(_MTP_MODULE):
                 rest = f"{self.mtp_layer}.{rest.removeprefix(_MTP_MODULE)}"
         expert = _EXPERT.match(rest)
@@ -228,9 +232,8 @@ class KeyScheme:
         return keys
 
 
-def _fused(rest: str, norms: tuple[layer_spec.Spelling, ...]) -> str:
-    """Return the name inside a layer, if it is that of a norm, in its fused form."""
-    inner = _MTP_MODULE if rest.startswith(_MTP_MODULE) else ""
+def _fused(rest: str, norms: tuple[layer_spec.Spelling, ...], inner: str) -> str:
+    """Return the name inside a layer, if it is that of a norm, in its fused form; `inner`: prefix of MTP layers."""
     for alone, fused in norms:
         if rest.startswith(inner + alone):
             return inner + fused + rest[len(inner + alone) :]

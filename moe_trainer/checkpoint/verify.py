@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from arguments.layer_pattern import hybrid_letters, moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import hybrid_letters, moe_layer_pattern, mtp_depths, mtp_layer_pattern
 from arguments.mechanisms.selections import SELECTIONS
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
@@ -149,10 +149,12 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
         pattern = moe_layer_pattern(num_layers, num_experts, freq if isinstance(freq, (list, tuple)) else int(freq))
     except (TypeError, ValueError) as error:
         return [*problems, f"the recorded flags are damaged: {error}"]
-    mtp = (mtp_is_moe(pattern),) * int(args.get("mtp_num_layers") or 0)
-    letters = hybrid_letters(args.get("hybrid_layer_pattern") or "")
-    ratios = args.get("csa_compress_ratios") or ()
-    for block, kinds in (("decoder", pattern), ("mtp", mtp)):
+    hybrid = args.get("hybrid_layer_pattern") or ""
+    depths = int(args.get("mtp_num_layers") or 0)
+    depths = min(depths, 1) if args.get("mtp_use_repeated_layer") else depths
+    mtp = (any(mtp_layer_pattern(pattern, hybrid)),) * depths
+    ratios, ahead = args.get("csa_compress_ratios") or (), mtp_depths(hybrid)[:depths]
+    for block, kinds, letters in (("decoder", pattern, hybrid_letters(hybrid)), ("mtp", mtp, ahead)):
         alike = letters or (tuple(zip(kinds, ratios)) if ratios else kinds)
         problems += _layers(block, weights, kinds, num_experts, alike)
     return [*problems, *_states(tensors, weights)]

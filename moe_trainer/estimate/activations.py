@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from arguments.layer_pattern import (
     is_linear,
     layer_letter,
     moe_layer_pattern,
-    mtp_is_moe,
+    mtp_layers,
 )
 from arguments.training import is_offloaded
 from moe_trainer.estimate.lora import adapted_linears
@@ -279,26 +279,30 @@ def chunk_activations(
             else:
                 entries = list(_recomputed_layer_tensors(layer, first=index == first))
             found += [replace(entry, name=f"decoder.layers.{number}.{entry.name}") for entry in entries]
-    for depth in range(model.mtp_num_layers or 0) if layout.mtp else ():
-        layer = make_sizes(model.num_layers + depth, is_moe=mtp_is_moe(pattern))
-        found += [replace(entry, name=f"mtp.layers.{depth}.{entry.name}") for entry in _mtp_tensors(layer, offload)]
+    for depth, inside in enumerate(mtp_layers(model, pattern) if layout.mtp else ()):
+        layers = [make_sizes(number, is_moe=is_moe) for number, is_moe in inside]
+        found += [replace(entry, name=f"mtp.layers.{depth}.{entry.name}") for entry in _mtp_tensors(layers, offload)]
     return tuple(found)
 
 
-def _mtp_tensors(layer: LayerSizes, offload: _Offload) -> Iterator[SavedTensor]:
-    """Yield one depth of multi-token prediction: two norms, their concatenation, a layer, a norm."""
+def _mtp_tensors(layers: Sequence[LayerSizes], offload: _Offload) -> Iterator[SavedTensor]:
+    """Yield one depth of multi-token prediction: two norms, their concatenation, its layers, a norm."""
+    layer = layers[0]
     shape = (layer.rows, layer.hidden)
     yield SavedTensor("tokens", (layer.tokens,), INDEX)
     if "mtp" in layer.parts:
         yield SavedTensor("embedded", shape, layer.residual)
         yield SavedTensor("x", shape, layer.size)
-        yield from recompute_cache(layer) if layer.is_moe else ()
+        for each in layers:
+            yield from recompute_cache(each) if each.is_moe else ()
         return
     yield from layer.norm("", "enorm", *shape, layer.residual)
     yield from layer.norm("", "hnorm", *shape, layer.size)
     yield from with_quantized_inputs(layer, [SavedTensor("joined", (layer.rows, 2 * layer.hidden), layer.size)])
-    for entry in offload.mark(_layer(layer), is_complete=False):
-        yield replace(entry, name=f"mtp_model_layer.{entry.name}")
+    for index, each in enumerate(layers):
+        inner = f"layers.{index}." if layer.model.hybrid_layer_pattern else ""
+        for entry in offload.mark(_layer(each), is_complete=False):
+            yield replace(entry, name=f"mtp_model_layer.{inner}{entry.name}")
     yield from layer.norm("", "final_layernorm", *shape, layer.residual)
 
 

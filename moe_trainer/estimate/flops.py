@@ -22,7 +22,8 @@ sequence length, f feed-forward width, v padded vocabulary, the multiply-adds of
 * feed-forward, per layer: h * f * m, m = 3 with SwiGLU and 2 without; an MoE layer counts
                         f = topk * expert width + shared width; experts of latents of l channels take l for h, and their
                         projections 2*h*l; those that make a slice of w channels take (h*(m-1) + w) for h * m
-* MTP, per depth:       one more layer of the last layer's kind, 2*h*h for its projection and 3*h for its norms
+* MTP, per depth:       one more layer of the last layer's kind, or those of a hybrid pattern after a /, 2*h*h for its
+                        projection and 3*h for its norms
 * logits:               h * v * (1 + number of MTP layers)
 
 Not counted: recomputation, the router, the norms of the layers, hyper-connections; of sparse attention, its loss and
@@ -46,7 +47,7 @@ from arguments.layer_pattern import (
     is_linear,
     layer_letter,
     moe_layer_pattern,
-    mtp_is_moe,
+    mtp_layer_pattern,
     uses_window,
 )
 from moe_trainer.estimate.linear_attention import conv_channels, is_short_conv, linear_attention_params
@@ -166,11 +167,12 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     model, moe = args.model, args.moe
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
     num_mtp = model.mtp_num_layers or 0
-    num_moe = sum(pattern) + (num_mtp if mtp_is_moe(pattern) else 0)
-    num_layers = model.num_layers + num_mtp
+    ahead = mtp_layer_pattern(pattern, model.hybrid_layer_pattern)
+    num_moe = sum(pattern) + num_mtp * sum(ahead)
+    num_layers = model.num_layers + num_mtp * len(ahead)
 
     shared = moe.moe_shared_expert_intermediate_size or 0 if moe.num_experts else 0
-    numbers = range(model.num_layers)
+    numbers = range(num_layers)
     without_mlp = sum(not has_mlp(model, number) for number in numbers)
     without_attention = sum(not has_attention(model, number) for number in numbers)
     ffn_width = (num_layers - num_moe - without_mlp) * model.ffn_hidden_size + num_moe * shared
@@ -181,7 +183,8 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     logits = model.hidden_size * padded_vocab_size * (1 + num_mtp)
     linear = sum(is_linear(model, number) for number in range(num_layers))
     attention: float = linear * _linear_macs(args)
-    attention += (num_layers - linear - without_attention) * _attention_macs(args, seq_length)
+    softmax = num_layers - linear - without_attention
+    attention += softmax * _attention_macs(args, seq_length)
     if model.window_num_query_groups is not None:
         extra = model.window_num_query_groups - model.query_groups
         windows = sum(uses_window(model, number + 1) and has_attention(model, number) for number in range(num_layers))
@@ -190,12 +193,12 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     macs: float = ffn + attention + mtp + logits
     if model.experimental_attention_variant == "dsa":
         macs /= 3 if model.dsa_indexer_warmup else 1
-        macs += num_layers * _indexer_macs(args, seq_length)
+        macs += softmax * _indexer_macs(args, seq_length)
     if model.lora_dim is not None:  # two of three GEMMs of a frozen weight, all of attention and of the adapters
-        core = linear * _delta_rule_macs(args) + (num_layers - linear) * core_attention_macs(args, seq_length)
+        core = linear * _delta_rule_macs(args) + softmax * core_attention_macs(args, seq_length)
         macs = (macs - core) * 2 / 3 + core + adapter_macs(args)
     if args.optimizer.freeze_backbone:  # likewise, and all of the routed experts
-        trained = num_moe * _routed_macs(args) + num_layers * core_attention_macs(args, seq_length)
+        trained = num_moe * _routed_macs(args) + softmax * core_attention_macs(args, seq_length)
         macs = (macs - trained) * 2 / 3 + trained
     return 6.0 * batch_size * seq_length * macs
 

@@ -309,7 +309,10 @@ class LayerTime:
         return fwd, bwd
 
     def _indexer(self) -> tuple[float, float]:
-        """Return (GEMMs of the indexer, scores, selection and loss). Both run in forward; scores are fp32 (TF32)."""
+        """Return (GEMMs of the indexer, scores, selection and loss), averaged over the layers.
+
+        Both run in forward; scores are fp32 (TF32).
+        """
         model = self.model
         if not self.has_indexer:
             return 0.0, 0.0
@@ -325,7 +328,8 @@ class LayerTime:
             operations += 4.0 * self.pairs * index * width + 2.0 * keys * heads * wide
             elements += self.pairs * index * INDEXER_LOSS_PASSES[0] + keys * heads * INDEXER_LOSS_PASSES[1]
         peak = self.hardware.peak("bf16") / TF32_SLOWDOWN * self.constants.gemm_bf16
-        return matrices, operations / peak + FP32_BYTES * elements / self.memory_bandwidth
+        scores = operations / peak + FP32_BYTES * elements / self.memory_bandwidth
+        return self.softmax_share * matrices, self.softmax_share * scores
 
     def _up_projections(self) -> float:
         """Return the seconds of the up-projections of latent attention."""
@@ -484,7 +488,8 @@ class LayerTime:
             widths += [hidden * (1 if is_moe else self.mlp_share)] * 2
         keys = self.tokens * model.dsa_indexer_topk if self.gathers_keys else int(self.pairs)
         # the indexer's target sums the heads of all ranks
-        target = 2 * self.interconnect.ring(keys * 4, 1, self.tp) if self.trains_indexer else 0.0
+        trained = self.softmax_share if self.trains_indexer else 0.0
+        target = 2 * trained * self.interconnect.ring(keys * 4, 1, self.tp)
         return target + sum(self.interconnect.ring(self.tokens * width * self.size, 1, self.tp) for width in widths)
 
     def _context_parallel(self) -> tuple[float, float]:

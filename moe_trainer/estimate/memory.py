@@ -28,6 +28,7 @@ Not counted: fragmentation of the allocator, NCCL's buffers, the CUDA context; R
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ from arguments.layer_pattern import (
     has_mlp,
     layer_letter,
     moe_layer_pattern,
-    mtp_is_moe,
+    mtp_layer_pattern,
     typical_layers,
 )
 from arguments.mechanisms.dispatchers import get_dispatcher
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from arguments.moe import MoEArgs
     from arguments.training import TrainingArgs
     from moe_trainer.estimate.hardware import Hardware
+
+_LAYER = re.compile(r"^(?:decoder|mtp)\.layers\.\d+\.(?:mtp_model_layer\.(?:layers\.\d+\.)?)?")
 
 OFFLOADS_IN_FLIGHT = 2
 """Layers whose offloaded tensors are on the device at a time."""
@@ -165,7 +168,7 @@ def iteration_graph_bytes(
 
 def _local_name(name: str) -> str:
     """Return a name without "decoder.layers.3." or "mtp.layers.0."."""
-    return (name.split(".", 3)[-1] if ".layers." in name else name).removeprefix("mtp_model_layer.")
+    return _LAYER.sub("", name)
 
 
 def module_name(name: str) -> str:
@@ -440,7 +443,8 @@ def _buffers(
     """Return the bytes of temporary buffers: (of the token exchange, of everything else)."""
     moe, training, hidden = args.moe, args.training, args.model.hidden_size
     kinds = {sizes.pattern[number] for chunk in chunks for number in chunk.layers}
-    kinds |= {mtp_is_moe(sizes.pattern)} if any(chunk.mtp for chunk in chunks) else set()
+    if any(chunk.mtp for chunk in chunks):
+        kinds |= {*mtp_layer_pattern(sizes.pattern, args.model.hybrid_layer_pattern)}
     dispatch = 0.0
     if True in kinds:
         sent, received, (reads, makes) = sizes.sent, sizes.buffered, moe.expert_widths(hidden)

@@ -28,7 +28,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import (
-    ATTENTION,
     MAMBA,
     OVERLAPPING_RATIO,
     compress_ratio,
@@ -37,7 +36,7 @@ from arguments.layer_pattern import (
     layer_letter,
     model_of_layer,
     moe_layer_pattern,
-    mtp_is_moe,
+    mtp_layer_pattern,
 )
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
 from moe_trainer.estimate.linear_attention import is_short_conv, linear_attention_params
@@ -165,6 +164,7 @@ class LayerParams:
         self.ep = parallel.expert_model_parallel_size if is_sharded else 1
         self.num_experts = self.moe.num_experts or 0
         self.pattern = moe_layer_pattern(self.model.num_layers, self.moe.num_experts, self.moe.moe_layer_freq)
+        self.mtp_pattern = mtp_layer_pattern(self.pattern, self.model.hybrid_layer_pattern)
         self._bias = self.model.add_bias_linear
         self.layers = {False: self._layer(False)} | ({True: self._layer(True)} if self.num_experts else {})
 
@@ -231,16 +231,23 @@ class LayerParams:
         It may be negative.
         """
         model, letter = self.model, layer_letter(self.model, number)
-        if letter:
-            one, norm = self.layers[False].dense, self.norm(model.hidden_size)
-            mixing = {MAMBA: mamba_params(model) // self.tp, ATTENTION: self.attention(number)}
-            count = mixing[letter] + norm - one if letter in mixing else -self.attention() - norm
-            return ParamsPerRank(count, 0) + self.adapters(number)
+        if not letter:
+            count = self._mixing(number) - self.attention()
+        elif has_mlp(model, number):
+            count = -self.attention() - self.norm(model.hidden_size)
+        else:
+            count = self._mixing(number) + self.norm(model.hidden_size) - self.layers[False].dense
+        return ParamsPerRank(count, 0) + self.adapters(number)
+
+    def _mixing(self, number: int) -> int:
+        """Return the parameters of the attention or the Mamba mixer of a layer (from 0)."""
+        model = self.model
+        if layer_letter(model, number) == MAMBA:
+            return mamba_params(model) // self.tp
         if not is_linear(model, number):
-            return ParamsPerRank(self.attention(number) - self.attention(), 0) + self.adapters(number)
-        linear = linear_attention_params(model, self.tp)
-        linear += 0 if is_short_conv(model) else self.norm(model.linear_value_head_dim)
-        return ParamsPerRank(linear - self.attention(), 0) + self.adapters(number)
+            return self.attention(number)
+        norm = 0 if is_short_conv(model) else self.norm(model.linear_value_head_dim)
+        return linear_attention_params(model, self.tp) + norm
 
     def adapters(self, number: int) -> ParamsPerRank:
         """Return the adapters' parameters of a layer (from 0); MTP layers have none."""
@@ -307,8 +314,9 @@ class LayerParams:
         depths = model.mtp_num_layers or 0
         if model.mtp_use_repeated_layer:
             depths = min(depths, 1)
-        projection = ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
-        one = self.layers[mtp_is_moe(self.pattern)] + self.more(model.num_layers) + projection
+        one = ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)
+        for number, is_moe in enumerate(self.mtp_pattern, start=model.num_layers):
+            one += self.layers[is_moe] + self.more(number)
         return one.scale(depths)
 
     def stage(self, layouts: Iterable[ChunkLayout]) -> ParamsPerRank:

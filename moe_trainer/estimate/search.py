@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
-from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import moe_layer_pattern, mtp_layer_pattern
 from arguments.parallel import ParallelArgs
 from arguments.parse import as_plan, resolve_command_line
 from arguments.tokens import drop_flags, select_flags
@@ -410,6 +410,7 @@ class Estimator:
         self.args, self.gpus, self.hardware, self.rows, self.load = args, gpus, hardware, vocab_rows, load
         self.links = Interconnect(hardware)
         self.pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
+        self.mtp_pattern = mtp_layer_pattern(self.pattern, args.model.hybrid_layer_pattern)
         self.kinds = Counter(self.pattern)
         self.experts_before = (0, *accumulate(map(int, self.pattern)))
         self.depths = args.model.mtp_num_layers or 0
@@ -504,11 +505,11 @@ class Estimator:
         if key not in self._times:
             args = replace(mapping, pp=1, vpp=1, overlap=False).applied(self.args, None)
             times = LayerTime(args, self.links, self._bytes(mapping)[0])
-            kinds = {kind: times.passes(kind) for kind in set(self.pattern)}
+            kinds = {kind: times.passes(kind) for kind in {*self.pattern, *self.mtp_pattern}}
             forward, backward = times.head()
-            layer = sum(each.total for each in kinds[mtp_is_moe(self.pattern)])
-            extra = forward + backward + self.depths * (3 * times.mtp_projection() + layer)
-            self._times[key] = kinds, (forward, backward), extra / layer
+            ahead = sum(each.total for kind in self.mtp_pattern for each in kinds[kind])
+            extra = forward + backward + self.depths * (3 * times.mtp_projection() + ahead)
+            self._times[key] = kinds, (forward, backward), extra / (ahead / len(self.mtp_pattern))
         return self._times[key]
 
     def _busy_seconds(
@@ -534,7 +535,7 @@ class Estimator:
             experts = self.experts_before[begin + number] - self.experts_before[begin]
             busy[stage % mapping.pp] += experts * each.get(True, 0.0) + (number - experts) * each.get(False, 0.0)
             begin += number
-        busy[-1] += sum(head) + self.depths * each[mtp_is_moe(self.pattern)]
+        busy[-1] += sum(head) + self.depths * sum(each[kind] for kind in self.mtp_pattern)
         plain = sum(self.kinds[kind] * sum(each.total for each in passes) for kind, passes in kinds.items())
         return busy, max(plain / mapping.pp, busy[0])
 

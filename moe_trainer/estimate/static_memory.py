@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from arguments.layer_pattern import is_linear, mtp_is_moe
+from arguments.layer_pattern import (
+    MAMBA,
+    has_attention,
+    has_mlp,
+    is_linear,
+    layer_letter,
+    moe_layer_pattern,
+    mtp_layers,
+)
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
 from moe_trainer.estimate.linear_attention import linear_attention_params
-from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, indexer_params
+from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, indexer_params, mamba_params
 from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes, has_known_state, rank_state_bytes
 
 if TYPE_CHECKING:
@@ -92,9 +100,11 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
         return held + ParamsPerRank(-_backbone_params(args, chunks), 0)
     if not args.model.dsa_indexer_warmup:
         return held
-    depths = 1 if args.model.mtp_use_repeated_layer else args.model.mtp_num_layers or 0
-    count = indexer_params(args.model) * sum(len(chunk.layers) + (depths if chunk.mtp else 0) for chunk in chunks)
-    return ParamsPerRank(count, 0)
+    model = args.model
+    ahead = mtp_layers(model, moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq))
+    depths = [number for depth in (ahead[:1] if model.mtp_use_repeated_layer else ahead) for number, _ in depth]
+    layers = [number for chunk in chunks for number in (*chunk.layers, *(depths if chunk.mtp else ()))]
+    return ParamsPerRank(indexer_params(model) * sum(has_attention(model, number) for number in layers), 0)
 
 
 def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:
@@ -136,23 +146,29 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
                 held += _quantized_matrices(plain, plain.pattern[number], number)
         if chunk.mtp:
             depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
-            layer = _quantized_matrices(plain, mtp_is_moe(plain.pattern), model.num_layers)
-            held += (layer + ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)).scale(depths)
+            one = ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)
+            for number, is_moe in enumerate(plain.mtp_pattern, start=model.num_layers):
+                one += _quantized_matrices(plain, is_moe, number)
+            held += one.scale(depths)
     return held
 
 
 def _quantized_matrices(plain: LayerParams, is_moe: bool, number: int) -> ParamsPerRank:
     """Return the quantized matrices of a layer: all but norms, router, indexer and the gate of shared experts."""
-    hidden, moe = plain.model.hidden_size, plain.moe
-    rest = plain.layer_norms() + indexer_params(plain.model)
+    model, moe = plain.model, plain.moe
+    matrices = plain.layers[is_moe] + ParamsPerRank(-plain.layer_norms() - plain.attention(), 0)
     if is_moe:
         has_gate = moe.moe_shared_expert_intermediate_size and moe.moe_shared_expert_gate
-        rest += (plain.num_experts + (1 if has_gate else 0)) * hidden
-    if is_linear(plain.model, number):
-        rest += plain.attention() - linear_attention_params(plain.model, plain.tp, matrices=True)
-    else:
-        rest += plain.attention() - plain.attention(number)
-    return plain.layers[is_moe] + ParamsPerRank(-rest, 0)
+        matrices += ParamsPerRank(-(plain.num_experts + (1 if has_gate else 0)) * model.hidden_size, 0)
+    if not has_mlp(model, number):
+        matrices = ParamsPerRank(0, 0)
+    if layer_letter(model, number) == MAMBA:
+        return matrices + ParamsPerRank(mamba_params(model, matrices=True) // plain.tp, 0)
+    if is_linear(model, number):
+        return matrices + ParamsPerRank(linear_attention_params(model, plain.tp, matrices=True), 0)
+    if not has_attention(model, number):
+        return matrices
+    return matrices + ParamsPerRank(plain.attention(number) - indexer_params(model), 0)
 
 
 def state_report(args: Arguments, world_size: int | None, padded_vocab_size: int | None = None) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from arguments.layer_pattern import mtp_is_moe
+from arguments.layer_pattern import mtp_layer_pattern
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.corrections import correction
 from moe_trainer.estimate.interconnect import Interconnect
@@ -127,7 +127,8 @@ class ActionTimes:
 def chunk_passes(times: LayerTime, layout: ChunkLayout) -> tuple[PassTime, PassTime]:
     pattern, model = times.sizes.pattern, times.args.model
     depths = model.mtp_num_layers or 0 if layout.mtp else 0
-    kinds = [pattern[number] for number in layout.layers] + [mtp_is_moe(pattern)] * depths
+    ahead = mtp_layer_pattern(pattern, model.hybrid_layer_pattern)
+    kinds = [pattern[number] for number in layout.layers] + [*ahead] * depths
     forward, backward = PassTime(), PassTime()
     for kind in sorted(set(kinds)):
         fwd, bwd = times.passes(kind)

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from arguments.layer_pattern import has_attention
 from arguments.model import ModelArgs
 from arguments.sparse_attention import gather_unsupported_reason
 from moe_trainer.layers.absorbed_mla import CompressedKV, gather_latents, latent_attention
@@ -314,7 +315,8 @@ def reduce_indexer_loss(
     """Return the input of indexer_metric on every rank.
 
     Returns:
-        fp64 [2] on the device, sum over layers and microbatches and their number; [0] without such a loss.
+        fp64 [2] on the device, sum over layers and microbatches and their number, in which layers of a hybrid model
+        without indexers count too, as in Megatron-LM; [0] without such a loss.
 
     Communication: two fp64 values over dp_cp, then over pp.
     """
@@ -323,6 +325,7 @@ def reduce_indexer_loss(
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for layer in iter_sparse_attentions(chunks):
         total += layer.indexer_loss.double()
+    total[1] *= model.num_layers / max(1, sum(has_attention(model, number) for number in range(model.num_layers)))
     all_reduce(total, ps.dp_cp)
     return all_reduce(total, ps.pp)
 

@@ -69,8 +69,9 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = Dropout(model.hidden_dropout, factory.stream if has_local_tokens else None)
         number = layer_number - 1
         self.is_mamba = layer_letter(model, number) == MAMBA
-        self.has_mixer, self.has_mlp = self.is_mamba or has_attention(model, number), has_mlp(model, number)
-        self.is_sparse = model.experimental_attention_variant == "dsa"  # with the indexer's loss
+        attends, self.has_mlp = has_attention(model, number), has_mlp(model, number)
+        self.has_mixer = self.is_mamba or attends
+        self.is_sparse = attends and model.experimental_attention_variant == "dsa"  # with the indexer's loss
         options: dict[str, Any] = {"layer_number": layer_number, "factory": factory, "sequence_parallel": sp}
         norm = partial(factory.norm, model.hidden_size, model, partial=has_local_tokens)
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None

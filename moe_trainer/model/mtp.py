@@ -12,11 +12,13 @@ here: the gradient is that of a sum over tokens, which is divided by the trained
 the main loss. The layers and the losses are separate modules, because they may be on different pipeline stages; the
 losses are with the output layer.
 
+A depth has one transformer layer, or in hybrid models the layers that --hybrid-layer-pattern lists after a /.
+
 Source: DeepSeek-V3 report, section 2.2; shapes, names and normalization of Megatron-Core.
 Shapes: S sequence (sharded in hidden states, full in tokens, labels and masks), B microbatch, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
+from arguments.layer_pattern import mtp_layers
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init
 from moe_trainer.layers.layer_factory import LayerFactory
@@ -63,14 +66,33 @@ class _ZeroGrad(torch.autograd.Function):
         return torch.zeros_like(grad)
 
 
+class HybridDepth(nn.Module):
+    """The layers of one sublayer each of a depth of a hybrid model."""
+
+    def __init__(self, layers: Iterable[TransformerLayer]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
 class MTPLayer(nn.Module):
-    """One depth; `name` is global (mtp.layers.0)."""
+    """One depth.
+
+    Args:
+        name: global (mtp.layers.0).
+        layers: number from 0, and whether it is an MoE layer, of each of its layers.
+    """
 
     def __init__(
-        self, args: Arguments, ps: ParallelState, *, name: str, layer_number: int, is_moe: bool, factory: LayerFactory
+        self,
+        args: Arguments,
+        ps: ParallelState,
+        *,
+        name: str,
+        layers: Sequence[tuple[int, bool]],
+        factory: LayerFactory,
     ):
         super().__init__()
-        model, sp, factory = args.model, args.parallel.sequence_parallel, factory.for_layer(layer_number)
+        model, sp, factory = args.model, args.parallel.sequence_parallel, factory.for_layer(layers[0][0] + 1)
         size, has_local_tokens = model.hidden_size, sp and ps.tp.size > 1
         self.activations = factory.activations
         self.enorm = factory.norm(size, model, name=f"{name}.enorm", partial=has_local_tokens)
@@ -84,22 +106,34 @@ class MTPLayer(nn.Module):
             sequence_parallel=sp,
             gather_output=True,
         )
-        self.mtp_model_layer = TransformerLayer(
-            args,
-            ps,
-            name=f"{name}.mtp_model_layer",
-            layer_number=layer_number,
-            is_moe=is_moe,
-            # a captured part can run once per pass only
-            factory=replace(factory, graphs=CudaGraphs()) if model.mtp_use_repeated_layer else factory,
-        )
+        # a captured part can run once per pass only
+        inside = replace(factory, graphs=CudaGraphs()) if model.mtp_use_repeated_layer else factory
+        is_hybrid, inner_name = bool(model.hybrid_layer_pattern), f"{name}.mtp_model_layer"
+        made = [
+            TransformerLayer(
+                args,
+                ps,
+                name=f"{inner_name}.layers.{index}" if is_hybrid else inner_name,
+                layer_number=number + 1,
+                is_moe=is_moe,
+                factory=inside,
+            )
+            for index, (number, is_moe) in enumerate(layers)
+        ]
+        self.mtp_model_layer = HybridDepth(made) if is_hybrid else made[0]
         self.final_layernorm = factory.norm(size, model, name=f"{name}.final_layernorm", partial=has_local_tokens)
+
+    @property
+    def inner_layers(self) -> list[TransformerLayer]:
+        """The layers between the projection and the final norm."""
+        inside = self.mtp_model_layer
+        return [*inside.layers] if isinstance(inside, HybridDepth) else [inside]
 
     def forward(
         self,
         x_SBH: Tensor,
         embedded_SBH: Tensor,
-        rope: Tables | None,
+        ropes: Sequence[Tables | None],
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
         valid: ValidTokens | None = None,
@@ -108,27 +142,31 @@ class MTPLayer(nn.Module):
 
         def run(x_SBH: Tensor, embedded_SBH: Tensor) -> Tensor:
             joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
-            x_SBH = self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale, valid)
+            x_SBH = self.eh_proj(joined)
+            for layer, rope in zip(self.inner_layers, ropes, strict=True):
+                x_SBH = layer(x_SBH, rope, visible, grad_scale, valid)
             return self.final_layernorm(x_SBH)
 
         return self.activations.recompute_region("mtp", run, x_SBH, embedded_SBH)
 
 
 class MultiTokenPrediction(nn.Module):
-    """The layers of all depths, or the one that all use (--mtp-use-repeated-layer)."""
+    """The layers of all depths, or of the one that all use (--mtp-use-repeated-layer).
 
-    def __init__(self, args: Arguments, ps: ParallelState, *, is_moe: bool, factory: LayerFactory):
+    Args:
+        pattern: whether each decoder layer is an MoE layer.
+    """
+
+    def __init__(self, args: Arguments, ps: ParallelState, *, pattern: Sequence[bool], factory: LayerFactory):
         super().__init__()
         model = args.model
         self.sequence = SequenceShard.over(ps.context)
         assert model.mtp_num_layers is not None
         self.num_depths, self.detached = model.mtp_num_layers, model.mtp_detach_heads
-        num_layers = 1 if model.mtp_use_repeated_layer else self.num_depths
+        depths = mtp_layers(model, pattern)
         self.layers = nn.ModuleList(
-            MTPLayer(
-                args, ps, name=f"mtp.layers.{i}", layer_number=model.num_layers + i + 1, is_moe=is_moe, factory=factory
-            )
-            for i in range(num_layers)
+            MTPLayer(args, ps, name=f"mtp.layers.{depth}", layers=layers, factory=factory)
+            for depth, layers in enumerate(depths[:1] if model.mtp_use_repeated_layer else depths)
         )
 
     def forward(
@@ -137,13 +175,16 @@ class MultiTokenPrediction(nn.Module):
         tokens_BS: Tensor,
         position_ids_BS: Tensor,
         embed: Callable[[Tensor, Tensor], Tensor],
-        rope: Tables | None,
+        ropes: Sequence[Tables | None],
         visible: AttentionMask | None,
         grad_scale: float | Tensor,
         packed: Packed | None = None,
         valid: ValidTokens | None = None,
     ) -> list[Tensor]:
-        """Return the normed hidden state of every depth, from the decoder's normed output."""
+        """Return the normed hidden state of every depth, from the decoder's normed output.
+
+        `ropes` are of the layers of a depth; all depths have the same.
+        """
         local, states = shard_of(self.sequence, packed).local, []
         hidden = _ZeroGrad.apply(x_SBH) if self.detached else x_SBH
         for depth in range(self.num_depths):
@@ -152,7 +193,7 @@ class MultiTokenPrediction(nn.Module):
             embedded = embed(local(tokens_BS, 1), local(position_ids_BS, 1))
             if self.detached:
                 embedded = _ZeroGrad.apply(embedded)
-            hidden = layer(hidden, embedded, rope, visible, grad_scale, valid)
+            hidden = layer(hidden, embedded, ropes, visible, grad_scale, valid)
             states.append(hidden)
         return states
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import moe_layer_pattern, mtp_layer_pattern
 from arguments.stage_layout import ChunkLayout
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
@@ -220,9 +220,9 @@ class Transformer(nn.Module):
         self.hidden_size, self.max_packed_sequences = model.hidden_size, args.parallel.thd_max_packed_sequences or 0
         self.fp32_residual = model.fp32_residual_connection
         self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
-        # one per decoder layer, and that of multi-token prediction
-        numbers = (*(number + 1 for number in layout.layers), model.num_layers + 1)
-        self.rotaries = make_layer_rotaries(model, numbers, self.sequence)
+        # one per decoder layer, and those of a depth of multi-token prediction
+        ahead = range(model.num_layers, model.num_layers + len(mtp_layer_pattern(pattern, model.hybrid_layer_pattern)))
+        self.rotaries = make_layer_rotaries(model, (number + 1 for number in (*layout.layers, *ahead)), self.sequence)
         self.rotary = self.rotaries[0]
         self.tied = not model.untie_embeddings_and_output_weights
         self.embedding = None
@@ -231,7 +231,7 @@ class Transformer(nn.Module):
                 args, ps, padded_vocab_size, factory, tied=shared_embedding, copy=not layout.has_embedding
             )
         self.decoder = Decoder(args, ps, factory, pattern, layout)
-        self.mtp = MultiTokenPrediction(args, ps, is_moe=mtp_is_moe(pattern), factory=factory) if layout.mtp else None
+        self.mtp = MultiTokenPrediction(args, ps, pattern=pattern, factory=factory) if layout.mtp else None
         self.mtp_losses = MTPLosses(args, ps) if layout.has_loss and self.mtp_depths else None
         self.output_layer = None
         if layout.has_loss:
@@ -342,8 +342,9 @@ class Transformer(nn.Module):
         if self.decoder.final_layernorm is not None:
             x_SBH = self.decoder.final_layernorm(x_SBH)
         if self.mtp is not None and with_mtp:
+            ahead = ropes[len(self.layout.layers) :]
             states = self.mtp(
-                x_SBH, tokens_BS, position_ids_BS, self.embedding, ropes[-1], visible, grad_scale, packed, valid
+                x_SBH, tokens_BS, position_ids_BS, self.embedding, ahead, visible, grad_scale, packed, valid
             )
         if not self.layout.has_loss:
             return torch.cat([x_SBH, *states]) if states else x_SBH
@@ -443,7 +444,7 @@ class Transformer(nn.Module):
         """Return the MoE layers of the decoder, then those of multi-token prediction."""
         layers = [*self.decoder.layers]
         if self.mtp is not None:
-            layers += [depth.mtp_model_layer for depth in self.mtp.layers]
+            layers += [layer for depth in self.mtp.layers for layer in depth.inner_layers]
         return [layer.mlp for layer in layers if layer.is_moe]
 
     def make_hash_tables(self, device: torch.device) -> None:

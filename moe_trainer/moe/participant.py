@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from arguments import Arguments
+from arguments.layer_pattern import mtp_layers
 from moe_trainer.moe.balancing import collect_moe_metrics, reset_iteration, start_iteration, update_biases
 from moe_trainer.moe.dispatch.select import close_dispatchers
 from moe_trainer.moe.expert_loads import collect_expert_loads
@@ -18,7 +19,7 @@ class ExpertBalance(Participant):
 
     def __init__(self, chunks: Sequence[Any], args: Arguments, ps: ParallelState, device: torch.device):
         self._chunks, self._moe, self._ps, self._device = chunks, args.moe, ps, device
-        self._num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
+        self._num_layers = args.model.num_layers + sum(map(len, mtp_layers(args.model, ())))
         self._is_frozen = args.model.dsa_indexer_warmup or args.model.lora_dim is not None
 
     def begin_step(self, iteration: int) -> None:

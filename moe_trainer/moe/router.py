@@ -112,7 +112,10 @@ class TopKRouter(nn.Module):
         context = SelectionContext(moe, name, layer_number, ps, self.activations.cached_for_recompute)
         self.selection = build_selection(context)
         self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
-        self.coefficients = loss_coefficients(moe)
+        # the passes of a repeated layer of multi-token prediction share the losses of one
+        is_repeated = model.mtp_use_repeated_layer and layer_number > model.num_layers
+        self.num_passes = (model.mtp_num_layers or 1) if is_repeated else 1
+        self.coefficients = {name: coeff / self.num_passes for name, coeff in loss_coefficients(moe).items()}
         self.per_token_loss = per_token_loss
         self.recorder: list | None = None
         self.given_TK: Tensor | None = None
@@ -305,7 +308,7 @@ class TopKRouter(nn.Module):
             kernels=kernels,
             valid=valid,
         )
-        self.loss_sums += losses.values
+        self.loss_sums.add_(losses.values, alpha=1 / self.num_passes)
         return losses.grad_TE
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moe_trainer.verification.shrink import ShrinkResult
 
 _HALVES = ("outputs, in the order of computation", "gradients and weights, computed from the bottom up")
-_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:mtp_model_layer\.|transformer_layer\.)?")
+_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:(?:mtp_model_layer|transformer_layer)\.(?:layers\.\d+\.)?)?")
 _LOSSES = (9, 0)
 """Position of losses and norms, below the model."""
 

@@ -384,7 +384,7 @@ def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[st
     if s.experimental_attention_variant == "dsv4_hybrid":
         patterns["csa_compress_ratios"] = sizes.compress_ratios(s.csa_compress_ratios[: s.num_layers], layers)
     for dest in ("no_rope_freq", "rotary_base_per_layer", "window_attn_skip_freq", "linear_attention_freq"):
-        if s.values[dest] is not None:
+        if s.values[dest] is not None and not (dest == "linear_attention_freq" and s.hybrid_layer_pattern):
             patterns[dest] = sizes.pattern(s.values[dest], s.num_layers, layers)
     return patterns
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from arguments.layer_pattern import LINEAR, MOE, hybrid_letters
+from arguments.layer_pattern import DEPTH, LINEAR, MOE, hybrid_letters, mtp_depths, mtp_letters
 from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
 from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, PipelineLayout, read_layout
@@ -117,7 +117,10 @@ def compress_ratios(ratios: list[int], layers: int) -> list[int]:
 
 
 def letters(pattern: str, layers: int) -> str:
-    """Return the letters of a hybrid model with fewer layers: all kinds, or those that fit, experts first."""
+    """Return the letters of a hybrid model with fewer layers: all kinds, or those that fit, experts first.
+
+    At most two depths of multi-token prediction stay, with one layer of every kind.
+    """
     old = hybrid_letters(pattern)
     kinds = sorted(dict.fromkeys(old), key=lambda letter: (letter != MOE, old.index(letter)))[:layers]
     short = [letter for letter in (old * layers)[:layers]]
@@ -125,7 +128,8 @@ def letters(pattern: str, layers: int) -> str:
         if kind not in short:
             at = max(i for i, letter in enumerate(short) if short.count(letter) > 1 or letter not in kinds)
             short[at] = kind
-    return "".join(short)
+    inside = "".join(dict.fromkeys(mtp_letters(pattern)))
+    return "".join(short) + (DEPTH + inside) * min(len(mtp_depths(pattern)), 2)
 
 
 def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:

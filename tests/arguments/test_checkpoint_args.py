@@ -6,7 +6,7 @@ import pytest
 
 import pretrain_moe
 from arguments import ArgumentError, find_checkpoint_args_source, parse_args
-from arguments.checkpoint_args import CheckpointArgsSource, apply
+from arguments.checkpoint_args import SHAPE, CheckpointArgsSource, apply, same_meaning
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.mechanisms.selections import SELECTING
@@ -107,6 +107,30 @@ def test_how_experts_are_chosen_is_restored(kind):
     recorded |= {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]}
     args = parse_args([*PLAIN, "--moe-router-load-balancing-type", "seq_aux_loss"], 1, checkpoint=recorded)
     assert args.moe.moe_router_load_balancing_type == "seq_aux_loss"
+
+
+@pytest.mark.parametrize("pattern", ["GE+-", "+E", "DE", "GE*E"])
+def test_what_letters_of_a_hybrid_pattern_select_need_not_be_recorded(pattern):
+    """Megatron-LM records --multi-latent-attention alone of it, and positions that its latent attention does not read."""
+    indexers = (
+        "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 5".split() if "D" in pattern else []
+    )
+    at = TOY.index("--num-layers")
+    words = [
+        *TOY[:at],
+        *TOY[at + 2 :],
+        *indexers,
+        "--swiglu",
+        "--num-experts",
+        "4",
+        "--position-embedding-type",
+        "none",
+    ]
+    here = parse_args([*words, f"--hybrid-layer-pattern={pattern}"], 1).as_dict()
+    unset = {"experimental_attention_variant": None, "linear_attention_freq": None, "position_embedding_type": "none"}
+    assert [dest for dest in SHAPE if not same_meaning(dest, here | unset, here)] == []
+    gpt = here | unset | {"hybrid_layer_pattern": None}
+    assert not all(same_meaning(dest, gpt, here) for dest in unset)
 
 
 def test_new_adapters_start_on_a_checkpoint_without_adapters():

@@ -3,7 +3,7 @@
 import pytest
 
 from arguments import parse_args
-from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.layer_pattern import layer_letter, moe_layer_pattern, mtp_is_moe, mtp_layers
 from arguments.vocabulary import choose_padded_vocab_size, padded_vocab_size
 from tests.arguments.test_tokens import TOY
 
@@ -33,6 +33,33 @@ def test_mtp_copies_the_last_layer():
     assert mtp_is_moe((False, True))
     assert not mtp_is_moe((True, False))
     assert not mtp_is_moe(())
+
+
+@pytest.mark.parametrize(("flags", "depths", "freq", "layout"), [
+    ("--hybrid-layer-pattern ME/*E/*E", 2, [0, 1], None), ("--hybrid-layer-pattern ME/", None, [0, 1], None),
+    ("--hybrid-layer-pattern M-/*E --mtp-num-layers 3", 1, [0, 0], None), ("--hybrid-layer-pattern ME --mtp-num-layers 2", 0, [0, 1], None),
+    ("--hybrid-layer-pattern ME --mtp-hybrid-override-pattern *E --mtp-num-layers 2", 2, [0, 1], None),
+    ("--hybrid-layer-pattern M|E/*E/*E --pipeline-model-parallel-size 2", 2, [0, 1], "Et|tmmL"),
+])  # fmt: skip
+def test_depths_of_a_hybrid_pattern(flags, depths, freq, layout):
+    args = parse_args(
+        [
+            *TOY,
+            *"--position-embedding-type none --num-experts 4 --mamba-num-heads 8 --disable-bias-linear".split(),
+            *flags.split(),
+        ],
+        2,
+    )
+    model = args.model
+    assert (model.mtp_num_layers, args.moe.moe_layer_freq, args.parallel.pipeline_model_parallel_layout) == (
+        depths,
+        freq,
+        layout,
+    )
+    assert model.mtp_hybrid_override_pattern is None
+    layers = mtp_layers(model, (False, True))
+    assert layers == (((2, False), (3, True)), ((4, False), (5, True)))[: depths or 0]
+    assert "".join(layer_letter(model, number) for depth in layers for number, _ in depth) == "*E" * (depths or 0)
 
 
 def test_vocabulary_is_padded_to_the_divisor():

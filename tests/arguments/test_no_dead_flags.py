@@ -13,7 +13,7 @@ READ_BY_ARGUMENTS = {
     "use_tokenizer_model_from_checkpoint_args", "use_mp_args_from_checkpoint_args", "flight_recorder_dump_path",
     "flight_recorder_trace_buffer_size", "flight_recorder_dump_on_timeout", "flight_recorder_include_stack_trace",
     "flight_recorder_include_only_active", "flight_recorder_extra_dump_on_exec", "moe_upcycling_granularity",
-    "hybrid_context_parallel",
+    "hybrid_context_parallel", "mtp_hybrid_override_pattern",
 }  # fmt: skip
 """Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/) or when the
 environment is set (machine.py)."""

@@ -30,6 +30,18 @@ def test_recorded_recipes_are_accepted():
         assert_resolves_as_recorded(recipe, recipe["argv"], recipe["world_size"])
 
 
+def test_nemotron_recipes_are_accepted():
+    """Hybrid models with multi-token prediction, of Megatron-LM's functional tests (d98e8a64)."""
+    lightning, small, release = recorded("nemotron_recipes")
+    for recipe in (lightning, small):
+        assert_resolves_as_recorded(recipe, recipe["argv"], recipe["world_size"])
+        assert findings(recipe["argv"], recipe["world_size"])[0].mtp_num_layers == 2
+    _, violations = findings(release["argv"], release["world_size"])
+    assert {flag for each in violations for flag in each.flags} <= {
+        "--hybrid-layer-pattern", "--fp8-format", "--cuda-graph-impl", "--cuda-graph-modules",
+    }, violations  # fmt: skip
+
+
 def test_all_shared_recipes_are_accepted(shared):
     """No recipe that runs in Megatron-LM is refused."""
     recipes, refused = json.loads((shared / "reference" / "recipes.json").read_text()), {}

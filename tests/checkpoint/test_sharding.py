@@ -282,8 +282,32 @@ def test_names_of_gpt_and_hybrid_models_translate_into_each_other():
         ("decoder.layers.3.mlp.router.expert_bias", "decoder.layers.7.mlp.router.expert_bias"),
         ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
         ("mtp.layers.0.final_layernorm.weight", "mtp.layers.0.final_layernorm.weight"),
-    ):
+        ("mtp.layers.1.mtp_model_layer.self_attention.linear_proj.weight", "mtp.layers.1.mtp_model_layer.layers.0.self_attention.linear_proj.weight"),
+        ("mtp.layers.1.mtp_model_layer.mlp.router.weight", "mtp.layers.1.mtp_model_layer.layers.1.mlp.router.weight"),
+    ):  # fmt: skip
         assert (to_flavor(gpt, hybrid=True), to_flavor(hybrid, hybrid=False)) == (hybrid, gpt)
+
+
+def test_keys_of_depths_of_a_hybrid_model():
+    """They keep the list of layers; its norms are named as those of the decoder."""
+    scheme = KeyScheme.from_record(
+        {
+            "num_layers": 2,
+            "num_experts": 4,
+            "moe_layer_freq": [0, 1],
+            "hybrid_layer_pattern": "ME/*E-/*E-",
+            "mtp_num_layers": 2,
+        }
+    )
+    inside = "mtp.layers.1.mtp_model_layer.layers."
+    for name, key in (
+        ("0.input_layernorm.weight", "0.self_attention.linear_qkv.layer_norm_weight"), ("1.pre_mlp_layernorm.weight", "1.pre_mlp_layernorm.weight"),
+        ("2.pre_mlp_layernorm.weight", "2.mlp.linear_fc1.layer_norm_weight"),
+    ):  # fmt: skip
+        assert scheme.locate(inside + name) == (inside + key, (), ())
+    expert = scheme.locate(inside + "1.mlp.experts.local_experts.2.linear_fc1.weight")
+    assert expert == (inside + "1.mlp.experts.experts.linear_fc1.weight", (2,), (4,))
+    assert scheme.locate("mtp.layers.1.enorm.weight") == ("mtp.layers.1.enorm.weight", (), ())
 
 
 def test_layers_of_a_gpt_model_as_letters():

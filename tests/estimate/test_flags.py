@@ -8,6 +8,7 @@ import pytest
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.plan import make_plan, validated_args
 from moe_trainer.estimate.plan_text import plan_json
+from tests.arguments.rule_lines import recorded
 
 BASE = (
     "--preset deepseek_v3 --mock-data --bf16 --num-layers 16 --moe-layer-freq ([0]*2+[1]*14) --mtp-num-layers 0 --expert-model-parallel-size 8 "
@@ -244,3 +245,22 @@ def test_speed_per_gpu_falls_with_the_number_of_gpus():
         plan_report("--global-batch-size 1024", "h100", gpus)["tokens_per_s_per_gpu"] for gpus in (64, 128, 256, 512)
     ]
     assert speeds == sorted(speeds, reverse=True)
+
+
+def test_depths_of_a_hybrid_model_cost_what_their_layers_do():
+    """Nemotron 3.5 Lightning: two depths of an attention and an expert layer, one after the other or one repeated."""
+    recipe = recorded("nemotron_recipes")[0]
+    argv, world_size = recipe["argv"], recipe["world_size"]
+    both, repeated, none = (
+        plan_report("", base=" ".join(words), world_size=world_size)
+        for words in (
+            [word for word in argv if word != "--mtp-use-repeated-layer"],
+            argv,
+            [word.partition("/*E")[0] for word in argv],
+        )
+    )
+    assert both["params"]["mtp"] == 2 * repeated["params"]["mtp"] > 0 == none["params"]["mtp"]
+    assert both["params"]["total"] == repeated["params"]["total"] == none["params"]["total"]
+    for key, alike in ((WEIGHTS, False), (ACTIVATIONS, True), (COMPUTE, True)):
+        most, middle, least = (get_figure(report, key) for report in (both, repeated, none))
+        assert (most == pytest.approx(middle, rel=1e-3) if alike else most > middle) and middle > least, key

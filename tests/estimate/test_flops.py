@@ -153,3 +153,15 @@ def test_flops_of_a_hybrid_model():
     mamba = 8 * (2 * 12 + 2 * 15 + 6) + 12 * 8 + 3.5 * 12 * 5
     attention = 8 * 3 * 8 + 8 * 8 + 8 * 4
     assert training_flops(args, 1, 4, 16) == pytest.approx(6 * 4 * (2 * mamba + attention + 8 * 16 * 2 + 8 * 16))
+
+
+@pytest.mark.parametrize("experts", ["", "--num-experts 4 --moe-router-topk 2 --disable-bias-linear"])
+def test_flops_of_depths_of_a_hybrid_model(experts):
+    """Those of the same layers in the decoder, and of each depth its projection, norms and logits."""
+    one, inside = ("E", "M*E") if experts else ("-", "M*-")
+    with_depths, decoder = (
+        training_flops(parse(*f"--hybrid-layer-pattern={pattern} --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 "
+            f"--mamba-num-heads 8 --mamba-head-dim 2 --position-embedding-type none {experts}".split()), 1, 4, 16)
+        for pattern in (f"{one}/{inside}/{inside}", one + 2 * inside)
+    )  # fmt: skip
+    assert with_depths - decoder == pytest.approx(6 * 4 * 2 * (2 * 8 * 8 + 3 * 8 + 8 * 16))

@@ -69,6 +69,12 @@ CASES = (
     (2, f"--bf16 {FSDP} optim_grads_params {STORED}"),
     (1, f"{ZERO} {STORED}"),
     (
+        1,
+        f"--bf16 {ZERO} {STORED} --fp8-recipe tensorwise --hybrid-layer-pattern GM+-E --mamba-num-heads 4 --mamba-head-dim 32 "
+        "--mamba-num-groups 2 --mamba-state-dim 32 --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
+        "--v-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 32",
+    ),
+    (
         4,
         f"--bf16 {ZERO} {STORED} {NARROW} --main-params-dtype fp16 --num-distributed-optimizer-instances 2 --expert-model-parallel-size 2 "
         "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16 --qk-layernorm "

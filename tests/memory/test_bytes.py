@@ -29,6 +29,11 @@ HYBRID = (
     "--hybrid-layer-pattern M*-E --mamba-num-heads 4 --mamba-head-dim 12 --mamba-num-groups 2 --mamba-state-dim 10 "
     "--position-embedding-type none"
 )
+OTHER_LETTERS = (
+    "--hybrid-layer-pattern G+-E --linear-key-head-dim 8 --linear-value-head-dim 12 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --swiglu --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --qk-layernorm"
+)
 QUERIES = "--group-query-attention --num-query-groups 2"
 FINE = (
     "--G-I 5 --G-O 4 --R-I 1 --R-O 2 --num-experts 40 --moe-router-topk 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 80 "
@@ -95,6 +100,7 @@ KINDS = {
         "--window-softmax-type learnable --value-channels 4 --attention-value-scale 0.6", ("all kept", "core_attn")),
     "gated queries": (f"{GROUPED} {QUERIES} --qk-layernorm --attention-output-gate", (*FEW, "core_attn")),
     "hybrid": (f"{GROUPED} {HYBRID}", ("all kept", "uniform", "block")),
+    "hybrid, G and latents": (f"{GROUPED} {OTHER_LETTERS}", ("all kept", "uniform")),
     "gated DeltaNet": (f"{GROUPED} {DELTA}", (*FEW, "gdn_norm_out", "offload and recompute")),
     "short convolutions": (
         f"{GROUPED} --experimental-attention-variant short_conv --linear-attention-freq 3", ("all kept", "layernorm", "uniform")),
@@ -230,25 +236,32 @@ def test_activation_list_equals_retained_tensors(kind, how, monkeypatch):
 
 
 def measure_mtp(flags: str) -> tuple[object, object]:
-    args = parsed(SIZES, GROUPED, LATENT.replace("([0]*1+[1]*2)", "1"), "--num-layers 1", flags)
+    args = parsed(SIZES, GROUPED, flags)
     (chunk,) = build(args)
     tokens_BS, positions_BS, _ = batch(1)
     x_SBH = torch.randn(SEQ, BATCH, args.model.hidden_size, requires_grad=True)
-    rope = chunk.rotary.tables(SEQ, torch.device("cpu"))
+    rotaries = chunk.rotaries[len(chunk.layout.layers) :]
+    ropes = [rotary and rotary.tables(SEQ, torch.device("cpu")) for rotary in rotaries]
 
     def forward():
-        chunk.activations.begin_pass(*rope)
-        return chunk.mtp(x_SBH.clone(), tokens_BS, positions_BS, chunk.embedding, rope, None, 1.0)[0]
+        chunk.activations.begin_pass(*(table for rope in ropes for table in rope or ()))
+        return chunk.mtp(x_SBH.clone(), tokens_BS, positions_BS, chunk.embedding, ropes, None, 1.0)[-1]
 
     forward().sum().backward()
     listed = [entry for entry in chunk_activations(args, chunk.layout, device="cpu") if entry.name.startswith("mtp")]
     return listed, measure_retained(forward)[0]
 
 
-@pytest.mark.parametrize("how", ["", f"{FULL} uniform --recompute-num-layers 1", f"{FULL} block --recompute-num-layers 1",
-                                 f"{SELECTIVE} layernorm mla_up_proj moe"])  # fmt: skip
-def test_activation_list_of_mtp_equals_retained_tensors(how):
-    listed, left = measure_mtp(how)
+LATENT_DEPTH = f"{LATENT.replace('([0]*1+[1]*2)', '1')} --num-layers 1"
+HYBRID_DEPTHS = HYBRID.replace("M*-E", "E/M*E/M*E")
+
+
+@pytest.mark.parametrize("flags", [
+    LATENT_DEPTH, f"{LATENT_DEPTH} {FULL} uniform --recompute-num-layers 1", f"{LATENT_DEPTH} {FULL} block --recompute-num-layers 1",
+    f"{LATENT_DEPTH} {SELECTIVE} layernorm mla_up_proj moe", HYBRID_DEPTHS, f"{HYBRID_DEPTHS} {FULL} uniform --recompute-num-layers 1",
+])  # fmt: skip
+def test_activation_list_of_mtp_equals_retained_tensors(flags):
+    listed, left = measure_mtp(flags)
     assert math.isclose(sum(entry.num_bytes for entry in listed), left.device, rel_tol=0.02), (
         left.device,
         left.tensors,

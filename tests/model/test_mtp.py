@@ -87,6 +87,27 @@ def test_mtp_depths_equal_the_plain_loop(argv, depths, repeated, per_token):
     assert metrics == {f"mtp_{i} loss": pytest.approx(mean, rel=1e-5) for i, mean in enumerate(means, 1)}
 
 
+def test_passes_of_a_repeated_layer_share_its_balancing_loss():
+    """As two layers with the same weights and half the coefficient; their mean is logged."""
+    hybrid = (
+        "--hybrid-layer-pattern=-/E/E --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss"
+    )
+    repeated = build(*hybrid.split(), "--moe-aux-loss-coeff", "20", "--mtp-use-repeated-layer")
+    both = build(*hybrid.split(), "--moe-aux-loss-coeff", "10")
+    state = repeated.state_dict()
+    state |= {name.replace("mtp.layers.0", "mtp.layers.1"): value for name, value in state.items() if "mtp." in name}
+    both.load_state_dict(state)
+    data, found = batch(), []
+    for model in (repeated, both):
+        model(*data).sum().backward()
+        routers = [layer.router for layer in model.moe_layers()]
+        found.append(
+            (sum(each.weight.grad for each in routers), sum(each.loss_sums for each in routers) / len(routers))
+        )
+    for one, other in zip(*found):
+        assert other.norm() > 0 and (one - other).norm() < 1e-5 * other.norm()
+
+
 def test_loss_per_token_does_not_depend_on_the_microbatches():
     """Of four sequences, one without a trained token: alone, in pairs and together."""
     model = build(*"--mtp-num-layers 2 --mtp-loss-per-token --calculate-per-token-loss".split())

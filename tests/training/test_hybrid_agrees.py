@@ -17,6 +17,23 @@ FLAGS = (
     "--moe-latent-size 8 --moe-shared-expert-intermediate-size 8 --expert-tensor-parallel-size 1"
 ).split()
 
+LATENTS = "--q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4 --qk-layernorm"
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 2.5 --seed 2"
+DELTA = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--layernorm-epsilon 0.1"
+)
+FLAGS_OF_ATTENTION = {
+    "+E+-": (LATENTS, "--multi-latent-attention"),
+    "DED-": (f"{LATENTS} {INDEXER}", "--multi-latent-attention --experimental-attention-variant dsa"),
+    "GE*-": (DELTA, "--experimental-attention-variant gdn --linear-attention-freq ([1,0])"),
+    "GE+-": (
+        f"{DELTA} {LATENTS}",
+        "--multi-latent-attention --experimental-attention-variant gdn --linear-attention-freq ([1,0])",
+    ),
+}
+"""By pattern: the sizes of its attention, and the flags that select that attention in transformer layers."""
+
 
 def argv(pattern=PATTERN, *more):
     words = make_argv("plain")
@@ -35,19 +52,41 @@ def test_ranks_equal_one_process():
         "muon, mup, tp, sp": Row(
             2, argv(PATTERN, *small, *"--optimizer muon --muon-fp32-matmul-prec high --use-mup --mup-base-hidden-size 8".split()), tp2
         ),
+        "mtp, uneven stages, ep": Row(
+            4,
+            argv("MEM*-E/*E/*E"),
+            "--hybrid-layer-pattern=M|EM*-E/*E/*E --pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+        ),
+        "mtp of one repeated depth, tp, sp": Row(2, argv("M-/M*E/M*E", "--mtp-use-repeated-layer"), f"{tp2} {full}"),
         "virtual stages, dp": Row(4, argv(), f"{stages} --use-distributed-optimizer {full}"),
     })  # fmt: skip
     for outcome in outcomes.values():
         assert any("mixer.A_log" in key for key in outcome.grads)
 
 
+def test_ranks_with_other_attention_equal_one_process():
+    """Gated DeltaNet with latent attention, and sparse attention among Mamba layers."""
+    mixed = argv("GE+-", "--global-batch-size", "4", *DELTA.split(), *LATENTS.split())
+    sparse = argv("DME-", "--global-batch-size", "4", *LATENTS.split(), *INDEXER.split())
+    tp2, cp2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--context-parallel-size 2"
+    outcomes = check_rows({
+        "G and +, tp, sp": Row(2, mixed, tp2),
+        "G and +, cp": Row(2, mixed, cp2),
+        "G and +, stages": Row(2, mixed, "--hybrid-layer-pattern=G|E+- --pipeline-model-parallel-size 2"),
+        "D, tp, sp": Row(2, sparse, tp2),
+        "D, cp": Row(2, sparse, f"{cp2} --cp-comm-type allgather"),
+    })  # fmt: skip
+    assert any("indexer" in key for key in outcomes["D, cp"].grads)
+
+
 def test_a_checkpoint_resumes_under_other_layouts(tmp_path):
     """The stored tensors are bitwise equal, and the next losses are those of the uninterrupted run."""
-    source, small = tmp_path / "source", ("--global-batch-size", "4")
-    stages = argv("M|E*M-E", *small, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
+    source, pattern = tmp_path / "source", "ME*M-E/*E/*E"
+    small = "--global-batch-size 4 --calculate-per-token-loss --mtp-loss-per-token".split()
+    stages = argv("M|E*M-E/*E/*E", *small, *"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2".split())
     expected = run_ranks(train_and_save, 4, stages, source)[0]
     experts = "--expert-model-parallel-size 2 --context-parallel-size 2 --use-distributed-optimizer".split()
-    for n, words in ((1, argv(PATTERN, *small)), (2, argv(PATTERN, *small, *experts))):
+    for n, words in ((1, argv(pattern, *small)), (2, argv(pattern, *small, *experts))):
         target = tmp_path / str(n)
         assert_alike(run_ranks(load_and_save, n, words, source, target)[0], expected)
         assert differences(source / "iter_0000002", target / "iter_0000002") == []
@@ -91,6 +130,22 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
     } <= set(keys)
 
 
+def make_both(pattern, flags):
+    """The command lines of a transformer, and of the pattern that describes it."""
+    sizes, layers = FLAGS_OF_ATTENTION.get(pattern, ("", ""))
+    common = [*shallow(make_argv("plain")), *flags.split(), *sizes.split()]
+    at = common.index("--num-layers")
+    hybrid = [*common[:at], *common[at + 2 :], f"--hybrid-layer-pattern={pattern}"]
+    depths = ["--mtp-num-layers", "1"] if "/" in pattern else []
+    routed = ",".join(str(int(letter == "E")) for letter in pattern[1:4:2])
+    return [*common, *depths, "--moe-layer-freq", f"([{routed}])", *layers.split()], hybrid
+
+
+def _halved(losses, name):
+    """The mean over all layers of the hybrid model, which are twice as many."""
+    return {name: losses[name] / 2} if name in losses else {}
+
+
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules attn_norm qkv_linear core_attn mlp_norm expert_fc1"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
@@ -113,6 +168,12 @@ def test_a_pattern_of_a_transformer_trains_as_the_transformer(flags, tmp_path):
     assert run_ranks(load_and_save, ranks, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
 
 
+def test_parts_of_other_attention_act_as_in_the_transformer(tmp_path):
+    gpt, hybrid = make_both("GE+-", f"{FP8} tensorwise {SELECTIVE} mla_up_proj layernorm gdn_norm_out")
+    expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
+    assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+
+
 def test_recompute_and_offload_of_sublayers_change_no_number(tmp_path):
     """Mamba layers among them; their norm and their GEMMs have parts too."""
     impl = ("--transformer-impl", "transformer_engine")
@@ -122,15 +183,40 @@ def test_recompute_and_offload_of_sublayers_change_no_number(tmp_path):
         assert run_ranks(train_and_save, 1, words, tmp_path / str(n))[0] == expected, flags
 
 
-def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("pattern", ["*-*E/*E", *FLAGS_OF_ATTENTION])
+def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_path):
     """GPT -> hybrid -> GPT: weights, optimizer and expert biases; the next losses are those of the uninterrupted run."""
-    bias = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-layer-freq ([1,0])".split()
-    gpt = [*shallow(make_argv("plain")), *bias]
-    at = gpt.index("--num-layers")
-    hybrid = [*gpt[:at], *gpt[at + 2 : -2], "--hybrid-layer-pattern=*E*-"]
+    gpt, hybrid = make_both(pattern, "--moe-router-enable-expert-bias --moe-router-score-function sigmoid")
     expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
-    assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+    as_hybrid = [({**losses, **_halved(losses, "indexer loss")}, norm) for losses, norm in expected]
+    assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == as_hybrid
     assert run_ranks(load_and_save, 1, gpt, tmp_path / "hybrid", tmp_path / "back")[0] == expected
     assert differences(tmp_path / "gpt" / "iter_0000002", tmp_path / "back" / "iter_0000002") == []
-    with pytest.raises(CheckpointError, match="layer 1 .from 0. is E in the checkpoint and - here"):
-        load_and_save(0, 1, [word.replace("*E*-", "*-*E") for word in hybrid], tmp_path / "gpt", tmp_path / "other")
+    others = {
+        "layer 1 .from 0. is . in the checkpoint and . here": "".join(pattern[at] for at in (0, 3, 2, 1)) + pattern[4:]
+    }
+    if "/" in pattern:
+        others["of a depth of multi-token prediction are .E, and those of this run .-"] = pattern.replace("/*E", "/*-")
+    for message, other in others.items():
+        with pytest.raises(CheckpointError, match=message):
+            words = [word.replace(pattern, other) for word in hybrid]
+            load_and_save(0, 1, words, tmp_path / "gpt", tmp_path / "other")
+
+
+def test_letters_of_attention_have_the_names_of_megatron_core(tmp_path):
+    """A G layer fuses its norm into in_proj; D and + have it alone, and the norms of latents as in transformer layers."""
+    names = {}
+    for pattern, (sizes, _) in FLAGS_OF_ATTENTION.items():
+        train_and_save(0, 1, argv(pattern, *sizes.split()), tmp_path / pattern)
+        reader = torch.distributed.checkpoint.FileSystemReader(tmp_path / pattern / "iter_0000002")
+        keys = reader.read_metadata().state_dict_metadata
+        prefix = "decoder.layers.0."
+        names[pattern[0]] = {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
+    of_latents = {"self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"}
+    fused = {f"self_attention.linear_{part}_up_proj.layer_norm_weight" for part in ("q", "kv")}
+    core = {name for name in names["+"] if "core_attention._extra_state" in name}
+    assert core and not any("core_attention._extra_state" in name for name in names["D"] | names["G"])
+    for letter, norms in (("+", fused), ("D", of_latents)):
+        assert {"input_layernorm.weight"} | norms <= names[letter]
+        assert not names[letter] & ({*fused, *of_latents} - norms)
+    assert "self_attention.in_proj.layer_norm_weight" in names["G"] and "input_layernorm.weight" not in names["G"]

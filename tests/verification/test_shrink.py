@@ -14,6 +14,7 @@ from arguments.spelling import to_command_line
 from moe_trainer.verification.kept_flags import get_kept_flags
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.shrink import ShrinkError, as_is, shrink
+from moe_trainer.verification.sizes import letters
 
 RECIPES = json.loads((Path(__file__).parents[1] / "data" / "recipes.json").read_text())
 MODEL = (
@@ -246,6 +247,10 @@ def test_groups_of_mamba_layers_divide_over_tensor_and_context_ranks():
     words = "--preset nemotron_3_tiny --mock-data --mamba-num-groups 4 --context-parallel-size 2 --sequence-parallel"
     (case,) = shrink([*words.split(), "--tensor-model-parallel-size", "2"], 4).cases
     assert case.argv[case.argv.index("--mamba-num-groups") + 1] == "4"
+
+
+def test_depths_of_a_hybrid_model_keep_a_layer_of_every_kind():
+    assert letters("MEM*E" + "/*E*E" * 3, 3) == "EM*/*E/*E" and letters("MEM*E", 3) == "EM*"
 
 
 def test_pipeline_layout_keeps_its_kinds_of_stages():

@@ -233,6 +233,12 @@ def test_values_that_other_values_determine_are_read():
     assert written["layer_types"] == (["linear_attention"] * 2 + ["full_attention"]) * 2
 
 
+def test_layers_that_no_hybrid_type_has_are_named():
+    flags = read_config(config_of("nemotron_h"))[1] | {"hybrid_layer_pattern": "ME+-"}
+    with pytest.raises(CheckpointError, match="ME[+]-: such a model has the letters"):
+        write_config(flags, 96, "nemotron_h")
+
+
 def test_keys_that_say_what_is_read_have_no_note():
     """Those of published files that transformers does not read are checked; null and keys of generation say nothing."""
     published = {

@@ -54,6 +54,8 @@ def _write_block_types(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Write both spellings: programs read one or the other."""
     letters = _letters(flags)
     names = {letter: name for name, letter in list(_BLOCK_LETTERS.items())[::-1]}  # the first spelling of each
+    if not {*letters} <= {*names}:
+        raise CheckpointError(f"--hybrid-layer-pattern {letters}: such a model has the letters {', '.join(names)} only")
     return {
         "layers_block_type": [names[letter] for letter in letters],
         "hybrid_override_pattern": letters,
