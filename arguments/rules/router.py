@@ -129,25 +129,6 @@ def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation
         )
 
 
-def check_sparsemixer(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if f.experts and s.moe_router_sparsemixer_jitter is not None and s.moe_router_topk != 2:
-        yield s.violation(
-            "{moe_router_sparsemixer_jitter:flag} needs {moe_router_topk:flag} 2: SparseMixer has two choices."
-        )
-
-
-def check_hash_layers(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if f.experts is None or not positive(s.moe_n_hash_layers):
-        return
-    if f.layers is not None and s.moe_n_hash_layers > f.layers:
-        yield s.violation("{moe_n_hash_layers} is more than {num_layers}.")
-    if s.moe_router_topk == 1 and s.moe_router_score_function != "softmax":
-        yield s.violation(
-            "{moe_n_hash_layers} needs {moe_router_topk:flag} of at least 2 with {moe_router_score_function}: the "
-            "normalized weight of a single expert is always 1, and the router would not learn."
-        )
-
-
 def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     topk, groups = s.moe_router_group_topk, s.moe_router_num_groups
     if f.experts is None or topk is None:

@@ -7,12 +7,12 @@ from moe.layers import EXPERTS, HIDDEN, build_layer, sections
 from training.layouts import VOCAB, compare, make_argv, make_run, shallow, train_one_process, train_ranks
 from training.resuming import assert_alike, load_and_save, train_and_save
 
+from arguments.mechanisms.selections import SELECTING
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.moe.selections.hash_routing import HashSelection
-from moe_trainer.moe.selections.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
 
@@ -90,8 +90,9 @@ def test_forced_bias_replaces_the_table():
     assert routing.sum(1).eq(3).all() and (routing == routing[0]).all(), "the bias is larger than every logit"
 
 
-def test_layers_with_tables_estimate_no_quantiles():
-    assert type(make_router(moe_router_load_balancing_type=QUANTILE_BALANCING).selection) is HashSelection
+@pytest.mark.parametrize("kind", SELECTING)
+def test_layers_with_tables_have_no_balancing_by_choice(kind):
+    assert type(make_router(moe_router_load_balancing_type=kind).selection) is HashSelection
 
 
 def test_only_the_first_layers_have_tables_and_the_others_have_biases():

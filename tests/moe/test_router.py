@@ -4,6 +4,7 @@ import pytest
 import torch
 from moe.layers import EXPERTS, build_layer, sections
 
+from arguments.mechanisms.selections import SELECTING
 from moe_trainer.moe.balancing import loss_coefficients
 from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.scores import _NormalizeSelected
@@ -251,8 +252,7 @@ def test_per_token_loss_multiplies_by_the_token_count():
             {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": 0.1},
             "--moe-aux-loss-coeff",
         ),
-        ({"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.1}, "quantile_balancing"),
-        ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "sinkhorn"),
+        *(({"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}, kind) for kind in SELECTING),
     ],
 )
 def test_errors_name_the_flag(changes, named):

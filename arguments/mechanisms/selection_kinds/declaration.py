@@ -70,6 +70,7 @@ class DeclaredSelection:
         tables: names in the router of what else a checkpoint stores of it.
         counts: whose tokens its choice depends on, besides a token's own logits: those of a rank or of a microbatch.
         counts_because: what to say of two runs that differ in them.
+        has_rules: arguments/rules/<key>.py says what else it needs.
         draws: destinations of its flags, with the values that random tests draw from.
     """
 
@@ -85,6 +86,7 @@ class DeclaredSelection:
     tables: tuple[str, ...] = ()
     counts: Literal["rank", "microbatch"] | None = None
     counts_because: str = ""
+    has_rules: bool = False
     draws: tuple[tuple[str, tuple], ...] = ()
 
     def __post_init__(self):
