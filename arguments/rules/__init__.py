@@ -69,7 +69,7 @@ AREAS = (
     parallel,
     pipeline,
     router,
-    *(import_module(f"{__name__}.{each.key}") for each in SELECTIONS if each.has_rules),
+    *tuple(import_module(f"{__name__}.{each.key}") for each in SELECTIONS if each.has_rules),
     dispatcher,
     optimizer,
     precision,
