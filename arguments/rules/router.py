@@ -10,7 +10,6 @@ from arguments.mechanisms.selection_kinds.declaration import (
     DeclaredSelection,
     RoutingCapability,
 )
-from arguments.mechanisms.selection_kinds.grid import GRID
 from arguments.mechanisms.selections import (
     BALANCING_KINDS,
     NO_BALANCING,
@@ -208,7 +207,7 @@ def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what selections reject here: weights or a choice for which they are not defined."""
-    for each in (each for each in SELECTIONS if each is not GRID):  # finermoe.py says it in its words
+    for each in (each for each in SELECTIONS if not each.lists_limits):
         is_on = f.experts is not None and each.is_named(s)
         for capability in filter(each.rejects, (RoutingCapability.OTHER_SCORES,)):
             yield Limit(

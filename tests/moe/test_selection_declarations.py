@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from moe.layers import build_layer, sections
 from moe.linked_sources import link_sources, run_linked
+from structure.source import source_files
 
 from arguments.container import OPTIONS
 from arguments.mechanisms import selections as declared
@@ -121,8 +122,12 @@ def test_declared_biases_are_those_that_a_checkpoint_stores(selection):
     assert tuple(name for name, _ in router.state_buffers()) == selection.biases
 
 
-def test_flags_of_the_demands_exist():
+def test_flags_of_the_demands_exist_and_every_capability_is_demanded():
+    """By a flag or by a rule that asks for it; what nothing demands would be declared for nobody."""
     assert set(DEMANDED_BY) <= set(OPTIONS)
+    rules = "".join(path.read_text() for path in source_files("arguments/rules"))
+    asked = {each for each in RoutingCapability if f"(RoutingCapability.{each.name})" in rules}
+    assert {*asked, *DEMANDED_BY.values(), RoutingCapability.OTHER_SCORES} == set(RoutingCapability)
 
 
 def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
