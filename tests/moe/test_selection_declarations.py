@@ -123,7 +123,7 @@ def test_declared_biases_are_those_that_a_checkpoint_stores(selection):
 
 
 def test_flags_of_the_demands_exist_and_every_capability_is_demanded():
-    """By a flag or by a rule that asks for it; others would be declared in vain."""
+    """By a flag or by a rule that asks for it; others need no declaration."""
     assert set(DEMANDED_BY) <= set(OPTIONS)
     rules = "".join(path.read_text() for path in source_files("arguments/rules"))
     asked = {each for each in RoutingCapability if f"(RoutingCapability.{each.name})" in rules}
