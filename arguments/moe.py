@@ -34,7 +34,6 @@ class ExpertGrid(NamedTuple):
 
 
 _FINERMOE = "finermoe_intermediate_granularity or finermoe_output_granularity"
-_QUANTILE_BALANCING = "moe_router_load_balancing_type=quantile_balancing"
 _HYBRIDEP = "moe_flex_dispatcher_backend=hybridep"
 
 
@@ -138,7 +137,9 @@ class MoEArgs:
         0.001, restore="never", needs="moe_router_enable_expert_bias", bounds=">=0"
     )
     """Amount by which the expert bias changes after every global batch."""
-    moe_router_quantile_balancing_ema: float = flag(0.0, restore="never", needs=_QUANTILE_BALANCING, bounds="[0,1]")
+    moe_router_quantile_balancing_ema: float = flag(
+        0.0, restore="never", needs="moe_router_load_balancing_type=quantile_balancing", bounds="[0,1]"
+    )
     """Quantile balancing: share of the old bias in the new one after every global batch. 0: the last estimate alone."""
     moe_router_force_load_balancing: bool = flag(False, restore="never", needs="num_experts", role="noise")
     """Replace router logits by random ones, for benchmarks."""

@@ -34,6 +34,8 @@ SELECTING = tuple(each.balancing for each in SELECTIONS if each.balancing is not
 """Kinds of balancing that choose experts and weigh them by themselves, in evaluations too."""
 BALANCING_KINDS = (*LOSSES, *SELECTING, NO_BALANCING)
 """Values of --moe-router-load-balancing-type."""
+TABLES = tuple(name for each in SELECTIONS for name in each.tables)
+"""Names in the router of tables of experts by token id."""
 SAVED_NAMES = tuple(name for each in SELECTIONS for name in (*each.biases, *each.tables))
 """Names in the router of what a checkpoint stores of a selection."""
 

@@ -10,7 +10,6 @@ from arguments.mechanisms.selection_kinds.declaration import (
     DeclaredSelection,
     RoutingCapability,
 )
-from arguments.mechanisms.selection_kinds.grid import GRID
 from arguments.mechanisms.selections import (
     BALANCING_KINDS,
     NO_BALANCING,
@@ -129,25 +128,6 @@ def check_expert_bias_scores(s: Settings, f: DerivedSizes) -> Iterator[Violation
         )
 
 
-def check_sparsemixer(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if f.experts and s.moe_router_sparsemixer_jitter is not None and s.moe_router_topk != 2:
-        yield s.violation(
-            "{moe_router_sparsemixer_jitter:flag} needs {moe_router_topk:flag} 2: SparseMixer has two choices."
-        )
-
-
-def check_hash_layers(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if f.experts is None or not positive(s.moe_n_hash_layers):
-        return
-    if f.layers is not None and s.moe_n_hash_layers > f.layers:
-        yield s.violation("{moe_n_hash_layers} is more than {num_layers}.")
-    if s.moe_router_topk == 1 and s.moe_router_score_function != "softmax":
-        yield s.violation(
-            "{moe_n_hash_layers} needs {moe_router_topk:flag} of at least 2 with {moe_router_score_function}: the "
-            "normalized weight of a single expert is always 1, and the router would not learn."
-        )
-
-
 def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     topk, groups = s.moe_router_group_topk, s.moe_router_num_groups
     if f.experts is None or topk is None:
@@ -227,7 +207,7 @@ def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """List what selections reject here: weights or a choice for which they are not defined."""
-    for each in (each for each in SELECTIONS if each is not GRID):  # finermoe.py says it in its words
+    for each in (each for each in SELECTIONS if not each.lists_limits):
         is_on = f.experts is not None and each.is_named(s)
         for capability in filter(each.rejects, (RoutingCapability.OTHER_SCORES,)):
             yield Limit(

@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         self.output_layer = None
         if layout.has_loss:
             self.output_layer = _make_output_head(args, ps, padded_vocab_size, factory, self.tied, queue)
-        self.has_hash_routing = any(layer.router.is_hash_routed for layer in self.moe_layers())
+        self.has_hash_routing = any(layer.router.selection.reads_token_ids for layer in self.moe_layers())
         self.vocab_size = padded_vocab_size
         self.quantized = find_quantized_gemms(self)
         # FSDP gathers weights per layer; a graph of a part would hold the first microbatch's cast or none
@@ -450,8 +450,7 @@ class Transformer(nn.Module):
     def make_hash_tables(self, device: torch.device) -> None:
         """Make the tables of hash routing; a checkpoint may replace them."""
         for layer in self.moe_layers():
-            if layer.router.is_hash_routed:
-                layer.router.make_hash_table(self.vocab_size, device)
+            layer.router.selection.make_tables(self.vocab_size, device)
 
     def sparse_attentions(self) -> list[SparseAttention]:
         return [*iter_sparse_attentions([self])]

@@ -24,8 +24,7 @@ By Megatron-Core's definition these results depend on the layout, and the refere
 * --moe-expert-capacity-factor: capacity and drops are per rank (sequence shard over cp and tp) and microbatch;
 * aux_loss: the mean over microbatches and data ranks of a quadratic function of their counts;
 * global_aux_loss: counts are those so far, so the order of microbatches and the number of data ranks matter;
-* quantile_balancing: estimates are per microbatch, so the micro-batch size matters;
-* sinkhorn: normalizes over the tokens of one rank and microbatch;
+* selections that choose by other tokens too (`counts` of their declarations): by those of a rank, or of a microbatch;
 * multi-token prediction under cp (model/mtp.py): each cp rank divides by its own number of valid tokens;
 * --moe-input-jitter-eps, forced routing, stochastic rounding: every rank has its own random numbers;
 * fp8 and fp4 GEMMs (quantization/gemms.py): scales are of a rank's shard of a tensor, and blocks start with it or with

@@ -24,7 +24,6 @@ from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
 from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.build import build_selection
-from moe_trainer.moe.selections.hash_routing import make_table
 from moe_trainer.moe.selections.selection import Choice, FusedTopK, RoutingInputs, SelectionContext
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.main_grad import can_accumulate_in_fp32, get_main_grad_sum
@@ -80,8 +79,8 @@ class TopKRouter(nn.Module):
 
     Buffers: expert_bias [E] fp32 (persistent) and local_tokens_per_expert [E], after drops as in Megatron-Core but
     before them with --moe-pad-expert-input-to-capacity, with --moe-router-enable-expert-bias;
-    tid2eid [V, K] int32 (persistent), the experts of every token id, with --moe-n-hash-layers; global_tokens_per_expert
-    [E] and ga_steps with global_aux_loss; tokens_per_expert [E], selected before drops, with --moe-per-layer-logging.
+    global_tokens_per_expert [E] and ga_steps with global_aux_loss; tokens_per_expert [E], selected before drops, with
+    --moe-per-layer-logging.
 
     Attributes:
         selection: chooses experts and weighs them.
@@ -130,34 +129,24 @@ class TopKRouter(nn.Module):
             if model.add_bias_linear
             else None
         )
-        self.register_buffer("tid2eid", None)
         self._make_buffers()
-
-    @property
-    def is_hash_routed(self) -> bool:
-        """Whether the ids of the tokens choose the experts."""
-        return self.selection.reads_token_ids
-
-    def make_hash_table(self, vocab_size: int, device: torch.device) -> None:
-        """Make the table of hash routing, which a checkpoint may replace."""
-        self.tid2eid = make_table(vocab_size, self.topk, self.num_experts, device)
 
     def use_kernels(self, fused_topk: FusedTopK | None, balancing: Balancing | None) -> None:
         """Use kernels for selection and balancing losses, None for plain torch; see dispatch/select.py."""
-        self.selection, self.balancing = self.selection.with_kernel(fused_topk), balancing
+        self.selection.use_kernel(fused_topk)
+        self.balancing = balancing
 
     def state_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers that a checkpoint stores, by name: biases of the choice, table of hash routing."""
-        for buffer_name in ("expert_bias", "tid2eid"):
-            if (buffer := getattr(self, buffer_name)) is not None:
-                yield buffer_name, buffer
+        """Yield the buffers that a checkpoint stores, by name: the expert bias and those of the selection."""
+        if self.expert_bias is not None:
+            yield "expert_bias", self.expert_bias
         yield from self.selection.state_buffers()
 
     def _make_buffers(self):
         def counts(buffer_name, persistent=False, shape=(self.num_experts,)):
             self.register_buffer(buffer_name, torch.zeros(shape, dtype=torch.float32), persistent=persistent)
 
-        if self.moe.moe_router_enable_expert_bias and not self.is_hash_routed:
+        if self.moe.moe_router_enable_expert_bias and not self.selection.reads_token_ids:
             counts("expert_bias", persistent=True)
             counts("local_tokens_per_expert")
         else:
@@ -235,7 +224,7 @@ class TopKRouter(nn.Module):
             )
             attach = attach_gradient if self.balancing is None else self.balancing.attach
             logits_TE = attach(logits_TE, grad_TE, grad_scale)
-        inputs = RoutingInputs(self.training, active, self.expert_bias, token_ids_T, self.tid2eid, self.given_TK)
+        inputs = RoutingInputs(self.training, active, self.expert_bias, token_ids_T, self.given_TK)
         probs_TE, routing_TE = self.selection.route(logits_TE, choice, inputs)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)

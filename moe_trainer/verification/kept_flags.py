@@ -7,8 +7,6 @@ so that it computes by other means.
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from arguments.container import OPTIONS, flags_of
 from arguments.flag_status import RENAMED, get_flag_status
 from arguments.settings import Settings
@@ -31,8 +29,8 @@ _KEPT = (
 )
 # a checkpoint format and quantized parameters come with a sharding
 NOT_IN_REFERENCE = flags_of("method") | frozenset(("bf16", "ckpt_format", "fp8_param_gather", "fp4_param_gather"))
-NOISE = MappingProxyType({dest: option.default and 0.0 for dest, option in OPTIONS.items() if option.role == "noise"})
-"""Values without noise."""
+NOISE = tuple(dest for dest, option in OPTIONS.items() if option.role == "noise")
+"""What makes ranks draw random numbers, unless it is 0, False or unset."""
 _SET_BY_OLD_SPELLINGS = frozenset(
     FIELDS[word].dest for text in RENAMED.values() for word in text.split() if word in FIELDS
 )

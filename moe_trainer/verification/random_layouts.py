@@ -20,8 +20,13 @@ from arguments.mechanisms.dispatchers import (
     Dispatcher,
     find_dispatcher,
 )
-from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, DeclaredSelection, RoutingCapability
-from arguments.mechanisms.selections import SELECTIONS, of_balancing
+from arguments.mechanisms.selection_kinds.declaration import (
+    BALANCING,
+    DEMANDED_BY,
+    DeclaredSelection,
+    RoutingCapability,
+)
+from arguments.mechanisms.selections import LOSSES, NO_BALANCING, SELECTIONS, of_balancing
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.shrink import (
@@ -224,7 +229,7 @@ def _fine_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str
         "moe_ffn_hidden_size": None,
     }
     options |= dict.fromkeys("moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk".split())
-    if values["moe_router_load_balancing_type"] == ["sinkhorn"]:
+    if any(each.rejects(RoutingCapability.FINE_GRAINED) for each in of_balancing(values[BALANCING])):
         options |= {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [1e-2]}
     return options
 
@@ -245,11 +250,11 @@ def _router(rng: random.Random) -> dict[str, object]:
         values["moe_router_topk_scaling_factor"] = rng.choice((None, 2.5))
     if _chance(rng, 0.3):
         values |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-    balance = rng.choice(
-        (["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"], ["aux_loss", "seq_aux_loss"], ["none"], ["sinkhorn"])
-    )
-    values["moe_router_load_balancing_type"] = balance
-    values["moe_aux_loss_coeff"] = [0.0 if kind in ("none", "sinkhorn") else 1e-2 for kind in balance]
+    # kinds with flags are drawn later, with them
+    by_choice = ([each.balancing] for each in SELECTIONS if each.balancing is not None and not each.draws)
+    balance = rng.choice((*([loss] for loss in LOSSES), ["aux_loss", "seq_aux_loss"], [NO_BALANCING], *by_choice))
+    values[BALANCING] = balance
+    values["moe_aux_loss_coeff"] = [1e-2 if kind in LOSSES else 0.0 for kind in balance]
     values["moe_z_loss_coeff"] = rng.choice((None, 1e-3))
     if _chance(rng, 0.25):
         values["moe_expert_capacity_factor"] = rng.choice((0.7, 1.5))

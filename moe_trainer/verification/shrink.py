@@ -422,7 +422,7 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
         notes.append(f"{s.shown('dsa_indexer_loss_coeff')}: 1, {reason}")
     if s.given("embedding_init_method_std"):
         notes.append(f"{s.flag('embedding_init_method_std')}: embeddings are initialized like all other weights")
-    noise = [s.shown(dest) for dest, off in NOISE.items() if s.values[dest] not in (off, 0.0, None, False)]
+    noise = [s.shown(dest) for dest in NOISE if s.values[dest]]
     if noise:
         notes.append(f"{', '.join(noise)}: off; every rank draws its own random numbers")
     if s.values["cuda_graph_impl"] != "none":

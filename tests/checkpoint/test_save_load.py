@@ -11,6 +11,7 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
+from arguments.mechanisms.selections import SAVED_NAMES
 from moe_trainer.checkpoint import index
 from moe_trainer.checkpoint.index import check
 from moe_trainer.checkpoint.inspect import describe
@@ -319,7 +320,11 @@ def test_strictness_levels_handle_missing_and_unexpected_keys(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("name", "is_needed"),
-    [("router.global_tokens_per_expert", False), ("router.ga_steps", False), ("router.qb_beta", True)],
+    [
+        ("router.global_tokens_per_expert", False),
+        ("router.ga_steps", False),
+        *((f"router.{name}", True) for name in SAVED_NAMES),
+    ],
 )
 def test_only_what_no_model_needs_may_stay_unread(tmp_path, name, is_needed):
     model = FakeModel()

@@ -21,17 +21,16 @@ from memory.one_pass import (
     parsed,
 )
 
+from arguments.mechanisms.selections import SELECTING
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe import capacity
 from moe_trainer.moe.selections import sinkhorn as sinkhorn_module
 from moe_trainer.moe.selections.grid import GridSelection
-from moe_trainer.moe.selections.quantile_balancing import QuantileBalancing
 from moe_trainer.moe.selections.topk import TopKSelection
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
 
 UNIFORM = f"{FULL} uniform --recompute-num-layers 1"
-QUANTILES = "--moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0"
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 
@@ -44,11 +43,10 @@ def gradients(chunk):
     "routing",
     [
         BIAS,
-        "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
+        *(f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 0" for kind in SELECTING),
         "",
         "--moe-expert-capacity-factor 0.6",
         "--G-I 2 --G-O 2 --R-I 1 --R-O 1",
-        QUANTILES,
         "--moe-enable-routing-replay",
     ],
 )
@@ -68,10 +66,8 @@ def test_recompute_repeats_the_routing_of_the_first_pass(how, routing, monkeypat
             monkeypatch.setattr(capacity, "_within_capacity", lambda probs, routing, *_: ~routing)
             for layer in chunk.moe_layers():
                 layer.router.given_TK = None
-                if isinstance(layer.router.selection, QuantileBalancing):
-                    layer.router.selection.bias_E += torch.randn(4) * 10
-                if layer.router.expert_bias is not None:
-                    layer.router.expert_bias += torch.randn(4) * 10
+                for _, bias_E in layer.router.state_buffers():
+                    bias_E += torch.randn(4) * 10
         loss.backward()
         monkeypatch.undo()
         return gradients(chunk)
@@ -98,13 +94,6 @@ def test_routers_count_once_under_recompute(how):
     for layer in chunk.moe_layers():
         assert len(layer.router.recorder) == 1
         assert layer.router.local_tokens_per_expert.sum() == 2 * 16 * 2
-
-
-@pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", UNIFORM])
-def test_quantile_balancing_updates_once_under_recompute(how):
-    (chunk,) = build(parsed(GROUPED, QUANTILES, how))
-    compute_loss(chunk, 0).backward()
-    assert [layer.router.selection.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
 
 
 @pytest.mark.parametrize(("how", "times"), [("", 1), (UNIFORM, 2), (f"{SELECTIVE} moe", 2), (f"{SELECTIVE} core_attn", 1),

@@ -3,14 +3,11 @@
 import importlib
 import inspect
 import json
-import os
 import pkgutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
-from structure.source import ROOT
+from moe.linked_sources import link_sources, run_linked
 
 from arguments import parse_args
 from arguments.container import OPTIONS
@@ -135,25 +132,12 @@ def tree(tmp_path_factory):
         "arguments/mechanisms/dispatchers.py": lambda text: text.replace("\nDISPATCHERS = (", DECLARATION, 1),
         "moe_trainer/moe/dispatch/toy.py": lambda _text: MODULE,
     }
-    parents = {str(parent) for path in new for parent in (ROOT / path).relative_to(ROOT).parents}
-    for folder in sorted(parents):
-        (root / folder).mkdir(exist_ok=True)
-        for path in (ROOT / folder).iterdir():
-            name = str(path.relative_to(ROOT))
-            if name not in parents and name not in new and path.name not in (".git", "__pycache__"):
-                (root / name).symlink_to(path)
-    for name, edit in new.items():
-        path = ROOT / name
-        old = path.read_text() if path.exists() else ""
-        assert edit(old) != old
-        (root / name).write_text(edit(old))
+    link_sources(root, new)
     return root
 
 
 def run(tree, *words):
-    env = {**os.environ, "PYTHONPATH": str(tree), "TOY_RAN": str(tree / "ran"), "PYTHONDONTWRITEBYTECODE": "1"}
-    env.pop("WORLD_SIZE", None)
-    return subprocess.run([sys.executable, *words], cwd=tree, env=env, capture_output=True, text=True, check=False)
+    return run_linked(tree, *words, TOY_RAN=str(tree / "ran"))
 
 
 def test_new_dispatcher_rejects_what_it_does_not_support(tree):

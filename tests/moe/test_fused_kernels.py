@@ -11,7 +11,6 @@ from layers.fake_te import PYTORCH, make_module
 from moe.fake_deep_ep import Signatures
 from moe.layers import HIDDEN, build_layer, sections
 
-from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.te import FusedPermutation
@@ -137,8 +136,10 @@ def test_te_kernels_precede_own_kernels_unless_requested(fake_transformer_engine
 
 
 def test_finermoe_router_has_no_fused_kernel():
-    moe = MoEArgs(finermoe_output_granularity=4)
-    assert moe.finermoe is not None and select_fused_topk(moe, CUDA, Kernels(fused_topk=print)) is None
+    grid = {f"finermoe_{part}": 2 for part in ("output_granularity", "intermediate_granularity", "output_expansion")}
+    router = build_layer(sections(finermoe_intermediate_expansion=1, **grid)).router
+    router.use_kernels(pytest.fail, None)
+    assert router(torch.randn(6, 1, HIDDEN, dtype=torch.float64))[1].any()
 
 
 def test_older_te_without_the_kernel_falls_back(fake_transformer_engine):

@@ -7,12 +7,11 @@ from moe.layers import EXPERTS, HIDDEN, build_layer, sections
 from training.layouts import VOCAB, compare, make_argv, make_run, shallow, train_one_process, train_ranks
 from training.resuming import assert_alike, load_and_save, train_and_save
 
+from arguments.mechanisms.selections import SELECTING
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.verify import verify_checkpoint
-from moe_trainer.moe.router import TopKRouter
 from moe_trainer.moe.selections.hash_routing import HashSelection
-from moe_trainer.moe.selections.quantile_balancing import KIND as QUANTILE_BALANCING
 from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
 
@@ -30,7 +29,7 @@ MAPPINGS = {
 
 def make_router(**changes):
     layer = build_layer(sections(moe_n_hash_layers=1, moe_router_topk=3, **changes), dtype=torch.float32)
-    layer.router.make_hash_table(VOCAB, torch.device("cpu"))
+    layer.router.selection.make_tables(VOCAB, torch.device("cpu"))
     return layer.router
 
 
@@ -47,7 +46,7 @@ def test_router_equals_transformers():
     )
     reference = DeepseekV4HashRouter(config)
     table = torch.stack([torch.randperm(EXPERTS)[:3] for _ in range(VOCAB)])
-    router.tid2eid = table.int()
+    router.selection.tid2eid_VK = table.int()
     reference.tid2eid.copy_(table)
     reference.weight.data = router.weight.detach().clone()
     tokens = torch.randint(VOCAB, (7, 2))
@@ -63,7 +62,7 @@ def test_router_equals_transformers():
 
 
 def test_new_tables_spread_consecutive_ids_over_all_experts():
-    table = make_router().tid2eid
+    table = make_router().selection.tid2eid_VK
     assert table.dtype == torch.int32 and table.shape == (VOCAB, 3)
     assert table[6].tolist() == [6, 7, 0] and (table[:EXPERTS].flatten().bincount() == 3).all()
 
@@ -90,8 +89,9 @@ def test_forced_bias_replaces_the_table():
     assert routing.sum(1).eq(3).all() and (routing == routing[0]).all(), "the bias is larger than every logit"
 
 
-def test_layers_with_tables_estimate_no_quantiles():
-    assert type(make_router(moe_router_load_balancing_type=QUANTILE_BALANCING).selection) is HashSelection
+@pytest.mark.parametrize("kind", SELECTING)
+def test_layers_with_tables_have_no_balancing_by_choice(kind):
+    assert type(make_router(moe_router_load_balancing_type=kind).selection) is HashSelection
 
 
 def test_only_the_first_layers_have_tables_and_the_others_have_biases():
@@ -118,10 +118,12 @@ def test_a_checkpoints_table_replaces_the_new_one(tmp_path, monkeypatch):
     """Saved by two ranks with another table, resumed on one process and by two stages."""
     argv = [*shallow(make_argv("plain")), *HASH]
 
-    def reversed_table(router, vocab_size, device):
-        router.tid2eid = torch.arange(EXPERTS, dtype=torch.int32).repeat(vocab_size, 1)[:, :2].flip(1).contiguous()
+    def reversed_table(selection, vocab_size, device):
+        selection.tid2eid_VK = (
+            torch.arange(EXPERTS, dtype=torch.int32).repeat(vocab_size, 1)[:, :2].flip(1).contiguous()
+        )
 
-    monkeypatch.setattr(TopKRouter, "make_hash_table", reversed_table)
+    monkeypatch.setattr(HashSelection, "make_tables", reversed_table)
     tensor = [*argv, "--tensor-model-parallel-size", "2"]
     steps = run_ranks(train_and_save, 2, tensor, tmp_path / "a")[0]
     monkeypatch.undo()
@@ -134,10 +136,10 @@ def test_a_checkpoints_table_replaces_the_new_one(tmp_path, monkeypatch):
 def test_legacy_checkpoint_holds_the_table(tmp_path):
     argv = [*shallow(make_argv("plain")), *HASH]
     run, fresh = (make_run([*argv, "--seed", seed], 0, ParallelState.single(), 1) for seed in "12")
-    table = run.chunks[0].decoder.layers[0].mlp.router.tid2eid
+    table = run.chunks[0].decoder.layers[0].mlp.router.selection.tid2eid_VK
     table.copy_(table.flip(0))
     content = CheckpointState(iteration=1, args=run.args.as_dict())
     save(tmp_path, content, run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False, ckpt_format="torch"))
     assert not verify_checkpoint(tmp_path / "iter_0000001").problems
     load(tmp_path, fresh.chunks, fresh.optimizer, fresh.ps, LoadOptions(fresh.args.as_dict(), load_rng=False))
-    assert torch.equal(fresh.chunks[0].decoder.layers[0].mlp.router.tid2eid, table)
+    assert torch.equal(fresh.chunks[0].decoder.layers[0].mlp.router.selection.tid2eid_VK, table)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import run_ranks
+from memory.one_pass import FULL, GROUPED, SELECTIVE, build, compute_loss, parsed
 from moe.layers import EXPERTS, build_layer, sections
 from training.layouts import compare, create_groups, make_argv, make_run, shallow, train_ranks
 
@@ -119,6 +120,13 @@ def test_no_kernel_replaces_the_choice_by_quantiles():
     router.use_kernels(pytest.fail, None)
     router(torch.randn(8, 2, 16, dtype=torch.float64))
     assert router.selection.count == 1
+
+
+@pytest.mark.parametrize("how", ["", f"{SELECTIVE} moe", f"{FULL} uniform --recompute-num-layers 1"])
+def test_quantile_balancing_updates_once_under_recompute(how):
+    (chunk,) = build(parsed(GROUPED, " ".join(FLAGS), how))
+    compute_loss(chunk, 0).backward()
+    assert [layer.router.selection.count.item() for layer in chunk.moe_layers()] == [1.0] * len(chunk.moe_layers())
 
 
 def _train(rank, n, argvs):

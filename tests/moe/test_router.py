@@ -4,6 +4,7 @@ import pytest
 import torch
 from moe.layers import EXPERTS, build_layer, sections
 
+from arguments.mechanisms.selections import SELECTING
 from moe_trainer.moe.balancing import loss_coefficients
 from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.scores import _NormalizeSelected
@@ -251,8 +252,7 @@ def test_per_token_loss_multiplies_by_the_token_count():
             {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": 0.1},
             "--moe-aux-loss-coeff",
         ),
-        ({"moe_router_load_balancing_type": "quantile_balancing", "moe_aux_loss_coeff": 0.1}, "quantile_balancing"),
-        ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, "sinkhorn"),
+        *(({"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}, kind) for kind in SELECTING),
     ],
 )
 def test_errors_name_the_flag(changes, named):
@@ -318,20 +318,33 @@ SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 
 
 
 @pytest.mark.parametrize(("flags", "kind", "by_kernel"), [
-    ({}, "LogitSelection", "FusedSelection"),
-    ({"moe_router_enable_expert_bias": True}, "TopKSelection", "FusedSelection"),
-    ({"moe_router_score_function": "sigmoid"}, "TopKSelection", "FusedSelection"),
-    ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "TopKSelection", "FusedSelection"),
-    ({"moe_router_sparsemixer_jitter": 0.1}, "SparseMixerSelection", "SparseMixerSelection"),
-    ({"moe_enable_routing_replay": True}, "ReplaySelection", "ReplaySelection"),
-    (SINKHORN, "SinkhornSelection", "SinkhornSelection"),
-    ({"moe_n_hash_layers": 1, **SINKHORN}, "HashSelection", "HashSelection"),
-    ({"moe_n_hash_layers": 1, "moe_router_force_load_balancing": True}, "ForcedSelection", "ForcedSelection"),
+    ({}, "TopKSelection", True),
+    ({"moe_router_enable_expert_bias": True}, "TopKSelection", True),
+    ({"moe_router_score_function": "sigmoid"}, "TopKSelection", True),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "TopKSelection", True),
+    ({"moe_router_sparsemixer_jitter": 0.1}, "SparseMixerSelection", False),
+    ({"moe_enable_routing_replay": True}, "ReplaySelection", True),
+    (SINKHORN, "SinkhornSelection", False),
+    ({"moe_n_hash_layers": 1, **SINKHORN}, "HashSelection", False),
+    ({"moe_n_hash_layers": 1, "moe_router_force_load_balancing": True}, "ForcedSelection", False),
 ])  # fmt: skip
 def test_flags_choose_one_selection_and_a_kernel_replaces_only_top_k(flags, kind, by_kernel):
     router = build_layer(sections(**flags)).router
+    router.selection.make_tables(10, torch.device("cpu"))
     assert type(router.selection).__name__ == kind
-    router.use_kernels(print, None)
-    assert type(router.selection).__name__ == by_kernel
+    called, inputs = [], {"token_ids_T": torch.zeros(6, dtype=torch.long)}
+    x = torch.randn(6, 1, 16, dtype=torch.float64)
+    plain = router(x, **inputs)
+
+    def kernel(logits_TE, **options):
+        called.append(options)
+        return plain
+
+    router.use_kernels(kernel, None)
+    again = router(x, **inputs)
+    assert bool(called) == by_kernel
+    if "moe_router_force_load_balancing" not in flags:
+        assert all(torch.equal(*pair) for pair in zip(again, plain))
     router.use_kernels(None, None)
-    assert type(router.selection).__name__ == kind
+    router(x, **inputs)
+    assert len(called) == by_kernel

@@ -1,12 +1,15 @@
-"""Declarations of selections: complete, and equal to flags and modules."""
+"""Declarations of selections: complete, equal to flags and modules; what a new one needs, in a copy of the sources."""
 
 import importlib
 import inspect
+import json
 import pkgutil
 from dataclasses import replace
 
 import pytest
 from moe.layers import build_layer, sections
+from moe.linked_sources import link_sources, run_linked
+from structure.source import source_files
 
 from arguments.container import OPTIONS
 from arguments.mechanisms import selections as declared
@@ -16,6 +19,72 @@ from arguments.moe import MoEArgs
 from moe_trainer.moe import selections
 from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
+
+IMPORTS = """import DeclaredSelection, RoutingCapability, balancing_kinds
+from arguments.mechanisms.support import Rejected
+"""
+DECLARATION = """
+TOY = DeclaredSelection(
+    key="toy",
+    name="the toy",
+    mention="{moe_router_load_balancing_type:flag} toy",
+    asked=lambda moe: balancing_kinds(moe) == ("toy",),
+    balancing="toy",
+    biases=("toy_bias",),
+    capabilities=dict.fromkeys(RoutingCapability, True)
+    | {RoutingCapability.LOSSES: Rejected("needs no loss"), RoutingCapability.REPLAY: Rejected("is a toy")},
+)
+SELECTIONS: tuple[DeclaredSelection, ...] = (
+    TOY,
+"""
+MODULE = """
+import torch
+from torch import nn
+
+from arguments.mechanisms.selections import TOY
+from moe_trainer.moe.selections.selection import ScoredSelection
+
+class ToySelection(ScoredSelection, nn.Module):
+    declaration = TOY
+
+    def __init__(self, context):
+        super().__init__(context.moe.moe_router_topk, context.make_scores(False), context.cache_fn)
+        self.register_buffer("bias_E", torch.zeros(context.moe.num_experts))
+
+    def choose(self, logits_TE, scores_TE, inputs):
+        return (torch.arange(len(logits_TE))[:, None] + torch.arange(self.topk)) % logits_TE.shape[1]
+
+    def state_buffers(self):
+        yield "toy_bias", self.bias_E
+
+def make_selection(context):
+    return ToySelection(context)
+"""
+USE = """
+import json, sys
+import torch
+from moe.layers import build_layer, sections
+from arguments import parse_args
+from arguments.parse import resolve_command_line
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.plan import make_plan
+argv = sys.argv[1:]
+toy = {"moe_router_load_balancing_type": "toy", "moe_aux_loss_coeff": 0.0}
+router = build_layer(sections(**toy)).router
+_, routing = router(torch.randn(8, 1, 16, dtype=torch.float64))
+rejected = resolve_command_line([*argv, "--moe-enable-routing-replay", "--moe-aux-loss-coeff", "0.1"], 1)[1]
+print(json.dumps({
+    "loads": routing.sum(0).tolist(),
+    "saved": [name for name, _ in router.state_buffers()],
+    "rejected": sorted(each.message for each in rejected),
+    "stages": len(make_plan(parse_args(argv, 1), 1, find_hardware("h100")).memory),
+}))
+"""
+TINY = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope "
+    "--num-experts 4 --disable-bias-linear --micro-batch-size 1 --lr 1e-4 --train-iters 4 --eval-iters 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --bf16 --moe-router-load-balancing-type toy --moe-aux-loss-coeff 0"
+).split()
 
 
 def test_every_selection_has_a_module_with_a_class_and_a_value_of_its_flag():
@@ -53,5 +122,29 @@ def test_declared_biases_are_those_that_a_checkpoint_stores(selection):
     assert tuple(name for name, _ in router.state_buffers()) == selection.biases
 
 
-def test_flags_of_the_demands_exist():
+def test_flags_of_the_demands_exist_and_every_capability_is_demanded():
+    """By a flag or by a rule that asks for it; others need no declaration."""
     assert set(DEMANDED_BY) <= set(OPTIONS)
+    rules = "".join(path.read_text() for path in source_files("arguments/rules"))
+    asked = {each for each in RoutingCapability if f"(RoutingCapability.{each.name})" in rules}
+    assert {*asked, *DEMANDED_BY.values(), RoutingCapability.OTHER_SCORES} == set(RoutingCapability)
+
+
+def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
+    """Its value of the flag, what it rejects, its choice, what a checkpoint stores and the estimate."""
+    link_sources(
+        tmp_path,
+        {
+            "arguments/mechanisms/selections.py": lambda text: text.replace(
+                "import DeclaredSelection, RoutingCapability\n", IMPORTS, 1
+            ).replace("SELECTIONS: tuple[DeclaredSelection, ...] = (\n", DECLARATION.lstrip(), 1),
+            "moe_trainer/moe/selections/toy.py": lambda _text: MODULE,
+        },
+    )
+    done = run_linked(tmp_path, "-c", USE, *TINY)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["loads"] == [2] * 8 and found["saved"] == ["toy_bias"] and found["stages"] == 1
+    loss, replay = found["rejected"]
+    assert loss.endswith("must be 0 with --moe-router-load-balancing-type toy, which needs no loss.")
+    assert replay.endswith("cannot be combined with --moe-router-load-balancing-type toy, which is a toy.")

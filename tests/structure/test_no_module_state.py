@@ -16,7 +16,7 @@ from structure.source import ROOT, product_files
 
 # Calls whose result does not change.
 FIXED_CALLS = frozenset(
-    "tuple frozenset MappingProxyType types.MappingProxyType re.compile logging.getLogger getLogger TypeVar ParamSpec NewType "
+    "tuple frozenset MappingProxyType types.MappingProxyType import_module re.compile logging.getLogger getLogger TypeVar ParamSpec NewType "
     "namedtuple collections.namedtuple int float str bool complex range slice len min max sum abs Path pathlib.Path struct.Struct "
     "Struct Decimal Fraction datetime.timedelta timedelta sorted math.log math.sqrt math.prod torch.Size torch.device np.dtype "
     "numpy.dtype operator.itemgetter operator.attrgetter os.path.join frozenset.union str.maketrans getattr ast.literal_eval "
@@ -254,6 +254,7 @@ def test_mutable_module_state_is_detected(text):
         "x = frozenset({1, 2})",
         "x = MappingProxyType({'a': (1,)})",
         "x = tuple(i for i in range(3))",
+        "x = tuple(import_module(i) for i in y)",
         "import logging\nlog = logging.getLogger(__name__)",
         "__all__ = ['x']",
         "from dataclasses import dataclass, field\n@dataclass(frozen=True)\nclass A:\n    b: list = field(default_factory=list)\nx = A((1,))",

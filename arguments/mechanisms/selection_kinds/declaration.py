@@ -70,6 +70,8 @@ class DeclaredSelection:
         tables: names in the router of what else a checkpoint stores of it.
         counts: whose tokens its choice depends on, besides a token's own logits: those of a rank or of a microbatch.
         counts_because: what to say of two runs that differ in them.
+        has_rules: arguments/rules/<key>.py says what else it needs.
+        lists_limits: rules of its topic list what it rejects, in words that say more.
         draws: destinations of its flags, with the values that random tests draw from.
     """
 
@@ -85,6 +87,8 @@ class DeclaredSelection:
     tables: tuple[str, ...] = ()
     counts: Literal["rank", "microbatch"] | None = None
     counts_because: str = ""
+    has_rules: bool = False
+    lists_limits: bool = False
     draws: tuple[tuple[str, tuple], ...] = ()
 
     def __post_init__(self):

@@ -11,6 +11,7 @@ GRID = DeclaredSelection(
     mention="{finermoe_intermediate_granularity:flag} and {finermoe_output_granularity:flag}",
     asked=lambda moe: moe.finermoe_intermediate_granularity is not None or moe.finermoe_output_granularity is not None,
     learns_from_one=True,  # slices are counted by rules/finermoe.py
+    lists_limits=True,
     capabilities=MappingProxyType(
         {
             RoutingCapability.PRE_SOFTMAX: Rejected(

@@ -14,6 +14,7 @@ HASH = DeclaredSelection(
     asked=lambda moe: moe.moe_n_hash_layers > 0,
     num_layers=lambda moe: moe.moe_n_hash_layers,
     tables=("tid2eid",),
+    has_rules=True,
     capabilities=MappingProxyType(
         {
             RoutingCapability.PRE_SOFTMAX: NoEffect("a softmax is always over all experts"),

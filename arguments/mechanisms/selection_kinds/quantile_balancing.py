@@ -22,6 +22,7 @@ QUANTILE_BALANCING = DeclaredSelection(
     biases=("qb_beta",),
     counts="microbatch",
     counts_because="quantile balancing estimates its bias from one microbatch",
+    has_rules=True,
     draws=(("moe_router_quantile_balancing_ema", (0.0, 0.6)),),
     capabilities=MappingProxyType(
         {

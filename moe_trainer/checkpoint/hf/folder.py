@@ -92,7 +92,7 @@ class HFModel:
         """
         parts = [self.source.read(ref.name, ref.index) for ref in mapping.sources]
         joined = mapping.join(parts, model_sizes(self.flags))
-        if mapping.native.endswith("tid2eid"):
+        if mapping.is_expert_table:
             _check_hash_table(joined, mapping.sources[0].name, self.flags["num_experts"])
         value = joined.to(self.target_dtype(mapping, dtype))
         # bf16 has the range of fp32
@@ -237,7 +237,7 @@ def open_hf_model(
         notes.append("the tables rotary_emb.inv_freq are left out: they follow from the flags")
     notes += [f"{name} repeats {original}" for name, original in repeated.items()]
     numbers = {ref.name: source.dtype(ref.name) for mapping in mappings for ref in mapping.sources}
-    tables = {ref.name for mapping in mappings for ref in mapping.sources if mapping.native.endswith("tid2eid")}
+    tables = {ref.name for mapping in mappings for ref in mapping.sources if mapping.is_expert_table}
     strange = [
         f"{name} is stored as {dtype}, and floating-point numbers are needed"
         for name, dtype in numbers.items()

@@ -23,6 +23,7 @@ from arguments.layer_pattern import (
     hybrid_letters,
     mtp_is_moe,
 )
+from arguments.mechanisms.selections import TABLES
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.hybrid import state_space_heads
 from moe_trainer.checkpoint.hf.converters.layer_patterns import expert_layers, linear_layers, sliding_layers
@@ -65,9 +66,14 @@ class TensorMapping:
         return joined[self.siblings.index(self.native)] if self.siblings else joined
 
     @property
+    def is_expert_table(self) -> bool:
+        """Whether it holds the experts of every token id."""
+        return self.native.rpartition(".")[2] in TABLES
+
+    @property
     def fixed_dtypes(self) -> tuple[torch.dtype, torch.dtype] | None:
         """The native and the Hugging Face dtype of what is no weight: expert biases, tables of hash routing."""
-        if self.native.endswith("tid2eid"):
+        if self.is_expert_table:
             return torch.int32, torch.int64
         return (torch.float32, torch.float32) if self.native.endswith("expert_bias") else None
 

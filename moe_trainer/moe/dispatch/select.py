@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from arguments.mechanisms.dispatchers import ALLTOALL, LOCAL, SELECTING_FLAGS, Dispatcher, get_dispatcher
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selections import get_selection
 from arguments.moe import MoEArgs
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.layers import te
@@ -148,9 +150,10 @@ def build_permutation(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
 
 
 def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | None = None) -> Callable | None:
-    """Return the kernel that scores and selects experts: ours if named, fused for --moe-router-fusion, or None."""
-    if moe.finermoe is not None or moe.moe_router_sparsemixer_jitter is not None:
-        return None
+    """Return the kernel that scores and selects experts: ours if named, fused for --moe-router-fusion, or None.
+
+    A selection that it cannot compute does not use it.
+    """
     our_kernel, scored = None if kernels is None else kernels.fused_topk, moe.moe_router_group_score_topk
     if our_kernel is not None and scored is not None:
         our_kernel = partial(our_kernel, group_score_topk=scored)
@@ -158,11 +161,11 @@ def select_fused_topk(moe: MoEArgs, backends: BackendPolicy, kernels: Kernels | 
         return our_kernel
     if not moe.moe_router_fusion:
         return None
-    limitation = None
+    limitation, selection = None, get_selection(moe)
     if moe.moe_router_dtype == "fp64":
         limitation = "the kernel computes in fp32, and --moe-router-dtype is fp64"
-    elif moe.moe_router_load_balancing_type == "sinkhorn":
-        limitation = "the kernel does not support --moe-router-load-balancing-type sinkhorn"
+    elif not selection.supports(RoutingCapability.FUSED_KERNEL):
+        limitation = f"{selection.reason(RoutingCapability.FUSED_KERNEL)} ({selection.name})"
     elif moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
         limitation = "the kernel adds no expert bias to --moe-router-score-function softmax"
     elif moe.moe_router_group_topk and scored not in (None, moe.moe_router_topk // moe.moe_router_group_topk):

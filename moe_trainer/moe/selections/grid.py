@@ -6,6 +6,7 @@ Shape letters: T tokens, E experts, K selected experts per token.
 
 import torch
 from torch import Tensor
+from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
 from arguments.mechanisms.selection_kinds.grid import GRID
 from arguments.moe import ExpertGrid
@@ -47,7 +48,7 @@ class GridSelection(TopKSelection):
         self.grid = moe.finermoe
 
     @classmethod
-    def build(cls, context: SelectionContext) -> "GridSelection":
+    def build(cls, context: SelectionContext) -> Self:
         return cls(context)
 
     def keys(self, logits_TE: Tensor, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -55,8 +56,8 @@ class GridSelection(TopKSelection):
             return super().keys(logits_TE, scores_TE, bias_E)
         return logits_TE.to(wide_dtype(logits_TE)) + bias_E  # a bias of logits, not of shares
 
-    def with_kernel(self, kernel: FusedTopK | None) -> ExpertSelection:
-        return self  # no kernel chooses in slices
+    def use_kernel(self, kernel: FusedTopK | None) -> None:
+        """Ignore the kernel: none chooses in slices."""
 
     def select(self, keys_TE: Tensor) -> Tensor:
         return choose_slices(keys_TE, self.grid, self.topk)

@@ -1,10 +1,12 @@
-"""Experts by token id (--moe-n-hash-layers): a table of the router, tid2eid, says which.
+"""Experts by token id (--moe-n-hash-layers): a table, tid2eid in checkpoints, says which.
 
 Shape letters: T tokens, E experts, K top-k, V token ids.
 """
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arguments.mechanisms.selection_kinds.hash_routing import HASH
 from moe_trainer.moe.selections.selection import (
@@ -27,20 +29,34 @@ def make_table(vocab_size: int, topk: int, num_experts: int, device: torch.devic
     return (ids_V1 + ids_K) % num_experts
 
 
-class HashSelection(ScoredSelection):
-    """The experts of the token's row of the table; scores only weigh them."""
+class HashSelection(ScoredSelection, nn.Module):
+    """The experts of the token's row of the table; scores only weigh them.
+
+    Buffers: tid2eid_VK int32, None before `make_tables`.
+    """
 
     declaration = HASH
 
     reads_token_ids = True
 
+    def __init__(self, context: SelectionContext):
+        # upstream's only softmax here is that over all experts
+        super().__init__(context.moe.moe_router_topk, context.make_scores(pre_softmax=True), context.cache_fn)
+        self.num_experts = context.moe.num_experts
+        self.register_buffer("tid2eid_VK", None)
+
     @classmethod
     def build(cls, context: SelectionContext) -> "HashSelection":
         moe = context.moe
         is_forced = moe.moe_router_force_load_balancing or moe.moe_router_force_biased is not None
-        # upstream's only softmax here is that over all experts
-        scores = context.make_scores(pre_softmax=True)
-        return (ForcedSelection if is_forced else cls)(moe.moe_router_topk, scores, context.cache_fn)
+        return (ForcedSelection if is_forced else cls)(context)
+
+    def make_tables(self, vocab_size: int, device: torch.device) -> None:
+        self.tid2eid_VK = make_table(vocab_size, self.topk, self.num_experts, device)
+
+    def state_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        if self.tid2eid_VK is not None:
+            yield "tid2eid", self.tid2eid_VK
 
     def counted(self, logits_TE: Tensor, choice: Choice | None) -> Tensor | None:
         if self.scores.function != "softmax":
@@ -48,8 +64,8 @@ class HashSelection(ScoredSelection):
         return to_routing_map(logits_TE.topk(self.topk, dim=1)[1], logits_TE)
 
     def choose(self, logits_TE: Tensor, scores_TE: Tensor, inputs: RoutingInputs) -> Tensor:
-        assert inputs.token_ids_T is not None and inputs.tid2eid_VK is not None
-        return inputs.tid2eid_VK[inputs.token_ids_T].long()
+        assert inputs.token_ids_T is not None and self.tid2eid_VK is not None
+        return self.tid2eid_VK[inputs.token_ids_T].long()
 
 
 class ForcedSelection(HashSelection):

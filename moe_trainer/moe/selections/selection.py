@@ -56,7 +56,6 @@ class RoutingInputs:
         active: it is, and gradients are computed.
         expert_bias_E: the router's.
         token_ids_T: ids of the tokens.
-        tid2eid_VK: the router's table of experts.
         given_TK: the router's experts from outside.
     """
 
@@ -64,7 +63,6 @@ class RoutingInputs:
     active: bool = False
     expert_bias_E: Tensor | None = None
     token_ids_T: Tensor | None = None
-    tid2eid_VK: Tensor | None = None
     given_TK: Tensor | None = None
 
 
@@ -85,7 +83,7 @@ class ExpertSelection:
 
     Attributes:
         declaration: what other code may ask of it.
-        reads_token_ids: it needs `token_ids_T` and the router's table, and no expert bias.
+        reads_token_ids: it needs `token_ids_T`, and no expert bias.
         has_own_counts: balancing losses always count `counted`, which their kernels cannot do.
     """
 
@@ -98,9 +96,11 @@ class ExpertSelection:
         """Build the selection of a layer."""
         return cls(context)
 
-    def with_kernel(self, kernel: FusedTopK | None) -> "ExpertSelection":
-        """Return the selection that a fused kernel computes (None: none), if the kernel can; else this one."""
-        return self
+    def make_tables(self, vocab_size: int, device: torch.device) -> None:
+        """Make what depends on the padded number of token ids, which a checkpoint may replace."""
+
+    def use_kernel(self, kernel: FusedTopK | None) -> None:
+        """Compute by a fused kernel from now on, if it can compute this selection; None: in plain torch."""
 
     def preselect(self, logits_TE: Tensor) -> Choice | None:
         """Choose by logits before the balancing losses, which then count the same; None if `route` will choose."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from arguments.mechanisms.selection_kinds.sparsemixer import SPARSEMIXER
 from moe_trainer.moe.selections.scores import SharesOfChosen, wide_dtype
 from moe_trainer.moe.selections.selection import ExpertSelection, SelectionContext
-from moe_trainer.moe.selections.topk import LogitSelection
+from moe_trainer.moe.selections.topk import TopKSelection
 
 
 class SparseMixer(SharesOfChosen):
@@ -47,7 +47,7 @@ def sparsemixer_weights(logits_TE: Tensor, chosen_TK: Tensor, jitter: float) -> 
     return torch.cat(weights, dim=1)
 
 
-class SparseMixerSelection(LogitSelection):
+class SparseMixerSelection(TopKSelection):
     """The two experts of the largest logits, with SparseMixer's weights."""
 
     declaration = SPARSEMIXER
@@ -57,4 +57,4 @@ def make_selection(context: SelectionContext) -> ExpertSelection:
     moe = context.moe
     assert moe.moe_router_sparsemixer_jitter is not None
     scores = SparseMixer(moe.moe_router_sparsemixer_jitter, moe.moe_router_topk_scaling_factor)
-    return SparseMixerSelection(moe.moe_router_topk, scores, context.cache_fn)
+    return SparseMixerSelection(moe.moe_router_topk, scores, context.cache_fn, by_logits=True)

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
 from arguments.mechanisms.selection_kinds.topk import TOPK
 from moe_trainer.moe.dispatch.base import CacheFn, no_cache
-from moe_trainer.moe.selections.fused import FusedSelection
 from moe_trainer.moe.selections.groups import ExpertGroups, make_groups
 from moe_trainer.moe.selections.margin import compute_routing_margin
 from moe_trainer.moe.selections.scores import Scores, make_scores
@@ -26,23 +26,37 @@ from moe_trainer.moe.selections.selection import (
 
 
 class TopKSelection(ScoredSelection):
-    """The experts of the best scores; an expert bias takes part in the choice only."""
+    """The experts of the best scores; an expert bias takes part in the choice only.
+
+    Attributes:
+        by_logits: the experts are those of the largest logits, which the balancing losses of a softmax count, too.
+        kernel: None, or computes choice and weights: ours (ops/triton_router.py) or TransformerEngine's
+            (--moe-router-fusion). Takes logits_TE and expert_bias, returns probs_TE and routing_TE.
+    """
 
     declaration = TOPK
 
-    def __init__(self, topk: int, scores: Scores, cache_fn: CacheFn = no_cache, groups: ExpertGroups | None = None):
+    def __init__(
+        self,
+        topk: int,
+        scores: Scores,
+        cache_fn: CacheFn = no_cache,
+        groups: ExpertGroups | None = None,
+        by_logits: bool = False,
+    ):
         super().__init__(topk, scores, cache_fn)
-        self.groups = groups
+        self.groups, self.by_logits = groups, by_logits
+        self.kernel: FusedTopK | None = None
 
     @classmethod
-    def build(cls, context: SelectionContext) -> "TopKSelection":
+    def build(cls, context: SelectionContext) -> Self:
         moe, topk = context.moe, context.moe.moe_router_topk
         scores = context.make_scores(moe.moe_router_pre_softmax)
         groups = make_groups(
             topk, moe.moe_router_num_groups, moe.moe_router_group_topk, moe.moe_router_group_score_topk
         )
         by_logits = scores.function == "softmax" and groups is None and not moe.moe_router_enable_expert_bias
-        return (LogitSelection if by_logits else TopKSelection)(topk, scores, context.cache_fn, groups)
+        return cls(topk, scores, context.cache_fn, groups, by_logits)
 
     def keys(self, logits_TE: Tensor, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         """Return what orders the experts."""
@@ -62,9 +76,25 @@ class TopKSelection(ScoredSelection):
         """Return chosen_TK by `keys`; the second pass of a recomputed region returns that of the first."""
         return self.cache_fn(lambda: self.select(keys_TE))
 
-    def with_kernel(self, kernel: FusedTopK | None) -> ExpertSelection:
+    def preselect(self, logits_TE: Tensor) -> Choice | None:
+        if not self.by_logits or self.kernel is not None:
+            return None
+        chosen_TK = self.choose_by(logits_TE)
+        return Choice(chosen_TK, to_routing_map(chosen_TK, logits_TE))
+
+    def route(self, logits_TE: Tensor, choice: Choice | None, inputs: RoutingInputs) -> tuple[Tensor, Tensor]:
+        if self.kernel is None:
+            return super().route(logits_TE, choice, inputs)
+        bias_E = inputs.expert_bias_E
+        if bias_E is not None:
+            # the kernel cannot be given a selection, so a recomputed layer gives it the same numbers
+            bias_E = self.cache_fn(bias_E.clone)
+        return self.kernel(logits_TE, expert_bias=bias_E)
+
+    def use_kernel(self, kernel: FusedTopK | None) -> None:
+        self.kernel = None
         if kernel is None or not self.scores.has_kernel:
-            return self
+            return
         scores, groups = self.scores, self.groups
         options = {
             "topk": self.topk,
@@ -74,18 +104,10 @@ class TopKSelection(ScoredSelection):
             "scaling_factor": scores.factor,
             "score_function": scores.function,
         }
-        return FusedSelection(self, partial(kernel, **options), self.cache_fn)
+        self.kernel = partial(kernel, **options)
 
     def margin(self, logits_TE: Tensor, expert_bias_E: Tensor | None) -> Tensor | None:
         return compute_routing_margin(logits_TE, self.topk, self.scores.function, self.groups, expert_bias_E)
-
-
-class LogitSelection(TopKSelection):
-    """The experts of the largest logits, which the balancing losses of a softmax count, too."""
-
-    def preselect(self, logits_TE: Tensor) -> Choice | None:
-        chosen_TK = self.choose_by(logits_TE)
-        return Choice(chosen_TK, to_routing_map(chosen_TK, logits_TE))
 
 
 def score_topk(
