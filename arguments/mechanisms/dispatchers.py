@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from arguments.mechanisms.support import NoEffect, Rejected, Support, check_declares_all
+from arguments.mechanisms.support import Mechanism, NoEffect, Rejected, Support
 from arguments.mechanisms.traffic import (
     ExchangedTokens,
     Traffic,
@@ -50,7 +50,7 @@ class Capability(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dispatcher:
+class Dispatcher(Mechanism[Capability]):
     """Declaration of a dispatcher.
 
     Attributes:
@@ -98,28 +98,12 @@ class Dispatcher:
     sends_filled_slots: bool = False
 
     def __post_init__(self):
-        check_declares_all(f"{self.key} dispatcher", Capability, self.capabilities)
+        self.check_declares_all(Capability)
 
     @property
     def key(self) -> str:
         """Name of its module, in estimates and in the doctor's lines."""
         return self.backend or self.type or "local"
-
-    def supports(self, capability: Capability) -> bool:
-        """Return whether flags that demand a capability act."""
-        return self.capabilities[capability] is True
-
-    def rejects(self, capability: Capability) -> bool:
-        return isinstance(self.capabilities[capability], Rejected)
-
-    def ignores(self, capability: Capability) -> bool:
-        """Return whether flags that demand a capability are accepted and have no effect."""
-        return isinstance(self.capabilities[capability], NoEffect)
-
-    def reason(self, capability: Capability) -> str:
-        """Return why a capability does not act; "" if it does."""
-        support = self.capabilities[capability]
-        return "" if support is True else support.reason
 
     @property
     def dest(self) -> str:
@@ -127,7 +111,7 @@ class Dispatcher:
         return TYPE if self.backend is None else BACKEND
 
     @property
-    def mention(self) -> str:
+    def mention(self) -> str:  # type: ignore[override]  # another attribute, read only
         """The flag that names it, with its value, as a template of Settings.violation."""
         return f"{{{self.dest}:flag}} {self.key}"
 

@@ -95,7 +95,7 @@ def test_every_dispatcher_has_a_module_and_a_value_of_the_flags():
 def test_capability_that_a_declaration_leaves_out_is_an_error():
     declared = dict(ALLTOALL.capabilities)
     del declared[Capability.NUM_SMS]
-    with pytest.raises(TypeError, match="alltoall dispatcher leaves out NUM_SMS"):
+    with pytest.raises(TypeError, match="alltoall leaves out NUM_SMS"):
         replace(ALLTOALL, capabilities=declared)
 
 

@@ -12,6 +12,7 @@ SPARSEMIXER = DeclaredSelection(
     name="SparseMixer",
     mention="{moe_router_sparsemixer_jitter:flag}",
     asked=lambda moe: moe.moe_router_sparsemixer_jitter is not None,
+    asked_by=RoutingCapability.SPARSEMIXER,
     capabilities=MappingProxyType(
         {
             RoutingCapability.PRE_SOFTMAX: _BY_LOGITS,
