@@ -75,6 +75,8 @@ class Dispatcher(Mechanism[Capability]):
         mxfp8_multiple: a token sent in MXFP8 has a multiple of this number of channels.
         needs_flex: its --moe-flex-dispatcher-backend is rejected with another type, as in Megatron-LM, instead of
             having no effect.
+        upstream_needs_ranks: in Megatron-LM it stops at the first forward pass with one expert rank.
+        classes: what else the doctor looks for in `package`: names in its lines, with the class that each needs.
         groups_by_domain: its groups follow --moe-hierarchical-domain-size; within one domain alltoall runs.
     """
 
@@ -93,6 +95,8 @@ class Dispatcher(Mechanism[Capability]):
     default_sms: int | None = None
     mxfp8_multiple: int = 1
     needs_flex: bool = False
+    upstream_needs_ranks: bool = False
+    classes: tuple[tuple[str, str], ...] = ()
     groups_by_domain: bool = False
     sorts_tokens: bool = False
     sends_filled_slots: bool = False
@@ -253,6 +257,8 @@ DEEPEP = Dispatcher(
         }
     ),
     package="deep_ep",
+    classes=(("deepep_v2", "ElasticBuffer"),),
+    upstream_needs_ranks=True,
     probs_dtype="fp32",
     default_sms=20,
     mxfp8_multiple=128,  # one 4-byte scale for these channels
@@ -320,6 +326,7 @@ NCCLEP = Dispatcher(
     compute_capability=9,
     sorts_tokens=True,
     needs_flex=True,
+    upstream_needs_ranks=True,
     sends_copies=False,
     gathers=False,
     traffic=once_per_domain,
@@ -355,7 +362,15 @@ HIERARCHICAL = Dispatcher(
     is_measured=True,
 )
 
-DISPATCHERS = (LOCAL, ALLGATHER, ALLTOALL, DEEPEP, HYBRIDEP, NCCLEP, HIERARCHICAL)
+DISPATCHERS = (
+    LOCAL,
+    ALLGATHER,
+    ALLTOALL,
+    DEEPEP,
+    HYBRIDEP,
+    NCCLEP,
+    HIERARCHICAL,
+)
 SELECTABLE = tuple(dispatcher for dispatcher in DISPATCHERS if dispatcher.type is not None)
 """Those that flags select."""
 TYPES = tuple(dict.fromkeys(str(dispatcher.type) for dispatcher in SELECTABLE))
