@@ -13,7 +13,9 @@ from arguments.mechanisms.selections import BALANCING_KINDS
 from arguments.schema import flag, layer_pattern
 
 if TYPE_CHECKING:
-    BalancingType = DispatcherType = FlexBackend = str
+    BalancingType = str
+    DispatcherType = str
+    FlexBackend = str
 else:
     BalancingType, DispatcherType, FlexBackend = Literal[BALANCING_KINDS], Literal[TYPES], Literal[tuple(BACKENDS)]
 

@@ -44,9 +44,9 @@ REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm
 LIBRARIES = tuple(dispatcher for dispatcher in DISPATCHERS if dispatcher.package is not None)
 """Dispatchers that need one."""
 NAMES = (
-    *"python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex".split(),
-    *(name for dispatcher in LIBRARIES for name in (dispatcher.key, *dict(dispatcher.classes))),
-    *"triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm".split(),
+    *tuple("python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex".split()),
+    *tuple(name for dispatcher in LIBRARIES for name in (dispatcher.key, *dict(dispatcher.classes))),
+    *tuple("triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm".split()),
 )
 PACKAGES = (  # distribution, module, effect of its absence
     ("numpy", "numpy", "nothing runs"),
@@ -170,7 +170,7 @@ def find_dispatch_libraries() -> list[Finding]:
     cost = "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line"
     found: list[Finding] = []
     for dispatcher in LIBRARIES:
-        library, version = load_module(dispatcher), _version(dispatcher.package)
+        library, version = load_module(dispatcher), _version(str(dispatcher.package))
         loss = f"as {LIBRARIES[0].key}" if found else f"{cost} (--on-missing-backend)"
         found.append(Finding(dispatcher.key, version, library.problem(), loss, library.INSTALL))
         for name, needed in dispatcher.classes:
