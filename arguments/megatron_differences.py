@@ -9,7 +9,7 @@ The functions do the nearest equivalent thing and note it.
 
 from dataclasses import dataclass
 
-from arguments.mechanisms.dispatchers import FLEX, TYPE, get_dispatcher
+from arguments.mechanisms.dispatchers import FLEX, SELECTABLE, TYPE, get_dispatcher
 from arguments.rules.derived_sizes import DerivedSizes, positive, quotient, uneven_ends
 from arguments.settings import Settings
 
@@ -102,7 +102,9 @@ MORE_PERMISSIVE = (
     ),
     Difference(
         "flex_without_expert_ranks",
-        "stops at the first forward pass when deepep or ncclep is asked for and there is one expert rank",
+        "stops at the first forward pass when "
+        f"{' or '.join(each.key for each in SELECTABLE if each.upstream_needs_ranks)} is asked for and there is one "
+        "expert rank",
         "permutes locally: there is nothing to send",
         "a recipe must be runnable on one GPU for a smoke test",
     ),

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
+from arguments.mechanisms.dispatchers import BACKENDS, TYPES
 from arguments.mechanisms.selections import BALANCING_KINDS
 from arguments.schema import flag, layer_pattern
 
 if TYPE_CHECKING:
     BalancingType = str
+    DispatcherType = str
+    FlexBackend = str
 else:
-    BalancingType = Literal[BALANCING_KINDS]
+    BalancingType, DispatcherType, FlexBackend = Literal[BALANCING_KINDS], Literal[TYPES], Literal[tuple(BACKENDS)]
 
 
 class ExpertGrid(NamedTuple):
@@ -198,11 +201,11 @@ class MoEArgs:
     drops, bias drift, tokens between expert-parallel ranks) to metrics.jsonl and the dashboard."""
 
     # ---- dispatch
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag(
+    moe_token_dispatcher_type: DispatcherType = flag(
         "allgather", restore="capacity", needs="num_experts", role="method"
     )
     """Method of sending tokens to the ranks that hold their experts: gather all, all-to-all, or a library (flex)."""
-    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep", "hierarchical"] = flag(
+    moe_flex_dispatcher_backend: FlexBackend = flag(
         "deepep", restore="never", needs="moe_token_dispatcher_type=flex", role="method"
     )
     """Communication library of --moe-token-dispatcher-type flex. hierarchical, of this program, needs none: it sends a
@@ -253,13 +256,11 @@ class MoEArgs:
     moe_dispatch_fwd_dtype: Literal["bf16", "mxfp8"] = flag(
         "bf16", restore="never", needs="num_experts", role="quantization"
     )
-    """Format in which tokens are sent in the forward dispatch (Megatron-LM: ncclep; here also alltoall and flex with
-    deepep or hybridep)."""
+    """Format in which tokens are sent in the forward dispatch by alltoall and flex with deepep or hybridep."""
     moe_combine_bwd_dtype: Literal["bf16", "mxfp8"] = flag(
         "bf16", restore="never", needs="num_experts", role="quantization"
     )
-    """Format in which gradients are sent in the backward of combine (Megatron-LM: ncclep; here also alltoall and flex
-    with deepep or hybridep)."""
+    """Format in which gradients are sent in the backward of combine by alltoall and flex with deepep or hybridep."""
     moe_permute_fusion: bool = flag(False, restore="never", needs="num_experts")
     """Use fused kernels for the permutation of tokens."""
     moe_router_fusion: bool = flag(False, restore="never", needs="num_experts")

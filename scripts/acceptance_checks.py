@@ -352,9 +352,11 @@ def graphs() -> Iterator[tuple[str, Check]]:
 def dispatchers() -> Iterator[tuple[str, Check]]:
     """Dispatchers with experts on 2, 4 and 8 GPUs."""
     import torch
-    from gpu.test_flex_parity import KINDS, library_problem, one_rank
+    from gpu.test_flex_parity import library_problem, one_rank
     from gpu.test_one_device import NEAR
     from training.layouts import make_argv
+
+    from arguments.mechanisms.dispatchers import BACKENDS
 
     num_gpus = torch.cuda.device_count()
 
@@ -373,11 +375,11 @@ def dispatchers() -> Iterator[tuple[str, Check]]:
     def check(name: str, ranks: int) -> str:
         if ranks > num_gpus:
             raise NotMeasuredError(f"{ranks} GPUs are needed, {num_gpus} available")
-        detail = flex(name, ranks) if name in KINDS else plain(name, ranks)
+        detail = flex(name, ranks) if name in BACKENDS else plain(name, ranks)
         return f"{detail} (with gloo instead of NCCL)" if is_emulated() else detail
 
     for ranks in (2, 4, 8):
-        for name in ("alltoall", "allgather", *KINDS):
+        for name in ("alltoall", "allgather", *BACKENDS):
             yield f"{name}, {ranks} GPUs", lambda name=name, ranks=ranks: check(name, ranks)
 
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from arguments.mechanisms.dispatchers import HYBRIDEP, SELECTABLE
 from arguments.parse import resolve_command_line
 from moe_trainer.exit_codes import ExitCode
 from scripts.proof_record import ProofRecord
@@ -53,6 +54,7 @@ class Feature(NamedTuple):
 DROPLESS = "--moe-expert-rank-capacity-factor 4"
 FULL = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
+DOMAINS = ("--moe-hierarchical-domain-size", "1")
 DISPATCHER = re.compile(r"--moe-token-dispatcher-type (flex --moe-flex-dispatcher-backend )?\w+")
 FEATURES = MappingProxyType(
     {
@@ -74,12 +76,10 @@ FEATURES = MappingProxyType(
             "graphs", f"{FULL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
         ),
         "graph, dropless": Feature("graphs", f"{FULL} {FLEX} hybridep {DROPLESS}"),
-        "allgather": Feature("dispatcher", "--moe-token-dispatcher-type allgather"),
-        "alltoall": Feature("dispatcher", "--moe-token-dispatcher-type alltoall"),
-        "DeepEP": Feature("dispatcher", f"{FLEX} deepep"),
-        "HybridEP": Feature("dispatcher", f"{FLEX} hybridep"),
-        "NCCL EP": Feature("dispatcher", f"{FLEX} ncclep"),
-        "hierarchical": Feature("dispatcher", f"{FLEX} hierarchical --moe-hierarchical-domain-size 1"),
+        **{
+            each.name: Feature("dispatcher", " ".join([*each.words, *(DOMAINS if each.groups_by_domain else ())]))
+            for each in SELECTABLE
+        },
         "FSDP": Feature(
             "", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
         ),
@@ -93,12 +93,7 @@ FEATURES = MappingProxyType(
 
 
 LIBRARIES = MappingProxyType(
-    {
-        "stash": "HybridEPDispatcher",
-        "DeepEP": "DeepEPDispatcher",
-        "HybridEP": "HybridEPDispatcher",
-        "NCCL EP": "NcclEPDispatcher",
-    }
+    {"stash": HYBRIDEP.key} | {each.name: each.key for each in SELECTABLE if each.package is not None}
 )
 """Features that need a library, and the dispatcher that they have with it."""
 WITHOUT_GRAPH = MappingProxyType({"graph, padded": "padded", "graph, dropless": "dropless"})

@@ -10,15 +10,21 @@ a run, docs/img/recorded_checks.json the rows of a replay, the cases of a proof,
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from arguments.mechanisms.dispatchers import SELECTABLE, Capability, Dispatcher
+from arguments.container import OPTIONS
+from arguments.mechanisms.dispatchers import SELECTABLE, Capability
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.support import Mechanism, Rejected, Support
 from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.pair_matrix import pair_matrix
@@ -211,23 +217,57 @@ def training_step() -> str:
     return picture.svg()
 
 
-def dispatcher_table() -> str:
-    """Return which flags act with which dispatcher, and why others do not, as Markdown."""
+class Kind(NamedTuple):
+    """Mechanisms of one kind, which declare the same capabilities."""
+
+    heading: str
+    mechanisms: Sequence[Mechanism]
+    capabilities: type[Enum]
+
+
+KINDS = (
+    Kind("Token dispatchers", SELECTABLE, Capability),
+    Kind("Selections of experts", SELECTIONS, RoutingCapability),
+)
+
+
+def capability_tables() -> str:
+    """Return which flags act with which mechanism, and why others do not, as Markdown."""
+    return "\n\n".join(f"## {kind.heading}\n\n{capability_table(kind)}" for kind in KINDS)
+
+
+def capability_table(kind: Kind) -> str:
     reasons: dict[str, int] = {}
 
-    def cell(dispatcher: Dispatcher, capability: Capability) -> str:
-        if dispatcher.supports(capability):
+    def cell(mechanism: Mechanism, capability: Enum) -> str:
+        support = support_of(kind, mechanism, capability)
+        if support is True:
             return "yes"
-        number = reasons.setdefault(dispatcher.reason(capability), len(reasons) + 1)
-        return f"{'rejected' if dispatcher.rejects(capability) else 'no effect'} ({number})"
+        number = reasons.setdefault(support.reason, len(reasons) + 1)
+        return f"{'rejected' if isinstance(support, Rejected) else 'no effect'} ({number})"
 
-    columns = ("", *(f"`{each.key}`" for each in SELECTABLE))
-    rows = [(capability.value, *(cell(each, capability) for each in SELECTABLE)) for capability in Capability]
-    lines = markdown_table(columns, rows)
+    columns = ("", *(each.name for each in kind.mechanisms))
+    selecting = ("selected by", *(f"`{with_flags(each.mention)}`" for each in kind.mechanisms))
+    rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
+    lines = markdown_table(columns, [selecting, *rows])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
 
 
-TABLES: dict[str, tuple[Path, Callable[[], str]]] = {"dispatchers": (ROOT / "docs/parallelism.md", dispatcher_table)}
+def support_of(kind: Kind, mechanism: Mechanism, capability: Enum) -> Support:
+    """Return what a mechanism says of a capability, or what the one that it asks for says of the mechanism."""
+    own = mechanism.capabilities[capability]
+    other = next((each for each in kind.mechanisms if each.asked_by is capability), mechanism)
+    if own is True and mechanism.asked_by is not None and other.rejects(mechanism.asked_by):
+        return other.capabilities[mechanism.asked_by]
+    return own
+
+
+def with_flags(template: str) -> str:
+    """Return a template of Settings.violation with the spellings of its flags."""
+    return re.sub(r"\{(\w+)(:flag)?\}", lambda found: OPTIONS[found[1]].spellings[0], template)
+
+
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {"capabilities": (ROOT / "docs/capabilities.md", capability_tables)}
 """Tables by the name between their marks, with the page that has them."""
 
 

@@ -49,8 +49,8 @@ Sections whose lines run side by side, as many processes as there are cores and 
   waits         training steps under torch.cuda.set_sync_debug_mode("error"), except documented waits
   races         short trainings under the stream sanitizer of torch (torch.cuda._sanitizer)
   tests         tests/gpu, one pytest process per test function
-  dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, DeepEP, HybridEP,
-                hierarchical and NCCL EP against alltoall
+  dispatchers   experts on 2, 4 and 8 GPUs: alltoall and allgather against one process, the others against
+                alltoall
 Sections that measure times; each runs alone, after those above:
   benchmark     scripts/bench_gpu.py: slices of large models; transformers and torchtitan if installed
   kernel_times  every Triton kernel against torch: time

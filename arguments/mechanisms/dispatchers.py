@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from arguments.mechanisms.support import NoEffect, Rejected, Support, check_declares_all
+from arguments.mechanisms.support import Mechanism, NoEffect, Rejected, Support
 from arguments.mechanisms.traffic import (
     ExchangedTokens,
     Traffic,
@@ -50,7 +50,7 @@ class Capability(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dispatcher:
+class Dispatcher(Mechanism[Capability]):
     """Declaration of a dispatcher.
 
     Attributes:
@@ -75,6 +75,8 @@ class Dispatcher:
         mxfp8_multiple: a token sent in MXFP8 has a multiple of this number of channels.
         needs_flex: its --moe-flex-dispatcher-backend is rejected with another type, as in Megatron-LM, instead of
             having no effect.
+        upstream_needs_ranks: in Megatron-LM it stops at the first forward pass with one expert rank.
+        classes: what else the doctor looks for in `package`: names in its lines, with the class that each needs.
         groups_by_domain: its groups follow --moe-hierarchical-domain-size; within one domain alltoall runs.
     """
 
@@ -93,33 +95,19 @@ class Dispatcher:
     default_sms: int | None = None
     mxfp8_multiple: int = 1
     needs_flex: bool = False
+    upstream_needs_ranks: bool = False
+    classes: tuple[tuple[str, str], ...] = ()
     groups_by_domain: bool = False
     sorts_tokens: bool = False
     sends_filled_slots: bool = False
 
     def __post_init__(self):
-        check_declares_all(f"{self.key} dispatcher", Capability, self.capabilities)
+        self.check_declares_all(Capability)
 
     @property
     def key(self) -> str:
         """Name of its module, in estimates and in the doctor's lines."""
         return self.backend or self.type or "local"
-
-    def supports(self, capability: Capability) -> bool:
-        """Return whether flags that demand a capability act."""
-        return self.capabilities[capability] is True
-
-    def rejects(self, capability: Capability) -> bool:
-        return isinstance(self.capabilities[capability], Rejected)
-
-    def ignores(self, capability: Capability) -> bool:
-        """Return whether flags that demand a capability are accepted and have no effect."""
-        return isinstance(self.capabilities[capability], NoEffect)
-
-    def reason(self, capability: Capability) -> str:
-        """Return why a capability does not act; "" if it does."""
-        support = self.capabilities[capability]
-        return "" if support is True else support.reason
 
     @property
     def dest(self) -> str:
@@ -127,7 +115,7 @@ class Dispatcher:
         return TYPE if self.backend is None else BACKEND
 
     @property
-    def mention(self) -> str:
+    def mention(self) -> str:  # type: ignore[override]  # another attribute, read only
         """The flag that names it, with its value, as a template of Settings.violation."""
         return f"{{{self.dest}:flag}} {self.key}"
 
@@ -269,6 +257,8 @@ DEEPEP = Dispatcher(
         }
     ),
     package="deep_ep",
+    classes=(("deepep_v2", "ElasticBuffer"),),
+    upstream_needs_ranks=True,
     probs_dtype="fp32",
     default_sms=20,
     mxfp8_multiple=128,  # one 4-byte scale for these channels
@@ -336,6 +326,7 @@ NCCLEP = Dispatcher(
     compute_capability=9,
     sorts_tokens=True,
     needs_flex=True,
+    upstream_needs_ranks=True,
     sends_copies=False,
     gathers=False,
     traffic=once_per_domain,
@@ -371,7 +362,15 @@ HIERARCHICAL = Dispatcher(
     is_measured=True,
 )
 
-DISPATCHERS = (LOCAL, ALLGATHER, ALLTOALL, DEEPEP, HYBRIDEP, NCCLEP, HIERARCHICAL)
+DISPATCHERS = (
+    LOCAL,
+    ALLGATHER,
+    ALLTOALL,
+    DEEPEP,
+    HYBRIDEP,
+    NCCLEP,
+    HIERARCHICAL,
+)
 SELECTABLE = tuple(dispatcher for dispatcher in DISPATCHERS if dispatcher.type is not None)
 """Those that flags select."""
 TYPES = tuple(dict.fromkeys(str(dispatcher.type) for dispatcher in SELECTABLE))

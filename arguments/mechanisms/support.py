@@ -1,9 +1,9 @@
 """Whether a mechanism has what a flag demands, and why not."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,45 @@ class NoEffect:
 Support = Literal[True] | Rejected | NoEffect
 
 
-def check_declares_all(owner: str, capabilities: type[Enum], declared: Collection[Enum]) -> None:
-    """Check that a declaration says of every capability whether it acts.
+C = TypeVar("C", bound=Enum)
 
-    Raises:
-        TypeError: it leaves some out.
+
+class Mechanism(Generic[C]):
+    """What declarations of all kinds of mechanisms have.
+
+    Attributes:
+        name: name in messages and in the manual.
+        mention: the flag that asks for it, with its value, as a template of Settings.violation.
+        capabilities: for each whether it acts, or why not.
+        asked_by: the capability of others that flags demand when they ask for it, which is then up to both.
     """
-    if missing := [each.name for each in capabilities if each not in declared]:
-        raise TypeError(f"the declaration of the {owner} leaves out {', '.join(missing)}")
+
+    name: str
+    mention: str
+    capabilities: Mapping[C, Support]
+    asked_by: C | None = None
+
+    def check_declares_all(self, capabilities: type[C]) -> None:
+        """Check that it says of every capability whether it acts.
+
+        Raises:
+            TypeError: it leaves some out.
+        """
+        if missing := [each.name for each in capabilities if each not in self.capabilities]:
+            raise TypeError(f"the declaration of {self.name} leaves out {', '.join(missing)}")
+
+    def supports(self, capability: C) -> bool:
+        """Return whether flags that demand a capability act."""
+        return self.capabilities[capability] is True
+
+    def rejects(self, capability: C) -> bool:
+        return isinstance(self.capabilities[capability], Rejected)
+
+    def ignores(self, capability: C) -> bool:
+        """Return whether flags that demand a capability are accepted and have no effect."""
+        return isinstance(self.capabilities[capability], NoEffect)
+
+    def reason(self, capability: C) -> str:
+        """Return why a capability does not act; "" if it does."""
+        support = self.capabilities[capability]
+        return "" if support is True else support.reason

@@ -8,8 +8,8 @@ python scripts/doctor.py --json
 """
 
 # Libraries are checked by the functions by which a run chooses them (layers/te.py, optim/apex.py,
-# moe/dispatch/deepep.py, hybridep.py, ncclep.py), so the result is what a run does with --on-missing-backend. Every
-# rank checks its own node.
+# the modules of moe/dispatch), so the result is what a run does with --on-missing-backend. Every rank checks its own
+# node.
 # The self-test runs the collectives of moe_trainer/parallel on all ranks and compares every result. It comes first,
 # because forking after a library has initialized the GPU fails. A collective that hangs is reported by a timer.
 
@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from arguments.mechanisms.dispatchers import DISPATCHERS
 from arguments.program import program_name
 from moe_trainer.backends import import_problem, nccl_version
 from moe_trainer.commands.command_parser import make_command_parser
@@ -40,11 +41,12 @@ if TYPE_CHECKING:  # it imports torch, which may be what is missing
 TESTED = MappingProxyType({"python": ((3, 10), (3, 12)), "torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 8))})
 """Oldest and newest release that the test suite was run with: docs/test_suite.md, "Versions"."""
 REQUIRED = frozenset({"python", "torch", "numpy", "PyYAML", "safetensors", "tqdm", "gloo"})
-NAMES = tuple(
-    (
-        "python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex deepep deepep_v2 hybridep "
-        "ncclep triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm"
-    ).split()
+LIBRARIES = tuple(dispatcher for dispatcher in DISPATCHERS if dispatcher.package is not None)
+"""Dispatchers that need one."""
+NAMES = (
+    *tuple("python torch numpy PyYAML safetensors tqdm gloo cuda nccl transformer_engine apex".split()),
+    *tuple(name for dispatcher in LIBRARIES for name in (dispatcher.key, *dict(dispatcher.classes))),
+    *tuple("triton sentencepiece tokenizers transformers tiktoken tensorboard wandb slurm".split()),
 )
 PACKAGES = (  # distribution, module, effect of its absence
     ("numpy", "numpy", "nothing runs"),
@@ -161,22 +163,19 @@ def find_apex() -> Finding:
     return Finding("apex", _version("apex"), apex.problem(), cost, apex.INSTALL)
 
 
-def find_deep_ep() -> list[Finding]:
-    """Check both versions of DeepEP and HybridEP, which share one package name, and NCCL EP of TransformerEngine."""
-    from arguments.mechanisms.dispatchers import BACKENDS, DEEPEP
+def find_dispatch_libraries() -> list[Finding]:
+    """Check the libraries of dispatchers, of which several share one package name."""
     from moe_trainer.moe.dispatch.select import load_module
 
     cost = "--moe-token-dispatcher-type flex falls back to alltoall, or is an error if given on the command line"
-    cost_v2 = "version 1 is used if it is what is installed; else as deepep"
     found: list[Finding] = []
-    for name, dispatcher in BACKENDS.items():
-        if dispatcher.package is None:
-            continue
-        library, version = load_module(dispatcher), _version(dispatcher.package)
-        loss = "as deepep" if found else f"{cost} (--on-missing-backend)"
-        found.append(Finding(name, version, library.problem(), loss, library.INSTALL))
-        if dispatcher is DEEPEP:
-            found.append(Finding("deepep_v2", version, library.problem("ElasticBuffer"), cost_v2))
+    for dispatcher in LIBRARIES:
+        library, version = load_module(dispatcher), _version(str(dispatcher.package))
+        loss = f"as {LIBRARIES[0].key}" if found else f"{cost} (--on-missing-backend)"
+        found.append(Finding(dispatcher.key, version, library.problem(), loss, library.INSTALL))
+        for name, needed in dispatcher.classes:
+            other = f"another version is used if it is what is installed; else as {dispatcher.key}"
+            found.append(Finding(name, version, library.problem(needed), other))
     return found
 
 
@@ -209,7 +208,7 @@ def collect_environment() -> list[Finding]:
         find_slurm(),
     ]
     if findings[1].problem is None or findings[1].version is not None:
-        findings += [find_te(), find_apex(), *find_deep_ep()]
+        findings += [find_te(), find_apex(), *find_dispatch_libraries()]
     return sorted(findings, key=lambda finding: NAMES.index(finding.name))
 
 

@@ -3,7 +3,6 @@
 Everything that can be shown without them is in tests/moe/test_flex.py; this is the rest: that the libraries mean what the stand-in means.
 """
 
-import importlib
 import os
 import tempfile
 
@@ -13,28 +12,19 @@ import torch.distributed as dist
 import torch.multiprocessing
 from moe.layers import build_shard, sections
 
+from arguments.mechanisms.dispatchers import BACKENDS
 from moe_trainer.backends import BackendPolicy
-from moe_trainer.moe.dispatch.deepep import DeepEPDispatcher
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec
-from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
-from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
-from moe_trainer.moe.dispatch.ncclep import NcclEPDispatcher
-from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher
+from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, load_module
 from moe_trainer.parallel.state import ParallelState
 
 HIDDEN, TOKENS, RANKS = 512, 64, 2
-KINDS = {
-    "deepep": DeepEPDispatcher,
-    "hybridep": HybridEPDispatcher,
-    "hierarchical": HierarchicalDispatcher,
-    "ncclep": NcclEPDispatcher,
-}
 
 
 def library_problem(backend: str) -> str | None:
-    """Why the library of a backend cannot be used; hierarchical has none."""
-    module = importlib.import_module(f"moe_trainer.moe.dispatch.{backend}")
-    return None if backend == "hierarchical" else module.problem()
+    """Why the library of a backend cannot be used; None if it has none."""
+    declaration = BACKENDS[backend]
+    return None if declaration.package is None else load_module(declaration).problem()
 
 
 def by_expert(rows: torch.Tensor, counts: list[int]) -> list[list]:
@@ -65,7 +55,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
     layer = build_shard(args, ps, torch.bfloat16).to(device)
     rows = DispatchBufferSpec(HIDDEN, TOKENS, torch.bfloat16, device)
     flex = build_dispatcher(args.moe, ps, rows, BackendPolicy("error", cuda=True))
-    assert type(flex) is KINDS[backend]
+    assert flex.declaration is BACKENDS[backend]
     plain = build_dispatcher(sections(moe_token_dispatcher_type="alltoall").moe, ps)
     results = []
     for dispatcher in (plain, flex):
@@ -93,7 +83,7 @@ def one_rank(rank: int, folder: str, backend: str, topk: int, ranks: int = RANKS
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("topk", [2, 4])
-@pytest.mark.parametrize("backend", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_flex_dispatcher_equals_alltoall_on_two_gpus(backend, topk):
     if problem := library_problem(backend):
         pytest.skip(problem)

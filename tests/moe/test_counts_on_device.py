@@ -10,7 +10,7 @@ import torch
 from harness import run_ranks
 from moe.fake_deep_ep import HYBRID_EP
 from moe.layers import HIDDEN, build_shard, sections
-from moe.test_flex import flex_dispatcher
+from moe.test_flex import StandIn, flex_dispatcher
 from moe.test_receive_buffer import KINDS, run_passes
 from training.layouts import create_groups, make_argv, shallow
 
@@ -32,8 +32,6 @@ from moe_trainer.verification import training_trace
 
 RECORDED = {"github hybrid-ep": HYBRID_EP}
 FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
-NCCLEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend ncclep"
-ZERO_COPY = "--moe-ncclep-zero-copy"
 FUSED = "--moe-permute-fusion-into-hybridep"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PAD = "--moe-hybridep-pad-uneven-dispatch-inputs"
@@ -113,9 +111,9 @@ def train(
     small: tuple[int, ...] = (),
     kind: str = "deepseek",
     watched: bool = False,
-    library: bool = True,
+    library: str | StandIn | None = "HybridEP",
 ) -> dict:
-    """Train three steps over the stand-in, or without it: then the all-to-all replaces HybridEP. On four ranks two microbatches.
+    """Train three steps over a stand-in, or without one: then the all-to-all replaces the library. On four ranks two microbatches.
 
     small: at the second step the first MoE layer of these ranks has space for hardly any row. watched: by an observer.
     """
@@ -135,13 +133,13 @@ def train(
     if "flex" in argv and library:
         build.build_dispatcher = lambda moe, ps, rows, *_: flex_dispatcher(
             RECORDED,
-            "NCCL EP" if "ncclep" in argv else "HybridEP",
+            library,
             ps,
             max_tokens=rows.max_tokens,
-            moe_ncclep_zero_copy=ZERO_COPY in argv,
             moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv,
             moe_permute_fusion_into_hybridep=FUSED in argv,
             moe_clone_hot_experts=moe.moe_clone_hot_experts,
+            **{dest: getattr(moe, dest) for dest in (library.flags if isinstance(library, StandIn) else ())},
         )[0]
     attempt, train_step, forward = step.forward_backward_reduce, training_trace.train_step, Experts.forward
 
@@ -217,12 +215,13 @@ def assert_equal(one: dict, other: dict, tolerance: float = 0.0) -> None:
         torch.testing.assert_close(weight, other["weights"][name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("flex", "recompute"),
-    [*((FLEX, how) for how in RECOMPUTE), (NCCLEP, RECOMPUTE[1]), (f"{NCCLEP} {ZERO_COPY}", RECOMPUTE[2])],
-)
-def test_device_counts_give_the_results_of_all_to_all(flex, recompute):
-    ours = trained(2, f"{flex} --moe-expert-rank-capacity-factor 3 {recompute}")
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_device_counts_give_the_results_of_all_to_all(recompute):
+    check_device_counts(f"{FLEX} --moe-expert-rank-capacity-factor 3 {recompute}")
+
+
+def check_device_counts(flags, library="HybridEP"):
+    ours = trained(2, flags, (), "deepseek", False, library)
     for result in ours:
         assert result["counts"] == {torch.Tensor} and result["attempts"] == [False] * 3 and not result["log_lines"]
     assert_equal(trained(2, ALL_TO_ALL)[0], ours[0], 1e-5)
@@ -233,18 +232,21 @@ BLOCKWISE = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
 
 
 @pytest.mark.parametrize(
-    ("flex", "library", "more"),
+    ("library", "more"),
     [
-        (FLEX, True, RECOMPUTE[1]),
-        (FLEX, False, DROPOUT),
-        (NCCLEP, True, RECOMPUTE[2]),
-        (FLEX, True, BLOCKWISE),
-        (FLEX, True, "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer"),
+        ("HybridEP", RECOMPUTE[1]),
+        (None, DROPOUT),
+        ("HybridEP", BLOCKWISE),
+        ("HybridEP", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer"),
     ],
-    ids=["HybridEP", "all-to-all", "NCCL EP", "HybridEP, fp8", "HybridEP, MXFP8 with gathered weights"],
+    ids=["HybridEP", "all-to-all", "HybridEP, fp8", "HybridEP, MXFP8 with gathered weights"],
 )
-def test_clones_are_planned_without_the_host(flex, library, more):
+def test_clones_are_planned_without_the_host(library, more):
     """Equal to training without clones (in fp8 other blocks of tokens share scales), and the host reads nothing."""
+    check_clones(FLEX, library, more)
+
+
+def check_clones(flex, library, more):
     flags = f"{flex} --moe-expert-rank-capacity-factor 3 {more}"
     ours = trained(2, f"{flags} {CLONES}", (), "deepseek", False, library)
     for result in ours:
@@ -351,19 +353,6 @@ def test_iteration_with_lost_rows_is_repeated_exactly(ranks, flags, more, small)
     assert "grew from 0.1 to " in line, "the factor that was in force"
 
 
-def test_nccl_ep_iteration_with_lost_rows_is_repeated_exactly():
-    """Its buffer has a minimum, which is too small for the fullest rank; the repeated iteration raises it for all ranks."""
-    enough, tight = (
-        trained(2, f"{NCCLEP} --moe-expert-rank-capacity-factor {factor} {RECOMPUTE[1]}") for factor in (3, 0.3)
-    )
-    for rank, result in enumerate(tight):
-        assert enough[rank]["attempts"] == [False] * 3
-        assert result["attempts"][:3] == [False, True, False], "the first iteration is repeated, the second is not"
-        for name in ("losses", "norms", "evaluation"):
-            assert result[name] == enough[rank][name], name
-    assert_equal(enough[0], tight[0])
-
-
 def test_capacity_factor_named_in_the_log_suffices():
     tight = f"{FLEX} --moe-expert-rank-capacity-factor 0.3"
     results = trained(2, tight)
@@ -394,7 +383,7 @@ def test_all_to_all_without_host_counts_loses_no_token(ranks, flags, small):
     # recomputed values have the same bits
     plain = trained(ranks, ALL_TO_ALL if DROPOUT in flags else f"--moe-token-dispatcher-type alltoall {flags}")
     command = f"{FLEX} --moe-expert-rank-capacity-factor 3 {flags}"
-    results = trained(ranks, command, small, "deepseek", False, False)
+    results = trained(ranks, command, small, "deepseek", False, None)
     for ours, theirs in zip(results, plain, strict=True):
         assert ours["attempts"] == [False, False, True, False] and ours["counts"] <= {torch.Tensor, list}
         assert_equal(ours, theirs)

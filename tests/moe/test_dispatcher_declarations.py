@@ -92,7 +92,7 @@ def test_every_dispatcher_has_a_module_and_a_value_of_the_flags():
 def test_capability_that_a_declaration_leaves_out_is_an_error():
     declared = dict(ALLTOALL.capabilities)
     del declared[Capability.NUM_SMS]
-    with pytest.raises(TypeError, match="alltoall dispatcher leaves out NUM_SMS"):
+    with pytest.raises(TypeError, match="alltoall leaves out NUM_SMS"):
         replace(ALLTOALL, capabilities=declared)
 
 
@@ -125,10 +125,9 @@ def test_rows_of_experts_are_as_wide_in_the_plan_as_the_declaration_says(monkeyp
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """The sources by links, with a further dispatcher in three files."""
+    """The sources by links, with a further dispatcher in two files."""
     root = tmp_path_factory.mktemp("tree")
     new = {
-        "arguments/moe.py": lambda text: text.replace('Literal["allgather",', 'Literal["toy", "allgather",', 1),
         "arguments/mechanisms/dispatchers.py": lambda text: text.replace("\nDISPATCHERS = (", DECLARATION, 1),
         "moe_trainer/moe/dispatch/toy.py": lambda _text: MODULE,
     }

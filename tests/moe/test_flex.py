@@ -4,14 +4,15 @@ import importlib.machinery
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from harness import run_ranks
-from moe import fake_te_ep
 from moe.fake_deep_ep import Signatures, make_hybrid, make_v1, make_v2
 from moe.layers import HIDDEN, build_shard, sections
 from training.layouts import compare, make_argv, shallow, train
@@ -20,13 +21,11 @@ from moe_trainer import backends
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
-from moe_trainer.moe.dispatch import deepep, hybridep, ncclep
+from moe_trainer.moe.dispatch import deepep
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
-from moe_trainer.moe.dispatch.base import DispatchHints
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings
 from moe_trainer.moe.dispatch.local import LocalDispatcher
 from moe_trainer.moe.dispatch.select import build_dispatcher
-from moe_trainer.moe.receive_buffer import ReceiveBudget
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import Group, ParallelState
 
@@ -39,7 +38,21 @@ VERSIONS = {
     "HybridEP": ("github hybrid-ep", "deep_ep.hybrid_ep_buffer.HybridEPBuffer"),
 }
 
-LIBRARIES = ("DeepEP 1.0", "DeepEP 2", "HybridEP", "NCCL EP")
+LIBRARIES = ("DeepEP 1.0", "DeepEP 2", "HybridEP")
+
+
+class StandIn(NamedTuple):
+    """Another library than deep_ep.
+
+    Attributes:
+        backend: value of --moe-flex-dispatcher-backend.
+        install: makes the library what this process imports.
+        flags: destinations of flags of this backend alone.
+    """
+
+    backend: str
+    install: Callable[[], Signatures]
+    flags: tuple[str, ...] = ()
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +77,8 @@ def make_fake_deep_ep(recorded: dict, version: str) -> tuple[ModuleType, Signatu
 
 def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
     """Made by the chooser, as on a CUDA device where that version is installed."""
-    if version == "NCCL EP":
-        backend, signatures = "ncclep", fake_te_ep.install()
+    if isinstance(version, StandIn):
+        backend, signatures = version.backend, version.install()
     else:
         module, signatures = make_fake_deep_ep(recorded, version)
         sys.modules["deep_ep"] = module
@@ -80,12 +93,7 @@ def flex_dispatcher(recorded, version, ps, max_tokens=50, **changes):
         backends, "nccl_version", return_value=None
     ):  # a CUDA build of torch brings one, perhaps old
         made = build_dispatcher(moe, ps, rows, policy)
-    classes = {
-        "deepep": deepep.DeepEPDispatcher,
-        "hybridep": hybridep.HybridEPDispatcher,
-        "ncclep": ncclep.NcclEPDispatcher,
-    }
-    assert type(made) is classes[backend]
+    assert made.declaration.key == backend
     return made, signatures
 
 
@@ -139,6 +147,10 @@ def _run_alltoall_and_flex(rank, n, recorded, version, cases, dtype):
     return results
 
 
+EMPTY = ("nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "no tokens")
+UNEVEN = ((5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0))
+
+
 def assert_same(n, recorded, version, cases, dtype=torch.float32, tolerance=1e-6, sums_exact=True):
     for rank in run_ranks(_run_alltoall_and_flex, n, recorded, version, cases, dtype):
         for (topk, *_), pair in zip(cases, rank, strict=True):
@@ -160,9 +172,7 @@ def assert_same_pair(plain, flex, tolerance, sums_exact):
                 )
 
 
-@pytest.mark.parametrize(
-    ("version", "n"), [(version, 4 if version in LIBRARIES else 2) for version in (*VERSIONS, "NCCL EP")]
-)
+@pytest.mark.parametrize(("version", "n"), [(version, 4 if version in LIBRARIES else 2) for version in VERSIONS])
 def test_flex_rows_equal_all_to_all_bitwise(recorded, version, n):
     """At top-k up to 2 the combined rows and all gradients too; beyond, within 1e-6: a token's results are added rank by rank."""
     assert_same(n, recorded, version, [(topk, "plain", (6,) * n) for topk in (1, 2, 4)])
@@ -170,19 +180,13 @@ def test_flex_rows_equal_all_to_all_bitwise(recorded, version, n):
 
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_flex_with_empty_ranks_and_dropped_tokens(recorded, version):
-    kinds = ("nothing for the last rank", "all to one expert", "an expert without tokens", "drops", "no tokens")
-    assert_same(2, recorded, version, [(2, kind, (6, 6)) for kind in kinds])
+    assert_same(2, recorded, version, [(2, kind, (6, 6)) for kind in EMPTY])
 
 
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_flex_with_uneven_token_counts(recorded, version):
     """HybridEP needs equal numbers: its option fills up, or it would hang (modelscope/ms-swift issue 8393)."""
-    assert_same(
-        4,
-        recorded,
-        version,
-        [(2, "plain", sizes) for sizes in ((5, 1, 8, 3), (4, 0, 7, 0), (0, 1, 0, 0), (0, 0, 0, 0))],
-    )
+    assert_same(4, recorded, version, [(2, "plain", sizes) for sizes in UNEVEN])
 
 
 @pytest.mark.parametrize("version", LIBRARIES)
@@ -278,6 +282,10 @@ LAYERS = {
 
 @pytest.mark.parametrize("version", LIBRARIES)
 def test_layers_with_flex_equal_those_with_the_all_to_all(recorded, version):
+    check_layers(recorded, version)
+
+
+def check_layers(recorded, version):
     four = [name for name in LAYERS if name.endswith("expert tensor ranks")]
     two = [name for name in LAYERS if name not in four]
     for n, names in ((2, two), (4, four)):
@@ -408,41 +416,6 @@ def test_deep_ep_2_keeps_the_order_of_tokens_in_deterministic_mode(monkeypatch, 
     assert given.get("deterministic", False) == deterministic
 
 
-def _nccl_ep_context(rank, n, zero_copy):
-    """Arguments of the contexts and of the last dispatch's buffer: without a fixed buffer, with one, and without again."""
-    ps = ParallelState.create(n, rank, ep=n)
-    options = {"moe_flex_dispatcher_num_sms": 12, "moe_ncclep_zero_copy": zero_copy}
-    made, signatures = flex_dispatcher({}, "NCCL EP", ps, max_tokens=40, **options)
-    made.set_budgets([ReceiveBudget("first", 1.0, 2), ReceiveBudget("second", 1.5 + rank, 2)])
-    probs, routing = random_routing(rank, 40, 2, "plain")
-    found = []
-    for buffer_size in (None, 7, None):
-        x, probs_TE = torch.ones(40, HIDDEN, requires_grad=True), probs.clone().requires_grad_()
-        state = made.dispatch_preprocess(x, probs_TE, routing, DispatchHints(buffer_size=buffer_size))
-        state = made.dispatch_postprocess(made.token_dispatch(state))
-        y = made.combine(state.x_RH * 2, state)
-        y.sum().backward()
-        found.append((y.detach(), x.grad, len(state.x_RH), state.overflow))
-    assert all(torch.equal(y, found[0][0]) and torch.equal(grad, found[0][1]) for y, grad, *_ in found)
-    made.close()
-    calls = signatures.calls
-    contexts = [{**bound, "ep_group": None} for name, bound in calls if name == "ep_bootstrap"]
-    assert calls[-1][0] == "ep_finalize"
-    registered = sum(name == "symm_mem_alloc" for name, _ in calls)
-    return contexts, registered, [(num_rows, None if flag is None else int(flag)) for *_, num_rows, flag in found]
-
-
-@pytest.mark.parametrize("zero_copy", [False, True])
-def test_nccl_ep_has_one_context_for_each_mode(zero_copy):
-    """All ranks have the largest budget. The stand-in fails if what is sent with zero copy is not registered."""
-    plain = {"ep_group": None, "num_experts": 8, "max_tokens_per_rank": 64, "hidden_dim": HIDDEN, "num_topk": 2}
-    plain |= {"recv_capacity_per_rank": None, "max_num_sms": 12, "zero_copy": False, "drop_on_overflow": False}
-    fixed = {**plain, "recv_capacity_per_rank": 320, "zero_copy": zero_copy, "drop_on_overflow": True}
-    for contexts, registered, rows in run_ranks(_nccl_ep_context, 2, zero_copy):
-        assert contexts == [plain, fixed, plain] and registered == (3 if zero_copy else 0)
-        assert rows[1] == (320, 0) and rows[0] == rows[2] and rows[0][1] is None and rows[0][0] < 160
-
-
 def _fused(rank, n, recorded):
     ps = ParallelState.create(n, rank, ep=n)
     flex, signatures = flex_dispatcher(recorded, "HybridEP", ps, moe_permute_fusion_into_hybridep=True)
@@ -470,8 +443,12 @@ def without_deep_ep(monkeypatch):
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
 
 
-@pytest.mark.parametrize("backend", ["deepep", "hybridep", "ncclep"])
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 def test_cpu_ranks_fall_back_to_all_to_all_with_one_log_line(without_deep_ep, caplog, backend):
+    check_fallback(caplog, backend)
+
+
+def check_fallback(caplog, backend):
     with caplog.at_level(logging.INFO):
         moe = sections(**FLEX, moe_flex_dispatcher_backend=backend).moe
         assert type(build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED))) is AllToAllDispatcher
@@ -534,22 +511,14 @@ def test_unsupported_row_width_of_deep_ep_2_is_rejected(recorded, monkeypatch):
         build_dispatcher(sections(**FLEX).moe, TWO, replace(BF16, hidden_size=2880), BackendPolicy(cuda=True))
 
 
-def test_missing_nccl_ep_gives_install_instructions(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    moe = sections(**FLEX, moe_flex_dispatcher_backend="ncclep").moe
-    with pytest.raises(MissingBackendError, match="transformer_engine is not installed.*NVTE_WITH_NCCL_EP=1"):
-        build_dispatcher(moe, TWO, BF16, BackendPolicy(typed=TYPED, cuda=True))
-
-
-@pytest.mark.parametrize("version", ["DeepEP 2", "NCCL EP"])
 @pytest.mark.parametrize(("nccl", "is_usable"), [((2, 28, 9), False), ((2, 30, 4), True), (None, True)])
-def test_an_old_nccl_is_reported_before_a_run(recorded, monkeypatch, version, nccl, is_usable):
+def test_an_old_nccl_is_reported_before_a_run(recorded, monkeypatch, nccl, is_usable):
+    monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, "DeepEP 2")[0])
+    check_nccl(monkeypatch, deepep, nccl, is_usable)
+
+
+def check_nccl(monkeypatch, adapter, nccl, is_usable):
     monkeypatch.setattr("moe_trainer.backends.nccl_version", lambda: nccl)
-    if version == "NCCL EP":
-        monkeypatch.setattr(ncclep.te, "problem", lambda module, *names: None)
-    else:
-        monkeypatch.setitem(sys.modules, "deep_ep", make_fake_deep_ep(recorded, version)[0])
-    adapter = ncclep if version == "NCCL EP" else deepep
     if is_usable:
         assert adapter.problem() is None
         return
@@ -585,10 +554,12 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules moe layernorm
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 
 
-@pytest.mark.parametrize(
-    ("version", "how"), [("DeepEP 1.0", FULL), ("DeepEP 2", SELECTIVE), ("HybridEP", SELECTIVE), ("NCCL EP", FULL)]
-)
+@pytest.mark.parametrize(("version", "how"), [("DeepEP 1.0", FULL), ("DeepEP 2", SELECTIVE), ("HybridEP", SELECTIVE)])
 def test_flex_training_equals_one_process(recorded, version, how):
+    check_training(recorded, version, how)
+
+
+def check_training(recorded, version, how):
     """Several layers share the buffer, whose size is that of the microbatch; gradients accumulate over microbatches.
 
     A layer that is recomputed dispatches twice what was routed once.

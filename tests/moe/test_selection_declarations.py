@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import json
 import pkgutil
 from dataclasses import replace
@@ -15,10 +16,13 @@ from arguments.container import OPTIONS
 from arguments.mechanisms import selections as declared
 from arguments.mechanisms.selection_kinds.declaration import BALANCING, DEMANDED_BY, RoutingCapability
 from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, TOPK, get_selection
+from arguments.mechanisms.support import Rejected
 from arguments.moe import MoEArgs
+from arguments.parse import resolve_command_line
 from moe_trainer.moe import selections
 from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
+from scripts import draw_docs
 
 IMPORTS = """import DeclaredSelection, RoutingCapability, balancing_kinds
 from arguments.mechanisms.support import Rejected
@@ -106,7 +110,7 @@ def test_every_selection_has_a_module_with_a_class_and_a_value_of_its_flag():
 def test_capability_that_a_declaration_leaves_out_is_an_error():
     capabilities = dict(TOPK.capabilities)
     del capabilities[RoutingCapability.GROUPS]
-    with pytest.raises(TypeError, match="selection topk leaves out GROUPS"):
+    with pytest.raises(TypeError, match="top-k leaves out GROUPS"):
         replace(TOPK, capabilities=capabilities)
 
 
@@ -120,6 +124,26 @@ def test_declared_biases_are_those_that_a_checkpoint_stores(selection):
     router = build_layer(sections(**{BALANCING: selection.balancing, "moe_aux_loss_coeff": 0.0})).router
     assert router.selection.declaration is selection
     assert tuple(name for name, _ in router.state_buffers()) == selection.biases
+
+
+ASKING = {
+    "grid": "--finermoe-intermediate-granularity 2 --finermoe-output-granularity 2",
+    "hash_routing": "--moe-n-hash-layers 1",
+    "replay": "--moe-enable-routing-replay",
+    "sparsemixer": "--moe-router-sparsemixer-jitter 0.1",
+}
+
+
+def test_page_of_capabilities_rejects_two_selections_as_the_program_does():
+    """Whichever of the two declares it."""
+    (kind,) = (each for each in draw_docs.KINDS if each.capabilities is RoutingCapability)
+    asked_by_flags = [each for each in SELECTIONS if each.asked_by is not None]
+    assert {each.key for each in asked_by_flags} == set(ASKING)
+    for one, other in itertools.permutations(asked_by_flags, 2):
+        argv = f"--num-experts 8 --moe-router-topk 2 {ASKING[one.key]} {ASKING[other.key]}".split()
+        said = any("cannot be combined with" in each.message for each in resolve_command_line(argv, 1)[1])
+        is_rejected = isinstance(draw_docs.support_of(kind, one, other.asked_by), Rejected)
+        assert said == is_rejected, (one.key, other.key)
 
 
 def test_flags_of_the_demands_exist_and_every_capability_is_demanded():

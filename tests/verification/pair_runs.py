@@ -62,7 +62,7 @@ def _to_device(x):
 
 
 class Run(NamedTuple):
-    """What a training has given, how many graphs it captured, and the classes of its dispatchers."""
+    """What a training has given, how many graphs it captured, and the keys of its dispatchers."""
 
     outcome: training_trace.TrainingTrace
     captured: int
@@ -88,7 +88,7 @@ def _train(argvs: list[list[str]], recorded: dict, rank: int, n: int) -> list[Ru
         return capture(graph, run)
 
     def look(run) -> None:
-        dispatchers.update(type(layer.dispatcher).__name__ for chunk in run.chunks for layer in chunk.moe_layers())
+        dispatchers.update(layer.dispatcher.declaration.key for chunk in run.chunks for layer in chunk.moe_layers())
 
     CapturedGraph.capture = counted
     for argv in argvs:

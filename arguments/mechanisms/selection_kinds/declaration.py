@@ -6,7 +6,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from arguments.mechanisms.support import NoEffect, Rejected, Support
+from arguments.mechanisms.support import Mechanism, Rejected, Support
 
 BALANCING = "moe_router_load_balancing_type"
 UPSTREAM = Rejected("as in Megatron-LM")
@@ -53,7 +53,7 @@ DEMANDED_BY: Mapping[str, RoutingCapability] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeclaredSelection:
+class DeclaredSelection(Mechanism[RoutingCapability]):
     """Declaration of a selection.
 
     Attributes:
@@ -61,6 +61,7 @@ class DeclaredSelection:
         name: name in messages and in the manual.
         mention: the flag that asks for it, as a template of Settings.violation.
         capabilities: for each whether it acts, or why not.
+        asked_by: the capability of others that flags demand when they ask for it.
         asked: whether flags ask for it; reads the fields of MoEArgs.
         balancing: value of --moe-router-load-balancing-type that asks for it; it then balances without a loss.
         num_layers: number of first layers in which it selects; None for all.
@@ -80,6 +81,7 @@ class DeclaredSelection:
     mention: str
     capabilities: Mapping[RoutingCapability, Support]
     asked: Callable[[Any], bool]
+    asked_by: RoutingCapability | None = None
     balancing: str | None = None
     num_layers: Callable[[Any], int] | None = None
     learns_from_one: bool = False
@@ -92,24 +94,7 @@ class DeclaredSelection:
     draws: tuple[tuple[str, tuple], ...] = ()
 
     def __post_init__(self):
-        if missing := [capability.name for capability in RoutingCapability if capability not in self.capabilities]:
-            raise TypeError(f"the declaration of the selection {self.key} leaves out {', '.join(missing)}")
-
-    def supports(self, capability: RoutingCapability) -> bool:
-        """Return whether flags that demand a capability act."""
-        return self.capabilities[capability] is True
-
-    def rejects(self, capability: RoutingCapability) -> bool:
-        return isinstance(self.capabilities[capability], Rejected)
-
-    def ignores(self, capability: RoutingCapability) -> bool:
-        """Return whether flags that demand a capability are accepted and have no effect."""
-        return isinstance(self.capabilities[capability], NoEffect)
-
-    def reason(self, capability: RoutingCapability) -> str:
-        """Return why a capability does not act; "" if it does."""
-        support = self.capabilities[capability]
-        return "" if support is True else support.reason
+        self.check_declares_all(RoutingCapability)
 
     def is_named(self, moe: Any) -> bool:
         """Return whether flags ask for it, be it together with what excludes it."""

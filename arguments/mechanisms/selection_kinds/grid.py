@@ -10,6 +10,7 @@ GRID = DeclaredSelection(
     name="FineRMoE",
     mention="{finermoe_intermediate_granularity:flag} and {finermoe_output_granularity:flag}",
     asked=lambda moe: moe.finermoe_intermediate_granularity is not None or moe.finermoe_output_granularity is not None,
+    asked_by=RoutingCapability.FINE_GRAINED,
     learns_from_one=True,  # slices are counted by rules/finermoe.py
     lists_limits=True,
     capabilities=MappingProxyType(

@@ -12,6 +12,7 @@ HASH = DeclaredSelection(
     name="hash routing",
     mention="{moe_n_hash_layers}",
     asked=lambda moe: moe.moe_n_hash_layers > 0,
+    asked_by=RoutingCapability.HASH_LAYERS,
     num_layers=lambda moe: moe.moe_n_hash_layers,
     tables=("tid2eid",),
     has_rules=True,

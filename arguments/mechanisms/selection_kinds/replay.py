@@ -9,5 +9,6 @@ REPLAY = DeclaredSelection(
     name="replay of routing",
     mention="{moe_enable_routing_replay:flag}",
     asked=lambda moe: moe.moe_enable_routing_replay,
+    asked_by=RoutingCapability.REPLAY,
     capabilities=MappingProxyType(dict.fromkeys(RoutingCapability, True)),
 )

@@ -13,6 +13,7 @@ SPARSEMIXER = DeclaredSelection(
     mention="{moe_router_sparsemixer_jitter:flag}",
     asked=lambda moe: moe.moe_router_sparsemixer_jitter is not None,
     has_rules=True,
+    asked_by=RoutingCapability.SPARSEMIXER,
     capabilities=MappingProxyType(
         {
             RoutingCapability.PRE_SOFTMAX: _BY_LOGITS,

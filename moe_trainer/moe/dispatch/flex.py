@@ -11,7 +11,7 @@ from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
 
 MIN_NCCL_VERSION = (2, 30, 4)
-"""Of NCCL EP and DeepEP 2, whose kernels communicate; torch 2.11.0 brings 2.28.9."""
+"""Of libraries whose kernels communicate, as those of DeepEP 2; torch 2.11.0 brings 2.28.9."""
 NCCL_INSTALL = "pip install --no-deps 'nvidia-nccl-cu13>=2.30.4'"
 
 
