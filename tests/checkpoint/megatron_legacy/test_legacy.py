@@ -23,19 +23,17 @@ from moe_trainer.checkpoint.manager import (
     saved_padded_vocab_size,
 )
 from moe_trainer.checkpoint.megatron_legacy import writer as legacy_writer
-from moe_trainer.checkpoint.megatron_legacy.names import (
+from moe_trainer.checkpoint.megatron_legacy.names import decays, param_group_kind, tied_copies, tp_split
+from moe_trainer.checkpoint.megatron_legacy.reader import open_file
+from moe_trainer.checkpoint.rank_memory import (
     LayoutSizes,
+    bucketing,
     buffer_offsets,
-    decays,
     global_name,
     module_order_key,
-    param_group_kind,
     shared_embedding_names,
-    tied_copies,
     to_spec_name,
-    tp_split,
 )
-from moe_trainer.checkpoint.megatron_legacy.reader import bucketing, open_file
 from moe_trainer.checkpoint.resolve import latest_valid
 from moe_trainer.checkpoint.unpickle import to_builtin
 from moe_trainer.parallel.state import ParallelState
