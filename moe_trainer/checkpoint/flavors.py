@@ -11,13 +11,10 @@ alike, and optimizer states have the names of their weights.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MLP, MOE, hybrid_letters, linear_layer_pattern, moe_layer_pattern
-
-LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "hybrid_layer_pattern"})
-"""Flags that describe the same layers otherwise in the other flavor."""
+from arguments.layer_flags import layer_letters
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
@@ -27,6 +24,11 @@ _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether
 def is_hybrid(record: Mapping[str, Any]) -> bool:
     """Return whether a model with these flags, by destination, has the names of hybrid models."""
     return bool(record.get("hybrid_layer_pattern"))
+
+
+def has_hybrid_names(names: Iterable[str]) -> bool:
+    """Return whether the names of a model's tensors are those of a hybrid model."""
+    return any(name.startswith(final_norm(True)) for name in names)
 
 
 def final_norm(hybrid: bool) -> str:
@@ -43,28 +45,6 @@ def to_flavor(name: str, hybrid: bool) -> str:
         return name
     number = 2 * int(layer[1]) + layer[2].startswith(_FEED_FORWARD) if hybrid else int(layer[1]) // 2
     return f"decoder.layers.{number}.{layer[2]}"
-
-
-def layer_letters(record: Mapping[str, Any]) -> str:
-    """Return one letter per sublayer of the decoder, as --hybrid-layer-pattern has them.
-
-    Raises:
-        ValueError: if a list of layers does not have one entry per layer.
-    """
-    if is_hybrid(record):
-        return hybrid_letters(record["hybrid_layer_pattern"])
-    num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
-    routed = moe_layer_pattern(
-        num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
-    )
-    variant = record.get("experimental_attention_variant")
-    linear = linear_layer_pattern(num_layers, variant, record.get("linear_attention_freq"))
-    softmax = {"dsa": "D", None: "+" if record.get("multi_latent_attention") else ATTENTION}
-    return "".join(
-        (("G" if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))
-        + (MOE if is_moe else MLP)
-        for is_linear, is_moe in zip(linear, routed, strict=True)
-    )
 
 
 def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ from arguments.paths import local_path
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, TRACKER, describe_complete, folder_name, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.flavors import has_hybrid_names, to_flavor
 from moe_trainer.checkpoint.folder_format import READABLE, detect_format, is_hf_folder, is_legacy_folder
 from moe_trainer.checkpoint.index import check, read_index, stored_bytes
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
@@ -131,9 +132,10 @@ def compare_checkpoints(
 ) -> CheckpointComparison:
     """Compare two checkpoints, logical tensor by logical tensor, with tolerances.
 
-    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Main parameters
-    have one name with a distributed optimizer and another without; if a checkpoint has none, its fp32 weights are the
-    main parameters. Non-tensor entries are not compared.
+    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model; those of a GPT
+    model get the names of a hybrid one if the other has them. Main parameters have one name with a distributed
+    optimizer and another without; if a checkpoint has none, its fp32 weights are the main parameters. Non-tensor
+    entries are not compared.
 
     Raises:
         CheckpointError: if one of them is damaged.
@@ -147,6 +149,8 @@ def compare_checkpoints(
         }
         for index in indices
     )
+    if has_hybrid_names(ours) != has_hybrid_names(theirs):
+        ours, theirs = (each if has_hybrid_names(each) else _hybrid_names(each) for each in (ours, theirs))
     for one, other in ((ours, theirs), (theirs, ours)):
         for name in [name for name in other if name.startswith(_MAIN) and name not in one]:
             weight = one.get(name.removeprefix(_MAIN))
@@ -171,6 +175,15 @@ def compare_checkpoints(
             )
     differing = len(lines) - sum(only)
     return CheckpointComparison(lines, len(common) - differing, differing, only)
+
+
+def _hybrid_names(tensors: dict[str, LogicalTensor]) -> dict[str, LogicalTensor]:
+    """Return the tensors of a GPT model under the names of a hybrid model with the same layers."""
+    prefixes = {name: match[0] if (match := _STATE.match(name)) else "" for name in tensors}
+    return {
+        prefixes[name] + to_flavor(name.removeprefix(prefixes[name]), hybrid=True): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _equal(one: Tensor, other: Tensor, rtol: float, atol: float) -> bool:

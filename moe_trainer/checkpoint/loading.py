@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from arguments.checkpoint_args import LORA, MUP, SHAPE, same_meaning
 from arguments.container import OPTIONS
+from arguments.layer_flags import LAYER_FLAGS
 from arguments.lora import is_adapter
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.flavors import LAYER_FLAGS, difference, is_hybrid
+from moe_trainer.checkpoint.flavors import difference, is_hybrid
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, assign_owners
 from moe_trainer.checkpoint.reading import fill, read_object
