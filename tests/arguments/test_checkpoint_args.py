@@ -326,7 +326,8 @@ def test_missing_checkpoint_does_not_hide_other_errors(mode, tmp_path, capsys, m
 
 def test_the_command_line_may_write_the_layers_of_a_gpt_checkpoint_as_a_pattern():
     recorded = parse_args([*LINE, "--num-experts", "4", "--moe-layer-freq", "[0,1]"], 1).as_dict()
-    line = [word for word in LINE if word not in ("--num-layers", "2")]
+    at = LINE.index("--num-layers")
+    line = [*LINE[:at], *LINE[at + 2 :]]
     model = parse_args([*line, "--hybrid-layer-pattern=*-*E"], 1, checkpoint=recorded).model
     assert (model.hybrid_layer_pattern, model.num_layers) == ("*-*E", 4)
     with pytest.raises(ArgumentError, match="--hybrid-layer-pattern"):
