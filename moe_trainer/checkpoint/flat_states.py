@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from arguments.stage_layout import ChunkLayout, chunk_layouts
 from moe_trainer.checkpoint import common_state, rank_memory
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.layer_spec import norms_of_layers
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors
 from moe_trainer.checkpoint.reading import decode, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme
@@ -273,7 +274,7 @@ class _BufferLayout:
             and tensor.name.endswith(("weight", "bias", "softmax_offset"))
             and "expert_bias" not in tensor.name
         }
-        self._routed = {rank_memory.layer_number(name) for name in self._tensors if ".mlp.router." in name}
+        self._norms = norms_of_layers(record)
 
     def entries_in_buffer(self, chain: int, group: int, number: int) -> list[BufferEntry]:
         """Return the entries of a buffer: `chain` 1 for experts, model-parallel rank `group`, model chunk `number`."""
@@ -289,10 +290,11 @@ class _BufferLayout:
         first_layer = min(layout.layers, default=0)
         rows = []
         for name, tensor, counts in self._held(layout, expert, ep):
+            layer = rank_memory.layer_number(name)
             written = rank_memory.to_spec_name(
                 rank_memory.local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
                 self._record,
-                rank_memory.layer_number(name) in self._routed,
+                self._norms[-1 if layer is None else layer],
             )
             boxes = _rank_chunks(tensor, tp, sizes.etp if rank_memory.EXPERT in name else sizes.tp)
             taken = counts and (tp == 0 or boxes[0][1] != tensor.shape)

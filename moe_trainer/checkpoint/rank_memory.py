@@ -12,31 +12,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms, has_te_names
+from moe_trainer.checkpoint.layer_spec import FUSED, Spelling, has_te_names
 
 EXPERT = ".experts.local_experts."
 LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_ANY_LAYER = re.compile(r"^(decoder|mtp)\.layers\.\d+\.(mtp_model_layer\.)?")
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+# the convolution of a Mamba mixer: the name in other checkpoints, and that of its parameters in the mixer
+_CONVOLUTION = (".mixer.conv1d.", ".mixer.conv1d_")
 # the order in which the modules of a model and of a layer register their parameters
 _ORDER = (
     "embedding.word_embeddings.",
     "embedding.position_embeddings.",
     "decoder.layers.",
     "decoder.final_layernorm.",
+    "decoder.final_norm.",
     "mtp.layers.",
     "output_layer.",
 )
 _IN_LAYER = tuple(
-    "enorm. hnorm. eh_proj. input_layernorm. self_attention.core_attention.softmax_offset "
+    "enorm. hnorm. eh_proj. mixer.conv1d. mixer.dt_bias mixer.A_log mixer.D mixer.in_proj. mixer.norm. mixer.out_proj. "
+    "input_layernorm. self_attention.core_attention.softmax_offset "
     "self_attention.core_attention.indexer.linear_wq_b. self_attention.core_attention.indexer.linear_wk. "
     "self_attention.core_attention.indexer.k_norm. self_attention.core_attention.indexer.linear_weights_proj. "
     "self_attention.linear_proj. self_attention.linear_qkv. self_attention.linear_q_proj. "
     "self_attention.linear_q_down_proj. self_attention.linear_q_up_proj. self_attention.linear_kv_down_proj. "
     "self_attention.linear_kv_up_proj. self_attention.q_layernorm. self_attention.kv_layernorm. "
-    "self_attention.k_layernorm. pre_mlp_layernorm. mlp.linear_fc1. mlp.linear_fc2. mlp.router. mlp.experts. "
-    "mlp.shared_experts.gate_weight mlp.shared_experts.linear_fc1. mlp.shared_experts.linear_fc2. "
+    "self_attention.k_layernorm. pre_mlp_layernorm. mlp.linear_fc1. mlp.linear_fc2. mlp.router. "
+    "mlp.fc1_latent_proj. mlp.fc2_latent_proj. mlp.experts. mlp.shared_experts.gate_weight "
+    "mlp.shared_experts.linear_fc1. mlp.shared_experts.linear_fc2. "
     "final_layernorm.".split()
 )
 _DEFAULT_BUCKET = 40_000_000
@@ -96,6 +102,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     name = LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) + first_expert}.", name)
     for alone, fused in FUSED:
         name = name.replace(f".{fused}", f".{alone}")
+    name = name.replace(*reversed(_CONVOLUTION))
     return name.replace(".transformer_layer.", ".mtp_model_layer.")
 
 
@@ -105,12 +112,16 @@ def local_name(name: str, first_layer: int, first_expert: int) -> str:
     return LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) - first_expert}.", name)
 
 
-def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
-    """Return a local name as the modules of the flags write it; `routed`: in a layer with a router."""
+def to_spec_name(name: str, record: Mapping[str, Any], norms: Sequence[Spelling]) -> str:
+    """Return a local name as the modules of the flags write it; `norms`: the fused ones of its layer."""
     if not has_te_names(record):
         return name
-    for alone, fused in fused_norms(record, routed):
-        name = name.replace(f".{alone}", f".{fused}")
+    layer = _ANY_LAYER.match(name)
+    prefix = layer[0] if layer else ""
+    for alone, fused in norms:
+        if name.startswith(prefix + alone):  # a Mamba mixer has another norm inside
+            name = prefix + fused + name.removeprefix(prefix + alone)
+    name = name.replace(*_CONVOLUTION)
     if record.get("moe_grouped_gemm"):
         name = _SINGLE.sub(lambda match: f".experts.{match[2]}.{match[3]}{match[1]}", name)
     return name

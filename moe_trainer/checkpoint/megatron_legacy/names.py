@@ -17,11 +17,11 @@ LATENT_DOWN = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 _ROWS = tuple(
     "word_embeddings.weight output_layer.weight output_layer.bias linear_qkv.weight linear_qkv.bias "
     "linear_q_proj.weight linear_q_up_proj.weight linear_kv_up_proj.weight linear_fc1.weight linear_fc1.bias "
-    "eh_proj.weight softmax_offset".split()
+    "eh_proj.weight softmax_offset mixer.dt_bias mixer.A_log mixer.D mixer.norm.weight".split()
 )
-_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "mixer.out_proj.weight")
 _WHOLE = re.compile(
-    r"(layernorm|norm)\.(weight|bias)$|(linear_proj|linear_fc2)\.bias$|router\.|position_embeddings\.weight$|gate_weight$|\.indexer\."
+    r"(layernorm|norm)\.(weight|bias)$|(linear_proj|linear_fc2)\.bias$|router\.|position_embeddings\.weight$|gate_weight$|\.indexer\.|latent_proj\."
 )
 
 
@@ -31,7 +31,7 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
     Raises:
         CheckpointError: for an unknown tensor.
     """
-    if count == 1 or _WHOLE.search(name):
+    if count == 1:
         return None, 1
     if name.endswith(_COLUMNS):
         return 1, 1
@@ -40,6 +40,10 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
             record.get(flag) for flag in ("swiglu", "quick_geglu", "gated_linear_unit")
         )
         return 0, 2 if gated else 1
+    if named := named_parts(name, record):
+        return 0, len(named)
+    if _WHOLE.search(name):
+        return None, 1
     for end, flags in (
         ("linear_q_down_proj.weight", ("q_lora_rank",)),
         ("linear_kv_down_proj.weight", ("kv_lora_rank", "qk_pos_emb_head_dim")),
@@ -50,6 +54,26 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
         f"{name}: how a legacy checkpoint cuts it among {count} tensor-parallel ranks is not known; "
         "save it with --ckpt-format torch_dist"
     )
+
+
+def named_parts(name: str, record: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parts of a tensor that native checkpoints store as one for each, and their sizes; {} for others.
+
+    Raises:
+        CheckpointError: if the flags do not give the sizes.
+    """
+    if ".mixer." not in name:
+        return {}
+    try:
+        head_dim = int(record["mamba_head_dim"])
+        heads = int(record.get("mamba_num_heads") or 2 * int(record["hidden_size"]) // head_dim)
+        inner, states = heads * head_dim, int(record["mamba_num_groups"]) * int(record["mamba_state_dim"])
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{name}: the recorded flags do not give the sizes of Mamba layers: {error!r}") from error
+    channels = {"x": inner, "B": states, "C": states}
+    if ".in_proj.weight" in name:
+        return {"z": inner, **channels, "dt": heads}
+    return channels if ".conv1d." in name else {}
 
 
 def decays(name: str, ndim: int, record: Mapping[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from moe_trainer.checkpoint.ownership import KINDS
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, to_builtin
 from moe_trainer.checkpoint.virtual_index import ForeignMetadata, add_chunk, incomplete_tensors
+from moe_trainer.parallel.params import ParamInfo
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
 
@@ -250,29 +251,41 @@ class LegacyMetadata(ForeignMetadata):
         dim, parts = legacy.tp_split(name, value.shape, self.record, count)
         if dim is None and rank > 0:
             return
-        key, at, extents = self._scheme.locate(name)
-        full = list(value.shape)
-        if dim is not None:
-            full[dim] *= count
-        earlier = self.state_dict_metadata.get(prefix + key)
-        if isinstance(earlier, TensorStorageMetadata) and earlier.size != torch.Size((*extents, *full)):
+        named = legacy.named_parts(name, self.record)
+        runs = self._scheme.placements(
+            ParamInfo(
+                (name,),
+                sharded_dim=0 if named else dim,
+                shard_rank=rank,
+                shard_count=1 if dim is None else count,
+                parts=len(named) or parts,
+                part_sizes=tuple(named.values()),
+                part_names=tuple(named),
+            ),
+            tuple(value.shape),
+        )
+        if sum(run.numel for run in runs) != value.numel():
             raise DamagedError(
-                f"{path}: {name} is a piece of {full}, and other files hold pieces of {list(earlier.size[len(at) :])}"
+                f"{path}: {name} is a piece of {list(value.shape)}, which the recorded flags do not give"
             )
-        for part, shard in enumerate(value.chunk(parts, 0) if parts > 1 else (value,)):
-            first = [0] * value.dim()
-            if dim is not None:
-                first[dim] = (part * count + rank) * shard.shape[dim]
+        lengths = [run.shape[-value.dim()] for run in runs] if len(runs) > 1 else []
+        for run, shard in zip(runs, value.split(lengths) if lengths else (value,), strict=True):
+            earlier = self.state_dict_metadata.get(prefix + run.key)
+            if isinstance(earlier, TensorStorageMetadata) and earlier.size != torch.Size(run.global_shape):
+                raise DamagedError(
+                    f"{path}: {name} is a piece of {list(run.global_shape[-value.dim() :])}, and other files hold "
+                    f"pieces of {list(earlier.size[-value.dim() :])}"
+                )
             index = add_chunk(
                 self,
-                (prefix + key, at, extents),
-                shard.shape,
+                (prefix + run.key, (), ()),
+                run.shape,
                 value.dtype,
                 path.relative_to(self._folder),
                 int(shard.storage_offset()),
                 0,
-                full,
-                first,
+                run.global_shape,
+                run.offsets,
             )
             self._tensors[index] = shard, path
 

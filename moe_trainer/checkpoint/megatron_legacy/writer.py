@@ -24,7 +24,7 @@ from moe_trainer.checkpoint.directory import flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.folder_format import LEGACY
 from moe_trainer.checkpoint.format_writer import FormatWriter, SavedRun
-from moe_trainer.checkpoint.layer_spec import has_te_names, te_extra_states, te_modules
+from moe_trainer.checkpoint.layer_spec import has_te_names, norms_of_layers, te_extra_states, te_modules
 from moe_trainer.checkpoint.megatron_legacy import names as legacy
 from moe_trainer.checkpoint.megatron_legacy.reader import STATES
 from moe_trainer.checkpoint.native_index import read_native_index
@@ -48,7 +48,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, get_param_info, named_shapes, unique_params
 from moe_trainer.parallel.state import ParallelState
 
-_EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|output_layer)\.weight\d*$")
+_EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj|output_layer)\.weight\d*$")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -139,17 +139,15 @@ def _entries(
         default=0,
     )
     first_expert = ps.ep.rank * LayoutSizes.from_record(record).local_experts
-    routed = {layer_number(name) for info, *_ in held for name in info.names if ".mlp.router." in name}
+    norms = norms_of_layers(record)
     entries = []
     for info, _, value, states, trained in held:
         values = value.unbind(0) if info.stacked else (value,)
         for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
             each = {state: whole.unbind(0)[number] if info.stacked else whole for state, whole in states.items()}
-            written = to_spec_name(
-                local_name(name, first_layer, first_expert),
-                record,
-                layer_number(name) in routed,
-            )
+            layer = layer_number(name)
+            spellings = norms[-1 if layer is None else layer]
+            written = to_spec_name(local_name(name, first_layer, first_expert), record, spellings)
             entries += [
                 RankTensor(copy or name, copy or written, one, each, trained)
                 for copy in (_names_of_copy(held, record) if info.is_replica else (None,))
@@ -187,9 +185,10 @@ def _sharded_params(
         group = ps.etp if info.kind == "expert" else ps.tp
         name, named_shape = info.names[0], shape[1:] if info.stacked else shape
         dim, parts = legacy.tp_split(name, named_shape, record, group.size)
+        is_known = info.part_names == tuple(legacy.named_parts(name, record))
         if group.size > 1 and name.endswith(legacy.LATENT_DOWN) and not has_te_names(record):
             dim = 0  # replicated here and in Transformer Engine's modules; Megatron-LM's local ones shard it
-        if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
+        if not is_known or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
             raise CheckpointError(
                 f"{name}: how a legacy checkpoint cuts it is not known; save with --ckpt-format torch_dist"
             )

@@ -12,6 +12,7 @@ from harness import run_ranks
 from moe_trainer.checkpoint.archive import load_bytes
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.index import check
+from moe_trainer.checkpoint.layer_spec import fused_norms
 from moe_trainer.checkpoint.manager import (
     CheckpointState,
     LoadOptions,
@@ -286,7 +287,7 @@ def test_transformer_engine_parameter_order():
             "mlp.shared_experts.linear_fc2.weight",
         )
     ]
-    written = {name: to_spec_name(name, engine, name in routed) for name in dense + routed}
+    written = {name: to_spec_name(name, engine, fused_norms(engine, name in routed)) for name in dense + routed}
     assert sorted(sorted(written), key=lambda name: module_order_key(name, written[name])) == dense + routed
     latent = [
         "linear_proj.weight",
@@ -298,7 +299,8 @@ def test_transformer_engine_parameter_order():
         "linear_kv_up_proj.weight",
     ]
     latent = [f"decoder.layers.0.self_attention.{name}" for name in latent]
-    written = {name: to_spec_name(name, engine | {"multi_latent_attention": True}, True) for name in latent}
+    engine |= {"multi_latent_attention": True}
+    written = {name: to_spec_name(name, engine, fused_norms(engine, True)) for name in latent}
     assert sorted(sorted(written), key=lambda name: module_order_key(name, written[name])) == latent
     single = [name for name in routed if ".local_experts." in name]
     assert sorted(single, key=lambda name: module_order_key(name, name)) == [single[0], single[2], single[1], single[3]]
@@ -435,8 +437,8 @@ def test_grouped_expert_and_fused_norm_names_are_translated():
             "decoder.layers.0.mlp.experts.linear_fc2.weight3",
         ),
     ):
-        assert to_spec_name(name, te, routed) == written and global_name(written, 0, 0) == name
-        assert to_spec_name(name, te | {"transformer_impl": "local"}, routed) == name
+        assert to_spec_name(name, te, fused_norms(te, routed)) == written and global_name(written, 0, 0) == name
+        assert to_spec_name(name, te | {"transformer_impl": "local"}, fused_norms(te, routed)) == name
 
 
 def test_optimizer_entries_needed_only_by_megatron_are_written(tmp_path, monkeypatch):
