@@ -418,6 +418,8 @@ def test_grouped_expert_and_fused_norm_names_are_translated():
         global_name("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", 2, 0)
         == "decoder.layers.2.input_layernorm.weight"
     )
+    for written in ("conv1d_weight", "conv1d.weight"):  # of newer and older versions
+        assert global_name(f"decoder.layers.0.mixer.{written}", 2, 0) == "decoder.layers.2.mixer.conv1d.weight"
     assert (
         global_name("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight", 2, 0)
         == "mtp.layers.0.mtp_model_layer.pre_mlp_layernorm.weight"
