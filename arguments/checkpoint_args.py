@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.flag_status import RENAMED_VALUES
+from arguments.layer_flags import LAYER_FLAGS, layer_letters
 from arguments.layer_pattern import DEPTH, STAGE, letter_flags
 from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings, Violation
@@ -216,6 +217,8 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         names = [dest for dest in names if not dest.startswith("mtp_")]
         if isinstance(pattern := recorded.get("hybrid_layer_pattern"), str):
             recorded["hybrid_layer_pattern"] = pattern.partition(DEPTH)[0]
+    if _writes_pattern(settings, recorded):
+        names = [dest for dest in names if dest not in LAYER_FLAGS]
     if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):
@@ -295,6 +298,16 @@ def _drops_mtp(settings: Settings) -> bool:
     """Return whether the command line leaves out multi-token prediction, and its tensors may stay unread."""
     given = {"mtp_num_layers", "dist_ckpt_strictness"} <= settings.typed
     return given and not settings.mtp_num_layers and not settings.dist_ckpt_strictness.startswith("raise_")
+
+
+def _writes_pattern(settings: Settings, recorded: Mapping[str, object]) -> bool:
+    """Return whether the command line writes the layers of the checkpoint's GPT model as a hybrid pattern."""
+    if not settings.hybrid_layer_pattern or recorded.get("hybrid_layer_pattern") or not recorded.get("num_layers"):
+        return False
+    try:
+        return layer_letters(recorded) == layer_letters(settings.values)
+    except (TypeError, ValueError):  # of a damaged record, whose values are rejected as they are taken
+        return False
 
 
 def _repads(settings: Settings, recorded: Mapping[str, object]) -> bool:

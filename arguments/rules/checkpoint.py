@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, STAGE
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -97,7 +98,6 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         )
         for layers in (
             "experimental_attention_variant",
-            "moe_latent_size",
             "moe_concat_proj",
             "enable_hyper_connections",
             "post_self_attn_layernorm",
@@ -108,6 +108,12 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
                 "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",
                 (dest, layers, dest),
             )
+        yield Limit(
+            is_legacy and not set(s.hybrid_layer_pattern or "") <= {MAMBA, ATTENTION, MLP, MOE, STAGE},
+            "{:flag} torch has no known places for other layers of {hybrid_layer_pattern:flag} than M, *, - and E; "
+            "use {:flag} torch_dist.",
+            (dest, dest),
+        )
 
 
 def check_torch_format_needs_gloo(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

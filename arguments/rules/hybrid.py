@@ -189,8 +189,3 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             "their input as residual.",
             (dest,),
         )
-    yield Limit(
-        pattern and s.ckpt_format == "torch",
-        "{hybrid_layer_pattern:flag} cannot be combined with {ckpt_format:flag} torch, whose names are those of "
-        "transformer layers; use torch_dist.",
-    )

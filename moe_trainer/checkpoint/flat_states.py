@@ -2,7 +2,7 @@
 
 * `dp_reshardable` (its default since core_v0.15): the buckets of every model-parallel rank, one flat tensor each. The
   place of a parameter follows from the order of the modules and the layout that the recorded flags describe, as in the
-  legacy format (checkpoint/megatron_legacy/names.py).
+  legacy format (rank_memory.py).
 * `fully_sharded_model_space` (up to core_v0.14): a grid of the shards of ranks, each flat along an additional last
   axis.
 
@@ -31,11 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from arguments.stage_layout import ChunkLayout, chunk_layouts
-from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint import common_state, rank_memory
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.layer_spec import norms_of_layers
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors
-from moe_trainer.checkpoint.megatron_legacy import names as legacy
-from moe_trainer.checkpoint.megatron_legacy.reader import bucketing
 from moe_trainer.checkpoint.reading import decode, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme
 from moe_trainer.checkpoint.unpickle import to_builtin
@@ -85,7 +84,6 @@ class FlatStateMetadata(VirtualMetadata):
         self._folder, self._stored = folder, stored
         self._flat: dict[MetadataIndex, FlatRange] = {}
         self._renamed: dict[str, str] = {}
-        self.state_problem: str | None = None
         self.common = common_state.read(folder, stored)
         entries = stored.state_dict_metadata
         for key, entry in entries.items():
@@ -103,6 +101,7 @@ class FlatStateMetadata(VirtualMetadata):
                     f"the buckets of its optimizer state do not fit the flags it was saved with: {error!r}"
                 )
             if self.state_problem is not None:
+                self.state_problem += "; let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable"
                 for key in [key for key in self.state_dict_metadata if _STATE.match(key)]:
                     del self.state_dict_metadata[key]
 
@@ -255,7 +254,7 @@ class _BufferLayout:
     """Which parameters are in the buffers of a layout, and where."""
 
     def __init__(self, index: Metadata, record: Mapping[str, Any]):
-        self._record, self._sizes = record, legacy.LayoutSizes.from_record(record)
+        self._record, self._sizes = record, rank_memory.LayoutSizes.from_record(record)
         scheme = KeyScheme.from_record(record)
         self._num_layers = scheme.num_layers
         model: Any = SimpleNamespace(num_layers=self._num_layers, mtp_num_layers=int(record.get("mtp_num_layers") or 0))
@@ -275,7 +274,7 @@ class _BufferLayout:
             and tensor.name.endswith(("weight", "bias", "softmax_offset"))
             and "expert_bias" not in tensor.name
         }
-        self._routed = {legacy.layer_number(name) for name in self._tensors if ".mlp.router." in name}
+        self._norms = norms_of_layers(record)
 
     def entries_in_buffer(self, chain: int, group: int, number: int) -> list[BufferEntry]:
         """Return the entries of a buffer: `chain` 1 for experts, model-parallel rank `group`, model chunk `number`."""
@@ -291,19 +290,22 @@ class _BufferLayout:
         first_layer = min(layout.layers, default=0)
         rows = []
         for name, tensor, counts in self._held(layout, expert, ep):
-            written = legacy.to_spec_name(
-                legacy.local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
+            layer = rank_memory.layer_number(name)
+            written = rank_memory.to_spec_name(
+                rank_memory.local_name(name, first_layer, ep * sizes.local_experts if expert else 0),
                 self._record,
-                legacy.layer_number(name) in self._routed,
+                self._norms[-1 if layer is None else layer],
             )
-            boxes = _rank_chunks(tensor, tp, sizes.etp if legacy.EXPERT in name else sizes.tp)
+            boxes = _rank_chunks(tensor, tp, sizes.etp if rank_memory.EXPERT in name else sizes.tp)
             taken = counts and (tp == 0 or boxes[0][1] != tensor.shape)
-            rows.append((legacy.module_order_key(name, written), name, tensor, boxes, taken))
+            rows.append((rank_memory.module_order_key(name, written), name, tensor, boxes, taken))
         rows.sort(key=lambda each: each[0])
         numels = [(name, sum(math.prod(shape) for _, shape in boxes)) for _, name, _, boxes, _ in rows]
         where = {
             name: (first, numel)
-            for name, first, numel in legacy.buffer_offsets(numels, *bucketing(self._record, sizes, pp, chunk, expert))
+            for name, first, numel in rank_memory.buffer_offsets(
+                numels, *rank_memory.bucketing(self._record, sizes, pp, chunk, expert)
+            )
         }
         return [BufferEntry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in rows]
 
@@ -311,11 +313,11 @@ class _BufferLayout:
         """Yield (name, tensor, whether it counts here) of the parameters of a model chunk."""
         apart, mine = self._sizes.ep > 1, range(ep * self._sizes.local_experts, (ep + 1) * self._sizes.local_experts)
         for name, tensor in self._tensors.items():
-            if apart and (legacy.EXPERT in name) is not expert:
+            if apart and (rank_memory.EXPERT in name) is not expert:
                 continue
-            if expert and int(name.partition(legacy.EXPERT)[2].partition(".")[0]) not in mine:
+            if expert and int(name.partition(rank_memory.EXPERT)[2].partition(".")[0]) not in mine:
                 continue
-            layer = legacy.layer_number(name)
+            layer = rank_memory.layer_number(name)
             if layer is not None:
                 there = layer in layout.layers
             elif name in _EMBEDDINGS:

@@ -12,24 +12,11 @@ alike, and optimizer states have the names of their weights.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from arguments.layer_pattern import (
-    ATTENTION,
-    DELTA_NET,
-    LATENT,
-    MLP,
-    MOE,
-    SPARSE,
-    hybrid_letters,
-    linear_layer_pattern,
-    moe_layer_pattern,
-    mtp_letters,
-)
-
-LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern"})
-"""Flags that describe the same layers otherwise in the other flavor."""
+from arguments.layer_flags import layer_letters
+from arguments.layer_pattern import mtp_letters
 
 _LAYER = re.compile(r"^((?:fp8\.)?decoder\.layers\.)(\d+)\.(.+)$")  # fp8.: states of delayed scaling
 _IN_DEPTH = re.compile(r"^(mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
@@ -40,6 +27,11 @@ _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether
 def is_hybrid(record: Mapping[str, Any]) -> bool:
     """Return whether a model with these flags, by destination, has the names of hybrid models."""
     return bool(record.get("hybrid_layer_pattern"))
+
+
+def has_hybrid_names(names: Iterable[str]) -> bool:
+    """Return whether the names of a model's tensors are those of a hybrid model."""
+    return any(name.startswith(final_norm(True)) for name in names)
 
 
 def final_norm(hybrid: bool) -> str:
@@ -60,28 +52,6 @@ def to_flavor(name: str, hybrid: bool) -> str:
     prefix, number, rest = layer[1], int(layer[2]), layer[3]
     number = 2 * number + rest.startswith(_FEED_FORWARD) if hybrid else number // 2
     return f"{prefix}{number}.{rest}"
-
-
-def layer_letters(record: Mapping[str, Any]) -> str:
-    """Return one letter per sublayer of the decoder, as --hybrid-layer-pattern has them.
-
-    Raises:
-        ValueError: if a list of layers does not have one entry per layer.
-    """
-    if is_hybrid(record):
-        return hybrid_letters(record["hybrid_layer_pattern"])
-    num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
-    routed = moe_layer_pattern(
-        num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
-    )
-    variant = record.get("experimental_attention_variant")
-    linear = linear_layer_pattern(num_layers, variant, record.get("linear_attention_freq"))
-    softmax = {"dsa": SPARSE, None: LATENT if record.get("multi_latent_attention") else ATTENTION}
-    return "".join(
-        ((DELTA_NET if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))
-        + (MOE if is_moe else MLP)
-        for is_linear, is_moe in zip(linear, routed, strict=True)
-    )
 
 
 def depth_letters(record: Mapping[str, Any]) -> str:

@@ -25,15 +25,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from arguments.paths import local_path
 from moe_trainer.checkpoint import common_state
-from moe_trainer.checkpoint.directory import TRACKER, describe_complete, folder_name, read_tracker
+from moe_trainer.checkpoint.directory import COMPLETE, INDEX, TRACKER, describe_complete, folder_name, read_tracker
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.hf.files import is_hf_folder
-from moe_trainer.checkpoint.hf.folder import FORMAT as HUGGING_FACE
-from moe_trainer.checkpoint.hf.folder import HFMetadata
-from moe_trainer.checkpoint.index import COMPLETE, INDEX, check, detect_format, read_index, stored_bytes
+from moe_trainer.checkpoint.flavors import has_hybrid_names, to_flavor
+from moe_trainer.checkpoint.folder_format import READABLE, detect_format, is_hf_folder, is_legacy_folder
+from moe_trainer.checkpoint.index import check, read_index, stored_bytes
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
-from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.checkpoint.virtual_index import ForeignMetadata
 from moe_trainer.exit_codes import ExitCode
 
 _STATE = re.compile(r"^(chained_\d+\.)?optimizer\.state\.[^.]+\.")
@@ -61,7 +60,7 @@ def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
     if (
         ckpt_step is not None
         or not any((path / name).exists() for name in (COMPLETE, INDEX))
-        and not legacy_reader.is_legacy_folder(path)
+        and not is_legacy_folder(path)
         and not is_hf_folder(path)
     ):
         wanted = ckpt_step if ckpt_step is not None else read_tracker(path)
@@ -74,7 +73,7 @@ def select_checkpoint(path: Path, ckpt_step: int | None = None) -> Path:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist. " + describe_complete(path))
     kind = detect_format(folder)
-    if kind not in (None, "torch_dist", "torch_dcp", legacy_reader.FORMAT, HUGGING_FACE):
+    if kind not in (None, *READABLE):
         raise CheckpointError(
             f"{folder} is in the format {kind!r}; only torch_dist and legacy checkpoints (mp_rank_* folders) and "
             "Hugging Face folders can be looked at"
@@ -133,9 +132,10 @@ def compare_checkpoints(
 ) -> CheckpointComparison:
     """Compare two checkpoints, logical tensor by logical tensor, with tolerances.
 
-    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model. Main parameters
-    have one name with a distributed optimizer and another without; if a checkpoint has none, its fp32 weights are the
-    main parameters. Non-tensor entries are not compared.
+    Layers may be stacked or not, norms fused or not: tensors are compared by their names in the model; those of a GPT
+    model get the names of a hybrid one if the other has them. Main parameters have one name with a distributed
+    optimizer and another without; if a checkpoint has none, its fp32 weights are the main parameters. Non-tensor
+    entries are not compared.
 
     Raises:
         CheckpointError: if one of them is damaged.
@@ -149,6 +149,8 @@ def compare_checkpoints(
         }
         for index in indices
     )
+    if has_hybrid_names(ours) != has_hybrid_names(theirs):
+        ours, theirs = (each if has_hybrid_names(each) else _hybrid_names(each) for each in (ours, theirs))
     for one, other in ((ours, theirs), (theirs, ours)):
         for name in [name for name in other if name.startswith(_MAIN) and name not in one]:
             weight = one.get(name.removeprefix(_MAIN))
@@ -173,6 +175,15 @@ def compare_checkpoints(
             )
     differing = len(lines) - sum(only)
     return CheckpointComparison(lines, len(common) - differing, differing, only)
+
+
+def _hybrid_names(tensors: dict[str, LogicalTensor]) -> dict[str, LogicalTensor]:
+    """Return the tensors of a GPT model under the names of a hybrid model with the same layers."""
+    prefixes = {name: match[0] if (match := _STATE.match(name)) else "" for name in tensors}
+    return {
+        prefixes[name] + to_flavor(name.removeprefix(prefixes[name]), hybrid=True): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _equal(one: Tensor, other: Tensor, rtol: float, atol: float) -> bool:
@@ -216,12 +227,9 @@ def _bytes(count: float) -> str:
 
 
 def _header(folder: Path, index: Metadata) -> Iterator[str]:
-    if isinstance(index, HFMetadata):
-        encodings = index.model.source.encodings
-        quantized = ", ".join(f"{count} in {name}" for name, count in encodings.items())
-        yield f"{folder}: a Hugging Face model of type {index.model.family.name}"
-        if encodings:
-            yield f"quantized weights, listed as they are read: {quantized}"
+    foreign = index if isinstance(index, ForeignMetadata) else None
+    if foreign is not None and foreign.title is not None:
+        yield f"{folder}: {foreign.title}"
     else:
         state, _, from_megatron = common_state.parse(common_state.read(folder, index))
         sizes = ", ".join(f"{name} {state.args[name]}" for name in _SHOWN_FLAGS if state.args.get(name) is not None)
@@ -233,14 +241,13 @@ def _header(folder: Path, index: Metadata) -> Iterator[str]:
         (key, entry) for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
     ]
     weights = sum(entry.size.numel() for key, entry in tensors if "optimizer." not in key)
-    size = stored_bytes(folder, index)
-    if isinstance(index, legacy_reader.LegacyMetadata):
-        yield "in the legacy format: pieces of single ranks, under the names that they have in torch_dist"
-        if index.state_problem is not None:
-            yield f"its optimizer state cannot be read: {index.state_problem}"
+    if foreign is not None:
+        yield from foreign.remarks
+        if foreign.state_problem is not None:
+            yield f"its optimizer state cannot be read: {foreign.state_problem}"
     yield (
         f"{len(tensors)} stored tensors, {weights:,} weights, "
-        f"{len({i.relative_path for i in index.storage_data.values()})} files, {_bytes(size)}"
+        f"{len({i.relative_path for i in index.storage_data.values()})} files, {_bytes(stored_bytes(index))}"
     )
 
 

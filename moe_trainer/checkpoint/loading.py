@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from arguments.checkpoint_args import LORA, MUP, SHAPE, same_meaning
 from arguments.container import OPTIONS
+from arguments.layer_flags import LAYER_FLAGS
 from arguments.lora import is_adapter
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.flat_states import FlatStateMetadata
-from moe_trainer.checkpoint.flavors import LAYER_FLAGS, difference, is_hybrid
-from moe_trainer.checkpoint.megatron_legacy.reader import LegacyMetadata
+from moe_trainer.checkpoint.flavors import difference, is_hybrid
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, assign_owners
 from moe_trainer.checkpoint.reading import fill, read_object
 from moe_trainer.checkpoint.sharding import KeyScheme, Placement, TensorShard, make_shards, rng_key
+from moe_trainer.checkpoint.virtual_index import VirtualMetadata
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, get_param_info, is_quantized_param, unique_params
 from moe_trainer.parallel.shards import shards_to_load
@@ -179,10 +179,8 @@ class Loader:
 
     def _raise_no_optimizer(self, missing: list[str]) -> None:
         stored = [key for key in self._stored if key.startswith(_OPTIMIZER_KEYS)]
-        if isinstance(self._index, (LegacyMetadata, FlatStateMetadata)) and self._index.state_problem:
+        if isinstance(self._index, VirtualMetadata) and self._index.state_problem:
             why = self._index.state_problem
-            if isinstance(self._index, FlatStateMetadata):
-                why += "; let Megatron-LM save it with --dist-ckpt-optim-fully-reshardable"
         elif not stored:
             why = "it holds no optimizer state (saved with --no-save-optim?)"
         else:

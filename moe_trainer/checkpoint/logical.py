@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
+from arguments.mechanisms.selections import SAVED_NAMES
 from moe_trainer.checkpoint.layer_spec import FUSED
 from moe_trainer.checkpoint.reading import decode, local_box, overlaps
 from moe_trainer.checkpoint.sharding import TensorShard
 
+BUFFERS = ("expert_bias", *SAVED_NAMES, "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+"""Ends of the names of saved tensors that are not parameters."""
 _KEY = re.compile(r"^((?:chained_\d+\.)?optimizer\.state\.[^.]+\.)?(.+)$")
 _STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 _MTP = re.compile(r"^(mtp\.layers\.\d+\.)transformer_layer\.")

@@ -23,10 +23,17 @@ from moe_trainer.checkpoint.directory import (
     read_tracker,
 )
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
-from moe_trainer.checkpoint.hf import folder as hf_folder
-from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, lacks_weights
-from moe_trainer.checkpoint.index import check, detect_format, read_and_check, read_index
-from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
+from moe_trainer.checkpoint.folder_format import (
+    HF_CONFIG,
+    HUGGING_FACE,
+    LEGACY,
+    NATIVE,
+    READABLE,
+    detect_format,
+    is_hf_folder,
+)
+from moe_trainer.checkpoint.formats import lacks_weights, read_planned_flags
+from moe_trainer.checkpoint.index import check, read_and_check, read_index
 from moe_trainer.checkpoint.virtual_index import tensor_entry
 
 logger = logging.getLogger(__name__)
@@ -59,7 +66,7 @@ def resolve_checkpoint(directory: Path, ckpt_step: int | None) -> Path | None:
         complete = complete_iterations(directory)
         if not complete and lacks_weights(directory):
             raise CheckpointError(
-                f"{directory}: has the {CONFIG} of a Hugging Face model, and no safetensors files; --dry-run and "
+                f"{directory}: has the {HF_CONFIG} of a Hugging Face model, and no safetensors files; --dry-run and "
                 f"{other_command('plan')} need no more, and a run needs the weights"
             )
         if not complete:
@@ -84,7 +91,7 @@ def check_format(folder: Path) -> None:
     """
     kind = detect_format(folder)
     # an index without a completion mark may be a save that did not finish: check_complete reports it
-    if kind not in (None, "torch_dist", "torch_dcp", hf_folder.FORMAT, legacy_reader.FORMAT):
+    if kind not in (None, *READABLE):
         raise CheckpointError(
             f"{folder} is {_OTHER_FORMATS.get(kind, f'in the format {kind!r}, which is not supported')}"
         )
@@ -209,7 +216,7 @@ def saved_padded_vocab_size(
         CheckpointError: if the folder cannot be read.
     """
     folder = resolve_checkpoint(Path(directory), ckpt_step)
-    if folder is None or detect_format(folder) not in ("torch_dist", hf_folder.FORMAT, legacy_reader.FORMAT):
+    if folder is None or detect_format(folder) not in (NATIVE, HUGGING_FACE, LEGACY):
         return None
     index, key = read_index(folder, hf_mapping), "embedding.word_embeddings.weight"
     return int(tensor_entry(index, key).size[0]) if key in index.state_dict_metadata else None
@@ -228,7 +235,7 @@ def read_saved_args(
     """
     place = Path(directory)
     if ckpt_step is None and read_tracker(place) is None and not complete_iterations(place) and lacks_weights(place):
-        return hf_folder.read_planned_flags(place, hf_mapping)
+        return read_planned_flags(place, hf_mapping)
     folder = resolve_checkpoint(place, ckpt_step)
     if folder is None:
         raise CheckpointError(

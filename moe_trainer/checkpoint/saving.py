@@ -8,12 +8,11 @@ written.
 import contextlib
 import datetime
 import errno
-import json
 import logging
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import (
-    COMPLETE,
-    INTEGRITY,
     TRACKER,
     acquire_lock,
     append_progress,
@@ -44,9 +41,9 @@ from moe_trainer.checkpoint.directory import (
     staging_path,
 )
 from moe_trainer.checkpoint.errors import CheckpointError, StorageError
-from moe_trainer.checkpoint.index import check, read_index, write_hashes
-from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
-from moe_trainer.checkpoint.megatron_legacy import writer as legacy_writer
+from moe_trainer.checkpoint.format_writer import FormatWriter, SavedRun
+from moe_trainer.checkpoint.formats import writer_of
+from moe_trainer.checkpoint.index import check
 from moe_trainer.checkpoint.options import CheckpointState, SaveOptions
 from moe_trainer.checkpoint.ownership import KINDS, ShardList, assign_owners, digest_shards
 from moe_trainer.checkpoint.save_planner import ShardSavePlanner, describe_plans
@@ -67,7 +64,6 @@ from moe_trainer.parallel.state import ParallelState
 
 logger = logging.getLogger(__name__)
 
-_CHUNKS_FOLDER = "boxes"
 MAIN = "fp32_param"
 
 
@@ -95,8 +91,7 @@ class PendingSave:
         self._ps = ps
         self._options = options
         self._results: list = []
-        # files of the legacy format are made of the chunks when all of them are written
-        self._is_legacy = options.ckpt_format == legacy_reader.FORMAT
+        format_writer = writer_of(options.ckpt_format)
         self._error: str | None = None
         self._changed = False  # the model is not that of the first save, so retrying would not help
         if ps.world.rank == 0:
@@ -105,23 +100,20 @@ class PendingSave:
                 datetime.datetime.now(),
                 state.iteration,
                 self._directory,
-                legacy_reader.FORMAT if self._is_legacy else "torch_dist",
+                format_writer.name,
             )
-        self._temporary = self._open()
-        self._chunks_folder = self._temporary / _CHUNKS_FOLDER if self._is_legacy else self._temporary
+        self._temporary = self._open(format_writer)
         if optimizer is not None:
             optimizer.wait_params()
         saved_optimizer = optimizer if options.save_optim else None
         scalars = saved_optimizer.scalars() if saved_optimizer is not None else None
-        self._legacy = self._legacy_writer(state, chunks, scalars) if self._is_legacy else None
         common = common_state.build(state, scalars) if ps.world.rank == 0 else None
-        # releases of Megatron-LM up to core_v0.18 read the common state from a separate file
-        self._common_file = common_state.dump_file(common) if common is not None and self._legacy is None else None
+        self._format = format_writer(self._temporary, SavedRun(state, chunks, scalars, common), ps, options)
         self._planner, self._index = self._plan_writes(
-            _shard_lists(state, chunks, saved_optimizer, ps, self._legacy is None),
+            _shard_lists(state, chunks, saved_optimizer, ps, format_writer.keeps_chunks),
             _objects(state, chunks, common, ps, options),
         )
-        self._writer = FileSystemWriter(self._chunks_folder, thread_count=1, sync_files=True)
+        self._writer = FileSystemWriter(format_writer.chunks_folder(self._temporary), thread_count=1, sync_files=True)
         self._writer.set_up_storage_writer(ps.world.rank == 0)
         # the writer numbers files by the position of a plan in the list of all plans
         others = [SavePlan([])] * ps.world.rank
@@ -162,7 +154,7 @@ class PendingSave:
             cache.writes = frozenset((shard.key, shard.offsets) for shard in mine)
         return planner, index
 
-    def _open(self) -> Path:
+    def _open(self, format_writer: type[FormatWriter]) -> Path:
         """Create an empty staging folder, the same for all ranks."""
         folder, problem = None, None
         if self._ps.world.rank == 0:
@@ -172,7 +164,7 @@ class PendingSave:
                 remove_stale(self._directory)
                 folder = staging_path(self._directory, self._iteration, "tmp")
                 remove_directory(folder)
-                (folder / _CHUNKS_FOLDER if self._is_legacy else folder).mkdir(parents=True)
+                format_writer.chunks_folder(folder).mkdir(parents=True)
             except OSError as error:
                 problem = self._describe(error)
         folder, problem = collectives.broadcast_object((folder, problem), self._ps.world)
@@ -180,31 +172,13 @@ class PendingSave:
             raise self._failure(problem)
         return folder
 
-    def _legacy_writer(
-        self, state: CheckpointState, chunks: Sequence[Any], scalars: Mapping[str, Any] | None
-    ) -> Callable[[], None]:
-        """Return the function that makes this rank's legacy file from the written chunks. Collective."""
-        ps = self._ps
-        states = None
-        if self._options.save_rng:
-            states = collectives.all_gather_object(
-                random_state.capture_for_checkpoint(random_state.get_streams(chunks), ps), ps.dp_cp
-            )
-
-        def write() -> None:
-            index = read_index(self._chunks_folder)
-            legacy_writer.write(self._chunks_folder, self._temporary, index, state, chunks, scalars, states, ps)
-
-        return write if legacy_writer.writes_here(ps) else lambda: None
-
     def write(self) -> None:
         """Write this rank's share and flush it. Not collective; errors are kept for `commit`."""
         try:
             if self._plan.items and self._error is None:
                 self._results = self._writer.write_data(self._plan, self._planner).wait()
-            if self._common_file is not None and self._error is None:
-                (self._temporary / common_state.OLD_FILE).write_bytes(self._common_file)
-                flush_file(self._temporary / common_state.OLD_FILE)
+            if self._error is None:
+                self._format.write()
         except (OSError, RuntimeError) as error:  # torch.save reports a failed write as RuntimeError
             self._error = f"rank {self._ps.world.rank}: {self._describe(error)}"
 
@@ -229,7 +203,7 @@ class PendingSave:
                 except OSError as error:
                     problem = self._describe(error)
         self._abort_on_error(problem, kind)
-        if self._legacy is not None:
+        if not self._format.keeps_chunks:
             self._abort_on_error(*self._convert())
         problem = None
         if shares is not None:
@@ -248,11 +222,10 @@ class PendingSave:
             raise self._failure(problem, kind)
 
     def _convert(self) -> tuple[str | None, type[CheckpointError]]:
-        """Make the legacy files from the written chunks and return the first problem on rank 0. Collective."""
+        """Make the files of the format from the written chunks; return the first problem on rank 0. Collective."""
         problem: tuple[str | None, type[CheckpointError]] = None, StorageError
-        assert self._legacy is not None
         try:
-            self._legacy()
+            self._format.convert()
         except (OSError, RuntimeError) as error:
             problem = f"rank {self._ps.world.rank}: {self._describe(error)}", StorageError
         except CheckpointError as error:
@@ -263,19 +236,12 @@ class PendingSave:
     def _finish(self) -> None:
         """Write side files and completion mark, rename, update the tracker and apply retention, on one rank."""
         folder = self._temporary
-        if self._legacy is not None:
-            shutil.rmtree(self._chunks_folder)
         if self._options.tokenizer_files:
             (folder / "tokenizer").mkdir()
             for path in self._options.tokenizer_files:
                 flush_file(Path(shutil.copyfile(path, folder / "tokenizer" / path.name)))
             flush_folder(folder / "tokenizer")
-        if self._legacy is None:
-            (folder / COMPLETE).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-            if self._options.verify_integrity:
-                write_hashes(folder)
-                flush_file(folder / INTEGRITY)
-            flush_file(folder / COMPLETE)
+        self._format.complete()
         flush_folder(folder)
         previous = _tracked_iteration(self._directory)
         publish(folder, self._directory, self._iteration)

@@ -20,12 +20,11 @@ from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.flavors import final_norm, is_hybrid
-from moe_trainer.checkpoint.hf.folder import HFMetadata
-from moe_trainer.checkpoint.index import check_mark, modified_files, read_index, stored_bytes, truncated_files
-from moe_trainer.checkpoint.logical import LogicalTensor, coverage, logical_tensors
-from moe_trainer.checkpoint.megatron_legacy import reader as legacy_reader
-from moe_trainer.checkpoint.megatron_legacy.names import STATE_FILE
+from moe_trainer.checkpoint.index import check_mark, read_index, stored_bytes
+from moe_trainer.checkpoint.logical import BUFFERS, LogicalTensor, coverage, logical_tensors
+from moe_trainer.checkpoint.native_index import modified_files, truncated_files
 from moe_trainer.checkpoint.reading import decode, read_object
+from moe_trainer.checkpoint.virtual_index import ForeignMetadata
 
 _KNOWN = re.compile(
     r"^(embedding\.(word|position|tokentype)_embeddings\.|decoder\.|mtp\.|output_layer\.|(chained_\d+\.)?optimizer\.)"
@@ -62,8 +61,8 @@ def verify_checkpoint(folder: Path) -> VerificationReport:
     report.num_tensors = len(tensors)
     report.problems += [line for tensor in tensors for line in _stored_once(tensor)]
     _read_everything(folder, index, report)
-    report.num_bytes = stored_bytes(folder, index)
-    if isinstance(index, legacy_reader.LegacyMetadata) and index.state_problem is not None:
+    report.num_bytes = stored_bytes(index)
+    if isinstance(index, ForeignMetadata) and index.state_problem is not None:
         report.notes.append(f"its optimizer state cannot be read: {index.state_problem}")
     report.notes += _foreign_files(folder, index)
     args = _recorded_args(folder, index, report)
@@ -109,18 +108,13 @@ def _read_everything(folder: Path, index: Metadata, report: VerificationReport) 
 
 
 def _foreign_files(folder: Path, index: Metadata) -> list[str]:
-    if isinstance(index, HFMetadata):  # config.json, tokenizer and more belong there
-        return []
-    stored = {info.relative_path for info in index.storage_data.values()}
-    known = {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE, *stored}
-    paths = list(folder.iterdir())
-    if isinstance(index, legacy_reader.LegacyMetadata):  # its optimizer's file may be one that cannot be read
-        paths += [path for path in folder.glob("mp_rank_*/*") if path.name != STATE_FILE]
-    return [
-        f"{path} belongs to no entry of the index"
-        for path in sorted(paths)
-        if path.is_file() and str(path.relative_to(folder)) not in known
-    ]
+    if isinstance(index, ForeignMetadata):
+        paths = index.unlisted_files()
+    else:
+        known = {COMPLETE, INDEX, INTEGRITY, common_state.OLD_FILE}
+        known |= {info.relative_path for info in index.storage_data.values()}
+        paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in known)
+    return [f"{path} belongs to no entry of the index" for path in paths]
 
 
 def _recorded_args(folder: Path, index: Metadata, report: VerificationReport) -> Mapping[str, Any] | None:
@@ -219,8 +213,7 @@ def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor]) 
         trained = {
             name
             for name, weight in weights.items()
-            if not name.endswith(legacy_reader.BUFFERS)
-            and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)
+            if not name.endswith(BUFFERS) and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)
         }
         prefix = next(iter(held.values())).name.partition(f"{state}.")[0] + f"{state}."
         yield from (f"{prefix}{name} is missing" for name in sorted(trained - held.keys()))

@@ -28,10 +28,12 @@ class VirtualMetadata(Metadata, ABC):
     Attributes:
         common: the non-tensor part of the checkpoint; empty if there is none.
         objects: non-tensor entries, by key.
+        state_problem: why the optimizer state cannot be read, where the weights can.
     """
 
     def __init__(self) -> None:
         super().__init__({}, storage_data={})
+        self.state_problem: str | None = None
         self.common: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
 
@@ -50,6 +52,33 @@ class VirtualMetadata(Metadata, ABC):
             CheckpointError: if there is none.
         """
         return self.objects[key]
+
+
+class ForeignMetadata(VirtualMetadata):
+    """The index of a folder in another format than the native one: what the reader of a format implements."""
+
+    @property
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files that hold the tensors."""
+
+    @property
+    def title(self) -> str | None:
+        """What the folder is, if no training run has written it."""
+        return None
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a user who lists the tensors should know about them."""
+        return []
+
+    def modified_files(self) -> list[str]:
+        """Return problems of files that differ from the checksums of the format, if it has any. Reads everything."""
+        return []
+
+    def unlisted_files(self) -> list[Path]:
+        """Return the files of the folder that belong to no entry, and to nothing else that the format knows."""
+        return []
 
 
 def tensor_entry(index: Metadata, key: str) -> TensorStorageMetadata:

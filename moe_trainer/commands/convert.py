@@ -195,7 +195,7 @@ def _plan(options: argparse.Namespace, log: bool) -> ConversionJob:
     """Read the source's metadata and plan what is written."""
     import torch
 
-    from moe_trainer.checkpoint.hf.files import is_hf_folder
+    from moe_trainer.checkpoint.folder_format import is_hf_folder
 
     if options.source.resolve() == options.target.resolve():
         raise ValueError(f"{options.target} is the source; choose another folder")
@@ -458,7 +458,8 @@ def _work(index: int, job: ConversionJob, first_rank: int, world_size: int) -> N
 
 def _verify(options: argparse.Namespace) -> int:
     """Compare the logits of both models. Returns the exit code."""
-    from moe_trainer.checkpoint.hf.files import CONFIG, is_hf_folder, read_json
+    from moe_trainer.checkpoint.folder_format import is_hf_folder
+    from moe_trainer.checkpoint.hf.files import CONFIG, read_json
 
     hf_folder, native = options.source, options.target
     if not is_hf_folder(hf_folder):

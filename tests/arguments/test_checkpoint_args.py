@@ -346,3 +346,13 @@ def test_missing_checkpoint_does_not_hide_other_errors(mode, tmp_path, capsys, m
     assert not supplied, "what the checkpoint would supply is not missing"
     assert pretrain_moe.main([*line[:3], *line[4:], "--train-iters", "2", "--eval-iters", "0", *mode]) == 2
     assert "problems" not in capsys.readouterr().err
+
+
+def test_the_command_line_may_write_the_layers_of_a_gpt_checkpoint_as_a_pattern():
+    recorded = parse_args([*LINE, "--num-experts", "4", "--moe-layer-freq", "[0,1]"], 1).as_dict()
+    at = LINE.index("--num-layers")
+    line = [*LINE[:at], *LINE[at + 2 :]]
+    model = parse_args([*line, "--hybrid-layer-pattern=*-*E"], 1, checkpoint=recorded).model
+    assert (model.hybrid_layer_pattern, model.num_layers) == ("*-*E", 4)
+    with pytest.raises(ArgumentError, match="--hybrid-layer-pattern"):
+        parse_args([*line, "--hybrid-layer-pattern=*E*-"], 1, checkpoint=recorded)

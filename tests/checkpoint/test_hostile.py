@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from moe_trainer.checkpoint.archive import load_bytes, load_mapped, verify_checksums
 from moe_trainer.checkpoint.common_state import KEY, dump_object
-from moe_trainer.checkpoint.index import check, detect_format, read_index
+from moe_trainer.checkpoint.folder_format import detect_format
+from moe_trainer.checkpoint.index import check, read_index
 from moe_trainer.checkpoint.inspect import main as inspect
 from moe_trainer.checkpoint.manager import CheckpointError, CheckpointState, LoadOptions, SaveOptions, load, save
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, UnknownObject, load_pickle, to_builtin

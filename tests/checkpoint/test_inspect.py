@@ -9,7 +9,7 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
+from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from commands import call_main
 from harness import run_ranks
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -471,3 +471,26 @@ def test_lock_file_is_removed_only_by_its_own_run(tmp_path):
     (tmp_path / LOCK).write_text("host other, process 1, since 2026-01-01 00:00:00")
     release_lock(tmp_path)  # another run's
     assert (tmp_path / LOCK).exists()
+
+
+class HybridModel(FakeModel):
+    """The layers of a FakeModel by sublayer, with the same values, under the names of a hybrid model."""
+
+    def __init__(self):
+        shapes = layer_shapes().items()
+        attention = {name: shape for name, shape in shapes if name.startswith(("input", "self"))}
+        experts = {name: shape for name, shape in shapes if name not in attention}
+        super().__init__([attention, experts, attention, experts])
+
+    def _add(self, path, value, **more):
+        super()._add(path.replace("final_layernorm", "final_norm"), value, **more)
+
+
+def test_diff_of_a_gpt_and_a_hybrid_model_translates_names(tmp_path, call):
+    gpt = write(tmp_path / "gpt", model=FakeModel())
+    pattern = {"hybrid_layer_pattern": "*E*E", "num_layers": 4}
+    hybrid = write(tmp_path / "hybrid", model=HybridModel(), args=ARGS | pattern)
+    code, out, _ = call("diff", gpt, hybrid, "--weights-only")
+    assert code == 0 and "all tensors are equal" in out
+    code, out, _ = call("diff", hybrid, gpt)
+    assert ": only in" not in out and "optimizer.state.exp_avg.decoder.layers.3.mlp.router.weight: differs" in out

@@ -10,7 +10,7 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer
 from harness import RanksFailedError, run_ranks
 
-from moe_trainer.checkpoint import directory, ownership, saving
+from moe_trainer.checkpoint import directory, format_writer, ownership, saving
 from moe_trainer.checkpoint.manager import (
     AsyncSaver,
     CheckpointError,
@@ -34,7 +34,7 @@ POINTS = {
     "writing": (1, ShardSavePlanner, "resolve_data", 9),
     "committing": (1, saving.PendingSave, "commit", 1),
     "index": (0, saving.FileSystemWriter, "finish", 1),
-    "mark": (0, saving, "flush_file", 1),
+    "mark": (0, format_writer, "flush_file", 1),
     "rename": (0, saving, "publish", 1),
     "tracker": (0, directory, "write_tracker", 1),
 }

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
 from arguments.mechanisms.selections import SAVED_NAMES
-from moe_trainer.checkpoint import index
+from moe_trainer.checkpoint import native_index
 from moe_trainer.checkpoint.index import check
 from moe_trainer.checkpoint.inspect import describe
 from moe_trainer.checkpoint.manager import (
@@ -26,6 +27,7 @@ from moe_trainer.checkpoint.manager import (
     read_saved_args,
     save,
 )
+from moe_trainer.checkpoint.resolve import latest_valid
 from moe_trainer.parallel.state import ParallelState
 
 SINGLE = ParallelState.single()
@@ -69,6 +71,18 @@ def test_round_trip_of_everything(tmp_path):
     assert other_optimizer.step == 3 and other_optimizer.notes == [(True, True)]
     assert found.iteration == 3 and found.optim_loaded and found.rng_loaded and not found.from_megatron
     assert found.state == replace(state(), scheduler={})
+
+
+def test_native_files_need_no_code_of_other_formats(tmp_path, monkeypatch):
+    packages = "moe_trainer.checkpoint.hf", "moe_trainer.checkpoint.megatron_legacy"
+    for name in (*packages, *(name for name in sys.modules if name.startswith(packages))):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    save_one(tmp_path)
+    other = FakeModel(seed=9, expert_bias=True)
+    assert load(tmp_path, [other], FakeOptimizer(other, SINGLE, seed=9), SINGLE, OPTIONS).optim_loaded
+    assert read_saved_args(tmp_path) and latest_valid(tmp_path) == 3
+    with pytest.raises(ImportError):
+        save_one(tmp_path / "legacy", ckpt_format="torch")
 
 
 @pytest.mark.parametrize("save_optim", [True, False])
@@ -157,8 +171,8 @@ def test_empty_load_folder_starts_from_random_weights(tmp_path, caplog):
 
 def test_the_index_is_read_once(tmp_path, monkeypatch):
     save(tmp_path, CheckpointState(3, RECORD), [FakeModel()], None, SINGLE, SaveOptions())
-    read, paths = index.load_pickle, []
-    monkeypatch.setattr(index, "load_pickle", lambda data: (paths.append(len(data)), read(data))[1])
+    read, paths = native_index.load_pickle, []
+    monkeypatch.setattr(native_index, "load_pickle", lambda data: (paths.append(len(data)), read(data))[1])
     load(tmp_path, [FakeModel()], None, SINGLE, LoadOptions(RECORD))
     assert len(paths) == 1
     assert read_saved_args(tmp_path) and len(paths) == 2

@@ -57,10 +57,11 @@ PIECE = "moe_trainer.checkpoint.save_planner:ShardSavePlanner.resolve_data"
 LAYER = "moe_trainer.model.block:TransformerLayer.forward"
 STEP = "moe_trainer.training.loop:train_step"
 SAVING = "moe_trainer.checkpoint.saving"
+FORMAT_WRITER = "moe_trainer.checkpoint.format_writer"
 BACKGROUND = "--async-save --use-persistent-ckpt-worker"
 WRITE, MARK, RECORD = (
     f"{SAVING}:PendingSave.write",
-    f"{SAVING}:flush_file",
+    f"{FORMAT_WRITER}:flush_file",
     "moe_trainer.metrics.logger:MetricsLogger.record",
 )
 GONE = r"rank {}: no heartbeat"

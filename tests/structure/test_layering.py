@@ -214,6 +214,21 @@ def test_package_files_are_empty():
     assert not filled
 
 
+def test_only_the_registry_imports_formats_of_checkpoints():
+    """Native saving and loading never open the code of another format; see checkpoint/formats.py."""
+    known, folder = known_modules(), ROOT / "moe_trainer/checkpoint"
+    others = tuple(f"moe_trainer.checkpoint.{path.parent.name}." for path in folder.glob("*/__init__.py"))
+    found = {
+        (path.stem, each.module)
+        for path in folder.glob("*.py")
+        for each in read_imports(path, known)
+        if f"{each.module}.".startswith(others)
+    }
+    assert len(others) == 2 and {importer for importer, _ in found} == {"formats"}
+    top_level = [each for each in read_imports(folder / "formats.py", known) if each.top_level]
+    assert not [each for each in top_level if f"{each.module}.".startswith(others)]
+
+
 def test_flags_and_estimates_work_without_torch():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import arguments, model_zoo\n"

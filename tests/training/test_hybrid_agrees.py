@@ -4,12 +4,14 @@ import pytest
 import torch
 from harness import run_ranks
 from training.agreement import Row, check_rows
-from training.layouts import make_argv, shallow
-from training.resuming import assert_alike, load_and_save, train_and_save
+from training.layouts import create_groups, make_argv, make_run, shallow
+from training.resuming import assert_alike, load_and_save, run_steps, train_and_save
 from training.test_resume import assert_same_end, outputs, run
 
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.inspect import differences
+from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
+from moe_trainer.checkpoint.megatron_legacy.reader import open_file
 
 PATTERN = "ME*M-E"
 FLAGS = (
@@ -128,6 +130,33 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
         "decoder.layers.1.pre_mlp_layernorm.weight",
         "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
     } <= set(keys)
+
+
+def _save_in_both_formats(rank, n, words, folder):
+    run = make_run(words, rank, create_groups(words, rank, n), 1)
+    run_steps(run, 0, 1)
+    for kind in ("torch_dist", "torch"):
+        content, options = CheckpointState(1, run.args.as_dict()), SaveOptions(save_rng=False, ckpt_format=kind)
+        save(folder / kind, content, run.chunks, run.optimizer, run.ps, options)
+
+
+@pytest.mark.parametrize("optimizer", ["--bf16", "--use-distributed-optimizer --bf16"])
+def test_legacy_checkpoints_have_the_same_tensors(tmp_path, optimizer):
+    """Weights and optimizer states; in a file they have Megatron-LM's names in the order of its modules."""
+    mapping = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-model-parallel-size 2"
+    words = argv("M|E*M-E", "--global-batch-size", "4", *mapping.split(), *optimizer.split())
+    run_ranks(_save_in_both_formats, 4, words, tmp_path)
+    folder = tmp_path / "torch" / "iter_0000001"
+    assert differences(tmp_path / "torch_dist" / "iter_0000001", folder) == []
+    names = list(open_file(folder / "mp_rank_01_000_001" / "model_optim_rng.pt")["model"])
+    mixer = (
+        "conv1d_weight conv1d_bias dt_bias A_log D in_proj.layer_norm_weight in_proj.weight in_proj._extra_state "
+        "norm.weight out_proj.weight out_proj._extra_state"
+    )
+    assert names == [
+        "embedding.word_embeddings.weight",
+        *(f"decoder.layers.0.mixer.{name}" for name in mixer.split()),
+    ]
 
 
 def make_both(pattern, flags):

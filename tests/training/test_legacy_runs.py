@@ -12,7 +12,8 @@ from training.test_resume import outputs
 from training.tiny import MOCK, TINY
 
 from moe_trainer.checkpoint.common_state import read as read_common
-from moe_trainer.checkpoint.index import detect_format, read_index
+from moe_trainer.checkpoint.folder_format import detect_format
+from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.logical import logical_tensors, read_logical
 
 VARIANTS = {

@@ -14,7 +14,7 @@ from commands import REPOSITORY, environment, read_ends, read_metrics, run
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
-from moe_trainer.checkpoint import directory, saving
+from moe_trainer.checkpoint import directory, format_writer, saving
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.manager import AsyncSaver
 from moe_trainer.checkpoint.verify import verify_checkpoint
@@ -33,14 +33,14 @@ def disk_full_error():
 
 def fail_saves(monkeypatch, *iterations):
     """Raise a full-disk error when these iterations' checkpoints are completed; the ranks are forked from here."""
-    flush_file = saving.flush_file
+    flush_file = format_writer.flush_file
 
     def flush(path):
         if any(f"iter_{iteration:07d}." in str(path) for iteration in iterations):
             raise disk_full_error()
         flush_file(path)
 
-    monkeypatch.setattr(saving, "flush_file", flush)
+    monkeypatch.setattr(format_writer, "flush_file", flush)
 
 
 def curve(folder):
@@ -124,13 +124,13 @@ def test_changed_model_structure_ends_the_run_at_the_next_save(tmp_path, monkeyp
 
 
 def test_save_slower_than_the_distributed_timeout_completes(tmp_path, monkeypatch):
-    flush_file = saving.flush_file
+    flush_file = format_writer.flush_file
 
     def slow(path):
         time.sleep(7)
         flush_file(path)
 
-    monkeypatch.setattr(saving, "flush_file", slow)
+    monkeypatch.setattr(format_writer, "flush_file", slow)
     finished = run([*LINE, "--train-iters", "2", "--distributed-timeout-seconds-after-init", "4"], tmp_path, 2)
     assert finished.returncode == 0, finished.stderr
     assert saved(tmp_path) == [2]

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from moe_trainer.checkpoint.megatron_legacy.names import global_name
+from moe_trainer.checkpoint.rank_memory import global_name
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.training.initialize import make_groups
 from moe_trainer.verification import parity

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from arguments.regular_file import regular_file
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.folder_format import HF_CONFIG as CONFIG
+from moe_trainer.checkpoint.folder_format import HF_INDEX as INDEX
 from moe_trainer.checkpoint.hf.encodings import MXFP4, NVFP4, decode_block_fp8, decode_fp4, decode_int4
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
@@ -89,14 +89,9 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def is_hf_folder(folder: Path) -> bool:
-    """Whether a folder is a Hugging Face model: config.json and safetensors files or their index."""
-    return (folder / CONFIG).is_file() and ((folder / INDEX).is_file() or any(folder.glob("*.safetensors")))
-
-
-def lacks_weights(folder: Path) -> bool:
-    """Whether a folder has the config.json of a Hugging Face model, and not all files of its weights."""
-    if not (folder / CONFIG).is_file() or "model_type" not in read_json(folder / CONFIG):
+def lacks_files(folder: Path) -> bool:
+    """Return whether the config.json of a folder is of a Hugging Face model, and files of its weights are missing."""
+    if "model_type" not in read_json(folder / CONFIG):
         return False
     if not (folder / INDEX).is_file():
         return not any(folder.glob("*.safetensors"))

@@ -44,11 +44,10 @@ from moe_trainer.checkpoint.hf.names import (
 )
 from moe_trainer.checkpoint.hf.rules import Names
 from moe_trainer.checkpoint.sharding import KeyScheme
-from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
+from moe_trainer.checkpoint.virtual_index import ForeignMetadata, add_chunk
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "huggingface"
 # tables that old files carry and that are computed
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 TOKENIZER_FILE_PATTERNS = tuple(
@@ -273,7 +272,7 @@ def check_copies(model: HFModel) -> None:
             raise CheckpointError(f"{name} should repeat {original}, and differs from it")
 
 
-class HFMetadata(VirtualMetadata):
+class HFMetadata(ForeignMetadata):
     """The index of a native checkpoint with this model; see the head of this file."""
 
     def __init__(self, model: HFModel):
@@ -288,6 +287,19 @@ class HFMetadata(VirtualMetadata):
             where = stored.path.name, stored.start, stored.num_bytes
             chunk = add_chunk(self, scheme.locate(mapping.native), mapping.shape, model.target_dtype(mapping), *where)
             self._mappings[chunk] = mapping
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self.model.source.files)
+
+    @property
+    def title(self) -> str:
+        return f"a Hugging Face model of type {self.model.family.name}"
+
+    @property
+    def remarks(self) -> list[str]:
+        encodings = ", ".join(f"{count} in {name}" for name, count in self.model.source.encodings.items())
+        return [f"quantized weights, listed as they are read: {encodings}"] if encodings else []
 
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         return self.model.make(self._mappings[MetadataIndex(key, chunk.offsets)]).view(chunk.sizes)

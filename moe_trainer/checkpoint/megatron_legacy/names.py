@@ -1,133 +1,28 @@
-"""Names, shards, groups and layout of a model in Megatron-LM's legacy checkpoints (`--ckpt-format torch`).
+"""Files, shards and groups of a model in Megatron-LM's legacy checkpoints (`--ckpt-format torch`).
 
-A file of a legacy checkpoint holds what one rank had in memory: tensors sharded for its tensor-parallel rank, layers
-and experts numbered from zero in every model chunk, and an optimizer that identifies parameters by number. The numbers
-follow from the order of the parameters and from the groups of weight decay, the offsets in a distributed optimizer's
-buffer from the order alone.
+A file of a legacy checkpoint holds what one rank had in memory (rank_memory.py): tensors sharded for its
+tensor-parallel rank, and an optimizer that identifies parameters by number, in groups of weight decay.
 """
 
-import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from arguments.mup import DECOUPLED_LR_WEIGHTS, is_lr_scaled, recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.layer_spec import FUSED, fused_norms, has_te_names
 
 MODEL_FILE = "model_optim_rng.pt"
 STATE_FILE = "distrib_optim.pt"
 LATENT_DOWN = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
-EXPERT = ".experts.local_experts."
-
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
-_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
-_SINGLE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 _ROWS = tuple(
     "word_embeddings.weight output_layer.weight output_layer.bias linear_qkv.weight linear_qkv.bias "
     "linear_q_proj.weight linear_q_up_proj.weight linear_kv_up_proj.weight linear_fc1.weight linear_fc1.bias "
-    "eh_proj.weight softmax_offset".split()
+    "eh_proj.weight softmax_offset mixer.dt_bias mixer.A_log mixer.D mixer.norm.weight".split()
 )
-_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight", "mixer.out_proj.weight")
 _WHOLE = re.compile(
-    r"(layernorm|norm)\.(weight|bias)$|(linear_proj|linear_fc2)\.bias$|router\.|position_embeddings\.weight$|gate_weight$|\.indexer\."
+    r"(layernorm|norm)\.(weight|bias)$|(linear_proj|linear_fc2)\.bias$|router\.|position_embeddings\.weight$|gate_weight$|\.indexer\.|latent_proj\."
 )
-# the order in which the modules of a model and of a layer register their parameters
-_ORDER = (
-    "embedding.word_embeddings.",
-    "embedding.position_embeddings.",
-    "decoder.layers.",
-    "decoder.final_layernorm.",
-    "mtp.layers.",
-    "output_layer.",
-)
-_IN_LAYER = tuple(
-    "enorm. hnorm. eh_proj. input_layernorm. self_attention.core_attention.softmax_offset "
-    "self_attention.core_attention.indexer.linear_wq_b. self_attention.core_attention.indexer.linear_wk. "
-    "self_attention.core_attention.indexer.k_norm. self_attention.core_attention.indexer.linear_weights_proj. "
-    "self_attention.linear_proj. self_attention.linear_qkv. self_attention.linear_q_proj. "
-    "self_attention.linear_q_down_proj. self_attention.linear_q_up_proj. self_attention.linear_kv_down_proj. "
-    "self_attention.linear_kv_up_proj. self_attention.q_layernorm. self_attention.kv_layernorm. "
-    "self_attention.k_layernorm. pre_mlp_layernorm. mlp.linear_fc1. mlp.linear_fc2. mlp.router. mlp.experts. "
-    "mlp.shared_experts.gate_weight mlp.shared_experts.linear_fc1. mlp.shared_experts.linear_fc2. "
-    "final_layernorm.".split()
-)
-_START = 64  # a distributed optimizer's parameters begin at multiples of this
-_END = 128  # and its buckets end at common multiples of this and the number of data-parallel ranks
-
-
-@dataclass(frozen=True)
-class LayoutSizes:
-    """The mapping that wrote a checkpoint."""
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int
-    experts: int
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "LayoutSizes":
-        """Derive the sizes from flags by destination."""
-
-        def size(name: str, default: int = 1) -> int:
-            return int(record.get(name) or default)
-
-        tp = size("tensor_model_parallel_size")
-        return cls(
-            tp,
-            size("pipeline_model_parallel_size"),
-            size("expert_model_parallel_size"),
-            size("expert_tensor_parallel_size", tp),
-            size("num_experts", 0),
-        )
-
-    def folder(self, tp: int, pp: int, ep: int) -> str:
-        return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp > 1 else "") + (f"_{ep:03d}" if self.ep > 1 else "")
-
-    @property
-    def local_experts(self) -> int:
-        return self.experts // self.ep
-
-
-def layer_number(name: str) -> int | None:
-    """Return the number of the decoder layer that a name belongs to."""
-    match = _LAYER.match(name)
-    return int(match[1]) if match else None
-
-
-def count_layers(names: Sequence[str]) -> int:
-    """Return the number of decoder layers of a model chunk, from its local names."""
-    return 1 + max((int(match[1]) for match in map(_LAYER.match, names) if match), default=-1)
-
-
-def global_name(name: str, first_layer: int, first_expert: int) -> str:
-    """Return the global name for a name in a file, for local, Transformer Engine and grouped modules."""
-    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
-    name = _GROUPED.sub(lambda match: f"{EXPERT}{match[3]}.{match[1]}.{match[2]}", name)
-    name = LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) + first_expert}.", name)
-    for alone, fused in FUSED:
-        name = name.replace(f".{fused}", f".{alone}")
-    return name.replace(".transformer_layer.", ".mtp_model_layer.")
-
-
-def local_name(name: str, first_layer: int, first_expert: int) -> str:
-    """Return the inverse of `global_name`, for local modules and single experts."""
-    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) - first_layer}.", name)
-    return LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) - first_expert}.", name)
-
-
-def to_spec_name(name: str, record: Mapping[str, Any], routed: bool) -> str:
-    """Return a local name as the modules of the flags write it; `routed`: in a layer with a router."""
-    if not has_te_names(record):
-        return name
-    for alone, fused in fused_norms(record, routed):
-        name = name.replace(f".{alone}", f".{fused}")
-    if record.get("moe_grouped_gemm"):
-        name = _SINGLE.sub(lambda match: f".experts.{match[2]}.{match[3]}{match[1]}", name)
-    return name
 
 
 def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: int) -> tuple[int | None, int]:
@@ -136,7 +31,7 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
     Raises:
         CheckpointError: for an unknown tensor.
     """
-    if count == 1 or _WHOLE.search(name):
+    if count == 1:
         return None, 1
     if name.endswith(_COLUMNS):
         return 1, 1
@@ -145,6 +40,10 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
             record.get(flag) for flag in ("swiglu", "quick_geglu", "gated_linear_unit")
         )
         return 0, 2 if gated else 1
+    if named := named_parts(name, record):
+        return 0, len(named)
+    if _WHOLE.search(name):
+        return None, 1
     for end, flags in (
         ("linear_q_down_proj.weight", ("q_lora_rank",)),
         ("linear_kv_down_proj.weight", ("kv_lora_rank", "qk_pos_emb_head_dim")),
@@ -157,36 +56,24 @@ def tp_split(name: str, shape: Sequence[int], record: Mapping[str, Any], count: 
     )
 
 
-def module_order_key(name: str, written: str) -> tuple:
-    """Return a key that sorts tensors as Megatron-LM's modules register them, from the global and the written name.
+def named_parts(name: str, record: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parts of a tensor that native checkpoints store as one for each, and their sizes; {} for others.
 
     Raises:
-        CheckpointError: for an unknown module.
+        CheckpointError: if the flags do not give the sizes.
     """
-    block = next((number for number, start in enumerate(_ORDER) if name.startswith(start)), None)
-    if block is None:
-        raise CheckpointError(
-            f"{name}: its place in a legacy optimizer state is not known; save with --ckpt-format torch_dist"
-        )
-    rest, layer = name[len(_ORDER[block]) :], -1
-    if ".layers." in _ORDER[block]:
-        text, _, rest = rest.partition(".")
-        layer = int(text)
-        rest = rest.removeprefix("mtp_model_layer.")
-    if ".layer_norm_" in written:  # fused into the linear layer that follows, before its weight
-        rest, _, _ = written.rpartition("layer_norm_")
-        rest = rest.partition(".layers.")[2].partition(".")[2].removeprefix("mtp_model_layer.")
-    inside = next((number for number, start in enumerate(_IN_LAYER) if rest.startswith(start)), None)
-    if layer >= 0 and inside is None:
-        raise CheckpointError(
-            f"{name}: its place in a legacy optimizer state is not known; save with --ckpt-format torch_dist"
-        )
-    expert = LOCAL_EXPERT.search(name)
-    number, module = (int(expert[1]), name.rpartition(".")[0][expert.end() :]) if expert else (-1, "")
-    # all of fc1 first, or expert by expert
-    among = (module, "", number) if _GROUPED.search(written) else ("", f"{number:09d}", module)
-    fused = 0 if ".layer_norm_" in written else 1
-    return block, layer, -1 if inside is None or layer < 0 else inside, among, fused, name.endswith("bias"), name
+    if ".mixer." not in name:
+        return {}
+    try:
+        head_dim = int(record["mamba_head_dim"])
+        heads = int(record.get("mamba_num_heads") or 2 * int(record["hidden_size"]) // head_dim)
+        inner, states = heads * head_dim, int(record["mamba_num_groups"]) * int(record["mamba_state_dim"])
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{name}: the recorded flags do not give the sizes of Mamba layers: {error!r}") from error
+    channels = {"x": inner, "B": states, "C": states}
+    if ".in_proj.weight" in name:
+        return {"z": inner, **channels, "dt": heads}
+    return channels if ".conv1d." in name else {}
 
 
 def decays(name: str, ndim: int, record: Mapping[str, Any]) -> bool:
@@ -220,51 +107,3 @@ def tied_copies(names: Collection[str], record: Mapping[str, Any], pp: int) -> f
     return frozenset(
         name for name in names if pp > 0 and (name.startswith("embedding.") or (tied and name == "output_layer.weight"))
     )
-
-
-def shared_embedding_names(record: Mapping[str, Any], pipeline_size: int) -> frozenset[str]:
-    """Return the tensors that two pipeline stages share.
-
-    They have a separate bucket in a distributed optimizer's buffer.
-    """
-    if pipeline_size == 1:
-        return frozenset()
-    if record.get("mtp_num_layers"):
-        return frozenset({"embedding.word_embeddings.weight"})
-    if record.get("untie_embeddings_and_output_weights"):
-        return frozenset()
-    return frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
-
-
-def buffer_offsets(
-    numels: Sequence[tuple[str, int]], bucket_size: int | None, ranks: int, alone: frozenset[str], wide: bool
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the offsets of parameters in a distributed optimizer's saved buffer, which has no bucket padding.
-
-    Args:
-        numels: (name, elements) in the order of the modules.
-        bucket_size: elements, None for one bucket.
-        ranks: data-parallel size.
-        alone: names with a separate bucket.
-        wide: --ddp-pad-buckets-for-high-nccl-busbw.
-
-    Yields:
-        (name, first element, elements); the last one ends where the buffer does.
-    """
-    end_at = math.lcm(ranks, _END, 2**16) if wide else math.lcm(ranks, _END)
-    # at: in the buffer; bucket: where this one begins in it; saved: elements of earlier buckets
-    at = bucket = saved = 0
-
-    def close() -> None:
-        nonlocal at, bucket, saved
-        saved += at - bucket
-        at = bucket = math.ceil(at / end_at) * end_at
-
-    for name, numel in reversed(numels):
-        at = math.ceil(at / _START) * _START
-        if name in alone and at > bucket:
-            close()
-        yield name, saved + at - bucket, numel
-        at += numel
-        if name in alone or (bucket_size is not None and at - bucket >= bucket_size):
-            close()

@@ -20,32 +20,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from arguments.mechanisms.selections import SAVED_NAMES
 from arguments.mup import recorded_width_mult
+from moe_trainer.checkpoint import rank_memory
 from moe_trainer.checkpoint.archive import load_mapped, verify_checksums
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
+from moe_trainer.checkpoint.logical import BUFFERS
 from moe_trainer.checkpoint.megatron_legacy import names as legacy
 from moe_trainer.checkpoint.optimizer_record import is_decoupled, param_group
 from moe_trainer.checkpoint.ownership import KINDS
 from moe_trainer.checkpoint.sharding import KeyScheme, object_key
 from moe_trainer.checkpoint.unpickle import DECODE_ERRORS, to_builtin
-from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk, incomplete_tensors
+from moe_trainer.checkpoint.virtual_index import ForeignMetadata, add_chunk, incomplete_tensors
+from moe_trainer.parallel.params import ParamInfo
 
-FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
-_DEFAULT_BUCKET = 40_000_000
-# names of saved tensors that are not parameters
-BUFFERS = (
-    "expert_bias",
-    *SAVED_NAMES,
-    "local_tokens_per_expert",
-    "global_tokens_per_expert",
-    "ga_steps",
-)
-
-
-def is_legacy_folder(folder: Path) -> bool:
-    return any(folder.glob("mp_rank_*"))
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ def read_recorded_flags(folder: Path) -> dict[str, Any]:
     return record
 
 
-def rank_files(folder: Path, sizes: legacy.LayoutSizes) -> list[RankFile]:
+def rank_files(folder: Path, sizes: rank_memory.LayoutSizes) -> list[RankFile]:
     """Return all files, those of the first expert-parallel rank first.
 
     Raises:
@@ -127,14 +115,14 @@ def rank_files(folder: Path, sizes: legacy.LayoutSizes) -> list[RankFile]:
     return parts
 
 
-class LegacyMetadata(VirtualMetadata):
+class LegacyMetadata(ForeignMetadata):
     """The index of a native checkpoint with this model; see the head of this file."""
 
     def __init__(self, folder: Path):
         super().__init__()
         self.record = read_recorded_flags(folder)
         self._folder = folder
-        self._sizes = legacy.LayoutSizes.from_record(self.record)
+        self._sizes = rank_memory.LayoutSizes.from_record(self.record)
         try:
             self._scheme = KeyScheme.from_record(self.record)
         except ValueError as error:
@@ -142,8 +130,6 @@ class LegacyMetadata(VirtualMetadata):
         self._tensors: dict[MetadataIndex, tuple[Tensor, Path]] = {}
         self._verified: set[Path] = set()
         self._with_states: set[tuple] = set()  # the places whose optimizer state is entered
-        self.state_problem: str | None = None
-        """Why the optimizer state cannot be read, where the weights can."""
         files = rank_files(folder, self._sizes)
         contents = [open_file(file.path) for file in files]
         self.common = {key: value for key, value in contents[0].items() if not key.startswith("model")}
@@ -183,6 +169,15 @@ class LegacyMetadata(VirtualMetadata):
     def files(self) -> list[Path]:
         return sorted({path for _, path in self._tensors.values()})
 
+    @property
+    def remarks(self) -> list[str]:
+        return ["in the legacy format: pieces of single ranks, under the names that they have in torch_dist"]
+
+    def unlisted_files(self) -> list[Path]:
+        """Return the files beyond those that hold tensors; a file of the optimizer may be one that cannot be read."""
+        paths = {*self._folder.iterdir(), *self._folder.glob("mp_rank_*/*")} - set(self.files)
+        return sorted(path for path in paths if path.is_file() and path.name != legacy.STATE_FILE)
+
     def _verify(self, path: Path) -> None:
         """Compare a file with the checksums that it holds, once."""
         if path not in self._verified:
@@ -197,7 +192,7 @@ class LegacyMetadata(VirtualMetadata):
         counts: dict[tuple[int, int], int] = {}
         for file, content in zip(files, contents, strict=True):
             for number, chunk in enumerate(_chunks(file, content)):
-                counts.setdefault((number, file.pp), legacy.count_layers(list(chunk)))
+                counts.setdefault((number, file.pp), rank_memory.count_layers(list(chunk)))
         firsts, total = {}, 0
         for number, pp in sorted(counts):
             firsts[pp, number] = total
@@ -216,7 +211,7 @@ class LegacyMetadata(VirtualMetadata):
         for number, chunk in enumerate(_chunks(file, content)):
             first_expert = file.ep * self._sizes.local_experts
             named = {
-                legacy.global_name(name, firsts[file.pp, number], first_expert): value
+                rank_memory.global_name(name, firsts[file.pp, number], first_expert): value
                 for name, value in chunk.items()
                 if isinstance(value, Tensor) and not name.endswith("_extra_state")
             }
@@ -256,29 +251,41 @@ class LegacyMetadata(VirtualMetadata):
         dim, parts = legacy.tp_split(name, value.shape, self.record, count)
         if dim is None and rank > 0:
             return
-        key, at, extents = self._scheme.locate(name)
-        full = list(value.shape)
-        if dim is not None:
-            full[dim] *= count
-        earlier = self.state_dict_metadata.get(prefix + key)
-        if isinstance(earlier, TensorStorageMetadata) and earlier.size != torch.Size((*extents, *full)):
+        named = legacy.named_parts(name, self.record)
+        runs = self._scheme.placements(
+            ParamInfo(
+                (name,),
+                sharded_dim=0 if named else dim,
+                shard_rank=rank,
+                shard_count=1 if dim is None else count,
+                parts=len(named) or parts,
+                part_sizes=tuple(named.values()),
+                part_names=tuple(named),
+            ),
+            tuple(value.shape),
+        )
+        if sum(run.numel for run in runs) != value.numel():
             raise DamagedError(
-                f"{path}: {name} is a piece of {full}, and other files hold pieces of {list(earlier.size[len(at) :])}"
+                f"{path}: {name} is a piece of {list(value.shape)}, which the recorded flags do not give"
             )
-        for part, shard in enumerate(value.chunk(parts, 0) if parts > 1 else (value,)):
-            first = [0] * value.dim()
-            if dim is not None:
-                first[dim] = (part * count + rank) * shard.shape[dim]
+        lengths = [run.shape[-value.dim()] for run in runs] if len(runs) > 1 else []
+        for run, shard in zip(runs, value.split(lengths) if lengths else (value,), strict=True):
+            earlier = self.state_dict_metadata.get(prefix + run.key)
+            if isinstance(earlier, TensorStorageMetadata) and earlier.size != torch.Size(run.global_shape):
+                raise DamagedError(
+                    f"{path}: {name} is a piece of {list(run.global_shape[-value.dim() :])}, and other files hold "
+                    f"pieces of {list(earlier.size[-value.dim() :])}"
+                )
             index = add_chunk(
                 self,
-                (prefix + key, at, extents),
-                shard.shape,
+                (prefix + run.key, (), ()),
+                run.shape,
                 value.dtype,
                 path.relative_to(self._folder),
                 int(shard.storage_offset()),
                 0,
-                full,
-                first,
+                run.global_shape,
+                run.offsets,
             )
             self._tensors[index] = shard, path
 
@@ -378,9 +385,9 @@ class LegacyMetadata(VirtualMetadata):
         for number, chunk in zip(numbers, chunks, strict=True):
             (tensors,) = buffers[number].values()
             ranges = list(
-                legacy.buffer_offsets(
+                rank_memory.buffer_offsets(
                     [(name, value.numel()) for name, value in chunk.items()],
-                    *bucketing(self.record, self._sizes, file.pp, number, chain_number == 1),
+                    *rank_memory.bucketing(self.record, self._sizes, file.pp, number, chain_number == 1),
                 )
             )
             needed = max(first + numel for _, first, numel in ranges)
@@ -399,27 +406,8 @@ class LegacyMetadata(VirtualMetadata):
                     )
 
 
-def bucketing(
-    record: Mapping[str, Any], sizes: legacy.LayoutSizes, pp: int, chunk: int, expert: bool
-) -> tuple[int | None, int, frozenset[str], bool]:
-    """Return bucket size, data-parallel size, names with a separate bucket and padding, for `buffer_offsets`."""
-    world = int(record.get("world_size") or sizes.tp * sizes.pp)
-    dp_cp = world // (sizes.tp * sizes.pp)
-    ranks = world // (sizes.etp * sizes.ep * sizes.pp) if expert else dp_cp
-    bucket = None
-    if record.get("overlap_grad_reduce") and pp == 0 and chunk == 0:
-        data_ranks = max(dp_cp // int(record.get("context_parallel_size") or 1), 1)
-        bucket = int(record.get("ddp_bucket_size") or max(_DEFAULT_BUCKET, 1_000_000 * data_ranks))
-    return (
-        bucket,
-        ranks,
-        legacy.shared_embedding_names(record, sizes.pp),
-        bool(record.get("ddp_pad_buckets_for_high_nccl_busbw")),
-    )
-
-
 def _kind(name: str) -> str:
-    return "expert" if legacy.EXPERT in name else "dense"
+    return "expert" if rank_memory.EXPERT in name else "dense"
 
 
 def _is_in_group(name: str, value: Tensor, group: Mapping, record: Mapping[str, Any], experts_apart: bool) -> bool:
@@ -427,7 +415,7 @@ def _is_in_group(name: str, value: Tensor, group: Mapping, record: Mapping[str, 
     kind = legacy.param_group_kind(name, value.dim(), record)
     if (group.get("wd_mult", 1.0) != 0.0) != kind.decayed:
         return False
-    if bool(group.get("is_expert_parallel")) != (experts_apart and legacy.EXPERT in name):
+    if bool(group.get("is_expert_parallel")) != (experts_apart and rank_memory.EXPERT in name):
         return False
     if recorded_width_mult(record) != 1.0:
         return group.get("max_lr") == param_group(record, **kind._asdict(), experts=False)["max_lr"]

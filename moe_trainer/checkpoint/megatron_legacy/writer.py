@@ -7,7 +7,8 @@ format.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,27 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.nn import Parameter
 
 from arguments.mup import recorded_width_mult
-from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint import common_state, random_state
 from moe_trainer.checkpoint.directory import flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.layer_spec import has_te_names, te_extra_states, te_modules
+from moe_trainer.checkpoint.folder_format import LEGACY
+from moe_trainer.checkpoint.format_writer import FormatWriter, SavedRun
+from moe_trainer.checkpoint.layer_spec import has_te_names, norms_of_layers, te_extra_states, te_modules
 from moe_trainer.checkpoint.megatron_legacy import names as legacy
-from moe_trainer.checkpoint.megatron_legacy.reader import STATES, bucketing
+from moe_trainer.checkpoint.megatron_legacy.reader import STATES
+from moe_trainer.checkpoint.native_index import read_native_index
 from moe_trainer.checkpoint.optimizer_record import grad_scaler, group_order_key, param_group
-from moe_trainer.checkpoint.options import CheckpointState
+from moe_trainer.checkpoint.options import SaveOptions
+from moe_trainer.checkpoint.rank_memory import (
+    EXPERT,
+    LayoutSizes,
+    bucketing,
+    buffer_offsets,
+    layer_number,
+    local_name,
+    module_order_key,
+    to_spec_name,
+)
 from moe_trainer.checkpoint.reading import fill
 from moe_trainer.checkpoint.sharding import KeyScheme, TensorShard, make_shards
 from moe_trainer.checkpoint.virtual_index import tensor_entry
@@ -34,7 +48,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, get_param_info, named_shapes, unique_params
 from moe_trainer.parallel.state import ParallelState
 
-_EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|output_layer)\.weight\d*$")
+_EXTRA = re.compile(r"(^|\.)(linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj|output_layer)\.weight\d*$")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -49,68 +63,52 @@ class RankTensor:
     trained: bool
 
 
-def writes_here(ps: ParallelState) -> bool:
-    """Return whether this rank writes the file of its position. Collective."""
-    places = collectives.all_gather_object((ps.tp.rank, ps.pp.rank, ps.ep.rank), ps.world)
-    return places.index(places[ps.world.rank]) == ps.world.rank
+class LegacyWriter(FormatWriter):
+    """One rank of every (tp, pp, ep) position makes its file from the chunks."""
 
+    name = LEGACY
+    keeps_chunks = False
 
-def write(
-    source: Path,
-    target: Path,
-    index: Metadata,
-    state: CheckpointState,
-    chunks: Sequence[Any],
-    scalars: Mapping[str, Any] | None,
-    random_states: list | None,
-    ps: ParallelState,
-) -> None:
-    """Write this rank's folder under `target` from the chunks in `source`. Not collective.
+    def __init__(self, folder: Path, run: SavedRun, ps: ParallelState, options: SaveOptions):
+        super().__init__(folder, run, ps, options)
+        self._run = run
+        self._random_states = None
+        if options.save_rng:
+            mine = random_state.capture_for_checkpoint(random_state.get_streams(run.chunks), ps)
+            self._random_states = collectives.all_gather_object(mine, ps.dp_cp)
+        places = collectives.all_gather_object((ps.tp.rank, ps.pp.rank, ps.ep.rank), ps.world)
+        self._writes_here = places.index(places[ps.world.rank]) == ps.world.rank
 
-    `scalars` are those of the optimizer, None without its state.
+    def write(self) -> None:
+        """Nothing: all files need the chunks."""
 
-    Raises:
-        CheckpointError: for a model without names in the format.
-        OSError: if it cannot be written.
-    """
-    record, sizes = state.args, legacy.LayoutSizes.from_record(state.args)
-    entries = [_entries(source, index, chunk, record, scalars is not None, ps) for chunk in chunks]
-    content = common_state.build(state, None)
-    del content["content_metadata"]
-    for number, chunk in enumerate(entries):
-        content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, te_modules(record))
-    buffers = None
-    if scalars is not None:
-        content["moe_trainer"]["optimizer"] = common_state.to_builtin(dict(scalars))
-        owned = [
-            [
-                [
-                    entry
-                    for entry in chunk
-                    if entry.trained and (sizes.ep == 1 or (legacy.EXPERT in entry.name) is expert)
-                ]
-                for chunk in entries
-            ]
-            for expert in ((False, True) if sizes.ep > 1 else (False,))
-        ]
-        chain = [_optimizer(mine, record, scalars, sizes.ep > 1 and number == 1) for number, mine in enumerate(owned)]
-        content["optimizer"] = chain if len(chain) > 1 else chain[0]
-        if record.get("use_distributed_optimizer"):
-            # only the file of the first data-parallel rank has that of the dense parameters
-            buffers = [
-                _buffers(mine, record, sizes, ps.pp.rank, number == 1) if number == 1 or ps.dp_cp.rank == 0 else None
-                for number, mine in enumerate(owned)
-            ]
-    if random_states is not None:
-        content["rng_state"] = random_states
-    folder = target / sizes.folder(ps.tp.rank, ps.pp.rank, ps.ep.rank)
-    folder.mkdir()
-    torch.save(content, folder / legacy.MODEL_FILE)
-    flush_file(folder / legacy.MODEL_FILE)
-    if buffers is not None:
-        torch.save(buffers if len(buffers) > 1 else buffers[0], folder / legacy.STATE_FILE)
-        flush_file(folder / legacy.STATE_FILE)
-    flush_folder(folder)
+    def convert(self) -> None:
+        if not self._writes_here:
+            return
+        run, ps, source = self._run, self._ps, self.chunks_folder(self._folder)
+        index, record = read_native_index(source), run.state.args
+        entries = [_entries(source, index, chunk, record, run.scalars is not None, ps) for chunk in run.chunks]
+        content = common_state.build(run.state, None)
+        del content["content_metadata"]
+        for number, chunk in enumerate(entries):
+            content["model" if len(entries) == 1 else f"model{number}"] = _model(chunk, te_modules(record))
+        buffers = None
+        if run.scalars is not None:
+            content["moe_trainer"]["optimizer"] = common_state.to_builtin(dict(run.scalars))
+            content["optimizer"], buffers = _optimizers(entries, record, run.scalars, ps)
+        if self._random_states is not None:
+            content["rng_state"] = self._random_states
+        folder = self._folder / LayoutSizes.from_record(record).folder(ps.tp.rank, ps.pp.rank, ps.ep.rank)
+        folder.mkdir()
+        torch.save(content, folder / legacy.MODEL_FILE)
+        flush_file(folder / legacy.MODEL_FILE)
+        if buffers is not None:
+            torch.save(buffers, folder / legacy.STATE_FILE)
+            flush_file(folder / legacy.STATE_FILE)
+        flush_folder(folder)
+
+    def complete(self) -> None:
+        shutil.rmtree(self.chunks_folder(self._folder))
 
 
 def _entries(
@@ -137,23 +135,24 @@ def _entries(
         held.append((info, "", ask(""), states, trained))
     fill(source, index, wanted)
     first_layer = min(
-        (layer for info, *_ in held for layer in map(legacy.layer_number, info.names) if layer is not None), default=0
+        (layer for info, *_ in held for layer in map(layer_number, info.names) if layer is not None),
+        default=0,
     )
-    first_expert = ps.ep.rank * legacy.LayoutSizes.from_record(record).local_experts
-    routed = {legacy.layer_number(name) for info, *_ in held for name in info.names if ".mlp.router." in name}
+    first_expert = ps.ep.rank * LayoutSizes.from_record(record).local_experts
+    norms = norms_of_layers(record)
     entries = []
     for info, _, value, states, trained in held:
         values = value.unbind(0) if info.stacked else (value,)
         for number, (name, one) in enumerate(zip(info.names, values, strict=True)):
             each = {state: whole.unbind(0)[number] if info.stacked else whole for state, whole in states.items()}
-            written = legacy.to_spec_name(
-                legacy.local_name(name, first_layer, first_expert), record, legacy.layer_number(name) in routed
-            )
+            layer = layer_number(name)
+            spellings = norms[-1 if layer is None else layer]
+            written = to_spec_name(local_name(name, first_layer, first_expert), record, spellings)
             entries += [
                 RankTensor(copy or name, copy or written, one, each, trained)
                 for copy in (_names_of_copy(held, record) if info.is_replica else (None,))
             ]
-    return sorted(entries, key=lambda entry: legacy.module_order_key(entry.name, entry.written))
+    return sorted(entries, key=lambda entry: module_order_key(entry.name, entry.written))
 
 
 def _names_of_copy(
@@ -186,9 +185,10 @@ def _sharded_params(
         group = ps.etp if info.kind == "expert" else ps.tp
         name, named_shape = info.names[0], shape[1:] if info.stacked else shape
         dim, parts = legacy.tp_split(name, named_shape, record, group.size)
+        is_known = info.part_names == tuple(legacy.named_parts(name, record))
         if group.size > 1 and name.endswith(legacy.LATENT_DOWN) and not has_te_names(record):
             dim = 0  # replicated here and in Transformer Engine's modules; Megatron-LM's local ones shard it
-        if info.part_names or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
+        if not is_known or (info.shard_count > 1 and (dim, parts) != (info.sharded_dim, info.parts)):
             raise CheckpointError(
                 f"{name}: how a legacy checkpoint cuts it is not known; save with --ckpt-format torch_dist"
             )
@@ -223,6 +223,35 @@ def _model(chunk: list[RankTensor], parts: tuple[str, ...]) -> dict[str, Tensor 
             values[f"{module}._extra_state"] = None
         values |= dict.fromkeys(te_extra_states(entry.written, parts))
     return values
+
+
+def _optimizers(
+    entries: list[list[RankTensor]], record: Mapping[str, Any], scalars: Mapping[str, Any], ps: ParallelState
+) -> tuple[Any, Any]:
+    """Return the optimizer entry of the file and the content of the file of flat states, None without one.
+
+    With expert parallelism each is a list: of the dense parameters' optimizer, and of the experts'.
+    """
+    sizes = LayoutSizes.from_record(record)
+    kinds = (False, True) if sizes.ep > 1 else (False,)
+    owned = [
+        [
+            [entry for entry in chunk if entry.trained and (sizes.ep == 1 or (EXPERT in entry.name) is experts)]
+            for chunk in entries
+        ]
+        for experts in kinds
+    ]
+    chain = [_optimizer(mine, record, scalars, experts) for experts, mine in zip(kinds, owned, strict=True)]
+    buffers = None
+    if record.get("use_distributed_optimizer"):
+        # only the file of the first data-parallel rank has that of the dense parameters
+        buffers = [
+            _buffers(mine, record, sizes, ps.pp.rank, experts) if experts or ps.dp_cp.rank == 0 else None
+            for experts, mine in zip(kinds, owned, strict=True)
+        ]
+    if sizes.ep > 1:
+        return chain, buffers
+    return chain[0], None if buffers is None else buffers[0]
 
 
 def _optimizer(
@@ -280,15 +309,16 @@ def _param_groups(record: Mapping[str, Any], scalars: Mapping[str, Any], experts
 
 
 def _buffers(
-    chunks: list[list[RankTensor]], record: Mapping[str, Any], sizes: legacy.LayoutSizes, pp: int, experts: bool
+    chunks: list[list[RankTensor]], record: Mapping[str, Any], sizes: LayoutSizes, pp: int, experts: bool
 ) -> dict:
     """Return the flat states of a distributed optimizer, as its first data-parallel rank saves them."""
     content: dict = {"buckets_coalesced": True}
     for number, chunk in enumerate(chunk for chunk in chunks if chunk):
         by_name = {entry.name: entry for entry in chunk}
         places = list(
-            legacy.buffer_offsets(
-                [(entry.name, entry.value.numel()) for entry in chunk], *bucketing(record, sizes, pp, number, experts)
+            buffer_offsets(
+                [(entry.name, entry.value.numel()) for entry in chunk],
+                *bucketing(record, sizes, pp, number, experts),
             )
         )
         whole = max(first + numel for _, first, numel in places)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from moe_trainer.checkpoint.megatron_legacy.names import global_name
+from moe_trainer.checkpoint.rank_memory import global_name
 from moe_trainer.moe.balancing import LOSS_NAMES
 from moe_trainer.verification.megatron_core.model import (
     build_megatron_model,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from arguments import Arguments
 from arguments.container import OPTIONS
 from arguments.mechanisms.dispatchers import ALLTOALL
-from moe_trainer.checkpoint.megatron_legacy.names import LOCAL_EXPERT, global_name
+from moe_trainer.checkpoint.rank_memory import LOCAL_EXPERT, global_name
 from moe_trainer.errors import UserError
 
 # fields of Megatron-Core's config whose flag has another name there or here, and those that choose kernels of devices

@@ -12,6 +12,7 @@ from harness import run_ranks
 from moe_trainer.checkpoint.archive import load_bytes
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.index import check
+from moe_trainer.checkpoint.layer_spec import fused_norms
 from moe_trainer.checkpoint.manager import (
     CheckpointState,
     LoadOptions,
@@ -23,19 +24,17 @@ from moe_trainer.checkpoint.manager import (
     saved_padded_vocab_size,
 )
 from moe_trainer.checkpoint.megatron_legacy import writer as legacy_writer
-from moe_trainer.checkpoint.megatron_legacy.names import (
+from moe_trainer.checkpoint.megatron_legacy.names import decays, param_group_kind, tied_copies, tp_split
+from moe_trainer.checkpoint.megatron_legacy.reader import open_file
+from moe_trainer.checkpoint.rank_memory import (
     LayoutSizes,
+    bucketing,
     buffer_offsets,
-    decays,
     global_name,
     module_order_key,
-    param_group_kind,
     shared_embedding_names,
-    tied_copies,
     to_spec_name,
-    tp_split,
 )
-from moe_trainer.checkpoint.megatron_legacy.reader import bucketing, open_file
 from moe_trainer.checkpoint.resolve import latest_valid
 from moe_trainer.checkpoint.unpickle import to_builtin
 from moe_trainer.parallel.state import ParallelState
@@ -288,7 +287,7 @@ def test_transformer_engine_parameter_order():
             "mlp.shared_experts.linear_fc2.weight",
         )
     ]
-    written = {name: to_spec_name(name, engine, name in routed) for name in dense + routed}
+    written = {name: to_spec_name(name, engine, fused_norms(engine, name in routed)) for name in dense + routed}
     assert sorted(sorted(written), key=lambda name: module_order_key(name, written[name])) == dense + routed
     latent = [
         "linear_proj.weight",
@@ -300,7 +299,8 @@ def test_transformer_engine_parameter_order():
         "linear_kv_up_proj.weight",
     ]
     latent = [f"decoder.layers.0.self_attention.{name}" for name in latent]
-    written = {name: to_spec_name(name, engine | {"multi_latent_attention": True}, True) for name in latent}
+    engine |= {"multi_latent_attention": True}
+    written = {name: to_spec_name(name, engine, fused_norms(engine, True)) for name in latent}
     assert sorted(sorted(written), key=lambda name: module_order_key(name, written[name])) == latent
     single = [name for name in routed if ".local_experts." in name]
     assert sorted(single, key=lambda name: module_order_key(name, name)) == [single[0], single[2], single[1], single[3]]
@@ -418,6 +418,8 @@ def test_grouped_expert_and_fused_norm_names_are_translated():
         global_name("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", 2, 0)
         == "decoder.layers.2.input_layernorm.weight"
     )
+    for written in ("conv1d_weight", "conv1d.weight"):  # of newer and older versions
+        assert global_name(f"decoder.layers.0.mixer.{written}", 2, 0) == "decoder.layers.2.mixer.conv1d.weight"
     assert (
         global_name("mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight", 2, 0)
         == "mtp.layers.0.mtp_model_layer.pre_mlp_layernorm.weight"
@@ -437,8 +439,8 @@ def test_grouped_expert_and_fused_norm_names_are_translated():
             "decoder.layers.0.mlp.experts.linear_fc2.weight3",
         ),
     ):
-        assert to_spec_name(name, te, routed) == written and global_name(written, 0, 0) == name
-        assert to_spec_name(name, te | {"transformer_impl": "local"}, routed) == name
+        assert to_spec_name(name, te, fused_norms(te, routed)) == written and global_name(written, 0, 0) == name
+        assert to_spec_name(name, te | {"transformer_impl": "local"}, fused_norms(te, routed)) == name
 
 
 def test_optimizer_entries_needed_only_by_megatron_are_written(tmp_path, monkeypatch):
