@@ -23,7 +23,7 @@ import torch
 from arguments import parse_args
 from moe_trainer.data.loader import Batch
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import TrainRun, TrainState
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.training_trace import make_run
 from scripts.bench_common import Report, make_parser, provenance_line
@@ -78,7 +78,7 @@ def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[f
     return statistics.fmean(losses[-LAST:]), evaluate(run, text[-HELD_OUT:]), seconds
 
 
-def evaluate(run: TrainContext, text: torch.Tensor) -> float:
+def evaluate(run: TrainRun, text: torch.Tensor) -> float:
     """Return the mean loss of some sequences."""
     for chunk in run.chunks:
         chunk.train(False)

@@ -1,4 +1,4 @@
-"""The context of a training run, and the state that changes while it trains.
+"""The two kinds of run, one that trains and one whose weights are frozen, and the state that changes meanwhile.
 
 Learning rate, batch size and data order are functions of `TrainState`, which is also what a checkpoint stores besides
 model and optimizer. That is what makes a resumed run bitwise equal to one that was never interrupted.
@@ -6,7 +6,9 @@ model and optimizer. That is what makes a resumed run bitwise equal to one that 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,17 +73,15 @@ class TrainState:
     rerun_statistics: RerunStatistics = field(default_factory=RerunStatistics)
 
 
-@dataclass(frozen=True)
-class TrainContext:
-    """Everything the loop works with, built by training/setup.py and data_setup.py.
+@dataclass(frozen=True, kw_only=True)
+class Run(ABC):
+    """What a run works with, whether it trains the weights or not; built by training/setup.py and data_setup.py.
 
-    A run that does not train the weights (`Arguments.has_frozen_weights`) has no gradients, optimizer or schedules.
-    `build_context` fills the fields up to `dumps`; data, metrics and monitors are added once the checkpoint is loaded.
+    Data, metrics and monitors are added once the checkpoint is loaded.
 
     Attributes:
         participants: what the model's features do in an iteration.
         buffers: of the experts; an iteration for which they are too small is repeated with larger ones.
-        iteration_graph: CUDA graph of the full iteration.
         data_warnings: validation or test text that is training text.
         cycle: how --dataloader-type cyclic shuffles the training samples.
         packing: plans of the training batches, of samples of different lengths; None for equal ones.
@@ -99,10 +99,6 @@ class TrainContext:
     participants: Participants
     buffers: ReceiveBuffers
     schedule: Schedule
-    grads: DataParallelGrads | FsdpGrads | None
-    optimizer: Optimizer | None
-    learning_rate: LrSchedule | None
-    weight_decay: WeightDecaySchedule | None
     batch_size: BatchSizeSchedule
     train_iters: int
     save_options: SaveOptions
@@ -110,7 +106,6 @@ class TrainContext:
     profiler: Profiler
     saver: AsyncSaver = field(default_factory=AsyncSaver)
     save_history: SaveHistory = field(default_factory=SaveHistory)
-    iteration_graph: IterationGraph | None = None
     dumps: Dumps = field(default_factory=Dumps)
     datasets: Datasets | None = None
     batch_format: BatchFormat | None = None
@@ -136,20 +131,107 @@ class TrainContext:
         """This rank among those to which plans of packed batches give packs."""
         return self.ps.dp_cp.rank if self.ps.dynamic_cp else self.ps.dp.rank
 
-    def wait_params(self) -> None:
-        """Wait until the parameters hold the result of the last update."""
-        if self.optimizer is not None:
-            self.optimizer.wait_params()
-
-    @property
-    def should_save(self) -> bool:
-        """Whether checkpoints are saved."""
-        return self.args.output.save is not None and not self.args.has_frozen_weights
-
     @property
     def per_token(self) -> bool:
         """Whether the loss is normalized by the tokens of the global batch instead of per microbatch."""
         return self.args.training.calculate_per_token_loss
+
+    @property
+    @abstractmethod
+    def should_save(self) -> bool:
+        """Whether checkpoints are saved."""
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float:
+        """Factor of the loss in the gradients."""
+
+    @abstractmethod
+    def get_lr(self, samples: int) -> float:
+        """Return the learning rate after the updates of this number of samples."""
+
+    @abstractmethod
+    def wait_params(self) -> None:
+        """Wait until the parameters hold the result of the last update."""
+
+    @abstractmethod
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return the scope of backward passes that must not reduce gradients."""
+
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs: receive buffers were too small, or the paged stash of a rank will have other memory.
+
+        All ranks do so together, because a capture of communication may itself communicate.
+        """
+        for chunk in self.chunks:
+            chunk.graphs.drop()
+
+    def close(self) -> None:
+        """Release what libraries hold, before the process groups are destroyed."""
+        self.participants.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRun(Run):
+    """A run that does not change the weights (`Arguments.has_frozen_weights`): it evaluates, or only writes losses."""
+
+    @property
+    def should_save(self) -> bool:
+        return False
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def get_lr(self, samples: int) -> float:
+        return 0.0
+
+    def wait_params(self) -> None:
+        pass
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRun(Run):
+    """A run that trains the weights.
+
+    Attributes:
+        iteration_graph: CUDA graph of the full iteration.
+    """
+
+    grads: DataParallelGrads | FsdpGrads
+    optimizer: Optimizer
+    learning_rate: LrSchedule
+    weight_decay: WeightDecaySchedule
+    iteration_graph: IterationGraph | None
+
+    @property
+    def should_save(self) -> bool:
+        return self.args.output.save is not None
+
+    @property
+    def loss_scale(self) -> float:
+        return self.optimizer.loss_scale
+
+    def get_lr(self, samples: int) -> float:
+        return self.learning_rate.lr(samples)
+
+    def wait_params(self) -> None:
+        self.optimizer.wait_params()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self.grads.accumulate()
+
+    def drop_graphs(self) -> None:
+        if self.iteration_graph is not None:
+            self.iteration_graph.drop()
+        super().drop_graphs()
+
+    def close(self) -> None:
+        super().close()
+        self.grads.close()
 
 
 def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:

@@ -24,7 +24,7 @@ from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import run_on_rank0
-from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.context import Run, TrainState, print_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def get_tokenizer_files(args: Arguments) -> tuple[Path, ...]:
     return tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
 
 
-def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> TrainContext:
+def build_datasets_and_loaders(ctx: Run, state: TrainState, tokenizer: Tokenizer) -> Run:
     """Return the context with datasets, and with the training batches that follow the consumed samples. Collective."""
     args, ps, rank = ctx.args, ctx.ps, ctx.runtime.launch_env.rank
     train, valid, test = requested_sizes(args.training)
@@ -116,7 +116,7 @@ def remaining_phase_samples(args: Arguments, state: TrainState) -> int:
 
 
 def make_packing_planner(
-    ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
+    ctx: Run, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
 ) -> PackingPlanner | None:
     """Return the planner of a dataset with samples of different lengths; None without packing.
 
@@ -164,7 +164,7 @@ def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None
             )
 
 
-def merged_stream_states(ctx: TrainContext) -> dict[str, StreamState]:
+def merged_stream_states(ctx: Run) -> dict[str, StreamState]:
     """Return where streamed text continues on all ranks, nothing without --dataloader-type external. Collective."""
     if ctx.train_stream is None:
         return {}
@@ -178,7 +178,7 @@ def merged_stream_states(ctx: TrainContext) -> dict[str, StreamState]:
 
 
 def make_loader(
-    ctx: TrainContext,
+    ctx: Run,
     dataset: AnyDataset,
     micro_batch_size: int,
     consumed: int,

@@ -22,7 +22,7 @@ from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import Run, TrainState
 from moe_trainer.training.data_setup import make_loader, make_packing_planner
 from moe_trainer.training.step import agree_on_buffers, reduce_loss, run_microbatches
 
@@ -65,16 +65,14 @@ class _ByteCount:
             yield batch
 
 
-def can_validate(ctx: TrainContext) -> bool:
+def can_validate(ctx: Run) -> bool:
     """Return whether there is a validation set to evaluate."""
     training = ctx.args.training
     has_data = ctx.datasets is not None and bool(ctx.datasets.valid)
     return has_data and (training.eval_iters > 0 or training.full_validation)
 
 
-def validate(
-    ctx: TrainContext, state: TrainState, where: str, bytes_of: ByteLengths | None = None
-) -> list[EvaluationResult]:
+def validate(ctx: Run, state: TrainState, where: str, bytes_of: ByteLengths | None = None) -> list[EvaluationResult]:
     """Evaluate and report every validation set; during training, consume validation samples."""
     training = ctx.args.training
     assert ctx.datasets is not None
@@ -90,7 +88,7 @@ def validate(
 
 
 def evaluate(
-    ctx: TrainContext,
+    ctx: Run,
     state: TrainState,
     where: str,
     kind: str,
@@ -141,7 +139,7 @@ def evaluate(
     return result
 
 
-def evaluate_checkpoint(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> None:
+def evaluate_checkpoint(ctx: Run, state: TrainState, tokenizer: Tokenizer) -> None:
     """Evaluate validation and test sets and each prefix of a blend, and print a table (--skip-train). Collective."""
     training, iteration = ctx.args.training, state.iteration
     assert ctx.datasets is not None
@@ -163,7 +161,7 @@ def evaluate_checkpoint(ctx: TrainContext, state: TrainState, tokenizer: Tokeniz
         ctx.metrics.print(evaluation_table(results, iteration, source, bytes_of.reason))
 
 
-def _sum_bytes(ctx: TrainContext, num_bytes: int) -> int:
+def _sum_bytes(ctx: Run, num_bytes: int) -> int:
     """Sum the count of the last stage over data-parallel ranks; every stage reads the same batches."""
     total = torch.tensor(num_bytes, dtype=torch.int64, device=ctx.runtime.device)
     if ctx.ps.is_last_stage:

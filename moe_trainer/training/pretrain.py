@@ -2,7 +2,7 @@
 
 `pretrain` joins the other ranks, `run_job` builds, resumes, trains and saves. The loop is training/loop.py, one
 iteration training/step.py. There are no hooks: what always runs is written in these functions, and what depends on
-flags was decided when the `TrainContext` was built.
+flags was decided when the `Run` was built.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_trainer.training.checkpointing import (
     save_is_due,
     save_upcycled,
 )
-from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.context import Run, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.data_setup import build_datasets_and_loaders
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
 from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
@@ -111,14 +111,16 @@ def run_job(
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     ctx, state = build_and_resume(args, runtime, tokenizer)
-    if args.output.ckpt_convert_format is not None:
+    if isinstance(ctx, TrainRun) and args.output.ckpt_convert_format is not None:
         convert_checkpoint(ctx, state)
         close_groups(runtime.ps)
         return ExitCode.OK
     check_output_paths(ctx, state)
-    if args.moe.moe_use_upcycling:
+    if isinstance(ctx, TrainRun) and args.moe.moe_use_upcycling:
         save_upcycled(ctx, state)
-    ctx = with_rewindable_batches(build_datasets_and_loaders(ctx, state, tokenizer))
+    ctx = build_datasets_and_loaders(ctx, state, tokenizer)
+    if isinstance(ctx, TrainRun):
+        ctx = with_rewindable_batches(ctx)
     ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer), samples=prepare_samples(ctx, tokenizer))
     load_pending_fault_report(ctx, state)
     write_run_manifest(args, ctx.chunks, runtime.ps)
@@ -146,16 +148,14 @@ def run_job(
     recorder.end(planned_end(ctx, state, decision, code))
     close_metrics(ctx)
     monitors.close()
-    ctx.participants.close()
-    if ctx.grads is not None:
-        ctx.grads.close()
+    ctx.close()
     watchdog.on_failure = nothing_to_record  # the recorder holds process groups, which end before the interpreter
     close_groups(runtime.ps)
     return code
 
 
 def train_and_evaluate(
-    ctx: TrainContext,
+    ctx: Run,
     state: TrainState,
     started: float,
     timeouts: TimeoutManager,
@@ -189,12 +189,12 @@ def train_and_evaluate(
     return decision
 
 
-def finalize_training(ctx: TrainContext, state: TrainState) -> None:
+def finalize_training(ctx: Run, state: TrainState) -> None:
     """Save, validate and test after the last iteration."""
     training = ctx.args.training
     assert ctx.datasets is not None
     unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
-    if ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
+    if isinstance(ctx, TrainRun) and ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(ctx, state)
     if can_validate(ctx):
         validate(ctx, state, f"iteration {state.iteration} on validation set")
@@ -202,7 +202,7 @@ def finalize_training(ctx: TrainContext, state: TrainState) -> None:
         evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", ctx.datasets.test, 0, False)
 
 
-def planned_end(ctx: TrainContext, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
+def planned_end(ctx: Run, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
     """Return the end of a run that is complete, or that saved and ends early."""
     if decision is None:
         return RunEnd("finished", state.iteration, code, f"all {ctx.train_iters} iterations are done")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,7 +27,7 @@ from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
 from moe_trainer.pipeline.schedule import ScheduleInputs
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import Run, TrainRun, TrainState
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.rerun import (
     StepEvaluation,
@@ -56,7 +55,7 @@ class StepObserver(Protocol):
 
 
 def train_step(
-    ctx: TrainContext, state: TrainState, num_microbatches: int, observer: StepObserver | None = None
+    ctx: TrainRun, state: TrainState, num_microbatches: int, observer: StepObserver | None = None
 ) -> StepResult:
     """Run forward and backward over all microbatches, reduce, validate and update.
 
@@ -71,11 +70,6 @@ def train_step(
     args = ctx.args
     if ctx.replay is not None:
         ctx.replay.begin_iteration(state.iteration + 1)
-    if args.optimizer.freeze_all_layers:
-        losses_only = frozen_step(ctx, num_microbatches)
-        agree_on_buffers(ctx, f"iteration {state.iteration + 1}")
-        return losses_only
-    assert ctx.optimizer is not None and ctx.learning_rate is not None and ctx.weight_decay is not None
     dumps = StepDumps(ctx, state.iteration + 1)
     if observer is not None:
         observer.attach()
@@ -96,7 +90,7 @@ def train_step(
         if must_repeat := evaluation.overflowed:
             num_repeats += 1
             restart()
-            drop_graphs(ctx)
+            ctx.drop_graphs()
             evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
         if must_repeat or evaluation.has_grown_budgets:
             agree_on_buffers(ctx, f"iteration {state.iteration + 1}", must_repeat)
@@ -140,17 +134,20 @@ def train_step(
     )
 
 
-def frozen_step(ctx: TrainContext, num_microbatches: int) -> StepResult:
+def frozen_step(ctx: Run, state: TrainState, num_microbatches: int) -> StepResult:
     """Compute the losses of an iteration of --freeze-all-layers with forward passes only."""
+    if ctx.replay is not None:
+        ctx.replay.begin_iteration(state.iteration + 1)
     assert ctx.train_batches is not None
     with ctx.timers("forward-backward"), torch.no_grad():
         sums = run_microbatches(ctx, ctx.train_batches, num_microbatches, forward_only=True, replay=ctx.replay)
     loss_sum, tokens = reduce_loss(ctx, sums)
+    agree_on_buffers(ctx, f"iteration {state.iteration + 1}")
     return StepResult({"lm loss": loss_sum / max(tokens, 1.0)})
 
 
 def forward_backward_reduce(
-    ctx: TrainContext,
+    ctx: TrainRun,
     state: TrainState,
     num_microbatches: int,
     eager: bool = False,
@@ -163,7 +160,6 @@ def forward_backward_reduce(
     the first evaluation of the iteration. `counts_on_host`: experts read their token counts and allocate enough space,
     without CUDA graphs; otherwise a buffer may be too small.
     """
-    assert ctx.optimizer is not None and ctx.grads is not None
     ctx.optimizer.zero_grad()
     ctx.participants.begin_step(state.iteration)
     eager = eager or counts_on_host
@@ -187,7 +183,7 @@ def forward_backward_reduce(
     for index, values in zip((*last_stage, *others), numbers, strict=True):
         sums_of_participants.setdefault(index, []).extend(values)
     if num_growing:
-        drop_graphs(ctx)
+        ctx.drop_graphs()
     has_grown_budgets = num_grown > 0
     if num_overflowed:
         return StepEvaluation(sums, math.nan, tokens, math.nan, overflowed=True)
@@ -202,33 +198,22 @@ def forward_backward_reduce(
     return StepEvaluation(sums, loss, tokens, norm, sums_of_participants, has_grown_budgets=has_grown_budgets)
 
 
-def drop_graphs(ctx: TrainContext) -> None:
-    """Drop the CUDA graphs: receive buffers were too small, or the paged stash of a rank will have other memory.
-
-    All ranks do so together, because a capture of communication may itself communicate.
-    """
-    if ctx.iteration_graph is not None:
-        ctx.iteration_graph.drop()
-    for chunk in ctx.chunks:
-        chunk.graphs.drop()
-
-
-def agree_on_buffers(ctx: TrainContext, where: str, was_repeated: bool = False) -> None:
+def agree_on_buffers(ctx: Run, where: str, was_repeated: bool = False) -> None:
     """Let the ranks agree on buffers that were too small in `where`, an iteration or an evaluation. Collective."""
     if ctx.buffers.agree(where, was_repeated):
-        drop_graphs(ctx)
+        ctx.drop_graphs()
 
 
-def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
+def train_microbatches(ctx: TrainRun, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
     """Run the next training microbatches and reduce the gradients, as one CUDA graph if enabled and not `eager`.
 
     Returns:
         As run_microbatches.
     """
     source, optimizer, grads = ctx.train_batches, ctx.optimizer, ctx.grads
-    assert source is not None and optimizer is not None and grads is not None
+    assert source is not None
 
-    def run(ctx: TrainContext, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
+    def run(ctx: TrainRun, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
         optimizer.start_deferred_gather(always=captured)
         with ctx.timers("forward-backward"):
             sums = run_microbatches(ctx, batches, num_microbatches, grad_scale, replay=ctx.replay)
@@ -260,7 +245,7 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
         )
 
 
-def _to_captured(ctx: TrainContext, batch: Batch) -> Batch:
+def _to_captured(ctx: Run, batch: Batch) -> Batch:
     """Return a batch that a captured iteration reads: on the device, with the borders of documents and sequences."""
     device, packed = ctx.runtime.device, batch.packed
     batch = batch.to(device, with_documents=True)
@@ -272,7 +257,7 @@ def _to_captured(ctx: TrainContext, batch: Batch) -> Batch:
 
 
 def run_microbatches(
-    ctx: TrainContext,
+    ctx: Run,
     batches: Iterator[Batch],
     num_microbatches: int,
     grad_scale: float | Tensor = 1.0,
@@ -321,7 +306,7 @@ def run_microbatches(
         num_microbatches,
         spec=input_spec,
         grad_scale=grad_scale,
-        accumulate=nullcontext if ctx.grads is None else ctx.grads.accumulate,
+        accumulate=ctx.accumulate,
         timer=ctx.timers,
         mark=ctx.timers.ranges,
         forward_only=forward_only,
@@ -347,7 +332,7 @@ def masked_loss(chunk: Transformer, loss_BS: Tensor, batch: Batch, per_token: bo
     return loss, torch.stack([loss_sum.detach(), mask_BS.sum()])
 
 
-def reduce_loss(ctx: TrainContext, sums: list[Tensor]) -> tuple[float, float]:
+def reduce_loss(ctx: Run, sums: list[Tensor]) -> tuple[float, float]:
     """Return the sum of token losses and the number of tokens over all microbatches and ranks.
 
     Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
@@ -361,7 +346,7 @@ def _copy_to_host(*tensors: Tensor) -> list[list[float]]:
     return [part.tolist() for part in torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors])]
 
 
-def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Iterable[Tensor] = ()) -> Tensor:
+def _reduce_sums(ctx: Run, sums: list[Tensor], further: Iterable[Tensor] = ()) -> Tensor:
     """Return the two numbers of reduce_loss, fp64 on the device, followed by `further` ones reduced in the same way."""
     ps = ctx.ps
     total = (
@@ -374,7 +359,7 @@ def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Iterable[Tensor
     return collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
 
 
-def check_losses_finite(ctx: TrainContext, state: TrainState, losses: dict[str, float]) -> None:
+def check_losses_finite(ctx: TrainRun, state: TrainState, losses: dict[str, float]) -> None:
     """Raise FloatingPointError for a non-finite loss (unless --no-check-for-nan-in-loss-and-grad)."""
     bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
     if bad:
