@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from arguments import Arguments
 from moe_trainer.checkpoint.manager import AsyncSaver
@@ -74,6 +74,27 @@ class TrainState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Data of a run; without arguments it has none.
+
+    Attributes:
+        warnings: validation or test text that is training text.
+        train_batches: microbatches of this data rank after the consumed samples.
+        cycle: how --dataloader-type cyclic shuffles the training samples.
+        packing: plans of the training batches, of samples of different lengths; None for equal ones.
+        text_stream: what yields `train_batches` with --dataloader-type external.
+    """
+
+    datasets: Datasets = Datasets(None, (), (), None)
+    batch_format: BatchFormat = BatchFormat(eod=None)
+    warnings: tuple[str, ...] = ()
+    train_batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    cycle: Cycle | None = None
+    packing: PackingPlanner | None = None
+    text_stream: StreamLoader | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run(ABC):
     """What a run works with, whether it trains the weights or not; built by training/setup.py and data_setup.py.
 
@@ -82,14 +103,10 @@ class Run(ABC):
     Attributes:
         participants: what the model's features do in an iteration.
         buffers: of the experts; an iteration for which they are too small is repeated with larger ones.
-        data_warnings: validation or test text that is training text.
-        cycle: how --dataloader-type cyclic shuffles the training samples.
-        packing: plans of the training batches, of samples of different lengths; None for equal ones.
         tasks: of --eval-tasks.
         samples: of --sample-prompts.
         stream: of --stream-weights-to.
         replay: gives routers the experts of training batches; None: they choose.
-        train_stream: what yields `train_batches` with --dataloader-type external.
     """
 
     args: Arguments
@@ -107,13 +124,7 @@ class Run(ABC):
     saver: AsyncSaver = field(default_factory=AsyncSaver)
     save_history: SaveHistory = field(default_factory=SaveHistory)
     dumps: Dumps = field(default_factory=Dumps)
-    datasets: Datasets | None = None
-    batch_format: BatchFormat | None = None
-    data_warnings: tuple[str, ...] = ()
-    train_batches: Iterator[Batch] | None = None
-    cycle: Cycle | None = None
-    packing: PackingPlanner | None = None
-    train_stream: StreamLoader | None = None
+    data: RunData = field(default_factory=RunData)
     metrics: MetricsLogger | None = None
     monitors: RankMonitors | None = None
     tasks: TaskEvaluation | None = None
@@ -125,6 +136,11 @@ class Run(ABC):
     def ps(self) -> ParallelState:
         """Process groups of this rank."""
         return self.runtime.ps
+
+    @property
+    def train_batches(self) -> Iterator[Batch]:
+        """The next microbatches of training."""
+        return self.data.train_batches
 
     @property
     def data_rank(self) -> int:
@@ -232,6 +248,14 @@ class TrainRun(Run):
     def close(self) -> None:
         super().close()
         self.grads.close()
+
+
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+def with_batches(run: AnyRun, batches: Iterator[Batch]) -> AnyRun:
+    """Return the run with other training batches."""
+    return replace(run, data=replace(run.data, train_batches=batches))
 
 
 def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:

@@ -68,18 +68,16 @@ class _ByteCount:
 def can_validate(ctx: Run) -> bool:
     """Return whether there is a validation set to evaluate."""
     training = ctx.args.training
-    has_data = ctx.datasets is not None and bool(ctx.datasets.valid)
-    return has_data and (training.eval_iters > 0 or training.full_validation)
+    return bool(ctx.data.datasets.valid) and (training.eval_iters > 0 or training.full_validation)
 
 
 def validate(ctx: Run, state: TrainState, where: str, bytes_of: ByteLengths | None = None) -> list[EvaluationResult]:
     """Evaluate and report every validation set; during training, consume validation samples."""
     training = ctx.args.training
-    assert ctx.datasets is not None
     from_the_start = training.full_validation or ctx.args.is_eval_only
     consumed = 0 if from_the_start else state.consumed_valid_samples
     results = []
-    for name, dataset in zip(ctx.datasets.valid_names, ctx.datasets.valid):
+    for name, dataset in zip(ctx.data.datasets.valid_names, ctx.data.datasets.valid):
         kind = f"validation-{name}" if name else "validation"
         results.append(evaluate(ctx, state, where, kind, dataset, consumed, training.full_validation, bytes_of))
     if not from_the_start and results:
@@ -113,7 +111,15 @@ def evaluate(
         if packing is not None:
             microbatches = packing.count_microbatches(consumed, stop, batch_size)
         batches = iter(
-            make_loader(ctx, dataset, micro, consumed, packing, lambda consumed: min(batch_size, stop - consumed))
+            make_loader(
+                ctx,
+                dataset,
+                micro,
+                consumed,
+                packing,
+                lambda consumed: min(batch_size, stop - consumed),
+                fmt=ctx.data.batch_format,
+            )
         )
     count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths, ps.dynamic_cp)
     if count is not None:
@@ -142,16 +148,17 @@ def evaluate(
 def evaluate_checkpoint(ctx: Run, state: TrainState, tokenizer: Tokenizer) -> None:
     """Evaluate validation and test sets and each prefix of a blend, and print a table (--skip-train). Collective."""
     training, iteration = ctx.args.training, state.iteration
-    assert ctx.datasets is not None
     bytes_of = byte_lengths(tokenizer, ctx.padded_vocab_size)
     results = []
     if can_validate(ctx):
         results += validate(ctx, state, f"iteration {iteration} on validation set", bytes_of)
-    if ctx.datasets.test is not None and training.eval_iters > 0:
+    if ctx.data.datasets.test is not None and training.eval_iters > 0:
         results.append(
-            evaluate(ctx, state, f"iteration {iteration} on test set", "test", ctx.datasets.test, 0, False, bytes_of)
+            evaluate(
+                ctx, state, f"iteration {iteration} on test set", "test", ctx.data.datasets.test, 0, False, bytes_of
+            )
         )
-    for name, dataset in ctx.datasets.domains:
+    for name, dataset in ctx.data.datasets.domains:
         kind, _, prefix = name.partition("-")
         where = f"iteration {iteration} on {kind} set {prefix}"
         results.append(evaluate(ctx, state, where, name, dataset, 0, training.full_validation, bytes_of))

@@ -87,9 +87,9 @@ def _describe_owner(ctx: Run, state: TrainState, fault: Fault | None) -> str:
     if fault is None or not 0 < fault.microbatch < AFTER_LAST:
         return text
     size = ctx.args.training.micro_batch_size
-    if ctx.packing is not None:
+    if ctx.data.packing is not None:
         consumed = state.consumed_train_samples
-        plan = ctx.packing.plan(consumed, ctx.batch_size.global_batch_size(consumed))
+        plan = ctx.data.packing.plan(consumed, ctx.batch_size.global_batch_size(consumed))
         samples = plan.pack(fault.microbatch - 1, ctx.data_rank)
         return f"{text}, samples {', '.join(map(str, samples))} of the run"
     start = state.consumed_train_samples + ((fault.microbatch - 1) * ps.dp.size + ps.dp.rank) * size

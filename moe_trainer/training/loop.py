@@ -111,7 +111,8 @@ def train_iteration(ctx: Run, state: TrainState) -> None:
     ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
     consumed = state.consumed_train_samples
     microbatches, samples = ctx.batch_size.num_microbatches(consumed), ctx.batch_size.global_batch_size(consumed)
-    packing = None if ctx.packing is None else ctx.packing.summarize(ctx.packing.plan(consumed, samples))
+    plans = ctx.data.packing
+    packing = None if plans is None else plans.summarize(plans.plan(consumed, samples))
     if packing is not None:
         microbatches = packing.num_microbatches
     if iteration in ctx.args.training.iterations_to_skip:
@@ -183,7 +184,6 @@ def run_step(ctx: Run, state: TrainState, num_microbatches: int) -> StepResult:
 
 def skip_iteration(ctx: Run, state: TrainState, microbatches: int, samples: int) -> None:
     """Consume the samples of an iteration of --iterations-to-skip and advance `state`."""
-    assert ctx.train_batches is not None
     snapshot_iteration_start(ctx)
     for _ in range(microbatches):
         with as_user_error("data"):

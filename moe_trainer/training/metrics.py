@@ -84,7 +84,7 @@ def _open_metrics(ctx: Run, state: TrainState, hosts: Sequence[str]) -> MetricsL
         start_samples=state.consumed_train_samples,
         is_eval_only=args.is_eval_only,
         run=describe_environment(args, launch_env.world_size, ctx.padded_vocab_size, ctx.runtime.device, hosts)
-        | ({"warnings": list(ctx.data_warnings)} if ctx.data_warnings else {}),
+        | ({"warnings": list(ctx.data.warnings)} if ctx.data.warnings else {}),
     )
     return MetricsLogger(options, launch_env.world_size, state.iteration, args.as_dict())
 

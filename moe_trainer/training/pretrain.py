@@ -37,7 +37,7 @@ from moe_trainer.training.checkpointing import (
     save_upcycled,
 )
 from moe_trainer.training.context import Run, TrainRun, TrainState, print_rank_0
-from moe_trainer.training.data_setup import build_datasets_and_loaders
+from moe_trainer.training.data_setup import build_data
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
 from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
 from moe_trainer.training.export import export_weights
@@ -118,7 +118,7 @@ def run_job(
     check_output_paths(ctx, state)
     if isinstance(ctx, TrainRun) and args.moe.moe_use_upcycling:
         save_upcycled(ctx, state)
-    ctx = build_datasets_and_loaders(ctx, state, tokenizer)
+    ctx = replace(ctx, data=build_data(ctx, state, tokenizer))
     if isinstance(ctx, TrainRun):
         ctx = with_rewindable_batches(ctx)
     ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer), samples=prepare_samples(ctx, tokenizer))
@@ -192,14 +192,14 @@ def train_and_evaluate(
 def finalize_training(ctx: Run, state: TrainState) -> None:
     """Save, validate and test after the last iteration."""
     training = ctx.args.training
-    assert ctx.datasets is not None
     unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
     if isinstance(ctx, TrainRun) and ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(ctx, state)
     if can_validate(ctx):
         validate(ctx, state, f"iteration {state.iteration} on validation set")
-    if ctx.datasets.test is not None and training.eval_iters > 0:
-        evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", ctx.datasets.test, 0, False)
+    test = ctx.data.datasets.test
+    if test is not None and training.eval_iters > 0:
+        evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", test, 0, False)
 
 
 def planned_end(ctx: Run, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:

@@ -15,7 +15,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import drain_on_exit, gather_errors
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import Run, TrainRun, TrainState, named_transformer_layers
+from moe_trainer.training.context import Run, TrainRun, TrainState, named_transformer_layers, with_batches
 from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
@@ -103,7 +102,7 @@ def record_iteration(
     recorder = StepRecorder(ctx, num_microbatches, writing.gradients)
     result, failure = None, None
     try:
-        result = train_step(replace(ctx, train_batches=replayable), state, num_microbatches, recorder)
+        result = train_step(with_batches(ctx, replayable), state, num_microbatches, recorder)
     except FloatingPointError as error:  # raised on all ranks
         failure = error
         writing.gradients()
@@ -161,12 +160,13 @@ def explicit_flags(args: Arguments) -> dict[str, object]:
 def get_sample_numbers(ctx: TrainRun, state: TrainState, num_microbatches: int) -> list[int]:
     """Return the dataset indices of the iteration's samples in the order of the global batch."""
     training, dp, consumed = ctx.args.training, ctx.ps.dp, state.consumed_train_samples
-    assert ctx.datasets is not None and ctx.datasets.train is not None and ctx.batch_format is not None
+    data = ctx.data
+    assert data.datasets.train is not None
     kind, micro = training.dataloader_type or "single", training.micro_batch_size
     by_rank = []
     for rank in range(dp.size):
         place = micro, rank, dp.size, consumed, kind
-        loader = build_loader(ctx.datasets.train, *place, fmt=ctx.batch_format, cycle=ctx.cycle)
+        loader = build_loader(data.datasets.train, *place, fmt=data.batch_format, cycle=data.cycle)
         by_rank.append([batch for batch, _ in zip(loader.indices(), range(num_microbatches))])
     return [int(number) for microbatch in zip(*by_rank) for batch in microbatch for number in batch]
 

@@ -41,7 +41,7 @@ from moe_trainer.resilience.rejection import (
     track,
 )
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import Run, TrainRun, TrainState
+from moe_trainer.training.context import Run, TrainRun, TrainState, with_batches
 from moe_trainer.training.fault_localization import device_name, global_name, locate_nonfinite
 
 logger = logging.getLogger(__name__)
@@ -91,16 +91,13 @@ def with_rewindable_batches(ctx: TrainRun) -> TrainRun:
     """
     mode = ctx.args.training.rerun_mode
     repeats = mode != "disabled" and (mode != "validate_results" or rejection_rules(ctx.args).any)
-    if ctx.train_batches is None:
-        return ctx
     if ctx.buffers.allow_lost_tokens() or repeats:
-        return replace(ctx, train_batches=make_rewindable_iterator(ctx))
+        return with_batches(ctx, make_rewindable_iterator(ctx))
     return ctx
 
 
 def make_rewindable_iterator(ctx: Run) -> RewindableIterator[Batch]:
     """Wrap the training batches and the random generators so that they can return to the start of an iteration."""
-    assert ctx.train_batches is not None
     streams = get_streams(ctx.chunks)
     return RewindableIterator(ctx.train_batches, partial(capture, streams), partial(restore, streams=streams))
 

@@ -138,7 +138,6 @@ def frozen_step(ctx: Run, state: TrainState, num_microbatches: int) -> StepResul
     """Compute the losses of an iteration of --freeze-all-layers with forward passes only."""
     if ctx.replay is not None:
         ctx.replay.begin_iteration(state.iteration + 1)
-    assert ctx.train_batches is not None
     with ctx.timers("forward-backward"), torch.no_grad():
         sums = run_microbatches(ctx, ctx.train_batches, num_microbatches, forward_only=True, replay=ctx.replay)
     loss_sum, tokens = reduce_loss(ctx, sums)
@@ -211,7 +210,6 @@ def train_microbatches(ctx: TrainRun, num_microbatches: int, grad_scale: float, 
         As run_microbatches.
     """
     source, optimizer, grads = ctx.train_batches, ctx.optimizer, ctx.grads
-    assert source is not None
 
     def run(ctx: TrainRun, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
         optimizer.start_deferred_gather(always=captured)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.debug.step_record import Record
 from moe_trainer.errors import UserError
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.training.context import TrainRun, TrainState
+from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime, make_groups, set_numerics_flags, set_seeds
 from moe_trainer.training.record_step import AXES, record_iteration
 from moe_trainer.training.setup import build_train_run
@@ -209,7 +209,7 @@ def replay(record: Record, args: Arguments, runtime: Runtime, folder: Path) -> N
     for chunk in run.chunks:
         chunk.train()
     try:
-        run = replace(run, train_batches=iter(batches))
+        run = with_batches(run, iter(batches))
         _, problem, _ = record_iteration(run, state, len(batches), folder, head["sample_numbers"], weights=False)
     except FloatingPointError:
         return  # a loss or gradient is not finite; the record is complete

@@ -9,7 +9,7 @@ reduces each of its tensors to a few numbers, and copies of one shard must agree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -24,7 +24,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info, unique_params
 from moe_trainer.parallel.shards import full_tensor
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainRun, TrainState
+from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.rerun import with_rewindable_batches
 from moe_trainer.training.setup import build_train_run
@@ -100,7 +100,7 @@ def make_run(
     run = build_train_run(args, Runtime(launch_env, torch_device, ps), make_null_tokenizer(args))
     if batches is None:
         batches = chain(*_batches(run, skip, steps, seed, layout))
-    return with_rewindable_batches(replace(run, train_batches=iter(batches)))
+    return with_rewindable_batches(with_batches(run, iter(batches)))
 
 
 def _batches(run: TrainRun, first: int, steps: int, seed: int, layout: PackLayout | None = None) -> list[list[Batch]]:

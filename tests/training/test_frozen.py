@@ -1,7 +1,5 @@
 """--freeze-all-layers: training batches run forward only; no weight moves and nothing is saved."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from commands import read_metrics, run
@@ -11,7 +9,7 @@ from training.tiny import MOCK, TINY
 from arguments import parse_args
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import FrozenRun, TrainState
+from moe_trainer.training.context import FrozenRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.setup import build_run
 from moe_trainer.training.step import frozen_step
@@ -72,7 +70,7 @@ def test_frozen_training_keeps_no_batches_on_the_host():
     runtime = Runtime(LaunchEnv(0, 1, 0, None, None, "test"), torch.device("cpu"), ps)
     run, state = build_run(args, runtime, make_null_tokenizer(args)), TrainState()
     assert isinstance(run, FrozenRun)
-    run = replace(run, train_batches=iter([batch for step in draw_batches(args, ps, 0, 2, 0) for batch in step]))
+    run = with_batches(run, iter([batch for step in draw_batches(args, ps, 0, 2) for batch in step]))
     for _ in range(2):
         frozen = frozen_step(run, state, args.training.global_batch_size // args.training.micro_batch_size)
         state.iteration += 1
