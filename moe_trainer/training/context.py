@@ -40,7 +40,6 @@ from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, RerunStatistics
 from moe_trainer.resilience.save_failures import SaveHistory
 from moe_trainer.training.initialize import Runtime
-from moe_trainer.training.monitors import RankMonitors
 from moe_trainer.training.routing_replay import RoutingReplay
 from moe_trainer.training.stream_weights import WeightStream
 
@@ -95,17 +94,31 @@ class RunData:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a run writes besides checkpoints, as its flags say; without arguments nothing.
+
+    Attributes:
+        metrics: on the last rank.
+        tasks: of --eval-tasks.
+        completer: of --sample-prompts.
+        weight_stream: of --stream-weights-to.
+    """
+
+    metrics: MetricsLogger | None = None
+    tasks: TaskEvaluation | None = None
+    completer: PromptCompleter | None = None
+    weight_stream: WeightStream | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run(ABC):
     """What a run works with, whether it trains the weights or not; built by training/setup.py and data_setup.py.
 
-    Data, metrics and monitors are added once the checkpoint is loaded.
+    Data and outputs are added once the checkpoint is loaded.
 
     Attributes:
         participants: what the model's features do in an iteration.
         buffers: of the experts; an iteration for which they are too small is repeated with larger ones.
-        tasks: of --eval-tasks.
-        samples: of --sample-prompts.
-        stream: of --stream-weights-to.
         replay: gives routers the experts of training batches; None: they choose.
     """
 
@@ -125,12 +138,8 @@ class Run(ABC):
     save_history: SaveHistory = field(default_factory=SaveHistory)
     dumps: Dumps = field(default_factory=Dumps)
     data: RunData = field(default_factory=RunData)
-    metrics: MetricsLogger | None = None
-    monitors: RankMonitors | None = None
-    tasks: TaskEvaluation | None = None
-    samples: PromptCompleter | None = None
+    outputs: Outputs = field(default_factory=Outputs)
     replay: RoutingReplay | None = None
-    stream: WeightStream | None = None
 
     @property
     def ps(self) -> ParallelState:
@@ -141,6 +150,11 @@ class Run(ABC):
     def train_batches(self) -> Iterator[Batch]:
         """The next microbatches of training."""
         return self.data.train_batches
+
+    @property
+    def metrics(self) -> MetricsLogger | None:
+        """The metrics of the run, on the last rank."""
+        return self.outputs.metrics
 
     @property
     def data_rank(self) -> int:

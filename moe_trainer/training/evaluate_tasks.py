@@ -67,10 +67,9 @@ def run_tasks(ctx: Run, evaluation: TaskEvaluation) -> dict[str, Any]:
     return {name: results[name] for name in _KEPT if name in results}
 
 
-def evaluate_tasks(ctx: Run, state: TrainState) -> None:
+def evaluate_tasks(ctx: Run, state: TrainState, tasks: TaskEvaluation) -> None:
     """Run the tasks of --eval-tasks and log their figures. Collective."""
-    assert ctx.tasks is not None
-    results = run_tasks(ctx, ctx.tasks)
+    results = run_tasks(ctx, tasks)
     if ctx.metrics is not None:
         ctx.metrics.tasks(state.iteration, state.consumed_train_samples, list(task_metrics(results)))
 

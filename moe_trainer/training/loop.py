@@ -24,7 +24,7 @@ from moe_trainer.training.context import FrozenRun, Run, TrainRun, TrainState, p
 from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.evaluate_tasks import evaluate_tasks
 from moe_trainer.training.generate_samples import write_samples
-from moe_trainer.training.monitors import peak_memory_mb
+from moe_trainer.training.monitors import RankMonitors, peak_memory_mb
 from moe_trainer.training.record_step import record_step, recording_is_due
 from moe_trainer.training.rerun import snapshot_iteration_start
 from moe_trainer.training.step import frozen_step, train_step
@@ -49,6 +49,7 @@ class ExitDecision(NamedTuple):
 def train(
     ctx: Run,
     state: TrainState,
+    monitors: RankMonitors,
     started: float,
     timeouts: TimeoutManager,
     exit_signal: ExitSignalHandler | None,
@@ -58,35 +59,35 @@ def train(
     Returns:
         Why the run ends early, None if all iterations are done.
     """
-    training = ctx.args.training
-    assert ctx.monitors is not None
+    training, outputs = ctx.args.training, ctx.outputs
     if training.manual_gc:
         gc.disable()
         gc.collect()
     set_training(ctx.chunks, True)
     is_first = True
-    ctx.monitors.run_due_checks(ctx.chunks, ctx.wait_params, state.iteration)
-    if ctx.stream is not None:
+    monitors.run_due_checks(ctx.chunks, ctx.wait_params, state.iteration)
+    if outputs.weight_stream is not None:
         with timeouts.extended():
-            ctx.stream.write(state.iteration)
+            outputs.weight_stream.write(state.iteration)
     while state.iteration < ctx.train_iters:
         with timeouts.extended() if recording_is_due(ctx, state) else nullcontext():
-            train_iteration(ctx, state)
+            train_iteration(ctx, state, monitors)
         if is_first:
             timeouts.use_training_timeout()
         is_first = False
         if evaluation_is_due(ctx, state):
             with timeouts.extended():
                 validate(ctx, state, f"iteration {state.iteration}")
-        if ctx.stream is not None and is_due_or_last(ctx, state, ctx.args.output.stream_weights_interval):
+        weight_stream, interval = outputs.weight_stream, ctx.args.output.stream_weights_interval
+        if weight_stream is not None and is_due_or_last(ctx, state, interval):
             with timeouts.extended():
-                ctx.stream.write(state.iteration)
-        if ctx.tasks is not None and is_due_or_last(ctx, state, training.eval_tasks_interval):
+                weight_stream.write(state.iteration)
+        if outputs.tasks is not None and is_due_or_last(ctx, state, training.eval_tasks_interval):
             with timeouts.extended():
-                evaluate_tasks(ctx, state)
-        if ctx.samples is not None and is_due_or_last(ctx, state, training.sample_interval):
+                evaluate_tasks(ctx, state, outputs.tasks)
+        if outputs.completer is not None and is_due_or_last(ctx, state, training.sample_interval):
             with timeouts.extended():
-                write_samples(ctx, state)
+                write_samples(ctx, state, outputs.completer)
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()
         decision = sync_exit_decision(ctx, state, started, exit_signal)
@@ -103,9 +104,8 @@ def train(
     return None
 
 
-def train_iteration(ctx: Run, state: TrainState) -> None:
+def train_iteration(ctx: Run, state: TrainState, monitors: RankMonitors) -> None:
     """Run one iteration, report it and advance `state`."""
-    assert ctx.monitors is not None
     begin = time.perf_counter()
     iteration = state.iteration + 1
     ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
@@ -119,7 +119,7 @@ def train_iteration(ctx: Run, state: TrainState) -> None:
         skip_iteration(ctx, state, microbatches, samples)
         return
     ctx.profiler.before(iteration)
-    ctx.monitors.start()
+    monitors.start()
     learning_rate = ctx.get_lr(state.scheduled_samples)
     with ctx.timers.ranges(f"iteration {iteration}"):
         result = run_step(ctx, state, microbatches)
@@ -145,7 +145,7 @@ def train_iteration(ctx: Run, state: TrainState) -> None:
         logger.warning("profile of this rank written to %s", trace)
     params_norm = ctx.optimizer.params_norm() if isinstance(ctx, TrainRun) and ctx.args.output.log_params_norm else None
     elapsed = time.perf_counter() - begin
-    report = ctx.monitors.stop(iteration)
+    report = monitors.stop(iteration)
     if ctx.metrics is not None:
         record = IterationRecord(
             step=result,
@@ -172,7 +172,7 @@ def train_iteration(ctx: Run, state: TrainState) -> None:
             ctx.metrics.print(line)
     report_timers(ctx, iteration)
     report_memory(ctx, iteration)
-    ctx.monitors.run_due_checks(ctx.chunks, ctx.wait_params, iteration)
+    monitors.run_due_checks(ctx.chunks, ctx.wait_params, iteration)
 
 
 def run_step(ctx: Run, state: TrainState, num_microbatches: int) -> StepResult:

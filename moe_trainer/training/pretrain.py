@@ -39,13 +39,12 @@ from moe_trainer.training.checkpointing import (
 from moe_trainer.training.context import Run, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.data_setup import build_data
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
-from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
 from moe_trainer.training.export import export_weights
-from moe_trainer.training.generate_samples import prepare_samples
 from moe_trainer.training.initialize import Runtime, initialize, make_error_dedup_counter
 from moe_trainer.training.loop import ExitDecision, train
-from moe_trainer.training.metrics import close_metrics, open_metrics
+from moe_trainer.training.metrics import close_metrics
 from moe_trainer.training.monitors import RankMonitors
+from moe_trainer.training.outputs import open_outputs
 from moe_trainer.training.preflight import check_output_paths
 from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
 from moe_trainer.training.resume import build_and_resume, resolve_auto_resume
@@ -121,18 +120,16 @@ def run_job(
     ctx = replace(ctx, data=build_data(ctx, state, tokenizer))
     if isinstance(ctx, TrainRun):
         ctx = with_rewindable_batches(ctx)
-    ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer), samples=prepare_samples(ctx, tokenizer))
     load_pending_fault_report(ctx, state)
     write_run_manifest(args, ctx.chunks, runtime.ps)
-    ctx = replace(ctx, metrics=open_metrics(ctx, state))
+    ctx = replace(ctx, outputs=open_outputs(ctx, state, tokenizer))
     recorder = EndRecorder(ctx, state)
     watchdog.on_failure = recorder.fail
     monitors = RankMonitors(args, runtime)
-    ctx = replace(ctx, monitors=monitors)
     if ctx.metrics is not None:
         ctx.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
-    decision = train_and_evaluate(ctx, state, started, timeouts, exit_signal, tokenizer)
+    decision = train_and_evaluate(ctx, state, monitors, started, timeouts, exit_signal, tokenizer)
     if decision is not None and decision.reason is not None:
         print_datetime(runtime, decision.reason)
     try:
@@ -157,6 +154,7 @@ def run_job(
 def train_and_evaluate(
     ctx: Run,
     state: TrainState,
+    monitors: RankMonitors,
     started: float,
     timeouts: TimeoutManager,
     exit_signal: ExitSignalHandler | None,
@@ -173,7 +171,7 @@ def train_and_evaluate(
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
     else:
         print_rank_0(runtime, "training ...")
-        decision = train(ctx, state, started, timeouts, exit_signal)
+        decision = train(ctx, state, monitors, started, timeouts, exit_signal)
     if decision is None:
         if not args.training.skip_train:
             print_datetime(runtime, "after training is done")

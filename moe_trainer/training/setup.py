@@ -54,7 +54,6 @@ from moe_trainer.training.context import FrozenRun, Run, TrainRun, named_transfo
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
-from moe_trainer.training.stream_weights import WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ def build_train_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer, wil
             timer=timers,
             library=library,
         )
-    common = _common_fields(args, runtime, vocab, timers, chunks, optimizer)
+    common = _common_fields(args, runtime, vocab, timers, chunks)
     final_batch_size = common["batch_size"].final_global_batch_size
     with as_user_error("schedules"):
         learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
@@ -122,7 +121,7 @@ def build_frozen_run(
                 "--%s-param-gather has no effect: there are no updated weights to gather",
                 "fp4" if args.precision.fp4 else "fp8",
             )
-    return FrozenRun(**_common_fields(args, runtime, vocab, timers, chunks, None))
+    return FrozenRun(**_common_fields(args, runtime, vocab, timers, chunks))
 
 
 def choose_vocabulary(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> int:
@@ -154,7 +153,6 @@ def _common_fields(
     vocab: int,
     timers: Timers,
     chunks: list[Transformer],
-    optimizer: Optimizer | None,
 ) -> dict[str, Any]:
     """Return what both kinds of run have. Collective."""
     ps, training, rank = runtime.ps, args.training, runtime.launch_env.rank
@@ -168,10 +166,6 @@ def _common_fields(
         schedule = build_schedule(args, runtime, chunks)
         if waiting := deadlocking_batch_sizes(args, ps.dp.size):
             raise ValueError("; ".join(waiting))
-    stream = None
-    if args.output.stream_weights_to is not None and not training.skip_train:
-        with as_user_error("--stream-weights-to"):
-            stream = WeightStream(args, chunks, ps, vocab, optimizer, args.output.stream_weights_to)
     if training.cuda_graph_impl != "none" and runtime.device.type != "cuda":
         logger.info(
             "--cuda-graph-impl %s: no CUDA device, so this rank runs without CUDA graphs; the results are the same",
@@ -191,7 +185,6 @@ def _common_fields(
         "timers": timers,
         "profiler": Profiler(args.output, rank),
         "dumps": Dumps(args.output, args.moe, rank),
-        "stream": stream,
         "replay": RoutingReplay.of_folder(args, chunks, rank, ps.world.size),
     }
 
