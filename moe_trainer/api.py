@@ -31,7 +31,7 @@ from moe_trainer.launch_env import read_launch_env
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import Run
+from moe_trainer.training.context import BaseRun
 from moe_trainer.training.inference import load_for_inference
 from moe_trainer.training.initialize import initialize
 from moe_trainer.training.setup import build_run
@@ -181,7 +181,7 @@ def _convert(checkpoint: Path, target: Path, model_type: str | None, families: F
     finish_job(job)
 
 
-def _wrap(ctx: Run) -> LanguageModel:
+def _wrap(ctx: BaseRun) -> LanguageModel:
     """Return the model of a context.
 
     Raises:

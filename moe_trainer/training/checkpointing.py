@@ -20,13 +20,13 @@ from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.errors import as_user_error
 from moe_trainer.optim.scheduler_state import scheduler_state_dict
 from moe_trainer.resilience.save_failures import MAX_CONSECUTIVE_FAILURES
-from moe_trainer.training.context import Run, TrainRun, TrainState
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.data_setup import merged_stream_states
 
 logger = logging.getLogger(__name__)
 
 
-def save_is_due(ctx: Run, state: TrainState) -> bool:
+def save_is_due(ctx: BaseRun, state: TrainState) -> bool:
     """Return whether --save-interval requires a checkpoint of this iteration."""
     interval = ctx.args.output.save_interval
     return interval is not None and state.iteration % interval == 0
@@ -123,7 +123,7 @@ def make_checkpoint_state(ctx: TrainRun, state: TrainState) -> CheckpointState:
     )
 
 
-def finish_save(ctx: Run) -> None:
+def finish_save(ctx: BaseRun) -> None:
     """Wait for the background save, if any, and make it visible. Collective. Raises as save_checkpoint."""
     if ctx.saver.in_progress:
         with ctx.timers("save-checkpoint"), as_user_error(f"--save {ctx.args.output.save}"), _counting_failures(ctx):
@@ -131,14 +131,14 @@ def finish_save(ctx: Run) -> None:
             _note_success(ctx)
 
 
-def _note_success(ctx: Run) -> None:
+def _note_success(ctx: BaseRun) -> None:
     ctx.save_history.succeeded()
     if ctx.metrics is not None:
         ctx.metrics.saved(ctx.save_history.saved[-1])
 
 
 @contextmanager
-def _counting_failures(ctx: Run) -> Iterator[None]:
+def _counting_failures(ctx: BaseRun) -> Iterator[None]:
     try:
         yield
     except StorageError as error:

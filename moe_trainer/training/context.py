@@ -73,8 +73,8 @@ class TrainState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunData:
-    """Data of a run; without arguments it has none.
+class Inputs:
+    """Data that a run reads; without arguments none.
 
     Attributes:
         warnings: validation or test text that is training text.
@@ -111,7 +111,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(ABC):
+class BaseRun(ABC):
     """What a run works with, whether it trains the weights or not; built by training/setup.py and data_setup.py.
 
     Data and outputs are added once the checkpoint is loaded.
@@ -137,7 +137,7 @@ class Run(ABC):
     saver: AsyncSaver = field(default_factory=AsyncSaver)
     save_history: SaveHistory = field(default_factory=SaveHistory)
     dumps: Dumps = field(default_factory=Dumps)
-    data: RunData = field(default_factory=RunData)
+    inputs: Inputs = field(default_factory=Inputs)
     outputs: Outputs = field(default_factory=Outputs)
     replay: RoutingReplay | None = None
 
@@ -149,7 +149,7 @@ class Run(ABC):
     @property
     def train_batches(self) -> Iterator[Batch]:
         """The next microbatches of training."""
-        return self.data.train_batches
+        return self.inputs.train_batches
 
     @property
     def metrics(self) -> MetricsLogger | None:
@@ -202,7 +202,7 @@ class Run(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenRun(Run):
+class FrozenRun(BaseRun):
     """A run that does not change the weights (`Arguments.has_frozen_weights`): it evaluates, or only writes losses."""
 
     @property
@@ -224,7 +224,7 @@ class FrozenRun(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRun(Run):
+class TrainRun(BaseRun):
     """A run that trains the weights.
 
     Attributes:
@@ -264,12 +264,12 @@ class TrainRun(Run):
         self.grads.close()
 
 
-AnyRun = TypeVar("AnyRun", bound=Run)
+AnyRun = TypeVar("AnyRun", bound=BaseRun)
 
 
 def with_batches(run: AnyRun, batches: Iterator[Batch]) -> AnyRun:
     """Return the run with other training batches."""
-    return replace(run, data=replace(run.data, train_batches=batches))
+    return replace(run, inputs=replace(run.inputs, train_batches=batches))
 
 
 def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:

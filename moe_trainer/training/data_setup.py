@@ -23,7 +23,7 @@ from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import run_on_rank0
-from moe_trainer.training.context import Run, RunData, TrainState, print_rank_0
+from moe_trainer.training.context import BaseRun, Inputs, TrainState, print_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def get_tokenizer_files(args: Arguments) -> tuple[Path, ...]:
     return tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
 
 
-def build_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> RunData:
+def build_inputs(run: BaseRun, state: TrainState, tokenizer: Tokenizer) -> Inputs:
     """Build datasets, and the training batches that follow the consumed samples. Collective."""
     args, ps, rank = run.args, run.ps, run.runtime.launch_env.rank
     train, valid, test = requested_sizes(args.training)
@@ -63,7 +63,7 @@ def build_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> RunData:
             )
         fmt = batch_format(args.data, tokenizer, run.padded_vocab_size)
         if datasets.train is None or args.training.skip_train:
-            return RunData(datasets=datasets, batch_format=fmt, warnings=warnings)
+            return Inputs(datasets=datasets, batch_format=fmt, warnings=warnings)
         cycle, micro = None, args.training.micro_batch_size
         if not isinstance(datasets.train, Streamed):
             if args.training.dataloader_type == "cyclic":
@@ -78,7 +78,7 @@ def build_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> RunData:
                     logger.warning("WARNING: %s", difference)
         packing, get_size = make_packing_planner(run, datasets.train, micro), run.batch_size.global_batch_size
         loader = make_loader(run, datasets.train, micro, consumed, packing, get_size, fmt=fmt, cycle=cycle)
-        return RunData(
+        return Inputs(
             datasets=datasets,
             batch_format=fmt,
             warnings=warnings,
@@ -90,7 +90,7 @@ def build_data(run: Run, state: TrainState, tokenizer: Tokenizer) -> RunData:
 
 
 def _compare_with_checkpoint(
-    run: Run, state: TrainState, is_streamed: bool
+    run: BaseRun, state: TrainState, is_streamed: bool
 ) -> tuple[Mapping[str, str], Mapping[str, Any], tuple[str, ...]]:
     """Compare the data with those of the checkpoint, warn on rank 0, and note the data in `state` there. Collective.
 
@@ -134,7 +134,7 @@ def remaining_phase_samples(args: Arguments, state: TrainState) -> int:
 
 
 def make_packing_planner(
-    ctx: Run, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
+    ctx: BaseRun, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
 ) -> PackingPlanner | None:
     """Return the planner of a dataset with samples of different lengths; None without packing.
 
@@ -182,12 +182,12 @@ def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None
             )
 
 
-def merged_stream_states(ctx: Run) -> dict[str, StreamState]:
+def merged_stream_states(ctx: BaseRun) -> dict[str, StreamState]:
     """Return where streamed text continues on all ranks, nothing without --dataloader-type external. Collective."""
-    if ctx.data.text_stream is None:
+    if ctx.inputs.text_stream is None:
         return {}
-    local = {"train": ctx.data.text_stream.state}
-    for dataset in ctx.data.datasets.valid:
+    local = {"train": ctx.inputs.text_stream.state}
+    for dataset in ctx.inputs.datasets.valid:
         assert isinstance(dataset, Streamed)
         local["valid"] = dataset.state()
     ranks = collectives.all_gather_object(local, ctx.ps.world)
@@ -195,7 +195,7 @@ def merged_stream_states(ctx: Run) -> dict[str, StreamState]:
 
 
 def make_loader(
-    ctx: Run,
+    ctx: BaseRun,
     dataset: AnyDataset,
     micro_batch_size: int,
     consumed: int,

@@ -7,12 +7,12 @@ from moe_trainer.inference.completion import PromptCompleter, encode_prompts
 from moe_trainer.inference.generator import Generator
 from moe_trainer.inference.text import TextCodec
 from moe_trainer.parallel.coordination import raise_on_all_ranks
-from moe_trainer.training.context import Run, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.inference import as_model
 from moe_trainer.training.step import agree_on_buffers
 
 
-def prepare_completer(ctx: Run, tokenizer: Tokenizer) -> PromptCompleter | None:
+def prepare_completer(ctx: BaseRun, tokenizer: Tokenizer) -> PromptCompleter | None:
     """Encode --sample-prompts; None without the flag. Collective with it.
 
     Raises:
@@ -29,7 +29,7 @@ def prepare_completer(ctx: Run, tokenizer: Tokenizer) -> PromptCompleter | None:
         return PromptCompleter(generator, codec, training.sample_prompts, tokens, new)
 
 
-def write_samples(ctx: Run, state: TrainState, completer: PromptCompleter) -> None:
+def write_samples(ctx: BaseRun, state: TrainState, completer: PromptCompleter) -> None:
     """Continue the prompts greedily and log the texts. Collective."""
     ctx.wait_params()
     with ctx.timers("evaluate"):

@@ -20,7 +20,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.resilience.signals import ExitSignalHandler
 from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.training.checkpointing import finish_save, save_checkpoint, save_is_due
-from moe_trainer.training.context import FrozenRun, Run, TrainRun, TrainState, print_rank_0
+from moe_trainer.training.context import BaseRun, FrozenRun, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.evaluate_tasks import evaluate_tasks
 from moe_trainer.training.generate_samples import write_samples
@@ -47,7 +47,7 @@ class ExitDecision(NamedTuple):
 
 
 def train(
-    ctx: Run,
+    ctx: BaseRun,
     state: TrainState,
     monitors: RankMonitors,
     started: float,
@@ -104,14 +104,14 @@ def train(
     return None
 
 
-def train_iteration(ctx: Run, state: TrainState, monitors: RankMonitors) -> None:
+def train_iteration(ctx: BaseRun, state: TrainState, monitors: RankMonitors) -> None:
     """Run one iteration, report it and advance `state`."""
     begin = time.perf_counter()
     iteration = state.iteration + 1
     ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
     consumed = state.consumed_train_samples
     microbatches, samples = ctx.batch_size.num_microbatches(consumed), ctx.batch_size.global_batch_size(consumed)
-    plans = ctx.data.packing
+    plans = ctx.inputs.packing
     packing = None if plans is None else plans.summarize(plans.plan(consumed, samples))
     if packing is not None:
         microbatches = packing.num_microbatches
@@ -175,14 +175,14 @@ def train_iteration(ctx: Run, state: TrainState, monitors: RankMonitors) -> None
     monitors.run_due_checks(ctx.chunks, ctx.wait_params, iteration)
 
 
-def run_step(ctx: Run, state: TrainState, num_microbatches: int) -> StepResult:
+def run_step(ctx: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
     """Run the next iteration of either kind of run, and record it if that is due."""
     if isinstance(ctx, TrainRun):
         return (record_step if recording_is_due(ctx, state) else train_step)(ctx, state, num_microbatches)
     return frozen_step(ctx, state, num_microbatches)
 
 
-def skip_iteration(ctx: Run, state: TrainState, microbatches: int, samples: int) -> None:
+def skip_iteration(ctx: BaseRun, state: TrainState, microbatches: int, samples: int) -> None:
     """Consume the samples of an iteration of --iterations-to-skip and advance `state`."""
     snapshot_iteration_start(ctx)
     for _ in range(microbatches):
@@ -194,7 +194,7 @@ def skip_iteration(ctx: Run, state: TrainState, microbatches: int, samples: int)
     logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", state.iteration, samples)
 
 
-def evaluation_is_due(ctx: Run, state: TrainState) -> bool:
+def evaluation_is_due(ctx: BaseRun, state: TrainState) -> bool:
     """Return whether a validation follows this iteration."""
     training, iteration = ctx.args.training, state.iteration
     if iteration % training.eval_interval != 0:
@@ -202,12 +202,12 @@ def evaluation_is_due(ctx: Run, state: TrainState) -> bool:
     return iteration >= (training.start_eval_at_iter or 0) and can_validate(ctx)
 
 
-def is_due_or_last(ctx: Run, state: TrainState, interval: int | None) -> bool:
+def is_due_or_last(ctx: BaseRun, state: TrainState, interval: int | None) -> bool:
     """Return whether the iteration is at the interval or the last one; never without an interval."""
     return interval is not None and (state.iteration % interval == 0 or state.iteration == ctx.train_iters)
 
 
-def report_timers(ctx: Run, iteration: int) -> None:
+def report_timers(ctx: BaseRun, iteration: int) -> None:
     """Log the timers of all ranks at the log interval."""
     output = ctx.args.output
     if iteration % output.log_interval != 0 or output.timing_log_level == 0:
@@ -219,7 +219,7 @@ def report_timers(ctx: Run, iteration: int) -> None:
         ctx.metrics.timers(own_times, iteration)
 
 
-def report_memory(ctx: Run, iteration: int) -> None:
+def report_memory(ctx: BaseRun, iteration: int) -> None:
     """Print the device memory of the first rank of each data-parallel group, early or at --log-memory-interval."""
     output, device = ctx.args.output, ctx.runtime.device
     interval = output.log_memory_interval
@@ -235,7 +235,7 @@ def report_memory(ctx: Run, iteration: int) -> None:
 
 
 def sync_exit_decision(
-    ctx: Run, state: TrainState, started: float, exit_signal: ExitSignalHandler | None
+    ctx: BaseRun, state: TrainState, started: float, exit_signal: ExitSignalHandler | None
 ) -> ExitDecision:
     """Return the decision of all ranks. `started` is time.monotonic() at the start of the program.
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.errors import as_user_error
-from moe_trainer.training.context import Outputs, Run, TrainRun, TrainState
+from moe_trainer.training.context import BaseRun, Outputs, TrainRun, TrainState
 from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
 from moe_trainer.training.generate_samples import prepare_completer
 from moe_trainer.training.metrics import open_metrics
 from moe_trainer.training.stream_weights import WeightStream
 
 
-def open_outputs(run: Run, state: TrainState, tokenizer: Tokenizer) -> Outputs:
+def open_outputs(run: BaseRun, state: TrainState, tokenizer: Tokenizer) -> Outputs:
     """Prepare tasks, prompts and the stream of weights, and open the metrics. Collective.
 
     Raises:
@@ -25,7 +25,7 @@ def open_outputs(run: Run, state: TrainState, tokenizer: Tokenizer) -> Outputs:
     )
 
 
-def _open_weight_stream(run: Run) -> WeightStream | None:
+def _open_weight_stream(run: BaseRun) -> WeightStream | None:
     target = run.args.output.stream_weights_to
     if target is None or run.args.training.skip_train:
         return None

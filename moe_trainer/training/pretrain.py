@@ -2,7 +2,7 @@
 
 `pretrain` joins the other ranks, `run_job` builds, resumes, trains and saves. The loop is training/loop.py, one
 iteration training/step.py. There are no hooks: what always runs is written in these functions, and what depends on
-flags was decided when the `Run` was built.
+flags was decided when the run was built.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moe_trainer.training.checkpointing import (
     save_is_due,
     save_upcycled,
 )
-from moe_trainer.training.context import Run, TrainRun, TrainState, print_rank_0
-from moe_trainer.training.data_setup import build_data
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState, print_rank_0
+from moe_trainer.training.data_setup import build_inputs
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
 from moe_trainer.training.export import export_weights
 from moe_trainer.training.initialize import Runtime, initialize, make_error_dedup_counter
@@ -117,7 +117,7 @@ def run_job(
     check_output_paths(ctx, state)
     if isinstance(ctx, TrainRun) and args.moe.moe_use_upcycling:
         save_upcycled(ctx, state)
-    ctx = replace(ctx, data=build_data(ctx, state, tokenizer))
+    ctx = replace(ctx, inputs=build_inputs(ctx, state, tokenizer))
     if isinstance(ctx, TrainRun):
         ctx = with_rewindable_batches(ctx)
     load_pending_fault_report(ctx, state)
@@ -152,7 +152,7 @@ def run_job(
 
 
 def train_and_evaluate(
-    ctx: Run,
+    ctx: BaseRun,
     state: TrainState,
     monitors: RankMonitors,
     started: float,
@@ -187,7 +187,7 @@ def train_and_evaluate(
     return decision
 
 
-def finalize_training(ctx: Run, state: TrainState) -> None:
+def finalize_training(ctx: BaseRun, state: TrainState) -> None:
     """Save, validate and test after the last iteration."""
     training = ctx.args.training
     unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
@@ -195,12 +195,12 @@ def finalize_training(ctx: Run, state: TrainState) -> None:
         save_checkpoint(ctx, state)
     if can_validate(ctx):
         validate(ctx, state, f"iteration {state.iteration} on validation set")
-    test = ctx.data.datasets.test
+    test = ctx.inputs.datasets.test
     if test is not None and training.eval_iters > 0:
         evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", test, 0, False)
 
 
-def planned_end(ctx: Run, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
+def planned_end(ctx: BaseRun, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
     """Return the end of a run that is complete, or that saved and ends early."""
     if decision is None:
         return RunEnd("finished", state.iteration, code, f"all {ctx.train_iters} iterations are done")

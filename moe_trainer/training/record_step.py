@@ -33,7 +33,7 @@ from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import drain_on_exit, gather_errors
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import Run, TrainRun, TrainState, named_transformer_layers, with_batches
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState, named_transformer_layers, with_batches
 from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
@@ -54,7 +54,7 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 """Groups whose sizes make a parallel mapping."""
 
 
-def recording_is_due(ctx: Run, state: TrainState) -> bool:
+def recording_is_due(ctx: BaseRun, state: TrainState) -> bool:
     """Return whether the next iteration is the one of --record-step."""
     return ctx.args.output.record_step == state.iteration + 1
 
@@ -160,7 +160,7 @@ def explicit_flags(args: Arguments) -> dict[str, object]:
 def get_sample_numbers(ctx: TrainRun, state: TrainState, num_microbatches: int) -> list[int]:
     """Return the dataset indices of the iteration's samples in the order of the global batch."""
     training, dp, consumed = ctx.args.training, ctx.ps.dp, state.consumed_train_samples
-    data = ctx.data
+    data = ctx.inputs
     assert data.datasets.train is not None
     kind, micro = training.dataloader_type or "single", training.micro_batch_size
     by_rank = []

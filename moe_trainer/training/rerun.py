@@ -41,7 +41,7 @@ from moe_trainer.resilience.rejection import (
     track,
 )
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import Run, TrainRun, TrainState, with_batches
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState, with_batches
 from moe_trainer.training.fault_localization import device_name, global_name, locate_nonfinite
 
 logger = logging.getLogger(__name__)
@@ -96,13 +96,13 @@ def with_rewindable_batches(ctx: TrainRun) -> TrainRun:
     return ctx
 
 
-def make_rewindable_iterator(ctx: Run) -> RewindableIterator[Batch]:
+def make_rewindable_iterator(ctx: BaseRun) -> RewindableIterator[Batch]:
     """Wrap the training batches and the random generators so that they can return to the start of an iteration."""
     streams = get_streams(ctx.chunks)
     return RewindableIterator(ctx.train_batches, partial(capture, streams), partial(restore, streams=streams))
 
 
-def snapshot_iteration_start(ctx: Run) -> None:
+def snapshot_iteration_start(ctx: BaseRun) -> None:
     """Snapshot the batch position and the random state at the start of an iteration."""
     if isinstance(ctx.train_batches, RewindableIterator):
         ctx.train_batches.begin()
@@ -180,7 +180,7 @@ def rewind(ctx: TrainRun) -> None:
     ctx.train_batches.rewind()
 
 
-def load_pending_fault_report(ctx: Run, state: TrainState) -> None:
+def load_pending_fault_report(ctx: BaseRun, state: TrainState) -> None:
     """Load the fault report that an earlier run left in the save folder. Collective if there can be one."""
     folder = ctx.args.output.save
     if folder is None or ctx.args.training.rerun_mode != "validate_results":
@@ -359,7 +359,7 @@ class _RejectionHandler:
                 logger.warning("the note about iteration %d in %s: %s", self.number, folder, error)
 
 
-def describe_stop(ctx: Run, state: TrainState) -> str:
+def describe_stop(ctx: BaseRun, state: TrainState) -> str:
     """Describe what is saved when a rejected result ends the run, and a learning rate that may be the cause."""
     if saved := ctx.save_history.saved:
         text = f"the checkpoint of iteration {saved[-1]} is untouched"

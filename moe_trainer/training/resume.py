@@ -25,7 +25,7 @@ from moe_trainer.optim.scheduler_state import resume_schedules
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.resilience.rejection import LossHistory
-from moe_trainer.training.context import Run, TrainRun, TrainState
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.setup import build_run
 
@@ -68,7 +68,7 @@ def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
     return replace(args, output=resumed, moe=moe, source=MappingProxyType(source))
 
 
-def _upcycling_options(options: LoadOptions, ctx: Run) -> LoadOptions:
+def _upcycling_options(options: LoadOptions, ctx: BaseRun) -> LoadOptions:
     """Return the options to load a dense model into the MoE model. Collective."""
     save = ctx.args.output.save
     assert save is not None
@@ -81,7 +81,7 @@ def _upcycling_options(options: LoadOptions, ctx: Run) -> LoadOptions:
     return replace(options, upcycle=True, exit_on_missing=True)
 
 
-def build_and_resume(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> tuple[Run, TrainState]:
+def build_and_resume(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> tuple[BaseRun, TrainState]:
     """Build a run and load the checkpoint of `--load`, if any. Collective.
 
     Returns:
@@ -104,7 +104,7 @@ def _replaces_all_weights(args: Arguments, ps: ParallelState) -> bool:
         return folder is not None and run_on_rank0(lambda: is_named_in(folder), ps.world)
 
 
-def _check_total_limit(ctx: Run) -> None:
+def _check_total_limit(ctx: BaseRun) -> None:
     """Refuse --save-total-limit where --save has checkpoints that the run does not continue. Collective.
 
     When the run is started again nothing would tell them from its own, which are deleted.
@@ -121,7 +121,7 @@ def _check_total_limit(ctx: Run) -> None:
         )
 
 
-def _resume(ctx: Run, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[Run, TrainState]:
+def _resume(ctx: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[BaseRun, TrainState]:
     output = ctx.args.output
     state = TrainState()
     if ctx.should_save:
@@ -192,7 +192,7 @@ def _is_same_folder(first: Path, second: str) -> bool:
     return os.path.realpath(first) == os.path.realpath(second)
 
 
-def _at_iteration(state: TrainState, ctx: Run) -> TrainState:
+def _at_iteration(state: TrainState, ctx: BaseRun) -> TrainState:
     """Apply --override-ckpt-iteration: the data continues after that many full batches, as in Megatron-LM."""
     iteration = ctx.args.output.override_ckpt_iteration
     if iteration is None:
@@ -233,7 +233,7 @@ def _resume_schedules(ctx: TrainRun, saved: CheckpointState) -> tuple[TrainRun, 
     return replace(ctx, learning_rate=learning_rate, weight_decay=weight_decay), samples
 
 
-def _load(folder: str, ctx: Run, options: LoadOptions) -> LoadedState | None:
+def _load(folder: str, ctx: BaseRun, options: LoadOptions) -> LoadedState | None:
     """Load; with --auto-resume skip a damaged checkpoint and use the one before it. Collective."""
     resumes_own_run = ctx.args.output.auto_resume and folder == ctx.args.output.save and options.ckpt_step is not None
     optimizer = ctx.optimizer if isinstance(ctx, TrainRun) else None

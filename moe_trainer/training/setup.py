@@ -50,7 +50,7 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
-from moe_trainer.training.context import FrozenRun, Run, TrainRun, named_transformer_layers, print_rank_0
+from moe_trainer.training.context import BaseRun, FrozenRun, TrainRun, named_transformer_layers, print_rank_0
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
@@ -58,7 +58,7 @@ from moe_trainer.training.routing_replay import RoutingReplay
 logger = logging.getLogger(__name__)
 
 
-def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer, will_be_loaded: bool = False) -> Run:
+def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer, will_be_loaded: bool = False) -> BaseRun:
     """Build the model of a run, and what trains it unless its weights are frozen. Collective.
 
     `will_be_loaded`: as in build_chunks.
