@@ -53,7 +53,7 @@ class TrainState:
         history: recent losses and gradient norms, and the iterations that were rejected.
         fingerprint: of the data and the tokenizer, on rank 0.
         flags: of the run that saved the checkpoint, by destination.
-        streams: where the streamed text of "train" and "valid" continues, as loaded.
+        text_streams: where the streamed text of "train" and "valid" continues, as loaded.
         pending_fault_report: fault report of an earlier run, until it is resolved. Not part of the checkpoint.
         rerun_statistics: differences of repeated iterations (--rerun-mode report_stats). Not part of the checkpoint.
     """
@@ -67,7 +67,7 @@ class TrainState:
     history: LossHistory = field(default_factory=LossHistory)
     fingerprint: Fingerprint = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
-    streams: dict[str, StreamState] = field(default_factory=dict)
+    text_streams: dict[str, StreamState] = field(default_factory=dict)
     pending_fault_report: PendingFaultReport | None = None
     rerun_statistics: RerunStatistics = field(default_factory=RerunStatistics)
 

@@ -170,8 +170,8 @@ def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None
     for name, dataset in (("train", datasets.train), *(("valid", dataset) for dataset in datasets.valid)):
         if not isinstance(dataset, Streamed):
             continue
-        if name in state.streams:
-            dataset.load_state(state.streams[name])
+        if name in state.text_streams:
+            dataset.load_state(state.text_streams[name])
         elif consumed[name] and rank == 0:
             logger.warning(
                 "WARNING: --dataloader-type external: the checkpoint was saved without it and does not say where the "

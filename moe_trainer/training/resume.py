@@ -182,7 +182,7 @@ def _resume(ctx: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tu
             history=history,
             fingerprint=saved.extra.get("fingerprint") or {},
             flags=saved.args,
-            streams=saved.extra.get("streams") or {},
+            text_streams=saved.extra.get("streams") or {},
         ),
         ctx,
     )
