@@ -31,10 +31,10 @@ from moe_trainer.launch_env import read_launch_env
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import BaseRun
 from moe_trainer.training.inference import load_for_inference
 from moe_trainer.training.initialize import initialize
-from moe_trainer.training.setup import build_context
+from moe_trainer.training.setup import build_run
 
 __all__ = ["LanguageModel", "build_model", "load_model", "save_checkpoint", "save_hf_folder"]
 
@@ -121,7 +121,7 @@ def build_model(flags: Sequence[str]) -> LanguageModel:
             logger.warning("--%s %s has no effect: build_model gives initial weights; use load_model", flag, folder)
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
-    return _wrap(build_context(args, runtime, tokenizer)).train()
+    return _wrap(build_run(args, runtime, tokenizer)).train()
 
 
 def load_model(source: str | Path, flags: Sequence[str] = ()) -> LanguageModel:
@@ -181,7 +181,7 @@ def _convert(checkpoint: Path, target: Path, model_type: str | None, families: F
     finish_job(job)
 
 
-def _wrap(ctx: TrainContext) -> LanguageModel:
+def _wrap(ctx: BaseRun) -> LanguageModel:
     """Return the model of a context.
 
     Raises:

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -209,7 +208,7 @@ def train_on_rank(rank: int, size: int, lengths: list[int]) -> list[tuple[str, f
     import torch
 
     from moe_trainer.launch_env import LaunchEnv
-    from moe_trainer.training.context import TrainState
+    from moe_trainer.training.context import TrainState, with_batches
     from moe_trainer.training.initialize import make_groups
     from moe_trainer.training.step import train_step
     from moe_trainer.verification.synthetic_data import RandomTokenDataset, make_null_tokenizer
@@ -248,7 +247,7 @@ def train_on_rank(rank: int, size: int, lengths: list[int]) -> list[tuple[str, f
         for name, run, batches in runs:
             torch.distributed.barrier()
             begin = time.perf_counter()
-            result = train_step(replace(run, train_batches=iter(batches)), TrainState(), len(batches))
+            result = train_step(with_batches(run, iter(batches)), TrainState(), len(batches))
             run.wait_params()
             torch.distributed.barrier()
             found.append((name, result.losses["lm loss"], time.perf_counter() - begin))

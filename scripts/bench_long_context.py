@@ -31,7 +31,7 @@ from moe_trainer.estimate.plan import Plan
 from scripts.bench_common import RESULTS, ROOT, Report, load_line, make_parser, provenance_line, run_on_ranks
 
 if TYPE_CHECKING:
-    from moe_trainer.training.context import TrainContext
+    from moe_trainer.training.context import TrainRun
 
 RUNS = RESULTS / "long_context.json"
 LENGTH, RANKS = 131072, 2
@@ -263,7 +263,7 @@ def run_pass(rank: int, size: int, argv: list[str]) -> dict[str, float]:
 
     args = parse_args(argv, size)
     ps = ParallelState.create(size, rank, cp=size)
-    run: TrainContext = make_run(args, rank, ps, 1)
+    run: TrainRun = make_run(args, rank, ps, 1)
     memory, after = PeakMemory(), []
     run.chunks[0].register_forward_hook(lambda *_: after.append(memory.now()))
     start = time.monotonic()

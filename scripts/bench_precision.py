@@ -13,7 +13,6 @@ scale.
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,7 +22,7 @@ import torch
 from arguments import parse_args
 from moe_trainer.data.loader import Batch
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.training_trace import make_run
 from scripts.bench_common import Report, make_parser, provenance_line
@@ -69,7 +68,7 @@ def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[f
     argv = [*MODEL, *flags.split(), "--train-iters", str(iterations), "--seed", str(1234 + seed)]
     run = make_run(parse_args(argv, 1), 0, ParallelState.single(), 0)
     order = torch.randperm(len(text) - HELD_OUT, generator=torch.Generator().manual_seed(seed))[: iterations * BATCH]
-    run = replace(run, train_batches=(make_batch(text[rows]) for rows in order.split(BATCH)))
+    run = with_batches(run, (make_batch(text[rows]) for rows in order.split(BATCH)))
     state, losses, began = TrainState(), [], time.perf_counter()
     for _ in range(iterations):
         losses.append(train_step(run, state, 1).losses["lm loss"])
@@ -78,7 +77,7 @@ def train(flags: str, text: torch.Tensor, iterations: int, seed: int) -> tuple[f
     return statistics.fmean(losses[-LAST:]), evaluate(run, text[-HELD_OUT:]), seconds
 
 
-def evaluate(run: TrainContext, text: torch.Tensor) -> float:
+def evaluate(run: TrainRun, text: torch.Tensor) -> float:
     """Return the mean loss of some sequences."""
     for chunk in run.chunks:
         chunk.train(False)

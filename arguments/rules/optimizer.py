@@ -118,6 +118,15 @@ def limit_record_without_update(s: Settings, _f: DerivedSizes) -> Iterator[Limit
     )
 
 
+def limit_saved_frozen_layers(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    for other in ("ckpt_convert_format", "moe_use_upcycling"):
+        yield Limit(
+            s.freeze_all_layers and s.values[other] != s.default(other),
+            "{freeze_all_layers:flag} cannot be combined with {}: it saves nothing.",
+            (other,),
+        )
+
+
 def limit_frozen_backbone(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for other, why in NOT_WITH_FROZEN_BACKBONE:
         applies = s.freeze_backbone and s.values[other] != s.default(other)

@@ -20,19 +20,19 @@ from moe_trainer.checkpoint.options import CheckpointState
 from moe_trainer.errors import as_user_error
 from moe_trainer.optim.scheduler_state import scheduler_state_dict
 from moe_trainer.resilience.save_failures import MAX_CONSECUTIVE_FAILURES
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.data_setup import merged_stream_states
 
 logger = logging.getLogger(__name__)
 
 
-def save_is_due(ctx: TrainContext, state: TrainState) -> bool:
+def save_is_due(ctx: BaseRun, state: TrainState) -> bool:
     """Return whether --save-interval requires a checkpoint of this iteration."""
     interval = ctx.args.output.save_interval
     return interval is not None and state.iteration % interval == 0
 
 
-def save_checkpoint(ctx: TrainContext, state: TrainState) -> None:
+def save_checkpoint(ctx: TrainRun, state: TrainState) -> None:
     """Save a checkpoint, in the background with --async-save. I/O failures are logged and counted. Collective.
 
     Raises:
@@ -55,7 +55,7 @@ def save_checkpoint(ctx: TrainContext, state: TrainState) -> None:
             _note_success(ctx)
 
 
-def save_upcycled(ctx: TrainContext, state: TrainState) -> None:
+def save_upcycled(ctx: TrainRun, state: TrainState) -> None:
     """Save the model of --moe-use-upcycling before training. Collective.
 
     Raises:
@@ -72,7 +72,7 @@ def save_upcycled(ctx: TrainContext, state: TrainState) -> None:
     )
 
 
-def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
+def convert_checkpoint(ctx: TrainRun, state: TrainState) -> None:
     """Write the loaded checkpoint to --ckpt-convert-save/FORMAT (--ckpt-convert-format). Collective.
 
     Weights loaded without optimizer state are written without it.
@@ -100,9 +100,8 @@ def convert_checkpoint(ctx: TrainContext, state: TrainState) -> None:
                 release_lock(folder)
 
 
-def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointState:
+def make_checkpoint_state(ctx: TrainRun, state: TrainState) -> CheckpointState:
     """Return everything of a checkpoint except tensors. Collective with --dataloader-type external."""
-    assert ctx.learning_rate is not None and ctx.weight_decay is not None
     # values that Megatron-LM records in addition to the flags, and that its loader compares or uses
     megatron_args = {
         "padded_vocab_size": ctx.padded_vocab_size,
@@ -124,7 +123,7 @@ def make_checkpoint_state(ctx: TrainContext, state: TrainState) -> CheckpointSta
     )
 
 
-def finish_save(ctx: TrainContext) -> None:
+def finish_save(ctx: BaseRun) -> None:
     """Wait for the background save, if any, and make it visible. Collective. Raises as save_checkpoint."""
     if ctx.saver.in_progress:
         with ctx.timers("save-checkpoint"), as_user_error(f"--save {ctx.args.output.save}"), _counting_failures(ctx):
@@ -132,14 +131,14 @@ def finish_save(ctx: TrainContext) -> None:
             _note_success(ctx)
 
 
-def _note_success(ctx: TrainContext) -> None:
+def _note_success(ctx: BaseRun) -> None:
     ctx.save_history.succeeded()
     if ctx.metrics is not None:
         ctx.metrics.saved(ctx.save_history.saved[-1])
 
 
 @contextmanager
-def _counting_failures(ctx: TrainContext) -> Iterator[None]:
+def _counting_failures(ctx: BaseRun) -> Iterator[None]:
     try:
         yield
     except StorageError as error:

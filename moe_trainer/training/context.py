@@ -1,4 +1,4 @@
-"""The context of a training run, and the state that changes while it trains.
+"""The two kinds of run, one that trains and one whose weights are frozen, and the state that changes meanwhile.
 
 Learning rate, batch size and data order are functions of `TrainState`, which is also what a checkpoint stores besides
 model and optimizer. That is what makes a resumed run bitwise equal to one that was never interrupted.
@@ -6,9 +6,11 @@ model and optimizer. That is what makes a resumed run bitwise equal to one that 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from arguments import Arguments
 from moe_trainer.checkpoint.manager import AsyncSaver
@@ -38,7 +40,6 @@ from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, RerunStatistics
 from moe_trainer.resilience.save_failures import SaveHistory
 from moe_trainer.training.initialize import Runtime
-from moe_trainer.training.monitors import RankMonitors
 from moe_trainer.training.routing_replay import RoutingReplay
 from moe_trainer.training.stream_weights import WeightStream
 
@@ -52,7 +53,7 @@ class TrainState:
         history: recent losses and gradient norms, and the iterations that were rejected.
         fingerprint: of the data and the tokenizer, on rank 0.
         flags: of the run that saved the checkpoint, by destination.
-        streams: where the streamed text of "train" and "valid" continues, as loaded.
+        text_streams: where the streamed text of "train" and "valid" continues, as loaded.
         pending_fault_report: fault report of an earlier run, until it is resolved. Not part of the checkpoint.
         rerun_statistics: differences of repeated iterations (--rerun-mode report_stats). Not part of the checkpoint.
     """
@@ -66,30 +67,59 @@ class TrainState:
     history: LossHistory = field(default_factory=LossHistory)
     fingerprint: Fingerprint = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
-    streams: dict[str, StreamState] = field(default_factory=dict)
+    text_streams: dict[str, StreamState] = field(default_factory=dict)
     pending_fault_report: PendingFaultReport | None = None
     rerun_statistics: RerunStatistics = field(default_factory=RerunStatistics)
 
 
-@dataclass(frozen=True)
-class TrainContext:
-    """Everything the loop works with, built by training/setup.py and data_setup.py.
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Data that a run reads; without arguments none.
 
-    A run that does not train the weights (`Arguments.has_frozen_weights`) has no gradients, optimizer or schedules.
-    `build_context` fills the fields up to `dumps`; data, metrics and monitors are added once the checkpoint is loaded.
+    Attributes:
+        warnings: validation or test text that is training text.
+        train_batches: microbatches of this data rank after the consumed samples.
+        cycle: how --dataloader-type cyclic shuffles the training samples.
+        packing: plans of the training batches, of samples of different lengths; None for equal ones.
+        text_stream: what yields `train_batches` with --dataloader-type external.
+    """
+
+    datasets: Datasets = Datasets(None, (), (), None)
+    batch_format: BatchFormat = BatchFormat(eod=None)
+    warnings: tuple[str, ...] = ()
+    train_batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    cycle: Cycle | None = None
+    packing: PackingPlanner | None = None
+    text_stream: StreamLoader | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a run writes besides checkpoints, as its flags say; without arguments nothing.
+
+    Attributes:
+        metrics: on the last rank.
+        tasks: of --eval-tasks.
+        completer: of --sample-prompts.
+        weight_stream: of --stream-weights-to.
+    """
+
+    metrics: MetricsLogger | None = None
+    tasks: TaskEvaluation | None = None
+    completer: PromptCompleter | None = None
+    weight_stream: WeightStream | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRun(ABC):
+    """What a run works with, whether it trains the weights or not; built by training/setup.py and data_setup.py.
+
+    Data and outputs are added once the checkpoint is loaded.
 
     Attributes:
         participants: what the model's features do in an iteration.
         buffers: of the experts; an iteration for which they are too small is repeated with larger ones.
-        iteration_graph: CUDA graph of the full iteration.
-        data_warnings: validation or test text that is training text.
-        cycle: how --dataloader-type cyclic shuffles the training samples.
-        packing: plans of the training batches, of samples of different lengths; None for equal ones.
-        tasks: of --eval-tasks.
-        samples: of --sample-prompts.
-        stream: of --stream-weights-to.
         replay: gives routers the experts of training batches; None: they choose.
-        train_stream: what yields `train_batches` with --dataloader-type external.
     """
 
     args: Arguments
@@ -99,10 +129,6 @@ class TrainContext:
     participants: Participants
     buffers: ReceiveBuffers
     schedule: Schedule
-    grads: DataParallelGrads | FsdpGrads | None
-    optimizer: Optimizer | None
-    learning_rate: LrSchedule | None
-    weight_decay: WeightDecaySchedule | None
     batch_size: BatchSizeSchedule
     train_iters: int
     save_options: SaveOptions
@@ -110,21 +136,10 @@ class TrainContext:
     profiler: Profiler
     saver: AsyncSaver = field(default_factory=AsyncSaver)
     save_history: SaveHistory = field(default_factory=SaveHistory)
-    iteration_graph: IterationGraph | None = None
     dumps: Dumps = field(default_factory=Dumps)
-    datasets: Datasets | None = None
-    batch_format: BatchFormat | None = None
-    data_warnings: tuple[str, ...] = ()
-    train_batches: Iterator[Batch] | None = None
-    cycle: Cycle | None = None
-    packing: PackingPlanner | None = None
-    train_stream: StreamLoader | None = None
-    metrics: MetricsLogger | None = None
-    monitors: RankMonitors | None = None
-    tasks: TaskEvaluation | None = None
-    samples: PromptCompleter | None = None
+    inputs: Inputs = field(default_factory=Inputs)
+    outputs: Outputs = field(default_factory=Outputs)
     replay: RoutingReplay | None = None
-    stream: WeightStream | None = None
 
     @property
     def ps(self) -> ParallelState:
@@ -132,24 +147,129 @@ class TrainContext:
         return self.runtime.ps
 
     @property
+    def train_batches(self) -> Iterator[Batch]:
+        """The next microbatches of training."""
+        return self.inputs.train_batches
+
+    @property
+    def metrics(self) -> MetricsLogger | None:
+        """The metrics of the run, on the last rank."""
+        return self.outputs.metrics
+
+    @property
     def data_rank(self) -> int:
         """This rank among those to which plans of packed batches give packs."""
         return self.ps.dp_cp.rank if self.ps.dynamic_cp else self.ps.dp.rank
-
-    def wait_params(self) -> None:
-        """Wait until the parameters hold the result of the last update."""
-        if self.optimizer is not None:
-            self.optimizer.wait_params()
-
-    @property
-    def should_save(self) -> bool:
-        """Whether checkpoints are saved."""
-        return self.args.output.save is not None and not self.args.has_frozen_weights
 
     @property
     def per_token(self) -> bool:
         """Whether the loss is normalized by the tokens of the global batch instead of per microbatch."""
         return self.args.training.calculate_per_token_loss
+
+    @property
+    @abstractmethod
+    def should_save(self) -> bool:
+        """Whether checkpoints are saved."""
+
+    @property
+    @abstractmethod
+    def loss_scale(self) -> float:
+        """Factor of the loss in the gradients."""
+
+    @abstractmethod
+    def get_lr(self, samples: int) -> float:
+        """Return the learning rate after the updates of this number of samples."""
+
+    @abstractmethod
+    def wait_params(self) -> None:
+        """Wait until the parameters hold the result of the last update."""
+
+    @abstractmethod
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return the scope of backward passes that must not reduce gradients."""
+
+    def drop_graphs(self) -> None:
+        """Drop the CUDA graphs: receive buffers were too small, or the paged stash of a rank will have other memory.
+
+        All ranks do so together, because a capture of communication may itself communicate.
+        """
+        for chunk in self.chunks:
+            chunk.graphs.drop()
+
+    def close(self) -> None:
+        """Release what libraries hold, before the process groups are destroyed."""
+        self.participants.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRun(BaseRun):
+    """A run that does not change the weights (`Arguments.has_frozen_weights`): it evaluates, or only writes losses."""
+
+    @property
+    def should_save(self) -> bool:
+        return False
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def get_lr(self, samples: int) -> float:
+        return 0.0
+
+    def wait_params(self) -> None:
+        pass
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRun(BaseRun):
+    """A run that trains the weights.
+
+    Attributes:
+        iteration_graph: CUDA graph of the full iteration.
+    """
+
+    grads: DataParallelGrads | FsdpGrads
+    optimizer: Optimizer
+    learning_rate: LrSchedule
+    weight_decay: WeightDecaySchedule
+    iteration_graph: IterationGraph | None
+
+    @property
+    def should_save(self) -> bool:
+        return self.args.output.save is not None
+
+    @property
+    def loss_scale(self) -> float:
+        return self.optimizer.loss_scale
+
+    def get_lr(self, samples: int) -> float:
+        return self.learning_rate.lr(samples)
+
+    def wait_params(self) -> None:
+        self.optimizer.wait_params()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self.grads.accumulate()
+
+    def drop_graphs(self) -> None:
+        if self.iteration_graph is not None:
+            self.iteration_graph.drop()
+        super().drop_graphs()
+
+    def close(self) -> None:
+        super().close()
+        self.grads.close()
+
+
+AnyRun = TypeVar("AnyRun", bound=BaseRun)
+
+
+def with_batches(run: AnyRun, batches: Iterator[Batch]) -> AnyRun:
+    """Return the run with other training batches."""
+    return replace(run, inputs=replace(run.inputs, train_batches=batches))
 
 
 def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:

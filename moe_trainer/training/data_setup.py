@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from arguments import Arguments
 from moe_trainer.checkpoint.directory import tokenizer_files
 from moe_trainer.data.build import AnyDataset, Datasets, batch_format, build_datasets, build_streams
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint, warn_of_training_text
-from moe_trainer.data.loader import BatchLoader, Cycle, build_loader, build_packed_loader
+from moe_trainer.data.loader import BatchFormat, BatchLoader, Cycle, build_loader, build_packed_loader
 from moe_trainer.data.packing import PackFormat, PackingPlanner
 from moe_trainer.data.sample_order import compare_flags, compare_orders, describe_order, keep_cycle
 from moe_trainer.data.sources import requested_sizes, training_phases
@@ -24,7 +23,7 @@ from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import run_on_rank0
-from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.context import BaseRun, Inputs, TrainState, print_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -34,34 +33,19 @@ def get_tokenizer_files(args: Arguments) -> tuple[Path, ...]:
     return tokenizer_files(args.data.tokenizer_model, args.data.vocab_file, args.data.merge_file)
 
 
-def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> TrainContext:
-    """Return the context with datasets, and with the training batches that follow the consumed samples. Collective."""
-    args, ps, rank = ctx.args, ctx.ps, ctx.runtime.launch_env.rank
+def build_inputs(run: BaseRun, state: TrainState, tokenizer: Tokenizer) -> Inputs:
+    """Build datasets, and the training batches that follow the consumed samples. Collective."""
+    args, ps, rank = run.args, run.ps, run.runtime.launch_env.rank
     train, valid, test = requested_sizes(args.training)
     if args.data.phase_transitions and train:
         train = remaining_phase_samples(args, state)
     # a batch-size schedule reads fewer samples than iterations times the final size; Megatron-LM requests the latter
-    print_rank_0(ctx.runtime, " > datasets target sizes (minimum size):")
+    print_rank_0(run.runtime, " > datasets target sizes (minimum size):")
     for name, size in (("train", train), ("validation", valid), ("test", test)):
-        print_rank_0(ctx.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
-    with ctx.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
+        print_rank_0(run.runtime, f"    {name + ':':11s} {'all' if size is None else size}")
+    with run.timers("train/valid/test-data-iterators-setup"), as_user_error("data"):
         is_streamed = args.training.dataloader_type == "external"
-        saved_order: Mapping[str, str] = {}
-        saved_flags: Mapping[str, Any] = {}
-        data_warnings: list[str] = []
-        if rank == 0 and not args.training.skip_train:  # other data may be evaluated
-            current = make_fingerprint(args.data, get_tokenizer_files(args), is_streamed)
-            # a new phase has other data
-            saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
-            warnings = compare_fingerprints(saved, current)
-            data_warnings = warn_of_training_text(args.data, current["data"])
-            for warning in (*warnings, *data_warnings):
-                logger.warning("WARNING: %s", warning)
-            if not warnings:
-                saved_order, saved_flags = state.fingerprint.get("order", {}), state.flags
-            state.fingerprint = current
-        saved_order, data_warnings = collectives.broadcast_object((saved_order, data_warnings), ps.world)
-        ctx = replace(ctx, data_warnings=tuple(data_warnings))
+        saved_order, saved_flags, warnings = _compare_with_checkpoint(run, state, is_streamed)
         sizes = (train, valid, test)
         consumed = state.consumed_train_samples
         if is_streamed:
@@ -77,26 +61,60 @@ def build_datasets_and_loaders(ctx: TrainContext, state: TrainState, tokenizer: 
                 kept_order=saved_order,
                 run_once=partial(run_on_rank0, group=ps.world),
             )
-        if datasets.train is not None and not isinstance(datasets.train, Streamed) and not args.training.skip_train:
+        fmt = batch_format(args.data, tokenizer, run.padded_vocab_size)
+        if datasets.train is None or args.training.skip_train:
+            return Inputs(datasets=datasets, batch_format=fmt, warnings=warnings)
+        cycle, micro = None, args.training.micro_batch_size
+        if not isinstance(datasets.train, Streamed):
             if args.training.dataloader_type == "cyclic":
-                own = Cycle(len(datasets.train), args.training.micro_batch_size, ps.dp.size)
-                ctx = replace(ctx, cycle=keep_cycle(saved_order, own))
+                cycle = keep_cycle(saved_order, Cycle(len(datasets.train), micro, ps.dp.size))
             if rank == 0:
-                state.fingerprint["order"] = describe_order(datasets.train, ctx.cycle)
-                difference = compare_orders(saved_order, datasets.train, consumed, ctx.cycle)
+                state.fingerprint["order"] = describe_order(datasets.train, cycle)
+                difference = compare_orders(saved_order, datasets.train, consumed, cycle)
                 if saved_flags and not saved_order:
                     flags = {**args.as_dict(), "data_parallel_size": ps.dp.size}
                     difference = compare_flags(saved_flags, flags, datasets.train, consumed)
                 if difference:
                     logger.warning("WARNING: %s", difference)
-        ctx = replace(ctx, datasets=datasets, batch_format=batch_format(args.data, tokenizer, ctx.padded_vocab_size))
-        if datasets.train is not None and not args.training.skip_train:
-            micro = args.training.micro_batch_size
-            packing, get_size = make_packing_planner(ctx, datasets.train, micro), ctx.batch_size.global_batch_size
-            loader = make_loader(ctx, datasets.train, micro, consumed, packing, get_size, ctx.cycle)
-            stream = loader if isinstance(loader, StreamLoader) else None
-            ctx = replace(ctx, train_batches=iter(loader), train_stream=stream, packing=packing)
-    return ctx
+        packing, get_size = make_packing_planner(run, datasets.train, micro), run.batch_size.global_batch_size
+        loader = make_loader(run, datasets.train, micro, consumed, packing, get_size, fmt=fmt, cycle=cycle)
+        return Inputs(
+            datasets=datasets,
+            batch_format=fmt,
+            warnings=warnings,
+            train_batches=iter(loader),
+            cycle=cycle,
+            packing=packing,
+            text_stream=loader if isinstance(loader, StreamLoader) else None,
+        )
+
+
+def _compare_with_checkpoint(
+    run: BaseRun, state: TrainState, is_streamed: bool
+) -> tuple[Mapping[str, str], Mapping[str, Any], tuple[str, ...]]:
+    """Compare the data with those of the checkpoint, warn on rank 0, and note the data in `state` there. Collective.
+
+    Returns:
+        The order of the samples that the checkpoint records, its flags (on rank 0), and warnings of validation or test
+        text that is training text. Order and flags are empty if the data have changed.
+    """
+    args = run.args
+    saved_order: Mapping[str, str] = {}
+    saved_flags: Mapping[str, Any] = {}
+    data_warnings: list[str] = []
+    if run.ps.world.rank == 0 and not args.training.skip_train:  # other data may be evaluated
+        current = make_fingerprint(args.data, get_tokenizer_files(args), is_streamed)
+        # a new phase has other data
+        saved = {} if state.iteration in args.data.phase_transitions else state.fingerprint
+        warnings = compare_fingerprints(saved, current)
+        data_warnings = warn_of_training_text(args.data, current["data"])
+        for warning in (*warnings, *data_warnings):
+            logger.warning("WARNING: %s", warning)
+        if not warnings:
+            saved_order, saved_flags = state.fingerprint.get("order", {}), state.flags
+        state.fingerprint = current
+    saved_order, data_warnings = collectives.broadcast_object((saved_order, data_warnings), run.ps.world)
+    return saved_order, saved_flags, tuple(data_warnings)
 
 
 def remaining_phase_samples(args: Arguments, state: TrainState) -> int:
@@ -116,7 +134,7 @@ def remaining_phase_samples(args: Arguments, state: TrainState) -> int:
 
 
 def make_packing_planner(
-    ctx: TrainContext, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
+    ctx: BaseRun, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
 ) -> PackingPlanner | None:
     """Return the planner of a dataset with samples of different lengths; None without packing.
 
@@ -152,8 +170,8 @@ def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None
     for name, dataset in (("train", datasets.train), *(("valid", dataset) for dataset in datasets.valid)):
         if not isinstance(dataset, Streamed):
             continue
-        if name in state.streams:
-            dataset.load_state(state.streams[name])
+        if name in state.text_streams:
+            dataset.load_state(state.text_streams[name])
         elif consumed[name] and rank == 0:
             logger.warning(
                 "WARNING: --dataloader-type external: the checkpoint was saved without it and does not say where the "
@@ -164,13 +182,12 @@ def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None
             )
 
 
-def merged_stream_states(ctx: TrainContext) -> dict[str, StreamState]:
+def merged_stream_states(ctx: BaseRun) -> dict[str, StreamState]:
     """Return where streamed text continues on all ranks, nothing without --dataloader-type external. Collective."""
-    if ctx.train_stream is None:
+    if ctx.inputs.text_stream is None:
         return {}
-    assert ctx.datasets is not None
-    local = {"train": ctx.train_stream.state}
-    for dataset in ctx.datasets.valid:
+    local = {"train": ctx.inputs.text_stream.state}
+    for dataset in ctx.inputs.datasets.valid:
         assert isinstance(dataset, Streamed)
         local["valid"] = dataset.state()
     ranks = collectives.all_gather_object(local, ctx.ps.world)
@@ -178,12 +195,14 @@ def merged_stream_states(ctx: TrainContext) -> dict[str, StreamState]:
 
 
 def make_loader(
-    ctx: TrainContext,
+    ctx: BaseRun,
     dataset: AnyDataset,
     micro_batch_size: int,
     consumed: int,
     packing: PackingPlanner | None,
     get_batch_size: Callable[[int], int],
+    *,
+    fmt: BatchFormat,
     cycle: Cycle | None = None,
 ) -> BatchLoader | StreamLoader:
     """Return the loader of this rank's batches of a dataset after `consumed` samples, counted over all ranks.
@@ -191,8 +210,7 @@ def make_loader(
     With `packing` a batch is a pack of a global batch, whose size after a number of consumed samples is given. `cycle`:
     see build_loader.
     """
-    args, dp, fmt = ctx.args, ctx.ps.dp, ctx.batch_format
-    assert fmt is not None
+    args, dp = ctx.args, ctx.ps.dp
     kind, workers = args.training.dataloader_type or "single", args.data.num_workers
     pin_memory = ctx.runtime.device.type == "cuda"
     read_ahead, numbered = _count_batches_ahead(args), args.moe.moe_routing_replay_path is not None

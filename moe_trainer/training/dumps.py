@@ -18,7 +18,7 @@ from moe_trainer.debug.tensor_dump import TRACE, TensorRecorder, dump_gradients,
 from moe_trainer.model.module_names import named_experts, named_modules
 from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
 from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 from moe_trainer.training.export import write_weights
 
 _TENSORS = frozenset({"activations", "dgrads"})
@@ -35,7 +35,7 @@ class CpuRecordList(list):
 class StepDumps:
     """Recorder of one iteration, which starts when this is constructed. `records`: intermediate results are read."""
 
-    def __init__(self, ctx: TrainContext, iteration: int):
+    def __init__(self, ctx: TrainRun, iteration: int):
         output = ctx.args.output
         self._ctx, self._iteration, self._due = ctx, iteration, ctx.dumps.due(iteration)
         self._step = output.dump_step is not None and int(output.dump_step[0]) == iteration
@@ -111,7 +111,6 @@ class StepDumps:
         ctx, dumps, ps = self._ctx, self._ctx.dumps, self._ctx.ps
         if ps.edp.rank != 0:
             return
-        assert ctx.optimizer is not None
         groups = ((name, getattr(ps, name)) for name in ("tp", "cp", "pp", "dp", "ep", "etp"))
         metadata = {"iteration": self._iteration, **{name: f"{group.rank} of {group.size}" for name, group in groups}}
         scale = 1.0 / ctx.optimizer.loss_scale / (max(tokens, 1.0) if ctx.per_token else 1.0)
@@ -134,9 +133,8 @@ class StepDumps:
             trace.write(self._iteration, routers)
 
 
-def gather_unscaled_grads(ctx: TrainContext) -> Iterator[tuple[str, Tensor]]:
+def gather_unscaled_grads(ctx: TrainRun) -> Iterator[tuple[str, Tensor]]:
     """Yield the full reduced gradients, fp32, divided by the loss scale; on rank 0 only. Collective over the world."""
-    assert ctx.grads is not None and ctx.optimizer is not None
     ctx.grads.gather()
     scale = 1.0 / ctx.optimizer.loss_scale
     gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
@@ -152,7 +150,7 @@ def _count(counts: list[list[int]], experts: Any, inputs: tuple) -> None:
     counts.append([int(tokens) for tokens in inputs[2][: experts.linear_fc1.weight.shape[0]]])
 
 
-def write_step(ctx: TrainContext, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
+def write_step(ctx: TrainRun, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
     """Write gradients and routing of an iteration (--dump-step). Collective over the world.
 
     `records` are keyed by the router's name.
@@ -166,7 +164,6 @@ def write_step(ctx: TrainContext, iteration: int, records: Mapping[str, Sequence
         if records:
             by_label = {_label(name): record for name, record in records.items()}
             dump_routing(directory, iteration, ctx.runtime.launch_env.rank, by_label)
-    assert ctx.grads is not None and ctx.optimizer is not None
     ctx.grads.gather()
     gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
     with raise_on_all_ranks(ctx.ps.world, "--dump-step"), drain_on_exit(gradients):

@@ -22,7 +22,7 @@ from moe_trainer.metrics.evaluation_summary import EvaluationResult, evaluation_
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.data_setup import make_loader, make_packing_planner
 from moe_trainer.training.step import agree_on_buffers, reduce_loss, run_microbatches
 
@@ -65,23 +65,21 @@ class _ByteCount:
             yield batch
 
 
-def can_validate(ctx: TrainContext) -> bool:
+def can_validate(ctx: BaseRun) -> bool:
     """Return whether there is a validation set to evaluate."""
     training = ctx.args.training
-    has_data = ctx.datasets is not None and bool(ctx.datasets.valid)
-    return has_data and (training.eval_iters > 0 or training.full_validation)
+    return bool(ctx.inputs.datasets.valid) and (training.eval_iters > 0 or training.full_validation)
 
 
 def validate(
-    ctx: TrainContext, state: TrainState, where: str, bytes_of: ByteLengths | None = None
+    ctx: BaseRun, state: TrainState, where: str, bytes_of: ByteLengths | None = None
 ) -> list[EvaluationResult]:
     """Evaluate and report every validation set; during training, consume validation samples."""
     training = ctx.args.training
-    assert ctx.datasets is not None
     from_the_start = training.full_validation or ctx.args.is_eval_only
     consumed = 0 if from_the_start else state.consumed_valid_samples
     results = []
-    for name, dataset in zip(ctx.datasets.valid_names, ctx.datasets.valid):
+    for name, dataset in zip(ctx.inputs.datasets.valid_names, ctx.inputs.datasets.valid):
         kind = f"validation-{name}" if name else "validation"
         results.append(evaluate(ctx, state, where, kind, dataset, consumed, training.full_validation, bytes_of))
     if not from_the_start and results:
@@ -90,7 +88,7 @@ def validate(
 
 
 def evaluate(
-    ctx: TrainContext,
+    ctx: BaseRun,
     state: TrainState,
     where: str,
     kind: str,
@@ -115,7 +113,15 @@ def evaluate(
         if packing is not None:
             microbatches = packing.count_microbatches(consumed, stop, batch_size)
         batches = iter(
-            make_loader(ctx, dataset, micro, consumed, packing, lambda consumed: min(batch_size, stop - consumed))
+            make_loader(
+                ctx,
+                dataset,
+                micro,
+                consumed,
+                packing,
+                lambda consumed: min(batch_size, stop - consumed),
+                fmt=ctx.inputs.batch_format,
+            )
         )
     count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths, ps.dynamic_cp)
     if count is not None:
@@ -141,19 +147,20 @@ def evaluate(
     return result
 
 
-def evaluate_checkpoint(ctx: TrainContext, state: TrainState, tokenizer: Tokenizer) -> None:
+def evaluate_checkpoint(ctx: BaseRun, state: TrainState, tokenizer: Tokenizer) -> None:
     """Evaluate validation and test sets and each prefix of a blend, and print a table (--skip-train). Collective."""
     training, iteration = ctx.args.training, state.iteration
-    assert ctx.datasets is not None
     bytes_of = byte_lengths(tokenizer, ctx.padded_vocab_size)
     results = []
     if can_validate(ctx):
         results += validate(ctx, state, f"iteration {iteration} on validation set", bytes_of)
-    if ctx.datasets.test is not None and training.eval_iters > 0:
+    if ctx.inputs.datasets.test is not None and training.eval_iters > 0:
         results.append(
-            evaluate(ctx, state, f"iteration {iteration} on test set", "test", ctx.datasets.test, 0, False, bytes_of)
+            evaluate(
+                ctx, state, f"iteration {iteration} on test set", "test", ctx.inputs.datasets.test, 0, False, bytes_of
+            )
         )
-    for name, dataset in ctx.datasets.domains:
+    for name, dataset in ctx.inputs.datasets.domains:
         kind, _, prefix = name.partition("-")
         where = f"iteration {iteration} on {kind} set {prefix}"
         results.append(evaluate(ctx, state, where, name, dataset, 0, training.full_validation, bytes_of))
@@ -163,7 +170,7 @@ def evaluate_checkpoint(ctx: TrainContext, state: TrainState, tokenizer: Tokeniz
         ctx.metrics.print(evaluation_table(results, iteration, source, bytes_of.reason))
 
 
-def _sum_bytes(ctx: TrainContext, num_bytes: int) -> int:
+def _sum_bytes(ctx: BaseRun, num_bytes: int) -> int:
     """Sum the count of the last stage over data-parallel ranks; every stage reads the same batches."""
     total = torch.tensor(num_bytes, dtype=torch.int64, device=ctx.runtime.device)
     if ctx.ps.is_last_stage:

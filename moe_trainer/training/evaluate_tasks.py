@@ -16,14 +16,14 @@ from moe_trainer.inference.generator import Generator
 from moe_trainer.inference.text import TextCodec
 from moe_trainer.metrics.logger import TaskMetric
 from moe_trainer.parallel.coordination import raise_on_all_ranks
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.inference import as_model, open_chat_template
 from moe_trainer.training.step import agree_on_buffers
 
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
-def prepare_eval_tasks(ctx: TrainContext, tokenizer: Tokenizer) -> TaskEvaluation | None:
+def prepare_eval_tasks(ctx: BaseRun, tokenizer: Tokenizer) -> TaskEvaluation | None:
     """Load the tasks of --eval-tasks; None without the flag. Collective with it.
 
     Raises:
@@ -41,7 +41,7 @@ def prepare_eval_tasks(ctx: TrainContext, tokenizer: Tokenizer) -> TaskEvaluatio
 
 
 def bind_tasks(
-    ctx: TrainContext, tokenizer: Tokenizer, runner: Any, batch_size: int, counts_routing: bool = False
+    ctx: BaseRun, tokenizer: Tokenizer, runner: Any, batch_size: int, counts_routing: bool = False
 ) -> TaskEvaluation:
     """Return the tasks with the model of this run, which computes `batch_size` texts at a time on each rank.
 
@@ -58,7 +58,7 @@ def bind_tasks(
     return TaskEvaluation(runner, model, counter)
 
 
-def run_tasks(ctx: TrainContext, evaluation: TaskEvaluation) -> dict[str, Any]:
+def run_tasks(ctx: BaseRun, evaluation: TaskEvaluation) -> dict[str, Any]:
     """Run the tasks and return the harness's results. Collective."""
     ctx.wait_params()
     with ctx.timers("evaluate"):
@@ -67,10 +67,9 @@ def run_tasks(ctx: TrainContext, evaluation: TaskEvaluation) -> dict[str, Any]:
     return {name: results[name] for name in _KEPT if name in results}
 
 
-def evaluate_tasks(ctx: TrainContext, state: TrainState) -> None:
+def evaluate_tasks(ctx: BaseRun, state: TrainState, tasks: TaskEvaluation) -> None:
     """Run the tasks of --eval-tasks and log their figures. Collective."""
-    assert ctx.tasks is not None
-    results = run_tasks(ctx, ctx.tasks)
+    results = run_tasks(ctx, tasks)
     if ctx.metrics is not None:
         ctx.metrics.tasks(state.iteration, state.consumed_train_samples, list(task_metrics(results)))
 

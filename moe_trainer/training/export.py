@@ -20,14 +20,14 @@ from moe_trainer.checkpoint.hf.files import safetensors_header, tensor_bytes
 from moe_trainer.io import atomic_write
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import BaseRun
 
 logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 2**24
 
 
-def export_weights(ctx: TrainContext, path: str) -> None:
+def export_weights(ctx: BaseRun, path: str) -> None:
     """Write all weights and checkpointed buffers to `path`. Collective over the world.
 
     Raises:

@@ -24,16 +24,15 @@ from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import chunk_stages
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 
 
-def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], list[Tensor]]) -> str:
+def locate_nonfinite(ctx: TrainRun, state: TrainState, rerun: Callable[[], list[Tensor]]) -> str:
     """Describe the first non-finite value over all ranks, and the rank that has it. Collective.
 
     `rerun` repeats the iteration without graphs and returns its sums.
     """
     ps = ctx.ps
-    assert ctx.grads is not None
     chunks = [Chunk(number, chunk, partial(global_name, chunk)) for number, chunk in chunk_stages(ctx.chunks, ps)]
     tracer = NonFiniteTracer(chunks, lambda: ps.trace.microbatch, _make_expert_tokens_fn(ctx.chunks))
     with tracer.watching():
@@ -54,9 +53,8 @@ def locate_nonfinite(ctx: TrainContext, state: TrainState, rerun: Callable[[], l
     return f"{fault.text}, on {' and '.join(owner for each, owner in faults if each == fault)}"
 
 
-def _describe_largest_gradient(ctx: TrainContext, state: TrainState) -> str:
+def _describe_largest_gradient(ctx: TrainRun, state: TrainState) -> str:
     """Describe the overflow of the norm of finite gradients, and the largest of them. Collective."""
-    assert ctx.grads is not None and ctx.optimizer is not None
     if math.isfinite(ctx.optimizer.grad_norm()):
         return "nothing that is not finite was found in it"
     views = [(slot, view) for slot, view in ctx.grads.owned_views() if view.numel()]
@@ -68,7 +66,7 @@ def _describe_largest_gradient(ctx: TrainContext, state: TrainState) -> str:
     return f"each gradient is finite, and their norm is not; the largest is {largest:.3g}, of {name}, on {owner}"
 
 
-def device_name(ctx: TrainContext) -> str:
+def device_name(ctx: BaseRun) -> str:
     """Return host and device index of this rank, "node7 3"; only the host on CPU."""
     device = ctx.runtime.device
     return platform.node() + (f" {device.index or 0}" if device.type == "cuda" else "")
@@ -82,16 +80,16 @@ def global_name(chunk: Transformer, path: str) -> str:
     return ".".join(words) if path else ("output_layer and loss" if chunk.layout.has_loss else "the pipeline stage")
 
 
-def _describe_owner(ctx: TrainContext, state: TrainState, fault: Fault | None) -> str:
+def _describe_owner(ctx: BaseRun, state: TrainState, fault: Fault | None) -> str:
     ps = ctx.ps
     coordinates = ", ".join(f"{name} {getattr(ps, name).rank}" for name in ("tp", "cp", "pp", "ep", "dp"))
     text = f"rank {ps.world.rank} ({device_name(ctx)}; {coordinates})"
     if fault is None or not 0 < fault.microbatch < AFTER_LAST:
         return text
     size = ctx.args.training.micro_batch_size
-    if ctx.packing is not None:
+    if ctx.inputs.packing is not None:
         consumed = state.consumed_train_samples
-        plan = ctx.packing.plan(consumed, ctx.batch_size.global_batch_size(consumed))
+        plan = ctx.inputs.packing.plan(consumed, ctx.batch_size.global_batch_size(consumed))
         samples = plan.pack(fault.microbatch - 1, ctx.data_rank)
         return f"{text}, samples {', '.join(map(str, samples))} of the run"
     start = state.consumed_train_samples + ((fault.microbatch - 1) * ps.dp.size + ps.dp.rank) * size

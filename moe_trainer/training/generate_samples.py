@@ -7,12 +7,12 @@ from moe_trainer.inference.completion import PromptCompleter, encode_prompts
 from moe_trainer.inference.generator import Generator
 from moe_trainer.inference.text import TextCodec
 from moe_trainer.parallel.coordination import raise_on_all_ranks
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.inference import as_model
 from moe_trainer.training.step import agree_on_buffers
 
 
-def prepare_samples(ctx: TrainContext, tokenizer: Tokenizer) -> PromptCompleter | None:
+def prepare_completer(ctx: BaseRun, tokenizer: Tokenizer) -> PromptCompleter | None:
     """Encode --sample-prompts; None without the flag. Collective with it.
 
     Raises:
@@ -29,12 +29,11 @@ def prepare_samples(ctx: TrainContext, tokenizer: Tokenizer) -> PromptCompleter 
         return PromptCompleter(generator, codec, training.sample_prompts, tokens, new)
 
 
-def write_samples(ctx: TrainContext, state: TrainState) -> None:
+def write_samples(ctx: BaseRun, state: TrainState, completer: PromptCompleter) -> None:
     """Continue the prompts greedily and log the texts. Collective."""
-    assert ctx.samples is not None
     ctx.wait_params()
     with ctx.timers("evaluate"):
-        found = ctx.samples.complete()
+        found = completer.complete()
     agree_on_buffers(ctx, "generation of samples")
     if ctx.metrics is not None:
-        ctx.metrics.samples(state.iteration, list(zip(ctx.samples.prompts, (each.text for each in found))))
+        ctx.metrics.samples(state.iteration, list(zip(completer.prompts, (each.text for each in found))))

@@ -16,7 +16,7 @@ from moe_trainer.data.tokenizer_libraries import open_sft
 from moe_trainer.errors import UserError, as_user_error
 from moe_trainer.inference.model import Model
 from moe_trainer.launch_env import read_launch_env
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.initialize import initialize
 from moe_trainer.training.resume import build_and_resume
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model with its weights, and its tokenizer."""
 
-    ctx: TrainContext
+    ctx: BaseRun
     state: TrainState
     tokenizer: Tokenizer
 
@@ -87,7 +87,7 @@ def _unused_flags(args: arguments.Arguments) -> set[str]:
     return {args.spelling[dest] for dest, (topic, _) in docs if topic in _UNUSED_TOPICS and dest in args.spelling}
 
 
-def as_model(ctx: TrainContext) -> Model:
+def as_model(ctx: BaseRun) -> Model:
     """Return the model of a run, for scoring and generation.
 
     Raises:
@@ -104,7 +104,7 @@ def as_model(ctx: TrainContext) -> Model:
     return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, ctx.padded_vocab_size, ps.tp.size)
 
 
-def open_chat_template(ctx: TrainContext) -> LimitedTemplate:
+def open_chat_template(ctx: BaseRun) -> LimitedTemplate:
     """Return the chat template of --chat-template or the tokenizer's folder.
 
     Raises:

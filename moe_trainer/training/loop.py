@@ -14,20 +14,20 @@ import torch
 from moe_trainer.errors import as_user_error
 from moe_trainer.estimate.flops import training_flops
 from moe_trainer.metrics.console import memory_line
-from moe_trainer.metrics.iteration import IterationRecord
+from moe_trainer.metrics.iteration import IterationRecord, StepResult
 from moe_trainer.metrics.timers import format_report
 from moe_trainer.parallel import collectives
 from moe_trainer.resilience.signals import ExitSignalHandler
 from moe_trainer.resilience.timeouts import TimeoutManager
 from moe_trainer.training.checkpointing import finish_save, save_checkpoint, save_is_due
-from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
+from moe_trainer.training.context import BaseRun, FrozenRun, TrainRun, TrainState, print_rank_0
 from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.evaluate_tasks import evaluate_tasks
 from moe_trainer.training.generate_samples import write_samples
-from moe_trainer.training.monitors import peak_memory_mb
+from moe_trainer.training.monitors import RankMonitors, peak_memory_mb
 from moe_trainer.training.record_step import record_step, recording_is_due
 from moe_trainer.training.rerun import snapshot_iteration_start
-from moe_trainer.training.step import train_step
+from moe_trainer.training.step import frozen_step, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ class ExitDecision(NamedTuple):
 
 
 def train(
-    ctx: TrainContext,
+    ctx: BaseRun,
     state: TrainState,
+    monitors: RankMonitors,
     started: float,
     timeouts: TimeoutManager,
     exit_signal: ExitSignalHandler | None,
@@ -58,42 +59,42 @@ def train(
     Returns:
         Why the run ends early, None if all iterations are done.
     """
-    training = ctx.args.training
-    assert ctx.monitors is not None
+    training, outputs = ctx.args.training, ctx.outputs
     if training.manual_gc:
         gc.disable()
         gc.collect()
     set_training(ctx.chunks, True)
     is_first = True
-    ctx.monitors.run_due_checks(ctx.chunks, ctx.optimizer, state.iteration)
-    if ctx.stream is not None:
+    monitors.run_due_checks(ctx.chunks, ctx.wait_params, state.iteration)
+    if outputs.weight_stream is not None:
         with timeouts.extended():
-            ctx.stream.write(state.iteration)
+            outputs.weight_stream.write(state.iteration)
     while state.iteration < ctx.train_iters:
         with timeouts.extended() if recording_is_due(ctx, state) else nullcontext():
-            train_iteration(ctx, state)
+            train_iteration(ctx, state, monitors)
         if is_first:
             timeouts.use_training_timeout()
         is_first = False
         if evaluation_is_due(ctx, state):
             with timeouts.extended():
                 validate(ctx, state, f"iteration {state.iteration}")
-        if ctx.stream is not None and is_due_or_last(ctx, state, ctx.args.output.stream_weights_interval):
+        weight_stream, interval = outputs.weight_stream, ctx.args.output.stream_weights_interval
+        if weight_stream is not None and is_due_or_last(ctx, state, interval):
             with timeouts.extended():
-                ctx.stream.write(state.iteration)
-        if ctx.tasks is not None and is_due_or_last(ctx, state, training.eval_tasks_interval):
+                weight_stream.write(state.iteration)
+        if outputs.tasks is not None and is_due_or_last(ctx, state, training.eval_tasks_interval):
             with timeouts.extended():
-                evaluate_tasks(ctx, state)
-        if ctx.samples is not None and is_due_or_last(ctx, state, training.sample_interval):
+                evaluate_tasks(ctx, state, outputs.tasks)
+        if outputs.completer is not None and is_due_or_last(ctx, state, training.sample_interval):
             with timeouts.extended():
-                write_samples(ctx, state)
+                write_samples(ctx, state, outputs.completer)
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()
         decision = sync_exit_decision(ctx, state, started, exit_signal)
         if ctx.saver.in_progress and not decision.saving:
             with timeouts.extended():
                 finish_save(ctx)
-        if ctx.should_save and (save_is_due(ctx, state) or decision.reason is not None):
+        if isinstance(ctx, TrainRun) and ctx.should_save and (save_is_due(ctx, state) or decision.reason is not None):
             with timeouts.extended():
                 save_checkpoint(ctx, state)
         if decision.reason is not None:
@@ -103,25 +104,25 @@ def train(
     return None
 
 
-def train_iteration(ctx: TrainContext, state: TrainState) -> None:
+def train_iteration(ctx: BaseRun, state: TrainState, monitors: RankMonitors) -> None:
     """Run one iteration, report it and advance `state`."""
-    assert ctx.monitors is not None
     begin = time.perf_counter()
     iteration = state.iteration + 1
     ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
     consumed = state.consumed_train_samples
     microbatches, samples = ctx.batch_size.num_microbatches(consumed), ctx.batch_size.global_batch_size(consumed)
-    packing = None if ctx.packing is None else ctx.packing.summarize(ctx.packing.plan(consumed, samples))
+    plans = ctx.inputs.packing
+    packing = None if plans is None else plans.summarize(plans.plan(consumed, samples))
     if packing is not None:
         microbatches = packing.num_microbatches
     if iteration in ctx.args.training.iterations_to_skip:
         skip_iteration(ctx, state, microbatches, samples)
         return
     ctx.profiler.before(iteration)
-    ctx.monitors.start()
-    learning_rate = 0.0 if ctx.learning_rate is None else ctx.learning_rate.lr(state.scheduled_samples)
+    monitors.start()
+    learning_rate = ctx.get_lr(state.scheduled_samples)
     with ctx.timers.ranges(f"iteration {iteration}"):
-        result = (record_step if recording_is_due(ctx, state) else train_step)(ctx, state, microbatches)
+        result = run_step(ctx, state, microbatches)
     state.iteration = iteration
     state.consumed_train_samples += samples
     if result.skipped is not None:
@@ -136,25 +137,25 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
         flops, tokens = training_flops(ctx.args, samples, seq_length, ctx.padded_vocab_size), samples * seq_length
     else:
         flops, tokens = packing.cost, packing.tokens
-    if ctx.args.has_frozen_weights:
+    if isinstance(ctx, FrozenRun):
         flops /= 3  # forward only; backward is twice as much
     state.total_flops += flops
     trace = ctx.profiler.after(iteration)
     if trace is not None:
         logger.warning("profile of this rank written to %s", trace)
-    params_norm = ctx.optimizer.params_norm() if ctx.args.output.log_params_norm and ctx.optimizer is not None else None
+    params_norm = ctx.optimizer.params_norm() if isinstance(ctx, TrainRun) and ctx.args.output.log_params_norm else None
     elapsed = time.perf_counter() - begin
-    report = ctx.monitors.stop(iteration)
+    report = monitors.stop(iteration)
     if ctx.metrics is not None:
         record = IterationRecord(
             step=result,
             iteration=iteration,
             consumed_samples=state.consumed_train_samples,
             learning_rate=learning_rate,
-            next_learning_rate=0.0 if ctx.learning_rate is None else ctx.learning_rate.lr(state.scheduled_samples),
-            loss_scale=1.0 if ctx.optimizer is None else ctx.optimizer.loss_scale,
+            next_learning_rate=ctx.get_lr(state.scheduled_samples),
+            loss_scale=ctx.loss_scale,
             global_batch_size=samples,
-            skipped=not result.updated and ctx.optimizer is not None,
+            skipped=isinstance(ctx, TrainRun) and not result.updated,
             elapsed_s=elapsed,
             tokens=tokens,
             flops=flops,
@@ -171,12 +172,18 @@ def train_iteration(ctx: TrainContext, state: TrainState) -> None:
             ctx.metrics.print(line)
     report_timers(ctx, iteration)
     report_memory(ctx, iteration)
-    ctx.monitors.run_due_checks(ctx.chunks, ctx.optimizer, iteration)
+    monitors.run_due_checks(ctx.chunks, ctx.wait_params, iteration)
 
 
-def skip_iteration(ctx: TrainContext, state: TrainState, microbatches: int, samples: int) -> None:
+def run_step(ctx: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
+    """Run the next iteration of either kind of run, and record it if that is due."""
+    if isinstance(ctx, TrainRun):
+        return (record_step if recording_is_due(ctx, state) else train_step)(ctx, state, num_microbatches)
+    return frozen_step(ctx, state, num_microbatches)
+
+
+def skip_iteration(ctx: BaseRun, state: TrainState, microbatches: int, samples: int) -> None:
     """Consume the samples of an iteration of --iterations-to-skip and advance `state`."""
-    assert ctx.train_batches is not None
     snapshot_iteration_start(ctx)
     for _ in range(microbatches):
         with as_user_error("data"):
@@ -187,7 +194,7 @@ def skip_iteration(ctx: TrainContext, state: TrainState, microbatches: int, samp
     logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", state.iteration, samples)
 
 
-def evaluation_is_due(ctx: TrainContext, state: TrainState) -> bool:
+def evaluation_is_due(ctx: BaseRun, state: TrainState) -> bool:
     """Return whether a validation follows this iteration."""
     training, iteration = ctx.args.training, state.iteration
     if iteration % training.eval_interval != 0:
@@ -195,12 +202,12 @@ def evaluation_is_due(ctx: TrainContext, state: TrainState) -> bool:
     return iteration >= (training.start_eval_at_iter or 0) and can_validate(ctx)
 
 
-def is_due_or_last(ctx: TrainContext, state: TrainState, interval: int | None) -> bool:
+def is_due_or_last(ctx: BaseRun, state: TrainState, interval: int | None) -> bool:
     """Return whether the iteration is at the interval or the last one; never without an interval."""
     return interval is not None and (state.iteration % interval == 0 or state.iteration == ctx.train_iters)
 
 
-def report_timers(ctx: TrainContext, iteration: int) -> None:
+def report_timers(ctx: BaseRun, iteration: int) -> None:
     """Log the timers of all ranks at the log interval."""
     output = ctx.args.output
     if iteration % output.log_interval != 0 or output.timing_log_level == 0:
@@ -212,7 +219,7 @@ def report_timers(ctx: TrainContext, iteration: int) -> None:
         ctx.metrics.timers(own_times, iteration)
 
 
-def report_memory(ctx: TrainContext, iteration: int) -> None:
+def report_memory(ctx: BaseRun, iteration: int) -> None:
     """Print the device memory of the first rank of each data-parallel group, early or at --log-memory-interval."""
     output, device = ctx.args.output, ctx.runtime.device
     interval = output.log_memory_interval
@@ -228,7 +235,7 @@ def report_memory(ctx: TrainContext, iteration: int) -> None:
 
 
 def sync_exit_decision(
-    ctx: TrainContext, state: TrainState, started: float, exit_signal: ExitSignalHandler | None
+    ctx: BaseRun, state: TrainState, started: float, exit_signal: ExitSignalHandler | None
 ) -> ExitDecision:
     """Return the decision of all ranks. `started` is time.monotonic() at the start of the program.
 

@@ -23,13 +23,13 @@ from moe_trainer.metrics.logger import LogOptions, MetricsLogger
 from moe_trainer.parallel.collectives import all_gather_object
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.parallel.state import Group
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.version import __version__
 
 MAX_HOSTNAMES = 8  # in the description of a run
 
 
-def open_metrics(ctx: TrainContext, state: TrainState) -> MetricsLogger | None:
+def open_metrics(ctx: BaseRun, state: TrainState) -> MetricsLogger | None:
     """Open the metrics files on the last rank; the others get None. Collective.
 
     Raises:
@@ -46,7 +46,7 @@ def node_names(group: Group) -> list[str]:
     return list(dict.fromkeys(all_gather_object(socket.gethostname(), group)))
 
 
-def close_metrics(ctx: TrainContext) -> None:
+def close_metrics(ctx: BaseRun) -> None:
     """Write buffered metrics and close the files. Collective.
 
     Raises:
@@ -65,7 +65,7 @@ def metrics_path(args: Arguments) -> str | None:
     return output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None)
 
 
-def _open_metrics(ctx: TrainContext, state: TrainState, hosts: Sequence[str]) -> MetricsLogger:
+def _open_metrics(ctx: BaseRun, state: TrainState, hosts: Sequence[str]) -> MetricsLogger:
     args, output, launch_env = ctx.args, ctx.args.output, ctx.runtime.launch_env
     if args.is_eval_only:  # as in Megatron-LM
         output = replace(output, tensorboard_dir=None, wandb_project=None)
@@ -84,7 +84,7 @@ def _open_metrics(ctx: TrainContext, state: TrainState, hosts: Sequence[str]) ->
         start_samples=state.consumed_train_samples,
         is_eval_only=args.is_eval_only,
         run=describe_environment(args, launch_env.world_size, ctx.padded_vocab_size, ctx.runtime.device, hosts)
-        | ({"warnings": list(ctx.data_warnings)} if ctx.data_warnings else {}),
+        | ({"warnings": list(ctx.inputs.warnings)} if ctx.inputs.warnings else {}),
     )
     return MetricsLogger(options, launch_env.world_size, state.iteration, args.as_dict())
 

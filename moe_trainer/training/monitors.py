@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torch import nn
 from arguments import Arguments
 from moe_trainer.metrics.energy import Energy, EnergyMeter, open_energy_meter
 from moe_trainer.metrics.memory_snapshots import MemorySnapshotRecorder
-from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.resilience.device_check import check_devices
 from moe_trainer.resilience.http_toggle import HttpToggle
 from moe_trainer.resilience.straggler import ComputeTimeSummary, StragglerDetector
@@ -75,8 +74,10 @@ class RankMonitors:
             return MonitorReport(energy=energy)
         return MonitorReport(_as_record(times), energy, tuple(self._stragglers.lines(times)))
 
-    def run_due_checks(self, chunks: Iterable[nn.Module], optimizer: Optimizer | None, iteration: int) -> None:
+    def run_due_checks(self, chunks: Iterable[nn.Module], wait_params: Callable[[], None], iteration: int) -> None:
         """Run the checks that are due between two iterations, or before the first. Collective.
+
+        `wait_params` waits until the parameters hold the last update.
 
         Raises:
             WeightsDifferError: if replicas hold different weights.
@@ -89,8 +90,7 @@ class RankMonitors:
                 for line in lines[1:]:
                     logger.warning("%s", line)
         if self._hash_interval is not None and iteration % self._hash_interval == 0:
-            if optimizer is not None:
-                optimizer.wait_params()
+            wait_params()
             check_replica_weights(
                 (param for chunk in chunks for param in chunk.parameters()), self._runtime.ps, iteration
             )

@@ -5,12 +5,12 @@ import logging
 from moe_trainer.checkpoint.resolve import latest_iteration
 from moe_trainer.errors import UserError
 from moe_trainer.training.check_files import why_unwritable
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 
 logger = logging.getLogger(__name__)
 
 
-def check_output_paths(ctx: TrainContext, state: TrainState) -> None:
+def check_output_paths(ctx: BaseRun, state: TrainState) -> None:
     """Check where the run will write.
 
     Raises:
@@ -29,7 +29,7 @@ def check_output_paths(ctx: TrainContext, state: TrainState) -> None:
     warn_if_never_recorded(ctx, state)
 
 
-def warn_if_newer_checkpoint(ctx: TrainContext, state: TrainState) -> None:
+def warn_if_newer_checkpoint(ctx: BaseRun, state: TrainState) -> None:
     """Warn if the newest checkpoint of the save folder is ahead of this run, whose saves move the tracker back."""
     save = ctx.args.output.save
     if save is None or not ctx.should_save or ctx.args.output.load == save or ctx.runtime.launch_env.rank != 0:
@@ -43,7 +43,7 @@ def warn_if_newer_checkpoint(ctx: TrainContext, state: TrainState) -> None:
         )
 
 
-def warn_if_never_recorded(ctx: TrainContext, state: TrainState) -> None:
+def warn_if_never_recorded(ctx: BaseRun, state: TrainState) -> None:
     """Warn if this run does not reach the iteration of --record-step."""
     number, skipped = ctx.args.output.record_step, ctx.args.training.iterations_to_skip
     if number is None or ctx.runtime.launch_env.rank != 0:

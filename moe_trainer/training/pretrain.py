@@ -2,7 +2,7 @@
 
 `pretrain` joins the other ranks, `run_job` builds, resumes, trains and saves. The loop is training/loop.py, one
 iteration training/step.py. There are no hooks: what always runs is written in these functions, and what depends on
-flags was decided when the `TrainContext` was built.
+flags was decided when the run was built.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ from moe_trainer.training.checkpointing import (
     save_is_due,
     save_upcycled,
 )
-from moe_trainer.training.context import TrainContext, TrainState, print_rank_0
-from moe_trainer.training.data_setup import build_datasets_and_loaders
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState, print_rank_0
+from moe_trainer.training.data_setup import build_inputs
 from moe_trainer.training.evaluate import can_validate, evaluate, evaluate_checkpoint, validate
-from moe_trainer.training.evaluate_tasks import prepare_eval_tasks
 from moe_trainer.training.export import export_weights
-from moe_trainer.training.generate_samples import prepare_samples
 from moe_trainer.training.initialize import Runtime, initialize, make_error_dedup_counter
 from moe_trainer.training.loop import ExitDecision, train
-from moe_trainer.training.metrics import close_metrics, open_metrics
+from moe_trainer.training.metrics import close_metrics
 from moe_trainer.training.monitors import RankMonitors
+from moe_trainer.training.outputs import open_outputs
 from moe_trainer.training.preflight import check_output_paths
 from moe_trainer.training.rerun import load_pending_fault_report, with_rewindable_batches
 from moe_trainer.training.resume import build_and_resume, resolve_auto_resume
@@ -111,26 +110,26 @@ def run_job(
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     ctx, state = build_and_resume(args, runtime, tokenizer)
-    if args.output.ckpt_convert_format is not None:
+    if isinstance(ctx, TrainRun) and args.output.ckpt_convert_format is not None:
         convert_checkpoint(ctx, state)
         close_groups(runtime.ps)
         return ExitCode.OK
     check_output_paths(ctx, state)
-    if args.moe.moe_use_upcycling:
+    if isinstance(ctx, TrainRun) and args.moe.moe_use_upcycling:
         save_upcycled(ctx, state)
-    ctx = with_rewindable_batches(build_datasets_and_loaders(ctx, state, tokenizer))
-    ctx = replace(ctx, tasks=prepare_eval_tasks(ctx, tokenizer), samples=prepare_samples(ctx, tokenizer))
+    ctx = replace(ctx, inputs=build_inputs(ctx, state, tokenizer))
+    if isinstance(ctx, TrainRun):
+        ctx = with_rewindable_batches(ctx)
     load_pending_fault_report(ctx, state)
     write_run_manifest(args, ctx.chunks, runtime.ps)
-    ctx = replace(ctx, metrics=open_metrics(ctx, state))
+    ctx = replace(ctx, outputs=open_outputs(ctx, state, tokenizer))
     recorder = EndRecorder(ctx, state)
     watchdog.on_failure = recorder.fail
     monitors = RankMonitors(args, runtime)
-    ctx = replace(ctx, monitors=monitors)
     if ctx.metrics is not None:
         ctx.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
-    decision = train_and_evaluate(ctx, state, started, timeouts, exit_signal, tokenizer)
+    decision = train_and_evaluate(ctx, state, monitors, started, timeouts, exit_signal, tokenizer)
     if decision is not None and decision.reason is not None:
         print_datetime(runtime, decision.reason)
     try:
@@ -146,17 +145,16 @@ def run_job(
     recorder.end(planned_end(ctx, state, decision, code))
     close_metrics(ctx)
     monitors.close()
-    ctx.participants.close()
-    if ctx.grads is not None:
-        ctx.grads.close()
+    ctx.close()
     watchdog.on_failure = nothing_to_record  # the recorder holds process groups, which end before the interpreter
     close_groups(runtime.ps)
     return code
 
 
 def train_and_evaluate(
-    ctx: TrainContext,
+    ctx: BaseRun,
     state: TrainState,
+    monitors: RankMonitors,
     started: float,
     timeouts: TimeoutManager,
     exit_signal: ExitSignalHandler | None,
@@ -173,7 +171,7 @@ def train_and_evaluate(
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
     else:
         print_rank_0(runtime, "training ...")
-        decision = train(ctx, state, started, timeouts, exit_signal)
+        decision = train(ctx, state, monitors, started, timeouts, exit_signal)
     if decision is None:
         if not args.training.skip_train:
             print_datetime(runtime, "after training is done")
@@ -189,20 +187,20 @@ def train_and_evaluate(
     return decision
 
 
-def finalize_training(ctx: TrainContext, state: TrainState) -> None:
+def finalize_training(ctx: BaseRun, state: TrainState) -> None:
     """Save, validate and test after the last iteration."""
     training = ctx.args.training
-    assert ctx.datasets is not None
     unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
-    if ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
+    if isinstance(ctx, TrainRun) and ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
         save_checkpoint(ctx, state)
     if can_validate(ctx):
         validate(ctx, state, f"iteration {state.iteration} on validation set")
-    if ctx.datasets.test is not None and training.eval_iters > 0:
-        evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", ctx.datasets.test, 0, False)
+    test = ctx.inputs.datasets.test
+    if test is not None and training.eval_iters > 0:
+        evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", test, 0, False)
 
 
-def planned_end(ctx: TrainContext, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
+def planned_end(ctx: BaseRun, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
     """Return the end of a run that is complete, or that saved and ends early."""
     if decision is None:
         return RunEnd("finished", state.iteration, code, f"all {ctx.train_iters} iterations are done")

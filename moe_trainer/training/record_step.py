@@ -15,7 +15,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import drain_on_exit, gather_errors
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import TrainContext, TrainState, named_transformer_layers
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState, named_transformer_layers, with_batches
 from moe_trainer.training.dumps import gather_unscaled_grads
 from moe_trainer.training.export import write_weights
 from moe_trainer.training.rerun import make_rewindable_iterator
@@ -55,12 +54,12 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 """Groups whose sizes make a parallel mapping."""
 
 
-def recording_is_due(ctx: TrainContext, state: TrainState) -> bool:
+def recording_is_due(ctx: BaseRun, state: TrainState) -> bool:
     """Return whether the next iteration is the one of --record-step."""
     return ctx.args.output.record_step == state.iteration + 1
 
 
-def record_step(ctx: TrainContext, state: TrainState, num_microbatches: int) -> StepResult:
+def record_step(ctx: TrainRun, state: TrainState, num_microbatches: int) -> StepResult:
     """Run `train_step` and record it under --save. Collective."""
     number = state.iteration + 1
     assert ctx.args.output.save is not None
@@ -78,7 +77,7 @@ def record_step(ctx: TrainContext, state: TrainState, num_microbatches: int) -> 
 
 
 def record_iteration(
-    ctx: TrainContext,
+    ctx: TrainRun,
     state: TrainState,
     num_microbatches: int,
     folder: Path,
@@ -103,7 +102,7 @@ def record_iteration(
     recorder = StepRecorder(ctx, num_microbatches, writing.gradients)
     result, failure = None, None
     try:
-        result = train_step(replace(ctx, train_batches=replayable), state, num_microbatches, recorder)
+        result = train_step(with_batches(ctx, replayable), state, num_microbatches, recorder)
     except FloatingPointError as error:  # raised on all ranks
         failure = error
         writing.gradients()
@@ -126,10 +125,9 @@ def record_iteration(
     return result, problem, size
 
 
-def record_metadata(ctx: TrainContext, counters: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
+def record_metadata(ctx: TrainRun, counters: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
     """Return the metadata of an iteration, the head of its record."""
     ps, args, device = ctx.ps, ctx.args, ctx.runtime.device
-    assert ctx.optimizer is not None
     quantized = args.precision.fp8 or args.precision.fp4
     return {
         "iteration": counters["iteration"] + 1,
@@ -159,15 +157,16 @@ def explicit_flags(args: Arguments) -> dict[str, object]:
     return {name: value for name, value in args.as_dict().items() if name in names}
 
 
-def get_sample_numbers(ctx: TrainContext, state: TrainState, num_microbatches: int) -> list[int]:
+def get_sample_numbers(ctx: TrainRun, state: TrainState, num_microbatches: int) -> list[int]:
     """Return the dataset indices of the iteration's samples in the order of the global batch."""
     training, dp, consumed = ctx.args.training, ctx.ps.dp, state.consumed_train_samples
-    assert ctx.datasets is not None and ctx.datasets.train is not None and ctx.batch_format is not None
+    data = ctx.inputs
+    assert data.datasets.train is not None
     kind, micro = training.dataloader_type or "single", training.micro_batch_size
     by_rank = []
     for rank in range(dp.size):
         place = micro, rank, dp.size, consumed, kind
-        loader = build_loader(ctx.datasets.train, *place, fmt=ctx.batch_format, cycle=ctx.cycle)
+        loader = build_loader(data.datasets.train, *place, fmt=data.batch_format, cycle=data.cycle)
         by_rank.append([batch for batch, _ in zip(loader.indices(), range(num_microbatches))])
     return [int(number) for microbatch in zip(*by_rank) for batch in microbatch for number in batch]
 
@@ -175,7 +174,7 @@ def get_sample_numbers(ctx: TrainContext, state: TrainState, num_microbatches: i
 class _RecordWriter:
     """Writer of the files of one record; `problem` is why it fails. Methods are collective."""
 
-    def __init__(self, ctx: TrainContext, folder: Path):
+    def __init__(self, ctx: TrainRun, folder: Path):
         self.ctx, self.folder = ctx, folder
         self.problem: str | None = None
         self.staging_dir = folder.with_name(f"{folder.name}.unfinished")
@@ -253,7 +252,7 @@ class _RecordWriter:
 class StepRecorder:
     """Observer that records projections of the outputs of this rank's layers during one iteration."""
 
-    def __init__(self, ctx: TrainContext, num_microbatches: int, take_gradients: Any):
+    def __init__(self, ctx: TrainRun, num_microbatches: int, take_gradients: Any):
         self.ctx, self.num_microbatches, self._take_gradients = ctx, num_microbatches, take_gradients
         self.by_token: dict[str, list[Tensor]] = defaultdict(list)
         self._calls: dict[int, int] = defaultdict(int)

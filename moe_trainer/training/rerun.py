@@ -41,7 +41,7 @@ from moe_trainer.resilience.rejection import (
     track,
 )
 from moe_trainer.resilience.rewindable import RewindableIterator
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState, with_batches
 from moe_trainer.training.fault_localization import device_name, global_name, locate_nonfinite
 
 logger = logging.getLogger(__name__)
@@ -84,34 +84,31 @@ def rejection_rules(args: Arguments) -> RejectionRules:
     )
 
 
-def with_rewindable_batches(ctx: TrainContext) -> TrainContext:
+def with_rewindable_batches(ctx: TrainRun) -> TrainRun:
     """Make the training batches rewindable if an iteration may have to be rerun.
 
     Collective with --moe-expert-rank-capacity-factor: ranks agree whether any of them may lose tokens.
     """
     mode = ctx.args.training.rerun_mode
     repeats = mode != "disabled" and (mode != "validate_results" or rejection_rules(ctx.args).any)
-    if ctx.train_batches is None or ctx.args.optimizer.freeze_all_layers:
-        return ctx
     if ctx.buffers.allow_lost_tokens() or repeats:
-        return replace(ctx, train_batches=make_rewindable_iterator(ctx))
+        return with_batches(ctx, make_rewindable_iterator(ctx))
     return ctx
 
 
-def make_rewindable_iterator(ctx: TrainContext) -> RewindableIterator[Batch]:
+def make_rewindable_iterator(ctx: BaseRun) -> RewindableIterator[Batch]:
     """Wrap the training batches and the random generators so that they can return to the start of an iteration."""
-    assert ctx.train_batches is not None
     streams = get_streams(ctx.chunks)
     return RewindableIterator(ctx.train_batches, partial(capture, streams), partial(restore, streams=streams))
 
 
-def snapshot_iteration_start(ctx: TrainContext) -> None:
+def snapshot_iteration_start(ctx: BaseRun) -> None:
     """Snapshot the batch position and the random state at the start of an iteration."""
     if isinstance(ctx.train_batches, RewindableIterator):
         ctx.train_batches.begin()
 
 
-def inject_error(ctx: TrainContext, state: TrainState, sums: list[Tensor], repeated: bool) -> list[Tensor]:
+def inject_error(ctx: TrainRun, state: TrainState, sums: list[Tensor], repeated: bool) -> list[Tensor]:
     """Return the sums, one of them NaN if --error-injection-rate selects this rank now.
 
     `repeated`: this is not the first evaluation of the iteration.
@@ -141,7 +138,7 @@ def inject_error(ctx: TrainContext, state: TrainState, sums: list[Tensor], repea
 
 
 def validate_result(
-    ctx: TrainContext, state: TrainState, first: StepEvaluation, rerun: Callable[[bool], StepEvaluation]
+    ctx: TrainRun, state: TrainState, first: StepEvaluation, rerun: Callable[[bool], StepEvaluation]
 ) -> Outcome:
     """Decide whether the result of an iteration is accepted.
 
@@ -176,14 +173,14 @@ def _add_rerun(state: TrainState, first: StepEvaluation, second: StepEvaluation)
     return second
 
 
-def rewind(ctx: TrainContext) -> None:
+def rewind(ctx: TrainRun) -> None:
     """Undo the effects of forward and backward, except the gradients, which the next evaluation overwrites."""
     assert isinstance(ctx.train_batches, RewindableIterator)  # as whatever calls this for has requested
     ctx.participants.discard()
     ctx.train_batches.rewind()
 
 
-def load_pending_fault_report(ctx: TrainContext, state: TrainState) -> None:
+def load_pending_fault_report(ctx: BaseRun, state: TrainState) -> None:
     """Load the fault report that an earlier run left in the save folder. Collective if there can be one."""
     folder = ctx.args.output.save
     if folder is None or ctx.args.training.rerun_mode != "validate_results":
@@ -192,7 +189,7 @@ def load_pending_fault_report(ctx: TrainContext, state: TrainState) -> None:
         state.pending_fault_report = run_on_rank0(lambda: PendingFaultReport.read(folder), ctx.ps.world)
 
 
-def _resolve_fault_report(ctx: TrainContext, state: TrainState) -> None:
+def _resolve_fault_report(ctx: TrainRun, state: TrainState) -> None:
     """Resolve the fault report of an earlier run if it was about this iteration, which was accepted here."""
     noted, number = state.pending_fault_report, state.iteration + 1
     if noted is None or number < noted.iteration:
@@ -215,7 +212,7 @@ class _RejectionHandler:
     """State machine for one rejected result."""
 
     def __init__(
-        self, ctx: TrainContext, state: TrainState, rules: RejectionRules, rerun: Callable[[bool], StepEvaluation]
+        self, ctx: TrainRun, state: TrainState, rules: RejectionRules, rerun: Callable[[bool], StepEvaluation]
     ):
         self.ctx, self.state, self.rules, self.rerun = ctx, state, rules, rerun
         self.number = state.iteration + 1
@@ -248,7 +245,6 @@ class _RejectionHandler:
 
     def _find_reason(self, evaluation: StepEvaluation) -> tuple[StepEvaluation, RejectionReason | None]:
         """Return the evaluation with its true norm, and the reason of the first rank that rejects it. Collective."""
-        assert self.ctx.optimizer is not None
         evaluation = replace(evaluation, norm=self.ctx.optimizer.grad_norm())
         history = self.state.history
         mine = history.judge_loss(evaluation.loss, self.rules) or history.judge_norm(evaluation.norm, self.rules)
@@ -272,7 +268,6 @@ class _RejectionHandler:
         named_copies += [
             (f"the loss of microbatch {index}", pair[0].clone()) for index, pair in enumerate(evaluation.sums, start=1)
         ]
-        assert self.ctx.grads is not None
         squares = [view.float().square().sum() for _, view in self.ctx.grads.owned_views() if view.numel()]
         return [
             *named_copies,
@@ -364,7 +359,7 @@ class _RejectionHandler:
                 logger.warning("the note about iteration %d in %s: %s", self.number, folder, error)
 
 
-def describe_stop(ctx: TrainContext, state: TrainState) -> str:
+def describe_stop(ctx: BaseRun, state: TrainState) -> str:
     """Describe what is saved when a rejected result ends the run, and a learning rate that may be the cause."""
     if saved := ctx.save_history.saved:
         text = f"the checkpoint of iteration {saved[-1]} is untouched"
@@ -377,7 +372,7 @@ def describe_stop(ctx: TrainContext, state: TrainState) -> str:
     return text if rate is None else f"{text}; {rate}: --lr may be the cause"
 
 
-def _track(ctx: TrainContext, iteration: int, status: str, text: str) -> None:
+def _track(ctx: TrainRun, iteration: int, status: str, text: str) -> None:
     path = ctx.args.training.result_rejected_tracker_filename
     if path is not None and ctx.ps.world.rank == 0:
         try:

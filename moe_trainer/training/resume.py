@@ -25,9 +25,9 @@ from moe_trainer.optim.scheduler_state import resume_schedules
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.resilience.rejection import LossHistory
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.initialize import Runtime
-from moe_trainer.training.setup import build_context
+from moe_trainer.training.setup import build_run
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
     return replace(args, output=resumed, moe=moe, source=MappingProxyType(source))
 
 
-def _upcycling_options(options: LoadOptions, ctx: TrainContext) -> LoadOptions:
+def _upcycling_options(options: LoadOptions, ctx: BaseRun) -> LoadOptions:
     """Return the options to load a dense model into the MoE model. Collective."""
     save = ctx.args.output.save
     assert save is not None
@@ -81,14 +81,14 @@ def _upcycling_options(options: LoadOptions, ctx: TrainContext) -> LoadOptions:
     return replace(options, upcycle=True, exit_on_missing=True)
 
 
-def build_and_resume(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> tuple[TrainContext, TrainState]:
+def build_and_resume(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> tuple[BaseRun, TrainState]:
     """Build a run and load the checkpoint of `--load`, if any. Collective.
 
     Returns:
         The context with the checkpoint's schedules, and the state from which the run continues.
     """
     will_be_loaded = _replaces_all_weights(args, runtime.ps)
-    return _resume(build_context(args, runtime, tokenizer, will_be_loaded), tokenizer, not will_be_loaded)
+    return _resume(build_run(args, runtime, tokenizer, will_be_loaded), tokenizer, not will_be_loaded)
 
 
 def _replaces_all_weights(args: Arguments, ps: ParallelState) -> bool:
@@ -104,7 +104,7 @@ def _replaces_all_weights(args: Arguments, ps: ParallelState) -> bool:
         return folder is not None and run_on_rank0(lambda: is_named_in(folder), ps.world)
 
 
-def _check_total_limit(ctx: TrainContext) -> None:
+def _check_total_limit(ctx: BaseRun) -> None:
     """Refuse --save-total-limit where --save has checkpoints that the run does not continue. Collective.
 
     When the run is started again nothing would tell them from its own, which are deleted.
@@ -121,7 +121,7 @@ def _check_total_limit(ctx: TrainContext) -> None:
         )
 
 
-def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[TrainContext, TrainState]:
+def _resume(ctx: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[BaseRun, TrainState]:
     output = ctx.args.output
     state = TrainState()
     if ctx.should_save:
@@ -166,7 +166,9 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
     else:
         _check_total_limit(ctx)
     saved = loaded.state
-    ctx, scheduled_samples = _resume_schedules(ctx, saved)
+    scheduled_samples = 0
+    if isinstance(ctx, TrainRun):
+        ctx, scheduled_samples = _resume_schedules(ctx, saved)
     with as_user_error(f"--load {output.load}"):
         history = LossHistory.from_dict(saved.extra.get("history"))
     return ctx, _at_iteration(
@@ -180,7 +182,7 @@ def _resume(ctx: TrainContext, tokenizer: Tokenizer, has_initial_weights: bool) 
             history=history,
             fingerprint=saved.extra.get("fingerprint") or {},
             flags=saved.args,
-            streams=saved.extra.get("streams") or {},
+            text_streams=saved.extra.get("streams") or {},
         ),
         ctx,
     )
@@ -190,7 +192,7 @@ def _is_same_folder(first: Path, second: str) -> bool:
     return os.path.realpath(first) == os.path.realpath(second)
 
 
-def _at_iteration(state: TrainState, ctx: TrainContext) -> TrainState:
+def _at_iteration(state: TrainState, ctx: BaseRun) -> TrainState:
     """Apply --override-ckpt-iteration: the data continues after that many full batches, as in Megatron-LM."""
     iteration = ctx.args.output.override_ckpt_iteration
     if iteration is None:
@@ -203,7 +205,7 @@ def _at_iteration(state: TrainState, ctx: TrainContext) -> TrainState:
     )
 
 
-def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainContext, int]:
+def _resume_schedules(ctx: TrainRun, saved: CheckpointState) -> tuple[TrainRun, int]:
     """Return the context with resumed schedules, and the samples after which they continue.
 
     As in Megatron-LM (main, d98e8a64), --no-load-optim does not load the scheduler either: the learning rate restarts
@@ -213,8 +215,6 @@ def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainC
         UserError: if the schedules of the flags differ from those of the checkpoint.
     """
     output, optimizer = ctx.args.output, ctx.args.optimizer
-    if ctx.args.is_eval_only:
-        return ctx, 0
     resumes_own_run = output.auto_resume and output.load == output.save  # then the flag means that no state was saved
     if output.no_load_optim and not resumes_own_run and output.ckpt_convert_format is None:
         if ctx.runtime.launch_env.rank == 0:
@@ -223,7 +223,6 @@ def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainC
                 "Megatron-LM"
             )
         return ctx, 0
-    assert ctx.learning_rate is not None and ctx.weight_decay is not None
     override, use_saved = optimizer.override_opt_param_scheduler, optimizer.use_checkpoint_opt_param_scheduler
     with as_user_error(f"--load {output.load}"):
         learning_rate, weight_decay = resume_schedules(
@@ -234,12 +233,13 @@ def _resume_schedules(ctx: TrainContext, saved: CheckpointState) -> tuple[TrainC
     return replace(ctx, learning_rate=learning_rate, weight_decay=weight_decay), samples
 
 
-def _load(folder: str, ctx: TrainContext, options: LoadOptions) -> LoadedState | None:
+def _load(folder: str, ctx: BaseRun, options: LoadOptions) -> LoadedState | None:
     """Load; with --auto-resume skip a damaged checkpoint and use the one before it. Collective."""
     resumes_own_run = ctx.args.output.auto_resume and folder == ctx.args.output.save and options.ckpt_step is not None
+    optimizer = ctx.optimizer if isinstance(ctx, TrainRun) else None
     while True:
         try:
-            return load(folder, ctx.chunks, ctx.optimizer, ctx.ps, options)
+            return load(folder, ctx.chunks, optimizer, ctx.ps, options)
         except DamagedError as error:
             if not resumes_own_run:
                 raise

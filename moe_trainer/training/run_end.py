@@ -25,7 +25,7 @@ from moe_trainer.metrics.metrics_file import append_end, last_iteration, read_en
 from moe_trainer.metrics.run_state import MAX_REASON, RunEnd
 from moe_trainer.parallel.trace import CommunicationError
 from moe_trainer.resilience.rejection import ResultRejectedError
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainState
 from moe_trainer.training.metrics import metrics_path
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _RECORD_WAIT_S = 2.0  # for the record of the first rank that failed
 class EndRecorder:
     """Records once how this start of the run ended. A run that only evaluates records nothing."""
 
-    def __init__(self, ctx: TrainContext, state: TrainState):
+    def __init__(self, ctx: BaseRun, state: TrainState):
         self._ctx, self._state = ctx, state
         self._started = time.time()
         self._is_done = ctx.args.training.skip_train

@@ -1,6 +1,6 @@
 """Assembly of a run: model, gradient buffers, optimizer, schedules.
 
-`build_context` builds what does not depend on a checkpoint; training/resume.py loads one; training/data_setup.py
+`build_run` builds what does not depend on a checkpoint; training/resume.py loads one; training/data_setup.py
 continues the data where it stopped.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -49,100 +50,143 @@ from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
-from moe_trainer.training.context import TrainContext, named_transformer_layers, print_rank_0
+from moe_trainer.training.context import BaseRun, FrozenRun, TrainRun, named_transformer_layers, print_rank_0
 from moe_trainer.training.data_setup import get_tokenizer_files
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
-from moe_trainer.training.stream_weights import WeightStream
 
 logger = logging.getLogger(__name__)
 
 
-def build_context(
-    args: Arguments, runtime: Runtime, tokenizer: Tokenizer, will_be_loaded: bool = False
-) -> TrainContext:
-    """Build model, gradient buffers, optimizer and schedules. Collective. `will_be_loaded`: as in build_chunks."""
-    ps = runtime.ps
-    size = tokenizer.vocab_size
-    vocab = padded_vocabulary(args, ps, size)
-    if vocab < size:
-        raise UserError(f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({size})")
-    print_rank_0(runtime, f" > padded vocab (size: {size}) with {vocab - size} dummy tokens (new size: {vocab})")
-    ranges = make_ranges(args.output.nvtx_ranges, runtime.device)
-    timers = Timers(
-        args.output.timing_log_level, synchronize=runtime.device.type == "cuda", trace=ps.trace, ranges=ranges
-    )
+def build_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer, will_be_loaded: bool = False) -> BaseRun:
+    """Build the model of a run, and what trains it unless its weights are frozen. Collective.
+
+    `will_be_loaded`: as in build_chunks.
+    """
+    build = build_frozen_run if args.has_frozen_weights else build_train_run
+    return build(args, runtime, tokenizer, will_be_loaded)
+
+
+def build_train_run(args: Arguments, runtime: Runtime, tokenizer: Tokenizer, will_be_loaded: bool = False) -> TrainRun:
+    """Build model, gradient buffers, optimizer and schedules. Collective."""
+    ps, vocab, timers = runtime.ps, choose_vocabulary(args, runtime, tokenizer), make_timers(args, runtime)
     with timers("model-and-optimizer-setup"):
         chunks = build_model(args, runtime, vocab, will_be_loaded)
-        mark_layers(ranges, chunks)
-        grads, optimizer = None, None
-        if args.has_frozen_weights:
-            if args.parallel.has_sharded_params and ps.dp_cp.size > 1:
-                apply_fsdp(args, runtime, chunks)
-            if args.has_quantized_params:
-                logger.info(
-                    "--%s-param-gather has no effect: there are no updated weights to gather",
-                    "fp4" if args.precision.fp4 else "fp8",
-                )
-        else:
-            library = select_fused_library(runtime.device, ps.world)
-            grads = build_grad_buffers(args, runtime, chunks, library)
-            optimizer = Optimizer(
-                chunks,
-                grads,
-                args.optimizer,
-                args.precision,
-                args.parallel,
-                ps,
-                device=runtime.device,
-                check_for_nan=args.training.check_for_nan_in_loss_and_grad,
-                count_zeros=args.output.log_num_zeros_in_grad,
-                timer=timers,
-                library=library,
-            )
+        mark_layers(timers.ranges, chunks)
+        library = select_fused_library(runtime.device, ps.world)
+        grads = build_grad_buffers(args, runtime, chunks, library)
+        optimizer = Optimizer(
+            chunks,
+            grads,
+            args.optimizer,
+            args.precision,
+            args.parallel,
+            ps,
+            device=runtime.device,
+            check_for_nan=args.training.check_for_nan_in_loss_and_grad,
+            count_zeros=args.output.log_num_zeros_in_grad,
+            timer=timers,
+            library=library,
+        )
+    common = _common_fields(args, runtime, vocab, timers, chunks)
+    final_batch_size = common["batch_size"].final_global_batch_size
     with as_user_error("schedules"):
-        batch_size = build_batch_size_schedule(args.training, ps.dp.size, args.data.seq_length)
-        learning_rate, weight_decay, train_iters = None, None, 0
-        if not args.has_frozen_weights:
-            final_batch_size = batch_size.final_global_batch_size
-            learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
-            weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
-        if not args.is_eval_only:
-            # --train-samples takes precedence: the derived --train-iters ignores a batch-size schedule
-            samples = args.training.train_samples
-            train_iters = batch_size.iterations_for(samples) if samples else args.training.train_iters or 0
-        schedule = build_schedule(args, runtime, chunks)
-        if waiting := deadlocking_batch_sizes(args, ps.dp.size):
-            raise ValueError("; ".join(waiting))
-    stream = None
-    if args.output.stream_weights_to is not None and not args.training.skip_train:
-        with as_user_error("--stream-weights-to"):
-            stream = WeightStream(args, chunks, ps, vocab, optimizer, args.output.stream_weights_to)
+        learning_rate = build_lr_schedule(args.optimizer, args.training, final_batch_size)
+        weight_decay = build_weight_decay_schedule(args.optimizer, args.training, final_batch_size)
     iteration_graph = _iteration_graph(args, runtime.device, chunks)
-    if iteration_graph is not None and optimizer is not None:
+    if iteration_graph is not None:
         optimizer.defer_param_gather()
-    return TrainContext(
-        args=args,
-        runtime=runtime,
-        padded_vocab_size=vocab,
-        chunks=chunks,
-        participants=collect_participants(chunks, args, ps, runtime.device),
-        buffers=make_receive_buffers(chunks, args, ps, runtime.device),
-        schedule=schedule,
+    return TrainRun(
+        **common,
         grads=grads,
         optimizer=optimizer,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
-        batch_size=batch_size,
-        train_iters=train_iters,
-        save_options=SaveOptions.from_args(args.output, get_tokenizer_files(args)),
-        timers=timers,
-        profiler=Profiler(args.output, runtime.launch_env.rank),
         iteration_graph=iteration_graph,
-        dumps=Dumps(args.output, args.moe, runtime.launch_env.rank),
-        stream=stream,
-        replay=RoutingReplay.of_folder(args, chunks, runtime.launch_env.rank, ps.world.size),
     )
+
+
+def build_frozen_run(
+    args: Arguments, runtime: Runtime, tokenizer: Tokenizer, will_be_loaded: bool = False
+) -> FrozenRun:
+    """Build the model. Collective."""
+    vocab, timers = choose_vocabulary(args, runtime, tokenizer), make_timers(args, runtime)
+    with timers("model-and-optimizer-setup"):
+        chunks = build_model(args, runtime, vocab, will_be_loaded)
+        mark_layers(timers.ranges, chunks)
+        if args.parallel.has_sharded_params and runtime.ps.dp_cp.size > 1:
+            apply_fsdp(args, runtime, chunks)
+        if args.has_quantized_params:
+            logger.info(
+                "--%s-param-gather has no effect: there are no updated weights to gather",
+                "fp4" if args.precision.fp4 else "fp8",
+            )
+    return FrozenRun(**_common_fields(args, runtime, vocab, timers, chunks))
+
+
+def choose_vocabulary(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) -> int:
+    """Return the padded vocabulary size and print it. Collective.
+
+    Raises:
+        UserError: if the tokenizer has more tokens.
+    """
+    size = tokenizer.vocab_size
+    vocab = padded_vocabulary(args, runtime.ps, size)
+    if vocab < size:
+        raise UserError(f"--padded-vocab-size {vocab} is smaller than the tokenizer's vocabulary ({size})")
+    print_rank_0(runtime, f" > padded vocab (size: {size}) with {vocab - size} dummy tokens (new size: {vocab})")
+    return vocab
+
+
+def make_timers(args: Arguments, runtime: Runtime) -> Timers:
+    """Return the timers of the phases, which mark them for nsys."""
+    device = runtime.device
+    ranges = make_ranges(args.output.nvtx_ranges, device)
+    return Timers(
+        args.output.timing_log_level, synchronize=device.type == "cuda", trace=runtime.ps.trace, ranges=ranges
+    )
+
+
+def _common_fields(
+    args: Arguments,
+    runtime: Runtime,
+    vocab: int,
+    timers: Timers,
+    chunks: list[Transformer],
+) -> dict[str, Any]:
+    """Return what both kinds of run have. Collective."""
+    ps, training, rank = runtime.ps, args.training, runtime.launch_env.rank
+    with as_user_error("schedules"):
+        batch_size = build_batch_size_schedule(training, ps.dp.size, args.data.seq_length)
+        train_iters = 0
+        if not args.is_eval_only:
+            # --train-samples takes precedence: the derived --train-iters ignores a batch-size schedule
+            samples = training.train_samples
+            train_iters = batch_size.iterations_for(samples) if samples else training.train_iters or 0
+        schedule = build_schedule(args, runtime, chunks)
+        if waiting := deadlocking_batch_sizes(args, ps.dp.size):
+            raise ValueError("; ".join(waiting))
+    if training.cuda_graph_impl != "none" and runtime.device.type != "cuda":
+        logger.info(
+            "--cuda-graph-impl %s: no CUDA device, so this rank runs without CUDA graphs; the results are the same",
+            training.cuda_graph_impl,
+        )
+    return {
+        "args": args,
+        "runtime": runtime,
+        "padded_vocab_size": vocab,
+        "chunks": chunks,
+        "participants": collect_participants(chunks, args, ps, runtime.device),
+        "buffers": make_receive_buffers(chunks, args, ps, runtime.device),
+        "schedule": schedule,
+        "batch_size": batch_size,
+        "train_iters": train_iters,
+        "save_options": SaveOptions.from_args(args.output, get_tokenizer_files(args)),
+        "timers": timers,
+        "profiler": Profiler(args.output, rank),
+        "dumps": Dumps(args.output, args.moe, rank),
+        "replay": RoutingReplay.of_folder(args, chunks, rank, ps.world.size),
+    }
 
 
 def build_model(args: Arguments, runtime: Runtime, vocab_size: int, will_be_loaded: bool = False) -> list[Transformer]:
@@ -190,13 +234,7 @@ def mark_layers(ranges: NvtxRanges, chunks: list[Transformer]) -> None:
 
 
 def _iteration_graph(args: Arguments, device: torch.device, chunks: list[Transformer]) -> IterationGraph | None:
-    impl = args.training.cuda_graph_impl
-    if impl != "none" and device.type != "cuda":
-        logger.info(
-            "--cuda-graph-impl %s: no CUDA device, so this rank runs without CUDA graphs; the results are the same",
-            impl,
-        )
-    if impl != "full_iteration" or device.type != "cuda":
+    if args.training.cuda_graph_impl != "full_iteration" or device.type != "cuda":
         return None
     streams = [chunk.stream.generator(device) for chunk in chunks if chunk.stream is not None]
     streams += [generator for chunk in chunks for generator in graph_generators(chunk, device)]

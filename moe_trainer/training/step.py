@@ -8,13 +8,13 @@ enter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from arguments.mup import mup_lr_mult
 from moe_trainer.data.loader import Batch
@@ -25,10 +25,11 @@ from moe_trainer.model.mtp import shard_of
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.optim.finalize import finalize_grads
+from moe_trainer.optim.optimizer import StepOutcome
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
 from moe_trainer.pipeline.schedule import ScheduleInputs
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import BaseRun, TrainRun, TrainState
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.rerun import (
     StepEvaluation,
@@ -56,7 +57,7 @@ class StepObserver(Protocol):
 
 
 def train_step(
-    ctx: TrainContext, state: TrainState, num_microbatches: int, observer: StepObserver | None = None
+    ctx: TrainRun, state: TrainState, num_microbatches: int, observer: StepObserver | None = None
 ) -> StepResult:
     """Run forward and backward over all microbatches, reduce, validate and update.
 
@@ -68,46 +69,16 @@ def train_step(
 
     Communication: gradient reductions of `grads`, two numbers per loss, token counts of the routers.
     """
-    args = ctx.args
+    training = ctx.args.training
     if ctx.replay is not None:
         ctx.replay.begin_iteration(state.iteration + 1)
-    if args.optimizer.freeze_all_layers:
-        losses_only = frozen_step(ctx, num_microbatches)
-        agree_on_buffers(ctx, f"iteration {state.iteration + 1}")
-        return losses_only
-    assert ctx.optimizer is not None and ctx.learning_rate is not None and ctx.weight_decay is not None
     dumps = StepDumps(ctx, state.iteration + 1)
     if observer is not None:
         observer.attach()
-    is_observed = dumps.records or observer is not None  # intermediate results inside a graph cannot be read
     snapshot_iteration_start(ctx)
-    num_repeats = 0
-
-    def restart() -> None:
-        rewind(ctx)
-        dumps.on_retry()
-        if observer is not None:
-            observer.on_retry()
-
-    def evaluate(eager: bool = False, repeated: bool = False) -> StepEvaluation:
-        nonlocal num_repeats
-        eager = eager or is_observed
-        evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
-        if must_repeat := evaluation.overflowed:
-            num_repeats += 1
-            restart()
-            drop_graphs(ctx)
-            evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
-        if must_repeat or evaluation.has_grown_budgets:
-            agree_on_buffers(ctx, f"iteration {state.iteration + 1}", must_repeat)
-        return evaluation
-
-    def rerun(eager: bool) -> StepEvaluation:
-        restart()
-        return evaluate(eager, repeated=True)
-
-    result, skipped = validate_result(ctx, state, evaluate(), rerun)
-    if args.training.empty_unused_memory_level >= 1:
+    evaluator = _Evaluator(ctx, state, num_microbatches, dumps, observer)
+    result, skipped = validate_result(ctx, state, evaluator.evaluate(), evaluator.rerun)
+    if training.empty_unused_memory_level >= 1:
         torch.cuda.empty_cache()
     dumps.write(result.tokens)
     if observer is not None:
@@ -115,42 +86,86 @@ def train_step(
     if skipped is not None:
         ctx.participants.discard()
         losses = {"lm loss": result.loss} if math.isfinite(result.loss) else {}
-        return StepResult(losses, skipped=skipped, num_repeats=num_repeats)
+        return StepResult(losses, skipped=skipped, num_repeats=evaluator.num_repeats)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
     # a non-finite loss must not reach the weights.
     metrics = ctx.participants.end_step(result.sums_of_participants, num_microbatches)
     losses = {"lm loss": result.loss, **metrics.losses}
-    if args.training.check_for_nan_in_loss_and_grad:
+    if training.check_for_nan_in_loss_and_grad:
         check_losses_finite(ctx, state, losses)
-    samples, optimizer = state.scheduled_samples, args.optimizer
     with ctx.timers("optimizer"):
-        update = ctx.optimizer.step(
-            lr=ctx.learning_rate.lr(samples),
-            decoupled_lr=ctx.learning_rate.decoupled_lr(samples),
-            scaled_lr=ctx.learning_rate.lr(samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
-            weight_decay=ctx.weight_decay.weight_decay(samples),
-            norm=result.norm,
-            row_factors=metrics.row_factors,
-        )
-    if args.training.empty_unused_memory_level >= 2:
+        update = _update(ctx, state.scheduled_samples, result.norm, metrics.row_factors)
+    if training.empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
     dumps.write_params()
     return StepResult(
-        losses, update.updated, update.grad_norm, update.num_zeros, num_repeats=num_repeats, **metrics.details
+        losses, update.updated, update.grad_norm, update.num_zeros, num_repeats=evaluator.num_repeats, **metrics.details
     )
 
 
-def frozen_step(ctx: TrainContext, num_microbatches: int) -> StepResult:
+class _Evaluator:
+    """Evaluates one iteration as often as needed. `num_repeats` counts evaluations that overflowed."""
+
+    def __init__(
+        self, ctx: TrainRun, state: TrainState, num_microbatches: int, dumps: StepDumps, observer: StepObserver | None
+    ):
+        self._ctx, self._state, self._num_microbatches = ctx, state, num_microbatches
+        self._dumps, self._observer = dumps, observer
+        self.num_repeats = 0
+
+    def evaluate(self, eager: bool = False, repeated: bool = False) -> StepEvaluation:
+        """Evaluate the iteration, again with larger buffers if they overflow. Parameters: forward_backward_reduce."""
+        ctx, state, num_microbatches = self._ctx, self._state, self._num_microbatches
+        # intermediate results inside a graph cannot be read
+        eager = eager or self._dumps.records or self._observer is not None
+        evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
+        if must_repeat := evaluation.overflowed:
+            self.num_repeats += 1
+            self._restart()
+            ctx.drop_graphs()
+            evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
+        if must_repeat or evaluation.has_grown_budgets:
+            agree_on_buffers(ctx, f"iteration {state.iteration + 1}", must_repeat)
+        return evaluation
+
+    def rerun(self, eager: bool) -> StepEvaluation:
+        """Evaluate the iteration from its start once more."""
+        self._restart()
+        return self.evaluate(eager, repeated=True)
+
+    def _restart(self) -> None:
+        rewind(self._ctx)
+        self._dumps.on_retry()
+        if self._observer is not None:
+            self._observer.on_retry()
+
+
+def _update(ctx: TrainRun, samples: int, norm: float, row_factors: Mapping[Parameter, Tensor]) -> StepOutcome:
+    """Make the update that follows the updates of `samples` samples."""
+    rates, optimizer = ctx.learning_rate, ctx.args.optimizer
+    return ctx.optimizer.step(
+        lr=rates.lr(samples),
+        decoupled_lr=rates.decoupled_lr(samples),
+        scaled_lr=rates.lr(samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
+        weight_decay=ctx.weight_decay.weight_decay(samples),
+        norm=norm,
+        row_factors=row_factors,
+    )
+
+
+def frozen_step(ctx: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
     """Compute the losses of an iteration of --freeze-all-layers with forward passes only."""
-    assert ctx.train_batches is not None
+    if ctx.replay is not None:
+        ctx.replay.begin_iteration(state.iteration + 1)
     with ctx.timers("forward-backward"), torch.no_grad():
         sums = run_microbatches(ctx, ctx.train_batches, num_microbatches, forward_only=True, replay=ctx.replay)
     loss_sum, tokens = reduce_loss(ctx, sums)
+    agree_on_buffers(ctx, f"iteration {state.iteration + 1}")
     return StepResult({"lm loss": loss_sum / max(tokens, 1.0)})
 
 
 def forward_backward_reduce(
-    ctx: TrainContext,
+    ctx: TrainRun,
     state: TrainState,
     num_microbatches: int,
     eager: bool = False,
@@ -163,7 +178,6 @@ def forward_backward_reduce(
     the first evaluation of the iteration. `counts_on_host`: experts read their token counts and allocate enough space,
     without CUDA graphs; otherwise a buffer may be too small.
     """
-    assert ctx.optimizer is not None and ctx.grads is not None
     ctx.optimizer.zero_grad()
     ctx.participants.begin_step(state.iteration)
     eager = eager or counts_on_host
@@ -187,7 +201,7 @@ def forward_backward_reduce(
     for index, values in zip((*last_stage, *others), numbers, strict=True):
         sums_of_participants.setdefault(index, []).extend(values)
     if num_growing:
-        drop_graphs(ctx)
+        ctx.drop_graphs()
     has_grown_budgets = num_grown > 0
     if num_overflowed:
         return StepEvaluation(sums, math.nan, tokens, math.nan, overflowed=True)
@@ -202,33 +216,21 @@ def forward_backward_reduce(
     return StepEvaluation(sums, loss, tokens, norm, sums_of_participants, has_grown_budgets=has_grown_budgets)
 
 
-def drop_graphs(ctx: TrainContext) -> None:
-    """Drop the CUDA graphs: receive buffers were too small, or the paged stash of a rank will have other memory.
-
-    All ranks do so together, because a capture of communication may itself communicate.
-    """
-    if ctx.iteration_graph is not None:
-        ctx.iteration_graph.drop()
-    for chunk in ctx.chunks:
-        chunk.graphs.drop()
-
-
-def agree_on_buffers(ctx: TrainContext, where: str, was_repeated: bool = False) -> None:
+def agree_on_buffers(ctx: BaseRun, where: str, was_repeated: bool = False) -> None:
     """Let the ranks agree on buffers that were too small in `where`, an iteration or an evaluation. Collective."""
     if ctx.buffers.agree(where, was_repeated):
-        drop_graphs(ctx)
+        ctx.drop_graphs()
 
 
-def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
+def train_microbatches(ctx: TrainRun, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
     """Run the next training microbatches and reduce the gradients, as one CUDA graph if enabled and not `eager`.
 
     Returns:
         As run_microbatches.
     """
     source, optimizer, grads = ctx.train_batches, ctx.optimizer, ctx.grads
-    assert source is not None and optimizer is not None and grads is not None
 
-    def run(ctx: TrainContext, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
+    def run(ctx: TrainRun, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
         optimizer.start_deferred_gather(always=captured)
         with ctx.timers("forward-backward"):
             sums = run_microbatches(ctx, batches, num_microbatches, grad_scale, replay=ctx.replay)
@@ -260,7 +262,7 @@ def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: flo
         )
 
 
-def _to_captured(ctx: TrainContext, batch: Batch) -> Batch:
+def _to_captured(ctx: BaseRun, batch: Batch) -> Batch:
     """Return a batch that a captured iteration reads: on the device, with the borders of documents and sequences."""
     device, packed = ctx.runtime.device, batch.packed
     batch = batch.to(device, with_documents=True)
@@ -272,7 +274,7 @@ def _to_captured(ctx: TrainContext, batch: Batch) -> Batch:
 
 
 def run_microbatches(
-    ctx: TrainContext,
+    ctx: BaseRun,
     batches: Iterator[Batch],
     num_microbatches: int,
     grad_scale: float | Tensor = 1.0,
@@ -321,7 +323,7 @@ def run_microbatches(
         num_microbatches,
         spec=input_spec,
         grad_scale=grad_scale,
-        accumulate=nullcontext if ctx.grads is None else ctx.grads.accumulate,
+        accumulate=ctx.accumulate,
         timer=ctx.timers,
         mark=ctx.timers.ranges,
         forward_only=forward_only,
@@ -347,7 +349,7 @@ def masked_loss(chunk: Transformer, loss_BS: Tensor, batch: Batch, per_token: bo
     return loss, torch.stack([loss_sum.detach(), mask_BS.sum()])
 
 
-def reduce_loss(ctx: TrainContext, sums: list[Tensor]) -> tuple[float, float]:
+def reduce_loss(ctx: BaseRun, sums: list[Tensor]) -> tuple[float, float]:
     """Return the sum of token losses and the number of tokens over all microbatches and ranks.
 
     Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
@@ -361,7 +363,7 @@ def _copy_to_host(*tensors: Tensor) -> list[list[float]]:
     return [part.tolist() for part in torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors])]
 
 
-def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Iterable[Tensor] = ()) -> Tensor:
+def _reduce_sums(ctx: BaseRun, sums: list[Tensor], further: Iterable[Tensor] = ()) -> Tensor:
     """Return the two numbers of reduce_loss, fp64 on the device, followed by `further` ones reduced in the same way."""
     ps = ctx.ps
     total = (
@@ -374,7 +376,7 @@ def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Iterable[Tensor
     return collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
 
 
-def check_losses_finite(ctx: TrainContext, state: TrainState, losses: dict[str, float]) -> None:
+def check_losses_finite(ctx: TrainRun, state: TrainState, losses: dict[str, float]) -> None:
     """Raise FloatingPointError for a non-finite loss (unless --no-check-for-nan-in-loss-and-grad)."""
     bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
     if bad:

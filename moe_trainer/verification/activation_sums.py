@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.debug.module_tracer import ModuleTracer
-from moe_trainer.training.context import TrainContext, named_transformer_layers
+from moe_trainer.training.context import TrainRun, named_transformer_layers
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 Coordinates = tuple[int, int, int]
@@ -40,7 +40,7 @@ class ActivationSums:
         sums = torch.stack([output_TH.sum(0), output_TH.square().sum(0)]).cpu()
         self.sums[coordinates][name] = self.sums[coordinates].get(name, 0) + sums
 
-    def observe(self, run: TrainContext, add: Callable[[str, Tensor], None]) -> ActivationSums:
+    def observe(self, run: TrainRun, add: Callable[[str, Tensor], None]) -> ActivationSums:
         """Call `add(name, output)` for every output of the attentions and MLPs of all layers."""
         for chunk in run.chunks:
             for _, layer in named_transformer_layers([chunk]):
@@ -50,7 +50,7 @@ class ActivationSums:
         return self
 
 
-def record_rank_sums(run: TrainContext) -> ActivationSums:
+def record_rank_sums(run: TrainRun) -> ActivationSums:
     """Sum the outputs of this rank's layers. With sequence parallelism tensor ranks have different tokens."""
     ps, recorder = run.ps, ActivationSums()
     coordinates = (ps.dp.rank, ps.cp.rank, ps.tp.rank if run.args.parallel.sequence_parallel else 0)
@@ -58,7 +58,7 @@ def record_rank_sums(run: TrainContext) -> ActivationSums:
 
 
 def record_reference_sums(
-    run: TrainContext, sharding: SequenceSharding, num_data_ranks: int, micro_batch_size: int
+    run: TrainRun, sharding: SequenceSharding, num_data_ranks: int, micro_batch_size: int
 ) -> ActivationSums:
     """Sum the outputs of a run on full sequences for each rank of a mapping.
 

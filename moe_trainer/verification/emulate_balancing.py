@@ -25,7 +25,7 @@ from moe_trainer.moe.selections.selection import Choice
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.pipeline.schedule import ScheduleInputs
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, Action, Order
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 
 GLOBAL_LOSS = "global_load_balancing_loss"
 Shares = Sequence[Sequence[int]]
@@ -33,7 +33,7 @@ Shares = Sequence[Sequence[int]]
 share all alike."""
 
 
-def emulate_global_balance(run: TrainContext, steps: Iterator[Shares]) -> None:
+def emulate_global_balance(run: TrainRun, steps: Iterator[Shares]) -> None:
     """Make one process compute the global auxiliary loss of several data ranks. Call it before the first step.
 
     Args:

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from moe_trainer.ops.gemms import WgradFn
 from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
 from moe_trainer.quantization.gemms import QuantizedGemms
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.sequence_sharding import SequenceSharding
 
 
-def emulate_fp8(run: TrainContext, mapping: ParallelMapping, sequence_parallel: bool) -> None:
+def emulate_fp8(run: TrainRun, mapping: ParallelMapping, sequence_parallel: bool) -> None:
     """Make a run on full tensors quantize them as the ranks of a mapping do. Call it before the first step."""
     length = run.args.data.seq_length
     for chunk in run.chunks:
@@ -73,7 +73,7 @@ def _has_own_scales(gemms: object) -> TypeGuard[QuantizedGemms]:
     return isinstance(gemms, QuantizedGemms) and gemms.recipe.delayed is None
 
 
-def list_quantized_gemms(run: TrainContext) -> list[QuantizedGemms]:
+def list_quantized_gemms(run: TrainRun) -> list[QuantizedGemms]:
     return [module for chunk in run.chunks for module in chunk.modules() if isinstance(module, QuantizedGemms)]
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from moe_trainer.model.mtp import MTPLosses, shift_left
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 from moe_trainer.verification.sequence_sharding import SequenceSharding, track_lengths
 
 
-def emulate_topology(run: TrainContext, sharding: SequenceSharding, cp_sizes: Iterator[int] | None = None) -> None:
+def emulate_topology(run: TrainRun, sharding: SequenceSharding, cp_sizes: Iterator[int] | None = None) -> None:
     """Make a run on full sequences compute what a sharding defines. Call it before the first step.
 
     Args:

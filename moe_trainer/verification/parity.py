@@ -26,7 +26,7 @@ from torch import Tensor
 from arguments import Arguments, parse_args
 from arguments.precision import PrecisionArgs
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 from moe_trainer.training.initialize import make_groups
 from moe_trainer.verification.activation_sums import ActivationSums, record_rank_sums, record_reference_sums
 from moe_trainer.verification.compare_runs import compare, describe_agreement
@@ -166,7 +166,7 @@ def train_reference(
 
     has_groups = layout is not None and bool(layout.format.cp_sizes)
 
-    def prepare(run: TrainContext) -> ActivationSums:
+    def prepare(run: TrainRun) -> ActivationSums:
         sharding = SequenceSharding(mapping.tp, 1 if has_groups else mapping.cp)
         sizes = chain.from_iterable(chain.from_iterable(_iter_shares(args, mapping.dp, layout, seed)))
         emulate_topology(run, sharding, sizes if has_groups else None)
@@ -237,7 +237,7 @@ def _train(
     rank: int,
     world_size: int,
     seed: int,
-    prepare: Callable[[TrainContext], ActivationSums],
+    prepare: Callable[[TrainRun], ActivationSums],
     device: str = "cpu",
     layout: PackLayout | None = None,
 ) -> TrainingTrace:
@@ -245,7 +245,7 @@ def _train(
     return train(args, rank, ps, STEPS, seed, prepare, device, layout)
 
 
-def _perturb(run: TrainContext, size: float, direction: int) -> None:
+def _perturb(run: TrainRun, size: float, direction: int) -> None:
     if not size:
         return
     generator = torch.Generator().manual_seed(direction)

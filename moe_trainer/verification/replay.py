@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +28,10 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.debug.step_record import Record
 from moe_trainer.errors import UserError
 from moe_trainer.launch_env import LaunchEnv
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime, make_groups, set_numerics_flags, set_seeds
 from moe_trainer.training.record_step import AXES, record_iteration
-from moe_trainer.training.setup import build_context
+from moe_trainer.training.setup import build_train_run
 from moe_trainer.verification.kept_flags import NOT_IN_REFERENCE
 
 # what a run does besides an iteration, and what the record says instead
@@ -202,14 +202,14 @@ def replay(record: Record, args: Arguments, runtime: Runtime, folder: Path) -> N
     """
     head = record.head
     vocab_size = min(head["vocab_size"] or 1, head["padded_vocab_size"])
-    run = build_context(args, runtime, SimpleNamespace(vocab_size=vocab_size, eod=None, pad=None))
+    run = build_train_run(args, runtime, SimpleNamespace(vocab_size=vocab_size, eod=None, pad=None))
     batches = get_local_batches(record, run)
     state = TrainState(**head["state"])
     _restore(record, run, state)
     for chunk in run.chunks:
         chunk.train()
     try:
-        run = replace(run, train_batches=iter(batches))
+        run = with_batches(run, iter(batches))
         _, problem, _ = record_iteration(run, state, len(batches), folder, head["sample_numbers"], weights=False)
     except FloatingPointError:
         return  # a loss or gradient is not finite; the record is complete
@@ -217,7 +217,7 @@ def replay(record: Record, args: Arguments, runtime: Runtime, folder: Path) -> N
         raise UserError(problem)
 
 
-def get_local_batches(record: Record, run: TrainContext) -> list[Batch]:
+def get_local_batches(record: Record, run: TrainRun) -> list[Batch]:
     """Return this rank's microbatches of the recorded global batch, distributed as the loader does."""
     micro, dp, samples = run.args.training.micro_batch_size, run.ps.dp, record.head["samples"]
     if samples % (micro * dp.size):
@@ -232,7 +232,7 @@ def get_local_batches(record: Record, run: TrainContext) -> list[Batch]:
     ]
 
 
-def _restore(record: Record, run: TrainContext, state: TrainState) -> None:
+def _restore(record: Record, run: TrainRun, state: TrainState) -> None:
     """Restore random states and scales; a rank restores its own states if the mapping is unchanged."""
     ps, streams, head = run.ps, get_streams(run.chunks), record.head
     is_same_mapping = all(getattr(ps, name).size == head["mapping"][name] for name in AXES)

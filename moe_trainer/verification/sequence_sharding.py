@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SequenceSharding:
         return (self.positions(index, lengths)[:, None] * batch_size + torch.arange(batch_size)).flatten()
 
 
-def track_lengths(run: TrainContext) -> Callable[[], tuple[int, ...]]:
+def track_lengths(run: TrainRun) -> Callable[[], tuple[int, ...]]:
     """Return a function that returns the padded lengths of the sequences in the microbatch of the last forward pass.
 
     It is one length without packing.

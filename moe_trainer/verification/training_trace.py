@@ -9,7 +9,7 @@ reduces each of its tensors to a few numbers, and copies of one shard must agree
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -24,10 +24,10 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info, unique_params
 from moe_trainer.parallel.shards import full_tensor
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.rerun import with_rewindable_batches
-from moe_trainer.training.setup import build_context
+from moe_trainer.training.setup import build_train_run
 from moe_trainer.training.step import reduce_loss, run_microbatches, train_step
 from moe_trainer.verification.activation_sums import ActivationSums, Coordinates, record_rank_sums
 from moe_trainer.verification.synthetic_data import PackLayout, draw_batches, make_null_tokenizer
@@ -89,7 +89,7 @@ def make_run(
     device: str = "cpu",
     layout: PackLayout | None = None,
     batches: Iterable[Batch] | None = None,
-) -> TrainContext:
+) -> TrainRun:
     """Build the context of a run on synthetic batches, without those of the first `skip` steps. Collective.
 
     `layout`: see draw_batches. `batches`: of all steps, in their place.
@@ -97,15 +97,13 @@ def make_run(
     launch_env = LaunchEnv(rank, ps.world.size, rank, None, None, "verification")
     # with an index, as training/initialize.py sets it
     torch_device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    run = build_context(args, Runtime(launch_env, torch_device, ps), make_null_tokenizer(args))
+    run = build_train_run(args, Runtime(launch_env, torch_device, ps), make_null_tokenizer(args))
     if batches is None:
         batches = chain(*_batches(run, skip, steps, seed, layout))
-    return with_rewindable_batches(replace(run, train_batches=iter(batches)))
+    return with_rewindable_batches(with_batches(run, iter(batches)))
 
 
-def _batches(
-    run: TrainContext, first: int, steps: int, seed: int, layout: PackLayout | None = None
-) -> list[list[Batch]]:
+def _batches(run: TrainRun, first: int, steps: int, seed: int, layout: PackLayout | None = None) -> list[list[Batch]]:
     drawn = draw_batches(run.args, run.runtime.ps, first, steps, seed, layout)
     return [[batch.pin_memory() for batch in step] for step in drawn] if run.runtime.device.type == "cuda" else drawn
 
@@ -116,7 +114,7 @@ def train(
     ps: ParallelState,
     steps: int = 3,
     seed: int = 0,
-    prepare: Callable[[TrainContext], ActivationSums | None] | None = None,
+    prepare: Callable[[TrainRun], ActivationSums | None] | None = None,
     device: str = "cpu",
     layout: PackLayout | None = None,
 ) -> TrainingTrace:
@@ -164,7 +162,7 @@ def train(
     )
 
 
-def _evaluate(run: TrainContext, batches: list[Batch]) -> float:
+def _evaluate(run: TrainRun, batches: list[Batch]) -> float:
     """Return the mean loss of some batches, without gradients. Collective."""
     for chunk in run.chunks:
         chunk.train(False)
@@ -174,7 +172,7 @@ def _evaluate(run: TrainContext, batches: list[Batch]) -> float:
     return loss_sum / max(tokens, 1.0)
 
 
-def _iter_named_params(run: TrainContext) -> Iterable[tuple[Parameter, int, str]]:
+def _iter_named_params(run: TrainRun) -> Iterable[tuple[Parameter, int, str]]:
     """Yield every (parameter, index in the stack, name) of this rank."""
     for chunk in run.chunks:
         for param in unique_params(chunk.parameters()):
@@ -182,7 +180,7 @@ def _iter_named_params(run: TrainContext) -> Iterable[tuple[Parameter, int, str]
                 yield param, index, name
 
 
-def _fingerprints(run: TrainContext, value: Callable[[Parameter], Tensor]) -> dict[str, list]:
+def _fingerprints(run: TrainRun, value: Callable[[Parameter], Tensor]) -> dict[str, list]:
     """Return norm, sum and a weighted sum of every named tensor of this rank, in fp64."""
     fingerprints = {}
     for param, index, name in _iter_named_params(run):
@@ -193,7 +191,7 @@ def _fingerprints(run: TrainContext, value: Callable[[Parameter], Tensor]) -> di
     return fingerprints
 
 
-def _list_shards(run: TrainContext, fingerprints: dict[str, list]) -> Iterable[TracedShard]:
+def _list_shards(run: TrainRun, fingerprints: dict[str, list]) -> Iterable[TracedShard]:
     for param, _, name in _iter_named_params(run):
         info = get_param_info(param)
         is_full = info.shard_count == 1 or info.sharded_dim is None

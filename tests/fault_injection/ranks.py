@@ -329,9 +329,9 @@ def install(injections: tuple[Injection, ...]) -> None:
 
     train_iteration, current = loop.train_iteration, [0]
 
-    def counting(run: object, state: object) -> object:
+    def counting(run: object, state: object, monitors: object) -> object:
         current[0] = state.iteration + 1
-        return train_iteration(run, state)
+        return train_iteration(run, state, monitors)
 
     loop.train_iteration = counting
     for injection in injections:

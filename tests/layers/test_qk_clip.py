@@ -1,7 +1,5 @@
 """QK-clip: the largest logit of each head and the scaled weights; by hand, and under every parallel dimension."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from harness import run_ranks
@@ -20,7 +18,7 @@ from moe_trainer.layers.qk_clip import (
 from moe_trainer.ops.block_attention import BlockMask, Documents, PositionRange
 from moe_trainer.ops.max_logits import max_logits_per_head
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainState
+from moe_trainer.training.context import TrainState, with_batches
 from moe_trainer.training.step import train_step
 
 CLIP = "--qk-clip --qk-clip-threshold 0.05 --qk-clip-alpha 0.3 --log-max-attention-logit"
@@ -101,7 +99,7 @@ def test_qk_clip_reduces_logits_to_the_threshold(kind, monkeypatch):
     argv = _argv(kind, CLIP, "--lr 0 --min-lr 0 --weight-decay 0 --global-batch-size 2")
     run = make_run(argv, 0, ParallelState.single(), 1)
     batches = list(run.train_batches)
-    run = replace(run, train_batches=iter(batches * 3))
+    run = with_batches(run, iter(batches * 3))
     train_step(run, TrainState(), 1)
     before = torch.stack(seen[:2])
     assert before.min() > 0.05

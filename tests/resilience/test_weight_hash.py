@@ -1,7 +1,6 @@
 """Diverged replicas: one flipped bit on one rank is found, named, and ends the run; equal weights log nothing."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,11 +105,11 @@ def compare_while_gathering(rank, n):
     chunk = torch.nn.Module()
     chunk.register_parameter("weight", param)
     monitors = RankMonitors(parse_args(JOB, n), runtime)
-    monitors.run_due_checks([chunk], SimpleNamespace(wait_params=lambda: param.data.zero_()), 2)
+    monitors.run_due_checks([chunk], lambda: param.data.zero_(), 2)
     param.data.fill_(rank)
-    monitors.run_due_checks([chunk], SimpleNamespace(wait_params=lambda: None), 3)  # nothing is due
+    monitors.run_due_checks([chunk], lambda: None, 3)  # nothing is due
     with pytest.raises(WeightsDifferError):
-        monitors.run_due_checks([chunk], SimpleNamespace(wait_params=lambda: None), 4)
+        monitors.run_due_checks([chunk], lambda: None, 4)
 
 
 def test_weight_hash_waits_for_the_param_gather():

@@ -15,7 +15,7 @@ import arguments
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.resilience.rejection import ResultRejectedError
 from moe_trainer.training import fault_localization, initialize, pretrain, resume
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Backward(torch.autograd.Function):
         return ctx.change(grad.clone()), None
 
 
-def inject_fault(run: TrainContext, fault: Fault) -> None:
+def inject_fault(run: TrainRun, fault: Fault) -> None:
     """Register the fault as a forward hook of its module."""
     seen: list[int] = []
 
@@ -101,7 +101,7 @@ def train_with(
     world_size: int = 1,
     faults: tuple[Fault, ...] = (),
     node: str | None = None,
-    change: Callable[[TrainContext], None] | None = None,
+    change: Callable[[TrainRun], None] | None = None,
 ) -> list[RankResult]:
     """Run a job with injected faults, with CUDA graphs on an emulated device; node: the host name it sees; change: modifies the run."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _rank(rank, n, argv, folder, faults, node, change):
     os.chdir(folder)
     if node is not None:
         fault_localization.platform.node = lambda: node
-    build = resume.build_context
+    build = resume.build_run
 
     def build_with_faults(*rest):
         run = build(*rest)
@@ -127,7 +127,7 @@ def _rank(rank, n, argv, folder, faults, node, change):
             change(run)
         return run
 
-    resume.build_context = build_with_faults
+    resume.build_run = build_with_faults
     heard = io.StringIO()
     with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
         try:

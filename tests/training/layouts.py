@@ -13,7 +13,7 @@ from datetime import timedelta
 from arguments import parse_args
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainContext
+from moe_trainer.training.context import TrainRun
 from moe_trainer.training.initialize import make_groups
 from moe_trainer.verification import training_trace
 from moe_trainer.verification.compare_runs import FP32, Tolerances, compare
@@ -68,7 +68,7 @@ def shallow(argv: list[str]) -> list[str]:
     return [*argv[:at], "2", *(word.replace("([0]*1+[1]*3)", "([0]*1+[1]*1)") for word in argv[at + 1 :])]
 
 
-def make_run(argv: list[str], rank: int, ps: ParallelState, steps: int, skip: int = 0) -> TrainContext:
+def make_run(argv: list[str], rank: int, ps: ParallelState, steps: int, skip: int = 0) -> TrainRun:
     """A run whose batches need no files; `skip` leaves out those of the first steps."""
     return training_trace.make_run(parse_args(argv, ps.world.size), rank, ps, steps, skip)
 

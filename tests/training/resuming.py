@@ -7,14 +7,14 @@ from training.layouts import create_groups, make_run
 
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
-from moe_trainer.training.context import TrainContext, TrainState
+from moe_trainer.training.context import TrainRun, TrainState
 from moe_trainer.training.step import train_step
 
 Steps = list[tuple[dict[str, float], float]]
 """Losses and gradient norm of every iteration."""
 
 
-def run_steps(run: TrainContext, first: int, count: int) -> Steps:
+def run_steps(run: TrainRun, first: int, count: int) -> Steps:
     """Run `count` iterations from iteration `first` on."""
     microbatches = run.args.training.global_batch_size // (run.args.training.micro_batch_size * run.ps.dp.size)
     results = [train_step(run, TrainState(iteration=number), microbatches) for number in range(first, first + count)]
@@ -39,7 +39,7 @@ def load_and_save(rank: int, n: int, argv: list[str], source: Path, target: Path
     return run_steps(run, 2, steps)
 
 
-def _save(run: TrainContext, folder: Path) -> None:
+def _save(run: TrainRun, folder: Path) -> None:
     content = CheckpointState(iteration=2, args=run.args.as_dict())
     save(folder, content, run.chunks, run.optimizer, run.ps, SaveOptions(save_rng=False))
 

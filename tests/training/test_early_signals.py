@@ -164,7 +164,7 @@ def test_start_that_fails_is_an_end_of_the_run_that_it_continues(tmp_path, monke
         raise error
 
     run([*LINE, "--exit-interval", "2"], tmp_path)
-    monkeypatch.setattr(pretrain, "build_datasets_and_loaders", fail)
+    monkeypatch.setattr(pretrain, "build_inputs", fail)
     metrics = tmp_path / "ckpt" / "metrics.jsonl"
     before = metrics.read_text()
     assert run(LINE, tmp_path).returncode == end["exit_code"] and metrics.read_text() == before, "another run"

@@ -93,7 +93,7 @@ def test_validations_continue_where_the_last_one_stopped(monkeypatch, full, begi
     args = SimpleNamespace(training=SimpleNamespace(full_validation=full), is_eval_only=False)
     datasets, state = SimpleNamespace(valid_names=("a", "b"), valid=(None, None)), TrainState()
     for _ in range(2):
-        evaluation.validate(SimpleNamespace(args=args, datasets=datasets), state, "iteration 1")
+        evaluation.validate(SimpleNamespace(args=args, inputs=SimpleNamespace(datasets=datasets)), state, "iteration 1")
     assert begun == begins
 
 

@@ -1,15 +1,19 @@
 """--freeze-all-layers: training batches run forward only; no weight moves and nothing is saved."""
 
 import pytest
+import torch
 from commands import read_metrics, run
 from training.layouts import make_argv
 from training.tiny import MOCK, TINY
 
 from arguments import parse_args
+from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel.state import ParallelState
-from moe_trainer.training.context import TrainState
-from moe_trainer.training.step import train_step
-from moe_trainer.verification.training_trace import make_run
+from moe_trainer.training.context import FrozenRun, TrainState, with_batches
+from moe_trainer.training.initialize import Runtime
+from moe_trainer.training.setup import build_run
+from moe_trainer.training.step import frozen_step
+from moe_trainer.verification.synthetic_data import draw_batches, make_null_tokenizer
 
 LENGTH = ["--train-iters", "3", "--metrics-file", "metrics.jsonl"]
 
@@ -62,10 +66,13 @@ def test_frozen_layers_give_the_losses_of_unchanged_weights(checkpoint, tmp_path
 
 
 def test_frozen_training_keeps_no_batches_on_the_host():
-    args = parse_args([*make_argv("plain"), "--freeze-all-layers"], 1)
-    run, state = make_run(args, 0, ParallelState.single(), 2), TrainState()
+    args, ps = parse_args([*make_argv("plain"), "--freeze-all-layers"], 1), ParallelState.single()
+    runtime = Runtime(LaunchEnv(0, 1, 0, None, None, "test"), torch.device("cpu"), ps)
+    run, state = build_run(args, runtime, make_null_tokenizer(args)), TrainState()
+    assert isinstance(run, FrozenRun)
+    run = with_batches(run, iter([batch for step in draw_batches(args, ps, 0, 2) for batch in step]))
     for _ in range(2):
-        frozen = train_step(run, state, args.training.global_batch_size // args.training.micro_batch_size)
+        frozen = frozen_step(run, state, args.training.global_batch_size // args.training.micro_batch_size)
         state.iteration += 1
     assert frozen.losses and not frozen.updated
     assert len(getattr(run.train_batches, "batches", ())) == 0

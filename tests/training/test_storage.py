@@ -60,7 +60,7 @@ def test_lock_does_not_outlive_a_refused_run(tmp_path, monkeypatch):
         assert (tmp_path / "ckpt" / directory.LOCK).exists()
         raise UserError("no data")
 
-    monkeypatch.setattr(pretrain, "build_datasets_and_loaders", refuse)
+    monkeypatch.setattr(pretrain, "build_inputs", refuse)
     finished = run(LINE, tmp_path)
     assert finished.returncode == 2 and "no data" in finished.stderr, finished.stderr
     assert not (tmp_path / "ckpt" / directory.LOCK).exists()

@@ -40,10 +40,11 @@ def test_validation_waits_for_the_param_gather(events, monkeypatch):
         eval_micro_batch_size=1, eval_global_batch_size=2, eval_iters=1, manual_gc=False, manual_gc_eval=False
     )
     monkeypatch.setattr(evaluate, "make_packing_planner", lambda *_, **__: None)
-    monkeypatch.setattr(evaluate, "make_loader", lambda *_: iter(()))
+    monkeypatch.setattr(evaluate, "make_loader", lambda *_, **__: iter(()))
     monkeypatch.setattr(evaluate, "run_microbatches", lambda *_, **__: events.append("read") or [])
     monkeypatch.setattr(evaluate, "reduce_loss", lambda *_: (0.0, 1.0))
-    run = fake_run(events, args=SimpleNamespace(training=training), buffers=SimpleNamespace(agree=lambda *_: False))
+    buffers, inputs = SimpleNamespace(agree=lambda *_: False), SimpleNamespace(batch_format=None)
+    run = fake_run(events, args=SimpleNamespace(training=training), buffers=buffers, inputs=inputs)
     evaluate.evaluate(run, None, "here", "validation", range(4), 0, False)
     assert events == ["wait", "read"]
 
