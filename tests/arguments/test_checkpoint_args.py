@@ -206,6 +206,13 @@ def test_multi_token_prediction_can_be_left_out_where_tensors_may_stay_unread():
     for more in ([], ["--dist-ckpt-strictness", "raise_all"]):
         with pytest.raises(ArgumentError, match="--mtp-num-layers 0: .* with --dist-ckpt-strictness log_unexpected"):
             parse_args([*line, *more], 1, checkpoint=recorded)
+    hybrid = [*rope, "--hybrid-layer-pattern=*-/*-", "--disable-bias-linear"]
+    recorded = parse_args(hybrid, 1).as_dict()
+    line = [*rope, "--disable-bias-linear", "--mtp-num-layers", "0"]
+    args = parse_args([*line, "--dist-ckpt-strictness", "log_unexpected"], 1, checkpoint=recorded)
+    assert not args.model.mtp_num_layers and args.model.hybrid_layer_pattern == "*-"
+    with pytest.raises(ArgumentError, match="--mtp-num-layers 0: .* with --dist-ckpt-strictness log_unexpected"):
+        parse_args(line, 1, checkpoint=recorded)
 
 
 def test_flags_of_the_run_itself_are_no_contradiction():

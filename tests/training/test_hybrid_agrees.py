@@ -12,6 +12,7 @@ from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.megatron_legacy.reader import open_file
+from moe_trainer.checkpoint.verify import verify_checkpoint
 
 PATTERN = "ME*M-E"
 FLAGS = (
@@ -92,6 +93,7 @@ def test_a_checkpoint_resumes_under_other_layouts(tmp_path):
         target = tmp_path / str(n)
         assert_alike(run_ranks(load_and_save, n, words, source, target)[0], expected)
         assert differences(source / "iter_0000002", target / "iter_0000002") == []
+        assert verify_checkpoint(target / "iter_0000002").problems == []
         source = target
 
 

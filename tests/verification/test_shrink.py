@@ -250,7 +250,7 @@ def test_groups_of_mamba_layers_divide_over_tensor_and_context_ranks():
 
 
 def test_depths_of_a_hybrid_model_keep_a_layer_of_every_kind():
-    assert letters("MEM*E" + "/*E*E" * 3, 3) == "EM*/*E/*E" and letters("MEM*E", 3) == "EM*"
+    assert letters("MEM*E" + "/*E*E" * 3, 3) == "ME*/*E/*E" and letters("MEM*E", 3) == "ME*"
 
 
 def test_pipeline_layout_keeps_its_kinds_of_stages():
