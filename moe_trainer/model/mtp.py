@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init
 from moe_trainer.layers.layer_factory import LayerFactory
-from moe_trainer.layers.rotary import Tables
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
-from moe_trainer.ops.packed_sequences import Packed, ValidTokens
+from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 
@@ -94,20 +93,12 @@ class MTPLayer(nn.Module):
         )
         self.final_layernorm = factory.norm(size, model, name=f"{name}.final_layernorm", partial=has_local_tokens)
 
-    def forward(
-        self,
-        x_SBH: Tensor,
-        embedded_SBH: Tensor,
-        rope: Tables | None,
-        visible: AttentionMask | None,
-        grad_scale: float | Tensor,
-        valid: ValidTokens | None = None,
-    ) -> Tensor:
+    def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, inputs: PassInputs) -> Tensor:
         """Run the depth on the normed hidden state of the previous one and the embeddings of the shifted tokens."""
 
         def run(x_SBH: Tensor, embedded_SBH: Tensor) -> Tensor:
             joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
-            x_SBH = self.mtp_model_layer(self.eh_proj(joined), rope, visible, grad_scale, valid)
+            x_SBH = self.mtp_model_layer(self.eh_proj(joined), inputs.ropes[-1], inputs)
             return self.final_layernorm(x_SBH)
 
         return self.activations.recompute_region("mtp", run, x_SBH, embedded_SBH)
@@ -136,14 +127,11 @@ class MultiTokenPrediction(nn.Module):
         tokens_BS: Tensor,
         position_ids_BS: Tensor,
         embed: Callable[[Tensor, Tensor], Tensor],
-        rope: Tables | None,
-        visible: AttentionMask | None,
-        grad_scale: float | Tensor,
-        packed: Packed | None = None,
-        valid: ValidTokens | None = None,
+        inputs: PassInputs,
     ) -> list[Tensor]:
         """Return the normed hidden state of every depth, from the decoder's normed output."""
-        local, states = shard_of(self.sequence, packed).local, []
+        packed, states = inputs.packed, []
+        local = shard_of(self.sequence, packed).local
         hidden = _ZeroGrad.apply(x_SBH) if self.detached else x_SBH
         for depth in range(self.num_depths):
             tokens_BS, position_ids_BS = shift_left(tokens_BS, packed), shift_left(position_ids_BS, packed)
@@ -151,7 +139,7 @@ class MultiTokenPrediction(nn.Module):
             embedded = embed(local(tokens_BS, 1), local(position_ids_BS, 1))
             if self.detached:
                 embedded = _ZeroGrad.apply(embedded)
-            hidden = layer(hidden, embedded, rope, visible, grad_scale, valid)
+            hidden = layer(hidden, embedded, inputs)
             states.append(hidden)
         return states
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from arguments.mup import mup_lr_mult
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import as_user_error
+from moe_trainer.layers.pass_inputs import SequenceBorders
 from moe_trainer.layers.qk_clip import global_max_logit, qk_clip_factors, reduce_max_logits, reset_max_logits
 from moe_trainer.layers.sparse_attention import indexer_metric, reduce_indexer_loss, reset_indexer_loss
 from moe_trainer.metrics.iteration import StepResult
@@ -336,11 +337,9 @@ def run_microbatches(
             batch.position_ids_BS,
             batch.labels_BS,
             batch.loss_mask_BS,
+            borders=SequenceBorders(None, batch.document_ids_BS, batch.packed, batch.lengths),
             grad_scale=grad_scale,
             x_SBH=x_SBH,
-            document_ids_BS=batch.document_ids_BS,
-            packed=batch.packed,
-            row_lengths=batch.lengths,
         )
         return masked_loss(chunk, output, batch, ctx.per_token) if chunk.layout.has_loss else (output, None)
 
