@@ -239,7 +239,7 @@ def measure_mtp(flags: str) -> tuple[object, object]:
 
     def forward():
         chunk.activations.begin_pass(*rope)
-        return chunk.mtp(x_SBH.clone(), tokens_BS, positions_BS, chunk.embedding, rope, None, 1.0)[0]
+        return chunk.mtp(x_SBH.clone(), tokens_BS, positions_BS, chunk.embedding, PassInputs((rope,)))[0]
 
     forward().sum().backward()
     listed = [entry for entry in chunk_activations(args, chunk.layout, device="cpu") if entry.name.startswith("mtp")]
