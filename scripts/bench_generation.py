@@ -21,8 +21,8 @@ from arguments import parse_args
 from moe_trainer.inference.generator import GenerationOptions, Generator
 from moe_trainer.inference.model import Model
 from moe_trainer.layers.kv_cache import KVCache
-from moe_trainer.layers.pass_inputs import SequenceBorders
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule

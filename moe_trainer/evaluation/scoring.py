@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.inference.model import Model, TextBatch
-from moe_trainer.layers.pass_inputs import SequenceBorders
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.pipeline.schedule import ScheduleInputs
 
 _MAX_LOGITS = 2**31  # of a batch; the last stage has them in memory

@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_trainer.inference.model import Model, TextBatch
 from moe_trainer.inference.sampling import SamplingOptions, choose_tokens
 from moe_trainer.layers.kv_cache import KVCache
-from moe_trainer.layers.pass_inputs import SequenceBorders
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.pipeline.schedule import ScheduleInputs
 
 MAX_PREFILL_TOKENS = 2**16

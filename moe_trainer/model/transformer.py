@@ -24,7 +24,7 @@ from moe_trainer.layers.hyper_connection import StreamContraction, expand_stream
 from moe_trainer.layers.init import embedding_init, output_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
-from moe_trainer.layers.pass_inputs import PassInputs, SequenceBorders
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.rotary import Rotary, Tables, make_layer_rotaries
 from moe_trainer.layers.sparse_attention import SparseAttention, iter_sparse_attentions
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
@@ -32,6 +32,7 @@ from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences, ValidTokens
 from moe_trainer.ops.transfer import to_device

@@ -20,12 +20,12 @@ from torch import Tensor
 from arguments.mup import mup_lr_mult
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import as_user_error
-from moe_trainer.layers.pass_inputs import SequenceBorders
 from moe_trainer.layers.qk_clip import global_max_logit, qk_clip_factors, reduce_max_logits, reset_max_logits
 from moe_trainer.layers.sparse_attention import indexer_metric, reduce_indexer_loss, reset_indexer_loss
 from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.mtp import get_mtp_sums, mtp_metrics, reset_mtp_metrics, shard_of
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
 from moe_trainer.moe.expert_loads import collect_expert_loads

@@ -21,8 +21,8 @@ from memory.one_pass import (
     parsed,
 )
 
-from moe_trainer.layers.pass_inputs import SequenceBorders
 from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe import capacity
 from moe_trainer.moe.selections import sinkhorn as sinkhorn_module
 from moe_trainer.moe.selections.grid import GridSelection

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import arguments
-from moe_trainer.layers.pass_inputs import PassInputs, SequenceBorders
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.model.build import _dispatch_buffer_spec, build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.weights import export_named_weights, load_named_weights
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.sequence import SequenceShard

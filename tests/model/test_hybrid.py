@@ -10,8 +10,8 @@ from torch import Tensor
 import arguments
 from moe_trainer.estimate.parameters import LayerParams, count_parameters
 from moe_trainer.layers.kv_cache import KVCache
-from moe_trainer.layers.pass_inputs import SequenceBorders
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import Group, ParallelState

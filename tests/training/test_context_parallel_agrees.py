@@ -12,7 +12,7 @@ from training.agreement import check_cases, traces_by_name
 from training.layouts import assert_equal, create_groups, make_argv, shallow, train_one_process
 
 from arguments import parse_args
-from moe_trainer.layers.pass_inputs import SequenceBorders
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.evaluate import set_training
 from moe_trainer.training.step import reduce_loss, run_microbatches

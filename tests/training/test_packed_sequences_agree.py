@@ -8,8 +8,8 @@ from training.agreement import check_cases
 from training.layouts import MODEL
 
 from arguments import parse_args
-from moe_trainer.layers.pass_inputs import SequenceBorders
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe.balancing import start_iteration
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState

@@ -14,8 +14,8 @@ from moe_trainer.data.build import batch_format, build_datasets
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.loader import cyclic_order, make_batch
 from moe_trainer.data.tokenizer import build_tokenizer
-from moe_trainer.layers.pass_inputs import SequenceBorders
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.context import TrainState
