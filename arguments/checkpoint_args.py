@@ -13,7 +13,7 @@ from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.flag_status import RENAMED_VALUES
 from arguments.layer_pattern import STAGE
-from arguments.moe import SELECTING
+from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings, Violation
 
 

@@ -5,14 +5,16 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
+from arguments.mechanisms.selections import BALANCING_KINDS
 from arguments.schema import flag, layer_pattern
 
-BalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
-SELECTING = ("sinkhorn", "quantile_balancing")
-"""Kinds of balancing that choose experts and weigh them by themselves, in evaluations too."""
+if TYPE_CHECKING:
+    BalancingType = str
+else:
+    BalancingType = Literal[BALANCING_KINDS]
 
 
 class ExpertGrid(NamedTuple):
@@ -32,6 +34,7 @@ class ExpertGrid(NamedTuple):
 
 
 _FINERMOE = "finermoe_intermediate_granularity or finermoe_output_granularity"
+_QUANTILE_BALANCING = "moe_router_load_balancing_type=quantile_balancing"
 _HYBRIDEP = "moe_flex_dispatcher_backend=hybridep"
 
 
@@ -135,11 +138,8 @@ class MoEArgs:
         0.001, restore="never", needs="moe_router_enable_expert_bias", bounds=">=0"
     )
     """Amount by which the expert bias changes after every global batch."""
-    moe_router_quantile_balancing_ema: float = flag(
-        0.0, restore="never", needs="moe_router_load_balancing_type=quantile_balancing", bounds="[0,1]"
-    )
-    """Quantile balancing: share of the old bias in the new one after every global batch. 0: the last batch's estimate
-    alone."""
+    moe_router_quantile_balancing_ema: float = flag(0.0, restore="never", needs=_QUANTILE_BALANCING, bounds="[0,1]")
+    """Quantile balancing: share of the old bias in the new one after every global batch. 0: the last estimate alone."""
     moe_router_force_load_balancing: bool = flag(False, restore="never", needs="num_experts", role="noise")
     """Replace router logits by random ones, for benchmarks."""
     moe_router_force_biased: float | None = flag(None, restore="never", needs="num_experts", bounds="any", role="noise")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import overload
 
 _NAMES, _SLURM_NAMES = ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")
 
@@ -119,6 +120,14 @@ def _tasks_per_node(env: Mapping[str, str]) -> int | None:
     """Return the tasks of every node of a SLURM step ("8(x4)"), None if they differ or are unknown."""
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     return int(match[1]) if match else None
+
+
+@overload
+def _number(env: Mapping[str, str], name: str, default: int) -> int: ...
+
+
+@overload
+def _number(env: Mapping[str, str], name: str, default: None) -> int | None: ...
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None) -> int | None:

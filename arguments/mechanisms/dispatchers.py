@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from arguments.mechanisms.support import NoEffect, Rejected, Support
+from arguments.mechanisms.support import NoEffect, Rejected, Support, check_declares_all
 from arguments.mechanisms.traffic import (
     ExchangedTokens,
     Traffic,
@@ -61,6 +61,9 @@ class Dispatcher:
         sends_copies: a token is sent, and comes back as wide as an expert makes it, once for each of its experts.
             Otherwise it is sent once to a rank, sorted there, and comes back in full width.
         gathers: every rank receives the tokens of all, and orders those of its experts.
+        sorts_tokens: its library orders received tokens by expert, and takes rows of full width back.
+        sends_filled_slots: of a receive buffer of a fixed size it sends the tokens, where the all-to-all in its place
+            sends all slots.
         traffic: what one exchange sends.
         is_measured: measured times of it, or of one that sends alike, confirm `traffic`; else plans widen their error.
         old_names: earlier spellings of the value that selects it.
@@ -91,10 +94,11 @@ class Dispatcher:
     mxfp8_multiple: int = 1
     needs_flex: bool = False
     groups_by_domain: bool = False
+    sorts_tokens: bool = False
+    sends_filled_slots: bool = False
 
     def __post_init__(self):
-        if missing := [capability.name for capability in Capability if capability not in self.capabilities]:
-            raise TypeError(f"the declaration of the {self.key} dispatcher leaves out {', '.join(missing)}")
+        check_declares_all(f"{self.key} dispatcher", Capability, self.capabilities)
 
     @property
     def key(self) -> str:
@@ -296,6 +300,8 @@ HYBRIDEP = Dispatcher(
         }
     ),
     package="deep_ep",
+    sorts_tokens=True,
+    sends_filled_slots=True,
     mxfp8_multiple=512,  # DeepEP's scales, which it copies 4 at a time
     sends_copies=False,
     gathers=False,
@@ -328,6 +334,7 @@ NCCLEP = Dispatcher(
     ),
     package="transformer_engine",
     compute_capability=9,
+    sorts_tokens=True,
     needs_flex=True,
     sends_copies=False,
     gathers=False,

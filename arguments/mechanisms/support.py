@@ -1,6 +1,8 @@
 """Whether a mechanism has what a flag demands, and why not."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 
@@ -20,3 +22,13 @@ class NoEffect:
 
 
 Support = Literal[True] | Rejected | NoEffect
+
+
+def check_declares_all(owner: str, capabilities: type[Enum], declared: Collection[Enum]) -> None:
+    """Check that a declaration says of every capability whether it acts.
+
+    Raises:
+        TypeError: it leaves some out.
+    """
+    if missing := [each.name for each in capabilities if each not in declared]:
+        raise TypeError(f"the declaration of the {owner} leaves out {', '.join(missing)}")

@@ -21,6 +21,8 @@ from arguments.mechanisms.dispatchers import (
     rejecting,
     types_with,
 )
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selections import balancing_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
 from arguments.rules.graph_limits import captured_parts
 from arguments.settings import Limit, Settings, Violation
@@ -35,7 +37,6 @@ from arguments.te_support import (
 )
 
 OLD_SMS = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
-CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 # Derived values.
@@ -163,11 +164,12 @@ def _contradicts_deepep(s: Settings) -> bool:
 def check_capacity_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None or s.moe_expert_capacity_factor is None:
         return
-    if not all(kind in CAPACITY_BALANCING for kind in balancing_types(s)):
+    accepted = balancing_with(RoutingCapability.CAPACITY)
+    if not all(kind in accepted for kind in balancing_types(s)):
         yield s.violation(
             "{moe_expert_capacity_factor} works with {moe_router_load_balancing_type:flag} {accepted}, not with "
             "{kinds}.",
-            accepted=", ".join(CAPACITY_BALANCING),
+            accepted=", ".join(accepted),
             kinds=" ".join(balancing_types(s)),
         )
 
@@ -186,7 +188,8 @@ def check_padding_needs_other_backend(s: Settings, _f: DerivedSizes) -> Iterator
         backend = "" if dispatcher.backend is None else " and {moe_flex_dispatcher_backend}"
         yield s.violation(
             f"{{moe_pad_expert_input_to_capacity}} cannot be combined with {{moe_token_dispatcher_type}}{backend}; use "
-            "--moe-flex-dispatcher-backend hybridep or --moe-token-dispatcher-type alltoall."
+            f"--moe-flex-dispatcher-backend {' or '.join(backends_with(Capability.CAPACITY_PADDING))}, or "
+            "--moe-token-dispatcher-type alltoall."
         )
 
 

@@ -6,6 +6,9 @@ effect on that choice is not defined (other groups, other scores) are rejected.
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, RoutingCapability
+from arguments.mechanisms.selection_kinds.grid import GRID
+from arguments.mechanisms.selections import balancing_with
 from arguments.moe import ExpertGrid
 from arguments.rules.derived_sizes import DerivedSizes, balancing_types, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
@@ -13,24 +16,18 @@ from arguments.settings import Limit, Settings, Violation
 CUTS, SLICES = "finermoe_intermediate_granularity", "finermoe_output_granularity"
 COPIES, CANDIDATES = "finermoe_intermediate_expansion", "finermoe_output_expansion"
 EXCLUDED = (
-    ("moe_router_pre_softmax", "its weights are a softmax over the chosen experts of all slices together"),
-    ("moe_router_topk_scaling_factor", "its weights add up to 1"),
-    ("moe_router_group_topk", "it selects groups itself"),
-    ("moe_n_hash_layers", "a table of experts has no slices"),
     ("moe_clone_hot_experts", "results of clones have no slice"),
-    ("moe_router_fusion", "the fused kernel does not know its groups"),
     (
         "moe_permute_fusion",
         "TransformerEngine's kernel sums outputs of full width; --triton-kernels permute does slices",
     ),
     ("moe_latent_size", "slices of latents are not defined"),
 )
-BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 KERNELS = ("all", "router")
 
 
 def _is_finermoe(s: Settings) -> bool:
-    return getattr(s, CUTS) is not None or getattr(s, SLICES) is not None
+    return GRID.asked(s)
 
 
 def _grid(s: Settings) -> ExpertGrid | None:
@@ -117,8 +114,14 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    balancing = balancing_with(RoutingCapability.FINE_GRAINED)
     is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
-    for other, why in EXCLUDED:
+    routing = tuple(
+        (other, GRID.reason(capability))
+        for other, capability in DEMANDED_BY.items()
+        if GRID.rejects(capability) and capability is not RoutingCapability.REPLAY
+    )
+    for other, why in (*routing, *EXCLUDED):
         yield Limit(
             is_on and s.values[other] not in (None, False, 0),
             f"{{:flag}} cannot be combined with {{:flag}}: {why}.",
@@ -126,19 +129,25 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         )
     yield Limit(
         is_on and s.moe_router_score_function != "softmax",
-        "{:flag} cannot be combined with {moe_router_score_function}: its scores are a softmax.",
+        "{:flag} cannot be combined with {moe_router_score_function}: "
+        f"{GRID.reason(RoutingCapability.OTHER_SCORES)}.",
         (dest,),
     )
     yield Limit(
-        is_on and not all(kind in BALANCING for kind in balancing_types(s)),
-        f"{{:flag}} needs {{moe_router_load_balancing_type:flag}} {', '.join(BALANCING)}: other balancing is not "
+        is_on and not all(kind in balancing for kind in balancing_types(s)),
+        f"{{:flag}} needs {{moe_router_load_balancing_type:flag}} {', '.join(balancing)}: other balancing is not "
         "defined for groups of experts.",
         (dest,),
     )
     for name in KERNELS:
         yield Limit(
             is_on and name in s.triton_kernels,
-            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: the kernel of the router does not "
-            "know its groups; name the others.",
+            f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: "
+            f"{GRID.reason(RoutingCapability.OUR_KERNEL)}.",
             (dest,),
         )
+    yield Limit(
+        is_on and s.moe_enable_routing_replay,
+        f"{{moe_enable_routing_replay:flag}} cannot be combined with {GRID.mention}: "
+        f"{GRID.reason(RoutingCapability.REPLAY)}.",
+    )

@@ -8,7 +8,9 @@ moe_preprocess), moe, full layers, the full iteration.
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
-from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, moe_pattern
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selections import SELECTIONS
+from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
 from arguments.settings import Limit, Settings, Violation
 from arguments.stored_weights import stored_weight_format
@@ -171,12 +173,13 @@ def limit_experts_exchange(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_router(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and captured_parts(s) & {"moe_router", "moe"}
-    yield Limit(
-        is_on and "sinkhorn" in balancing_types(s),
-        "{cuda_graph_impl} cannot capture moe_router with {moe_router_load_balancing_type:flag} sinkhorn: it checks "
-        "for convergence on the host. Leave one of the two out.",
-        kind="later",
-    )
+    for each in (each for each in SELECTIONS if each.rejects(RoutingCapability.GRAPH)):
+        yield Limit(
+            is_on and each.is_named(s),
+            f"{{cuda_graph_impl}} cannot capture moe_router with {each.mention}: "
+            f"{each.reason(RoutingCapability.GRAPH)}. Leave one of the two out.",
+            kind="later",
+        )
     yield _not_captured(
         is_on and s.moe_router_force_biased is not None,
         "moe_router",

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
-from arguments.rules.derived_sizes import DerivedSizes, balancing_types
+from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
+from arguments.mechanisms.selections import get_selection
+from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Settings, Violation
 
 TRITON = "triton_kernels"
@@ -32,10 +34,11 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
         return f"the experts' GEMMs are quantized ({s.shown('fp8' if s.fp8 else 'fp4')})"
     if name == "quantize" and not quantised:
         return "without --fp8-format or --fp4-format"
+    selection = get_selection(s)
     if (
-        name == "router" and balancing_types(s) in (["sinkhorn"], ["quantile_balancing"]) and s.moe_z_loss_coeff is None
+        name == "router" and selection.ignores(RoutingCapability.OUR_KERNEL) and s.moe_z_loss_coeff is None
     ):  # that loss has a kernel
-        return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {balancing_types(s)[0]}"
+        return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {selection.balancing}"
     if name == "permute" and (reason := _unused_permutation_reason(s, f)):
         return reason
     if name == "delta-rule" and s.experimental_attention_variant not in ("gdn", "gdn2"):

@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.layer_pattern import LINEAR
+from arguments.mechanisms.selection_kinds.declaration import BALANCING, RoutingCapability
+from arguments.mechanisms.selections import SELECTIONS
 from arguments.mock_lengths import read_mock_lengths
 from arguments.parallel import packed_alignment, sequence_padding_multiple
-from arguments.rules.derived_sizes import DerivedSizes, as_list, divides, positive
+from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
 SCHEDULER, CAPACITY, ALIGNMENT = "sequence_packing_scheduler", "max_seqlen_per_dp_cp_rank", "pad_packed_seq_alignment"
 MOCK_LENGTHS = MappingProxyType(
     {"use_varlen_dataset": "varlen_mock_dataset_config_json", "sft": "sft_mock_dataset_config_json"}
 )
-QUANTILE_BALANCING = "quantile_balancing"
 QUANTIZED_TOKENS = 32
 """Multiple of the numbers of tokens that GEMMs in every fp8 and fp4 recipe take."""
 
@@ -171,6 +172,13 @@ def check_documents(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 # Limits.
 
 
+def rejected_balancing(s: Settings) -> Iterator[tuple[str, str, bool, str]]:
+    """Yield (destination, text, whether it is asked for, reason) of balancing that is not defined with padding."""
+    for each in SELECTIONS:
+        if each.rejects(RoutingCapability.PADDING):
+            yield BALANCING, f"{{:flag}} {each.balancing}", each.is_named(s), each.reason(RoutingCapability.PADDING)
+
+
 def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     for dest, what, is_on, reason in (
         (
@@ -186,12 +194,7 @@ def limit_packing(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             "ranks would run different numbers of chunks",
         ),
         ("record_step", "{}", s.record_step is not None, "a record has samples of equal length"),
-        (
-            "moe_router_load_balancing_type",
-            f"{{:flag}} {QUANTILE_BALANCING}",
-            QUANTILE_BALANCING in as_list(s.moe_router_load_balancing_type),
-            "its estimate counts padding",
-        ),
+        *rejected_balancing(s),
     ):
         message = f"{what} is not implemented with packed sequences ({{use_varlen_dataset:flag}}): {reason}."
         yield Limit(is_packed(s) and is_on, message, (dest,), kind="later")

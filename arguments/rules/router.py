@@ -1,12 +1,26 @@
 """Which layers have experts, how tokens choose them, and how the choice is balanced."""
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
-from arguments.moe import SELECTING
+from arguments.mechanisms.selection_kinds.declaration import (
+    BALANCING,
+    DEMANDED_BY,
+    UPSTREAM,
+    DeclaredSelection,
+    RoutingCapability,
+)
+from arguments.mechanisms.selection_kinds.grid import GRID
+from arguments.mechanisms.selections import (
+    BALANCING_KINDS,
+    NO_BALANCING,
+    SELECTIONS,
+    named_selections,
+    of_balancing,
+)
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
-BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 MANY_EXPERTS = 32
 
 
@@ -37,7 +51,8 @@ def note_router_dtype(s: Settings, f: DerivedSizes) -> None:
 
 def note_no_balancing(s: Settings, f: DerivedSizes) -> None:
     is_even = s.moe_router_force_load_balancing or s.moe_router_topk == f.experts
-    chosen = {"sinkhorn", "quantile_balancing", "none"}.intersection(balancing_types(s))
+    kinds = balancing_types(s)
+    chosen = NO_BALANCING in kinds or of_balancing(kinds)
     losses = any(as_list(s.moe_aux_loss_coeff))
     if s.is_eval_only:
         return
@@ -89,8 +104,7 @@ def check_top1_pre_softmax(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         and s.moe_router_topk == 1
         and s.moe_router_score_function == "softmax"
         and not s.moe_router_pre_softmax
-        and balancing_types(s) != ["sinkhorn"]
-        and s.finermoe_output_granularity is None
+        and not any(each.learns_from_one and each.asked(s) for each in SELECTIONS)
     ):
         yield s.violation(
             "{moe_router_topk} with {moe_router_score_function} needs {moe_router_pre_softmax:flag}: softmax over a "
@@ -122,38 +136,6 @@ def check_sparsemixer(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         )
 
 
-def limit_sparsemixer(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    """List what chooses or weighs experts in a way that SparseMixer is not defined for."""
-    is_on = f.experts is not None and s.moe_router_sparsemixer_jitter is not None
-    text = "{moe_router_sparsemixer_jitter:flag} cannot be combined with {:flag}: "
-    yield Limit(
-        is_on and s.moe_router_score_function != "softmax",
-        "{moe_router_sparsemixer_jitter:flag} cannot be combined with {moe_router_score_function}: its weights are "
-        "shares of a softmax.",
-    )
-    for dest in (
-        "moe_router_pre_softmax",
-        "moe_router_group_topk",
-        "moe_router_enable_expert_bias",
-        "moe_enable_routing_replay",
-        "moe_n_hash_layers",
-        "finermoe_intermediate_granularity",
-        "finermoe_output_granularity",
-    ):
-        yield Limit(
-            is_on and bool(getattr(s, dest)), text + "its two experts are those of the largest logits.", (dest,)
-        )
-    yield Limit(
-        is_on and s.moe_router_fusion, text + "the kernel computes one softmax of both experts.", ("moe_router_fusion",)
-    )
-    for kind in SELECTING:
-        yield Limit(
-            is_on and kind in balancing_types(s),
-            "{moe_router_sparsemixer_jitter:flag} cannot be combined with {moe_router_load_balancing_type:flag} "
-            f"{kind}, which balances by its choice of experts.",
-        )
-
-
 def check_hash_layers(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None or not positive(s.moe_n_hash_layers):
         return
@@ -164,13 +146,6 @@ def check_hash_layers(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             "{moe_n_hash_layers} needs {moe_router_topk:flag} of at least 2 with {moe_router_score_function}: the "
             "normalized weight of a single expert is always 1, and the router would not learn."
         )
-
-
-def limit_hash_routing(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    yield Limit(
-        f.experts is not None and positive(s.moe_n_hash_layers) and s.moe_use_upcycling,
-        "{moe_n_hash_layers} cannot be combined with {moe_use_upcycling:flag}: a dense model has no table of experts.",
-    )
 
 
 def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -207,12 +182,12 @@ def check_group_topk(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def check_balancing_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds, coeffs = balancing_types(s), as_list(s.moe_aux_loss_coeff)
-    unknown = [kind for kind in kinds if kind not in BALANCING]
+    unknown = [kind for kind in kinds if kind not in BALANCING_KINDS]
     if unknown:
         yield s.violation(
             "{moe_router_load_balancing_type:flag} {unknown}: needs {accepted}.",
             unknown=" ".join(unknown),
-            accepted=", ".join(BALANCING),
+            accepted=", ".join(BALANCING_KINDS),
         )
     if f.experts and len(kinds) != len(coeffs) and (len(kinds) > 1 or len(coeffs) > 1):
         yield s.violation(
@@ -225,48 +200,59 @@ def check_balancing_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def check_selecting_balancing_alone(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     kinds = balancing_types(s)
-    mixed = [kind for kind in SELECTING if kind in kinds]
-    if f.experts and mixed and len(kinds) > 1:
+    if f.experts and len(kinds) > 1 and (selections := of_balancing(kinds)):
         yield s.violation(
             "{moe_router_load_balancing_type}: {balancing} chooses experts by itself and cannot be combined with other "
             "kinds of balancing.",
-            balancing=mixed[0],
+            balancing=selections[0].balancing,
         )
 
 
 def check_selecting_balancing_coeff(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    kinds = balancing_types(s)
-    selecting = [kind for kind in SELECTING if kind in kinds]
-    if f.experts and selecting and any(as_list(s.moe_aux_loss_coeff)):
+    selections = [each for each in named_selections(s) if each.rejects(RoutingCapability.LOSSES)]
+    if f.experts and selections and any(as_list(s.moe_aux_loss_coeff)):
         yield s.violation(
-            "{moe_aux_loss_coeff} must be 0 with {moe_router_load_balancing_type:flag} {balancing}, which balances "
-            "without a loss.",
-            balancing=selecting[0],
+            f"{{moe_aux_loss_coeff}} must be 0 with {selections[0].mention}, which "
+            f"{selections[0].reason(RoutingCapability.LOSSES)}."
         )
 
 
-def check_quantile_balancing(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if f.experts is None or "quantile_balancing" not in balancing_types(s):
-        return
-    for dest in ("moe_router_fusion", "moe_router_group_topk"):
-        if getattr(s, dest):
-            yield s.violation(
-                "{moe_router_load_balancing_type:flag} quantile_balancing cannot be combined with {}.", dest
+def check_selections(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    """Check what selections reject in Megatron-LM too."""
+    for each in named_selections(s) if f.experts else ():
+        for dest, capability in DEMANDED_BY.items():
+            if each.capabilities[capability] is UPSTREAM and getattr(s, dest):
+                yield s.violation(f"{each.mention} cannot be combined with {{}}.", dest)
+
+
+def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
+    """List what selections reject here: weights or a choice for which they are not defined."""
+    for each in (each for each in SELECTIONS if each is not GRID):  # finermoe.py says it in its words
+        is_on = f.experts is not None and each.is_named(s)
+        for capability in filter(each.rejects, (RoutingCapability.OTHER_SCORES,)):
+            yield Limit(
+                is_on and s.moe_router_score_function != "softmax",
+                f"{each.mention} cannot be combined with {{moe_router_score_function}}: {each.reason(capability)}.",
             )
-    if positive(s.moe_router_topk) and s.moe_router_topk >= f.experts:
-        yield s.violation(
-            "{moe_router_load_balancing_type:flag} quantile_balancing needs {moe_router_topk} to be below "
-            "{num_experts}: a token's threshold is the best expert that it does not choose."
-        )
-    elif (
-        positive(s.micro_batch_size)
-        and positive(s.seq_length)
-        and not divides(f.experts, s.micro_batch_size * s.seq_length * s.moe_router_topk)
-    ):
-        yield s.violation(
-            "{moe_router_load_balancing_type:flag} quantile_balancing needs an even share per expert: "
-            "{micro_batch_size} times {seq_length} times {moe_router_topk} must be a multiple of {num_experts}."
-        )
+        for dest, capability in _rejected_flags(each):
+            yield Limit(is_on and s.values[dest] != s.default(dest), _combination(each, capability), (dest,))
+
+
+def _rejected_flags(selection: DeclaredSelection) -> Iterator[tuple[str, RoutingCapability]]:
+    """Yield what this program rejects, by destination."""
+    for dest, capability in DEMANDED_BY.items():
+        # finermoe.py lists the kinds of balancing that it accepts
+        is_listed = selection.balancing is not None and capability is RoutingCapability.FINE_GRAINED
+        if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM and not is_listed:
+            yield dest, capability
+
+
+def _combination(selection: DeclaredSelection, capability: RoutingCapability) -> str:
+    """Return the text of a limit whose destination is the flag that demands a capability."""
+    why = selection.reason(capability)
+    if selection.balancing is not None:
+        return f"{{:flag}} cannot be combined with {selection.mention}, which {why}."
+    return f"{selection.mention} cannot be combined with {{:flag}}: {why}."
 
 
 def check_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
@@ -276,18 +262,6 @@ def check_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     is_on = f.experts is not None and s.moe_enable_routing_replay
-    for kind in SELECTING:
-        yield Limit(
-            is_on and kind in balancing_types(s),
-            "{moe_enable_routing_replay:flag} cannot be combined with {moe_router_load_balancing_type:flag} "
-            f"{kind}, which balances by its choice of experts.",
-        )
-    granularities = ("finermoe_intermediate_granularity", "finermoe_output_granularity")
-    yield Limit(
-        is_on and any(getattr(s, dest) is not None for dest in granularities),
-        "{moe_enable_routing_replay:flag} cannot be combined with {finermoe_intermediate_granularity:flag} and "
-        "{finermoe_output_granularity:flag}: their experts are chosen slice by slice.",
-    )
     yield Limit(
         is_on and s.moe_routing_replay_path is not None and s.cuda_graph_impl != "none",
         "{moe_routing_replay_path:flag} cannot be combined with {cuda_graph_impl:flag}: a graph would route every "
@@ -295,30 +269,24 @@ def limit_routing_replay(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     )
 
 
-SCORING = (
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_group_score_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
+SCORING = MappingProxyType(
+    {
+        "moe_router_score_function": RoutingCapability.OTHER_SCORES,
+        "moe_router_pre_softmax": RoutingCapability.PRE_SOFTMAX,
+        "moe_router_num_groups": RoutingCapability.GROUPS,
+        "moe_router_group_topk": RoutingCapability.GROUPS,
+        "moe_router_group_score_topk": RoutingCapability.GROUPS,
+        "moe_router_topk_scaling_factor": RoutingCapability.SCALING_FACTOR,
+        "moe_router_enable_expert_bias": RoutingCapability.EXPERT_BIAS,
+    }
 )
-"""How scores become weights and a choice, where sinkhorn does not do both."""
+"""How scores become weights and a choice."""
 
 
-def note_scoring_with_sinkhorn(s: Settings, f: DerivedSizes) -> None:
-    ignored = [s.shown(dest) for dest in SCORING if s.given(dest) and getattr(s, dest)]
-    if f.experts and "sinkhorn" in balancing_types(s) and ignored:
-        s.note(
-            f"{', '.join(ignored)}: no effect with {s.flag('moe_router_load_balancing_type')} sinkhorn, which "
-            "computes weights and choice of experts differently."
-        )
-
-
-def note_expert_bias_with_quantiles(s: Settings, f: DerivedSizes) -> None:
-    if f.experts and s.moe_router_enable_expert_bias and "quantile_balancing" in balancing_types(s):
-        s.note(
-            f"{s.flag('moe_router_enable_expert_bias')} does not affect the choice of experts with "
-            f"{s.flag('moe_router_load_balancing_type')} quantile_balancing, which has another bias."
-        )
+def note_ignored_scoring(s: Settings, f: DerivedSizes) -> None:
+    given = [dest for dest in SCORING if f.experts and s.given(dest) and getattr(s, dest)]
+    for each in of_balancing(balancing_types(s)):
+        ignored = [dest for dest in given if each.ignores(SCORING[dest])]
+        for why in dict.fromkeys(each.reason(SCORING[dest]) for dest in ignored):
+            shown = ", ".join(s.shown(dest) for dest in ignored if each.reason(SCORING[dest]) == why)
+            s.note(f"{shown}: no effect with {s.flag(BALANCING)} {each.balancing}, which {why}.")

@@ -23,6 +23,7 @@ from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.flat_states import FlatStateMetadata
+from moe_trainer.checkpoint.flavors import LAYER_FLAGS, difference, is_hybrid
 from moe_trainer.checkpoint.megatron_legacy.reader import LegacyMetadata
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, assign_owners
@@ -79,7 +80,11 @@ class Loader:
         self._stored = {
             key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
         }
-        self._schemes = list(dict.fromkeys(KeyScheme.from_record(options.args).alternatives()))
+        # an upcycled index already has this run's names
+        self._is_other_flavor = (
+            not options.upcycle and "num_layers" in saved_args and is_hybrid(saved_args) != is_hybrid(options.args)
+        )
+        self._schemes = list(dict.fromkeys(self._scheme().alternatives()))
         # by (kind, weights or moments): all replicas hold the same weights, but not always the same moments
         self._requests: dict[tuple[str, str], dict[str, list[TensorShard]]] = {
             (kind, what): {} for kind in KINDS for what in ("weights", "moments")
@@ -91,6 +96,25 @@ class Loader:
         self._mismatched: list[str] = []
         self._found: set[str] = set()  # keys of weights, of which an fp32 copy may be read instead
         self._unexpected: list[str] = []  # known after `gather_key_mismatches`
+
+    def _scheme(self) -> KeyScheme:
+        """Return the scheme of the stored keys for the names of this run's model.
+
+        Raises:
+            CheckpointError: if a GPT and a hybrid model differ in a layer.
+        """
+        here = self._options.args
+        if not self._is_other_flavor:
+            return KeyScheme.from_record(here)
+        kind = "hybrid" if is_hybrid(self._saved_args) else "GPT"
+        try:
+            problem = difference(self._saved_args, here)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self._folder}: the recorded flags are damaged: {error}") from error
+        if problem is not None:
+            raise CheckpointError(f"the checkpoint {self._folder} is of a {kind} model; {problem}")
+        self._warn("%s is of a %s model with the same layers: its names are translated", self._folder, kind)
+        return KeyScheme.from_record(self._saved_args, named_by=here)
 
     def request_model(self, chunks: Sequence[Any]) -> None:
         """Request all parameters and persistent buffers."""
@@ -433,6 +457,8 @@ class Loader:
         here = self._options.args
         saved = self._saved_args
         left_out = _OTHER_STORAGE | {name for name in _DERIVED_SIZES if saved.get(name) is None}
+        if self._is_other_flavor:  # `difference` has compared the layers
+            left_out |= LAYER_FLAGS
         differences = {}
         lora = LORA if here.get("lora_dim") and saved.get("lora_dim") else ()  # the base of new adapters has none
         for name in (dest for dest in (*SHAPE, *MUP, *lora) if dest not in left_out):

@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_trainer.checkpoint import layer_spec
+from moe_trainer.checkpoint.flavors import is_hybrid, to_flavor
 from moe_trainer.parallel.params import ParamInfo, named_shapes, part_lengths
 from moe_trainer.parallel.state import ParallelState
 
@@ -91,6 +92,7 @@ class KeyScheme:
         norms: fused norms of every decoder layer; MTP layers have those of the last one.
         engine: modules other than linears that have an `_extra_state` (layer_spec.te_modules).
         mtp_layer: name of the layer inside an MTP depth.
+        translates_to: the names are those of the other flavor (flavors.py); whether the keys are of a hybrid model.
     """
 
     num_layers: int
@@ -99,10 +101,14 @@ class KeyScheme:
     norms: tuple[tuple[layer_spec.Spelling, ...], ...]
     engine: tuple[str, ...] = ()
     mtp_layer: str = MTP_LAYERS[0]
+    translates_to: bool | None = None
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "KeyScheme":
-        """Return the scheme of a model described by flags, by destination."""
+    def from_record(cls, record: Mapping[str, Any], named_by: Mapping[str, Any] | None = None) -> "KeyScheme":
+        """Return the scheme of a model described by flags, by destination.
+
+        `named_by` are the flags of the model whose names are located, if that may be of the other flavor.
+        """
         freq = record.get("moe_layer_freq", 1)
         alike = not isinstance(freq, (list, tuple)) and int(freq or 1) == 1
         linear_freq = record.get("linear_attention_freq")
@@ -120,6 +126,9 @@ class KeyScheme:
             stacked=alike,
             norms=layer_spec.norms_of_layers(record),
             engine=layer_spec.te_modules(record),
+            translates_to=is_hybrid(record)
+            if named_by is not None and is_hybrid(named_by) != is_hybrid(record)
+            else None,
         )
 
     def alternatives(self) -> Iterator["KeyScheme"]:
@@ -147,6 +156,8 @@ class KeyScheme:
         """Return (key, coordinates, extents) of a global name; the coordinates are those of the added leading axes."""
         at: tuple[int, ...] = ()
         extents: tuple[int, ...] = ()
+        if self.translates_to is not None:
+            name = to_flavor(name, self.translates_to)
         layer = _LAYER.match(name)
         prefix, rest = "", name
         if layer:

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arguments.container import OPTIONS
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.mechanisms.selections import of_balancing
 from arguments.moe import ExpertGrid
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -249,7 +250,7 @@ def _expand_mlp(
     for leaf, is_present in (
         ("bias", args["add_bias_linear"]),
         ("expert_bias", args["moe_router_enable_expert_bias"]),
-        ("qb_beta", args["moe_router_load_balancing_type"] == "quantile_balancing"),
+        *((name, True) for each in of_balancing([args["moe_router_load_balancing_type"]]) for name in each.biases),
     ):
         if is_present:
             yield _drawn_tensor(f"{router}.{leaf}", (spec.experts,), tensor, lambda: torch.zeros(spec.experts))

@@ -15,9 +15,11 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from arguments.layer_pattern import hybrid_letters, moe_layer_pattern, mtp_is_moe
+from arguments.mechanisms.selections import SELECTIONS
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
+from moe_trainer.checkpoint.flavors import final_norm, is_hybrid
 from moe_trainer.checkpoint.hf.folder import HFMetadata
 from moe_trainer.checkpoint.index import check_mark, modified_files, read_index, stored_bytes, truncated_files
 from moe_trainer.checkpoint.logical import LogicalTensor, coverage, logical_tensors
@@ -31,7 +33,8 @@ _KNOWN = re.compile(
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
 _ANY_EXPERT = "local_experts.*."
-_TABLE, _BIASES = "mlp.router.tid2eid", frozenset({"mlp.router.expert_bias", "mlp.router.qb_beta"})
+_TABLES = frozenset(f"mlp.router.{name}" for each in SELECTIONS for name in each.tables)
+_BIASES = frozenset(f"mlp.router.{name}" for each in SELECTIONS for name in ("expert_bias", *each.biases))
 
 
 @dataclass
@@ -136,8 +139,7 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     """Return missing and unexpected tensors, by the recorded flags and the other layers."""
     weights = {tensor.name: tensor for tensor in tensors if tensor.state is None and "optimizer." not in tensor.name}
     problems = [f"{name} is foreign: no part of such a model" for name in weights if not _KNOWN.match(name)]
-    final = "final_norm" if args.get("hybrid_layer_pattern") else "final_layernorm"
-    wanted = ["embedding.word_embeddings.weight", f"decoder.{final}.weight"]
+    wanted = ["embedding.word_embeddings.weight", f"{final_norm(is_hybrid(args))}weight"]
     wanted += ["output_layer.weight"] if args.get("untie_embeddings_and_output_weights") else []
     wanted += ["output_layer.bias"] if args.get("add_output_layer_bias") else []
     problems += [f"{name} is missing" for name in wanted if name not in weights]
@@ -189,7 +191,7 @@ def _layers(
                 f"{'MoE' if is_moe[number] else 'dense'}"
             )
             continue
-        other = _BIASES if _TABLE in held else {_TABLE}  # a hash-routed layer has its table instead of a bias
+        other = _BIASES if _TABLES & held.keys() else _TABLES  # a hash-routed layer has its table instead of a bias
         yield from (f"{prefix}{rest} is missing" for rest in sorted(common[kinds[number]] - set(held) - other))
         for rest, experts in sorted(held.items()):
             if _ANY_EXPERT in rest:

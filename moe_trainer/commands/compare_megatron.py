@@ -52,9 +52,9 @@ def main(words: list[str]) -> int:
         require_packages("torch", "numpy", "safetensors")
         models = [("model of these flags", _small(flags, options.as_is))] if flags else list(map(_preset, PRESETS))
         comparisons = []
-        for name, flags in models:
+        for name, each in models:
             start = time.perf_counter()
-            comparisons.append(_compare(flags, options.seed))
+            comparisons.append(_compare(each, options.seed))
             print("\n".join(result_lines(name, comparisons[-1], time.perf_counter() - start)), flush=True)
     except ValueError as error:
         print(f"{program_name('compare-megatron')}: {error}", file=sys.stderr)

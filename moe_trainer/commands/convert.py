@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arguments.paths import local_path
 from arguments.program import program_name
@@ -277,13 +277,14 @@ def _record(model: HFModel, adapters: ImportedAdapters | None) -> dict[str, obje
 def _native_shapes(args: Arguments, rows: int) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors of the model that the arguments build."""
     from moe_trainer.model.build import build_chunks
-    from moe_trainer.parallel.params import part_lengths
+    from moe_trainer.parallel.params import get_param_info, part_lengths
     from moe_trainer.parallel.state import ParallelState
 
     (chunk,) = build_chunks(args, ParallelState.single(), rows, device="meta")
     built = {name: tuple(buffer.shape) for name, buffer in chunk.named_state_buffers()}
     for param in chunk.parameters():
-        shape, info = tuple(param.shape[1:] if param.info.stacked else param.shape), param.info
+        info = get_param_info(param)
+        shape = tuple(param.shape[1:] if info.stacked else param.shape)
         if info.part_names:  # separate tensors in a checkpoint
             lengths = part_lengths(info, shape[info.sharded_dim or 0])
             built |= {
@@ -326,7 +327,7 @@ def _check(options: argparse.Namespace) -> int:
     return ExitCode.FAILED if problems else ExitCode.OK
 
 
-def _flags(record: dict[str, object], folder: Path | None) -> Arguments:
+def _flags(record: Mapping[str, Any], folder: Path | None) -> Arguments:
     """Return the arguments of a single-rank run whose architecture comes from recorded flags."""
     import arguments
 
@@ -395,7 +396,7 @@ def _plan_to_hf(options: argparse.Namespace, most: int, dtype: torch.dtype | Non
     )
 
 
-def _special_tokens(record: Mapping[str, object], folder: Path) -> tuple[dict[str, int | None], int | None]:
+def _special_tokens(record: Mapping[str, Any], folder: Path) -> tuple[dict[str, int | None], int | None]:
     """Return the ids of the begin token and of the token that ended documents in training, and the number of tokens.
 
     None where unknown.
@@ -519,7 +520,10 @@ def compare_logits(
     from moe_trainer.parallel.state import ParallelState
 
     args, ps = _flags(read_saved_args(native, step), native), ParallelState.single()
-    (model,) = build_chunks(args, ps, saved_padded_vocab_size(native, step))
+    vocab_size = saved_padded_vocab_size(native, step)
+    if vocab_size is None:
+        raise ValueError(f"--verify: {native} has no token embedding")
+    (model,) = build_chunks(args, ps, vocab_size)
     load(native, [model], None, ps, LoadOptions(args=args.as_dict(), ckpt_step=step, load_optim=False, load_rng=False))
     other = _load_transformers_model(transformers, hf_folder, hf_mapping)
     rows = other.config.get_text_config().vocab_size
@@ -532,7 +536,7 @@ def compare_logits(
     return (actual - expected).abs().max().item(), expected.abs().max().item()
 
 
-def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping: Path | None) -> torch.nn.Module:
+def _load_transformers_model(transformers: ModuleType, folder: Path, hf_mapping: Path | None) -> Any:
     """Load a model in fp32 by the class of its family, from transformers or from this program's remote_code.
 
     Code that comes with the folder is never run.

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
 from arguments.paths import local_path
@@ -199,7 +199,7 @@ class RunsHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer the page, or its data as JSON."""
-        port = self.server.server_address[1]
+        port = cast("tuple[Any, ...]", self.server.server_address)[1]
         if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
             return self._send(403, "text/plain", "forbidden: open the address that the server printed\n")
         try:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arguments.program import program_name
 from moe_trainer.backends import import_problem, nccl_version
@@ -186,7 +186,7 @@ def find_slurm() -> Finding:
     cost = "scripts/sbatch_train.sh of a checkout cannot submit; torchrun works"
     if missing:
         return Finding("slurm", None, f"{', '.join(missing)} not found", cost, "apt-get install slurm-wlm munge")
-    how = {"capture_output": True, "text": True, "timeout": 5, "check": False}
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 5, "check": False}
     try:
         version = subprocess.run(["sbatch", "--version"], **how).stdout.strip()
         sinfo = subprocess.run(["sinfo", "-h", "-o", "%D"], **how)

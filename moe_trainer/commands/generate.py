@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from arguments.paths import local_path
 from arguments.program import program_name
@@ -185,7 +185,7 @@ def _generate(request: Request) -> int:
     if options.apply_chat_template:
         template = open_chat_template(ctx)
         prompts = [
-            template.write_prompt([{"role": "user", "content": each}] if isinstance(each, str) else each)
+            template.write_prompt([{"role": "user", "content": each}] if isinstance(each, str) else cast(Any, each))
             for each in prompts
         ]
     texts = [str(each) for each in prompts for _ in range(options.samples_per_prompt)]

@@ -160,7 +160,7 @@ class NonFiniteTracer:
 
     def _weight_grad(self, node: _Node, param: Parameter, grad: Tensor | None) -> None:
         if grad is None and hasattr(param, "main_grad_sum"):
-            grad = param.main_grad  # the GEMM accumulated the gradient into it
+            grad = param.main_grad  # type: ignore[attr-defined]  # the GEMM accumulated the gradient into it
         if grad is None:
             return  # deferred: checked after the reduction
         grad = getattr(grad, "_local_tensor", grad)
@@ -204,14 +204,15 @@ def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 def _find_fault(x: Tensor, expert_tokens: ExpertTokens | None) -> tuple[str, str] | None:
     """Return (NaN or Inf, expert in brackets) of a non-finite tensor."""
-    num_tokens = None if expert_tokens is None else sum(expert_tokens[1])
+    names, counts = expert_tokens or ((), ())
+    num_tokens = None if expert_tokens is None else sum(counts)
     if num_tokens is not None and num_tokens <= x.shape[0]:
         x = x[:num_tokens]  # without the padding after the experts' tokens
     if torch.isfinite(x).all():
         return None
     if num_tokens == x.shape[0]:
         token = int((~torch.isfinite(x.reshape(num_tokens, -1))).any(1).nonzero()[0])
-        for name, count in zip(*expert_tokens):
+        for name, count in zip(names, counts):
             if token < count:
                 return _kind(x), f" ({name})"
             token -= count

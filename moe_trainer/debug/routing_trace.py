@@ -57,7 +57,7 @@ class RoutingTrace:
     """Writer of the trace of one rank."""
 
     def __init__(self, moe: MoEArgs, rank: int):
-        self._folder, self._rank = Path(moe.moe_routing_trace_path), rank
+        self._folder, self._rank = Path(moe.moe_routing_trace_path or ""), rank
         self.hidden, self._weights = moe.moe_routing_trace_capture_hidden_states, moe.moe_routing_trace_dump_weights
         is_captured = {"logits": moe.moe_routing_trace_capture_logits, "hidden": self.hidden}
         self._topk, self._num_left = moe.moe_router_topk, moe.moe_routing_trace_max_training_iters

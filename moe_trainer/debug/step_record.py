@@ -115,10 +115,8 @@ def finalize_record(staging_dir: Path, folder: Path, head: Mapping[str, Any], fi
     Returns:
         Its size in bytes.
     """
-    table = {
-        name: {"bytes": (staging_dir / name).stat().st_size, "blake2b": _hash_file(staging_dir / name)}
-        for name in files
-    }
+    sizes = {name: (staging_dir / name).stat().st_size for name in files}
+    table = {name: {"bytes": num_bytes, "blake2b": _hash_file(staging_dir / name)} for name, num_bytes in sizes.items()}
     (staging_dir / HEAD).write_text(head_text({"format": FORMAT, **head, "files": table}), encoding="utf-8")
     for path in staging_dir.iterdir():
         with open(path, "rb") as file:
@@ -129,7 +127,7 @@ def finalize_record(staging_dir: Path, folder: Path, head: Mapping[str, Any], fi
         folder.rename(older)
     staging_dir.rename(folder)
     shutil.rmtree(older, ignore_errors=True)
-    return sum(entry["bytes"] for entry in table.values())
+    return sum(sizes.values())
 
 
 def head_text(head: Mapping[str, Any]) -> str:

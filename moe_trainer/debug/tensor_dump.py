@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ class Dumps:
     """What one rank dumps in which iterations, and where. Without arguments nothing is ever due."""
 
     def __init__(self, output: OutputArgs | None = None, moe: MoEArgs | None = None, rank: int = 0):
-        self._rank, self._warned = rank, set()
+        self._rank = rank
+        self._warned: set[str] = set()
         self._counts: ResumableFile | None = None
         self._intervals: dict[str, int | None] = {}
         if output is not None and output.save:
@@ -76,10 +78,10 @@ class Dumps:
                 "wgrads": output.save_wgrads_interval,
                 "activations": output.save_activations_interval,
                 "dgrads": output.save_dgrads_interval,
-                "tokens_per_expert": output.save_tokens_per_expert_interval if moe.num_experts else None,
+                "tokens_per_expert": output.save_tokens_per_expert_interval if moe and moe.num_experts else None,
             }
-        traces = moe is not None and moe.num_experts and moe.moe_routing_trace_path
-        self.trace = RoutingTrace(moe, rank) if traces else None
+        has_trace = moe is not None and moe.num_experts and moe.moe_routing_trace_path
+        self.trace = RoutingTrace(moe, rank) if moe is not None and has_trace else None
 
     def due(self, iteration: int) -> frozenset[str]:
         """Return the directory names of the dumps that are due, and TRACE for the routing trace."""
@@ -150,7 +152,7 @@ def dump_routing(
     numpy.packbits over experts. `records`: "layer1" (counts from 1) or "mtp1" -> one entry per microbatch.
     """
     path = _make_directory(directory) / f"routing_step{iteration}_rank{rank}.npz"
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for label, microbatches in records.items():
         for index, record in enumerate(microbatches):
             key = f"routing/{label}/mb{index}"

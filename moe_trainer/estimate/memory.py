@@ -35,7 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe, typical_layers
-from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
@@ -430,8 +430,8 @@ def _buffers(
         back = makes if dispatcher.sends_copies else reads
         if dispatcher.gathers:
             sent = sizes.tokens // sizes.tp * sizes.etp * args.parallel.expert_model_parallel_size
-        if not dispatcher.supports(Capability.PERMUTATION_KERNELS):
-            makes = reads  # libraries that sort want full rows from the experts
+        if dispatcher.sorts_tokens:
+            makes = reads  # its library wants full rows from the experts
         # dispatch and combine; the experts' output and its gradient
         dispatch = float((sent * (reads + back) + received * (reads + makes)) * sizes.size)
         width = (moe.moe_ffn_hidden_size or args.model.ffn_hidden_size) // sizes.etp

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from arguments.mechanisms.dispatchers import HYBRIDEP, get_dispatcher
+from arguments.mechanisms.dispatchers import get_dispatcher
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, notes, stage_kinds
 from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
 from moe_trainer.estimate.layer_time import (
@@ -370,8 +370,10 @@ class RecordingCosts:
         self.hidden_tensor = hidden_tensor_shares(args.parallel) if self.has_te_linears else (0.0, 0.0)
         budget = args.moe.moe_expert_rank_capacity_factor
         self.most_rows = math.inf if budget is None else self.sizes.received
-        # the all-to-all in HybridEP's place sends and copies slots of the budget's size, HybridEP the tokens in them
-        self.slot_factor = 1.0 if budget is None or get_dispatcher(args.moe) is not HYBRIDEP else max(1.0, budget)
+        # the all-to-all in a library's place sends and copies slots of the budget's size
+        self.slot_factor = (
+            1.0 if budget is None or not get_dispatcher(args.moe).sends_filled_slots else max(1.0, budget)
+        )
         self.operators: dict[str, Operator] = {}
 
     def weight(self, microbatch: int) -> float:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -47,7 +47,7 @@ def get_error_message(failures: Mapping[int, ProcessFailure], code: int) -> str 
     killed = sorted(rank for rank, failure in failures.items() if failure.exitcode == 128 - code < 0)
     if killed:
         return f"rank {killed[0]} was killed by {signal.Signals(code - 128).name}"
-    messages = (failure.message for _, failure in sorted(failures.items()) if failure.exitcode == code)
+    messages: Iterator[Any] = (failure.message for _, failure in sorted(failures.items()) if failure.exitcode == code)
     return next(
         (message["message"] for message in messages if isinstance(message, dict) and "message" in message), None
     )

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.participant import Participant, StepMetrics
 
 Attention = SelfAttention | MultiLatentAttention
 
@@ -116,3 +118,24 @@ def _of_latent(attention: MultiLatentAttention, eta_N: Tensor, alpha: float) -> 
             [(eta_N1 ** (1 - alpha)).expand(-1, nope), torch.ones_like(eta_N1).expand(-1, value)], dim=1
         ).flatten(),
     )
+
+
+class MaxLogits(Participant):
+    """The largest attention logits of a model: reported, and clipped by the factors of QK-clip."""
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], ps: ParallelState, model: ModelArgs, device: torch.device, is_logged: bool
+    ):
+        self._chunks, self._ps, self._model, self._device, self._is_logged = chunks, ps, model, device, is_logged
+
+    def begin_step(self, iteration: int) -> None:
+        reset_max_logits(self._chunks)
+
+    def end_step(self, sums: Sequence[float], num_microbatches: int) -> StepMetrics:
+        ps, model = self._ps, self._model
+        peaks = reduce_max_logits(self._chunks, ps, self._device)
+        factors = qk_clip_factors(peaks, ps, model.qk_clip_threshold, model.qk_clip_alpha) if model.qk_clip else {}
+        details = {}
+        if self._is_logged:
+            details["max_attention_logit"] = global_max_logit(peaks, ps, self._device)
+        return StepMetrics(details=details, row_factors=factors)

@@ -47,6 +47,7 @@ from moe_trainer.parallel.params import freeze_all_but
 from moe_trainer.parallel.sequence import SequenceShard, sequential_to_zigzag
 from moe_trainer.parallel.state import Group, ParallelState
 from moe_trainer.parallel.weight_grads import WeightGradQueue
+from moe_trainer.participant import Participant, StepMetrics
 
 INDEXER = ".core_attention.indexer."
 """In the global names of indexers' parameters, and of no others."""
@@ -329,3 +330,20 @@ def reduce_indexer_loss(
 def indexer_metric(sums: Sequence[float]) -> dict[str, float]:
     """Return {"indexer loss": mean over layers and microbatches since reset_indexer_loss, with coefficient}."""
     return {"indexer loss": sums[0] / max(sums[1], 1.0)} if sums else {}
+
+
+class IndexerLosses(Participant):
+    """The indexers' losses of a model."""
+
+    def __init__(self, chunks: Sequence[nn.Module], ps: ParallelState, model: ModelArgs, device: torch.device):
+        self._chunks, self._ps, self._model, self._device = chunks, ps, model, device
+
+    def reduced_sums(self) -> Tensor:
+        return reduce_indexer_loss(self._chunks, self._ps, self._model, self._device)
+
+    def end_step(self, sums: Sequence[float], num_microbatches: int) -> StepMetrics:
+        self.discard()
+        return StepMetrics(indexer_metric(sums))
+
+    def discard(self) -> None:
+        reset_indexer_loss(self._chunks)

@@ -168,14 +168,15 @@ class ActivationPolicy:
     @contextlib.contextmanager
     def offload_scope(self, *parts: str, which: Callable[[Tensor], str] | None = None) -> Iterator[None]:
         """Offload tensors saved in this scope as `parts[0]`; with several parts, `which(tensor)` selects one."""
-        if self.offload is None or self.offload.parts.isdisjoint(parts) or not self.is_saving:
+        offload = self.offload
+        if offload is None or offload.parts.isdisjoint(parts) or not self.is_saving:
             yield
             return
-        groups = {part: self.offload.open(part) for part in parts if part in self.offload.parts}
+        groups = {part: offload.open(part) for part in parts if part in offload.parts}
 
         def store(x: Tensor) -> Callable[[], Tensor] | None:
             group = groups.get(parts[0] if which is None else which(x))
-            return None if group is None else self.offload.store(x, group)
+            return None if group is None else offload.store(x, group)
 
         with self._storing(store):
             yield

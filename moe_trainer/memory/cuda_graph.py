@@ -47,7 +47,7 @@ def graph_generators(module: nn.Module, device: torch.device) -> Iterator[torch.
     """
     for part in module.modules():
         if hasattr(part, "graph_generators"):
-            yield from part.graph_generators(device)
+            yield from part.graph_generators(device)  # type: ignore[operator]
 
 
 class CudaGraphs:
@@ -130,7 +130,7 @@ class CudaGraphs:
 
     def scale_tensor(self, grad_scale: float | Tensor) -> float | Tensor:
         """Return the factor, as a tensor that captured parts may read in a pass that uses graphs."""
-        return grad_scale if self._slot is None else self._scale
+        return grad_scale if self._slot is None or self._scale is None else self._scale
 
     def hold(self, x: Tensor) -> Tensor:
         """Return a tensor that changes with the batch in memory that is the same in every pass of the current slot.
@@ -238,15 +238,15 @@ class _Slot:
         gc.collect()  # so that no other references are dropped
         before = self._references()
         queue, self.capturing = self.graphs.queue, True
-        defers = queue is not None and queue.active
-        if defers:
-            queue.active = False
+        deferring = queue if queue is not None and queue.active else None
+        if deferring is not None:
+            deferring.active = False
         try:
             yield
         finally:
             self.capturing = False
-            if defers:
-                queue.active = True
+            if deferring is not None:
+                deferring.active = True
             gc.collect()
         after = self._references()
         for key, count in after.items():
@@ -297,11 +297,12 @@ class _GraphedPart:
         ]
         self._prepare()
         self.inputs = tuple(slot.static_input(x) for x in tensors)
-        self._forward_graph, self._backward_graph = self._new_graph(), None
+        self._forward_graph = self._new_graph()
+        self._backward_graph: CapturedGraph | None = None
         with torch.enable_grad():
             result = self._forward_graph.capture(lambda: fn(*self.inputs))
         outputs, self._template = split_tensors(result)
-        self._graph_outputs: list[Tensor] | None = [x for x in outputs if x.requires_grad]  # until backward is captured
+        self._graph_outputs = [x for x in outputs if x.requires_grad]  # until backward is captured
         self.outputs = [x.detach() for x in outputs]
         self.requires_grad = [x.requires_grad for x in outputs]
         self.output_grads: list[Tensor] = []
@@ -375,20 +376,20 @@ class _GraphedPart:
 
     def _capture_backward(self) -> None:
         inputs = [x for x in self.inputs if x.requires_grad]
-        self._backward_graph = self._new_graph()
+        self._backward_graph = graph = self._new_graph()
         scratch = self.slot.graphs.scratch(self.params)
 
         def run() -> tuple[list[Tensor | None], list[Tensor | None]]:
             grads = torch.autograd.grad(
                 self._graph_outputs, [*inputs, *self.params], self.output_grads, allow_unused=True
             )
-            param_grads = [
+            param_grads: list[Tensor | None] = [
                 grad if grad is None else buffer.copy_(grad) for buffer, grad in zip(scratch, grads[len(inputs) :])
             ]
             return list(grads[: len(inputs)]), param_grads
 
-        input_grads, self._param_grads = self._backward_graph.capture(run)
-        self._graph_outputs = None
+        input_grads, self._param_grads = graph.capture(run)
+        self._graph_outputs = []
         self.input_grads = [input_grads.pop(0) if x.requires_grad else None for x in self.inputs]
 
     def _prepare(self) -> None:

@@ -34,7 +34,8 @@ class CapturedGraph:
             scopes: contexts of the capture; the graph keeps alive what they yield.
         """
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-        self._scopes, self._kept = tuple(scopes), []
+        self._scopes = tuple(scopes)
+        self._kept: list[Any] = []
         for generator in generators:
             self._graph.register_generator_state(generator)
 

@@ -289,21 +289,22 @@ class OffloadedTensor:
         """Whether it was offloaded inside a CUDA graph if one is captured now, else outside."""
         return isinstance(self.out, GraphEvent) == self._copies.is_captured
 
-    def start_back(self) -> None:
-        """Start to copy back, unless that has started."""
+    def start_back(self) -> tuple[Tensor, Any]:
+        """Start to copy back, unless that has started; return the tensor and what says when it is there."""
         if self._device is None:
             self._device = self._copies.start_back(self._host, self.out)
+        return self._device
 
     def get(self) -> Tensor:
         """Return the tensor on the device."""
-        self.start_back()
+        device = self.start_back()
         if not self._finished:
             self._group.start_back()
             if self._group.before is not None:
                 self._group.before.start_back()
-            self._copies.finish(*self._device)
+            self._copies.finish(*device)
             self._finished = True
-        return self._device[0]
+        return device[0]
 
 
 class ActivationOffload:
@@ -384,8 +385,11 @@ class ActivationOffload:
         return functools.partial(_fetch, stored, x.size())
 
     def _find(self, x: Tensor) -> OffloadedTensor | None:
-        storage, geometry, stored = self._offloaded.get(_key(x), (None, None, None))
-        if storage is None or storage.expired() or geometry != _geometry(x):
+        known = self._offloaded.get(_key(x))
+        if known is None:
+            return None
+        storage, geometry, stored = known
+        if storage.expired() or geometry != _geometry(x):
             return None
         tensor = stored()
         return tensor if tensor is not None and tensor.is_current else None
@@ -396,7 +400,7 @@ class ActivationOffload:
 
 
 def _key(x: Tensor) -> tuple[int, int]:
-    return x.untyped_storage()._cdata, x.storage_offset()
+    return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
 def _geometry(x: Tensor) -> tuple:

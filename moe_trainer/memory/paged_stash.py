@@ -63,6 +63,7 @@ class PagePool:
         self._peak_pages = 0  # of those that were not in pinned memory, which takes whole groups only
         self._num_used = self._num_pinned = 0
         self.has_overflowed = False
+        self.memories: tuple[PageMemory, ...] = ()
         self._allocate(0, 0)
 
     @property
@@ -99,7 +100,8 @@ class PagePool:
         return True
 
     def _allocate(self, num_device: int, num_host: int) -> None:
-        self.num_device, self.num_host, self.memories = num_device, num_host, ()  # frees the memory before
+        self.num_device, self.num_host = num_device, num_host
+        self.memories = ()  # frees the memory before
         self.free_P = torch.ones(num_device + num_host + 1, dtype=torch.uint8, device=self._device)
         self.memories = tuple(self._allocate_memory(*token) for token in self._signature)
 
@@ -170,12 +172,21 @@ class StashedTensor:
         self._group, self.index = group, index
         self.shape, self.dtype, self.device, self.saved_shape = x.shape, x.dtype, x.device, saved_shape
         self.copy: Tensor | None = None  # if it is not in pages
-        self.restored: Tensor | None = None
+        self._restored: Tensor | None = None
+
+    def allocate(self) -> None:
+        """Allocate the tensor that `restored` is, to be copied back into."""
+        self._restored = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def restored(self) -> Tensor:
+        """The tensor on the device, as it is stored."""
+        assert self._restored is not None
+        return self._restored
 
     def get(self) -> Tensor:
         """Return the tensor."""
         self._group.finish()
-        assert self.restored is not None
         return self.restored.view(self.saved_shape)
 
 
@@ -275,16 +286,18 @@ class StashGroup:
         self._pool.leave(self._num_pages, self._place)
         alive = [stored for reference in self._tensors if (stored := reference()) is not None]
         for stored in alive:  # here, because the computation uses and frees the memory
-            stored.restored = torch.empty(stored.shape, dtype=stored.dtype, device=stored.device)
+            stored.allocate()
         self._event = self._stash.run_copies(lambda: self._copy_back(alive))
 
     def _copy_back(self, alive: list[StashedTensor]) -> None:
         assert self._pool is not None
         if self._table_M is None:
             for stored in alive:
+                assert stored.copy is not None
                 stored.restored[: len(stored.copy)].copy_(stored.copy, non_blocking=True)
                 stored.restored[len(stored.copy) :].zero_()  # GEMMs may include the padding
             return
+        assert isinstance(self._num_used, Tensor), "since _copy_out"
         for stored in alive:
             memory = self._pool.memories[stored.index]
             self._stash.kernels.copy_from_pages(stored.restored, memory, self._table_M, self._num_used)

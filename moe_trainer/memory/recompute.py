@@ -42,8 +42,8 @@ class ReplayCache:
         self._stream = stream
         self._values: list[Any] = []
         self._first_rng_state: Tensor | None = None
-        self._position: int | None = None
-        self.is_replaying = False
+        self._position = 0
+        self._has_run = self.is_replaying = False
 
     def cached(self, compute: Callable[[], T]) -> T:
         """Compute a value in the first pass; return the same value in the second."""
@@ -56,7 +56,7 @@ class ReplayCache:
     @contextlib.contextmanager
     def run_pass(self, device: torch.device) -> Iterator[None]:
         """Enter one pass of the region: the first one records, later ones replay."""
-        self.is_replaying, self._position = self._position is not None, 0
+        self.is_replaying, self._has_run, self._position = self._has_run, True, 0
         generator = None if self._stream is None else self._stream.generator(device)
         if generator is None:
             yield
@@ -66,6 +66,7 @@ class ReplayCache:
             self._first_rng_state = before
             yield
             return
+        assert self._first_rng_state is not None, "of the first pass"
         generator.set_state(self._first_rng_state)
         try:
             yield

@@ -33,6 +33,7 @@ from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.participant import Participant, StepMetrics
 
 
 def shift_left(x_BS: Tensor, packed: Packed | None = None) -> Tensor:
@@ -220,3 +221,20 @@ def mtp_metrics(sums: Sequence[float]) -> dict[str, float]:
     depths = len(sums) // 2
     pairs = zip(sums[:depths], sums[depths:])
     return {f"mtp_{depth} loss": loss / max(divisor, 1.0) for depth, (loss, divisor) in enumerate(pairs, start=1)}
+
+
+class MTPMetrics(Participant):
+    """The losses of multi-token prediction of a model."""
+
+    def __init__(self, chunks: Sequence[Any]):
+        self._chunks = chunks
+
+    def last_stage_sums(self) -> Tensor:
+        return get_mtp_sums(self._chunks)
+
+    def end_step(self, sums: Sequence[float], num_microbatches: int) -> StepMetrics:
+        self.discard()
+        return StepMetrics(mtp_metrics(sums))
+
+    def discard(self) -> None:
+        reset_mtp_metrics(self._chunks)

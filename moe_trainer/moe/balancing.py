@@ -44,7 +44,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from arguments.moe import SELECTING, MoEArgs
+from arguments.mechanisms.selections import SELECTING
+from arguments.moe import MoEArgs
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.collectives import all_reduce

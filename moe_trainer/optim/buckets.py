@@ -13,6 +13,7 @@ parts are balanced. docs/design/optimizer.md has more.
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,16 @@ class Slot:
     position: int
     start: int
     stop: int
+
+    @property
+    def main_grad(self) -> Tensor:
+        """The parameter's part of the gradient buffer, which sets it."""
+        return self.param.main_grad  # type: ignore[attr-defined]
+
+    @property
+    def stored_weight(self) -> Any:
+        """Values of a parameter that is stored in 8 or 4 bits: a kind of quantization.stored_weight.StoredWeight."""
+        return self.param.stored_weight  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +181,9 @@ def _bucket_size(numel: int, dp_size: int, parallel: ParallelArgs) -> int | None
 def _buckets(
     members: Sequence[tuple[int, Parameter]], bucket_size: int | None, align: int, separate_ids: Collection[int] = ()
 ) -> tuple[Bucket, ...]:
-    buckets, slots, begin, end = [], [], 0, 0
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []
+    begin = end = 0
 
     def close() -> None:
         nonlocal slots, begin, end

@@ -154,18 +154,20 @@ class _ForwardHooks:
         return self._reads is not None
 
     def _before_forward(self, module: nn.Module, inputs: tuple) -> None:
-        if self._gather.pending:
+        if self._reads is None:
+            self._called.add(module)
+        elif self._gather.pending:
             for index in self._reads.get(module, ()):
                 self._gather.wait(index)
-        elif self._reads is None:
-            self._called.add(module)
 
     def _plan(self) -> None:
         reads: dict[nn.Module | None, set[int]] = {None: set()}
         for chunk in self._chunks:
             self._visit(chunk, None, reads)
-        self.uncovered = tuple(sorted(reads.pop(None)))
-        self._reads = {module: tuple(sorted(indices)) for module, indices in reads.items() if indices}
+        self.uncovered = tuple(sorted(reads[None]))
+        self._reads = {
+            module: tuple(sorted(indices)) for module, indices in reads.items() if module is not None and indices
+        }
 
     def _visit(self, module: nn.Module, caller: nn.Module | None, reads: dict[nn.Module | None, set[int]]) -> None:
         """Assign the parameters under `module` to the nearest called module at or above them."""

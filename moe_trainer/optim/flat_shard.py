@@ -54,7 +54,7 @@ class FlatShard(OptimizerShard):
         self.allocate_state(plan, size, torch.uint8 if self.has_quantized_params else self.layout.dtype)
         self.sync_main_params(from_model=True)
         if self.has_quantized_params:
-            is_mx = isinstance(next(iter(self.layout.slots)).param.stored_weight, MxWeight)
+            is_mx = isinstance(next(iter(self.layout.slots)).stored_weight, MxWeight)
             self.quantized = (
                 MxParams(self, self.layout, size, buffer.flat) if is_mx else SingleCopyParams(self, self.layout, size)
             )

@@ -236,7 +236,7 @@ class FsdpGrads:
         for param in self.params:
             grad = self.gradient(param)
             assert grad is not None
-            param.main_grad = full_tensor(grad)
+            param.main_grad = full_tensor(grad)  # type: ignore[attr-defined]
 
 
 class FsdpShard(OptimizerShard):

@@ -101,7 +101,8 @@ class _ChainedReduction:
     """
 
     def __init__(self, first: Any, second: Callable[[], Any], side_stream: torch.cuda.Stream | None):
-        self._first, self._second, self._work = first, second, None
+        self._first, self._second = first, second
+        self._work: Any = None
         if side_stream is not None:
             with torch.cuda.stream(side_stream):
                 self.start_next()
@@ -204,16 +205,20 @@ class DataParallelGrads:
         self._hooks: list[RemovableHandle] = []
         for pending in self._order:
             for slot in pending.bucket.slots:
-                slot.param.main_grad = pending.buffer.flat[slot.start : slot.stop].view(slot.param.shape)
+                main_grad = pending.buffer.flat[slot.start : slot.stop].view(slot.param.shape)
+                slot.param.main_grad = main_grad  # type: ignore[attr-defined]
                 if pending.buffer.flat.dtype != torch.float32 and _matches(
                     slot, parallel.ddp_param_name_patterns_for_fp32_local_accumulation
                 ):
-                    pending.local[slot] = torch.empty_like(slot.param.main_grad, dtype=torch.float32)
+                    pending.local[slot] = torch.empty_like(main_grad, dtype=torch.float32)
                 hook = functools.partial(self._on_grad, pending, slot)
                 self._hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
                 if fused:
-                    slot.param.main_grad_sum = functools.partial(self._open_sum, pending, slot)
-                    slot.param.main_grad_sum_dtype = pending.local.get(slot, slot.param.main_grad).dtype
+                    accumulator = pending.local.get(slot, main_grad)
+                    slot.param.main_grad_sum = functools.partial(  # type: ignore[attr-defined]
+                        self._open_sum, pending, slot
+                    )
+                    slot.param.main_grad_sum_dtype = accumulator.dtype  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Remove the hooks, which keep the parameters and all process groups alive where no garbage collector looks."""
@@ -306,15 +311,17 @@ class DataParallelGrads:
 
     def _sum(self, pending: _PendingBucket, slot: Slot) -> MainGradSum:
         """Return the accumulator of a parameter's next gradient; the caller adds to it."""
-        assert pending.work is None, f"{slot.param.info.names[0]}: a gradient was computed after its bucket was reduced"
+        assert pending.work is None, (
+            f"{get_param_info(slot.param).names[0]}: a gradient was computed after its bucket was reduced"
+        )
         self._prepare()
         beta = 0.0 if slot in pending.stale else 1.0
         pending.stale.discard(slot)
-        return MainGradSum(pending.local.get(slot, slot.param.main_grad), beta, pending.buffer.factor, self._library)
+        return MainGradSum(pending.local.get(slot, slot.main_grad), beta, pending.buffer.factor, self._library)
 
     def _open_sum(self, pending: _PendingBucket, slot: Slot, operand: Tensor) -> MainGradSum | None:
         """Return the accumulator for a GEMM of tensors like `operand`; None if the gradient must use the hook."""
-        if not can_accumulate_gemm(pending.local.get(slot, slot.param.main_grad), operand):
+        if not can_accumulate_gemm(pending.local.get(slot, slot.main_grad), operand):
             return None
         self._fused_slots.add(slot)
         return self._sum(pending, slot)
@@ -335,10 +342,10 @@ class DataParallelGrads:
     def _launch(self, pending: _PendingBucket) -> None:
         self._prepare()
         for slot in pending.stale:
-            slot.param.main_grad.zero_()
+            slot.main_grad.zero_()
         for slot, total in pending.local.items():
             if slot not in pending.stale:
-                slot.param.main_grad.copy_(total)
+                slot.main_grad.copy_(total)
         pending.stale.clear()
         pending.work = pending.buffer.reduce(pending.bucket, self._side_stream)
 

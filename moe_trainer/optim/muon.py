@@ -65,7 +65,7 @@ class Muon:
         """Orthogonalize and scale this rank's shard of a matrix, or of every matrix of a stack."""
         if info.row_counts:
             matrices = x.split(info.row_counts)
-            return torch.cat([self._scaled(each.unsqueeze(0), *each.shape, None, None)[0] for each in matrices])
+            return torch.cat([self._scaled(x.unsqueeze(0), len(x), x.shape[1], None, None)[0] for x in matrices])
         stack = x if info.stacked else x.unsqueeze(0)
         mode = self._settings.muon_tp_mode if info.shard_count > 1 else "blockwise"
         group = self._etp if info.kind == "expert" else self._tp
@@ -122,6 +122,7 @@ def _gather_full(stack: Tensor, info: ParamInfo, group: Group) -> Tensor:
     """All-gather matrices [n, rows, columns] from their shards."""
     shards = stack.new_empty((group.size, *stack.shape))
     collectives.all_gather_flat(shards.view(-1), stack.contiguous().view(-1), group)
+    assert info.sharded_dim is not None
     dim = 1 + info.sharded_dim
     parts = shards.split(part_lengths(info, stack.shape[dim]), dim + 1)
     # [ranks, .., part, ..] -> [.., ranks, part, ..]
@@ -130,6 +131,7 @@ def _gather_full(stack: Tensor, info: ParamInfo, group: Group) -> Tensor:
 
 def _local_shard(full: Tensor, info: ParamInfo) -> Tensor:
     """Return this rank's shard of full matrices [n, rows, columns]."""
+    assert info.sharded_dim is not None
     dim = 1 + info.sharded_dim
     parts = full.split(part_lengths(info, full.shape[dim]), dim)
     return torch.cat([part.chunk(info.shard_count, dim)[info.shard_rank] for part in parts], dim)

@@ -46,5 +46,5 @@ class MxParams(QuantizedParams):
     def _cast(self, bucket: Bucket) -> None:
         """Quantize the parameters of a bucket, and clear its part of the gradients."""
         for slot in bucket.slots:
-            slot.param.stored_weight.cast(self.gather_buffer[slot.start : slot.stop])
+            slot.stored_weight.cast(self.gather_buffer[slot.start : slot.stop])
         self.gather_buffer[bucket.start : bucket.stop].zero_()

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +112,11 @@ class Optimizer:
             ]
             if grads.is_sharded:
                 buffers = [
-                    GatherBuffer(shard.layout, shard.gather_buffer, shard.quantized and shard.quantized.finish_gather)
+                    GatherBuffer(
+                        shard.layout,
+                        shard.gather_buffer,
+                        None if shard.quantized is None else shard.quantized.finish_gather,
+                    )
                     for shard in flat_shards
                 ]
                 self._gather = ParamGather(buffers, chunks, parallel.overlap_param_gather)
@@ -208,11 +213,11 @@ class Optimizer:
         if found_inf:
             if self._check_for_nan and not isinstance(self._scaler, DynamicLossScale):
                 raise NonFiniteGradientError(self._describe_non_finite())
-            is_dynamic = isinstance(self._scaler, DynamicLossScale)
-            if is_dynamic and self._scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
+            scaler = self._scaler
+            if isinstance(scaler, DynamicLossScale) and scaler.overflows_at_minimum >= MAX_OVERFLOWS_AT_MINIMUM:
                 raise NonFiniteGradientError(
                     f"the last {MAX_OVERFLOWS_AT_MINIMUM} iterations were skipped: gradients overflow fp16 although "
-                    f"the loss scale is at its minimum (--min-loss-scale {self._scaler.minimum:g}); lower --lr or "
+                    f"the loss scale is at its minimum (--min-loss-scale {scaler.minimum:g}); lower --lr or "
                     "--min-loss-scale, or train with --bf16"
                 )
             if any(params.has_external_scales for params, _ in self._quantized):
@@ -370,7 +375,7 @@ class Optimizer:
 
     def _describe_group(self, group: ParamGroup) -> dict:
         settings = self._settings
-        rule_settings = {
+        by_rule: dict[str, dict[str, Any]] = {
             "adam": {
                 "betas": (settings.adam_beta1, settings.adam_beta2),
                 "eps": adam_eps(settings, group),
@@ -378,7 +383,8 @@ class Optimizer:
             },
             "lion": {"betas": (settings.lion_beta1, settings.lion_beta2)},
             "sgd": {"momentum": settings.sgd_momentum},
-        }[get_update_rule(settings)]
+        }
+        rule_settings = by_rule[get_update_rule(settings)]
         if settings.optimizer == "muon":
             rule_settings["momentum"] = settings.muon_momentum
         return {**asdict(group), "step": self.step_count, **rule_settings}

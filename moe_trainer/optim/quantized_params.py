@@ -47,13 +47,13 @@ class QuantizedParams(ABC):
         self._offsets = [part.offset for part in shard.param_shards]
         local = {part.slot: part for part in shard.param_shards}
         for slot in layout.slots:
-            slot.param.stored_weight.main_param_owner = MainParamAccessor(self, slot, local.get(slot))
-            slot.param.data = slot.param.stored_weight.placeholder_param(layout.dtype)
+            slot.stored_weight.main_param_owner = MainParamAccessor(self, slot, local.get(slot))
+            slot.param.data = slot.stored_weight.placeholder_param(layout.dtype)
 
     @property
     def has_external_scales(self) -> bool:
         """Whether scales, and with them the bytes, may change without an update (delayed scaling)."""
-        return any(slot.param.stored_weight.scale_fn() is not None for slot in self._layout.slots)
+        return any(slot.stored_weight.scale_fn() is not None for slot in self._layout.slots)
 
     @abstractmethod
     def quantize_to_model(self, buckets: Collection[Bucket]) -> None:
@@ -112,7 +112,7 @@ class SingleCopyParams(QuantizedParams):
     """fp8 or NVFP4 bytes of all parameters of a layout, made from the main parameters of a shard."""
 
     def __init__(self, shard: OptimizerShard, layout: FlatLayout, size: int):
-        weights: list[SingleCopyWeight] = [slot.param.stored_weight for slot in layout.slots]
+        weights: list[SingleCopyWeight] = [slot.stored_weight for slot in layout.slots]
         per_byte = weights[0].elements_per_byte
         self.gather_buffer = torch.zeros(layout.size // per_byte, dtype=torch.uint8, device=layout.device)
         sizes = [weight.num_blocks for weight in weights]
@@ -131,13 +131,13 @@ class SingleCopyParams(QuantizedParams):
         maxima = [self._amax[slot] for slot in slots]
         torch._foreach_zero_(maxima)
         for slot, main, start, stop, first in self._ranges(slots):
-            slot.param.stored_weight.update_amax(copy_to(main.load_fp32(start, stop), device), first)
+            slot.stored_weight.update_amax(copy_to(main.load_fp32(start, stop), device), first)
         together = collectives.all_reduce(torch.cat(maxima), self._layout.group, "max")
         torch._foreach_copy_(maxima, together.split([amax.numel() for amax in maxima]))
         for slot in slots:
-            slot.param.stored_weight.compute_scales()
+            slot.stored_weight.compute_scales()
         for slot, main, start, stop, first in self._ranges(slots):
-            slot.param.stored_weight.cast(copy_to(main.load_fp32(start, stop), device), first)
+            slot.stored_weight.cast(copy_to(main.load_fp32(start, stop), device), first)
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,7 +78,8 @@ class LrSchedule:
             return max(low, high * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1)))
         style, done = self.style, (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         if style == "WSD":
-            annealed = (samples - (self.decay_samples - self.wsd_samples)) / self.wsd_samples
+            wsd_samples = self.wsd_samples or 0  # __post_init__ rejects 0
+            annealed = (samples - (self.decay_samples - wsd_samples)) / wsd_samples
             style, done = self.wsd_style, max(annealed, 0.0)
         return low + _fraction_left(style, done) * (high - low)
 
@@ -198,11 +199,12 @@ def build_lr_schedule(optimizer: OptimizerArgs, training: TrainingArgs, final_ba
     """
     if optimizer.lr is None:
         raise ValueError("--lr is needed to train")
-    if training.train_iters is None and training.train_samples is None:
-        raise ValueError("either --train-iters or --train-samples is needed to train")
+    warmup: float
     if training.train_samples is not None:
         decay = optimizer.lr_decay_samples or training.train_samples
         wsd, warmup = optimizer.lr_wsd_decay_samples, optimizer.lr_warmup_samples
+    elif training.train_iters is None:
+        raise ValueError("either --train-iters or --train-samples is needed to train")
     else:
         decay = (optimizer.lr_decay_iters or training.train_iters) * final_batch_size
         wsd = None if optimizer.lr_wsd_decay_iters is None else optimizer.lr_wsd_decay_iters * final_batch_size
@@ -232,7 +234,9 @@ def build_weight_decay_schedule(
         ValueError: the ends of an increasing weight decay are missing or in the wrong order.
     """
     style = optimizer.weight_decay_incr_style
-    samples = training.train_samples if training.train_samples is not None else training.train_iters * final_batch_size
+    samples = training.train_samples
+    if samples is None:
+        samples = (training.train_iters or 0) * final_batch_size
     if style == "constant":
         return WeightDecaySchedule(optimizer.weight_decay, optimizer.weight_decay, samples)
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay

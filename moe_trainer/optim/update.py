@@ -160,14 +160,24 @@ class Updater:
         if params[0].device.type == "cpu":
             # the fused kernel rounds the values that do not fill a vector differently: results would depend on the
             # shard borders
-            grads = torch._foreach_add(grads, params, alpha=weight_decay) if weight_decay else grads
+            grads = list(torch._foreach_add(grads, params, alpha=weight_decay)) if weight_decay else grads
             if buffers:
                 torch._foreach_mul_(buffers, momentum)
                 torch._foreach_add_(buffers, grads)
             torch._foreach_add_(params, buffers or grads, alpha=-lr)
             return
-        options = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
-        torch._fused_sgd_(params, grads, buffers, weight_decay=weight_decay, momentum=momentum, lr=lr, **options)
+        torch._fused_sgd_(
+            params,
+            grads,
+            buffers,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
 
     def _lion(self, params: Tensors, grads: Tensors, moments: Moments, lr: float, weight_decay: float) -> None:
         """Step along the sign of a mean of gradient and momentum (Lion, arXiv 2302.06675)."""

@@ -11,14 +11,15 @@ bytes must serve both output and input gradient. MXFP8 blocks lie along the cont
 GEMM, so MXFP8 weights are gathered in the model's format, and stored in it or twice in MXFP8 (optim/mx_params.py).
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.participant import Participant, StepMetrics
 from moe_trainer.quantization.fp4_weight import Fp4Weight
 from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.gemms import QuantizedGemms
@@ -141,3 +142,23 @@ def scaling_state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for gemms in iter_quantized_gemms([chunk]):
         if gemms.recipe.delayed is not None:
             yield f"fp8.{gemms.name}.scaling", gemms.scaling
+
+
+class QuantizedLayers(Participant):
+    """Scales, rounding streams and weight casts of the quantized layers of a model."""
+
+    def __init__(self, chunks: Sequence[nn.Module], ps: ParallelState):
+        self._chunks, self._ps = chunks, ps
+
+    def begin_step(self, iteration: int) -> None:
+        begin_iteration(self._chunks, iteration)
+
+    def passes(self, num_microbatches: int) -> AbstractContextManager[None]:
+        return cached_weight_casts(self._chunks, num_microbatches)
+
+    def end_step(self, sums: Sequence[float], num_microbatches: int) -> StepMetrics:
+        update_scales(self._chunks, self._ps)
+        return StepMetrics()
+
+    def discard(self) -> None:
+        reset_amax(self._chunks)

@@ -84,7 +84,7 @@ class HeartbeatStore:
     def __init__(self, store: dist.Store, rank: int):
         self.rank = rank
         # One client for the posting thread and one for reading: a client is locked while an operation hangs.
-        clients = [store.clone(), store.clone()]
+        clients = [store.clone(), store.clone()]  # type: ignore[attr-defined]  # not in torch's stubs
         for client in clients:
             client.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         self._posting, self._reading = (dist.PrefixStore("heartbeat", client) for client in clients)
@@ -122,9 +122,10 @@ class HeartbeatStore:
     @_with_timeout
     def read(self, ranks: Collection[int]) -> dict[int, RankStatus]:
         """Return the statuses of those of the ranks that have posted one."""
-        ranks, statuses = list(ranks), {}
-        for begin in range(0, len(ranks), _READ_BATCH_SIZE):
-            batch = ranks[begin : begin + _READ_BATCH_SIZE]
+        ordered = list(ranks)
+        statuses: dict[int, RankStatus] = {}
+        for begin in range(0, len(ordered), _READ_BATCH_SIZE):
+            batch = ordered[begin : begin + _READ_BATCH_SIZE]
             if not self._reading.check([_key(rank) for rank in batch]):  # true only if all keys exist
                 batch = [rank for rank in batch if self._reading.check([_key(rank)])]
             texts = self._reading.multi_get([_key(rank) for rank in batch]) if batch else []

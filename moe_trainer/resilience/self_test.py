@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -176,7 +177,7 @@ def run_local_self_test(size: int = 2) -> SelfTestResult:
             process.start()
         for process in processes:
             process.join(max(0.0, begin + 3 * STEP_TIMEOUT_S - time.perf_counter()))
-        outcomes = []
+        outcomes: list[dict[str, Any]] = []
         for rank, process in enumerate(processes):
             if process.is_alive():
                 process.kill()

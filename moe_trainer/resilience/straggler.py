@@ -109,7 +109,7 @@ def find_stragglers(parts: Sequence[Sequence[float]], stages: Sequence[int]) -> 
             for index, part in enumerate(PARTS)
             if part != WAITING
         }
-        worst = max(excess, key=excess.get)
+        worst = max(excess, key=lambda part: excess[part])
         ratio = compute[rank] / center if center > 0.0 else float("inf")
         stragglers.append(Straggler(rank, ratio, compute[rank], center, len(peers), stages[rank], worst, excess[worst]))
     return stragglers

@@ -97,6 +97,12 @@ class Watchdog:
         return max(self._first_pause, _MIN_HEARTBEAT_TIMEOUT_S)
 
     @property
+    def _statuses(self) -> HeartbeatStore:
+        """Statuses of all ranks, of a program of several."""
+        assert self._heartbeats is not None
+        return self._heartbeats
+
+    @property
     def _first_pause(self) -> float:
         """Seconds between the first two reads of the peers' statuses: time for two heartbeats."""
         return 2.2 * self.period
@@ -123,7 +129,7 @@ class Watchdog:
         for thread in self._threads:
             # A thread inside the store when the interpreter ends would abort the process. A dead store never answers.
             thread.join(STORE_TIMEOUT_S + 1.0 if error is None else 1.0)
-        if raised is not error:
+        if raised is not None and raised is not error:
             raise raised from error
 
     def _to_communication_error(self, error: BaseException | None) -> BaseException | None:
@@ -158,11 +164,11 @@ class Watchdog:
         deadline = time.monotonic() + _TERMINATED_WAIT_S * (2 if self._trace.rank == 0 else 1)
         # without the store its host may have been terminated like this rank, and be gone by now
         with suppress(StoreUnavailableError):
-            while (count := self._heartbeats.read_num_exited()) < self._world_size:
+            while (count := self._statuses.read_num_exited()) < self._world_size:
                 if time.monotonic() >= deadline:
                     if self._world_size > _MAX_WORLD_SIZE_TO_READ_ALL:
                         return f"no word from {self._world_size - count} of {self._world_size} ranks"
-                    exited = self._heartbeats.first_exited_ranks(self._world_size)
+                    exited = self._statuses.first_exited_ranks(self._world_size)
                     silent = sorted(set(range(self._world_size)).difference(exited))
                     return f"no word from rank{'s' if len(silent) > 1 else ''} {format_ranks(silent)}"
                 time.sleep(0.05)
@@ -196,7 +202,7 @@ class Watchdog:
             return
         self._final = final  # the posting thread repeats it from now on
         with suppress(StoreUnavailableError):  # _describe_peers runs into the same error and reports it
-            self._exit_position = self._heartbeats.publish_exit(final)
+            self._exit_position = self._statuses.publish_exit(final)
 
     def _wait_for_peers_to_read(self, is_interrupted: bool) -> None:
         """Keep the store alive, which rank 0 may host, until the peers have read it or had the time to.
@@ -207,11 +213,11 @@ class Watchdog:
         wait = self.grace + 4 * self.period + self.heartbeat_timeout + 2 * _POLL_INTERVAL_S
         deadline = time.monotonic() + (min(wait, _INTERRUPTED_WAIT_S) if is_interrupted else wait)
         with suppress(StoreUnavailableError):  # the peers cannot read it either
-            self._heartbeats.acknowledge()
+            self._statuses.acknowledge()
             while (
                 self._trace.rank == 0
                 and time.monotonic() < deadline
-                and self._heartbeats.num_acknowledged() < self._world_size - self._num_lost
+                and self._statuses.num_acknowledged() < self._world_size - self._num_lost
             ):
                 time.sleep(0.1)
 
@@ -279,18 +285,18 @@ class Watchdog:
         try:
             ranks = set(range(self._world_size))
             if self._world_size > _MAX_WORLD_SIZE_TO_READ_ALL:
-                ranks = set(self._heartbeats.first_exited_ranks(_NUM_FIRST_EXITED))
+                ranks = set(self._statuses.first_exited_ranks(_NUM_FIRST_EXITED))
                 if self._exit_position <= _NUM_FIRST_EXITED and self._trace.failed is not None:
                     ranks |= set(self._trace.failed.ranks)
             ranks.discard(rank)
-            first, began = self._heartbeats.read(ranks), time.monotonic()
+            first, began = self._statuses.read(ranks), time.monotonic()
             time.sleep(self._first_pause)
-            second = self._heartbeats.read(ranks)
+            second = self._statuses.read(ranks)
             while time.monotonic() - began < self.heartbeat_timeout and not all(
                 _is_settled(first.get(peer), second.get(peer)) for peer in ranks
             ):
                 time.sleep(self.period)
-                second = self._heartbeats.read(ranks)
+                second = self._statuses.read(ranks)
         except StoreUnavailableError as error:
             return (
                 "  peer status unavailable: lost connection to the rendezvous store "
@@ -355,7 +361,7 @@ def _frame_of(thread: threading.Thread) -> FrameType | None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames().get(thread.ident)
+        return sys._current_frames().get(thread.ident or 0)
     finally:
         if was_enabled:
             gc.enable()

@@ -9,7 +9,7 @@ all words, each multiplied by its own odd number, modulo 2^64. A change of one w
 number has an inverse; two swapped words nearly always do. It does not protect against a deliberate forgery.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -77,9 +77,9 @@ def check_replica_weights(params: Iterable[Parameter], ps: ParallelState, iterat
 def _tensors(param: Parameter) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a parameter by name: each expert separately, and codes and scales of a quantized one."""
     info = get_param_info(param)
-    parts = {"": param}
+    parts: Mapping[str, Tensor] = {"": param}
     if is_quantized_param(param):
-        parts = param.stored_weight.tensors()
+        parts = param.stored_weight.tensors()  # type: ignore[attr-defined]
     for suffix, x in parts.items():
         if info.row_counts and suffix:  # scales may span rows of both
             yield info.names[0] + suffix, x

@@ -335,22 +335,10 @@ class _Check:
 
     def layer_settings(self) -> None:
         """Read the files with settings of single layers, as the model's construction does."""
-        parallel, precision = self.args.parallel, self.args.precision
-        if parallel.tp_comm_overlap and parallel.tp_comm_overlap_cfg is not None:
-            from moe_trainer.layers.tp_overlap import TpOverlap
+        from moe_trainer.model.layer_files import layer_files
 
-            self._read("--tp-comm-overlap-cfg", lambda: TpOverlap.from_args(parallel))
-        path = precision.te_precision_config_file
-        if path is not None and (precision.fp8 or precision.fp4):
-            from moe_trainer.quantization.config import get_recipe
-            from moe_trainer.quantization.precision_file import PrecisionFile
-
-            def load() -> None:
-                recipe = get_recipe(precision)
-                if recipe is not None:
-                    PrecisionFile.load(path, recipe)
-
-            self._read("--te-precision-config-file", load)
+        for flag, load in layer_files(self.args):
+            self._read(flag, load)
 
     def _read(self, flag: str, load: Callable[[], object]) -> None:
         try:

@@ -26,12 +26,14 @@ from moe_trainer.metrics.logger import MetricsLogger
 from moe_trainer.metrics.profiler import Profiler
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.block import TransformerLayer
+from moe_trainer.model.participants import ReceiveBuffers
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.optim.fsdp_shard import FsdpGrads
 from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.optimizer import Optimizer
 from moe_trainer.optim.schedules import BatchSizeSchedule, LrSchedule, WeightDecaySchedule
 from moe_trainer.parallel.state import ParallelState
+from moe_trainer.participant import Participants
 from moe_trainer.pipeline.schedule import Schedule
 from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, RerunStatistics
 from moe_trainer.resilience.save_failures import SaveHistory
@@ -51,8 +53,8 @@ class TrainState:
         fingerprint: of the data and the tokenizer, on rank 0.
         flags: of the run that saved the checkpoint, by destination.
         streams: where the streamed text of "train" and "valid" continues, as loaded.
-        suspicion: fault report of an earlier run, until it is resolved. Not part of the checkpoint.
-        spread: differences of repeated iterations (--rerun-mode report_stats). Not part of the checkpoint.
+        pending_fault_report: fault report of an earlier run, until it is resolved. Not part of the checkpoint.
+        rerun_statistics: differences of repeated iterations (--rerun-mode report_stats). Not part of the checkpoint.
     """
 
     iteration: int = 0
@@ -65,8 +67,8 @@ class TrainState:
     fingerprint: Fingerprint = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
     streams: dict[str, StreamState] = field(default_factory=dict)
-    suspicion: PendingFaultReport | None = None
-    spread: RerunStatistics = field(default_factory=RerunStatistics)
+    pending_fault_report: PendingFaultReport | None = None
+    rerun_statistics: RerunStatistics = field(default_factory=RerunStatistics)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class TrainContext:
     `build_context` fills the fields up to `dumps`; data, metrics and monitors are added once the checkpoint is loaded.
 
     Attributes:
-        may_lose_tokens: expert buffers may be too small for an iteration, which is then repeated with larger ones.
+        participants: what the model's features do in an iteration.
+        buffers: of the experts; an iteration for which they are too small is repeated with larger ones.
         iteration_graph: CUDA graph of the full iteration.
         data_warnings: validation or test text that is training text.
         cycle: how --dataloader-type cyclic shuffles the training samples.
@@ -93,6 +96,8 @@ class TrainContext:
     runtime: Runtime
     padded_vocab_size: int
     chunks: list[Transformer]
+    participants: Participants
+    buffers: ReceiveBuffers
     schedule: Schedule
     grads: DataParallelGrads | FsdpGrads | None
     optimizer: Optimizer | None
@@ -114,7 +119,6 @@ class TrainContext:
     cycle: Cycle | None = None
     packing: PackingPlanner | None = None
     train_stream: StreamLoader | None = None
-    may_lose_tokens: bool = False
     metrics: MetricsLogger | None = None
     monitors: RankMonitors | None = None
     tasks: TaskEvaluation | None = None

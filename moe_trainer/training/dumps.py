@@ -6,21 +6,18 @@ reduced (`write`) and when the weights are updated (`write_params`). If nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.debug.routing_trace import TracedRouter, parse_layer
 from moe_trainer.debug.tensor_dump import TRACE, TensorRecorder, dump_gradients, dump_routing
-from moe_trainer.model.transformer import Transformer
+from moe_trainer.model.module_names import named_experts, named_modules
 from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
-from moe_trainer.moe.experts import Experts
-from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks
-from moe_trainer.parallel.params import get_param_info
 from moe_trainer.training.context import TrainContext
 from moe_trainer.training.export import write_weights
 
@@ -43,7 +40,7 @@ class StepDumps:
         self._ctx, self._iteration, self._due = ctx, iteration, ctx.dumps.due(iteration)
         self._step = output.dump_step is not None and int(output.dump_step[0]) == iteration
         self.records = self._step or bool(self._due & _RECORDED)
-        self._routers: list[tuple[TopKRouter, CpuRecordList]] = []
+        self._routers: list[tuple[Any, CpuRecordList]] = []
         self._tracer = ModuleTracer()
         self._counts: dict[str, list[list[int]]] = {}
         self._tensors = TensorRecorder()
@@ -68,10 +65,9 @@ class StepDumps:
                 self._tracer.on_output(router, partial(_keep_hidden, records), router.activations)
 
     def _count_expert_tokens(self) -> None:
-        for name, module in named_modules(self._ctx.chunks):
-            if isinstance(module, Experts):
-                self._counts[name] = []
-                self._tracer.on_inputs(module, partial(_count, self._counts[name], module), module.activations)
+        for name, module in named_experts(self._ctx.chunks):
+            self._counts[name] = []
+            self._tracer.on_inputs(module, partial(_count, self._counts[name], module), module.activations)
 
     def on_retry(self) -> None:
         """Discard the records; the iteration is evaluated again."""
@@ -138,17 +134,6 @@ class StepDumps:
             trace.write(self._iteration, routers)
 
 
-def named_modules(chunks: Iterable[Transformer]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module with its own parameters by its Megatron-Core name; the experts of a layer as one module."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            own = next(module.parameters(recurse=False), None)
-            if isinstance(module, Experts):
-                yield get_param_info(module.linear_fc1.weight).names[0].partition(".local_experts.")[0], module
-            elif own is not None and not get_param_info(own).stacked:
-                yield get_param_info(own).names[0].rpartition(".")[0], module
-
-
 def gather_unscaled_grads(ctx: TrainContext) -> Iterator[tuple[str, Tensor]]:
     """Yield the full reduced gradients, fp32, divided by the loss scale; on rank 0 only. Collective over the world."""
     assert ctx.grads is not None and ctx.optimizer is not None
@@ -163,7 +148,7 @@ def _keep_hidden(records: CpuRecordList, inputs: tuple, output: Any) -> None:
     records[-1]["hidden"] = x_SBH.detach().reshape(-1, x_SBH.shape[-1]).to("cpu", copy=True)
 
 
-def _count(counts: list[list[int]], experts: Experts, inputs: tuple) -> None:
+def _count(counts: list[list[int]], experts: Any, inputs: tuple) -> None:
     counts.append([int(tokens) for tokens in inputs[2][: experts.linear_fc1.weight.shape[0]]])
 
 

@@ -24,7 +24,7 @@ from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import Group
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.data_setup import make_loader, make_packing_planner
-from moe_trainer.training.step import agree_on_budgets, reduce_loss, run_microbatches
+from moe_trainer.training.step import agree_on_buffers, reduce_loss, run_microbatches
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def evaluate(
             sums = run_microbatches(ctx, batches, microbatches, forward_only=True)
     set_training(ctx.chunks, True)
     loss_sum, tokens = reduce_loss(ctx, sums)
-    agree_on_budgets(ctx, f"evaluation at {where}")
+    agree_on_buffers(ctx, f"evaluation at {where}")
     num_bytes = None if count is None else _sum_bytes(ctx, count.total)
     result = EvaluationResult(kind, samples, loss_sum, int(tokens), num_bytes)
     if ctx.metrics is not None:

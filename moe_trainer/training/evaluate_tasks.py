@@ -18,7 +18,7 @@ from moe_trainer.metrics.logger import TaskMetric
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.inference import as_model, open_chat_template
-from moe_trainer.training.step import agree_on_budgets
+from moe_trainer.training.step import agree_on_buffers
 
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
 
@@ -63,7 +63,7 @@ def run_tasks(ctx: TrainContext, evaluation: TaskEvaluation) -> dict[str, Any]:
     ctx.wait_params()
     with ctx.timers("evaluate"):
         results = evaluation.runner.run(evaluation.model)
-    agree_on_budgets(ctx, "evaluation of tasks")
+    agree_on_buffers(ctx, "evaluation of tasks")
     return {name: results[name] for name in _KEPT if name in results}
 
 

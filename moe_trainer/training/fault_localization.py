@@ -19,9 +19,9 @@ from moe_trainer.debug.nonfinite import (
     NonFiniteTracer,
     nonfinite_gradients,
 )
+from moe_trainer.model.module_names import names_of_experts
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import chunk_stages
-from moe_trainer.moe.experts import Experts
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.training.context import TrainContext, TrainState
@@ -101,12 +101,7 @@ def _describe_owner(ctx: TrainContext, state: TrainState, fault: Fault | None) -
 def _make_expert_tokens_fn(chunks: list[Transformer]) -> ExpertTokensFn:
     """Return a function that reads the numbers of tokens per expert from the inputs of an experts module."""
     # collected before anything runs: parameters that a sharded module gathers have no names
-    names = {
-        id(module): [name.partition(".linear_fc1")[0] for name in get_param_info(module.linear_fc1.weight).names]
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, Experts)
-    }
+    names = names_of_experts(chunks)
 
     def get_expert_tokens(module: nn.Module, inputs: tuple) -> tuple[list[str], list[int]] | None:
         expert_names = names.get(id(module))

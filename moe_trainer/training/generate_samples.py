@@ -9,7 +9,7 @@ from moe_trainer.inference.text import TextCodec
 from moe_trainer.parallel.coordination import raise_on_all_ranks
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.inference import as_model
-from moe_trainer.training.step import agree_on_budgets
+from moe_trainer.training.step import agree_on_buffers
 
 
 def prepare_samples(ctx: TrainContext, tokenizer: Tokenizer) -> PromptCompleter | None:
@@ -35,6 +35,6 @@ def write_samples(ctx: TrainContext, state: TrainState) -> None:
     ctx.wait_params()
     with ctx.timers("evaluate"):
         found = ctx.samples.complete()
-    agree_on_budgets(ctx, "generation of samples")
+    agree_on_buffers(ctx, "generation of samples")
     if ctx.metrics is not None:
         ctx.metrics.samples(state.iteration, list(zip(ctx.samples.prompts, (each.text for each in found))))

@@ -98,8 +98,8 @@ def train(
                 save_checkpoint(ctx, state)
         if decision.reason is not None:
             return decision
-    if state.spread.repeats:
-        print_rank_0(ctx.runtime, f"--rerun-mode report_stats: {state.spread.text}")
+    if state.rerun_statistics.repeats:
+        print_rank_0(ctx.runtime, f"--rerun-mode report_stats: {state.rerun_statistics.text}")
     return None
 
 

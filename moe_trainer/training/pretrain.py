@@ -23,7 +23,6 @@ from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.memory.host_allocator import tune_malloc
 from moe_trainer.metrics.console import arguments_block
 from moe_trainer.metrics.run_state import RunEnd
-from moe_trainer.moe.dispatch.select import close_dispatchers
 from moe_trainer.parallel.state import close_groups
 from moe_trainer.resilience.flight_recorder import make_flight_recorder
 from moe_trainer.resilience.heartbeat import HeartbeatStore
@@ -147,7 +146,7 @@ def run_job(
     recorder.end(planned_end(ctx, state, decision, code))
     close_metrics(ctx)
     monitors.close()
-    close_dispatchers(ctx.chunks)
+    ctx.participants.close()
     if ctx.grads is not None:
         ctx.grads.close()
     watchdog.on_failure = nothing_to_record  # the recorder holds process groups, which end before the interpreter

@@ -31,7 +31,6 @@ from moe_trainer.debug.module_tracer import ModuleTracer
 from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import export_named_weights
-from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import drain_on_exit, gather_errors
 from moe_trainer.resilience.rewindable import RewindableIterator
@@ -344,7 +343,7 @@ class StepRecorder:
 class _RouterRecordAdapter(list):
     """Recorder of a router that records projections and choices, and forwards to an earlier recorder."""
 
-    def __init__(self, recorder: StepRecorder, names: Sequence[str], router: TopKRouter):
+    def __init__(self, recorder: StepRecorder, names: Sequence[str], router: Any):
         super().__init__()
         self.recorder, self.names, self.router, self.further = recorder, names, router, router.recorder
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
@@ -26,14 +26,9 @@ from moe_trainer.data.loader import Batch
 from moe_trainer.errors import as_user_error
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.exit_codes import ExitCode
-from moe_trainer.layers.sparse_attention import reset_indexer_loss
 from moe_trainer.metrics.run_findings import unusual_learning_rate
-from moe_trainer.model.mtp import reset_mtp_metrics
-from moe_trainer.moe.balancing import reset_iteration
-from moe_trainer.moe.receive_buffer import get_receive_budgets
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.coordination import gather_errors, run_on_rank0
-from moe_trainer.quantization.iteration import reset_amax
 from moe_trainer.resilience.rejection import (
     MAX_CONSECUTIVE_SKIPS,
     TOLERANCE,
@@ -60,9 +55,8 @@ class StepEvaluation:
         sums: per microbatch of this rank, as run_microbatches returns them.
         loss: mean over all ranks.
         norm: of all gradients, before clipping.
-        mtp: input of mtp_metrics.
-        indexer: input of indexer_metric.
-        overflowed: tokens were lost (moe/receive_buffer.py). The evaluation must be discarded; its norm is NaN.
+        sums_of_participants: what Participants.end_step takes.
+        overflowed: tokens were lost because a buffer was too small. The evaluation must be discarded; its norm is NaN.
         has_grown_budgets: a receive buffer has grown, on any rank if ranks must agree on their sizes.
     """
 
@@ -70,8 +64,7 @@ class StepEvaluation:
     loss: float
     tokens: float
     norm: float
-    mtp: tuple[float, ...] = ()
-    indexer: tuple[float, ...] = ()
+    sums_of_participants: Mapping[int, Sequence[float]] = field(default_factory=dict)
     overflowed: bool = False
     has_grown_budgets: bool = False
 
@@ -100,12 +93,9 @@ def with_rewindable_batches(ctx: TrainContext) -> TrainContext:
     repeats = mode != "disabled" and (mode != "validate_results" or rejection_rules(ctx.args).any)
     if ctx.train_batches is None or ctx.args.optimizer.freeze_all_layers:
         return ctx
-    loses = ctx.args.moe.moe_expert_rank_capacity_factor is not None and any(
-        collectives.all_gather_object(
-            any(budget.allows_device_counts for budget in get_receive_budgets(ctx.chunks)), ctx.ps.world
-        )
-    )
-    return replace(ctx, train_batches=make_rewindable_iterator(ctx), may_lose_tokens=loses) if repeats or loses else ctx
+    if ctx.buffers.allow_lost_tokens() or repeats:
+        return replace(ctx, train_batches=make_rewindable_iterator(ctx))
+    return ctx
 
 
 def make_rewindable_iterator(ctx: TrainContext) -> RewindableIterator[Batch]:
@@ -132,7 +122,7 @@ def inject_error(ctx: TrainContext, state: TrainState, sums: list[Tensor], repea
     chosen = pick_injected_rank(
         training.error_injection_rate, training.seed, state.iteration + 1, ps.dp_cp.size * ps.tp.size
     )
-    kind, noted = training.error_injection_type, state.suspicion
+    kind, noted = training.error_injection_type, state.pending_fault_report
     over = (kind == "transient_error" and repeated) or (
         kind == "persistent_error"
         and noted is not None
@@ -181,24 +171,16 @@ def _accepted(state: TrainState, evaluation: StepEvaluation, rules: RejectionRul
 
 def _add_rerun(state: TrainState, first: StepEvaluation, second: StepEvaluation) -> StepEvaluation:
     """Add two evaluations to the statistics and return the second."""
-    state.spread.add((first.loss, second.loss), (first.norm, second.norm))
-    logger.info("--rerun-mode report_stats: %s", state.spread.text)
+    state.rerun_statistics.add((first.loss, second.loss), (first.norm, second.norm))
+    logger.info("--rerun-mode report_stats: %s", state.rerun_statistics.text)
     return second
 
 
 def rewind(ctx: TrainContext) -> None:
     """Undo the effects of forward and backward, except the gradients, which the next evaluation overwrites."""
     assert isinstance(ctx.train_batches, RewindableIterator)  # as whatever calls this for has requested
-    reset_iteration_stats(ctx)
+    ctx.participants.discard()
     ctx.train_batches.rewind()
-
-
-def reset_iteration_stats(ctx: TrainContext) -> None:
-    """Discard the router, multi-token prediction, indexer and amax statistics of the current iteration."""
-    reset_iteration(ctx.chunks)
-    reset_mtp_metrics(ctx.chunks)
-    reset_indexer_loss(ctx.chunks)
-    reset_amax(ctx.chunks)
 
 
 def load_pending_fault_report(ctx: TrainContext, state: TrainState) -> None:
@@ -207,15 +189,15 @@ def load_pending_fault_report(ctx: TrainContext, state: TrainState) -> None:
     if folder is None or ctx.args.training.rerun_mode != "validate_results":
         return
     with as_user_error("--save"):
-        state.suspicion = run_on_rank0(lambda: PendingFaultReport.read(folder), ctx.ps.world)
+        state.pending_fault_report = run_on_rank0(lambda: PendingFaultReport.read(folder), ctx.ps.world)
 
 
 def _resolve_fault_report(ctx: TrainContext, state: TrainState) -> None:
     """Resolve the fault report of an earlier run if it was about this iteration, which was accepted here."""
-    noted, number = state.suspicion, state.iteration + 1
+    noted, number = state.pending_fault_report, state.iteration + 1
     if noted is None or number < noted.iteration:
         return
-    state.suspicion = None
+    state.pending_fault_report = None
     if number == noted.iteration:
         text = (
             f"iteration {number} is accepted here and was rejected twice on {_join_devices(noted.devices)} "
@@ -343,7 +325,7 @@ class _RejectionHandler:
         self._stop(text, reason, where)
 
     def _stop(self, text: str, reason: RejectionReason, where: str) -> NoReturn:
-        ctx, noted = self.ctx, self.state.suspicion
+        ctx, noted = self.ctx, self.state.pending_fault_report
         last = describe_stop(ctx, self.state)
         if ctx.args.training.rerun_mode != "validate_results":
             advice = " --no-check-for-nan-in-loss-and-grad disables this check" if reason.kind == "nan" else ""

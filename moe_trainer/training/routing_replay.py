@@ -36,7 +36,6 @@ from moe_trainer.debug.routing_trace import TRACE_FILES, RoutingTraceReader, par
 from moe_trainer.errors import UserError
 from moe_trainer.model.mtp import shard_of
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.moe.router import TopKRouter
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences
 
 _FLAG = "--moe-routing-replay-path"
@@ -221,7 +220,7 @@ class RoutingReplay:
             token = np.argwhere(repeated)[0][:-1]
             raise UserError(f"{where}: token {token[0]} has an expert twice: {array[tuple(token)].tolist()}")
 
-    def _give_traced(self, chunk: Transformer, routers: Sequence[TopKRouter], microbatch: int, batch: Batch) -> None:
+    def _give_traced(self, chunk: Transformer, routers: Sequence[Any], microbatch: int, batch: Batch) -> None:
         assert isinstance(self._source, RoutingTraceReader)
         (shard_T,) = chunk.shard_for_router(shard_of(chunk.sequence, batch.packed), batch.tokens_BS.t())
         for router in routers:

@@ -24,17 +24,16 @@ from moe_trainer.checkpoint.options import SaveOptions
 from moe_trainer.data.tokenizer import Tokenizer
 from moe_trainer.debug.tensor_dump import Dumps
 from moe_trainer.errors import UserError, as_user_error
-from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.memory.cuda_graph import graph_generators
 from moe_trainer.memory.iteration_graph import IterationGraph
 from moe_trainer.metrics.nvtx import NvtxRanges, make_ranges
 from moe_trainer.metrics.profiler import Profiler
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.build import DTYPES, build_chunks
-from moe_trainer.model.lora import freeze_all_but_adapters
+from moe_trainer.model.participants import collect_participants, make_receive_buffers
+from moe_trainer.model.prepare import freeze_parameters, store_quantized_weights
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.model.weights import load_named_weights
-from moe_trainer.moe.finermoe import freeze_backbone
 from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.apex import select_fused_library
 from moe_trainer.optim.fsdp_shard import FsdpGrads
@@ -49,7 +48,6 @@ from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.schedule import Schedule
-from moe_trainer.quantization.iteration import store_quantized_weights
 from moe_trainer.resilience.layer_trace import register_layer_trace_hooks
 from moe_trainer.training.context import TrainContext, named_transformer_layers, print_rank_0
 from moe_trainer.training.data_setup import get_tokenizer_files
@@ -128,6 +126,8 @@ def build_context(
         runtime=runtime,
         padded_vocab_size=vocab,
         chunks=chunks,
+        participants=collect_participants(chunks, args, ps, runtime.device),
+        buffers=make_receive_buffers(chunks, args, ps, runtime.device),
         schedule=schedule,
         grads=grads,
         optimizer=optimizer,
@@ -149,12 +149,7 @@ def build_model(args: Arguments, runtime: Runtime, vocab_size: int, will_be_load
     """Build this rank's chunks of the model with their initial weights. Collective."""
     ps = runtime.ps
     chunks = build_chunks(args, ps, vocab_size, runtime.device, will_be_loaded=will_be_loaded)
-    if args.model.dsa_indexer_warmup:
-        freeze_all_but_indexers(chunks)
-    elif args.model.lora_dim is not None:
-        freeze_all_but_adapters(chunks, args.model)
-    elif args.optimizer.freeze_backbone:
-        freeze_backbone(chunks)
+    freeze_parameters(chunks, args)
     register_layer_trace_hooks(ps.trace, named_transformer_layers(chunks))
     if args.output.init_from is not None:
         with as_user_error(f"--init-from {args.output.init_from}"):

@@ -7,9 +7,8 @@ enter.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,29 +19,16 @@ from torch import Tensor
 from arguments.mup import mup_lr_mult
 from moe_trainer.data.loader import Batch
 from moe_trainer.errors import as_user_error
-from moe_trainer.layers.qk_clip import global_max_logit, qk_clip_factors, reduce_max_logits, reset_max_logits
-from moe_trainer.layers.sparse_attention import indexer_metric, reduce_indexer_loss, reset_indexer_loss
 from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.metrics.timers import Timers
-from moe_trainer.model.mtp import get_mtp_sums, mtp_metrics, reset_mtp_metrics, shard_of
+from moe_trainer.model.mtp import shard_of
 from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.moe.balancing import collect_moe_metrics, start_iteration, update_biases
-from moe_trainer.moe.expert_loads import collect_expert_loads
-from moe_trainer.moe.receive_buffer import (
-    count_growing_stashes,
-    count_overflows,
-    get_grown_budgets,
-    get_receive_budgets,
-    get_stashes,
-    receive_scope,
-)
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.optim.finalize import finalize_grads
 from moe_trainer.parallel import collectives
 from moe_trainer.pipeline.microbatches import MicrobatchCache
 from moe_trainer.pipeline.schedule import ScheduleInputs
-from moe_trainer.quantization.iteration import begin_iteration, cached_weight_casts, update_scales
 from moe_trainer.training.context import TrainContext, TrainState
 from moe_trainer.training.dumps import StepDumps
 from moe_trainer.training.rerun import (
@@ -50,14 +36,11 @@ from moe_trainer.training.rerun import (
     describe_stop,
     inject_error,
     rejection_rules,
-    reset_iteration_stats,
     rewind,
     snapshot_iteration_start,
     validate_result,
 )
 from moe_trainer.training.routing_replay import RoutingReplay
-
-logger = logging.getLogger(__name__)
 
 
 class StepObserver(Protocol):
@@ -86,12 +69,12 @@ def train_step(
 
     Communication: gradient reductions of `grads`, two numbers per loss, token counts of the routers.
     """
-    args, ps = ctx.args, ctx.ps
+    args = ctx.args
     if ctx.replay is not None:
         ctx.replay.begin_iteration(state.iteration + 1)
     if args.optimizer.freeze_all_layers:
         losses_only = frozen_step(ctx, num_microbatches)
-        agree_on_budgets(ctx, f"iteration {state.iteration + 1}")
+        agree_on_buffers(ctx, f"iteration {state.iteration + 1}")
         return losses_only
     assert ctx.optimizer is not None and ctx.learning_rate is not None and ctx.weight_decay is not None
     dumps = StepDumps(ctx, state.iteration + 1)
@@ -117,7 +100,7 @@ def train_step(
             drop_graphs(ctx)
             evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
         if must_repeat or evaluation.has_grown_budgets:
-            agree_on_budgets(ctx, f"iteration {state.iteration + 1}", must_repeat)
+            agree_on_buffers(ctx, f"iteration {state.iteration + 1}", must_repeat)
         return evaluation
 
     def rerun(eager: bool) -> StepEvaluation:
@@ -131,27 +114,16 @@ def train_step(
     if observer is not None:
         observer.before_update()
     if skipped is not None:
-        reset_iteration_stats(ctx)
+        ctx.participants.discard()
         losses = {"lm loss": result.loss} if math.isfinite(result.loss) else {}
         return StepResult(losses, skipped=skipped, num_repeats=num_repeats)
-    update_scales(ctx.chunks, ps)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
     # a non-finite loss must not reach the weights.
-    update_biases(ctx.chunks, ps, frozen=args.model.dsa_indexer_warmup or args.model.lora_dim is not None)
-    num_layers = args.model.num_layers + (args.model.mtp_num_layers or 0)
-    loads = between_ranks = None
-    if args.moe.num_experts and args.moe.moe_per_layer_logging:
-        loads, between_ranks = collect_expert_loads(
-            ctx.chunks, ps, args.moe.num_experts, num_layers, ctx.runtime.device
-        )
-    moe = collect_moe_metrics(ctx.chunks, ps, num_microbatches, args.moe, num_layers, ctx.runtime.device)
-    losses = {"lm loss": result.loss, **moe.losses, **mtp_metrics(result.mtp), **indexer_metric(result.indexer)}
-    reset_mtp_metrics(ctx.chunks)
-    reset_indexer_loss(ctx.chunks)
+    metrics = ctx.participants.end_step(result.sums_of_participants, num_microbatches)
+    losses = {"lm loss": result.loss, **metrics.losses}
     if args.training.check_for_nan_in_loss_and_grad:
         check_losses_finite(ctx, state, losses)
-    peaks = reduce_max_logits(ctx.chunks, ps, ctx.runtime.device)
-    samples, model, optimizer = state.scheduled_samples, args.model, args.optimizer
+    samples, optimizer = state.scheduled_samples, args.optimizer
     with ctx.timers("optimizer"):
         update = ctx.optimizer.step(
             lr=ctx.learning_rate.lr(samples),
@@ -159,25 +131,13 @@ def train_step(
             scaled_lr=ctx.learning_rate.lr(samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
             weight_decay=ctx.weight_decay.weight_decay(samples),
             norm=result.norm,
-            row_factors=qk_clip_factors(peaks, ps, model.qk_clip_threshold, model.qk_clip_alpha)
-            if model.qk_clip
-            else {},
+            row_factors=metrics.row_factors,
         )
     if args.training.empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
-    max_logit = global_max_logit(peaks, ps, ctx.runtime.device) if args.output.log_max_attention_logit else None
     dumps.write_params()
     return StepResult(
-        losses,
-        update.updated,
-        update.grad_norm,
-        update.num_zeros,
-        moe.dropped_tokens,
-        moe.per_layer,
-        loads,
-        between_ranks,
-        num_repeats=num_repeats,
-        max_attention_logit=max_logit,
+        losses, update.updated, update.grad_norm, update.num_zeros, num_repeats=num_repeats, **metrics.details
     )
 
 
@@ -204,28 +164,29 @@ def forward_backward_reduce(
     the first evaluation of the iteration. `counts_on_host`: experts read their token counts and allocate enough space,
     without CUDA graphs; otherwise a buffer may be too small.
     """
-    args, ps = ctx.args, ctx.ps
     assert ctx.optimizer is not None and ctx.grads is not None
     ctx.optimizer.zero_grad()
-    start_iteration(ctx.chunks)
-    reset_max_logits(ctx.chunks)
-    begin_iteration(ctx.chunks, state.iteration)
+    ctx.participants.begin_step(state.iteration)
     eager = eager or counts_on_host
     for chunk in ctx.chunks:
         chunk.graphs.begin_iteration(eager=eager)
     # the mean over dp_cp divides by cp too, although the ranks of cp share a microbatch
-    grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ps.cp.size / num_microbatches)
-    defer_counts = ctx.may_lose_tokens and not eager  # recorded tokens must be complete
-    with receive_scope(ctx.chunks, defer_counts):
+    grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ctx.ps.cp.size / num_microbatches)
+    with ctx.buffers.scope(counts_on_host=eager):  # recorded tokens must be complete
         sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
     for chunk in ctx.chunks:
         chunk.graphs.end_iteration()
     sums = inject_error(ctx, state, sums, repeated)
-    (loss_sum, tokens, *mtp), (num_overflowed, num_growing, num_grown), indexer = _copy_to_host(
-        _reduce_sums(ctx, sums, get_mtp_sums(ctx.chunks)),
-        _count_small_buffers(ctx),
-        reduce_indexer_loss(ctx.chunks, ps, args.model, ctx.runtime.device),
+    participants = ctx.participants
+    last_stage = participants.last_stage_sums()
+    total, small_buffers = _reduce_sums(ctx, sums, last_stage.values()), ctx.buffers.count_small_buffers()
+    others = participants.reduced_sums()
+    (num_overflowed, num_growing, num_grown), (loss_sum, tokens), *numbers = _copy_to_host(
+        small_buffers, *total.split([2, *map(len, last_stage.values())]), *others.values()
     )
+    sums_of_participants: dict[int, list[float]] = {}
+    for index, values in zip((*last_stage, *others), numbers, strict=True):
+        sums_of_participants.setdefault(index, []).extend(values)
     if num_growing:
         drop_graphs(ctx)
     has_grown_budgets = num_grown > 0
@@ -237,9 +198,9 @@ def forward_backward_reduce(
     loss = loss_sum / max(tokens, 1.0)
     with ctx.timers("optimizer"):
         norm = ctx.optimizer.grad_norm(
-            signal_nonfinite=state.history.judge_loss(loss, rejection_rules(args)) is not None
+            signal_nonfinite=state.history.judge_loss(loss, rejection_rules(ctx.args)) is not None
         )
-    return StepEvaluation(sums, loss, tokens, norm, tuple(mtp), tuple(indexer), has_grown_budgets=has_grown_budgets)
+    return StepEvaluation(sums, loss, tokens, norm, sums_of_participants, has_grown_budgets=has_grown_budgets)
 
 
 def drop_graphs(ctx: TrainContext) -> None:
@@ -251,6 +212,12 @@ def drop_graphs(ctx: TrainContext) -> None:
         ctx.iteration_graph.drop()
     for chunk in ctx.chunks:
         chunk.graphs.drop()
+
+
+def agree_on_buffers(ctx: TrainContext, where: str, was_repeated: bool = False) -> None:
+    """Let the ranks agree on buffers that were too small in `where`, an iteration or an evaluation. Collective."""
+    if ctx.buffers.agree(where, was_repeated):
+        drop_graphs(ctx)
 
 
 def train_microbatches(ctx: TrainContext, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
@@ -358,7 +325,7 @@ def run_microbatches(
         mark=ctx.timers.ranges,
         forward_only=forward_only,
     )
-    with cached_weight_casts(chunks, num_microbatches):
+    with ctx.participants.passes(num_microbatches):
         results = ctx.schedule.run(inputs)
     if replay is not None:
         replay.clear()
@@ -393,84 +360,17 @@ def _copy_to_host(*tensors: Tensor) -> list[list[float]]:
     return [part.tolist() for part in torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors])]
 
 
-def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Tensor | None = None) -> Tensor:
+def _reduce_sums(ctx: TrainContext, sums: list[Tensor], further: Iterable[Tensor] = ()) -> Tensor:
     """Return the two numbers of reduce_loss, fp64 on the device, followed by `further` ones reduced in the same way."""
     ps = ctx.ps
     total = (
         torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=ctx.runtime.device)
     )
-    if further is not None:
-        total = torch.cat([total, further])
+    if further := [*further]:
+        total = torch.cat([total, *further])
     if ps.is_last_stage:
         total = collectives.all_reduce(total, ps.dp_cp)
     return collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
-
-
-def _count_small_buffers(ctx: TrainContext) -> Tensor:
-    """Return the numbers of layers whose buffers overflowed, stashes that will grow, and layers whose buffers grew.
-
-    fp64 [3] on the device.
-
-    They are over all ranks if tokens may be lost, else of this rank.
-
-    Communication: the three numbers over the world, if tokens may be lost. Otherwise graphs contain no stash.
-    """
-    device = ctx.runtime.device
-    overflowed, growing = count_overflows(ctx.chunks, device), count_growing_stashes(ctx.chunks, device)
-    counts_3 = torch.cat([overflowed, growing, overflowed.new_full((1,), len(get_grown_budgets(ctx.chunks)))])
-    return collectives.all_reduce(counts_3, ctx.ps.world) if ctx.may_lose_tokens else counts_3
-
-
-def agree_on_budgets(ctx: TrainContext, where: str, was_repeated: bool = False) -> None:
-    """Adopt the factors to which buffers have grown, and log the sufficient ones.
-
-    Collective if tokens may be lost: then fixed buffers have one size, of the largest factor on any rank, and rank 0
-    logs. Otherwise every rank has its own sizes and logs what grew.
-
-    Args:
-        where: what has been computed, for the log.
-        was_repeated: it is an iteration in which tokens were lost and which was repeated.
-    """
-    if ctx.args.moe.moe_expert_rank_capacity_factor is None:
-        return
-    budgets, stashes, rank = get_receive_budgets(ctx.chunks), get_stashes(ctx.chunks), ctx.ps.world.rank
-    grown = [(budget.factor, budget.fixed_factor, budget.name, rank) for budget in get_grown_budgets(ctx.chunks)]
-    factors = {budget.name: budget.factor for budget in budgets}
-    full = [stash.sufficient_factor for stash in stashes if stash.has_overflowed and was_repeated]
-    local = grown, factors, max(full, default=0.0)
-    gathered = collectives.all_gather_object(local, ctx.ps.world) if ctx.may_lose_tokens else [local]
-    grown = [each for of_rank, _, _ in gathered for each in of_rank]
-    largest: dict[str, float] = {}
-    for _, factors, _ in gathered:
-        for name, factor in factors.items():
-            largest[name] = max(factor, largest.get(name, factor))
-    for budget in budgets:
-        budget.adopt(largest[budget.name])
-    stash_factor = max(factor for _, _, factor in gathered)
-    for stash in stashes if stash_factor else ():
-        stash.adopt(stash_factor)
-    if grown:
-        drop_graphs(ctx)
-    if ctx.may_lose_tokens and rank:
-        return
-    if stash_factor:
-        logger.warning(
-            f"{where}: the paged stash was full; nothing of it has taken effect, and it was repeated. "
-            f"--moe-paged-stash-buffer-size-factor-cuda {stash_factor:g} would have been enough"
-        )
-    if grown:
-        after, before, name, fullest = max(grown)
-        layers, ranks = {name for _, _, name, _ in grown}, {rank for *_, rank in grown}
-        outcome = (
-            "nothing of it has taken effect, and it was repeated with larger ones"
-            if was_repeated
-            else "no token is lost"
-        )
-        logger.warning(
-            f"{where}: experts received more tokens than their receive buffers hold; {outcome}. Buffers grew (layers: "
-            f"{len(layers)}, ranks: {len(ranks)}): the factor of {name} on rank {fullest} grew from {before:g} to "
-            f"{after:g}. --moe-expert-rank-capacity-factor {max(largest.values()):g} would have been enough"
-        )
 
 
 def check_losses_finite(ctx: TrainContext, state: TrainState, losses: dict[str, float]) -> None:

@@ -7,8 +7,10 @@ runs the plain program. Pure; no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
+from arguments.mechanisms.selections import of_balancing
 from arguments.rules.derived_sizes import as_list
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -28,11 +30,15 @@ def defined_by_mapping(values: Mapping[str, object], mapping: ParallelMapping) -
     has_data_ranks = mapping.dp > 1 or is_dynamic
     is_defined = {
         "global_aux_loss (token counts of all data ranks)": "global_aux_loss" in kinds and has_data_ranks,
-        "sinkhorn balancing (over each rank's tokens)": "sinkhorn" in kinds and has_other_tokens,
+        **{f"{each.name} (over each rank's tokens)": has_other_tokens for each in _counting_by_rank(kinds)},
         "expert capacity and dropped tokens (of each rank's tokens)": has_capacity and has_other_tokens,
         "multi-token prediction's mean (over each context rank's tokens)": _has_mean_of_ranks(values, mapping),
     }
     return tuple(name for name, condition in is_defined.items() if condition)
+
+
+def _counting_by_rank(kinds: Sequence[str]) -> tuple[DeclaredSelection, ...]:
+    return tuple(each for each in of_balancing(kinds) if each.counts == "rank")
 
 
 def _has_groups(values: Mapping[str, object]) -> bool:
@@ -59,7 +65,7 @@ def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMa
     depends = (
         not values.get("calculate_per_token_loss")
         or any(values.get(dest) for dest in _PACKING)
-        or {"sinkhorn", "quantile_balancing"} & set(kinds)
+        or any(each.counts for each in of_balancing(kinds))
         or any(coeff for kind, coeff in zip(kinds, coeffs) if kind != "seq_aux_loss")
         or values.get("moe_expert_capacity_factor") is not None
         or (values.get("mtp_num_layers") and not values.get("mtp_loss_per_token"))
@@ -79,10 +85,11 @@ def plain_values(values: Mapping[str, object], mapping: ParallelMapping) -> dict
     """
     changes: dict[str, object] = {}
     kinds = as_list(values.get(_KINDS) or "")
-    if "global_aux_loss" in kinds or "sinkhorn" in kinds:
-        coeffs = as_list(values.get(_COEFFS) or 0.0) if "sinkhorn" not in kinds else [1e-2]
+    by_rank = {each.balancing for each in _counting_by_rank(kinds)}
+    if "global_aux_loss" in kinds or by_rank:
+        coeffs = as_list(values.get(_COEFFS) or 0.0) if not by_rank else [1e-2]
         by_kind = {
-            "seq_aux_loss" if kind in ("global_aux_loss", "sinkhorn") else kind: coeff
+            "seq_aux_loss" if kind in ("global_aux_loss", *by_rank) else kind: coeff
             for kind, coeff in zip(kinds, coeffs)
         }
         changes |= {_KINDS: list(by_kind), _COEFFS: list(by_kind.values())}

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from moe_trainer.model.mtp import MTPLosses, shift_left
-from moe_trainer.moe.selections.sinkhorn import SinkhornSelection
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.training.context import TrainContext
@@ -61,7 +60,7 @@ def emulate_topology(run: TrainContext, sharding: SequenceSharding, cp_sizes: It
             layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, get_tokens)
             layer.capacity = None  # each shard rounds it up, so the counts of all come from the routing
             selection = layer.router.selection
-            if isinstance(selection, SinkhornSelection):
+            if selection.declaration.counts == "rank":
                 selection.route = route_by_shard(selection.route, get_tokens)
     losses = run.chunks[-1].mtp_losses
     if sharding.cp > 1 and losses is not None and not losses.is_global:

@@ -20,6 +20,8 @@ from arguments.mechanisms.dispatchers import (
     Dispatcher,
     find_dispatcher,
 )
+from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, DeclaredSelection, RoutingCapability
+from arguments.mechanisms.selections import SELECTIONS, of_balancing
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.shrink import (
@@ -70,7 +72,8 @@ def draw(rng: random.Random, mapping: ParallelMapping) -> ParityCase | None:
     values |= _stages(rng, mapping, values)
     values |= _context(rng, mapping, values["num_layers"])
     values |= _sample_uncommon_options(separate_rng(), mapping, values)
-    values |= _quantile_balancing(separate_rng(), values)
+    for selection in (each for each in SELECTIONS if each.balancing is not None and each.draws):
+        values |= _drawn_balancing(separate_rng(), selection, values)
     values |= _sharded(rng, mapping) or _overlapped(rng, mapping, values)
     values |= _fp8(rng, mapping, values)
     values |= _memory(rng, values)
@@ -255,15 +258,17 @@ def _router(rng: random.Random) -> dict[str, object]:
     return values
 
 
-def _quantile_balancing(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
-    """Draw quantile balancing sometimes, if the model allows it."""
-    excluded_by = ("finermoe_output_granularity", "moe_router_group_topk", "moe_expert_capacity_factor")
+def _drawn_balancing(rng: random.Random, selection: DeclaredSelection, values: dict[str, object]) -> dict[str, object]:
+    """Draw a kind of balancing that has flags sometimes, if the model allows it."""
+    excluded_by = [dest for dest, capability in DEMANDED_BY.items() if selection.rejects(capability)]
+    if selection.rejects(RoutingCapability.CAPACITY):
+        excluded_by.append("moe_expert_capacity_factor")
     if any(values.get(dest) for dest in excluded_by) or not _chance(rng, 0.2):
         return {}
     return {
-        "moe_router_load_balancing_type": ["quantile_balancing"],
+        "moe_router_load_balancing_type": [selection.balancing],
         "moe_aux_loss_coeff": [0.0],
-        "moe_router_quantile_balancing_ema": rng.choice((0.0, 0.6)),
+        **{dest: rng.choice(choices) for dest, choices in selection.draws},
     }
 
 
@@ -383,7 +388,9 @@ def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:
 
 def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     """Draw samples of different lengths sometimes, which are packed into microbatches."""
-    if values.get("fp8") or values["moe_router_load_balancing_type"] == ["quantile_balancing"] or not _chance(rng, 0.3):
+    balancing = of_balancing(values["moe_router_load_balancing_type"])
+    is_excluded = values.get("fp8") or any(each.rejects(RoutingCapability.PADDING) for each in balancing)
+    if is_excluded or not _chance(rng, 0.3):
         return {}
     sizes = packed_sizes(mapping, by_tensor_ranks=True)
     return sizes | {

@@ -19,6 +19,7 @@ import torch
 
 from arguments import ArgumentError, Arguments, parse_args
 from arguments.container import OPTIONS, flags_of
+from arguments.mechanisms.selections import named_selections
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.spelling import to_command_line
@@ -150,10 +151,9 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
             "under another tp or cp"
         )
     balancing = str(moe.moe_router_load_balancing_type)
-    if "sinkhorn" in balancing and (changed & {"tp", "cp"} or micro_batch_changed):
-        yield "sinkhorn balances the tokens of one rank"
-    if "quantile_balancing" in balancing and micro_batch_changed:
-        yield "quantile balancing estimates its bias from one microbatch"
+    for each in named_selections(moe):
+        if each.counts and (micro_batch_changed or each.counts == "rank" and changed & {"tp", "cp"}):
+            yield each.counts_because
     if "global_aux_loss" in balancing and (changed & {"dp"} or micro_batch_changed):
         yield "global_aux_loss counts tokens over the data ranks of one microbatch index"
     is_mtp_per_token = model.mtp_loss_per_token and args.training.calculate_per_token_loss

@@ -9,7 +9,7 @@ from arguments import ArgumentError, find_checkpoint_args_source, parse_args
 from arguments.checkpoint_args import CheckpointArgsSource, apply
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
-from arguments.moe import SELECTING
+from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings
 from arguments.tokens import parse_tokens
 from tests.arguments.test_tokens import TOY

@@ -18,7 +18,8 @@ READ_BY_ARGUMENTS = {
 """Read while the command line is resolved (parse.py, apply_flag_status.py, checkpoint_args.py, report.py, rules/) or when the
 environment is set (machine.py)."""
 USED_BY_THE_PROGRAM = (
-    "blend layer_pattern mechanisms/dispatchers mup sparse_attention stage_layout stored_weights vocabulary".split()
+    "blend layer_pattern mechanisms/dispatchers mechanisms/selection_kinds/hash_routing mup sparse_attention stage_layout "
+    "stored_weights vocabulary".split()
 )
 """Modules of `arguments` that compute what the model is built from, and where its data are."""
 READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_upcycling_expert_init"}

@@ -11,6 +11,7 @@ from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from harness import run_ranks
 
 from arguments import parse_args
+from moe_trainer.checkpoint.flavors import difference, layer_letters, to_flavor
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
@@ -271,3 +272,27 @@ def test_keys_of_the_real_deepseek_model(shared, tmp_path):
     experts = 8 * 2 * sum("experts.experts.linear_fc1.weight" in key for key in tensors)
     biases = sum(key.endswith("expert_bias") for key in tensors)
     assert len(tensors) == named - experts + experts // 8 + biases
+
+
+def test_names_of_gpt_and_hybrid_models_translate_into_each_other():
+    for gpt, hybrid in (
+        ("decoder.layers.3.input_layernorm.weight", "decoder.layers.6.input_layernorm.weight"),
+        ("decoder.layers.3.self_attention.linear_qkv.weight", "decoder.layers.6.self_attention.linear_qkv.weight"),
+        ("decoder.layers.3.pre_mlp_layernorm.weight", "decoder.layers.7.pre_mlp_layernorm.weight"),
+        ("decoder.layers.3.mlp.router.expert_bias", "decoder.layers.7.mlp.router.expert_bias"),
+        ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+        ("mtp.layers.0.final_layernorm.weight", "mtp.layers.0.final_layernorm.weight"),
+    ):
+        assert (to_flavor(gpt, hybrid=True), to_flavor(hybrid, hybrid=False)) == (hybrid, gpt)
+
+
+def test_layers_of_a_gpt_model_as_letters():
+    gpt = {"num_layers": 4, "num_experts": 2, "moe_layer_freq": 2}
+    assert layer_letters(gpt) == "*E*-*E*-"
+    assert layer_letters(gpt | {"num_experts": None, "multi_latent_attention": True}) == "+-+-+-+-"
+    linear = {"experimental_attention_variant": "gdn", "linear_attention_freq": 2}
+    assert layer_letters(gpt | linear) == "GE*-GE*-"
+    assert difference(gpt, {"hybrid_layer_pattern": "*E*-|*E*-"}) is None
+    assert "layer 7 (from 0) is - in the checkpoint and none here" in difference(
+        gpt, {"hybrid_layer_pattern": "*E*-*E*"}
+    )

@@ -141,6 +141,7 @@ def known_flags() -> set[str]:
         *(ROOT / "moe_trainer/launch").iterdir(),
         ROOT / "arguments/parse.py",
         ROOT / "arguments/recipe.py",
+        ROOT / "tests/removal/remove.py",
         *(ROOT / "moe_trainer").rglob("inspect.py"),
     ]
     return trainer.union(

@@ -39,6 +39,7 @@ from moe_trainer.estimate.roofline import CALLERS, CASTS, FINISH, OPERATOR, STAR
 from moe_trainer.memory import host_read
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model import build
+from moe_trainer.moe import participant
 from moe_trainer.moe.balancing import MoeMetrics
 from moe_trainer.parallel import collectives, p2p
 from moe_trainer.parallel.state import Group, ParallelState
@@ -283,7 +284,7 @@ def collect_no_metrics(collect: Callable[..., MoeMetrics], *args: Any) -> MoeMet
 
 def disable_computation() -> None:
     """Disable computation in this process, and all checks of values."""
-    step.collect_moe_metrics = functools.partial(collect_no_metrics, step.collect_moe_metrics)
+    participant.collect_moe_metrics = functools.partial(collect_no_metrics, participant.collect_moe_metrics)
     emulation.DEVICE().shapes_only(True)
     build.init_parameters, build._check_initialized = (lambda params, seed: None), (lambda chunk: None)
     scaled_mm.matches_reference = scaled_grouped.matches_reference = accepts_operands

@@ -101,6 +101,7 @@ def states_with(argv: list[str], once: bool) -> int:
     import torch
 
     from moe_trainer.parallel.state import ParallelState
+    from moe_trainer.quantization import iteration
     from moe_trainer.training import step
     from moe_trainer.verification import training_trace
 
@@ -109,7 +110,7 @@ def states_with(argv: list[str], once: bool) -> int:
         found.append(torch.cuda.memory_allocated()) or run_microbatches(*args, **options)
     )
     if not once:
-        step.cached_weight_casts = lambda *_: nullcontext()
+        iteration.cached_weight_casts = lambda *_: nullcontext()
     training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
     return found[1]
 
@@ -132,10 +133,10 @@ def casts_at_the_end(argv: list[str], kept: bool) -> int:
     import torch
 
     from moe_trainer.parallel.state import ParallelState
-    from moe_trainer.training import step
+    from moe_trainer.quantization import iteration
     from moe_trainer.verification import training_trace
 
-    found, cached = [], step.cached_weight_casts
+    found, cached = [], iteration.cached_weight_casts
 
     @contextmanager
     def measured(*args):
@@ -143,7 +144,7 @@ def casts_at_the_end(argv: list[str], kept: bool) -> int:
             yield
             found.append(torch.cuda.memory_allocated())
 
-    step.cached_weight_casts = measured
+    iteration.cached_weight_casts = measured
     training_trace.train(parse_args(argv, 1), 0, ParallelState.single(), 2, device="cuda")
     return found[1]
 

@@ -53,6 +53,7 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
     from arguments import parse_args
     from moe_trainer.layers.te_layers import _FusedLinear
     from moe_trainer.moe.experts import Experts
+    from moe_trainer.quantization import iteration
     from moe_trainer.training import step
     from moe_trainer.verification import training_trace
 
@@ -77,7 +78,7 @@ def count_casts(flags: str, once: bool = True) -> tuple[list[int], int, list[dic
         return run_microbatches(context, *rest, **more)
 
     if not once:
-        step.cached_weight_casts = lambda *_: nullcontext()
+        iteration.cached_weight_casts = lambda *_: nullcontext()
     te_quantizers.quantize, step.run_microbatches, training_trace.run_microbatches = counted, run, run
     outcome = training_trace.train(
         parse_args([*make_argv("plain"), *FP8.split(), *flags.split()], 1), 0, ParallelState.single(), 2, device="cuda"

@@ -1,7 +1,5 @@
 """The indexer of sparse attention: the computation of its scores, and the gradients of its loss."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from training.layouts import make_argv, shallow, train
@@ -19,13 +17,13 @@ from moe_trainer.layers.sparse_attention import (
 )
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.participants import collect_participants
 from moe_trainer.ops.block_attention import PositionRange, Selection
 from moe_trainer.ops.hadamard import rotate
 from moe_trainer.ops.rope import apply_rope, inverse_frequencies, rope_tables
 from moe_trainer.ops.sparse_attention import IndexerOutput, topk_mask
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import Group, ParallelState
-from moe_trainer.training.rerun import reset_iteration_stats
 
 DSA = "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --seed 2"
 
@@ -159,7 +157,7 @@ def test_reported_indexer_loss_is_a_mean_and_is_reset():
         for number, layer in enumerate(layers):
             layer.indexer_loss.copy_(torch.tensor([6.0 * number, 2.0]))
         if forget:
-            reset_iteration_stats(SimpleNamespace(chunks=chunks))
+            collect_participants(chunks, args, ps, torch.device("cpu")).discard()
         found = []
         for _ in range(2):
             found.append(

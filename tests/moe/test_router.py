@@ -323,7 +323,7 @@ SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 
     ({"moe_router_enable_expert_bias": True}, "TopKSelection", "FusedSelection"),
     ({"moe_router_score_function": "sigmoid"}, "TopKSelection", "FusedSelection"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "TopKSelection", "FusedSelection"),
-    ({"moe_router_sparsemixer_jitter": 0.1}, "LogitSelection", "LogitSelection"),
+    ({"moe_router_sparsemixer_jitter": 0.1}, "SparseMixerSelection", "SparseMixerSelection"),
     ({"moe_enable_routing_replay": True}, "ReplaySelection", "ReplaySelection"),
     (SINKHORN, "SinkhornSelection", "SinkhornSelection"),
     ({"moe_n_hash_layers": 1, **SINKHORN}, "HashSelection", "HashSelection"),

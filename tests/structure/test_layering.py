@@ -20,6 +20,7 @@ LEVELS = {
     "version": 0,
     "backends": 0,
     "model_zoo": 0,
+    "participant": 0,
     "drawing": 1,
     "ops": 1,
     "parallel": 1,
@@ -57,6 +58,7 @@ LEAVES = ("errors", "exit_codes", "io", "launch_env", "backends")
 # Pairs (importer, imported) that the levels alone would allow.
 FORBIDDEN = frozenset(
     {(a, b) for a in MODEL for b in MACHINERY}
+    | {("training", each) for each in ("layers", "moe", "quantization")}
     | {("arguments", leaf) for leaf in LEAVES}
     | {("ops", leaf) for leaf in LEAVES}
     | {("drawing", leaf) for leaf in LEAVES if leaf != "io"}
@@ -240,6 +242,7 @@ def test_flags_and_estimates_work_without_torch():
         ("moe_trainer.layers.x", "from moe_trainer.training import pretrain"),
         ("moe_trainer.moe.x", "from moe_trainer.estimate import memory"),
         ("moe_trainer.training.x", "from moe_trainer.verification import parity"),
+        ("moe_trainer.training.x", "def f():\n    from moe_trainer.moe.balancing import y"),
         ("moe_trainer.estimate.x", "import torch.nn"),
         ("moe_trainer.new_package.x", "import os"),
         ("arguments.x", "from moe_trainer.estimate import flops"),

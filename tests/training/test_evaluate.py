@@ -12,7 +12,7 @@ from commands import read_metrics, run
 from training.forked import pretrain
 from training.tiny import MOCK, TINY
 
-from arguments.moe import SELECTING
+from arguments.mechanisms.selections import SELECTING
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.loader import Batch
 from moe_trainer.metrics.evaluation_summary import EvaluationResult

@@ -1,12 +1,14 @@
 """Hybrid models on ranks: training equals one process, and a stopped run resumes bit for bit, in another layout too."""
 
+import pytest
 import torch
 from harness import run_ranks
 from training.agreement import Row, check_rows
-from training.layouts import make_argv
+from training.layouts import make_argv, shallow
 from training.resuming import assert_alike, load_and_save, train_and_save
 from training.test_resume import assert_same_end, outputs, run
 
+from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.inspect import differences
 
 PATTERN = "ME*M-E"
@@ -84,3 +86,17 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
         "decoder.layers.1.pre_mlp_layernorm.weight",
         "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
     } <= set(keys)
+
+
+def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(tmp_path):
+    """GPT -> hybrid -> GPT: weights, optimizer and expert biases; the next losses are those of the uninterrupted run."""
+    bias = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-layer-freq ([1,0])".split()
+    gpt = [*shallow(make_argv("plain")), *bias]
+    at = gpt.index("--num-layers")
+    hybrid = [*gpt[:at], *gpt[at + 2 : -2], "--hybrid-layer-pattern=*E*-"]
+    expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
+    assert run_ranks(load_and_save, 1, hybrid, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+    assert run_ranks(load_and_save, 1, gpt, tmp_path / "hybrid", tmp_path / "back")[0] == expected
+    assert differences(tmp_path / "gpt" / "iter_0000002", tmp_path / "back" / "iter_0000002") == []
+    with pytest.raises(CheckpointError, match="layer 1 .from 0. is E in the checkpoint and - here"):
+        load_and_save(0, 1, [word.replace("*E*-", "*-*E") for word in hybrid], tmp_path / "gpt", tmp_path / "other")

@@ -43,9 +43,7 @@ def test_validation_waits_for_the_param_gather(events, monkeypatch):
     monkeypatch.setattr(evaluate, "make_loader", lambda *_: iter(()))
     monkeypatch.setattr(evaluate, "run_microbatches", lambda *_, **__: events.append("read") or [])
     monkeypatch.setattr(evaluate, "reduce_loss", lambda *_: (0.0, 1.0))
-    run = fake_run(
-        events, args=SimpleNamespace(training=training, moe=SimpleNamespace(moe_expert_rank_capacity_factor=None))
-    )
+    run = fake_run(events, args=SimpleNamespace(training=training), buffers=SimpleNamespace(agree=lambda *_: False))
     evaluate.evaluate(run, None, "here", "validation", range(4), 0, False)
     assert events == ["wait", "read"]
 

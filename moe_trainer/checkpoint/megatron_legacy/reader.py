@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from arguments.mechanisms.selections import SAVED_NAMES
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.archive import load_mapped, verify_checksums
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
@@ -34,7 +35,13 @@ FORMAT = "torch"
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "fp32_param")
 _DEFAULT_BUCKET = 40_000_000
 # names of saved tensors that are not parameters
-BUFFERS = ("expert_bias", "qb_beta", "tid2eid", "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+BUFFERS = (
+    "expert_bias",
+    *SAVED_NAMES,
+    "local_tokens_per_expert",
+    "global_tokens_per_expert",
+    "ga_steps",
+)
 
 
 def is_legacy_folder(folder: Path) -> bool:

@@ -1,24 +1,18 @@
-"""The selections, and the choice of one for a layer."""
+"""The choice of a selection for a layer."""
 
-from moe_trainer.moe.selections.grid import GridSelection
-from moe_trainer.moe.selections.hash_routing import HashSelection
-from moe_trainer.moe.selections.quantile_balancing import QuantileBalancing
-from moe_trainer.moe.selections.replay import ReplaySelection
+import importlib
+from typing import Any
+
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
+from arguments.mechanisms.selections import get_selection
 from moe_trainer.moe.selections.selection import ExpertSelection, SelectionContext
-from moe_trainer.moe.selections.sinkhorn import SinkhornSelection
-from moe_trainer.moe.selections.topk import TopKSelection
 
-SELECTIONS: tuple[type[ExpertSelection], ...] = (
-    HashSelection,
-    SinkhornSelection,
-    QuantileBalancing,
-    GridSelection,
-    ReplaySelection,
-    TopKSelection,
-)
-"""Where the flags ask for several, as only some layers are hash-routed, the first one is taken."""
+
+def load_module(selection: DeclaredSelection) -> Any:
+    """Import the module of a selection, which has the name of the declaration, and with it `make_selection`."""
+    return importlib.import_module(f"moe_trainer.moe.selections.{selection.key}")
 
 
 def build_selection(context: SelectionContext) -> ExpertSelection:
     """Build the selection that the flags ask for in a layer."""
-    return next(each for each in SELECTIONS if each.applies(context)).build(context)
+    return load_module(get_selection(context.moe, context.layer_number)).make_selection(context)

@@ -7,6 +7,7 @@ Shape letters: T tokens, E experts, K selected experts per token.
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.selection_kinds.grid import GRID
 from arguments.moe import ExpertGrid
 from moe_trainer.moe.selections.scores import wide_dtype
 from moe_trainer.moe.selections.selection import (
@@ -35,6 +36,8 @@ def choose_slices(logits_TE: Tensor, grid: ExpertGrid, topk: int) -> Tensor:
 class GridSelection(TopKSelection):
     """Slices of a grid; balancing losses count its choice."""
 
+    declaration = GRID
+
     has_own_counts = True
 
     def __init__(self, context: SelectionContext):
@@ -42,10 +45,6 @@ class GridSelection(TopKSelection):
         assert moe.finermoe is not None
         super().__init__(moe.moe_router_topk, context.make_scores(moe.moe_router_pre_softmax), context.cache_fn)
         self.grid = moe.finermoe
-
-    @classmethod
-    def applies(cls, context: SelectionContext) -> bool:
-        return context.moe.finermoe is not None
 
     @classmethod
     def build(cls, context: SelectionContext) -> "GridSelection":
@@ -67,3 +66,7 @@ class GridSelection(TopKSelection):
 
     def margin(self, logits_TE: Tensor, expert_bias_E: Tensor | None) -> Tensor | None:
         return None  # sums over groups decide, too
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    return GridSelection.build(context)

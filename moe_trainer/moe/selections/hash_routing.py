@@ -6,8 +6,10 @@ Shape letters: T tokens, E experts, K top-k, V token ids.
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.selection_kinds.hash_routing import HASH
 from moe_trainer.moe.selections.selection import (
     Choice,
+    ExpertSelection,
     RoutingInputs,
     ScoredSelection,
     SelectionContext,
@@ -28,11 +30,9 @@ def make_table(vocab_size: int, topk: int, num_experts: int, device: torch.devic
 class HashSelection(ScoredSelection):
     """The experts of the token's row of the table; scores only weigh them."""
 
-    reads_token_ids = True
+    declaration = HASH
 
-    @classmethod
-    def applies(cls, context: SelectionContext) -> bool:
-        return context.layer_number <= context.moe.moe_n_hash_layers
+    reads_token_ids = True
 
     @classmethod
     def build(cls, context: SelectionContext) -> "HashSelection":
@@ -57,3 +57,7 @@ class ForcedSelection(HashSelection):
 
     def choose(self, logits_TE: Tensor, scores_TE: Tensor, inputs: RoutingInputs) -> Tensor:
         return self.cache_fn(lambda: logits_TE.detach().topk(self.topk, dim=1)[1])
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    return HashSelection.build(context)

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from arguments.mechanisms.selection_kinds.quantile_balancing import QUANTILE_BALANCING
 from moe_trainer.moe.selections.margin import compute_routing_margin
-from moe_trainer.moe.selections.selection import RoutingInputs, ScoredSelection, SelectionContext
+from moe_trainer.moe.selections.selection import ExpertSelection, RoutingInputs, ScoredSelection, SelectionContext
 from moe_trainer.parallel.collectives import all_gather_flat, all_reduce
 from moe_trainer.parallel.state import ParallelState
 
@@ -39,6 +40,8 @@ class QuantileBalancing(ScoredSelection, nn.Module):
     Buffers: bias_E, which is checkpointed as qb_beta, and the sum and number of this global batch's estimates.
     """
 
+    declaration = QUANTILE_BALANCING
+
     def __init__(self, context: SelectionContext):
         moe = context.moe
         super().__init__(moe.moe_router_topk, context.make_scores(moe.moe_router_pre_softmax), context.cache_fn)
@@ -46,10 +49,6 @@ class QuantileBalancing(ScoredSelection, nn.Module):
         self.register_buffer("bias_E", torch.zeros(moe.num_experts, dtype=torch.float32))
         self.register_buffer("sum_E", torch.zeros(moe.num_experts, dtype=torch.float32), persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.float32), persistent=False)
-
-    @classmethod
-    def applies(cls, context: SelectionContext) -> bool:
-        return context.moe.moe_router_load_balancing_type == KIND
 
     def _apply(self, fn, recurse=True):
         # fp32 whatever the model is cast to
@@ -108,3 +107,7 @@ class QuantileBalancing(ScoredSelection, nn.Module):
                 each.bias_E.copy_(new_E)
         for each in selections:
             each.reset()
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    return QuantileBalancing.build(context)

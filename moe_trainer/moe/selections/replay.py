@@ -6,6 +6,7 @@ Shape letters: T tokens, E experts, K top-k.
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.selection_kinds.replay import REPLAY
 from moe_trainer.moe.selections.selection import (
     Choice,
     ExpertSelection,
@@ -39,12 +40,10 @@ class ReplaySelection(ExpertSelection):
         free: `plain` or its kernel, for passes without given experts.
     """
 
+    declaration = REPLAY
+
     def __init__(self, plain: TopKSelection, name: str, free: ExpertSelection):
         self.plain, self.name, self.free = plain, name, free
-
-    @classmethod
-    def applies(cls, context: SelectionContext) -> bool:
-        return context.moe.moe_enable_routing_replay
 
     @classmethod
     def build(cls, context: SelectionContext) -> "ReplaySelection":
@@ -75,3 +74,7 @@ class ReplaySelection(ExpertSelection):
 
     def margin(self, logits_TE: Tensor, expert_bias_E: Tensor | None) -> Tensor | None:
         return self.plain.margin(logits_TE, expert_bias_E)
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    return ReplaySelection.build(context)

@@ -1,6 +1,8 @@
 """What a router asks of a selection: which experts take a token, and with what weight.
 
-There is one file per selection in this package, and `build.py` lists them. The router builds one and never asks which.
+There is one file per selection in this package, listed by arguments/mechanisms/selections.py. The router builds one
+and never asks which.
+never asks which.
 
 Shape letters: T tokens, E experts, K top-k, V token ids.
 """
@@ -12,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.moe import MoEArgs
 from moe_trainer.moe.dispatch.base import CacheFn
 from moe_trainer.moe.selections.scores import Scores, make_scores
@@ -78,20 +81,17 @@ def to_routing_map(chosen_TK: Tensor, logits_TE: Tensor) -> Tensor:
 
 
 class ExpertSelection:
-    """Base of all selections; `build` calls the class with a SelectionContext.
+    """Base of all selections; a module's `make_selection` makes one of a SelectionContext.
 
     Attributes:
+        declaration: what other code may ask of it.
         reads_token_ids: it needs `token_ids_T` and the router's table, and no expert bias.
         has_own_counts: balancing losses always count `counted`, which their kernels cannot do.
     """
 
+    declaration: DeclaredSelection
     reads_token_ids = False
     has_own_counts = False
-
-    @classmethod
-    def applies(cls, context: SelectionContext) -> bool:
-        """Return whether the flags ask for this selection in this layer."""
-        raise NotImplementedError
 
     @classmethod
     def build(cls, context: SelectionContext) -> "ExpertSelection":

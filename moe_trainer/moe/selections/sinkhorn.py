@@ -6,6 +6,7 @@ Shape letters: T tokens, E experts, K top-k.
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.selection_kinds.sinkhorn import SINKHORN
 from moe_trainer.moe.dispatch.base import CacheFn, no_cache
 from moe_trainer.moe.selections.scores import wide_dtype
 from moe_trainer.moe.selections.selection import (
@@ -84,12 +85,14 @@ def sinkhorn_topk(logits_TE: Tensor, topk: int, balance: bool, cache_fn: CacheFn
 class SinkhornSelection(ExpertSelection):
     """Sinkhorn routing; evaluation does not balance."""
 
+    declaration = SINKHORN
+
     def __init__(self, context: SelectionContext):
         self.topk, self.cache_fn = context.moe.moe_router_topk, context.cache_fn
 
-    @classmethod
-    def applies(cls, context: SelectionContext) -> bool:
-        return context.moe.moe_router_load_balancing_type == "sinkhorn"
-
     def route(self, logits_TE: Tensor, choice: Choice | None, inputs: RoutingInputs) -> tuple[Tensor, Tensor]:
         return sinkhorn_topk(logits_TE, self.topk, balance=inputs.training, cache_fn=self.cache_fn)
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    return SinkhornSelection.build(context)

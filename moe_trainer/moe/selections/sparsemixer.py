@@ -6,7 +6,10 @@ Shape letters: T tokens, E experts, K top-k.
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.selection_kinds.sparsemixer import SPARSEMIXER
 from moe_trainer.moe.selections.scores import SharesOfChosen, wide_dtype
+from moe_trainer.moe.selections.selection import ExpertSelection, SelectionContext
+from moe_trainer.moe.selections.topk import LogitSelection
 
 
 class SparseMixer(SharesOfChosen):
@@ -42,3 +45,16 @@ def sparsemixer_weights(logits_TE: Tensor, chosen_TK: Tensor, jitter: float) -> 
             is_left_TE = is_left_TE.scatter(1, chosen_T1, False)
         weights.append(torch.softmax(wide_TE.masked_fill(~is_near_TE, float("-inf")), dim=-1).gather(1, chosen_T1))
     return torch.cat(weights, dim=1)
+
+
+class SparseMixerSelection(LogitSelection):
+    """The two experts of the largest logits, with SparseMixer's weights."""
+
+    declaration = SPARSEMIXER
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    moe = context.moe
+    assert moe.moe_router_sparsemixer_jitter is not None
+    scores = SparseMixer(moe.moe_router_sparsemixer_jitter, moe.moe_router_topk_scaling_factor)
+    return SparseMixerSelection(moe.moe_router_topk, scores, context.cache_fn)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.selection_kinds.topk import TOPK
 from moe_trainer.moe.dispatch.base import CacheFn, no_cache
 from moe_trainer.moe.selections.fused import FusedSelection
 from moe_trainer.moe.selections.groups import ExpertGroups, make_groups
@@ -22,26 +23,21 @@ from moe_trainer.moe.selections.selection import (
     SelectionContext,
     to_routing_map,
 )
-from moe_trainer.moe.selections.sparsemixer import SparseMixer
 
 
 class TopKSelection(ScoredSelection):
     """The experts of the best scores; an expert bias takes part in the choice only."""
+
+    declaration = TOPK
 
     def __init__(self, topk: int, scores: Scores, cache_fn: CacheFn = no_cache, groups: ExpertGroups | None = None):
         super().__init__(topk, scores, cache_fn)
         self.groups = groups
 
     @classmethod
-    def applies(cls, context: SelectionContext) -> bool:
-        return True
-
-    @classmethod
     def build(cls, context: SelectionContext) -> "TopKSelection":
         moe, topk = context.moe, context.moe.moe_router_topk
         scores = context.make_scores(moe.moe_router_pre_softmax)
-        if moe.moe_router_sparsemixer_jitter is not None:
-            scores = SparseMixer(moe.moe_router_sparsemixer_jitter, scores.factor)
         groups = make_groups(
             topk, moe.moe_router_num_groups, moe.moe_router_group_topk, moe.moe_router_group_score_topk
         )
@@ -122,3 +118,7 @@ def score_topk(
     groups = make_groups(topk, num_groups, group_topk, group_score_topk)
     selection = TopKSelection(topk, make_scores(score_function, pre_softmax, scaling_factor), groups=groups)
     return selection.route(logits_TE, None, RoutingInputs(expert_bias_E=expert_bias_E))
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    return TopKSelection.build(context)

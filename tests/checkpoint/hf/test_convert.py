@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from training.tiny import MOCK, TINY
 
 import arguments
-from arguments.moe import SELECTING
+from arguments.mechanisms.selections import SELECTING
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf import conversion_job, export
 from moe_trainer.checkpoint.hf.config import read_config, write_config

@@ -1,0 +1,13 @@
+"""Experts from outside, weighed as top-k weighs them."""
+
+from types import MappingProxyType
+
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
+
+REPLAY = DeclaredSelection(
+    key="replay",
+    name="replay of routing",
+    mention="{moe_enable_routing_replay:flag}",
+    asked=lambda moe: moe.moe_enable_routing_replay,
+    capabilities=MappingProxyType(dict.fromkeys(RoutingCapability, True)),
+)

@@ -1,0 +1,68 @@
+"""How routers choose experts: one declaration each, of everything that other code asks of a selection.
+
+`get_selection` is the only place that reads the flags that select. The module of a selection is
+moe_trainer/moe/selections/<key>.py, with `make_selection` and a class whose `declaration` it is. A declaration, in
+selection_kinds/, states for every `RoutingCapability` that it acts, that the flags that demand it are rejected and why,
+or that they have no effect and why.
+"""
+
+from typing import Any
+
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
+from arguments.mechanisms.selection_kinds.grid import GRID
+from arguments.mechanisms.selection_kinds.hash_routing import HASH
+from arguments.mechanisms.selection_kinds.quantile_balancing import QUANTILE_BALANCING
+from arguments.mechanisms.selection_kinds.replay import REPLAY
+from arguments.mechanisms.selection_kinds.sinkhorn import SINKHORN
+from arguments.mechanisms.selection_kinds.sparsemixer import SPARSEMIXER
+from arguments.mechanisms.selection_kinds.topk import TOPK
+
+SELECTIONS: tuple[DeclaredSelection, ...] = (
+    HASH,
+    SINKHORN,
+    QUANTILE_BALANCING,
+    GRID,
+    REPLAY,
+    SPARSEMIXER,
+    TOPK,
+)
+"""Where flags ask for several, as only some layers are hash-routed, the first one is taken."""
+
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+NO_BALANCING = "none"
+SELECTING = tuple(each.balancing for each in SELECTIONS if each.balancing is not None)
+"""Kinds of balancing that choose experts and weigh them by themselves, in evaluations too."""
+BALANCING_KINDS = (*LOSSES, *SELECTING, NO_BALANCING)
+"""Values of --moe-router-load-balancing-type."""
+SAVED_NAMES = tuple(name for each in SELECTIONS for name in (*each.biases, *each.tables))
+"""Names in the router of what a checkpoint stores of a selection."""
+
+
+def get_selection(moe: Any, layer_number: int | None = None) -> DeclaredSelection:
+    """Return the selection that the flags ask for.
+
+    Args:
+        moe: has the fields of MoEArgs.
+        layer_number: of the layer, from 1; None: that of the layers without a table.
+    """
+    for each in SELECTIONS:
+        last = None if each.num_layers is None else each.num_layers(moe)
+        if each.asked(moe) and (last is None or layer_number is not None and layer_number <= last):
+            return each
+    raise AssertionError("top-k is always asked for")
+
+
+def named_selections(moe: Any) -> tuple[DeclaredSelection, ...]:
+    """Return the selections that flags ask for, excluded ones included."""
+    return tuple(each for each in SELECTIONS if each.is_named(moe))
+
+
+def of_balancing(kinds: Any) -> tuple[DeclaredSelection, ...]:
+    """Return the selections that values of --moe-router-load-balancing-type name."""
+    return tuple(each for each in SELECTIONS if each.balancing is not None and each.balancing in (kinds or ()))
+
+
+def balancing_with(capability: RoutingCapability) -> tuple[str, ...]:
+    """Return the values of --moe-router-load-balancing-type with which flags that demand a capability are accepted."""
+    rejecting = {each.balancing for each in SELECTIONS if each.rejects(capability)}
+    return tuple(kind for kind in BALANCING_KINDS if kind not in rejecting)
