@@ -22,6 +22,7 @@ from moe_trainer.inference.generator import GenerationOptions, Generator
 from moe_trainer.inference.model import Model
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.schedule import Schedule
@@ -75,7 +76,7 @@ def cache_bytes(model: Model, prompts: torch.Tensor) -> int:
     length = prompts.shape[1]
     cache = KVCache([length] * len(prompts), length, model.device)
     with model.evaluating():
-        model.chunks[0](prompts, torch.arange(length).expand_as(prompts), cache=cache)
+        model.chunks[0](prompts, torch.arange(length).expand_as(prompts), borders=SequenceBorders(cache=cache))
     return cache.num_bytes
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.inference.model import Model, TextBatch
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.pipeline.schedule import ScheduleInputs
 
 _MAX_LOGITS = 2**31  # of a batch; the last stage has them in memory
@@ -86,8 +87,8 @@ class Scorer:
             output = model.chunks[chunk](
                 tokens_BS.to(model.device),
                 position_ids_BS,
+                borders=SequenceBorders(row_lengths=None if set(filled) == {length} else filled),
                 x_SBH=x_SBH,
-                row_lengths=None if set(filled) == {length} else filled,
             )
             if not model.chunks[chunk].layout.has_loss:
                 return output, None

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_trainer.inference.model import Model, TextBatch
 from moe_trainer.inference.sampling import SamplingOptions, choose_tokens
 from moe_trainer.layers.kv_cache import KVCache
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.pipeline.schedule import ScheduleInputs
 
 MAX_PREFILL_TOKENS = 2**16
@@ -88,9 +89,8 @@ class _Group:
         return self._model.chunks[chunk](
             self.tokens_BS.to(device),
             positions_BS,
+            borders=SequenceBorders(row_lengths=None if set(row_lengths) == {length} else row_lengths, cache=cache),
             x_SBH=x_SBH,
-            row_lengths=None if set(row_lengths) == {length} else row_lengths,
-            cache=cache,
         )
 
     def input_spec(self, chunk: int) -> tuple[tuple[int, ...], torch.dtype]:

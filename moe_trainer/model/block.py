@@ -10,6 +10,7 @@ Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, 
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,6 @@ from arguments.layer_pattern import MAMBA, SHORT_CONV, has_attention, has_mlp, i
 from arguments.model import ModelArgs
 from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.compressed_attention import CompressedAttention
-from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.dropout import Dropout
 from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.hyper_connection import HyperConnection
@@ -31,10 +31,10 @@ from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mamba import MambaMixer
 from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.rotary import Tables
 from moe_trainer.layers.short_convolution import ShortConvolution
 from moe_trainer.moe.layer import MoELayer, RoutingOutput
-from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.state import ParallelState
 
 LINEAR_ATTENTION: Mapping[str | None, Callable[..., nn.Module]] = MappingProxyType(
@@ -138,32 +138,15 @@ class TransformerLayer(nn.Module):
         names = [("mixer" if self.is_mamba else "self_attention")] * self.has_mixer + ["mlp"] * self.has_mlp
         return {name: getattr(self, name) for name in names}
 
-    def forward(
-        self,
-        x_SBH: Tensor,
-        rope: Tables | None,
-        visible: AttentionMask | None,
-        grad_scale: float | Tensor,
-        valid: ValidTokens | None = None,
-        token_ids_T: Tensor | None = None,
-    ) -> Tensor:
-        """Run the layer.
-
-        Args:
-            x_SBH: the previous layer's output.
-            rope: cos and sin.
-            visible: see CoreAttention.
-            grad_scale: factor of the auxiliary losses' gradients.
-            valid, token_ids_T: see TopKRouter.forward.
-        """
-        routed_by = {"valid": valid, "token_ids_T": token_ids_T}
-        scale = self.graphs.scale_tensor(grad_scale)
+    def forward(self, x_SBH: Tensor, rope: Tables | None, inputs: PassInputs) -> Tensor:
+        """Run the layer on the previous one's output; `rope` is its cos and sin."""
+        inputs = replace(inputs, grad_scale=self.graphs.scale_tensor(inputs.grad_scale))
         forced = self.mlp.draw_forced_logits(x_SBH) if self.is_moe else ()
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
             if self.has_mixer:
-                x_SBH = self._attention_sublayer(x_SBH, rope, visible, scale)
-            return self._mlp_sublayer(x_SBH, scale, forced, routed_by) if self.has_mlp else x_SBH
+                x_SBH = self._attention_sublayer(x_SBH, rope, inputs)
+            return self._mlp_sublayer(x_SBH, inputs, forced) if self.has_mlp else x_SBH
 
         if not self.graphs.is_captured("layer"):
             return run(x_SBH, *forced)
@@ -172,33 +155,25 @@ class TransformerLayer(nn.Module):
     # Each sublayer is a function of tensors that graphs.run captures as a part; recompute and offload scopes are
     # inside.
 
-    def _attention_sublayer(
-        self, x_SBH: Tensor, rope: Tables | None, visible: AttentionMask | None, grad_scale: float | Tensor
-    ) -> Tensor:
+    def _attention_sublayer(self, x_SBH: Tensor, rope: Tables | None, inputs: PassInputs) -> Tensor:
         (norm, attention), post_norm = self.mixing_modules, self.post_self_attn_layernorm
 
         def run(x_SBH: Tensor) -> Tensor:
             read_SBH, weights = self._read_streams(self.self_attention_hyper_connection, x_SBH)
             normed, scope = self._normalize("attn_norm", norm, read_SBH)
             with scope:
-                y_SBH = attention(normed, rope, visible, *([grad_scale] if self.is_sparse else ()))
+                y_SBH = attention(normed, rope, inputs.visible, *([inputs.grad_scale] if self.is_sparse else ()))
             return self._add_residual(x_SBH, normed, post_norm, y_SBH, weights)
 
         part = "mamba" if self.is_mamba else "attn"
         return self.graphs.run(part, run, _present(norm, attention, post_norm), x_SBH, kind=self.kind)
 
-    def _mlp_sublayer(
-        self, x_SBH: Tensor, grad_scale: float | Tensor, forced: tuple[Tensor, ...], routed_by: dict[str, Any]
-    ) -> Tensor:
-        """Run norm, MLP or experts, and residual.
-
-        Args:
-            x_SBH: the attention sublayer's output.
-            grad_scale: factor of the auxiliary losses' gradients.
-            forced: logits that replace the router's, or nothing.
-            routed_by: further arguments of the router.
-        """
+    def _mlp_sublayer(self, x_SBH: Tensor, inputs: PassInputs, forced: tuple[Tensor, ...]) -> Tensor:
+        """Run norm, MLP or experts, and residual; `forced` are logits that replace the router's, or nothing."""
         norm, post_norm = self.pre_mlp_layernorm, self.post_mlp_layernorm
+
+        def read(*forced: Tensor) -> PassInputs:
+            return replace(inputs, forced_TE=forced[0]) if forced else inputs
 
         def run(x_SBH: Tensor, *forced: Tensor) -> Tensor:
             read_SBH, weights = self._read_streams(self.mlp_hyper_connection, x_SBH)
@@ -207,17 +182,15 @@ class TransformerLayer(nn.Module):
                 if not self.is_moe:
                     y_SBH = self.activations.run_in_chunks("mlp", self.mlp, normed)
                 elif self.activations.mlp_chunks > 1:  # the layer routes all tokens, then runs its experts in chunks
-                    y_SBH = self.mlp(normed, grad_scale, None, *forced, **routed_by)
+                    y_SBH = self.mlp(normed, read(*forced))
                 else:
-                    y_SBH = self.activations.recompute_region(
-                        "moe", lambda x: self.mlp(x, grad_scale, None, *forced, **routed_by), normed
-                    )
+                    y_SBH = self.activations.recompute_region("moe", lambda x: self.mlp(x, read(*forced)), normed)
             return self._add_residual(x_SBH, normed, post_norm, y_SBH, weights)
 
         def route(x_SBH: Tensor, *forced: Tensor) -> tuple[Tensor | None, RoutingOutput]:
             normed, scope = self._normalize("mlp_norm", norm, x_SBH)
             with scope:
-                routed = self.mlp.route(normed, grad_scale, *forced, **routed_by)
+                routed = self.mlp.route(normed, read(*forced))
             return normed if self.residual_after_norm or self.mlp.overlap_shared else None, routed
 
         if self.is_moe and self.graphs.is_captured("moe_router"):
@@ -225,7 +198,7 @@ class TransformerLayer(nn.Module):
             normed, routed = self.graphs.run("moe_router", route, modules, x_SBH, *forced, kind=self.kind)
             self.graphs.record(self.kind, "moe_preprocess", routed.state is not None)
             self.graphs.record(self.kind, "dispatch and experts", False)
-            return self._add_residual(x_SBH, normed, post_norm, self.mlp(normed, grad_scale, routed))
+            return self._add_residual(x_SBH, normed, post_norm, self.mlp(normed, inputs, routed))
         part = "moe" if self.is_moe else "mlp"
         return self.graphs.run(part, run, _present(norm, self.mlp, post_norm), x_SBH, *forced, kind=self.kind)
 

@@ -27,14 +27,13 @@ from torch import Tensor, nn
 
 from arguments import Arguments
 from arguments.layer_pattern import mtp_layers
-from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.init import hidden_init
 from moe_trainer.layers.layer_factory import LayerFactory
-from moe_trainer.layers.rotary import Tables
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.ops.attach_loss import attach_loss
-from moe_trainer.ops.packed_sequences import Packed, ValidTokens
+from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.participant import Participant, StepMetrics
@@ -129,22 +128,14 @@ class MTPLayer(nn.Module):
         inside = self.mtp_model_layer
         return [*inside.layers] if isinstance(inside, HybridDepth) else [inside]
 
-    def forward(
-        self,
-        x_SBH: Tensor,
-        embedded_SBH: Tensor,
-        ropes: Sequence[Tables | None],
-        visible: AttentionMask | None,
-        grad_scale: float | Tensor,
-        valid: ValidTokens | None = None,
-    ) -> Tensor:
+    def forward(self, x_SBH: Tensor, embedded_SBH: Tensor, inputs: PassInputs) -> Tensor:
         """Run the depth on the normed hidden state of the previous one and the embeddings of the shifted tokens."""
 
         def run(x_SBH: Tensor, embedded_SBH: Tensor) -> Tensor:
             joined = torch.cat([self.enorm(embedded_SBH), self.hnorm(x_SBH)], dim=-1)
-            x_SBH = self.eh_proj(joined)
-            for layer, rope in zip(self.inner_layers, ropes, strict=True):
-                x_SBH = layer(x_SBH, rope, visible, grad_scale, valid)
+            x_SBH, inside = self.eh_proj(joined), self.inner_layers
+            for layer, rope in zip(inside, inputs.ropes[-len(inside) :], strict=True):
+                x_SBH = layer(x_SBH, rope, inputs)
             return self.final_layernorm(x_SBH)
 
         return self.activations.recompute_region("mtp", run, x_SBH, embedded_SBH)
@@ -175,17 +166,14 @@ class MultiTokenPrediction(nn.Module):
         tokens_BS: Tensor,
         position_ids_BS: Tensor,
         embed: Callable[[Tensor, Tensor], Tensor],
-        ropes: Sequence[Tables | None],
-        visible: AttentionMask | None,
-        grad_scale: float | Tensor,
-        packed: Packed | None = None,
-        valid: ValidTokens | None = None,
+        inputs: PassInputs,
     ) -> list[Tensor]:
         """Return the normed hidden state of every depth, from the decoder's normed output.
 
-        `ropes` are of the layers of a depth; all depths have the same.
+        The last ropes of `inputs` are of the layers of a depth; all depths have the same.
         """
-        local, states = shard_of(self.sequence, packed).local, []
+        packed, states = inputs.packed, []
+        local = shard_of(self.sequence, packed).local
         hidden = _ZeroGrad.apply(x_SBH) if self.detached else x_SBH
         for depth in range(self.num_depths):
             tokens_BS, position_ids_BS = shift_left(tokens_BS, packed), shift_left(position_ids_BS, packed)
@@ -193,7 +181,7 @@ class MultiTokenPrediction(nn.Module):
             embedded = embed(local(tokens_BS, 1), local(position_ids_BS, 1))
             if self.detached:
                 embedded = _ZeroGrad.apply(embedded)
-            hidden = layer(hidden, embedded, ropes, visible, grad_scale, valid)
+            hidden = layer(hidden, embedded, inputs)
             states.append(hidden)
         return states
 

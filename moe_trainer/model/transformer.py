@@ -24,6 +24,7 @@ from moe_trainer.layers.hyper_connection import StreamContraction, expand_stream
 from moe_trainer.layers.init import embedding_init, output_init
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.rotary import Rotary, Tables, make_layer_rotaries
 from moe_trainer.layers.sparse_attention import SparseAttention, iter_sparse_attentions
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
@@ -31,6 +32,7 @@ from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.cuda_graph import CudaGraphs
 from moe_trainer.model.block import TransformerLayer
 from moe_trainer.model.mtp import MTPLosses, MultiTokenPrediction, shard_of
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.ops.packed_sequences import Packed, PackedSequences, ValidTokens
 from moe_trainer.ops.transfer import to_device
@@ -129,6 +131,12 @@ class Decoder(nn.Module):
                 name=self.final_norm_name,
                 partial=args.parallel.sequence_parallel and ps.tp.size > 1,
             )
+
+    def norm(self, x_SBH: Tensor) -> Tensor:
+        """Return what output head and multi-token prediction read on the last stage; the same as given on others."""
+        if self.hyper_connection_head is not None:
+            x_SBH = self.hyper_connection_head(x_SBH)
+        return x_SBH if self.final_layernorm is None else self.final_layernorm(x_SBH)
 
 
 def _dropout_stream(seed: int, ps: ParallelState, layout: ChunkLayout) -> ShardRNG:
@@ -269,101 +277,108 @@ class Transformer(nn.Module):
         position_ids_BS: Tensor,
         labels_BS: Tensor | None = None,
         loss_mask_BS: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        borders: SequenceBorders | None = None,
         grad_scale: float | Tensor = 1.0,
         x_SBH: Tensor | None = None,
-        document_ids_BS: Tensor | None = None,
-        packed: Packed | None = None,
-        row_lengths: tuple[int, ...] | None = None,
-        cache: KVCache | None = None,
     ) -> Tensor:
         """Run the chunk. All per-token inputs have the full sequence; the chunk shards them over cp.
 
         Args:
-            tokens_BS: token ids.
-            position_ids_BS: position ids.
+            tokens_BS, position_ids_BS: ids of the tokens and of their positions.
             labels_BS: None to compute logits.
             loss_mask_BS: the caller multiplies the returned loss by it, and differentiates that times one number.
-            attention_mask: None for causal, else bool [B or 1, 1, S, S], True = hidden (Megatron's convention).
-            grad_scale: factor of the auxiliary (balancing, z, MTP) losses in the gradient.
+            borders: where sequences begin and end; None if every row is one.
+            grad_scale: see PassInputs.
             x_SBH: the previous chunk's output; None on the first one.
-            document_ids_BS: packed documents, instead of a mask; on the CPU, or in a captured iteration on the device
-                (see Documents).
-            packed: lengths of packed sequences [1, T], instead of document ids. Rotary positions restart too, and
-                padding does not count in the balancing losses.
-            row_lengths: tokens of every row before its padding, which does not count either; None without padding.
-            cache: of earlier positions (layers/kv_cache.py, which has the shapes of passes); nothing but tokens,
-                positions and row lengths may be given with it.
 
         Returns:
             The last chunk: per-token LM loss of this cp rank, fp32 [B, S/cp], or logits_BSV. Other chunks: x_SBH for
             the next one, concatenated along S with the states of MTP depths (see ChunkLayout). With a cache, the logits
             of every sequence's last token [1, B, V].
         """
-        local, with_mtp = shard_of(self.sequence, packed).local, self.training and labels_BS is not None
-        states: list[Tensor] = []
-        if self.layout.has_embedding:
-            assert self.embedding is not None
-            x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
-            if self.num_streams > 1:
-                x_SBH = expand_streams(x_SBH, self.num_streams)
-        elif self.layout.receives_depths and with_mtp:
+        borders, with_mtp = borders or SequenceBorders(), self.training and labels_BS is not None
+        x_SBH, *states = self._read_input(tokens_BS, position_ids_BS, x_SBH, borders.packed, with_mtp)
+        inputs = self._pass_inputs(tokens_BS, borders, grad_scale)
+        x_SBH = self.decoder.norm(self._layers(x_SBH, inputs))
+        if self.mtp is not None and with_mtp:
+            states = self.mtp(x_SBH, tokens_BS, position_ids_BS, self.embedding, inputs)
+        if not self.layout.has_loss:
+            return torch.cat([x_SBH, *states]) if states else x_SBH
+        if labels_BS is None:
+            return self._logits(x_SBH, borders.cache)
+        return self._loss(x_SBH, states, labels_BS, loss_mask_BS, inputs)
+
+    def _read_input(
+        self,
+        tokens_BS: Tensor,
+        position_ids_BS: Tensor,
+        x_SBH: Tensor | None,
+        packed: Packed | None,
+        with_mtp: bool,
+    ) -> Sequence[Tensor]:
+        """Return the input of the first layer, then the received states of MTP depths."""
+        if self.embedding is None or not self.layout.has_embedding:
             assert x_SBH is not None
-            x_SBH, *states = x_SBH.chunk(1 + self.layout.receives_depths)
+            num_depths = self.layout.receives_depths if with_mtp else 0
+            return x_SBH.chunk(1 + num_depths) if num_depths else (x_SBH,)
+        local = shard_of(self.sequence, packed).local
+        x_SBH = self.embedding(local(tokens_BS, 1), local(position_ids_BS, 1))
+        return (expand_streams(x_SBH, self.num_streams) if self.num_streams > 1 else x_SBH,)
+
+    def _pass_inputs(self, tokens_BS: Tensor, borders: SequenceBorders, grad_scale: float | Tensor) -> PassInputs:
+        """Begin a pass; return what the layers of this rank read in it."""
+        packed, cache = borders.packed, borders.cache
         self.graphs.begin_pass(self.training, grad_scale)
-        captures_attention = self.graphs.is_replayed("attn", "mamba", "layer")
-        if document_ids_BS is not None and captures_attention:
-            document_ids_BS = to_device(document_ids_BS, self.device)
         if packed is not None and packed.cp_size is not None and self.training:
             self.num_packs += 1.0 / packed.cp_size
         read = packed  # the lengths that captured parts read
         if isinstance(packed, PackedSequences) and self.graphs.is_replayed(*self.graphs.parts):
             read = packed.on_device(self.device, self.max_packed_sequences)
-        visible = AttentionMask.of(attention_mask, document_ids_BS, self.device, read if captures_attention else packed)
-        visible = None if visible is None else visible.static_copy(self.graphs)
-        if cache is not None:
-            visible = AttentionMask(cache=cache)
+        visible = self._visible(borders, read)
         valid = None
         if read is not None:
             valid = self._valid_tokens(read).map_tensors(self.graphs.hold)
-        elif row_lengths is not None:
-            valid = self._valid_rows(row_lengths, tokens_BS.shape[1])
+        elif borders.row_lengths is not None:
+            valid = self._valid_rows(borders.row_lengths, tokens_BS.shape[1])
         token_ids_T = None
         if self.has_hash_routing:
             (token_ids_T,) = self.shard_for_router(shard_of(self.sequence, packed), tokens_BS.t())
             token_ids_T = self.graphs.hold(token_ids_T)
         tables = {rotary: self._rope(rotary, tokens_BS, packed, cache) for rotary in dict.fromkeys(self.rotaries)}
-        ropes = [tables[rotary] for rotary in self.rotaries]
         self.activations.begin_pass(*(table for rope in tables.values() for table in rope or ()))
-        assert x_SBH is not None
-        x_SBH = self._layers(x_SBH, ropes, visible, grad_scale, valid, token_ids_T)
-        if self.decoder.hyper_connection_head is not None:
-            x_SBH = self.decoder.hyper_connection_head(x_SBH)
-        if self.decoder.final_layernorm is not None:
-            x_SBH = self.decoder.final_layernorm(x_SBH)
-        if self.mtp is not None and with_mtp:
-            ahead = ropes[len(self.layout.layers) :]
-            states = self.mtp(
-                x_SBH, tokens_BS, position_ids_BS, self.embedding, ahead, visible, grad_scale, packed, valid
-            )
-        if not self.layout.has_loss:
-            return torch.cat([x_SBH, *states]) if states else x_SBH
-        if labels_BS is None:
-            assert self.output_layer is not None
-            if cache is not None and cache.is_prefill:
-                x_SBH = self._last_tokens(x_SBH, cache)
-            return self.output_layer.logits(x_SBH, self._tied_weight())
+        ropes = tuple(tables[rotary] for rotary in self.rotaries)
+        return PassInputs(ropes, visible, grad_scale, valid, token_ids_T, packed)
+
+    def _visible(self, borders: SequenceBorders, read: Packed | None) -> AttentionMask | None:
+        """Return what attention may see; `read` are the packed lengths that captured parts read."""
+        if borders.cache is not None:
+            return AttentionMask(cache=borders.cache)
+        documents_BS, packed = borders.document_ids_BS, borders.packed
+        if self.graphs.is_replayed("attn", "mamba", "layer"):
+            packed, documents_BS = read, None if documents_BS is None else to_device(documents_BS, self.device)
+        visible = AttentionMask.of(borders.attention_mask, documents_BS, self.device, packed)
+        return None if visible is None else visible.static_copy(self.graphs)
+
+    def _logits(self, x_SBH: Tensor, cache: KVCache | None) -> Tensor:
+        assert self.output_layer is not None
+        if cache is not None and cache.is_prefill:
+            x_SBH = self._last_tokens(x_SBH, cache)
+        return self.output_layer.logits(x_SBH, self._tied_weight())
+
+    def _loss(
+        self,
+        x_SBH: Tensor,
+        states: Sequence[Tensor],
+        labels_BS: Tensor,
+        loss_mask_BS: Tensor | None,
+        inputs: PassInputs,
+    ) -> Tensor:
+        """Return the LM loss, with those of MTP depths attached."""
+        local = shard_of(self.sequence, inputs.packed).local
         if states:
             assert self.mtp_losses is not None
-            x_SBH = self.mtp_losses(
-                x_SBH,
-                states,
-                labels_BS,
-                loss_mask_BS,
-                partial(self._lm_loss, detached=self.mtp_detached),
-                grad_scale,
-                packed,
-            )
+            loss_BS = partial(self._lm_loss, detached=self.mtp_detached)
+            x_SBH = self.mtp_losses(x_SBH, states, labels_BS, loss_mask_BS, loss_BS, inputs.grad_scale, inputs.packed)
         return self._lm_loss(x_SBH, local(labels_BS, 1), None if loss_mask_BS is None else local(loss_mask_BS, 1))
 
     def _last_tokens(self, x_SBH: Tensor, cache: KVCache) -> Tensor:
@@ -405,21 +420,13 @@ class Transformer(nn.Module):
         rope = rotary.tables(tokens_BS.shape[1], tokens_BS.device, packed)
         return rope if packed is None else (self.graphs.hold(rope[0]), self.graphs.hold(rope[1]))
 
-    def _layers(
-        self,
-        x_SBH: Tensor,
-        ropes: Sequence[Tables | None],
-        visible: AttentionMask | None,
-        grad_scale: float | Tensor,
-        valid: ValidTokens | None = None,
-        token_ids_T: Tensor | None = None,
-    ) -> Tensor:
-        """Run the decoder's layers; those of a span are one recomputed region."""
+    def _layers(self, x_SBH: Tensor, inputs: PassInputs) -> Tensor:
+        """Run the decoder's layers, those of a span as one recomputed region."""
 
         def run(first: int, stop: int, x_SBH: Tensor) -> Tensor:
             for index in range(first, stop):
                 with self.activations.offload_scope("layer") if index < self.offloaded_layers else nullcontext():
-                    x_SBH = self.decoder.layers[index](x_SBH, ropes[index], visible, grad_scale, valid, token_ids_T)
+                    x_SBH = self.decoder.layers[index](x_SBH, inputs.ropes[index], inputs)
             return x_SBH
 
         for first, stop, recomputed in self.spans:

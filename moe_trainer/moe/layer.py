@@ -19,6 +19,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.layer_factory import LayerFactory
+from moe_trainer.layers.pass_inputs import PLAIN_PASS, PassInputs
 from moe_trainer.memory.paged_stash import StashGroup, join_stash
 from moe_trainer.moe.capacity import expert_capacity
 from moe_trainer.moe.cloning import CloneRouting, ExpertCloner
@@ -27,7 +28,6 @@ from moe_trainer.moe.experts import Experts, SharedExperts
 from moe_trainer.moe.padding import pad_routing
 from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
 from moe_trainer.moe.router import TopKRouter
-from moe_trainer.ops.packed_sequences import ValidTokens
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
 from moe_trainer.parallel.overlap_threads import yield_point
 from moe_trainer.parallel.state import Group, ParallelState
@@ -180,20 +180,15 @@ class MoELayer(nn.Module):
     def forward(
         self,
         x_SBH: Tensor | None,
-        grad_scale: float | Tensor = 1.0,
+        inputs: PassInputs = PLAIN_PASS,
         routed: RoutingOutput | None = None,
-        forced_TE: Tensor | None = None,
-        valid: ValidTokens | None = None,
-        token_ids_T: Tensor | None = None,
     ) -> Tensor:
         """Run the layer.
 
         Args:
             x_SBH: input; with `routed` only overlapped shared experts read it.
-            grad_scale: factor of the auxiliary losses' gradients.
+            inputs: what the router reads.
             routed: output of `route`, if that has run.
-            forced_TE: output of `draw_forced_logits`.
-            valid, token_ids_T: see TopKRouter.forward.
 
         Raises:
             ValueError: without sequence parallelism, if tp does not divide S.
@@ -201,7 +196,7 @@ class MoELayer(nn.Module):
         Shapes: x_SBH [S, B, hidden] -> y_SBH.
         """
         if routed is None:
-            routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid, token_ids_T)
+            routed = self._route_tokens(x_SBH, inputs)
         if self.activations.mlp_chunks == 1:
             y_SBH, shared_SBH = self._run_routed(routed, x_SBH)
         else:
@@ -259,20 +254,13 @@ class MoELayer(nn.Module):
             y_SBH = self.concat_proj(y_SBH)
         return y_SBH, shared_SBH
 
-    def route(
-        self,
-        x_SBH: Tensor,
-        grad_scale: float | Tensor = 1.0,
-        forced_TE: Tensor | None = None,
-        valid: ValidTokens | None = None,
-        token_ids_T: Tensor | None = None,
-    ) -> RoutingOutput:
+    def route(self, x_SBH: Tensor, inputs: PassInputs = PLAIN_PASS) -> RoutingOutput:
         """Run the part that can be captured apart from the experts; nothing in it waits for other ranks' tokens.
 
         This is routing, dispatch_preprocess if that is captured too, and the shared experts unless they overlap the
         dispatch.
         """
-        routed = self._route_tokens(x_SBH, grad_scale, forced_TE, valid, token_ids_T)
+        routed = self._route_tokens(x_SBH, inputs)
         known = self._known_counts(routed.shape)
         if known is not None and self.dispatcher.uses_known_counts and self.graphs.is_captured("moe_preprocess"):
             self._count_sent_tokens(routed.routing_TE)
@@ -293,16 +281,9 @@ class MoELayer(nn.Module):
         modules = [self.router, self.fc1_latent_proj, None if self.overlap_shared else self.shared_experts]
         return [module for module in modules if module is not None]
 
-    def _route_tokens(
-        self,
-        x_SBH: Tensor,
-        grad_scale: float | Tensor,
-        forced_TE: Tensor | None,
-        valid: ValidTokens | None,
-        token_ids_T: Tensor | None,
-    ) -> RoutingOutput:
+    def _route_tokens(self, x_SBH: Tensor, inputs: PassInputs) -> RoutingOutput:
         x_SBH = scatter_rows_to_group(x_SBH, self.replicas)
-        probs_TE, routing_TE = self.router(x_SBH, grad_scale, forced_TE, valid, token_ids_T)
+        probs_TE, routing_TE = self.router(x_SBH, inputs)
         if self._pads_routing and self.activations.mlp_chunks == 1:
             routing_TE = pad_routing(routing_TE, self.padding_multiple)
         shape = x_SBH.shape

@@ -2,7 +2,7 @@
 
 `TopKRouter` owns the weight and the running counts; an `ExpertSelection`, made when the router is built, decides.
 Balancing losses have a closed-form gradient (balancing.py): they are computed without autograd and added to the logits'
-gradient, scaled by the caller's `grad_scale`. The result is dense, `probs_TE` and `routing_TE`, for every dispatcher.
+gradient, scaled by `PassInputs.grad_scale`. The result is dense, `probs_TE` and `routing_TE`, for every dispatcher.
 Where the layer is recomputed, all that is decided, drawn or counted goes through
 `ActivationPolicy.cached_for_recompute`: the second pass selects the same experts, and no count or loss is taken twice.
 
@@ -20,6 +20,7 @@ from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.dropout import rng_context
 from moe_trainer.layers.init import hidden_init, make_parameter
+from moe_trainer.layers.pass_inputs import PLAIN_PASS, PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
 from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
@@ -187,30 +188,19 @@ class TopKRouter(nn.Module):
             )
         )
 
-    def forward(
-        self,
-        x_SBH: Tensor,
-        grad_scale: float | Tensor = 1.0,
-        forced_TE: Tensor | None = None,
-        valid: ValidTokens | None = None,
-        token_ids_T: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x_SBH: Tensor, inputs: PassInputs = PLAIN_PASS) -> tuple[Tensor, Tensor]:
         """Route the tokens of one microbatch.
 
         Args:
             x_SBH: tokens.
-            grad_scale: factor of the auxiliary losses' gradients.
-            forced_TE: output of `draw_forced_logits`; with None they are drawn here, if they are needed.
-            valid: tokens that are no padding; padding is routed but counts in no loss or bias, and in no
-                expert's capacity. None for all.
-            token_ids_T: ids of the tokens, which hash routing reads.
+            inputs: forced logits are drawn here if they are needed and not given.
 
         Returns:
             probs_TE in the dtype of the logits and routing_TE bool.
 
         Communication: E counts over tp_cp (aux_loss, seq_aux_loss: B*E) or tp_dp_cp (global_aux_loss).
         """
-        active = self.training and torch.is_grad_enabled()
+        active, valid, forced_TE = self.training and torch.is_grad_enabled(), inputs.valid, inputs.forced_TE
         x_TH = x_SBH.reshape(-1, x_SBH.shape[-1])
         if forced_TE is None:
             forced_TE = self.draw_forced_logits(x_TH.shape[0], x_TH.device)
@@ -223,9 +213,9 @@ class TopKRouter(nn.Module):
                 lambda: self._losses(raw_logits_TE, x_SBH.shape, choice, valid)
             )
             attach = attach_gradient if self.balancing is None else self.balancing.attach
-            logits_TE = attach(logits_TE, grad_TE, grad_scale)
-        inputs = RoutingInputs(self.training, active, self.expert_bias, token_ids_T, self.given_TK)
-        probs_TE, routing_TE = self.selection.route(logits_TE, choice, inputs)
+            logits_TE = attach(logits_TE, grad_TE, inputs.grad_scale)
+        routed_by = RoutingInputs(self.training, active, self.expert_bias, inputs.token_ids_T, self.given_TK)
+        probs_TE, routing_TE = self.selection.route(logits_TE, choice, routed_by)
         if self.tokens_per_expert is not None and active and not self.activations.is_recomputing:
             self.tokens_per_expert += _counted(routing_TE, valid).sum(0)
         chosen_TE = routing_TE

@@ -22,6 +22,7 @@ from moe_trainer.errors import as_user_error
 from moe_trainer.metrics.iteration import StepResult
 from moe_trainer.metrics.timers import Timers
 from moe_trainer.model.mtp import shard_of
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.optim.finalize import finalize_grads
@@ -305,11 +306,9 @@ def run_microbatches(
             batch.position_ids_BS,
             batch.labels_BS,
             batch.loss_mask_BS,
+            borders=SequenceBorders(None, batch.document_ids_BS, batch.packed, batch.lengths),
             grad_scale=grad_scale,
             x_SBH=x_SBH,
-            document_ids_BS=batch.document_ids_BS,
-            packed=batch.packed,
-            row_lengths=batch.lengths,
         )
         return masked_loss(chunk, output, batch, ctx.per_token) if chunk.layout.has_loss else (output, None)
 

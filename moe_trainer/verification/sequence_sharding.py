@@ -50,7 +50,7 @@ def track_lengths(run: TrainRun) -> Callable[[], tuple[int, ...]]:
 
     def record(_chunk, _inputs, options) -> None:
         nonlocal lengths
-        if (packed := options.get("packed")) is not None:
+        if (packed := options["borders"].packed) is not None:
             lengths = packed.padded_lengths
 
     run.chunks[0].register_forward_pre_hook(record, with_kwargs=True)

@@ -6,6 +6,7 @@ from training.layouts import make_argv
 
 from arguments import parse_args
 from moe_trainer.estimate.activations import chunk_activations
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.model.build import build_chunks
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.verification.compare_runs import Tolerances, compare
@@ -46,11 +47,11 @@ def test_offload_and_recompute_free_device_memory(how):
         x_SBH = torch.randn(1024, 2, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         rope = chunk.rotary.tables(1024, x_SBH.device)
         chunk.activations.begin_pass(*rope)
-        chunk._layers(x_SBH, [rope] * len(chunk.rotaries), None, 1.0).sum().backward()
+        chunk._layers(x_SBH, PassInputs((rope,) * len(chunk.rotaries))).sum().backward()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         chunk.activations.begin_pass(*rope)
-        y_SBH = chunk._layers(x_SBH, [rope] * len(chunk.rotaries), None, 1.0)
+        y_SBH = chunk._layers(x_SBH, PassInputs((rope,) * len(chunk.rotaries)))
         torch.cuda.synchronize()
         after = torch.cuda.memory_allocated()
         y_SBH.sum().backward()

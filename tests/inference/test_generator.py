@@ -133,7 +133,7 @@ def test_mode_of_the_model_is_restored():
 def test_padding_is_no_token_and_has_positions_in_the_cache():
     chunk, lengths = build(), []
     hook = chunk.register_forward_pre_hook(
-        lambda module, inputs, options: lengths.append(options["row_lengths"]), with_kwargs=True
+        lambda module, inputs, options: lengths.append(options["borders"].row_lengths), with_kwargs=True
     )
     generator(chunk, 2, length_multiple=4).generate(PROMPTS[:3], GenerationOptions(3, never_finished))
     assert lengths == [(9, 5, 0, 0), (2,), (2,), (2, 0, 0, 0), (1,), (1,)]

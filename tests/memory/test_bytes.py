@@ -13,6 +13,7 @@ from memory.one_pass import BATCH, EVERYTHING, FULL, GROUPED, LATENT, OFFLOAD, S
 from moe_trainer.estimate.activations import chunk_activations
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.layers.core_attention import AttentionMask
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.moe.finermoe import freeze_backbone
@@ -203,7 +204,7 @@ def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
 
     def forward():
         chunk.activations.begin_pass(*(rope or ()))
-        return chunk._layers(x_SBH.clone(), [rope] * len(chunk.rotaries), visible, 1.0)
+        return chunk._layers(x_SBH.clone(), PassInputs((rope,) * len(chunk.rotaries), visible))
 
     forward().sum().backward()
     listed, stash = chunk_activations(args, chunk.layout, device="cpu", packed=packed), chunk.activations.stash
@@ -245,7 +246,7 @@ def measure_mtp(flags: str) -> tuple[object, object]:
 
     def forward():
         chunk.activations.begin_pass(*(table for rope in ropes for table in rope or ()))
-        return chunk.mtp(x_SBH.clone(), tokens_BS, positions_BS, chunk.embedding, ropes, None, 1.0)[-1]
+        return chunk.mtp(x_SBH.clone(), tokens_BS, positions_BS, chunk.embedding, PassInputs(tuple(ropes)))[-1]
 
     forward().sum().backward()
     listed = [entry for entry in chunk_activations(args, chunk.layout, device="cpu") if entry.name.startswith("mtp")]
@@ -300,7 +301,7 @@ def _on_ranks(rank, n, cases):
 
         def forward(chunk=chunk, x_SBH=x_SBH, rope=rope):
             chunk.activations.begin_pass(*rope)
-            return chunk._layers(x_SBH.clone(), [rope] * len(chunk.rotaries), None, 1.0)
+            return chunk._layers(x_SBH.clone(), PassInputs((rope,) * len(chunk.rotaries)))
 
         forward().sum().backward()
         left, result = measure_retained(forward)

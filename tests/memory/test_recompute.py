@@ -23,6 +23,7 @@ from memory.one_pass import (
 
 from arguments.mechanisms.selections import SELECTING
 from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe import capacity
 from moe_trainer.moe.selections import sinkhorn as sinkhorn_module
 from moe_trainer.moe.selections.grid import GridSelection
@@ -204,7 +205,7 @@ def test_recompute_keeps_the_boundaries_of_packed_documents():
         (chunk,) = build(parsed(GROUPED, "--attention-dropout 0.2", how))
         torch.manual_seed(9)
         documents_BS = batch(0)[0].cumsum(1) // 100
-        compute_loss(chunk, 0, document_ids_BS=documents_BS).backward()
+        compute_loss(chunk, 0, borders=SequenceBorders(document_ids_BS=documents_BS)).backward()
         return gradients(chunk)
 
     for how in (UNIFORM, f"{SELECTIVE} core_attn"):

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import arguments
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.model.build import _dispatch_buffer_spec, build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.weights import export_named_weights, load_named_weights
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.sequence import SequenceShard
@@ -143,8 +145,8 @@ def test_residual_connection_post_layernorm():
         normed = layer.input_layernorm(x)
         middle = normed + layer.self_attention(normed, None, None)
         normed = layer.pre_mlp_layernorm(middle)
-        torch.testing.assert_close(layer(x, None, None, 1.0), normed + layer.mlp(normed))
-        assert not torch.allclose(layer(x, None, None, 1.0), plain.decoder.layers[0](x, None, None, 1.0))
+        torch.testing.assert_close(layer(x, None, PassInputs()), normed + layer.mlp(normed))
+        assert not torch.allclose(layer(x, None, PassInputs()), plain.decoder.layers[0](x, None, PassInputs()))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_norms_after_sublayers(kind, before):
         middle = x + layer.post_self_attn_layernorm(out)
         out = layer.mlp(layer.pre_mlp_layernorm(middle) if before else middle)
         expected = middle + layer.post_mlp_layernorm(out)
-        torch.testing.assert_close(layer(x, rope, None, 1.0), expected)
+        torch.testing.assert_close(layer(x, rope, PassInputs()), expected)
 
 
 def test_dropout_is_reproducible_and_off_in_evaluation():
@@ -192,9 +194,9 @@ def test_attention_mask_hides_marked_positions():
     separate = causal.clone()
     separate[..., 8:, :8] = True
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens, positions, attention_mask=causal), model(tokens, positions))
-        masked = model(tokens, positions, attention_mask=separate)
-        changed = model(torch.cat([tokens[:, :8] + 40, tokens[:, 8:]], 1), positions, attention_mask=separate)
+        torch.testing.assert_close(model(tokens, positions, borders=SequenceBorders(causal)), model(tokens, positions))
+        masked = model(tokens, positions, borders=SequenceBorders(separate))
+        changed = model(torch.cat([tokens[:, :8] + 40, tokens[:, 8:]], 1), positions, borders=SequenceBorders(separate))
     assert torch.equal(masked[:, 8:], changed[:, 8:]) and not torch.equal(masked[:, :8], changed[:, :8])
 
 

@@ -11,6 +11,7 @@ import arguments
 from moe_trainer.estimate.parameters import LayerParams, count_parameters
 from moe_trainer.layers.kv_cache import KVCache
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.weights import load_named_weights
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import Group, ParallelState
@@ -146,7 +147,7 @@ def test_documents_do_not_depend_on_previous_ones():
     tokens = torch.randint(0, VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(3))
     ids, start = torch.zeros(1, SEQ, dtype=torch.long), 71
     ids[:, start:] = 1
-    packed = model(tokens, torch.arange(SEQ)[None], document_ids_BS=ids)
+    packed = model(tokens, torch.arange(SEQ)[None], borders=SequenceBorders(document_ids_BS=ids))
     alone = model(tokens[:, start:], torch.arange(SEQ - start)[None])
     whole = model(tokens, torch.arange(SEQ)[None])
     torch.testing.assert_close(packed[:, start:], alone, rtol=0, atol=1e-10)
@@ -162,13 +163,13 @@ def test_generation_continues_from_the_state():
         wanted = [model(tokens[i : i + 1], torch.arange(80)[None])[0] for i in range(2)]
         cache = KVCache(lengths, 80, torch.device("cpu"))
         positions = torch.arange(70).expand(2, -1)
-        logits = model(tokens[:, :70], positions, row_lengths=tuple(lengths), cache=cache)
+        logits = model(tokens[:, :70], positions, borders=SequenceBorders(row_lengths=tuple(lengths), cache=cache))
         for more in range(5):
             for i, length in enumerate(lengths):
                 torch.testing.assert_close(logits[0, i], wanted[i][length + more - 1], rtol=0, atol=1e-10)
             cache.advance()
             following = torch.stack([tokens[i, length + more] for i, length in enumerate(lengths)])[None]
-            logits = model(following, cache.last_positions[None], cache=cache)
+            logits = model(following, cache.last_positions[None], borders=SequenceBorders(cache=cache))
 
 
 def test_parameters_are_counted_and_initialized_as_in_megatron_core():

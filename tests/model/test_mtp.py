@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import arguments
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.mtp import MTPLosses, get_mtp_sums, mtp_metrics, reset_mtp_metrics, shift_left
 from moe_trainer.parallel.state import Group, ParallelState
@@ -42,7 +43,7 @@ def explicit_losses(model, tokens, positions, labels, mask, depths, layers, per_
     rope = model.rotary.tables(16, tokens.device)
     x = model.embedding(tokens, positions)
     for layer in model.decoder.layers:
-        x = layer(x, rope, None, 1.0)
+        x = layer(x, rope, PassInputs())
     x = model.decoder.final_layernorm(x)
     main = model._lm_loss(x, labels)
     total, means, original = 0.0, [], mask.sum()
@@ -53,7 +54,7 @@ def explicit_losses(model, tokens, positions, labels, mask, depths, layers, per_
         target[:, :-depth], valid[:, :-depth] = labels[:, depth:], mask[:, depth:]
         layer = layers[depth - 1]
         joined = torch.cat([layer.enorm(model.embedding(ahead, positions)), layer.hnorm(x)], -1)
-        x = layer.final_layernorm(layer.mtp_model_layer(layer.eh_proj(joined), rope, None, 1.0))
+        x = layer.final_layernorm(layer.mtp_model_layer(layer.eh_proj(joined), rope, PassInputs()))
         summed = (model._lm_loss(x, target) * valid).sum()
         means.append((summed / valid.sum()).item())
         total = total + 0.3 / depths * summed / valid.sum() * (original if per_token else 1.0)

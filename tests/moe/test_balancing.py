@@ -8,6 +8,7 @@ from harness import run_ranks
 from moe.layers import Chunk, build_layer, collect_metrics, sections
 from reference import Balance, add_balance
 
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe import balancing
 from moe_trainer.moe.balancing import balancing_losses, logged_losses, start_iteration, update_expert_bias
 from moe_trainer.ops.attach_loss import Balancing
@@ -33,7 +34,7 @@ def test_expert_bias_update_and_reset_of_counts():
     before = layer.router.expert_bias.clone()
     counts = torch.zeros(8)
     for seed in range(3):
-        counts += layer.router(tokens(seed), 1.0)[1].sum(0)
+        counts += layer.router(tokens(seed))[1].sum(0)
     update_expert_bias([Chunk(layer)], ParallelState.single())
     moved = layer.router.expert_bias - before
     torch.testing.assert_close(moved, 0.01 * torch.sign(counts.mean() - counts))
@@ -45,7 +46,7 @@ def test_expert_bias_balances_the_load():
     x = torch.randn(64, 4, 16, dtype=torch.float64) + 0.5
     loads = []
     for _ in range(100):
-        loads.append(layer.router(x, 1.0)[1].sum(0).double())
+        loads.append(layer.router(x)[1].sum(0).double())
         update_expert_bias([Chunk(layer)], ParallelState.single())
     assert loads[-1].std() < 0.2 * loads[0].std()
 
@@ -61,7 +62,7 @@ def bias_of_rank(rank, world_size):
     layers = [build_layer(sections(**SIGMOID_BIAS), ps, layer_number=n, seed=n) for n in (1, 2)]
     for layer in layers:
         for seed in (rank, rank + world_size):
-            layer.router(tokens(seed), 1.0)
+            layer.router(tokens(seed))
     update_expert_bias([Chunk(*layers)], ps)
     return [layer.router.expert_bias for layer in layers]
 
@@ -71,7 +72,7 @@ def test_expert_bias_uses_counts_of_all_ranks():
     layers = [build_layer(sections(**SIGMOID_BIAS), layer_number=n, seed=n) for n in (1, 2)]
     for layer in layers:
         for seed in range(4):
-            layer.router(tokens(seed), 1.0)
+            layer.router(tokens(seed))
     update_expert_bias([Chunk(*layers)], ParallelState.single())
     for biases in ranks:
         for ours, expected in zip(biases, layers):
@@ -84,7 +85,7 @@ def global_loss_of_rank(rank, world_size):
     layer = build_layer(args, ps)
     start_iteration([Chunk(layer)])
     for microbatch in range(MICROBATCHES):
-        probs, _ = layer.router(tokens(world_size * microbatch + rank), 0.125)
+        probs, _ = layer.router(tokens(world_size * microbatch + rank), PassInputs(grad_scale=0.125))
         (probs * 0).sum().backward()
     return layer.router.weight.grad, collect_metrics(args, [layer], MICROBATCHES, ps)
 
@@ -129,7 +130,7 @@ def test_gradients_of_balancing_losses_are_proportional_to_their_scale(losses, s
     grads = []
     for factor in (1.0, scale):
         router = build_layer(sections(**losses)).router
-        (router(tokens(0), factor)[0] * 0).sum().backward()
+        (router(tokens(0), PassInputs(grad_scale=factor))[0] * 0).sum().backward()
         grads.append(router.weight.grad)
     assert grads[0].abs().max() > 1e-4
     torch.testing.assert_close(grads[1], grads[0] * scale, atol=0, rtol=1e-9)
@@ -140,7 +141,7 @@ def aux_loss_of_rank(rank, world_size):
     kinds = ["aux_loss", "seq_aux_loss"]
     args = sections(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=[0.1, 0.1])
     layer = build_layer(args, ps)
-    layer.router(tokens(rank), 1.0)
+    layer.router(tokens(rank))
     return collect_metrics(args, [layer], 1, ps).losses
 
 
@@ -179,8 +180,8 @@ def test_new_iteration_resets_the_counts():
     values = []
     for _ in range(2):
         start_iteration([Chunk(layer)])
-        layer.router(tokens(0), 1.0)
-        layer.router(tokens(1), 1.0)
+        layer.router(tokens(0))
+        layer.router(tokens(1))
         values.append(collect_metrics(args, [layer], 2).losses)
     assert values[0] == values[1]
 
@@ -201,7 +202,7 @@ def test_names_of_logged_losses():
 def test_counts_stay_exact_in_a_half_precision_model():
     layer = build_layer(sections(**SIGMOID_BIAS), dtype=torch.bfloat16)
     for _ in range(5):
-        layer.router(torch.ones(100, 2, 16, dtype=torch.bfloat16), 1.0)
+        layer.router(torch.ones(100, 2, 16, dtype=torch.bfloat16))
     assert layer.router.local_tokens_per_expert.max() == 1000
 
 
@@ -286,7 +287,7 @@ def test_expert_bias_counts_choices_where_experts_are_padded_to_capacity(pads):
     chosen_TE = build_layer(sections(**SIGMOID_BIAS)).router(tokens(0))[1]
     layer = build_layer(sections(**SIGMOID_BIAS, **options))
     before_E = layer.router.expert_bias.clone()
-    padded_TE = layer.router(tokens(0), 1.0)[1]
+    padded_TE = layer.router(tokens(0))[1]
     counts_E = chosen_TE.sum(0).float()
     assert counts_E.max() > 3 > counts_E.min(), "capacity is 3"
     assert torch.equal(padded_TE.sum(0).float(), torch.full((8,), 3.0) if pads else counts_E.clamp(max=3))
@@ -300,7 +301,7 @@ def test_padding_does_not_count_in_expert_bias():
     x_SBH = tokens(0)
     num_tokens = x_SBH.shape[0] * x_SBH.shape[1]
     mask_T = torch.arange(num_tokens) % 3 > 0
-    _, routing_TE = layer.router(x_SBH, valid=ValidTokens(mask_T, int(mask_T.sum())))
+    _, routing_TE = layer.router(x_SBH, PassInputs(valid=ValidTokens(mask_T, int(mask_T.sum()))))
     assert torch.equal(layer.router.local_tokens_per_expert, routing_TE[mask_T].sum(0).float())
 
 
@@ -313,7 +314,7 @@ def test_padding_takes_no_capacity(policy, pads):
     x_SBH = torch.randn(8, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x_SBH[:4] = x_SBH[4] * 2  # the experts of a token, with larger probabilities
     chosen_TE = build_layer(sections(moe_router_topk=2)).router(x_SBH)[1]
-    probs_TE, routing_TE = layer.router(x_SBH, valid=ValidTokens(torch.arange(8) >= 4, 4))
+    probs_TE, routing_TE = layer.router(x_SBH, PassInputs(valid=ValidTokens(torch.arange(8) >= 4, 4)))
     counts_E = chosen_TE[4:].sum(0)
     assert torch.equal((routing_TE & chosen_TE)[4:].sum(0), counts_E.clamp(max=2)) and not probs_TE[:4].any()
     assert layer.router.dropped == (counts_E - 2).clamp(min=0).sum()

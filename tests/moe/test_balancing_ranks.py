@@ -13,6 +13,7 @@ from moe.test_dispatch_ranks import Layout
 from training.layouts import MODEL, create_groups
 
 from moe_trainer.layers.layer_factory import LOCAL
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.balancing import (
     LOSS_NAMES,
     balancing_losses,
@@ -61,7 +62,7 @@ def run_iteration(layer, inputs, scale=SCALE):
     """Forward and backward of one iteration; only the auxiliary losses enter the gradient."""
     start_iteration([Chunk(layer)])
     for x in inputs:
-        (layer(x, scale) * 0.0).sum().backward()
+        (layer(x, PassInputs(grad_scale=scale)) * 0.0).sum().backward()
 
 
 def _run_rank(rank, n, layout, cases, sequences, count):
@@ -156,7 +157,7 @@ def _bias(rank, n, layout):
     layer = build_shard(args, ps)
     for x in microbatches(ps.dp.rank):
         x = x.chunk(ps.cp.size)[ps.cp.rank]
-        layer(x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x, SCALE)
+        layer(x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x, PassInputs(grad_scale=SCALE))
     counts = layer.router.local_tokens_per_expert.clone()
     update_expert_bias([Chunk(layer)], ps)
     return counts, layer.router.expert_bias
@@ -180,7 +181,7 @@ def _stage(rank, n, moe_stage):
     layers = []
     if ps.pp.rank == moe_stage:
         layer = build_layer(args, ps, layer_number=moe_stage + 1)
-        layer(microbatches(ps.dp.rank)[0], SCALE)
+        layer(microbatches(ps.dp.rank)[0], PassInputs(grad_scale=SCALE))
         layers.append(layer)
     update_expert_bias([Chunk(*layers)], ps)
     return collect_metrics(args, layers, 1, ps)
@@ -229,7 +230,7 @@ def _noise(rank, n, changes):
     torch.nn.init.constant_(router.weight, 0.1)
     router.recorder = []
     torch.manual_seed(1)
-    router(torch.ones(4, 1, HIDDEN), 1.0)
+    router(torch.ones(4, 1, HIDDEN))
     return router.recorder[0]["logits"], torch.rand(1)
 
 

@@ -9,6 +9,7 @@ from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, build_shard, sections, total_grads
 from moe.test_flex import LIBRARIES, flex_dispatcher
 
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.clone_plan import ClonePlan, rank_loads
 from moe_trainer.moe.cloning import _FixedExchange
@@ -90,7 +91,7 @@ def _passes(layer, ps, x, weight, microbatches):
     graphs = []
     for index in range(microbatches):
         own = (x * (1 + 0.5 * index)).clone().requires_grad_()
-        graphs.append((own, layer(own, 0.7)))
+        graphs.append((own, layer(own, PassInputs(grad_scale=0.7))))
     for own, y in reversed(graphs):  # in another order than forward, as pipelines have it
         (y * weight).sum().backward()
         found += [y.detach(), own.grad]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from moe.layers import HIDDEN, RankGrads, build_layer, build_shard, sections, total_grads
 
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.dispatch.allgather import AllGatherDispatcher
 from moe_trainer.moe.dispatch.alltoall import AllToAllDispatcher
 from moe_trainer.moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -97,7 +98,7 @@ def tokens(sizes, dtype):
 
 def run_layer(layer, x, weight):
     x = x.clone().requires_grad_()
-    y = layer(x, 0.7)
+    y = layer(x, PassInputs(grad_scale=0.7))
     (y * weight).sum().backward()
     return y.detach(), x.grad
 

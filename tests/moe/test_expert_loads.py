@@ -9,6 +9,7 @@ from moe.layers import Chunk, build_layer, build_shard, sections
 from moe.test_balancing_ranks import SCALE, S, microbatches
 from moe.test_dispatch_ranks import Layout
 
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.metrics.routing_health import routing_health
 from moe_trainer.moe import expert_loads
 from moe_trainer.moe.balancing import collect_moe_metrics, reset_iteration, update_expert_bias
@@ -40,7 +41,7 @@ def collect_loads(args, ps, dp_ranks):
         for dp_rank in dp_ranks:
             for x in microbatches(dp_rank):
                 x = x.chunk(ps.cp.size)[ps.cp.rank]
-                layer(x.chunk(ps.tp.size)[ps.tp.rank] if args.sp else x, SCALE)
+                layer(x.chunk(ps.tp.size)[ps.tp.rank] if args.sp else x, PassInputs(grad_scale=SCALE))
         update_expert_bias([Chunk(layer)], ps)
         tables.append(collect_expert_loads([Chunk(layer)], ps, 8, 2)[0])
         collect_moe_metrics([Chunk(layer)], ps, 2, args.moe, 2)
@@ -93,7 +94,7 @@ def _stage(rank, n):
     layers = []
     if ps.pp.rank == 1:
         layer = build_layer(args, ps, layer_number=2)
-        layer(microbatches(ps.dp.rank)[0], SCALE)
+        layer(microbatches(ps.dp.rank)[0], PassInputs(grad_scale=SCALE))
         layers.append(layer)
     return collect_expert_loads([Chunk(*layers)], ps, 8, 2)[0]
 
@@ -108,9 +109,9 @@ def test_evaluation_and_recomputation_do_not_count():
     args = make_arguments({})
     layer = build_shard(args, ParallelState.single())
     with torch.no_grad():
-        layer(microbatches(0)[0], SCALE)
+        layer(microbatches(0)[0], PassInputs(grad_scale=SCALE))
     layer.eval()
-    layer(microbatches(0)[0], SCALE)
+    layer(microbatches(0)[0], PassInputs(grad_scale=SCALE))
     assert layer.router.tokens_per_expert.sum() == 0
 
 
@@ -133,7 +134,7 @@ def _cloning(rank, n):
         planned.clear()
         computed.clear()
         for x in microbatches(ps.dp.rank):
-            layer(x.abs(), SCALE)
+            layer(x.abs(), PassInputs(grad_scale=SCALE))
     table, _ = collect_expert_loads([Chunk(layer)], ps, 8, 2)
     assert not layer.cloned_tokens_2P.any()
     return table, sum(routing.plan.num_tokens.sum().item() for routing, _ in planned), sum(computed)
@@ -177,9 +178,9 @@ def _send(rank, n, layout, changes):
         reset_iteration([Chunk(layer)])
         sent.clear()
         for x in microbatches(ps.dp.rank):
-            layer((x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x).abs(), SCALE)
+            layer((x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x).abs(), PassInputs(grad_scale=SCALE))
     with torch.no_grad():
-        layer(x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x, SCALE)
+        layer(x.chunk(ps.tp.size)[ps.tp.rank] if layout.sp else x, PassInputs(grad_scale=SCALE))
     between_ranks, again = (collect_expert_loads([Chunk(layer)], ps, 8, 2)[1] for _ in range(2))
     assert not again.any()
     return between_ranks, ps.ep.rank, torch.tensor(sent[:2]).sum(0)

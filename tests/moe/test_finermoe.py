@@ -6,6 +6,7 @@ from moe.layers import build_layer, sections
 from moe.test_layer import AUX, compare
 
 from arguments.moe import ExpertGrid, MoEArgs
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.finermoe import SlicedPermutation
 from moe_trainer.moe.selections.grid import choose_slices
 
@@ -90,7 +91,7 @@ def test_one_slice_and_one_group_are_ordinary_top_k():
     plain = {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 6, **ALL}
     ordinary, special = build_layer(sections(**plain)), build_layer(fine(4, 1, 2, 1, 4, **ALL))
     x = torch.randn(5, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    outputs = [layer(x, 0.7) for layer in (ordinary, special)]
+    outputs = [layer(x, PassInputs(grad_scale=0.7)) for layer in (ordinary, special)]
     torch.testing.assert_close(*outputs, atol=1e-12, rtol=1e-12)
     for y in outputs:
         y.square().sum().backward()

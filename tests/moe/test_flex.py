@@ -19,6 +19,7 @@ from training.layouts import compare, make_argv, shallow, train
 
 from moe_trainer import backends
 from moe_trainer.backends import BackendPolicy, MissingBackendError
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
 from moe_trainer.moe.dispatch import deepep
@@ -246,7 +247,7 @@ def _layer(rank, ps, recorded, version, changes):
             torch.randn(8, 1, HIDDEN, generator=torch.Generator().manual_seed(2 * rank + i)).requires_grad_()
             for i in (0, 1)
         ]
-        ys = [layer(x, 0.7) for x in xs]
+        ys = [layer(x, PassInputs(grad_scale=0.7)) for x in xs]
         for y in reversed(ys):
             (y * y).sum().backward()
         results.append(

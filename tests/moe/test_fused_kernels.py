@@ -13,6 +13,7 @@ from moe.layers import HIDDEN, build_layer, sections
 
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers.kernels import Kernels
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.te import FusedPermutation
 from moe_trainer.moe.dispatch.select import attach_dispatcher, build_dispatcher, build_permutation, select_fused_topk
 from moe_trainer.moe.selections.topk import score_topk
@@ -87,7 +88,7 @@ def test_layers_with_fused_kernels_compute_the_same(fake_transformer_engine, cha
         dispatcher = build_dispatcher(args.moe, ParallelState.single(), backends=CUDA)
         attach_dispatcher([layer], dispatcher, select_fused_topk(args.moe, CUDA))
         x = torch.randn(6, 2, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        y = layer(x, 0.7)
+        y = layer(x, PassInputs(grad_scale=0.7))
         y.square().sum().backward()
         results.append([y, x.grad, *(param.grad for param in layer.parameters())])
     for plain, other in zip(*results, strict=True):

@@ -11,6 +11,7 @@ from arguments.mechanisms.selections import SELECTING
 from moe_trainer.checkpoint.manager import load, save
 from moe_trainer.checkpoint.options import CheckpointState, LoadOptions, SaveOptions
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.selections.hash_routing import HashSelection
 from moe_trainer.moe.selections.topk import score_topk
 from moe_trainer.parallel.state import ParallelState
@@ -51,7 +52,7 @@ def test_router_equals_transformers():
     reference.weight.data = router.weight.detach().clone()
     tokens = torch.randint(VOCAB, (7, 2))
     x, probe = torch.randn(7, 2, HIDDEN), torch.randn(14, EXPERTS)
-    probs, routing = router(x, token_ids_T=tokens.flatten())
+    probs, routing = router(x, PassInputs(token_ids_T=tokens.flatten()))
     _, weights, indices = reference(x, tokens)
     expected = torch.zeros(14, EXPERTS).scatter(1, indices, weights)
     torch.testing.assert_close(probs, expected)
@@ -70,7 +71,7 @@ def test_new_tables_spread_consecutive_ids_over_all_experts():
 def test_softmax_weights_are_scores_of_all_experts():
     router = make_router()
     router.recorder = []
-    probs, routing = router(torch.randn(5, 1, HIDDEN), token_ids_T=torch.arange(5))
+    probs, routing = router(torch.randn(5, 1, HIDDEN), PassInputs(token_ids_T=torch.arange(5)))
     scores = router.recorder[0]["logits"].softmax(1)
     torch.testing.assert_close(probs, scores * routing)
     assert routing[2].nonzero().flatten().tolist() == [2, 3, 4] and router.margin(scores) is None
@@ -79,13 +80,13 @@ def test_softmax_weights_are_scores_of_all_experts():
 def test_forced_balancing_replaces_the_table():
     router = make_router(moe_router_force_load_balancing=True)
     forced = torch.randn(5, EXPERTS)
-    _, routing = router(torch.randn(5, 1, HIDDEN), forced_TE=forced, token_ids_T=torch.arange(5))
+    _, routing = router(torch.randn(5, 1, HIDDEN), PassInputs(forced_TE=forced, token_ids_T=torch.arange(5)))
     assert torch.equal(routing, score_topk(forced, 3)[1])
 
 
 def test_forced_bias_replaces_the_table():
     router = make_router(moe_router_force_biased=-100.0)
-    _, routing = router(torch.randn(5, 1, HIDDEN), token_ids_T=torch.arange(5))
+    _, routing = router(torch.randn(5, 1, HIDDEN), PassInputs(token_ids_T=torch.arange(5)))
     assert routing.sum(1).eq(3).all() and (routing == routing[0]).all(), "the bias is larger than every logit"
 
 

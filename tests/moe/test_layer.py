@@ -5,6 +5,7 @@ import torch
 from moe.layers import Chunk, build_layer, by_name, collect_metrics, sections
 from reference import Balance, moe_layer
 
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.balancing import start_iteration
 from moe_trainer.moe.expert_lora import ExpertLoRA
 from moe_trainer.parallel.params import ParamInfo, get_param_info
@@ -101,7 +102,7 @@ def compare(args, dtype=torch.float64, tolerance=1e-12, shape=(6, 2), microbatch
         weight = torch.randn(*shape, 16, generator=generator, dtype=torch.float64).to(dtype)
         x_ours, x_plain = x.clone().requires_grad_(), x.clone().requires_grad_()
         layer.router.recorder = []
-        y = layer(x_ours, 0.7)
+        y = layer(x_ours, PassInputs(grad_scale=0.7))
         (y * weight).sum().backward()
         balance = Balance()
         expected = moe_layer(x_plain, params, "decoder.layers.0.mlp", args, balance, bias, earlier)
@@ -169,7 +170,7 @@ def test_layer_with_one_token():
 def test_experts_without_tokens_have_zero_gradients(grouped):
     layer = build_layer(sections(moe_grouped_gemm=grouped), dtype=torch.float32)
     x = torch.randn(1, 1, 16, requires_grad=True)
-    layer(x, 1.0).sum().backward()
+    layer(x).sum().backward()
     used = layer.experts.linear_fc1.weight.grad.flatten(1).abs().amax(1) > 0
     assert used.sum() == 2
     assert (layer.experts.linear_fc2.weight.grad.flatten(1).abs().amax(1) > 0).equal(used)
@@ -178,7 +179,7 @@ def test_experts_without_tokens_have_zero_gradients(grouped):
 def test_metrics_are_reset_by_collecting():
     args = sections(**ROUTERS["all losses"])
     layer = build_layer(args)
-    layer(torch.randn(4, 2, 16, dtype=torch.float64), 1.0)
+    layer(torch.randn(4, 2, 16, dtype=torch.float64))
     first = collect_metrics(args, [layer], 1)
     again = collect_metrics(args, [layer], 1)
     assert min(first.losses.values()) > 0
@@ -189,7 +190,7 @@ def test_metrics_average_over_moe_layers_only():
     """Layer 2 of 2 is an MoE layer: the mean is over MoE layers, by the index."""
     args = sections(**AUX)
     layer = build_layer(args, layer_number=2)
-    layer(torch.randn(4, 2, 16, dtype=torch.float64), 1.0)
+    layer(torch.randn(4, 2, 16, dtype=torch.float64))
     metrics = collect_metrics(args, [layer], 1)
     dense, moe = metrics.per_layer["load_balancing_loss"]
     assert dense == 0.0 and metrics.losses["load_balancing_loss"] == moe > 0
@@ -204,8 +205,8 @@ def test_evaluation_changes_no_state():
     )
     layer = build_layer(args).eval()
     x = torch.randn(4, 2, 16, dtype=torch.float64, requires_grad=True)
-    y = layer(x, 1.0)
-    assert torch.equal(y, layer(x, 1.0))  # no jitter
+    y = layer(x)
+    assert torch.equal(y, layer(x))  # no jitter
     assert layer.router.loss_sums.eq(0).all() and layer.router.local_tokens_per_expert.eq(0).all()
     assert layer.router.dropped == 0 and layer.router.ga_steps == 0
     y.sum().backward()
@@ -223,11 +224,11 @@ def test_half_precision_runs_and_is_close():
     for param, wanted in zip(layer.parameters(), exact.parameters()):
         wanted.data.copy_(param.data)
     x = torch.randn(8, 2, 16, dtype=torch.bfloat16)
-    y = layer(x, 1.0)
+    y = layer(x)
     assert y.dtype == torch.bfloat16
     y.float().square().mean().backward()
     assert layer.router.weight.grad.dtype == torch.bfloat16
-    assert (y.double() - exact(x.double(), 1.0)).norm() < 0.02 * y.double().norm()
+    assert (y.double() - exact(x.double())).norm() < 0.02 * y.double().norm()
 
 
 def test_adapters_of_sharded_experts_start_like_those_of_whole_ones():

@@ -7,6 +7,7 @@ import torch
 from harness import run_ranks
 from moe.layers import HIDDEN, build_layer, build_shard, sections
 
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.dispatch.base import DispatchState
 from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
 from moe_trainer.parallel.state import ParallelState
@@ -91,7 +92,7 @@ def run_passes(layer, x, weight, microbatches=2):
     layer.experts.forward = watched
     for index in range(microbatches):
         own = (x * (1 + index)).clone().requires_grad_()
-        y = layer(own, 0.7)
+        y = layer(own, PassInputs(grad_scale=0.7))
         (y * weight).sum().backward()
         found += [y.detach(), own.grad]
     return [*found, *(param.grad.clone() for param in layer.parameters())], sizes

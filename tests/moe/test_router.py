@@ -5,6 +5,7 @@ import torch
 from moe.layers import EXPERTS, build_layer, sections
 
 from arguments.mechanisms.selections import SELECTING
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.balancing import loss_coefficients
 from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.scores import _NormalizeSelected
@@ -103,7 +104,7 @@ def test_sinkhorn_routing_weights():
 
 def test_sinkhorn_layer_trains():
     layer = build_layer(sections(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1))
-    layer(torch.randn(8, 2, 16, dtype=torch.float64), 1.0).square().sum().backward()
+    layer(torch.randn(8, 2, 16, dtype=torch.float64)).square().sum().backward()
     assert layer.router.weight.grad.norm() > 0
     assert torch.isfinite(layer.router.weight.grad).all()
 
@@ -138,7 +139,7 @@ def test_router_dtype(dtype):
     wide = {"fp32": torch.float32, "fp64": torch.float64}[dtype]
     layer.router.recorder = []
     x = torch.randn(4, 2, 16, dtype=torch.bfloat16, requires_grad=True)
-    probs, _ = layer.router(x, 1.0)
+    probs, _ = layer.router(x)
     assert probs.dtype == wide and layer.router.recorder[0]["logits"].dtype == wide
     expected = x.detach().to(wide).flatten(0, 1) @ layer.router.weight.detach().to(wide).t()
     assert torch.equal(layer.router.recorder[0]["logits"], expected)
@@ -148,7 +149,7 @@ def test_router_dtype(dtype):
     layer.router.recorder = None
     wide_layer = build_layer(args, dtype=wide)
     wide_layer.router.weight = torch.nn.Parameter(reference_w.detach())
-    probs, _ = wide_layer.router(reference_x, 1.0)
+    probs, _ = wide_layer.router(reference_x)
     (probs**2).sum().backward()
     assert x.grad.dtype == layer.router.weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(x.grad, reference_x.grad.bfloat16())
@@ -186,9 +187,9 @@ def test_weights_of_a_gpu_have_the_gradients_of_a_cpu(score):
 def test_forced_balance_is_random_and_still_differentiable():
     layer = build_layer(sections(moe_router_force_load_balancing=True, moe_router_topk=2))
     x = torch.ones(256, 4, 16, dtype=torch.float64)  # equal tokens: the true router would send all to the same experts
-    _, routing = layer.router(x, 1.0)
+    _, routing = layer.router(x)
     assert routing.sum(0).min() > 1024 * 2 / EXPERTS * 0.8
-    layer(x, 1.0).square().sum().backward()
+    layer(x).square().sum().backward()
     assert layer.router.weight.grad.norm() > 0
 
 
@@ -197,7 +198,7 @@ def test_forced_bias_is_random_or_fixed():
 
     def logits(layer):
         layer.router.recorder = []
-        layer.router(x, 1.0)
+        layer.router(x)
         return layer.router.recorder[0]["logits"][0]
 
     varying = build_layer(sections(moe_router_force_biased=3.0))
@@ -217,7 +218,7 @@ def test_input_jitter_stays_in_its_range():
         layer.router.weight[0, 0] = 1.0
     x = torch.ones(100, 4, 16, dtype=torch.float64)
     layer.router.recorder = []
-    layer.router(x, 1.0)
+    layer.router(x)
     seen = layer.router.recorder[0]["logits"][:, 0]
     assert 0.9 <= seen.min() < 0.92 and 1.08 < seen.max() <= 1.1
 
@@ -227,7 +228,7 @@ def test_gradient_scale_may_be_a_tensor():
     for scale in (0.25, torch.tensor(0.25)):
         layer = build_layer(sections(moe_aux_loss_coeff=1.0))
         x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(4, 2, 16)
-        probs, _ = layer.router(x, scale)
+        probs, _ = layer.router(x, PassInputs(grad_scale=scale))
         (probs * 0).sum().backward()
         grads.append(layer.router.weight.grad)
     assert torch.equal(*grads) and grads[0].norm() > 0
@@ -239,7 +240,7 @@ def test_per_token_loss_multiplies_by_the_token_count():
         args = sections(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01, calculate_per_token_loss=per_token)
         layer = build_layer(args)
         x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(4, 2, 16)
-        probs, _ = layer.router(x, 1.0)
+        probs, _ = layer.router(x)
         (probs * 0).sum().backward()
         grads.append(layer.router.weight.grad)
     torch.testing.assert_close(grads[1], grads[0] * 8)

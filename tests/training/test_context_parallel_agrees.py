@@ -12,6 +12,7 @@ from training.agreement import check_cases, traces_by_name
 from training.layouts import assert_equal, create_groups, make_argv, shallow, train_one_process
 
 from arguments import parse_args
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.evaluate import set_training
 from moe_trainer.training.step import reduce_loss, run_microbatches
@@ -88,12 +89,10 @@ def with_documents(run, explicit: bool) -> None:
     training, length = run.args.training, run.args.data.seq_length
     ids_BS = document_ids(training.micro_batch_size, length)
     blocked = (ids_BS[:, :, None] != ids_BS[:, None]) | torch.ones(length, length, dtype=torch.bool).triu(1)
-    documents = (
-        {"attention_mask": blocked[:, None], "document_ids_BS": None} if explicit else {"document_ids_BS": ids_BS}
-    )
+    borders = SequenceBorders(blocked[:, None]) if explicit else SequenceBorders(document_ids_BS=ids_BS)
     for chunk in run.chunks:
         chunk.forward = functools.partial(
-            lambda forward, *args, **named: forward(*args, **{**named, **documents}), chunk.forward
+            lambda forward, *args, **named: forward(*args, **{**named, "borders": borders}), chunk.forward
         )
 
 

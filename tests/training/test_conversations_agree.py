@@ -16,6 +16,7 @@ from moe_trainer.data.loader import make_packed_batch, make_padded_batch
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.model.build import build_chunks
 from moe_trainer.model.mtp import shard_of
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe.balancing import start_iteration
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
@@ -53,8 +54,8 @@ def make_batches(args):
 def sum_of_losses(chunk, batch):
     """Run forward and backward and return this rank's sum of trained losses."""
     loss_BS = chunk(
-        batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, packed=batch.packed,
-        row_lengths=batch.lengths,
+        batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS,
+        SequenceBorders(packed=batch.packed, row_lengths=batch.lengths),
     )  # fmt: skip
     loss = (loss_BS * shard_of(chunk.sequence, batch.packed).local(batch.loss_mask_BS, 1)).sum()
     loss.backward()

@@ -9,6 +9,7 @@ from training.layouts import MODEL
 
 from arguments import parse_args
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe.balancing import start_iteration
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.parallel.state import ParallelState
@@ -80,7 +81,7 @@ def token_losses(chunk, ids: list[torch.Tensor], packed: PackedSequences | None)
         rows[2].append(torch.nn.functional.pad(sequence[1:], pad))
         rows[3].append(torch.nn.functional.pad(torch.ones(len(sequence) - 1), pad))
     tokens, positions, labels, mask = (torch.cat(row)[None] for row in rows)
-    loss = chunk(tokens, positions, labels, mask, packed=packed)
+    loss = chunk(tokens, positions, labels, mask, SequenceBorders(packed=packed))
     (loss * mask).sum().backward()
     return loss.detach()[mask.bool()]
 

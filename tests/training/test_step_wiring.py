@@ -15,6 +15,7 @@ from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.loader import cyclic_order, make_batch
 from moe_trainer.data.tokenizer import build_tokenizer
 from moe_trainer.model.build import build_chunks
+from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.training.context import TrainState
@@ -40,7 +41,9 @@ class DirectModel:
         ids_BS, mask = batch.document_ids_BS, None
         if ids_BS is not None and masked_attention:
             mask = torch.from_numpy(attention_mask(ids_BS))
-        loss_BS = self.chunks[0](batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, mask, 1.0)
+        loss_BS = self.chunks[0](
+            batch.tokens_BS, batch.position_ids_BS, batch.labels_BS, batch.loss_mask_BS, SequenceBorders(mask)
+        )
         return (loss_BS * batch.loss_mask_BS).sum() / batch.loss_mask_BS.sum()
 
     def weights(self):
