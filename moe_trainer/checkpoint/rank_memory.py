@@ -102,7 +102,8 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
     name = LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) + first_expert}.", name)
     for alone, fused in FUSED:
         name = name.replace(f".{fused}", f".{alone}")
-    name = name.replace(*reversed(_CONVOLUTION))
+    alone, fused = _CONVOLUTION
+    name = name.replace(fused, alone)
     return name.replace(".transformer_layer.", ".mtp_model_layer.")
 
 

@@ -149,7 +149,7 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     mtp = (any(mtp_layer_pattern(pattern, hybrid)),) * depths
     ratios, ahead = args.get("csa_compress_ratios") or (), mtp_depths(hybrid)[:depths]
     for block, kinds, letters in (("decoder", pattern, hybrid_letters(hybrid)), ("mtp", mtp, ahead)):
-        alike = letters or (tuple(zip(kinds, ratios)) if ratios else kinds)
+        alike: Sequence[object] = letters or (tuple(zip(kinds, ratios)) if ratios else kinds)
         problems += _layers(block, weights, kinds, num_experts, alike)
     return [*problems, *_states(tensors, weights)]
 

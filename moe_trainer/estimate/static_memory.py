@@ -103,8 +103,8 @@ def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsP
     model = args.model
     ahead = mtp_layers(model, moe_layer_pattern(model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq))
     depths = [number for depth in (ahead[:1] if model.mtp_use_repeated_layer else ahead) for number, _ in depth]
-    layers = [number for chunk in chunks for number in (*chunk.layers, *(depths if chunk.mtp else ()))]
-    return ParamsPerRank(indexer_params(model) * sum(has_attention(model, number) for number in layers), 0)
+    numbers = [number for chunk in chunks for number in (*chunk.layers, *(depths if chunk.mtp else ()))]
+    return ParamsPerRank(indexer_params(model) * sum(has_attention(model, number) for number in numbers), 0)
 
 
 def _backbone_params(args: Arguments, chunks: Sequence[ChunkLayout]) -> int:

@@ -451,7 +451,8 @@ class Transformer(nn.Module):
         """Return the MoE layers of the decoder, then those of multi-token prediction."""
         layers = [*self.decoder.layers]
         if self.mtp is not None:
-            layers += [layer for depth in self.mtp.layers for layer in depth.inner_layers]
+            depths: Any = self.mtp.layers
+            layers += [layer for depth in depths for layer in depth.inner_layers]
         return [layer.mlp for layer in layers if layer.is_moe]
 
     def make_hash_tables(self, device: torch.device) -> None:
