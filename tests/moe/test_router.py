@@ -333,19 +333,19 @@ def test_flags_choose_one_selection_and_a_kernel_replaces_only_top_k(flags, kind
     router = build_layer(sections(**flags)).router
     router.selection.make_tables(10, torch.device("cpu"))
     assert type(router.selection).__name__ == kind
-    called, inputs = [], {"token_ids_T": torch.zeros(6, dtype=torch.long)}
+    called, inputs = [], PassInputs(token_ids_T=torch.zeros(6, dtype=torch.long))
     x = torch.randn(6, 1, 16, dtype=torch.float64)
-    plain = router(x, **inputs)
+    plain = router(x, inputs)
 
     def kernel(logits_TE, **options):
         called.append(options)
         return plain
 
     router.use_kernels(kernel, None)
-    again = router(x, **inputs)
+    again = router(x, inputs)
     assert bool(called) == by_kernel
     if "moe_router_force_load_balancing" not in flags:
         assert all(torch.equal(*pair) for pair in zip(again, plain))
     router.use_kernels(None, None)
-    router(x, **inputs)
+    router(x, inputs)
     assert len(called) == by_kernel
