@@ -21,7 +21,7 @@ norm: that of a Mamba mixer is in its in_proj, the others are as above. An MTP l
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arguments.layer_pattern import ATTENTION, MAMBA, hybrid_letters, linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import ATTENTION, MAMBA, hybrid_letters, linear_layer_pattern, recorded_moe_layers
 from arguments.layer_pattern import MLP as DENSE
 
 Spelling = tuple[str, str]
@@ -71,12 +71,9 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
     if record.get("hybrid_layer_pattern"):
         by_letter = {MAMBA: (MIXER,), ATTENTION: (INPUT,), DENSE: (MLP,)}
         return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(record["hybrid_layer_pattern"]))
-    num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
-    routed = moe_layer_pattern(
-        num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
-    )
+    routed = recorded_moe_layers(record)
     linear = linear_layer_pattern(
-        num_layers, record.get("experimental_attention_variant"), record.get("linear_attention_freq")
+        len(routed), record.get("experimental_attention_variant"), record.get("linear_attention_freq")
     )
     return tuple(fused_norms(record, *kinds) for kinds in zip(routed, linear, strict=True))
 
