@@ -12,7 +12,7 @@ from arguments.layer_pattern import (
     SPARSE,
     hybrid_letters,
     linear_layer_pattern,
-    moe_layer_pattern,
+    recorded_moe_layers,
 )
 
 LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern"})
@@ -27,12 +27,9 @@ def layer_letters(record: Mapping[str, Any]) -> str:
     """
     if record.get("hybrid_layer_pattern"):
         return hybrid_letters(record["hybrid_layer_pattern"])
-    num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
-    routed = moe_layer_pattern(
-        num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
-    )
+    routed = recorded_moe_layers(record)
     variant = record.get("experimental_attention_variant")
-    linear = linear_layer_pattern(num_layers, variant, record.get("linear_attention_freq"))
+    linear = linear_layer_pattern(len(routed), variant, record.get("linear_attention_freq"))
     softmax = {"dsa": SPARSE, None: LATENT if record.get("multi_latent_attention") else ATTENTION}
     return "".join(
         ((DELTA_NET if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))

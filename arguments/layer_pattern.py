@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arguments.model import ModelArgs
@@ -48,6 +48,17 @@ def moe_layer_pattern(
     if any(entry not in (0, 1) for entry in entries):
         raise ValueError(f"--moe-layer-freq {list(entries)}: every entry must be 0 (dense) or 1 (MoE)")
     return tuple(bool(entry) for entry in entries)
+
+
+def recorded_moe_layers(record: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return `moe_layer_pattern` of recorded flags, by destination; numbers may be text, and flags may be missing.
+
+    Raises:
+        TypeError, ValueError: if they are damaged.
+    """
+    freq = record.get("moe_layer_freq") or 1
+    num_layers, num_experts = int(record["num_layers"]), int(record.get("num_experts") or 0)
+    return moe_layer_pattern(num_layers, num_experts, freq if isinstance(freq, list | tuple) else int(freq))
 
 
 def linear_layer_pattern(

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from arguments import layer_pattern
-from arguments.layer_pattern import hybrid_letters, linear_layer_pattern, moe_layer_pattern, mtp_letters
+from arguments.layer_pattern import hybrid_letters, linear_layer_pattern, mtp_letters, recorded_moe_layers
 
 Spelling = tuple[str, str]
 """Prefix of a name inside a layer, and its prefix if the norm is fused."""
@@ -79,12 +79,9 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ..
         }
         pattern = record["hybrid_layer_pattern"]
         return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(pattern) + mtp_letters(pattern))
-    num_layers, freq = int(record["num_layers"]), record.get("moe_layer_freq") or 1
-    routed = moe_layer_pattern(
-        num_layers, int(record.get("num_experts") or 0), freq if isinstance(freq, (list, tuple)) else int(freq)
-    )
+    routed = recorded_moe_layers(record)
     linear = linear_layer_pattern(
-        num_layers, record.get("experimental_attention_variant"), record.get("linear_attention_freq")
+        len(routed), record.get("experimental_attention_variant"), record.get("linear_attention_freq")
     )
     kinds = [*zip(routed, linear, strict=True)]
     return tuple(fused_norms(record, *each) for each in (*kinds, *kinds[-1:]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from arguments.layer_pattern import hybrid_letters, moe_layer_pattern, mtp_depths, mtp_layer_pattern
+from arguments.layer_pattern import hybrid_letters, mtp_depths, mtp_layer_pattern, recorded_moe_layers
 from arguments.mechanisms.selections import SELECTIONS
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
@@ -137,10 +137,8 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     wanted += ["output_layer.weight"] if args.get("untie_embeddings_and_output_weights") else []
     wanted += ["output_layer.bias"] if args.get("add_output_layer_bias") else []
     problems += [f"{name} is missing" for name in wanted if name not in weights]
-    num_layers, num_experts = int(args["num_layers"]), int(args.get("num_experts") or 0)
-    freq = args.get("moe_layer_freq") or 1
     try:
-        pattern = moe_layer_pattern(num_layers, num_experts, freq if isinstance(freq, (list, tuple)) else int(freq))
+        pattern, num_experts = recorded_moe_layers(args), int(args.get("num_experts") or 0)
     except (TypeError, ValueError) as error:
         return [*problems, f"the recorded flags are damaged: {error}"]
     hybrid = args.get("hybrid_layer_pattern") or ""

@@ -80,8 +80,9 @@ class Dumps:
                 "dgrads": output.save_dgrads_interval,
                 "tokens_per_expert": output.save_tokens_per_expert_interval if moe and moe.num_experts else None,
             }
-        has_trace = moe is not None and moe.num_experts and moe.moe_routing_trace_path
-        self.trace = RoutingTrace(moe, rank) if moe is not None and has_trace else None
+        self.trace: RoutingTrace | None = None
+        if moe is not None and moe.num_experts and moe.moe_routing_trace_path:
+            self.trace = RoutingTrace(moe, rank)
 
     def due(self, iteration: int) -> frozenset[str]:
         """Return the directory names of the dumps that are due, and TRACE for the routing trace."""
