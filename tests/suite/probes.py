@@ -107,7 +107,13 @@ def install(buffer: Path) -> Finder:
 
 
 def install_from_environment() -> None:
-    """Install the probes in an interpreter that a test has started; called by the .pth file."""
+    """Install the probes in an interpreter that a test has started; called by the .pth file.
+
+    One that runs a changed copy of the product imports the copy: nothing of it is recorded.
+    """
+    copies = (Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder)
+    if any((folder / "moe_trainer").is_dir() and folder.resolve() != ROOT for folder in copies):
+        return
     buffer = Path(os.environ[VARIABLE])
     finder = install(buffer)
     # The main program is not imported: record at least that it ran.
