@@ -57,7 +57,7 @@ def check_ep_overlap_requirements(s: Settings, f: DerivedSizes) -> Iterator[Viol
         )
 
 
-def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def check_ep_overlap_conflicts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not s.overlap_moe_expert_parallel_comm:
         return
     for dest in ("recompute_method", "recompute_num_layers"):
@@ -75,7 +75,7 @@ def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violat
             "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both overlap "
             "the same communication."
         )
-    if s.mtp_num_layers is not None and s.mtp_num_layers > 1:
+    if f.mtp_depths > 1:
         yield s.violation("{overlap_moe_expert_parallel_comm} allows at most one MTP layer; {mtp_num_layers}.")
 
 

@@ -249,7 +249,7 @@ class ChunkBytes:
             yield SavedTensor("final_layernorm.x", (self.rows, hidden), self.size)
             yield SavedTensor("final_layernorm.statistics", (self.rows,), WIDE)
         if layout.has_loss:
-            for _ in range(1 + (self.args.model.mtp_num_layers or 0)):
+            for _ in range(1 + model.num_mtp_depths):
                 yield from self._loss_tensors()
 
     def _loss_tensors(self) -> Iterator[SavedTensor]:
