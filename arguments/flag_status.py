@@ -30,6 +30,10 @@ _FSDP = (
     "a setting of how Megatron's FSDP communicates; torch's fully_shard communicates layer by layer, and results do "
     "not depend on it"
 )
+_FSDP_BUFFERS = (
+    "torch's fully_shard allocates the buffers of its communication layer by layer, and registers none of them with "
+    "NCCL; results do not depend on it"
+)
 _OVERLAP = "only versions of TransformerEngine before 1.5 read it; --tp-comm-overlap-ag and -rs replace it"
 _ASYNC = "the background writer needs no such tuning here"
 
@@ -95,8 +99,11 @@ NO_EFFECT = MappingProxyType(
         # fully sharded data parallelism
         "megatron_fsdp_version": "there is one implementation, torch's fully_shard",
         **_each("suggested_communication_unit_size create_all_gather_group", _FSDP),
-        "fsdp_manual_registration": "--use-nccl-ub registers all buffers at once after the first iteration, and turns "
-        "this on, as in Megatron-LM",
+        **_each(
+            "fsdp_double_buffer megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail nccl_ub "
+            "disable_symmetric_registration fsdp_manual_registration",
+            _FSDP_BUFFERS,
+        ),
         "megatron_fsdp_enable_fine_grained_param_gather": "parameters are gathered layer by layer, experts separately",
         "keep_fp8_transpose_cache": "fully sharded parameters are gathered in the model's format; no transpose is "
         "cached",

@@ -79,14 +79,6 @@ def check_ep_overlap_conflicts(s: Settings, f: DerivedSizes) -> Iterator[Violati
         yield s.violation("{overlap_moe_expert_parallel_comm} allows at most one MTP layer; {mtp_num_layers}.")
 
 
-def limit_ep_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    yield Limit(
-        s.overlap_moe_expert_parallel_comm and s.use_megatron_fsdp and s.fsdp_double_buffer,
-        "{overlap_moe_expert_parallel_comm} cannot be combined with {fsdp_double_buffer:flag}: two passes hold the "
-        "gathered parameters of more than two layers.",
-    )
-
-
 def check_delay_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.delay_wgrad_compute:
         return

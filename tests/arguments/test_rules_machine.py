@@ -71,7 +71,7 @@ def test_expandable_segments_are_set_before_torch_is_imported(monkeypatch):
     asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert wanted("") == asked and wanted("", NCCL_GRAPH_REGISTER="1") == asked
     assert wanted(GRAPHS) == {**asked, "NCCL_GRAPH_REGISTER": "0"} and wanted(GRAPHS, NCCL_GRAPH_REGISTER="1") == {}
-    assert wanted("--use-nccl-ub") == {}
+    assert wanted("--use-nccl-ub") == asked  # registers nothing
     for name in ALLOCATOR:
         assert wanted("", **{name: "max_split_size_mb:64"}) == {}
     for flags in ("", GRAPHS):
