@@ -105,13 +105,11 @@ def _model(
     """Return the arguments with the size of the vocabulary, None if the parameters cannot be counted."""
     if not can_count_params(settings, violations):
         return None
-    model = freeze(settings, world_size)
-    if files is not None and files.vocab_rows:  # as the run will build it
-        vocab_size, note = files.vocab_rows, ""
-    else:
+    model, vocab_size = freeze(settings, world_size), None if files is None else files.vocab_rows
+    if not vocab_size:  # else as the run will build it
         vocab_size, note = planned_vocab_size(model)
-    if note:
-        settings.note(note)
+        if note:
+            settings.note(note)
     return model if vocab_size is None else replace(model, data=replace(model.data, padded_vocab_size=vocab_size))
 
 
