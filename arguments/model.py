@@ -531,7 +531,9 @@ class ModelArgs:
     @property
     def num_mtp_depths(self) -> int:
         """Number of depths of multi-token prediction."""
-        return num_mtp_depths(vars(self))
+        return num_mtp_depths(
+            {"mtp_num_layers": self.mtp_num_layers, "hybrid_layer_pattern": self.hybrid_layer_pattern}
+        )
 
     @property
     def mamba_heads(self) -> int:
