@@ -13,8 +13,9 @@ from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.flag_status import RENAMED_VALUES
 from arguments.layer_flags import LAYER_FLAGS, layer_letters
-from arguments.layer_pattern import DEPTH, STAGE, letter_flags
+from arguments.layer_pattern import STAGE, letter_flags
 from arguments.mechanisms.selections import SELECTING
+from arguments.mtp import without_mtp
 from arguments.settings import Settings, Violation
 
 
@@ -215,8 +216,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
     if _drops_mtp(settings):
         names = [dest for dest in names if not dest.startswith("mtp_")]
-        if isinstance(pattern := recorded.get("hybrid_layer_pattern"), str):
-            recorded["hybrid_layer_pattern"] = pattern.partition(DEPTH)[0]
+        recorded = without_mtp(recorded)
     if _writes_pattern(settings, recorded):
         names = [dest for dest in names if dest not in LAYER_FLAGS]
     if settings.is_eval_only:

@@ -19,8 +19,8 @@ def _each(names: str, text: str) -> dict[str, str]:
 
 # ---- fields that have no effect: accepted with every value, because nothing that is computed or saved depends on them
 
-_ONE_GROUP = "a grouped GEMM of one group is the GEMM that is run"
-_SHARP = "NCCL_COLLNET_ENABLE=1 in the environment lets NCCL reduce in the switches, for all groups"
+_SINGLE_GROUP_GEMM = "a grouped GEMM of one group is the GEMM that is run"
+_NO_SHARP = "NCCL_COLLNET_ENABLE=1 in the environment lets NCCL reduce in the switches, for all groups"
 _STORAGE = "the weights of a rank's experts are always one tensor; checkpoints name every expert"
 _INTERLEAVING = (
     "the order of gate and up in memory for a kernel of TransformerEngine; checkpoints hold [gate; up] with and "
@@ -29,6 +29,10 @@ _INTERLEAVING = (
 _FSDP = (
     "a setting of how Megatron's FSDP communicates; torch's fully_shard communicates layer by layer, and results do "
     "not depend on it"
+)
+_FSDP_BUFFERS = (
+    "torch's fully_shard allocates the buffers of its communication layer by layer, and registers none of them with "
+    "NCCL; results do not depend on it"
 )
 _OVERLAP = "only versions of TransformerEngine before 1.5 read it; --tp-comm-overlap-ag and -rs replace it"
 _ASYNC = "the background writer needs no such tuning here"
@@ -46,7 +50,7 @@ NO_EFFECT = MappingProxyType(
         "no_persist_layer_norm": "there is one kernel of each norm",
         "use_te_activation_func": "activations have kernels of this program (--triton-kernels activation), or are part "
         "of --use-transformer-engine-op-fuser",
-        **_each("use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp", _ONE_GROUP),
+        **_each("use_grouped_gemm_for_shared_expert use_grouped_gemm_for_dense_mlp", _SINGLE_GROUP_GEMM),
         "disable_jit_fuser": "no operations are compiled; --triton-kernels none leaves out the Triton kernels",
         "muon_use_syrk": "Newton-Schulz multiplies with torch's GEMMs, which have no form for symmetric results",
         "dsa_indexer_k_norm_fp32": "norms are computed in fp32, whatever the format of their input",
@@ -91,12 +95,15 @@ NO_EFFECT = MappingProxyType(
         "dropout differs in any case",
         "local_rank": "the launcher's environment (LOCAL_RANK, SLURM_LOCALID) says which device a rank uses",
         "lazy_mpu_init": "initialization is never delegated to an outer framework",
-        **_each("use_sharp sharp_enabled_group", _SHARP),
+        **_each("use_sharp sharp_enabled_group", _NO_SHARP),
         # fully sharded data parallelism
         "megatron_fsdp_version": "there is one implementation, torch's fully_shard",
         **_each("suggested_communication_unit_size create_all_gather_group", _FSDP),
-        "fsdp_manual_registration": "--use-nccl-ub registers all buffers at once after the first iteration, and turns "
-        "this on, as in Megatron-LM",
+        **_each(
+            "fsdp_double_buffer megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail nccl_ub "
+            "disable_symmetric_registration fsdp_manual_registration",
+            _FSDP_BUFFERS,
+        ),
         "megatron_fsdp_enable_fine_grained_param_gather": "parameters are gathered layer by layer, experts separately",
         "keep_fp8_transpose_cache": "fully sharded parameters are gathered in the model's format; no transpose is "
         "cached",
@@ -417,8 +424,7 @@ _WITHOUT_EFFECT = (
     ),
     (
         "--enable-gpt-oss",
-        "it tells Megatron-LM's ModelOpt builder which model to convert; here the architecture's flags do (--preset "
-        "gpt_oss_20b has them)",
+        "it tells Megatron-LM's ModelOpt builder which model to convert; here the architecture's flags do",
     ),
     (
         "--export-force-local-attention",

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from arguments.mtp import DEPTH, mtp_letters
+
 if TYPE_CHECKING:
     from arguments.model import ModelArgs
 
@@ -16,8 +18,8 @@ LINEAR = ("gdn", "kda")
 """Values of --experimental-attention-variant with linear attention in some layers."""
 SHORT_CONV = "short_conv"
 """The value with short convolutions in some layers."""
-STAGE, DEPTH = "|", "/"
-"""What separates pipeline stages there, and depths of multi-token prediction."""
+STAGE = "|"
+"""What separates pipeline stages there."""
 OVERLAPPING_RATIO = 4
 """The tokens of a compressed key whose windows overlap, and among which an indexer selects, as in Megatron-Core."""
 
@@ -92,17 +94,6 @@ def compress_ratio(model: ModelArgs, number: int) -> int:
 def hybrid_letters(pattern: str) -> str:
     """Return one letter per decoder layer of a --hybrid-layer-pattern."""
     return pattern.partition(DEPTH)[0].replace(STAGE, "")
-
-
-def mtp_depths(pattern: str) -> tuple[str, ...]:
-    """Return the letters of every depth of multi-token prediction; nothing if none has a letter."""
-    depths = tuple(pattern.split(DEPTH)[1:])
-    return depths if any(depths) else ()
-
-
-def mtp_letters(pattern: str) -> str:
-    """Return one letter per layer of a depth of multi-token prediction; all depths have the same."""
-    return next(iter(mtp_depths(pattern)), "")
 
 
 def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, object]:
@@ -210,6 +201,6 @@ def mtp_layer_pattern(pattern: Sequence[bool], hybrid_pattern: str | None = None
 
 def mtp_layers(model: ModelArgs, pattern: Sequence[bool]) -> tuple[tuple[tuple[int, bool], ...], ...]:
     """Return the layers of every depth, each as its number, which continues the decoder's, and whether it is MoE."""
-    kinds, depths = mtp_layer_pattern(pattern, model.hybrid_layer_pattern), model.mtp_num_layers or 0
-    firsts = range(model.num_layers, model.num_layers + depths * len(kinds), len(kinds))
+    kinds = mtp_layer_pattern(pattern, model.hybrid_layer_pattern)
+    firsts = range(model.num_layers, model.num_layers + model.num_mtp_depths * len(kinds), len(kinds))
     return tuple(tuple(enumerate(kinds, start=first)) for first in firsts)

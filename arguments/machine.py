@@ -74,11 +74,11 @@ def environment_defaults(args: Arguments | Settings, env: Mapping[str, str], arc
 def allocator_environment(args: Arguments | Settings, env: Mapping[str, str]) -> dict[str, str]:
     """Return variables to set before torch is imported, so that its allocator uses expandable segments.
 
-    The number of routed tokens varies, which fragments segments of fixed size. Nothing is set if the user has chosen,
-    or if NCCL registers buffers, which must not move; NCCL does not register those of captured graphs then.
+    The number of routed tokens varies, which fragments segments of fixed size. Nothing is set if the user has chosen.
+    NCCL does not register the buffers of captured graphs then.
     """
     s = _flat(args)
-    if any(name in env for name in ALLOCATOR) or s.nccl_ub:
+    if any(name in env for name in ALLOCATOR):
         return {}
     if s.cuda_graph_impl == "none":
         return {ALLOCATOR[0]: EXPANDABLE}
@@ -206,9 +206,6 @@ def expandable_segments(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _
             f"environment ({_env(env, 'NCCL_GRAPH_REGISTER')}): registered buffers may move."
         )
         yield _finding(s, message, "cuda_graph_impl")
-    if s.nccl_ub:
-        message = f"{s.flag('nccl_ub')} cannot be combined with {_env(env, allocator)}: NCCL's buffers must not move."
-        yield _finding(s, message, "nccl_ub")
 
 
 def attention_switches(s: Settings, _f: DerivedSizes, env: Mapping[str, str], _arch: int) -> Iterator[Violation]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from arguments.flag_properties import MAX_LAYERS, MAX_SIZE, MAX_STD
+from arguments.mtp import num_mtp_depths
 from arguments.mup import width_mult
 from arguments.schema import flag, int_pair, layer_pattern
 
@@ -527,6 +528,13 @@ class ModelArgs:
     def logit_scale(self) -> float:
         """Factor of the logits."""
         return (self.mup_output_mult if self.use_mup else 1.0) / self.logits_scaling
+
+    @property
+    def num_mtp_depths(self) -> int:
+        """Number of depths of multi-token prediction."""
+        return num_mtp_depths(
+            {"mtp_num_layers": self.mtp_num_layers, "hybrid_layer_pattern": self.hybrid_layer_pattern}
+        )
 
     @property
     def mamba_heads(self) -> int:

@@ -47,8 +47,6 @@ _VIRTUAL_STAGES = (
     "num_virtual_stages_per_pipeline_rank or num_layers_per_virtual_pipeline_stage or pipeline_model_parallel_layout"
 )
 _BF16_GRADS = "grad_reduce_in_bf16 or main_grads_dtype=bf16"
-_SHARDED_GRADS = "data_parallel_sharding_strategy=optim_grads or data_parallel_sharding_strategy=optim_grads_params"
-_FSDP_BUFFERS = "fsdp_double_buffer or megatron_fsdp_max_pool_double_buffer or nccl_ub"
 
 
 @dataclass(frozen=True)
@@ -291,12 +289,11 @@ class ParallelArgs:
     """Format in which Megatron's FSDP reduces gradients."""
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     """Gather fully sharded parameters module by module."""
-    megatron_fsdp_max_pool_double_buffer: bool = flag(False, needs=("use_megatron_fsdp", _SHARDED_GRADS))
+    megatron_fsdp_max_pool_double_buffer: bool = False
     """--fsdp-double-buffer with buffers of the largest layer's size, for all layers."""
-    fsdp_double_buffer: bool = flag(False, needs=("use_megatron_fsdp", _SHARDED_GRADS))
-    """Communicate parameters and gradients of Megatron's FSDP through two persistent buffers, for layers of the most
-    frequent size."""
-    fsdp_db_use_persist_buf_on_alloc_fail: bool = flag(False, needs=_FSDP_BUFFERS)
+    fsdp_double_buffer: bool = False
+    """Communicate parameters and gradients of Megatron's FSDP through two persistent buffers."""
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     """Persistent buffers also for parameters that do not fit --fsdp-double-buffer."""
     fsdp_manual_registration: bool = False
     """Register all buffers of --use-nccl-ub at once, after the first iteration."""
@@ -338,9 +335,9 @@ class ParallelArgs:
     nccl_communicator_config_path: str | None = flag(None, needs="cuda", path="read", role="runtime")
     """YAML file with options of NCCL communicators, below the names of their groups: cga_cluster_size, max_ctas,
     min_ctas, net_name, is_high_priority_stream."""
-    nccl_ub: bool = flag(False, "--use-nccl-ub", needs=("use_megatron_fsdp", _SHARDED_GRADS))
+    nccl_ub: bool = flag(False, "--use-nccl-ub")
     """Allocate the communication buffers of Megatron's FSDP in memory that is registered with NCCL."""
-    disable_symmetric_registration: bool = flag(False, needs="nccl_ub")
+    disable_symmetric_registration: bool = False
     """Do not register NCCL user buffers symmetrically."""
     use_sharp: bool = False
     """Reduce in the network switches (SHARP)."""
@@ -426,12 +423,6 @@ class ParallelArgs:
             and is_hybrid
             and (self.outer_dp_sharding_strategy == "optim" or self.enable_full_sharding_in_hsdp)
         )
-
-    @property
-    def has_fsdp_double_buffer(self) -> bool:
-        """Whether fully sharded parameters have persistent communication buffers."""
-        is_sharded = self.use_megatron_fsdp and self.has_sharded_params
-        return is_sharded and (self.fsdp_double_buffer or self.megatron_fsdp_max_pool_double_buffer)
 
     def has_fp32_main_params(self, params_dtype: str) -> bool:
         """Return whether main parameters are fp32, whatever the model computes in ("bf16", ...)."""

@@ -61,8 +61,8 @@ def chunk_layouts(model: ModelArgs, parallel: ParallelArgs) -> tuple[tuple[Chunk
         counts, mtp = [stage.count(DECODER) for stage in stages], [MTP in stage for stage in stages]
     else:
         counts = _counts(model.num_layers, parallel)
-        mtp = [False] * (len(counts) - 1) + [bool(model.mtp_num_layers)]
-    chunks = _chunks(counts, mtp, model.mtp_num_layers or 0)
+        mtp = [False] * (len(counts) - 1) + [model.num_mtp_depths > 0]
+    chunks = _chunks(counts, mtp, model.num_mtp_depths)
     assert len(chunks) % pp == 0, f"{len(chunks)} chunks for {pp} pipeline ranks"
     return tuple(tuple(chunks[rank::pp]) for rank in range(pp))
 

@@ -91,7 +91,7 @@ def run(name: str, words: Sequence[str]) -> int:
             code = importlib.import_module(f"moe_trainer.commands.{name.replace('-', '_')}").main(list(words))
         except ModuleNotFoundError as error:
             code = _name_missing_package(name, error)
-    gc.collect()  # see pretrain_moe.leave
+    gc.collect()  # see commands/train_process.py: leave
     return code
 
 

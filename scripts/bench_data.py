@@ -55,8 +55,7 @@ def command_seconds(*argv: str) -> float:
 
 
 def flags(rounds: int) -> Rows:
-    from arguments.report import run_validate_only
-    from moe_trainer.estimate.parameters import params_report
+    from moe_trainer.commands.validate_only import run_validate_only
 
     presets = sorted(path.stem for path in (ROOT / "model_zoo").glob("*.yaml"))
     lines = [
@@ -67,7 +66,7 @@ def flags(rounds: int) -> Rows:
     before = time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         for line in lines:
-            run_validate_only(line, params_report)
+            run_validate_only(line)
     once = time.process_time() - before
     alone = statistics.median(command_seconds("pretrain_moe.py", "--validate-only", *TINY) for _ in range(rounds))
     return [

@@ -167,7 +167,7 @@ def _chunk_text(args: Arguments, chunk: ChunkLayout) -> str:
         layers = [number for number in chunk.layers if pattern[number] is kind]
         parts += [f"{name} layers {_spans(layers)}"] if layers else []
     parts += ["final norm"] if chunk.has_final_norm else []
-    parts += [f"multi-token prediction ({args.model.mtp_num_layers})"] if chunk.mtp else []
+    parts += [f"multi-token prediction ({args.model.num_mtp_depths})"] if chunk.mtp else []
     return ", ".join([*parts, *(["head and loss"] if chunk.has_loss else [])]) or "no layers (forwards its input)"
 
 

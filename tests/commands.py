@@ -167,9 +167,9 @@ def _fork_main(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: 
     torch.set_num_threads(1)
     code = 1
     try:
-        import pretrain_moe
+        from moe_trainer.commands import train_process
 
-        code = pretrain_moe.main(argv)
+        code = train_process.main(argv)
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
     except BaseException:  # noqa: BLE001 - print it as the interpreter would

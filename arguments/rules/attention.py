@@ -72,11 +72,8 @@ def check_mla_options(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{mla_down_proj_fusion} needs {multi_latent_attention:flag}.")
 
 
-def check_mtp_positions(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    count = s.mtp_num_layers
-    if count is None:
-        return
-    if count and s.position_embedding_type not in MTP_POSITIONS:
+def check_mtp_positions(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
+    if f.mtp_depths and s.position_embedding_type not in MTP_POSITIONS:
         yield s.violation(
             "{mtp_num_layers} needs {position_embedding_type:flag} rope or none, not {position_embedding_type:value}."
         )

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from arguments.flag_properties import MAX_LAYERS
 from arguments.layer_pattern import moe_layer_pattern
+from arguments.mtp import num_mtp_depths
 from arguments.rules.layout_grammar import PipelineLayout, read_layout
 from arguments.settings import Settings, Violation
 
@@ -22,7 +23,8 @@ class DerivedSizes:
     virtual chunks per pipeline rank, None without interleaving or when it is unknown. `layers_split` counts what is
     spread over the pipeline (decoder layers, plus embedding and loss where they are to count). `moe_layers[i]` says
     whether decoder layer i has experts; None without experts or with an unreadable pattern. `largest_cp` ranks may
-    share a sequence: cp, or dp x cp with dynamic context parallelism, if dp is known.
+    share a sequence: cp, or dp x cp with dynamic context parallelism, if dp is known. `mtp_depths` are of multi-token
+    prediction.
     """
 
     world: int | None
@@ -40,6 +42,7 @@ class DerivedSizes:
     moe_layers: tuple[bool, ...] | None
     layout: PipelineLayout | None
     largest_cp: int
+    mtp_depths: int
 
 
 Rule = Callable[[Settings, DerivedSizes], Iterator[Violation]]
@@ -77,6 +80,7 @@ def derive_sizes(s: Settings, world: int | None) -> DerivedSizes:
         moe_layers=None if experts is None else moe_pattern(s.moe_layer_freq, layers),
         layout=layout,
         largest_cp=cp * (dp or 1) if s.dynamic_context_parallel else cp,
+        mtp_depths=num_mtp_depths(s.values),
     )
 
 

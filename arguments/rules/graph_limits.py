@@ -11,6 +11,7 @@ from arguments.layer_pattern import MAMBA, hybrid_letters
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import DerivedSizes, as_list, moe_pattern
 from arguments.rules.packing import is_packed
 from arguments.settings import Limit, Settings, Violation
@@ -56,7 +57,7 @@ def _iteration_varies(s: Settings) -> bool:
     if s.cuda_graph_impl != "full_iteration" or not s.num_experts or _is_padded(s) or has_fixed_receive_buffer(s):
         return False
     pattern = moe_pattern(s.moe_layer_freq, s.num_layers)
-    return pattern is None or any(pattern) or bool(s.mtp_num_layers)
+    return pattern is None or any(pattern) or num_mtp_depths(s.values) > 0
 
 
 def note_own_graphs(s: Settings, _f: DerivedSizes) -> None:
@@ -100,7 +101,7 @@ def limit_full_iteration_shapes(s: Settings, _f: DerivedSizes) -> Iterator[Limit
 
 
 def limit_full_layer_shapes(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or s.mtp_num_layers)
+    has_experts = f.experts is not None and (f.moe_layers is None or any(f.moe_layers) or f.mtp_depths)
     yield Limit(
         "layer" in captured_parts(s) and has_experts and not _is_padded(s) and not has_fixed_receive_buffer(s),
         "{cuda_graph_impl} without {cuda_graph_modules:flag} captures full layers, and the number of tokens per expert "

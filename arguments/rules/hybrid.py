@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from arguments.layer_pattern import (
     ATTENTION,
     DELTA_NET,
-    DEPTH,
     LATENT,
     MAMBA,
     MLP,
@@ -14,9 +13,8 @@ from arguments.layer_pattern import (
     STAGE,
     hybrid_letters,
     letter_flags,
-    mtp_depths,
-    mtp_letters,
 )
+from arguments.mtp import DEPTH, mtp_depths, mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.layout_grammar import MTP
 from arguments.settings import Limit, Settings, Violation

@@ -54,10 +54,10 @@ def read_layout(text: str) -> PipelineLayout:
     flat = text.replace(",", "").replace(" ", "").strip("'\"")
     flat = re.sub(r"\(([^()]*)\)\*(\d+)", lambda found: _repeat(found.group(1), found.group(2)), flat)
     flat = re.sub(r"([EtmL|])\*(\d+)", lambda found: _repeat(found.group(1), found.group(2)), flat)
-    strange = sorted(set(flat) - set("EtmL|"))
-    if strange:
+    unknown = sorted(set(flat) - set("EtmL|"))
+    if unknown:
         raise ValueError(
-            f"{' '.join(strange)} is not part of a layout (E embedding, t decoder layer, m MTP layer, L loss, | next "
+            f"{' '.join(unknown)} is not part of a layout (E embedding, t decoder layer, m MTP layer, L loss, | next "
             "stage, x*N and (...)*N repeat, without nesting)"
         )
     return PipelineLayout(tuple(flat.split("|")))
@@ -69,12 +69,12 @@ def _repeat(part: str, times: str) -> str:
     return part * int(times)
 
 
-def problems(layout: PipelineLayout, pp: int, num_layers: int | None, mtp_num_layers: int | None) -> list[str]:
+def problems(layout: PipelineLayout, pp: int, num_layers: int | None, mtp_depths: int) -> list[str]:
     """Everything that keeps a layout from fitting a model, as clauses that can follow the flag and its value."""
     return [
         *_shape_problems(layout, pp),
         *_count_problems(layout, num_layers),
-        *_mtp_problems(layout, pp, mtp_num_layers or 0),
+        *_mtp_problems(layout, pp, mtp_depths),
     ]
 
 
@@ -96,10 +96,10 @@ def _count_problems(layout: PipelineLayout, num_layers: int | None) -> list[str]
     return [f"holds {decoders} decoder layers (t), but the model has --num-layers {num_layers}"]
 
 
-def _mtp_problems(layout: PipelineLayout, pp: int, mtp_num_layers: int) -> list[str]:
+def _mtp_problems(layout: PipelineLayout, pp: int, mtp_depths: int) -> list[str]:
     count = layout.count(MTP)
-    if count != mtp_num_layers:
-        return [f"holds {count} MTP layers (m), but the model has --mtp-num-layers {mtp_num_layers}"]
+    if count != mtp_depths:
+        return [f"holds {count} MTP layers (m), but the model has --mtp-num-layers {mtp_depths}"]
     if not count:
         return []
     found = []

@@ -61,18 +61,6 @@ def resolve_fsdp_optimizer(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("use_distributed_optimizer", True, "Megatron-FSDP")
 
 
-def resolve_fsdp_buffers(s: Settings, _f: DerivedSizes) -> None:
-    """As in Megatron-LM: registered buffers and a pool of the largest size are kinds of double buffers."""
-    if not s.use_megatron_fsdp:
-        return
-    if s.nccl_ub:
-        s.set_derived("fsdp_manual_registration", True, "from --use-nccl-ub")
-    for dest in ("nccl_ub", "megatron_fsdp_max_pool_double_buffer"):
-        if getattr(s, dest) and not s.fsdp_double_buffer:
-            s.note(f"{s.flag(dest)} turns --fsdp-double-buffer on.")
-            s.set_derived("fsdp_double_buffer", True, f"from {s.flag(dest)}")
-
-
 def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
     if s.ckpt_format == "fsdp_dtensor":
         s.note(
@@ -189,12 +177,6 @@ def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def check_megatron_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_megatron_fsdp and s.ckpt_format != "fsdp_dtensor":
         yield s.violation("{use_megatron_fsdp} needs {ckpt_format:flag} fsdp_dtensor, not {ckpt_format:value}.")
-
-
-def check_manual_registration(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    for dest in ("use_megatron_fsdp", "nccl_ub"):
-        if s.fsdp_manual_registration and not getattr(s, dest):
-            yield s.violation("{fsdp_manual_registration} needs {:flag}: it registers these buffers.", dest)
 
 
 def check_outer_sharding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

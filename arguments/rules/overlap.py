@@ -57,7 +57,7 @@ def check_ep_overlap_requirements(s: Settings, f: DerivedSizes) -> Iterator[Viol
         )
 
 
-def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+def check_ep_overlap_conflicts(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if not s.overlap_moe_expert_parallel_comm:
         return
     for dest in ("recompute_method", "recompute_num_layers"):
@@ -75,16 +75,8 @@ def check_ep_overlap_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Violat
             "{overlap_moe_expert_parallel_comm} cannot be combined with {moe_shared_expert_overlap}: both overlap "
             "the same communication."
         )
-    if s.mtp_num_layers is not None and s.mtp_num_layers > 1:
+    if f.mtp_depths > 1:
         yield s.violation("{overlap_moe_expert_parallel_comm} allows at most one MTP layer; {mtp_num_layers}.")
-
-
-def limit_ep_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    yield Limit(
-        s.overlap_moe_expert_parallel_comm and s.use_megatron_fsdp and s.fsdp_double_buffer,
-        "{overlap_moe_expert_parallel_comm} cannot be combined with {fsdp_double_buffer:flag}: two passes hold the "
-        "gathered parameters of more than two layers.",
-    )
 
 
 def check_delay_wgrad(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

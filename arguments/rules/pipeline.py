@@ -190,7 +190,7 @@ def check_layout_fits_model(s: Settings, f: DerivedSizes) -> Iterator[Violation]
     if f.layout is None:
         return
     related = {"stages, which": PP, "decoder layers": "num_layers", "MTP": "mtp_num_layers"}
-    for clause in problems(f.layout, f.pp, f.layers, s.mtp_num_layers):
+    for clause in problems(f.layout, f.pp, f.layers, f.mtp_depths):
         others = [dest for word, dest in related.items() if word in clause]
         yield s.violation("{pipeline_model_parallel_layout} {clause}.", *others, clause=clause)
 

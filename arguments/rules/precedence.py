@@ -22,7 +22,7 @@ _VIRTUAL = ("num_virtual_stages_per_pipeline_rank",)
 _GRAPH_MODULES = ("cuda_graph_modules",)
 _GRAPH_SCOPE = ("cuda_graph_scope_deprecated",)
 
-# (flags that win when typed, flags that then fall away when they were not typed)
+# (flags that take precedence when typed, flags that they override when those were not typed)
 GROUPS = (
     (("train_iters",), _SAMPLES),
     (("train_samples",), _ITERATIONS),
@@ -53,10 +53,10 @@ FULL_ITERATION = (("cuda_graph_impl",), (*_GRAPH_MODULES, *_GRAPH_SCOPE))
 def command_line_wins(s: Settings) -> None:
     """Reset flags of a preset or recipe that conflict with the command line."""
     groups = (*GROUPS, FULL_ITERATION) if s.cuda_graph_impl == "full_iteration" else GROUPS
-    for winners, losers in groups:
-        typed = [dest for dest in winners if dest in s.typed]
-        beaten = [dest for dest in losers if s.source[dest] in ("preset", "recipe")] if typed else []
-        for dest in beaten:
+    for preferred, overridden in groups:
+        typed = [dest for dest in preferred if dest in s.typed]
+        ignored = [dest for dest in overridden if s.source[dest] in ("preset", "recipe")] if typed else []
+        for dest in ignored:
             if s.values[dest] == s.default(dest):
                 continue
             s.note(f"{s.shown(dest)} from the {s.source[dest]} is ignored: {s.flag(typed[0])} is set.")

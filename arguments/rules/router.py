@@ -70,11 +70,11 @@ def check_layer_frequency(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None:
         return
     if isinstance(freq, list | tuple):
-        strange = sorted({str(entry) for entry in freq if entry not in (0, 1)})
-        if strange:
+        invalid = sorted({str(entry) for entry in freq if entry not in (0, 1)})
+        if invalid:
             yield s.violation(
                 "{moe_layer_freq:flag} holds {entries}; each entry is 0 (dense) or 1 (experts).",
-                entries=", ".join(strange),
+                entries=", ".join(invalid),
             )
         if f.layers is not None and len(freq) != f.layers:
             yield s.violation(

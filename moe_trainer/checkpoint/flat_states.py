@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from arguments.mtp import num_mtp_depths
 from arguments.stage_layout import ChunkLayout, chunk_layouts
 from moe_trainer.checkpoint import common_state, rank_memory
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
@@ -126,9 +127,8 @@ class FlatStateMetadata(VirtualMetadata):
     def _add_grid(self, key: str, entry: TensorStorageMetadata) -> None:
         """Add the shards of a state of fully_sharded_model_space."""
         name = _CHAIN.sub("", key)
-        match = _STATE.match(name)
-        assert match is not None
-        full = tensor_entry(self._stored, match[2]).size
+        weight = name.split(".", 3)[3]  # after optimizer.state.NAME.
+        full = tensor_entry(self._stored, weight).size
         sizes = tuple(whole // parts for whole, parts in zip(full, entry.size))
         in_order = sorted((tuple(chunk.offsets) for chunk in entry.chunks), reverse=True)
         first_chunks = {offsets[:-1]: offsets for offsets in in_order}
@@ -185,7 +185,7 @@ class FlatStateMetadata(VirtualMetadata):
         for entry in entries:
             start, tensor = entry.start, entry.tensor
             located = f"optimizer.state.{state}.{tensor.key}", tensor.at, tensor.full[: len(tensor.at)]
-            for first, sizes in entry.boxes:
+            for first, sizes in entry.parts:
                 stop = start + math.prod(sizes)
                 if entry.counts:
                     box = add_chunk(self, located, sizes, bucket.properties.dtype, *where, tensor.shape, first)
@@ -239,12 +239,12 @@ class BufferEntry:
     """A parameter in a buffer.
 
     Attributes:
-        boxes: (offset, shape) of its parts, in memory order.
+        parts: (offset, shape) of its parts, in memory order.
         counts: whether its state is read from this buffer.
     """
 
     tensor: LogicalTensor
-    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    parts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     start: int
     numel: int
     counts: bool
@@ -257,7 +257,7 @@ class _BufferLayout:
         self._record, self._sizes = record, rank_memory.LayoutSizes.from_record(record)
         scheme = KeyScheme.from_record(record)
         self._num_layers = scheme.num_layers
-        model: Any = SimpleNamespace(num_layers=self._num_layers, mtp_num_layers=int(record.get("mtp_num_layers") or 0))
+        model: Any = SimpleNamespace(num_layers=self._num_layers, num_mtp_depths=num_mtp_depths(record))
         flags = {name: record.get(name) for name in _LAYOUT_FLAGS}
         flags |= {name: bool(record.get(name)) for name in _LAYOUT_SWITCHES}
         if not isinstance(flags["pipeline_model_parallel_layout"], (str, type(None))):
@@ -296,39 +296,40 @@ class _BufferLayout:
                 self._record,
                 self._norms[-1 if layer is None else layer],
             )
-            boxes = _rank_chunks(tensor, tp, sizes.etp if rank_memory.EXPERT in name else sizes.tp)
-            taken = counts and (tp == 0 or boxes[0][1] != tensor.shape)
-            rows.append((rank_memory.module_order_key(name, written), name, tensor, boxes, taken))
+            parts = _rank_chunks(tensor, tp, sizes.etp if rank_memory.EXPERT in name else sizes.tp)
+            taken = counts and (tp == 0 or parts[0][1] != tensor.shape)
+            rows.append((rank_memory.module_order_key(name, written), name, tensor, parts, taken))
         rows.sort(key=lambda each: each[0])
-        numels = [(name, sum(math.prod(shape) for _, shape in boxes)) for _, name, _, boxes, _ in rows]
+        numels = [(name, sum(math.prod(shape) for _, shape in parts)) for _, name, _, parts, _ in rows]
         where = {
             name: (first, numel)
             for name, first, numel in rank_memory.buffer_offsets(
                 numels, *rank_memory.bucketing(self._record, sizes, pp, chunk, expert)
             )
         }
-        return [BufferEntry(tensor, boxes, *where[name], taken) for _, name, tensor, boxes, taken in rows]
+        return [BufferEntry(tensor, parts, *where[name], taken) for _, name, tensor, parts, taken in rows]
 
     def _held(self, layout: ChunkLayout, expert: bool, ep: int) -> Iterator[tuple[str, LogicalTensor, bool]]:
         """Yield (name, tensor, whether it counts here) of the parameters of a model chunk."""
-        apart, mine = self._sizes.ep > 1, range(ep * self._sizes.local_experts, (ep + 1) * self._sizes.local_experts)
+        count, is_separate = self._sizes.local_experts, self._sizes.ep > 1
+        local_experts = range(ep * count, (ep + 1) * count)
         for name, tensor in self._tensors.items():
-            if apart and (rank_memory.EXPERT in name) is not expert:
+            if is_separate and (rank_memory.EXPERT in name) is not expert:
                 continue
-            if expert and int(name.partition(rank_memory.EXPERT)[2].partition(".")[0]) not in mine:
+            if expert and int(name.partition(rank_memory.EXPERT)[2].partition(".")[0]) not in local_experts:
                 continue
             layer = rank_memory.layer_number(name)
             if layer is not None:
-                there = layer in layout.layers
+                is_held = layer in layout.layers
             elif name in _EMBEDDINGS:
-                there = layout.has_word_embeddings
+                is_held = layout.has_word_embeddings
             elif name.startswith("mtp."):
-                there = layout.mtp
+                is_held = layout.mtp
             elif name.startswith("decoder."):
-                there = layout.has_final_norm
+                is_held = layout.has_final_norm
             else:
-                there = layout.has_loss
-            if there:
+                is_held = layout.has_loss
+            if is_held:
                 yield name, tensor, name not in _EMBEDDINGS or layout.has_embedding
         if not expert and layout.has_loss and not layout.has_word_embeddings and _HEAD not in self._tensors:
             yield _HEAD, self._tensors[_EMBEDDINGS[0]], False
@@ -338,13 +339,13 @@ def _rank_chunks(tensor: LogicalTensor, rank: int, count: int) -> list[tuple[tup
     """Return (offset, shape) of the parts of a rank's shard of a tensor, from the chunks of the stored weight."""
     shape = tuple(tensor.chunks[0].sizes[len(tensor.at) :])
     dim = next((dim for dim, (part, whole) in enumerate(zip(shape, tensor.shape)) if part != whole), None)
-    pieces = 1 if dim is None else tensor.shape[dim] // shape[dim]
-    if pieces % count:
+    num_shards = 1 if dim is None else tensor.shape[dim] // shape[dim]
+    if num_shards % count:
         return [((0,) * len(tensor.shape), tensor.shape)]
-    boxes = []
-    for part in range(pieces // count):
+    parts = []
+    for part in range(num_shards // count):
         first = [0] * len(shape)
         if dim is not None:
             first[dim] = (part * count + rank) * shape[dim]
-        boxes.append((tuple(first), shape))
-    return boxes
+        parts.append((tuple(first), shape))
+    return parts

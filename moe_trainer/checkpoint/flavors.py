@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from arguments.layer_flags import layer_letters
-from arguments.layer_pattern import mtp_letters
+from arguments.mtp import mtp_letters, num_mtp_depths
 
 _LAYER = re.compile(r"^((?:fp8\.)?decoder\.layers\.)(\d+)\.(.+)$")  # fp8.: states of delayed scaling
 _IN_DEPTH = re.compile(r"^(mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
@@ -58,7 +58,7 @@ def depth_letters(record: Mapping[str, Any]) -> str:
     """Return one letter per sublayer of a multi-token-prediction depth, "" without depths."""
     if is_hybrid(record):
         return mtp_letters(record["hybrid_layer_pattern"])
-    return layer_letters(record)[-2:] if record.get("mtp_num_layers") else ""
+    return layer_letters(record)[-2:] if num_mtp_depths(record) else ""
 
 
 def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

@@ -22,21 +22,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from arguments import layer_pattern
-from arguments.layer_pattern import hybrid_letters, linear_layer_pattern, mtp_letters, recorded_moe_layers
+from arguments.layer_pattern import hybrid_letters, linear_layer_pattern, recorded_moe_layers
+from arguments.mtp import mtp_letters
 
-Spelling = tuple[str, str]
-"""Prefix of a name inside a layer, and its prefix if the norm is fused."""
+NormPrefixes = tuple[str, str]
+"""Prefix of a norm's names inside a layer, and the one if a linear has it fused."""
 
-INPUT: Spelling = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-IN_PROJ: Spelling = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
-MIXER: Spelling = ("norm.", "mixer.in_proj.layer_norm_")
-MLP: Spelling = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-LATENT: tuple[Spelling, ...] = (
+INPUT: NormPrefixes = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+IN_PROJ: NormPrefixes = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
+MIXER: NormPrefixes = ("norm.", "mixer.in_proj.layer_norm_")
+MLP: NormPrefixes = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+LATENT: tuple[NormPrefixes, ...] = (
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
 _MEGATRON_ATTENTION = ("dsa", "dsv4_hybrid")  # its own module, which reads normalized latents
-FUSED: tuple[Spelling, ...] = (INPUT, IN_PROJ, MIXER, MLP, *LATENT)
+FUSED: tuple[NormPrefixes, ...] = (INPUT, IN_PROJ, MIXER, MLP, *LATENT)
 
 
 def has_te_names(record: Mapping[str, Any]) -> bool:
@@ -48,21 +49,21 @@ def has_te_names(record: Mapping[str, Any]) -> bool:
     )
 
 
-def fused_norms(record: Mapping[str, Any], routed: bool, linear: bool = False) -> tuple[Spelling, ...]:
-    """Return the norms of a layer that have fused names; `routed`: MoE layer, `linear`: gated DeltaNet."""
+def fused_norms(record: Mapping[str, Any], is_moe: bool, linear: bool = False) -> tuple[NormPrefixes, ...]:
+    """Return the norms of a layer that have fused names; `is_moe`: MoE layer, `linear`: gated DeltaNet."""
     latent = bool(record.get("multi_latent_attention"))
     if not has_te_names(record):
         return () if latent else (INPUT, MLP)
     if linear:
-        attention: tuple[Spelling, ...] = (IN_PROJ,)
+        attention: tuple[NormPrefixes, ...] = (IN_PROJ,)
     elif latent:
         attention = () if _has_megatron_attention(record) else LATENT
     else:
         attention = (INPUT,)
-    return attention if routed else (*attention, MLP)
+    return attention if is_moe else (*attention, MLP)
 
 
-def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[Spelling, ...], ...]:
+def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[NormPrefixes, ...], ...]:
     """Return `fused_norms` of every decoder layer, and then of the layers of a multi-token-prediction depth.
 
     Raises:

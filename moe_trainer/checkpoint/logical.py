@@ -74,9 +74,7 @@ def logical_tensors(index: Metadata) -> Iterator[LogicalTensor]:
 
 
 def _slices(key: str, entry: TensorStorageMetadata) -> Iterator[LogicalTensor]:
-    match = _KEY.match(key)
-    assert match is not None  # the pattern matches every text
-    prefix, rest = match.groups(default="")
+    ((prefix, rest),) = _KEY.findall(key)  # the pattern matches every text
     state = prefix.rstrip(".").rpartition(".")[2] or None
     stacked, experts = bool(_STACKED.match(rest)), bool(_EXPERTS.search(rest))
     full = tuple(entry.size)

@@ -97,8 +97,7 @@ class AsyncSaver:
     """
 
     def __init__(self) -> None:
-        self._pending: PendingSave | None = None
-        self._written: Future[None] | None = None
+        self._started: tuple[PendingSave, Future[None]] | None = None
         # a new thread starts on GPU 0; this one must stay on its rank's own
         on_device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
         self._worker = ThreadPoolExecutor(1, "checkpoint", *on_device)
@@ -114,18 +113,18 @@ class AsyncSaver:
     ) -> None:
         """Copy this rank's share to host memory and start writing it, after finishing an earlier save."""
         self.finish()
-        self._pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=True)
-        self._written = self._worker.submit(self._pending.write)
+        pending = PendingSave(Path(directory), state, chunks, optimizer, ps, options, copy_to_host=True)
+        self._started = pending, self._worker.submit(pending.write)
 
     @property
     def in_progress(self) -> bool:
         """Whether a save has started and is not committed yet; equal on every rank."""
-        return self._pending is not None
+        return self._started is not None
 
     @property
     def writing(self) -> bool:
         """Whether this rank's share is still being written; `finish` waits until no rank is writing."""
-        return self._written is not None and not self._written.done()
+        return self._started is not None and not self._started[1].done()
 
     def finish(self) -> None:
         """Wait for the save in progress, if any, and commit it. Collective.
@@ -135,11 +134,11 @@ class AsyncSaver:
         Raises:
             StorageError: if the save failed on any rank.
         """
-        if self._pending is None:
+        if self._started is None:
             return
-        assert self._written is not None
-        crash = self._written.exception()  # waits
-        pending, self._pending, self._written = self._pending, None, None
+        pending, written = self._started
+        crash = written.exception()  # waits
+        self._started = None
         pending.commit(crash)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arguments.mtp import num_mtp_depths
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.layer_spec import FUSED, Spelling, has_te_names
+from moe_trainer.checkpoint.layer_spec import FUSED, NormPrefixes, has_te_names
 
 EXPERT = ".experts.local_experts."
 LOCAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
@@ -113,7 +114,7 @@ def local_name(name: str, first_layer: int, first_expert: int) -> str:
     return LOCAL_EXPERT.sub(lambda match: f"{EXPERT}{int(match[1]) - first_expert}.", name)
 
 
-def to_spec_name(name: str, record: Mapping[str, Any], norms: Sequence[Spelling]) -> str:
+def to_spec_name(name: str, record: Mapping[str, Any], norms: Sequence[NormPrefixes]) -> str:
     """Return a local name as the modules of the flags write it; `norms`: the fused ones of its layer."""
     if not has_te_names(record):
         return name
@@ -167,7 +168,7 @@ def shared_embedding_names(record: Mapping[str, Any], pipeline_size: int) -> fro
     """
     if pipeline_size == 1:
         return frozenset()
-    if record.get("mtp_num_layers"):
+    if num_mtp_depths(record):
         return frozenset({"embedding.word_embeddings.weight"})
     if record.get("untie_embeddings_and_output_weights"):
         return frozenset()

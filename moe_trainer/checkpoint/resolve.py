@@ -103,7 +103,8 @@ def check_complete(folder: Path, hashes: bool = False) -> None:
     Raises:
         DamagedError: naming the problems, and what can be loaded instead.
     """
-    _raise_damaged(folder, check(folder, hashes))
+    if problems := check(folder, hashes):
+        raise _damaged(folder, problems)
 
 
 def read_complete(folder: Path, hashes: bool = False, hf_mapping: str | Path | None = None) -> Metadata:
@@ -113,17 +114,16 @@ def read_complete(folder: Path, hashes: bool = False, hf_mapping: str | Path | N
         CheckpointError: as check_complete, or if a Hugging Face folder cannot be read.
     """
     index, problems = read_and_check(folder, hashes, hf_mapping)
-    _raise_damaged(folder, problems)
-    assert index is not None
+    if index is None or problems:
+        raise _damaged(folder, problems)
     return index
 
 
-def _raise_damaged(folder: Path, problems: list[str]) -> None:
-    if problems:
-        shown = "\n  ".join(problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else []))
-        raise DamagedError(
-            f"the checkpoint {folder} is incomplete or damaged:\n  {shown}\n" + describe_alternatives(folder)
-        )
+def _damaged(folder: Path, problems: list[str]) -> DamagedError:
+    shown = "\n  ".join(problems[:8] + ([f"... and {len(problems) - 8} more"] if len(problems) > 8 else []))
+    return DamagedError(
+        f"the checkpoint {folder} is incomplete or damaged:\n  {shown}\n" + describe_alternatives(folder)
+    )
 
 
 def latest_iteration(directory: str | Path) -> int | None:

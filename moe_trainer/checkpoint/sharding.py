@@ -99,7 +99,7 @@ class KeyScheme:
     num_layers: int
     num_experts: int
     stacked: bool
-    norms: tuple[tuple[layer_spec.Spelling, ...], ...]
+    norms: tuple[tuple[layer_spec.NormPrefixes, ...], ...]
     engine: tuple[str, ...] = ()
     mtp_layer: str = MTP_LAYERS[0]
     translates_to: bool | None = None
@@ -232,7 +232,7 @@ class KeyScheme:
         return keys
 
 
-def _fused(rest: str, norms: tuple[layer_spec.Spelling, ...], inner: str) -> str:
+def _fused(rest: str, norms: tuple[layer_spec.NormPrefixes, ...], inner: str) -> str:
     """Return the name inside a layer, if it is that of a norm, in its fused form; `inner`: prefix of MTP layers."""
     for alone, fused in norms:
         if rest.startswith(inner + alone):

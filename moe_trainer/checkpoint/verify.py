@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from arguments.layer_pattern import hybrid_letters, mtp_depths, mtp_layer_pattern, recorded_moe_layers
+from arguments.layer_pattern import hybrid_letters, mtp_layer_pattern, recorded_moe_layers
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mtp import mtp_depths, num_mtp_depths
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.directory import COMPLETE, INDEX, INTEGRITY
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -142,7 +143,7 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     except (TypeError, ValueError) as error:
         return [*problems, f"the recorded flags are damaged: {error}"]
     hybrid = args.get("hybrid_layer_pattern") or ""
-    depths = int(args.get("mtp_num_layers") or 0)
+    depths = num_mtp_depths(args)
     depths = min(depths, 1) if args.get("mtp_use_repeated_layer") else depths
     mtp = (any(mtp_layer_pattern(pattern, hybrid)),) * depths
     ratios, ahead = args.get("csa_compress_ratios") or (), mtp_depths(hybrid)[:depths]

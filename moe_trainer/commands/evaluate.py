@@ -133,17 +133,16 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     runner = harness.find_tasks(task_options)  # before a large model is loaded
 
     from moe_trainer.drawing.report_page import write_report
-    from moe_trainer.evaluation.routing import routing_figures, routing_table
+    from moe_trainer.evaluation.routing import RoutingCounter, routing_figures, routing_table
     from moe_trainer.parallel.state import close_groups
     from moe_trainer.training.evaluate_tasks import bind_tasks, run_tasks
     from moe_trainer.training.inference import load_for_inference
 
     loaded = load_for_inference(options.source, flags)
     ctx = loaded.ctx
-    evaluation = bind_tasks(ctx, loaded.tokenizer, runner, options.batch_size, counts_routing=True)
-    results = run_tasks(ctx, evaluation)
-    assert evaluation.counter is not None
-    routing = evaluation.counter.gather()
+    counter = RoutingCounter(ctx.chunks, ctx.ps)
+    results = run_tasks(ctx, bind_tasks(ctx, loaded.tokenizer, runner, options.batch_size, counter))
+    routing = counter.gather()
     if ctx.ps.world.rank == 0:
         title = f"{options.source}, iteration {loaded.state.iteration}"
         lines = [title, harness.results_table(results), *([routing_table(routing)] if routing else [])]

@@ -166,7 +166,7 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     """
     model, moe = args.model, args.moe
     pattern = moe_layer_pattern(model.num_layers, moe.num_experts, moe.moe_layer_freq)
-    num_mtp = model.mtp_num_layers or 0
+    num_mtp = model.num_mtp_depths
     ahead = mtp_layer_pattern(pattern, model.hybrid_layer_pattern)
     num_moe = sum(pattern) + num_mtp * sum(ahead)
     num_layers = model.num_layers + num_mtp * len(ahead)

@@ -603,14 +603,14 @@ class LayerTime:
 
     def head(self) -> tuple[float, float]:
         """Return forward and backward of the output layer and its losses, including those of multi-token prediction."""
-        depths, gemm = 1 + (self.model.mtp_num_layers or 0), self.head_weight_gradient()
+        depths, gemm = 1 + self.model.num_mtp_depths, self.head_weight_gradient()
         logits = depths * self.tokens * (self.sizes.vocab_rows // self.tp) * self.size / self.memory_bandwidth
         return gemm + 2 * logits, (1 if self.model.lora_dim is not None else 2) * gemm + 2 * logits
 
     def head_weight_gradient(self) -> float:
         """Return the part of the output layer's backward that computes its weight gradient; forward takes as long."""
         columns, plain = self.sizes.vocab_rows // self.tp, not self.args.precision.fp8_output_proj
-        depths = 1 + (self.model.mtp_num_layers or 0)
+        depths = 1 + self.model.num_mtp_depths
         return depths * self.gemm(self.tokens, columns, self.model.hidden_size, plain=plain)
 
     def mtp_projection(self) -> float:

@@ -249,7 +249,7 @@ class ChunkBytes:
             yield SavedTensor("final_layernorm.x", (self.rows, hidden), self.size)
             yield SavedTensor("final_layernorm.statistics", (self.rows,), WIDE)
         if layout.has_loss:
-            for _ in range(1 + (self.args.model.mtp_num_layers or 0)):
+            for _ in range(1 + model.num_mtp_depths):
                 yield from self._loss_tensors()
 
     def _loss_tensors(self) -> Iterator[SavedTensor]:
@@ -480,8 +480,6 @@ def _buffers(
         largest = max((params.layers[kind].total for kind in kinds), default=0)
         gathered = 3 if args.parallel.overlap_moe_expert_parallel_comm else 2  # a layer for each pass, and the next one
         reduced = 1  # the gradients of a layer before they are reduced
-        if args.parallel.has_fsdp_double_buffer:  # two of both kinds for each chunk, next to the layer that is computed
-            gathered, reduced = 1 + 2 * len(chunks), 2 * len(chunks)
         working += largest * (gathered * sizes.size + 4 * reduced)
     return dispatch, working
 

@@ -196,7 +196,7 @@ def dispatcher_choices(args: Arguments, hardware: Hardware, ep: int, etp: int) -
         return [("", False)]
     half = args.precision.bf16 or args.precision.fp16
     overlaps = [False]
-    if ep > 1 and half and (args.model.mtp_num_layers or 0) <= 1 and not args.moe.moe_shared_expert_overlap:
+    if ep > 1 and half and args.model.num_mtp_depths <= 1 and not args.moe.moe_shared_expert_overlap:
         overlaps.append(True)
     spread = ep > 1 and ep * etp > hardware.domain
     plain = [(backend, overlap) for backend in ("", *(["hierarchical"] if spread else [])) for overlap in overlaps]

@@ -311,7 +311,7 @@ class LayerParams:
     def mtp(self) -> ParamsPerRank:
         """Return the parameters of all multi-token prediction layers."""
         model = self.model
-        depths = model.mtp_num_layers or 0
+        depths = model.num_mtp_depths
         if model.mtp_use_repeated_layer:
             depths = min(depths, 1)
         one = ParamsPerRank(2 * model.hidden_size**2 // self.tp + 3 * self.norm(model.hidden_size), 0)

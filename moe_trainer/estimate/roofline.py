@@ -183,9 +183,8 @@ def read_operator(text: str) -> Operator:
     for each in described:
         role, dtype, shape, size = each.split(",")
         tensors.append(Tensor(role, dtype, tuple(map(int, shape.split("x"))) if shape else (), int(size)))
-    found = re.fullmatch(r"(?:aten::)?(.*?)(?: (causal)| window=(-?\d+))?", word)
-    assert found is not None, "every word matches"
-    name, is_causal, left = found.groups()
+    # every word matches
+    ((name, is_causal, left),) = re.findall(r"^(?:aten::)?(.*?)(?: (causal)| window=(-?\d+))?$", word)
     base, _, overload = name.partition(".")
     triton = base.startswith("triton::")
     if base in PAGE_COPIES:  # the pages of all layers are one tensor, of which it reads or writes the buffer's

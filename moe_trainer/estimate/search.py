@@ -413,7 +413,7 @@ class Estimator:
         self.mtp_pattern = mtp_layer_pattern(self.pattern, args.model.hybrid_layer_pattern)
         self.kinds = Counter(self.pattern)
         self.experts_before = (0, *accumulate(map(int, self.pattern)))
-        self.depths = args.model.mtp_num_layers or 0
+        self.depths = args.model.num_mtp_depths
         self._bytes_by_key: dict[tuple, tuple[ChunkBytes, dict[bool, float]]] = {}
         self._times: dict[tuple, tuple[dict[bool, tuple[PassTime, PassTime]], tuple[float, float], float]] = {}
         self._states: dict[tuple, tuple[float, float, float]] = {}

@@ -145,7 +145,7 @@ def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) 
             if first <= number < model.num_layers - last:
                 held += _quantized_matrices(plain, plain.pattern[number], number)
         if chunk.mtp:
-            depths = 1 if model.mtp_use_repeated_layer else model.mtp_num_layers or 0
+            depths = 1 if model.mtp_use_repeated_layer else model.num_mtp_depths
             one = ParamsPerRank(2 * model.hidden_size**2 // plain.tp, 0)
             for number, is_moe in enumerate(plain.mtp_pattern, start=model.num_layers):
                 one += _quantized_matrices(plain, is_moe, number)

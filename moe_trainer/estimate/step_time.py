@@ -126,7 +126,7 @@ class ActionTimes:
 
 def chunk_passes(times: LayerTime, layout: ChunkLayout) -> tuple[PassTime, PassTime]:
     pattern, model = times.sizes.pattern, times.args.model
-    depths = model.mtp_num_layers or 0 if layout.mtp else 0
+    depths = model.num_mtp_depths if layout.mtp else 0
     ahead = mtp_layer_pattern(pattern, model.hybrid_layer_pattern)
     kinds = [pattern[number] for number in layout.layers] + [*ahead] * depths
     forward, backward = PassTime(), PassTime()

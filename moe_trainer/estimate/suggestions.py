@@ -273,7 +273,7 @@ def _mapping(args: Arguments, hardware: Hardware, gpus: int) -> Iterator[Change]
             is_smaller = stages == pp and chunks >= vpp
             is_possible = 1 < stages <= min(MAX_PIPELINE_STAGES, layers) and stages * chunks <= layers + 1
             if is_possible and not is_smaller:
-                layout = layout_text(layer_counts(layers, stages * chunks, 1.5), args.model.mtp_num_layers or 0)
+                layout = layout_text(layer_counts(layers, stages * chunks, 1.5), args.model.num_mtp_depths)
                 yield Change(
                     "PP",
                     ("--pipeline-model-parallel-size", str(stages), "--pipeline-model-parallel-layout", layout),

@@ -9,7 +9,6 @@ from typing import Any
 
 from moe_trainer.backends import import_problem
 from moe_trainer.errors import UserError
-from moe_trainer.evaluation.routing import RoutingCounter
 
 # The libraries read all but the last when they are imported. The last: a process that trains must not fork.
 _ENVIRONMENT = (
@@ -27,12 +26,10 @@ class TaskEvaluation:
     Attributes:
         runner: TaskRunner of lm_eval_model.py.
         model: TrainedModel of lm_eval_model.py.
-        counter: of tokens per expert; None where they are not counted.
     """
 
     runner: Any
     model: Any
-    counter: RoutingCounter | None = None
 
 
 def open_harness() -> Any:

@@ -586,7 +586,6 @@ flags_of_run() {
         case $name in
             '' | '#'*) continue ;;
             CUDA_DEVICE_MAX_CONNECTIONS) [ "${A2A_OVERLAP:-0}" != 1 ] || continue ;;
-            NCCL_NVLS_ENABLE) ! given --use-nccl-ub ${RECIPE_FLAGS[@]+"${RECIPE_FLAGS[@]}"} "$@" || continue ;;
         esac
         [[ -z ${!name:-} && $set_by_file == *" $name "* ]] || EXPORTS+=("$pair")
     done <"$LAUNCH/launch_environment.txt"

@@ -12,6 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from arguments.mtp import num_mtp_depths
 from arguments.parse import resolve_command_line
 from moe_trainer.estimate.parallel_configs import layer_counts, layout_text
 
@@ -41,7 +42,7 @@ def main() -> None:
     model, _ = resolve_command_line(options.flags, None)
     if not model.num_layers:
         return
-    layout = make_layout(model.num_layers, model.mtp_num_layers or 0, options.pp, options.vpp, options.overlap)
+    layout = make_layout(model.num_layers, num_mtp_depths(model.values), options.pp, options.vpp, options.overlap)
     if layout is not None:
         print(layout)
 

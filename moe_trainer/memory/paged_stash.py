@@ -25,6 +25,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,10 +254,9 @@ class StashGroup:
                 stored.copy = x[: self._num_used].clone()
             self._sources.clear()
         else:
-            self._event = self._stash.run_copies(self._copy_out)
+            self._event = self._stash.run_copies(partial(self._copy_out, self._pool))
 
-    def _copy_out(self) -> None:
-        assert self._pool is not None
+    def _copy_out(self, pool: PagePool) -> None:
         if self._place == "pinned":
             for stored, x in self._sources:
                 used = x[: self._num_used]
@@ -266,10 +266,10 @@ class StashGroup:
             return
         kernels, page_size = self._stash.kernels, self._stash.page_size
         if not isinstance(self._num_used, Tensor):
-            self._num_used = torch.full((1,), self._num_used, device=self._pool.free_P.device)
+            self._num_used = torch.full((1,), self._num_used, device=pool.free_P.device)
         length = -(-self._buffer_size // page_size) if self._num_pages is None else self._num_pages
-        self._table_M = kernels.allocate(self._pool.free_P, self._num_used, page_size, length, self._stash.overflow)
-        for (_, x), memory in zip(self._sources, self._pool.memories, strict=True):
+        self._table_M = kernels.allocate(pool.free_P, self._num_used, page_size, length, self._stash.overflow)
+        for (_, x), memory in zip(self._sources, pool.memories, strict=True):
             kernels.copy_to_pages(x, memory, self._table_M)
 
     def join(self) -> None:
@@ -287,10 +287,9 @@ class StashGroup:
         alive = [stored for reference in self._tensors if (stored := reference()) is not None]
         for stored in alive:  # here, because the computation uses and frees the memory
             stored.allocate()
-        self._event = self._stash.run_copies(lambda: self._copy_back(alive))
+        self._event = self._stash.run_copies(partial(self._copy_back, self._pool, alive))
 
-    def _copy_back(self, alive: list[StashedTensor]) -> None:
-        assert self._pool is not None
+    def _copy_back(self, pool: PagePool, alive: list[StashedTensor]) -> None:
         if self._table_M is None:
             for stored in alive:
                 assert stored.copy is not None
@@ -299,9 +298,9 @@ class StashGroup:
             return
         assert isinstance(self._num_used, Tensor), "since _copy_out"
         for stored in alive:
-            memory = self._pool.memories[stored.index]
+            memory = pool.memories[stored.index]
             self._stash.kernels.copy_from_pages(stored.restored, memory, self._table_M, self._num_used)
-        free_pages(self._pool.free_P, self._table_M)
+        free_pages(pool.free_P, self._table_M)
 
     def finish(self) -> None:
         """Make the computation wait until the tensors have been copied back."""

@@ -41,16 +41,15 @@ class EnergyMeter:
 
 def open_energy_meter(ps: ParallelState, device: torch.device) -> EnergyMeter | str:
     """Return a meter, or why some rank has no counter. Collective over ps.world; all ranks get the same answer."""
-    read_mj, problem = None, None
+    counter: Callable[[], float] | str  # or why this rank has none
     try:
-        read_mj = _open_counter(device)
+        counter = _open_counter(device)
     except ValueError as error:
-        problem = str(error)
-    problems = sorted(set(gather_errors(problem, ps.world)))
-    if problems:
+        counter = str(error)
+    problems = sorted(set(gather_errors(counter if isinstance(counter, str) else None, ps.world)))
+    if problems or isinstance(counter, str):
         return "; ".join(problems)
-    assert read_mj is not None  # this rank has no problem either
-    return EnergyMeter(ps, device, read_mj)
+    return EnergyMeter(ps, device, counter)
 
 
 def _open_counter(device: torch.device) -> Callable[[], float]:

@@ -152,8 +152,7 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         model = args.model
         self.sequence = SequenceShard.over(ps.context)
-        assert model.mtp_num_layers is not None
-        self.num_depths, self.detached = model.mtp_num_layers, model.mtp_detach_heads
+        self.num_depths, self.detached = model.num_mtp_depths, model.mtp_detach_heads
         depths = mtp_layers(model, pattern)
         self.layers = nn.ModuleList(
             MTPLayer(args, ps, name=f"mtp.layers.{depth}", layers=layers, factory=factory)
@@ -199,8 +198,7 @@ class MTPLosses(nn.Module):
     def __init__(self, args: Arguments, ps: ParallelState):
         super().__init__()
         self.sequence = SequenceShard.over(ps.context)
-        assert args.model.mtp_num_layers is not None
-        self.num_depths = args.model.mtp_num_layers
+        self.num_depths = args.model.num_mtp_depths
         self.loss_weight = args.model.mtp_loss_scaling_factor / self.num_depths
         self.per_token_loss = args.training.calculate_per_token_loss
         self.is_global = self.per_token_loss and args.model.mtp_loss_per_token

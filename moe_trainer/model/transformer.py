@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         self.num_streams = model.num_residual_streams if model.enable_hyper_connections else 1
         self.hidden_size, self.max_packed_sequences = model.hidden_size, args.parallel.thd_max_packed_sequences or 0
         self.fp32_residual = model.fp32_residual_connection
-        self.mtp_depths, self.mtp_detached = model.mtp_num_layers or 0, model.mtp_detach_heads
+        self.mtp_depths, self.mtp_detached = model.num_mtp_depths, model.mtp_detach_heads
         # one per decoder layer, and those of a depth of multi-token prediction
         ahead = range(model.num_layers, model.num_layers + len(mtp_layer_pattern(pattern, model.hybrid_layer_pattern)))
         self.rotaries = make_layer_rotaries(model, (number + 1 for number in (*layout.layers, *ahead)), self.sequence)

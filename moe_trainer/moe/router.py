@@ -114,7 +114,7 @@ class TopKRouter(nn.Module):
         self.dtype = dict(ROUTER_DTYPES).get(moe.moe_router_dtype)
         # the passes of a repeated layer of multi-token prediction share the losses of one
         is_repeated = model.mtp_use_repeated_layer and layer_number > model.num_layers
-        self.num_passes = (model.mtp_num_layers or 1) if is_repeated else 1
+        self.num_passes = max(model.num_mtp_depths, 1) if is_repeated else 1
         self.coefficients = {name: coeff / self.num_passes for name, coeff in loss_coefficients(moe).items()}
         self.per_token_loss = per_token_loss
         self.recorder: list | None = None

@@ -117,7 +117,6 @@ class FsdpGrads:
         sums_in_bf16: round the accumulated gradients to bf16.
         shards_outer: divide the shards over the instances of the distributed optimizer. The backward then reduces
             gradients inside an instance only.
-        after_first: called when the gradients of the first iteration are complete. Collective.
 
     Raises:
         ValueError: a parameter has no ParamInfo.
@@ -131,9 +130,7 @@ class FsdpGrads:
         per_token_loss: bool,
         sums_in_bf16: bool = False,
         shards_outer: bool = False,
-        after_first: Callable[[], None] = lambda: None,
     ):
-        self._after_first = after_first
         self.num_finished = 0  # iterations
         self._sums_in_bf16 = sums_in_bf16
         self._factor = 1.0 if per_token_loss else 1.0 / ps.dp_cp.size
@@ -200,8 +197,6 @@ class FsdpGrads:
                 param.grad = torch.zeros_like(param)
         self._end_microbatch()
         self.outer.reduce_scatter(self.view)
-        if self.num_finished == 0:
-            self._after_first()
         self.num_finished += 1
         self.scale(self._factor)
 

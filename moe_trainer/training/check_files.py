@@ -18,7 +18,6 @@ import numpy as np
 from arguments import Arguments, Violation
 from arguments.blend import SPLIT_NAMES, Blend, get_blends_per_split, get_common_blend, get_phase_blends
 from arguments.data import DEFAULT_SPLIT
-from arguments.report import FileCheckResult
 from arguments.vocabulary import choose_padded_vocab_size
 from moe_trainer.data.blend import normalize
 from moe_trainer.data.document_sources import open_sources
@@ -38,6 +37,15 @@ MAX_CHECKED_TOKENS = 2**18
 """Tokens at the start of each file whose ids are compared with the vocabulary size."""
 MAX_CHECKED_ROWS = 1000
 """Rows at the start of each text file that are tokenized."""
+
+
+@dataclass(frozen=True)
+class FileCheckResult:
+    """Result of checking the files that flags name: problems, lines to print, and the tokenizer's padded vocabulary."""
+
+    problems: list[Violation]
+    lines: list[str]
+    vocab_rows: int | None = None
 
 
 def check_files(args: Arguments) -> FileCheckResult:

@@ -32,48 +32,46 @@ def save_is_due(ctx: BaseRun, state: TrainState) -> bool:
     return interval is not None and state.iteration % interval == 0
 
 
-def save_checkpoint(ctx: TrainRun, state: TrainState) -> None:
-    """Save a checkpoint, in the background with --async-save. I/O failures are logged and counted. Collective.
+def save_checkpoint(ctx: TrainRun, state: TrainState, folder: str) -> None:
+    """Save a checkpoint under `folder`, in the background with --async-save. Collective.
+
+    I/O failures are logged and counted.
 
     Raises:
         UserError: on every rank, after too many consecutive I/O failures or for any other error.
     """
-    output = ctx.args.output
-    assert output.save is not None
     content = make_checkpoint_state(ctx, state)
     if ctx.metrics is not None:
         # a run killed later resumes from this checkpoint, so everything logged until now must be on disk
         ctx.metrics.flush()
     finish_save(ctx)
-    with ctx.timers("save-checkpoint"), as_user_error(f"--save {output.save}"), _counting_failures(ctx):
+    with ctx.timers("save-checkpoint"), as_user_error(f"--save {folder}"), _counting_failures(ctx):
         ctx.wait_params()
         ctx.save_history.begin(state.iteration)
-        if output.async_save:
-            ctx.saver.start(output.save, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+        if ctx.args.output.async_save:
+            ctx.saver.start(folder, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
         else:
-            save(output.save, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+            save(folder, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
             _note_success(ctx)
 
 
-def save_upcycled(ctx: TrainRun, state: TrainState) -> None:
-    """Save the model of --moe-use-upcycling before training. Collective.
+def save_upcycled(ctx: TrainRun, state: TrainState, folder: str) -> None:
+    """Save the model of --moe-use-upcycling under `folder` before training. Collective.
 
     Raises:
         UserError: on every rank, if the folder cannot be written.
     """
     output = ctx.args.output
-    assert output.save is not None
-    with ctx.timers("save-checkpoint"), as_user_error(f"--save {output.save}"):
+    with ctx.timers("save-checkpoint"), as_user_error(f"--save {folder}"):
         ctx.wait_params()
-        save(output.save, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+        save(folder, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
     logger.info(
-        f"--moe-use-upcycling: the model made of {output.load or output.pretrained_checkpoint} is saved to "
-        f"{output.save}"
+        f"--moe-use-upcycling: the model made of {output.load or output.pretrained_checkpoint} is saved to {folder}"
     )
 
 
-def convert_checkpoint(ctx: TrainRun, state: TrainState) -> None:
-    """Write the loaded checkpoint to --ckpt-convert-save/FORMAT (--ckpt-convert-format). Collective.
+def convert_checkpoint(ctx: TrainRun, state: TrainState, parent: str, ckpt_format: str) -> None:
+    """Write the loaded checkpoint in a format to parent/ckpt_format (--ckpt-convert-save). Collective.
 
     Weights loaded without optimizer state are written without it.
 
@@ -81,13 +79,12 @@ def convert_checkpoint(ctx: TrainRun, state: TrainState) -> None:
         UserError: on every rank, if the folder cannot be written.
     """
     output = ctx.args.output
-    assert output.ckpt_convert_save is not None and output.ckpt_convert_format is not None
-    with as_user_error(f"--ckpt-convert-save {output.ckpt_convert_save}"):
-        folder = Path(output.ckpt_convert_save) / output.ckpt_convert_format
+    with as_user_error(f"--ckpt-convert-save {parent}"):
+        folder = Path(parent) / ckpt_format
         with_state = ctx.save_options.save_optim and not output.no_load_optim and state.iteration > 0
         options = replace(
             ctx.save_options,
-            ckpt_format=output.ckpt_convert_format,
+            ckpt_format=ckpt_format,
             save_optim=with_state,
             retain_interval=None,
             total_limit=None,

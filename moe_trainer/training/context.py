@@ -168,8 +168,8 @@ class BaseRun(ABC):
 
     @property
     @abstractmethod
-    def should_save(self) -> bool:
-        """Whether checkpoints are saved."""
+    def save_folder(self) -> str | None:
+        """Folder of the checkpoints; None if none are saved."""
 
     @property
     @abstractmethod
@@ -206,8 +206,8 @@ class FrozenRun(BaseRun):
     """A run that does not change the weights (`Arguments.has_frozen_weights`): it evaluates, or only writes losses."""
 
     @property
-    def should_save(self) -> bool:
-        return False
+    def save_folder(self) -> str | None:
+        return None
 
     @property
     def loss_scale(self) -> float:
@@ -238,8 +238,8 @@ class TrainRun(BaseRun):
     iteration_graph: IterationGraph | None
 
     @property
-    def should_save(self) -> bool:
-        return self.args.output.save is not None
+    def save_folder(self) -> str | None:
+        return self.args.output.save
 
     @property
     def loss_scale(self) -> float:

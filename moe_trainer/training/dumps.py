@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_trainer.debug.module_tracer import ModuleTracer
-from moe_trainer.debug.routing_trace import TracedRouter, parse_layer
+from moe_trainer.debug.routing_trace import RoutingTrace, TracedRouter, parse_layer
 from moe_trainer.debug.tensor_dump import TRACE, TensorRecorder, dump_gradients, dump_routing
 from moe_trainer.model.module_names import named_experts, named_modules
 from moe_trainer.model.weights import export_named_weights, gather_named_tensors, get_main_grad
@@ -38,13 +38,14 @@ class StepDumps:
     def __init__(self, ctx: TrainRun, iteration: int):
         output = ctx.args.output
         self._ctx, self._iteration, self._due = ctx, iteration, ctx.dumps.due(iteration)
-        self._step = output.dump_step is not None and int(output.dump_step[0]) == iteration
-        self.records = self._step or bool(self._due & _RECORDED)
+        number, folder = output.dump_step or ("0", "")  # an iteration's number, which is at least 1, and the folder
+        self._folder = folder if int(number) == iteration else None  # of --dump-step in this iteration
+        self.records = self._folder is not None or bool(self._due & _RECORDED)
         self._routers: list[tuple[Any, CpuRecordList]] = []
         self._tracer = ModuleTracer()
         self._counts: dict[str, list[list[int]]] = {}
         self._tensors = TensorRecorder()
-        if self._step or TRACE in self._due:
+        if self._folder is not None or TRACE in self._due:
             self._trace_routers()
         if "tokens_per_expert" in self._due:
             self._count_expert_tokens()
@@ -82,12 +83,15 @@ class StepDumps:
         for router, _ in self._routers:
             router.recorder = None
         self._tracer.stop()
-        if self._step:
-            write_step(self._ctx, self._iteration, {router.name: records for router, records in self._routers})
+        if self._folder is not None:
+            write_step(
+                self._ctx, self._folder, self._iteration, {router.name: records for router, records in self._routers}
+            )
         if "wgrads" in self._due:
             self._write_full_tensors("wgrads", gather_unscaled_grads(self._ctx))
-        if TRACE in self._due:
-            self._write_trace()
+        trace = self._ctx.dumps.trace
+        if TRACE in self._due and trace is not None:
+            self._write_trace(trace)
         if self._counts:
             with self._ctx.dumps.warn_once_on_error("--save-tokens-per-expert-interval"):
                 self._ctx.dumps.write_counts(self._iteration, self._counts)
@@ -120,9 +124,8 @@ class StepDumps:
                 with dumps.warn_once_on_error(f"--save-{what}-interval"):
                     dumps.write_rank_tensors(what, self._iteration, tensors, metadata)
 
-    def _write_trace(self) -> None:
-        trace, score = self._ctx.dumps.trace, self._ctx.args.moe.moe_router_score_function
-        assert trace is not None
+    def _write_trace(self, trace: RoutingTrace) -> None:
+        score = self._ctx.args.moe.moe_router_score_function
         with self._ctx.dumps.warn_once_on_error("--moe-routing-trace-path"):
             routers = []
             for router, records in self._routers:
@@ -150,16 +153,16 @@ def _count(counts: list[list[int]], experts: Any, inputs: tuple) -> None:
     counts.append([int(tokens) for tokens in inputs[2][: experts.linear_fc1.weight.shape[0]]])
 
 
-def write_step(ctx: TrainRun, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]) -> None:
-    """Write gradients and routing of an iteration (--dump-step). Collective over the world.
+def write_step(
+    ctx: TrainRun, directory: str, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]
+) -> None:
+    """Write gradients and routing of an iteration to a folder (--dump-step). Collective over the world.
 
     `records` are keyed by the router's name.
 
     Raises:
         UserError: on every rank, if a file cannot be written.
     """
-    assert ctx.args.output.dump_step is not None
-    directory = ctx.args.output.dump_step[1]
     with raise_on_all_ranks(ctx.ps.world, "--dump-step"):
         if records:
             by_label = {_label(name): record for name, record in records.items()}

@@ -41,21 +41,20 @@ def prepare_eval_tasks(ctx: BaseRun, tokenizer: Tokenizer) -> TaskEvaluation | N
 
 
 def bind_tasks(
-    ctx: BaseRun, tokenizer: Tokenizer, runner: Any, batch_size: int, counts_routing: bool = False
+    ctx: BaseRun, tokenizer: Tokenizer, runner: Any, batch_size: int, counter: RoutingCounter | None = None
 ) -> TaskEvaluation:
     """Return the tasks with the model of this run, which computes `batch_size` texts at a time on each rank.
 
-    `runner`: from `find_tasks` of lm_eval_model.py.
+    `runner`: from `find_tasks` of lm_eval_model.py. `counter`: counts the routing of what the tasks ask.
 
     Raises:
         UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.
     """
-    counter = RoutingCounter(ctx.chunks, ctx.ps) if counts_routing else None
     write_prompt = open_chat_template(ctx).write_prompt if runner.options.uses_chat_template else None
     passes = as_model(ctx)
     scorer, generator = Scorer(passes, batch_size), Generator(passes, batch_size, tokenizer.vocab_size)
     model = open_harness().TrainedModel(scorer, generator, TextCodec(tokenizer), counter, write_prompt)
-    return TaskEvaluation(runner, model, counter)
+    return TaskEvaluation(runner, model)
 
 
 def run_tasks(ctx: BaseRun, evaluation: TaskEvaluation) -> dict[str, Any]:

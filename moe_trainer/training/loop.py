@@ -25,7 +25,7 @@ from moe_trainer.training.evaluate import can_validate, set_training, validate
 from moe_trainer.training.evaluate_tasks import evaluate_tasks
 from moe_trainer.training.generate_samples import write_samples
 from moe_trainer.training.monitors import RankMonitors, peak_memory_mb
-from moe_trainer.training.record_step import record_step, recording_is_due
+from moe_trainer.training.record_step import record_folder, record_step
 from moe_trainer.training.rerun import snapshot_iteration_start
 from moe_trainer.training.step import frozen_step, train_step
 
@@ -70,7 +70,7 @@ def train(
         with timeouts.extended():
             outputs.weight_stream.write(state.iteration)
     while state.iteration < ctx.train_iters:
-        with timeouts.extended() if recording_is_due(ctx, state) else nullcontext():
+        with timeouts.extended() if record_folder(ctx, state) else nullcontext():
             train_iteration(ctx, state, monitors)
         if is_first:
             timeouts.use_training_timeout()
@@ -94,9 +94,10 @@ def train(
         if ctx.saver.in_progress and not decision.saving:
             with timeouts.extended():
                 finish_save(ctx)
-        if isinstance(ctx, TrainRun) and ctx.should_save and (save_is_due(ctx, state) or decision.reason is not None):
+        folder = ctx.save_folder if save_is_due(ctx, state) or decision.reason is not None else None
+        if isinstance(ctx, TrainRun) and folder is not None:
             with timeouts.extended():
-                save_checkpoint(ctx, state)
+                save_checkpoint(ctx, state, folder)
         if decision.reason is not None:
             return decision
     if state.rerun_statistics.repeats:
@@ -178,7 +179,10 @@ def train_iteration(ctx: BaseRun, state: TrainState, monitors: RankMonitors) -> 
 def run_step(ctx: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
     """Run the next iteration of either kind of run, and record it if that is due."""
     if isinstance(ctx, TrainRun):
-        return (record_step if recording_is_due(ctx, state) else train_step)(ctx, state, num_microbatches)
+        folder = record_folder(ctx, state)
+        if folder is not None:
+            return record_step(ctx, state, num_microbatches, folder)
+        return train_step(ctx, state, num_microbatches)
     return frozen_step(ctx, state, num_microbatches)
 
 

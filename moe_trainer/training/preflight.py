@@ -31,8 +31,8 @@ def check_output_paths(ctx: BaseRun, state: TrainState) -> None:
 
 def warn_if_newer_checkpoint(ctx: BaseRun, state: TrainState) -> None:
     """Warn if the newest checkpoint of the save folder is ahead of this run, whose saves move the tracker back."""
-    save = ctx.args.output.save
-    if save is None or not ctx.should_save or ctx.args.output.load == save or ctx.runtime.launch_env.rank != 0:
+    save = ctx.save_folder
+    if save is None or ctx.args.output.load == save or ctx.runtime.launch_env.rank != 0:
         return
     newest = latest_iteration(save)
     if newest is not None and newest > state.iteration:

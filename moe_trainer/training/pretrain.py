@@ -110,13 +110,14 @@ def run_job(
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
     ctx, state = build_and_resume(args, runtime, tokenizer)
-    if isinstance(ctx, TrainRun) and args.output.ckpt_convert_format is not None:
-        convert_checkpoint(ctx, state)
+    folder, ckpt_format = args.output.ckpt_convert_save, args.output.ckpt_convert_format
+    if isinstance(ctx, TrainRun) and folder is not None and ckpt_format is not None:
+        convert_checkpoint(ctx, state, folder, ckpt_format)
         close_groups(runtime.ps)
         return ExitCode.OK
     check_output_paths(ctx, state)
-    if isinstance(ctx, TrainRun) and args.moe.moe_use_upcycling:
-        save_upcycled(ctx, state)
+    if isinstance(ctx, TrainRun) and args.moe.moe_use_upcycling and ctx.save_folder is not None:
+        save_upcycled(ctx, state, ctx.save_folder)
     ctx = replace(ctx, inputs=build_inputs(ctx, state, tokenizer))
     if isinstance(ctx, TrainRun):
         ctx = with_rewindable_batches(ctx)
@@ -191,8 +192,9 @@ def finalize_training(ctx: BaseRun, state: TrainState) -> None:
     """Save, validate and test after the last iteration."""
     training = ctx.args.training
     unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
-    if isinstance(ctx, TrainRun) and ctx.should_save and state.iteration > 0 and unsaved and not training.skip_train:
-        save_checkpoint(ctx, state)
+    folder = ctx.save_folder if state.iteration > 0 and unsaved and not training.skip_train else None
+    if isinstance(ctx, TrainRun) and folder is not None:
+        save_checkpoint(ctx, state, folder)
     if can_validate(ctx):
         validate(ctx, state, f"iteration {state.iteration} on validation set")
     test = ctx.inputs.datasets.test

@@ -54,16 +54,15 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 """Groups whose sizes make a parallel mapping."""
 
 
-def recording_is_due(ctx: BaseRun, state: TrainState) -> bool:
-    """Return whether the next iteration is the one of --record-step."""
-    return ctx.args.output.record_step == state.iteration + 1
+def record_folder(ctx: BaseRun, state: TrainState) -> Path | None:
+    """Return the folder under --save for the record of the next iteration, None unless --record-step names it."""
+    output, number = ctx.args.output, state.iteration + 1
+    return None if output.save is None or output.record_step != number else Path(output.save, f"recorded_step_{number}")
 
 
-def record_step(ctx: TrainRun, state: TrainState, num_microbatches: int) -> StepResult:
-    """Run `train_step` and record it under --save. Collective."""
+def record_step(ctx: TrainRun, state: TrainState, num_microbatches: int, folder: Path) -> StepResult:
+    """Run `train_step` and record it in a folder. Collective."""
     number = state.iteration + 1
-    assert ctx.args.output.save is not None
-    folder = Path(ctx.args.output.save, f"recorded_step_{number}")
     numbers = get_sample_numbers(ctx, state, num_microbatches) if ctx.ps.world.rank == 0 else []
     result, problem, size = record_iteration(ctx, state, num_microbatches, folder, numbers)
     if problem is not None:
@@ -100,11 +99,11 @@ def record_iteration(
     replayable = make_rewindable_iterator(ctx)
     replayable.begin()
     recorder = StepRecorder(ctx, num_microbatches, writing.gradients)
-    result, failure = None, None
+    result: StepResult | FloatingPointError
     try:
         result = train_step(with_batches(ctx, replayable), state, num_microbatches, recorder)
     except FloatingPointError as error:  # raised on all ranks
-        failure = error
+        result = error
         writing.gradients()
     finally:
         recorder.detach()
@@ -112,16 +111,15 @@ def record_iteration(
     head = {
         **record_metadata(ctx, counters, samples, ctx.args.data.seq_length),
         "sample_numbers": list(sample_numbers),
-        "losses": {} if result is None else result.losses,
-        "failure": None if failure is None else str(failure),
+        "losses": getattr(result, "losses", {}),
+        "failure": str(result) if isinstance(result, FloatingPointError) else None,
         **{name: getattr(result, name, None) for name in ("grad_norm", "skipped", "dropped_tokens")},
     }
     problem, size = writing.finish(head, recorder, replayable)
-    if failure is not None:
+    if isinstance(result, FloatingPointError):
         if problem is None:
             logger.warning("iteration %d is recorded in %s", counters["iteration"] + 1, folder)
-        raise failure
-    assert result is not None
+        raise result
     return result, problem, size
 
 
@@ -261,7 +259,7 @@ class StepRecorder:
 
     def attach(self) -> None:
         """Attach to modules and routers. A router that is already recorded stays so."""
-        repeated, depths = self.ctx.args.model.mtp_use_repeated_layer, self.ctx.args.model.mtp_num_layers or 0
+        repeated, depths = self.ctx.args.model.mtp_use_repeated_layer, self.ctx.args.model.num_mtp_depths
         for chunk in self.ctx.chunks:
             layout = chunk.layout
             ahead = [f"mtp.layers.{depth}" for depth in range(depths)]

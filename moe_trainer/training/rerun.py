@@ -203,8 +203,7 @@ def _resolve_fault_report(ctx: TrainRun, state: TrainState) -> None:
         if ctx.ps.world.rank == 0:
             logger.warning("%s", text)
         _track(ctx, number, "second_rerun_not_reproducible", text)
-    if ctx.ps.world.rank == 0:
-        assert ctx.args.output.save is not None
+    if ctx.ps.world.rank == 0 and ctx.args.output.save is not None:
         PendingFaultReport.clear(ctx.args.output.save)
 
 
@@ -338,8 +337,8 @@ class _RejectionHandler:
                 f"{text} Other machines ({_join_devices(noted.devices)}) got the same: it is the model or the data",
                 ExitCode.RESULT_NOT_VALID,
             )
-        suspicion = PendingFaultReport(self.number, reason.text, where, devices)
-        self._on_rank_0(suspicion.write)
+        report = PendingFaultReport(self.number, reason.text, where, devices)
+        self._on_rank_0(report.write)
         raise ResultRejectedError(
             f"{text} To tell the model and the data from a machine that is wrong every time, resume on other machines "
             f"than {_join_devices(devices)} (exit code {ExitCode.RESUME_ELSEWHERE.value})",
@@ -366,7 +365,7 @@ def describe_stop(ctx: BaseRun, state: TrainState) -> str:
     elif state.flags:
         text = "the checkpoint that the run continued is untouched"
     else:
-        text = "no checkpoint was saved" + ("" if ctx.should_save else " (no --save)")
+        text = "no checkpoint was saved" + (" (no --save)" if ctx.save_folder is None else "")
     active = count_parameters(ctx.args, ctx.padded_vocab_size).active
     rate = unusual_learning_rate(ctx.args.as_dict(), active, only_high=True)
     return text if rate is None else f"{text}; {rate}: --lr may be the cause"

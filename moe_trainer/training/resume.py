@@ -41,9 +41,8 @@ def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
     Collective with --auto-resume.
     """
     output = args.output
-    if not output.auto_resume:
+    if not output.auto_resume or output.save is None:
         return args
-    assert output.save is not None
     save = Path(output.save)
     with as_user_error(f"--auto-resume: --save {output.save}"):
         newest = run_on_rank0(lambda: latest_valid(save, output.verify_integrity), ps.world)
@@ -71,9 +70,8 @@ def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
 def _upcycling_options(options: LoadOptions, ctx: BaseRun) -> LoadOptions:
     """Return the options to load a dense model into the MoE model. Collective."""
     save = ctx.args.output.save
-    assert save is not None
     with as_user_error(f"--save {save}"):
-        if holds_checkpoint(save, ctx.ps):
+        if save is not None and holds_checkpoint(save, ctx.ps):
             raise UserError(
                 f"--moe-use-upcycling: --save {save} has a checkpoint already; to continue from it, "
                 "--load it without this flag (or give --auto-resume too), else name another folder"
@@ -109,8 +107,8 @@ def _check_total_limit(ctx: BaseRun) -> None:
 
     When the run is started again nothing would tell them from its own, which are deleted.
     """
-    limit, save = ctx.save_options.total_limit, ctx.args.output.save
-    if limit is None or save is None or not ctx.should_save:
+    limit, save = ctx.save_options.total_limit, ctx.save_folder
+    if limit is None or save is None:
         return
     with as_user_error("--save"):
         others = run_on_rank0(lambda: complete_iterations(Path(save)), ctx.ps.world)
@@ -124,10 +122,9 @@ def _check_total_limit(ctx: BaseRun) -> None:
 def _resume(ctx: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[BaseRun, TrainState]:
     output = ctx.args.output
     state = TrainState()
-    if ctx.should_save:
-        assert output.save is not None
+    if (folder := ctx.save_folder) is not None:
         with as_user_error("--save"):
-            filesystem_id = check_writable(output.save, ctx.ps)
+            filesystem_id = check_writable(folder, ctx.ps)
         ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id))
     with as_user_error(f"--load {output.load}"):
         weights_only = output.pretrained_checkpoint is not None and (

@@ -44,7 +44,6 @@ from moe_trainer.optim.param_groups import is_matrix
 from moe_trainer.optim.schedules import build_batch_size_schedule, build_lr_schedule, build_weight_decay_schedule
 from moe_trainer.parallel.coordination import run_on_rank0
 from moe_trainer.parallel.fsdp import FullSharding
-from moe_trainer.parallel.fsdp_buffers import BufferOptions
 from moe_trainer.parallel.fsdp_overlap import FSDPPassState, reduce_after_weight_grads
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
@@ -254,14 +253,13 @@ def build_grad_buffers(
     )
     if parallel.has_sharded_params:
         if ps.dp_cp.size > 1:
-            sharding = apply_fsdp(args, runtime, chunks)
+            apply_fsdp(args, runtime, chunks)
             return FsdpGrads(
                 parameters(chunks),
                 ps,
                 per_token_loss=per_token,
                 sums_in_bf16=narrow,
                 shards_outer=parallel.shards_outer,
-                after_first=sharding.register_buffers,
             )
         logger.info("one data-parallel rank: parameters are not sharded")
     if parallel.fsdp_strategy == "no_shard":
@@ -295,21 +293,13 @@ def build_grad_buffers(
     )
 
 
-def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> FullSharding:
+def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> None:
     """Shard all parameters over the data-parallel ranks, layer by layer."""
     parallel, precision = args.parallel, args.precision
     reduce_dtype = parallel.megatron_fsdp_grad_comm_dtype if parallel.use_megatron_fsdp else "auto"
     if reduce_dtype == "auto":
         reduce_dtype = "bf16" if precision.grad_reduce_in_bf16 else "fp32"
     param_dtype = dict(DTYPES)[precision.params_dtype_name]
-    buffers = None
-    if parallel.has_fsdp_double_buffer:
-        buffers = BufferOptions(
-            takes_largest=parallel.megatron_fsdp_max_pool_double_buffer,
-            keeps_others=parallel.fsdp_db_use_persist_buf_on_alloc_fail,
-            registers=parallel.nccl_ub,
-            is_symmetric=not parallel.disable_symmetric_registration,
-        )
     has_fp32_shards = parallel.has_fp32_main_params(precision.params_dtype_name)
     sharding = FullSharding(
         runtime.ps,
@@ -319,7 +309,6 @@ def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> 
         main_dtype=torch.float32 if has_fp32_shards else param_dtype,
         keep_gathered=parallel.has_gathered_params,
         reduces_outer=not parallel.shards_outer,
-        buffers=buffers,
     )
     for chunk in chunks:
         # the head reads a tied embedding without calling it, so it is gathered together with the chunk
@@ -332,7 +321,6 @@ def apply_fsdp(args: Arguments, runtime: Runtime, chunks: list[Transformer]) -> 
     logger.info(
         "parameters, gradients and optimizer state are sharded over %d data-parallel ranks", runtime.ps.dp_cp.size
     )
-    return sharding
 
 
 def parameters(chunks: list[Transformer]) -> list[Parameter]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.mechanisms.selections import of_balancing
+from arguments.mtp import num_mtp_depths
 from arguments.rules.derived_sizes import as_list
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -49,7 +50,7 @@ def _has_groups(values: Mapping[str, object]) -> bool:
 def _has_mean_of_ranks(values: Mapping[str, object], mapping: ParallelMapping) -> bool:
     """Return whether each context rank takes the mean of multi-token prediction over its tokens."""
     is_per_token = values.get("mtp_loss_per_token") and values.get("calculate_per_token_loss")
-    return bool(values.get("mtp_num_layers")) and mapping.cp > 1 and not is_per_token and not _has_groups(values)
+    return num_mtp_depths(values) > 0 and mapping.cp > 1 and not is_per_token and not _has_groups(values)
 
 
 def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMapping) -> int:
@@ -68,7 +69,7 @@ def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMa
         or any(each.counts for each in of_balancing(kinds))
         or any(coeff for kind, coeff in zip(kinds, coeffs) if kind != "seq_aux_loss")
         or values.get("moe_expert_capacity_factor") is not None
-        or (values.get("mtp_num_layers") and not values.get("mtp_loss_per_token"))
+        or (num_mtp_depths(values) and not values.get("mtp_loss_per_token"))
         or values.get("fp8")
         or values.get("fp4")
     )

@@ -27,6 +27,7 @@ from arguments.mechanisms.selection_kinds.declaration import (
     RoutingCapability,
 )
 from arguments.mechanisms.selections import LOSSES, NO_BALANCING, SELECTIONS, of_balancing
+from arguments.mtp import num_mtp_depths
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.shrink import (
@@ -410,7 +411,7 @@ def _packed_sequences(rng: random.Random, mapping: ParallelMapping, values: dict
 
 
 def _stages(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
-    pp, vpp, mtp = mapping.pp, mapping.vpp, values.get("mtp_num_layers") or 0
+    pp, vpp, mtp = mapping.pp, mapping.vpp, num_mtp_depths(values)
     layers = max(pp * vpp, rng.choice((2, 3)) if pp == 1 else 2)
     options: dict[str, object] = {}
     kind = rng.choice(("even", "even", "first", "account", "layout")) if pp > 1 else "even"

@@ -157,7 +157,7 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
     if "global_aux_loss" in balancing and (changed & {"dp"} or micro_batch_changed):
         yield "global_aux_loss counts tokens over the data ranks of one microbatch index"
     is_mtp_per_token = model.mtp_loss_per_token and args.training.calculate_per_token_loss
-    if "cp" in changed and model.mtp_num_layers and not is_mtp_per_token:
+    if "cp" in changed and model.num_mtp_depths and not is_mtp_per_token:
         yield "multi-token prediction: each context rank divides by its own number of valid tokens"
     if (args.precision.fp8 or args.precision.fp4) and changed:
         is_delayed = args.precision.fp8_recipe == "delayed"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from arguments.layer_pattern import DEPTH, LINEAR, MOE, hybrid_letters, mtp_depths, mtp_letters
+from arguments.layer_pattern import LINEAR, MOE, hybrid_letters
+from arguments.mtp import DEPTH, mtp_depths, mtp_letters, num_mtp_depths
 from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
 from arguments.rules.layout_grammar import DECODER, EMBEDDING, LOSS, MTP, PipelineLayout, read_layout
@@ -20,6 +21,8 @@ from moe_trainer.verification.mapping import ParallelMapping
 HEAD_DIM = 8
 PACKED_SEQUENCES = 4
 """Sequences of a packed microbatch, on average."""
+MTP_DEPTHS = 2
+"""The most depths of multi-token prediction."""
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -28,7 +31,7 @@ def stages(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str,
     """Return the number of layers and their distribution over the stages."""
     if s.pipeline_model_parallel_layout is not None:
         return _layout(s, old, new)
-    values: dict[str, object] = {"mtp_num_layers": min(s.mtp_num_layers, 2)} if s.mtp_num_layers else {}
+    values = _mtp_sizes(s)
     values |= {"num_virtual_stages_per_pipeline_rank": new.vpp} if new.vpp > 1 else {}
     first, last = getattr(s, FIRST), getattr(s, LAST)
     if new.pp > 1 and (first or last):
@@ -39,6 +42,11 @@ def stages(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str,
     while layers < max(2, _fewest_layers(s)):
         layers += new.pp * new.vpp
     return values | {dest: True for dest in ACCOUNT if getattr(s, dest) and new.pp > 1} | {"num_layers": layers}
+
+
+def _mtp_sizes(s: Settings) -> dict[str, object]:
+    depths = min(num_mtp_depths(s.values), MTP_DEPTHS)
+    return {"mtp_num_layers": depths} if depths else {}
 
 
 def _fewest_layers(s: Settings) -> int:
@@ -69,7 +77,7 @@ def _layout(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str
     layout = read_layout(s.pipeline_model_parallel_layout)
     ranks = [0] * (new.pp > 1) + _ranks_between(layout, old.pp, new.pp - 2) + [old.pp - 1]
     chunks = [0] * (new.vpp > 1) + [old.vpp - 1]
-    depth = min(s.mtp_num_layers or 0, 2)
+    depths = min(num_mtp_depths(s.values), MTP_DEPTHS)
     # of the selected stages the largest have two layers and the others one, so that uneven stages stay uneven
     most = max(layout.stages[chunk * old.pp + rank].count(DECODER) for chunk in chunks for rank in ranks)
     texts = []
@@ -77,14 +85,13 @@ def _layout(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str
         for rank in ranks:
             stage = layout.stages[chunk * old.pp + rank]
             count = min(stage.count(DECODER), 2 if stage.count(DECODER) == most > 1 else 1)
-            texts.append(DECODER * count + (MTP * depth if MTP in stage and MTP not in "".join(texts) else ""))
-    if depth and MTP not in "".join(texts):
-        texts[-1] += MTP * depth
+            texts.append(DECODER * count + (MTP * depths if MTP in stage and MTP not in "".join(texts) else ""))
+    if depths and MTP not in "".join(texts):
+        texts[-1] += MTP * depths
     if "".join(texts).count(DECODER) < 2:
         texts[0] = DECODER * 2 + texts[0].replace(DECODER, "")
     texts[0], texts[-1] = EMBEDDING + texts[0], texts[-1] + LOSS
-    values: dict[str, object] = {"num_layers": "".join(texts).count(DECODER)}
-    values |= {"mtp_num_layers": depth} if depth else {}
+    values = _mtp_sizes(s) | {"num_layers": "".join(texts).count(DECODER)}
     return values | ({"pipeline_model_parallel_layout": "|".join(texts)} if new.pp > 1 else {})
 
 
@@ -129,7 +136,7 @@ def letters(pattern: str, layers: int) -> str:
             at = max(i for i, letter in enumerate(short) if short.count(letter) > 1 or letter not in kinds)
             short[at] = kind
     inside = "".join(dict.fromkeys(mtp_letters(pattern)))
-    return "".join(short) + (DEPTH + inside) * min(len(mtp_depths(pattern)), 2)
+    return "".join(short) + (DEPTH + inside) * min(len(mtp_depths(pattern)), MTP_DEPTHS)
 
 
 def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:

@@ -4,7 +4,6 @@ from typing import get_args
 
 import pytest
 
-import pretrain_moe
 from arguments import ArgumentError, find_checkpoint_args_source, parse_args
 from arguments.checkpoint_args import SHAPE, CheckpointArgsSource, apply, same_meaning
 from arguments.container import OPTIONS
@@ -12,6 +11,7 @@ from arguments.flag_properties import Restore
 from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings
 from arguments.tokens import parse_tokens
+from moe_trainer.commands import train_process
 from tests.arguments.test_tokens import TOY
 
 LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
@@ -346,12 +346,12 @@ def test_missing_checkpoint_does_not_hide_other_errors(mode, tmp_path, capsys, m
         monkeypatch.delenv(name, raising=False)
     more = "--use-checkpoint-args --no-such-flag --micro-batch-size 2 --lr 1e-3 --mock-data".split()
     line = ["--load", str(tmp_path / "none"), *more]
-    assert pretrain_moe.main([*line, *mode]) == 2
+    assert train_process.main([*line, *mode]) == 2
     error = capsys.readouterr().err
     assert "no checkpoint in" in error and "--no-such-flag" in error and "--train-iters" in error
     supplied = [flag for flag in ("--num-layers", "--seq-length") if flag in error]
     assert not supplied, "what the checkpoint would supply is not missing"
-    assert pretrain_moe.main([*line[:3], *line[4:], "--train-iters", "2", "--eval-iters", "0", *mode]) == 2
+    assert train_process.main([*line[:3], *line[4:], "--train-iters", "2", "--eval-iters", "0", *mode]) == 2
     assert "problems" not in capsys.readouterr().err
 
 

@@ -87,10 +87,10 @@ def test_help_accepts_alternative_spellings(capsys):
 
 
 def test_usage_examples_shown_without_flags_are_valid(capsys, monkeypatch):
-    import pretrain_moe
+    from moe_trainer.commands import train_process
 
     monkeypatch.delenv("RANK", raising=False)
-    assert pretrain_moe.main([]) == 2
+    assert train_process.main([]) == 2
     captured = capsys.readouterr()
     lines = [
         line.split("  ")[1].split()[2:]

@@ -4,6 +4,7 @@ import pytest
 
 from arguments import parse_args
 from arguments.layer_pattern import layer_letter, moe_layer_pattern, mtp_is_moe, mtp_layers
+from arguments.mtp import num_mtp_depths, without_mtp
 from arguments.vocabulary import choose_padded_vocab_size, padded_vocab_size
 from tests.arguments.test_tokens import TOY
 
@@ -27,6 +28,13 @@ def test_frequency_as_a_list():
 def test_without_experts_every_layer_is_dense():
     assert moe_layer_pattern(3, None, 1) == (False,) * 3
     assert moe_layer_pattern(3, 0, [1, 1]) == (False,) * 3
+
+
+def test_mtp_depths_of_recorded_flags():
+    for value, depths in ((None, 0), (0, 0), (2, 2), ("2", 2)):
+        record = {"mtp_num_layers": value, "num_layers": 4}
+        assert num_mtp_depths(record) == depths and num_mtp_depths({}) == 0
+        assert without_mtp(record) == {"mtp_num_layers": None, "num_layers": 4}
 
 
 def test_mtp_copies_the_last_layer():
@@ -57,6 +65,9 @@ def test_depths_of_a_hybrid_pattern(flags, depths, freq, layout):
         layout,
     )
     assert model.mtp_hybrid_override_pattern is None
+    record = {"hybrid_layer_pattern": model.hybrid_layer_pattern}
+    assert model.num_mtp_depths == num_mtp_depths(record) == (depths or 0)
+    assert num_mtp_depths(without_mtp({**record, "mtp_num_layers": depths})) == 0
     layers = mtp_layers(model, (False, True))
     assert layers == (((2, False), (3, True)), ((4, False), (5, True)))[: depths or 0]
     assert "".join(layer_letter(model, number) for depth in layers for number, _ in depth) == "*E" * (depths or 0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-import pretrain_moe
 from arguments.pasted_line import read_pasted_line
+from moe_trainer.commands import train_process
 
 FLAGS = ["--num-layers", "2", "--tokenizer-model", "a.py", "--save", ""]
 
@@ -174,8 +174,8 @@ def test_other_words_are_unchanged(words):
 )
 def test_the_trainer_itself_reads_a_line_that_begins_with_a_launcher(monkeypatch, words, read):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(pretrain_moe, "_dry_run", lambda argv: argv)
-    assert pretrain_moe.main(words.split()) == read.split()
+    monkeypatch.setattr(train_process, "_dry_run", lambda argv: argv)
+    assert train_process.main(words.split()) == read.split()
 
 
 @pytest.mark.parametrize(

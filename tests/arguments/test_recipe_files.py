@@ -6,11 +6,10 @@ import re
 import pytest
 
 import model_zoo
-import pretrain_moe
 from arguments import ArgumentError, parse_args, tokens
 from arguments.parse import resolve_command_line
-from arguments.report import run_validate_only
-from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
+from moe_trainer.commands import train_process
+from moe_trainer.commands.validate_only import run_validate_only
 
 FILE = """
 ENV_VARS:
@@ -81,8 +80,8 @@ def test_variables_come_from_the_environment(recipe, monkeypatch):
 
 def test_exported_variables_override_those_of_a_recipe(recipe, monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    monkeypatch.setattr(pretrain_moe, "_train", lambda *rest: 0)
-    assert pretrain_moe.main(["--preset", recipe()]) == 0
+    monkeypatch.setattr(train_process, "_train", lambda *rest: 0)
+    assert train_process.main(["--preset", recipe()]) == 0
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and os.environ["CACHE"] == "/tmp/cache"
 
 
@@ -321,9 +320,9 @@ def test_unknown_names_without_dashes_are_reported(recipe):
 @pytest.mark.parametrize("table", ["MODEL_ARGS", "ARGS"])
 def test_an_incomplete_recipe_is_rejected_without_a_traceback(recipe, table, capsys):
     argv = ["--preset", recipe(f"{table}:\n  num_layers: 4\n"), "--validate-only", "--world-size", "8"]
-    assert run_validate_only(argv, lambda args: {}, judge_batches=deadlocking_batch_sizes) == 2
+    assert run_validate_only(argv) == 2
     assert "--hidden-size is missing" in capsys.readouterr().err
-    assert run_validate_only([recipe(), *argv[2:]], lambda args: {}, judge_batches=deadlocking_batch_sizes) == 2
+    assert run_validate_only([recipe(), *argv[2:]]) == 2
 
 
 @pytest.mark.parametrize("entry", ["cuda_graph_scope: [attn, moe_router]", "cuda_graph_modules: [attn, moe_router]"])

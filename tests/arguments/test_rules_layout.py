@@ -28,7 +28,7 @@ def test_repeated_groups_equal_the_expanded_layout(counts):
     layout = read_layout(short)
     assert layout == read_layout(written)
     assert layout.count("t") == sum(counts) and len(layout.stages) == len(counts)
-    assert problems(layout, len(counts), sum(counts), None) == []
+    assert problems(layout, len(counts), sum(counts), 0) == []
     assert problems(layout, len(counts), sum(counts) + 1, 0)
 
 

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-import pretrain_moe
 from arguments import parse_args
 from arguments.machine import (
     ALLOCATOR,
@@ -16,6 +15,7 @@ from arguments.machine import (
     environment_defaults,
 )
 from arguments.parse import resolve_command_line
+from moe_trainer.commands import train_process
 from tests.arguments.rule_lines import changed
 
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules attn"
@@ -71,7 +71,7 @@ def test_expandable_segments_are_set_before_torch_is_imported(monkeypatch):
     asked = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert wanted("") == asked and wanted("", NCCL_GRAPH_REGISTER="1") == asked
     assert wanted(GRAPHS) == {**asked, "NCCL_GRAPH_REGISTER": "0"} and wanted(GRAPHS, NCCL_GRAPH_REGISTER="1") == {}
-    assert wanted("--use-nccl-ub") == {}
+    assert wanted("--use-nccl-ub") == asked  # registers nothing
     for name in ALLOCATOR:
         assert wanted("", **{name: "max_split_size_mb:64"}) == {}
     for flags in ("", GRAPHS):
@@ -80,10 +80,10 @@ def test_expandable_segments_are_set_before_torch_is_imported(monkeypatch):
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")  # taken back at the end, whatever main sets
         monkeypatch.delenv(name)
-    monkeypatch.setattr(pretrain_moe, "require_packages", lambda *names: seen.update(os.environ))
-    monkeypatch.setattr(pretrain_moe, "_train", lambda *rest: 0)
+    monkeypatch.setattr(train_process, "require_packages", lambda *names: seen.update(os.environ))
+    monkeypatch.setattr(train_process, "_train", lambda *rest: 0)
     line = "--preset mixtral_tiny --mock-data --train-iters 1 --lr 1e-3 --min-lr 0 --micro-batch-size 1"
-    assert pretrain_moe.main([*line.split(), "--global-batch-size", "1"]) == 0
+    assert train_process.main([*line.split(), "--global-batch-size", "1"]) == 0
     assert seen["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 

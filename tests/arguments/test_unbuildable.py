@@ -3,7 +3,7 @@
 import pytest
 
 import arguments
-from arguments.report import run_validate_only
+from moe_trainer.commands.validate_only import run_validate_only
 from tests.arguments.rule_lines import changed
 
 LINE = changed("--moe-layer-freq [0]+[1]*2")
@@ -22,7 +22,7 @@ def test_unbuildable_line_is_reported_with_all_other_errors():
 
 
 def test_validate_only_rejects_an_unbuildable_line(capsys):
-    assert run_validate_only(["--validate-only", *LINE], lambda args: {}) == 2
+    assert run_validate_only(["--validate-only", *LINE]) == 2
     assert "--moe-layer-freq" in capsys.readouterr().err
 
 

@@ -208,10 +208,10 @@ def _run(argv: list[str], stdin: str) -> int:
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     elif Path(argv[0]).name == TRAINER:
-        import pretrain_moe
+        from moe_trainer.commands import train_process
 
         sys.argv = argv
-        return pretrain_moe.main(argv[1:])
+        return train_process.main(argv[1:])
     else:
         sys.argv = argv
         sys.path.insert(0, str(Path(argv[0]).resolve().parent))

@@ -22,8 +22,6 @@ OFFLOAD = (
     "--offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
 )
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
-BUFFERS = "--fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail"
-LARGEST = "--megatron-fsdp-max-pool-double-buffer --use-nccl-ub"
 CHUNKED = "--tp-comm-overlap --tp-comm-overlap-rs-dgrad"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
@@ -76,11 +74,11 @@ CASES = {
         2,
     ),
     "tp 2, etp 2": ("plain", "", f"{ALLTOALL} {TP2} --expert-tensor-parallel-size 2", 2),
-    "fsdp, double buffers": ("plain", "", f"{FSDP} {BUFFERS}", 2),
+    "fsdp": ("plain", "", FSDP, 2),
     "fsdp, instances share the state": (
         "plain",
         "",
-        f"{FSDP} {LARGEST} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
+        f"{FSDP} --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
         4,
     ),
     "optimizer state on the host": (
@@ -119,13 +117,13 @@ CASES = {
     "fsdp, tp 2, ep 2": (
         "plain",
         "",
-        f"{FSDP} {BUFFERS} {TP2} {CHUNKED} {ALLTOALL} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        f"{FSDP} {TP2} {CHUNKED} {ALLTOALL} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
         4,
     ),
     "fsdp, pp 2, vpp 2, cp 2, etp 2": (
         "plain",
         "",
-        f"{FSDP} {BUFFERS} {VPP2} --context-parallel-size 2 --cp-comm-type allgather --expert-tensor-parallel-size 2",
+        f"{FSDP} {VPP2} --context-parallel-size 2 --cp-comm-type allgather --expert-tensor-parallel-size 2",
         4,
     ),
     "torch fsdp, recompute": (

@@ -177,7 +177,7 @@ def test_host_waits_on_expert_parallel_ranks(flags, per_layer):
 
 FSDP = (
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
-    "--ckpt-format fsdp_dtensor --fsdp-double-buffer --num-distributed-optimizer-instances 2 "
+    "--ckpt-format fsdp_dtensor --num-distributed-optimizer-instances 2 "
     "--outer-dp-sharding-strategy optim"
 )
 CHUNKED = (

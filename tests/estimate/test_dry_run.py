@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import pretrain_moe
 from arguments.parse import resolve_command_line
-from moe_trainer.commands import plan
+from moe_trainer.commands import plan, train_process
 from moe_trainer.estimate.dry_run import plan_of_flags, run_dry_run
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +18,8 @@ LINE = "--preset mixtral_8x7b --mock-data --expert-model-parallel-size 8 --world
 
 def test_dry_run_plans_without_torch(tmp_path):
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import pretrain_moe; "
-        "sys.exit(pretrain_moe.main(sys.argv[1:]))"
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); from moe_trainer.commands import train_process; "
+        "sys.exit(train_process.main(sys.argv[1:]))"
     )
     report = tmp_path / "plan.json"
     done = subprocess.run(
@@ -90,7 +89,7 @@ def test_dry_run_exit_codes(capsys, flags, code, expected_text):
 @pytest.mark.parametrize("spelling", ["--fake-init-process-group", "--fake-process-group", "--dry-run=true"])
 def test_every_spelling_of_a_plan_plans(spelling, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    assert pretrain_moe.main([*LINE, spelling]) == 0
+    assert train_process.main([*LINE, spelling]) == 0
     assert "fits: the fullest device has" in capsys.readouterr().out
 
 
@@ -105,13 +104,15 @@ def test_first_rank_alone_answers_under_a_launcher(mode, env, monkeypatch, capsy
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     line = LINE[:-2]
-    assert pretrain_moe.main([*line, mode]) == 0 and "64" in capsys.readouterr().out
-    assert pretrain_moe.main([*line, mode, "--no-such-flag"]) == 2 and "--no-such-flag" in capsys.readouterr().err
+    assert train_process.main([*line, mode]) == 0 and "64" in capsys.readouterr().out
+    assert train_process.main([*line, mode, "--no-such-flag"]) == 2 and "--no-such-flag" in capsys.readouterr().err
     name = "RANK" if "RANK" in env else "SLURM_PROCID"
     monkeypatch.setenv(name, "3")
-    assert pretrain_moe.main([*line, mode, "--no-such-flag"]) == 0 and capsys.readouterr() == ("", "")
+    assert train_process.main([*line, mode, "--no-such-flag"]) == 0 and capsys.readouterr() == ("", "")
     monkeypatch.setenv(name, "64")
-    assert pretrain_moe.main([*line, mode]) == 2 and "rank 64 is not valid for world size 64" in capsys.readouterr().err
+    assert (
+        train_process.main([*line, mode]) == 2 and "rank 64 is not valid for world size 64" in capsys.readouterr().err
+    )
 
 
 GRAPHS = "--cuda-graph-impl local --cuda-graph-modules attn --use-torch-fsdp2"
@@ -185,14 +186,14 @@ TINY_PRESET = "--preset mixtral_tiny --mock-data --world-size 2 --micro-batch-si
 
 
 def test_validate_only_takes_the_vocabulary_from_the_tokenizers_name_as_dry_run_does(capsys):
-    assert pretrain_moe.main([*NAMED, "--validate-only"]) == 0
+    assert train_process.main([*NAMED, "--validate-only"]) == 0
     validated = capsys.readouterr().out
-    assert pretrain_moe.main([*NAMED, "--dry-run"]) == 0
+    assert train_process.main([*NAMED, "--dry-run"]) == 0
     planned = capsys.readouterr().out
     note = "vocabulary: 129,280 rows, taken from the tokenizer's name (deepseek-ai/DeepSeek-V3)"
     assert note in validated and note in planned
     assert "memory per rank" in validated and "not counted" not in validated
-    pretrain_moe.main([*NAMED, "--vocab-size", "129280", "--validate-only"])
+    train_process.main([*NAMED, "--vocab-size", "129280", "--validate-only"])
     counted = capsys.readouterr().out
     parameters = [
         next(line for line in out.splitlines() if line.startswith("parameters")) for out in (validated, counted)
@@ -205,7 +206,7 @@ def test_the_vocabulary_of_a_preset_is_not_that_of_a_named_tokenizer(capsys):
 
     def vocabulary(*flags):
         for mode in ("--validate-only", "--dry-run"):
-            pretrain_moe.main([*TINY_PRESET, *flags, mode])
+            train_process.main([*TINY_PRESET, *flags, mode])
         return [line for line in capsys.readouterr().out.splitlines() if "vocabulary: " in line]
 
     unknown = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "own.model"]
@@ -223,7 +224,7 @@ def test_the_vocabulary_of_a_preset_is_not_that_of_a_named_tokenizer(capsys):
 def test_a_vocabulary_of_the_flags_is_not_replaced_in_validate_only(capsys):
     sizes = []
     for rows in ("256", "512"):
-        assert pretrain_moe.main([*NAMED, "--padded-vocab-size", rows, "--validate-only"]) == 0
+        assert train_process.main([*NAMED, "--padded-vocab-size", rows, "--validate-only"]) == 0
         sizes.append(next(line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters")))
     assert sizes[0] != sizes[1]
 
@@ -269,4 +270,4 @@ def test_a_plan_needs_neither_a_learning_rate_nor_a_training_length(mode, capsys
     assert plans[0] == plans[1]
     for partial in (["--min-lr", "0.001"], ["--lr-warmup-iters", "2000000"], ["--lr-decay-samples", "100"]):
         assert plan.main([*mode, *SHAPE, *partial]) == 0, capsys.readouterr().err
-    assert pretrain_moe.main([*SHAPE, "--world-size", "2", "--dry-run"]) == 2
+    assert train_process.main([*SHAPE, "--world-size", "2", "--dry-run"]) == 2

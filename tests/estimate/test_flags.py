@@ -187,7 +187,6 @@ CASES = (
         ONE_STAGE,
         {"memory.weights_gb": LESS, "memory.grads_gb": LESS, OPTIMIZER: LESS, WORKING: MORE},
     ),
-    (f"{FSDP} --fsdp-double-buffer", FSDP, {WORKING: MORE, "memory.weights_gb": SAME}),
     (f"{FOLDED} --tp-comm-overlap", FOLDED, {TENSOR: (0.0, 0.6), COMPUTE: SAME}),
     (FSDP.replace("optim_grads_params", "optim_grads"), FSDP, {"memory.weights_gb": MORE, "memory.grads_gb": SAME}),
     # models

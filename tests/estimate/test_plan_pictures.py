@@ -3,7 +3,7 @@
 import pytest
 from drawing.reading import assert_texts_are_apart, boxes, texts
 
-import pretrain_moe
+from moe_trainer.commands import train_process
 from moe_trainer.drawing.pipeline_timeline import Span, Work, idle_share, pipeline_timeline
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.plan_pictures import (
@@ -140,12 +140,12 @@ def test_long_schedules_are_drawn_in_part(flags, most, shown, monkeypatch):
 
 def test_report_has_text_and_pictures(plan, tmp_path, capsys):
     path = tmp_path / "plan.html"
-    assert pretrain_moe.main([*LINE, "--dry-run", "--report-html", str(path)]) in (0, 3)
+    assert train_process.main([*LINE, "--dry-run", "--report-html", str(path)]) in (0, 3)
     page, out = path.read_text(encoding="utf-8"), capsys.readouterr().out
     assert page.count("<svg ") == 3 == len(list(plan_figures(plan)))
     assert all(line.split("(")[0].replace("'", "&#x27;") in page for line in out.splitlines())
     assert "--preset mixtral_8x7b" in page and f"s +- {error_bar(plan).percent}, " in step_picture(plan)
-    assert pretrain_moe.main([*LINE, "--dry-run", "--report-html", "/no/such/folder/x.html"]) == 2
+    assert train_process.main([*LINE, "--dry-run", "--report-html", "/no/such/folder/x.html"]) == 2
     assert "--report-html /no/such/folder/x.html: the file cannot be written" in capsys.readouterr().err
 
 

@@ -10,14 +10,14 @@ import pytest
 from commands import call_main
 from drawing.reading import SVG, root
 
-import pretrain_moe
 from arguments import parse_args
-from arguments.report import run_validate_only
 from arguments.rules.layout_grammar import DECODER, read_layout
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.commands import plan as plan_script
+from moe_trainer.commands import train_process
 from moe_trainer.commands.checkpoint_flags import spell_checkpoint
+from moe_trainer.commands.validate_only import run_validate_only
 from moe_trainer.estimate.hardware import GIB, find_hardware
 from moe_trainer.estimate.parallel_configs import (
     ParallelConfig,
@@ -65,7 +65,7 @@ def test_search_results_are_valid_and_fit(outcome, capsys):
     assert all(ties(outcome.found[0].plan, each.plan) for each in outcome.found if each.plan.time.step == fastest)
     for each in outcome.found:
         argv = [*FLAGS, *each.argv, "--world-size", "16"]
-        assert run_validate_only(argv, lambda args: {"total": None}) == 0, argv
+        assert run_validate_only(argv) == 0, argv
         capsys.readouterr()
         assert make_plan(parse_args([*FLAGS, *each.argv], 16), 16, find_hardware("h100")).margin >= 0
         assert each.bottleneck
@@ -90,7 +90,7 @@ def test_search_finds_mappings_as_good_as_published_ones(preset, machine, gpus, 
     assert len(outcome.found) == 10
     for each in outcome.found:
         assert each.plan.margin >= 0 and each.plan.headroom >= DEFAULT_HEADROOM and each.bottleneck
-        assert run_validate_only([*flags, *each.argv, "--world-size", str(gpus)], lambda args: {"total": None}) == 0
+        assert run_validate_only([*flags, *each.argv, "--world-size", str(gpus)]) == 0
         capsys.readouterr()
     assert (outcome.published is None) == (preset == "mixtral_8x7b")
     if outcome.published is not None:
@@ -245,7 +245,7 @@ def test_a_model_without_its_weights_is_planned_and_searched(tmp_path, monkeypat
     (tmp_path / "config.json").write_text(json.dumps(config))
     line = f"--load {tmp_path} --use-checkpoint-args --mock-data --seq-length 32 --micro-batch-size 1 --bf16"
     words = f"{line} --global-batch-size 8 --train-iters 2 --lr 1e-3 --eval-iters 0".split()
-    assert pretrain_moe.main([*words, "--world-size", "4", "--validate-only"]) == 0
+    assert train_process.main([*words, "--world-size", "4", "--validate-only"]) == 0
     counted = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("parameters: "))
     for mode in (["--world-size", "4"], ["search", "--gpus", "4"], ["pieces", "--world-size", "4"]):
         assert plan_script.main([*mode, *words, "--hardware", "a100"]) == 0, capsys.readouterr()
@@ -338,10 +338,7 @@ def test_search_of_a_command_line_without_preset(mixtral, capsys):
         and "--global-batch-size" in line
         and line.count("--micro-batch-size") == 1
     )
-    assert (
-        run_validate_only([*mixtral.base, *mixtral.found[0].argv, "--world-size", "32"], lambda args: {"total": None})
-        == 0
-    )
+    assert run_validate_only([*mixtral.base, *mixtral.found[0].argv, "--world-size", "32"]) == 0
     capsys.readouterr()
     assert mixtral.own is not None and "your own mapping" in "\n".join(search_lines(mixtral, 32, "h100"))
 

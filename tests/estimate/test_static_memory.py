@@ -7,10 +7,10 @@ import pytest
 from harness import run_ranks
 from training.layouts import create_groups, make_argv, make_run
 
-import pretrain_moe
 from arguments import parse_args
 from arguments.stage_layout import chunk_layouts
 from arguments.vocabulary import padded_vocab_size_from_flags
+from moe_trainer.commands import train_process
 from moe_trainer.estimate.dry_run import plan_of_flags
 from moe_trainer.estimate.parameters import ParamsPerRank
 from moe_trainer.estimate.static_memory import matrices_only, quantized_params_on_rank, stage_states, state_report
@@ -71,7 +71,7 @@ def test_fp8_weights_of_every_rank_equal_the_built_run():
 
 
 def _line(capsys, *words):
-    assert pretrain_moe.main([*words, "--validate-only"]) == 0
+    assert train_process.main([*words, "--validate-only"]) == 0
     return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory per rank"))
 
 
@@ -136,7 +136,7 @@ def test_validate_only_report_equals_dry_run_memory(tmp_path):
     found = {}
     for mode in ("--validate-only", "--dry-run"):
         assert (
-            pretrain_moe.main(
+            train_process.main(
                 [*words, mode, "--world-size", "64", "--hardware", "h200", "--report", str(tmp_path / mode)]
             )
             == 0
@@ -147,6 +147,6 @@ def test_validate_only_report_equals_dry_run_memory(tmp_path):
         and found["--dry-run"]["memory"]["total_gb"] > 10
     )
     assert found["--validate-only"]["params"] == found["--dry-run"]["params"]
-    assert pretrain_moe.main([*words, "--validate-only", "--world-size", "63", "--report", str(tmp_path / "bad")]) == 2
-    assert pretrain_moe.main([*words, "--validate-only", "--report", str(tmp_path / "unknown")]) == 0
+    assert train_process.main([*words, "--validate-only", "--world-size", "63", "--report", str(tmp_path / "bad")]) == 2
+    assert train_process.main([*words, "--validate-only", "--report", str(tmp_path / "unknown")]) == 0
     assert all("memory" not in json.loads((tmp_path / name).read_text()) for name in ("bad", "unknown"))

@@ -1,6 +1,6 @@
 """Run pretrain_moe.py on forked ranks and inject a fault at a given function call of one rank.
 
-The product has no hooks for this: the child replaces the function by name before it runs `pretrain_moe.main`. `Injection` names the
+The product has no hooks for this: the child replaces the function by name before it runs `train_process.main`. `Injection` names the
 place, ACTIONS the fault. Disks are real file systems (a small tmpfs, remounted read-only, detached) in a mount namespace per case;
 hosts are network namespaces connected by a virtual cable.
 """
@@ -468,11 +468,11 @@ def _main(
     try:
         if host is not None:
             enter_host(host)
-        import pretrain_moe
+        from moe_trainer.commands import train_process
 
         if injections:
             install(injections)
-        code = pretrain_moe.main(argv)
+        code = train_process.main(argv)
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else 1
     except BaseException:  # noqa: BLE001 - print it as the interpreter would

@@ -345,8 +345,8 @@ def load_program() -> None:
     torch.set_num_threads(1)
     import torch._dynamo  # noqa: F401 - torch would import it at the first optimizer step
 
+    import moe_trainer.commands.train_process  # noqa: F401
     import moe_trainer.training.pretrain  # noqa: F401
-    import pretrain_moe  # noqa: F401
 
 
 # ---- reporting

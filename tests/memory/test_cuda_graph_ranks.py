@@ -99,7 +99,7 @@ CASES = {
     "fully sharded, full iteration": ("padded capacity", FSDP, full()),
     "fully sharded, dropless, clones, full iteration": (
         "accumulation",
-        f"{DROPLESS} {FSDP} --fsdp-double-buffer --moe-clone-hot-experts 1",
+        f"{DROPLESS} {FSDP} --moe-clone-hot-experts 1",
         full(),
     ),
     "dropless, fp8, full iteration": ("plain", f"{DROPLESS} {MXFP8} {OVERLAP}", full()),

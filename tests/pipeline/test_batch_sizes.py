@@ -2,8 +2,8 @@
 
 import pytest
 
-import pretrain_moe
 from arguments import parse_args
+from moe_trainer.commands import train_process
 from moe_trainer.pipeline.batch_sizes import deadlocking_batch_sizes
 from moe_trainer.pipeline.orders import make_orders
 from moe_trainer.pipeline.simulate import simulate_schedule
@@ -61,7 +61,7 @@ def test_validate_only_reports_deadlocking_batch_sizes(capsys):
             "e2m1",
         ]
     )
-    assert pretrain_moe.main(line) == 2
+    assert train_process.main(line) == 2
     out = capsys.readouterr().err
     assert (
         "global batch size 9 makes 9 microbatches" in out

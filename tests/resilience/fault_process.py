@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import pretrain_moe  # noqa: E402
+from moe_trainer.commands import train_process  # noqa: E402
 from moe_trainer.moe.router import TopKRouter  # noqa: E402
 from moe_trainer.parallel import collectives  # noqa: E402
 from moe_trainer.training import pretrain
@@ -51,7 +51,7 @@ def main(kind: str, victim: str, at: str, argv: list[str]) -> None:
     """Run the rank of this process's environment; does not return."""
     if os.environ["RANK"] == victim:
         install(kind, int(at))
-    pretrain_moe.leave(pretrain_moe.main(argv))
+    train_process.leave(train_process.main(argv))
 
 
 if __name__ == "__main__":

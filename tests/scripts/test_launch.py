@@ -743,13 +743,8 @@ def test_sigterm_for_the_launcher_saves_and_the_same_command_resumes(tmp_path):
     [
         ("", "", {}),
         ("", "A2A_OVERLAP=1", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}),
-        ("--use-nccl-ub", "", {"NCCL_NVLS_ENABLE": None}),
         # the recipe sets the other variable itself
-        (
-            "",
-            "TRAINING_PARAMS_PATH={}/recipe.yaml",
-            {"NCCL_NVLS_ENABLE": None, "CUDA_DEVICE_MAX_CONNECTIONS": None},
-        ),
+        ("", "TRAINING_PARAMS_PATH={}/recipe.yaml", {"CUDA_DEVICE_MAX_CONNECTIONS": None}),
         ("", "NCCL_NVLS_ENABLE=1", {"NCCL_NVLS_ENABLE": "1"}),
     ],
 )
@@ -757,7 +752,7 @@ def test_launchers_set_the_environment_of_one_file(tmp_path, flags, variables, c
     lines = (LAUNCH / "launch_environment.txt").read_text().splitlines()
     wanted = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     recipe = (ROOT / "model_zoo" / "mixtral_tiny.yaml").read_text()
-    (tmp_path / "recipe.yaml").write_text(recipe.replace("MODEL_ARGS:\n", "MODEL_ARGS:\n  --use-nccl-ub: true\n"))
+    (tmp_path / "recipe.yaml").write_text(recipe)
     settings = f"MODEL=mixtral_tiny VALIDATE=0 {variables.format(tmp_path)}"
     text = dry_run("launch.sh", tmp_path, flags, settings).stdout
     line = next(line for line in text.splitlines() if line.startswith("environment: "))

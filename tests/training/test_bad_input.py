@@ -11,9 +11,9 @@ from commands import REPOSITORY, environment, golden_workspace, read_metrics, ru
 from fault_injection.ranks import reserved_port
 from training.tiny import MOCK, TINY
 
-import pretrain_moe
 from arguments.container import OPTIONS
 from arguments.parse import resolve_command_line
+from moe_trainer.commands import train_process
 from tests.arguments.malformed import BASE, KINDS, STARTUP_ERRORS, malformed
 
 SEED, EACH = 20, 30
@@ -28,13 +28,13 @@ def test_malformed_lines_are_refused(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pretrain_moe, "_train", lambda args, place, listening: pytest.fail("the line was accepted"))
+    monkeypatch.setattr(train_process, "_train", lambda args, place, listening: pytest.fail("the line was accepted"))
     for line in malformed(SEED, EACH, [kind]):
         write_files(tmp_path, line.files)
         with monkeypatch.context() as patch:
             for name, value in line.env.items():
                 patch.setenv(name, value)
-            code = pretrain_moe.main(list(line.argv))
+            code = train_process.main(list(line.argv))
         check_refusal(code, capsys.readouterr().err, line.names, line)
 
 

@@ -23,8 +23,8 @@ from tokenizers.models import WordLevel
 from training.injected_faults import train_with
 from training.tiny import TINY
 
-import pretrain_moe
 from arguments.data import DataArgs
+from moe_trainer.commands import train_process
 from moe_trainer.data.fingerprint import compare_fingerprints, make_fingerprint, warn_of_training_text
 from moe_trainer.data.indexed import write_indexed_dataset
 from moe_trainer.data.preprocess import PreprocessOptions, preprocess
@@ -34,7 +34,7 @@ from moe_trainer.data.tokenizer_record import TokenizerCheck, recorded_tokenizer
 from moe_trainer.errors import UserError
 from moe_trainer.metrics.run_files import read_run
 
-ROOT = Path(pretrain_moe.__file__).parent
+ROOT = Path(train_process.__file__).parents[2]
 NULL_TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 120}
 NULL = "--tokenizer-type NullTokenizer --vocab-size 120".split()
 CHECK = ["--validate-only", "--check-files", "--world-size", "2", "--train-iters", "50", *TINY]
@@ -55,7 +55,7 @@ def check(folder, capsys):
     """Run the check with these flags, which are split at spaces; returns the exit code, the report and the errors."""
 
     def check(flags, base=NULL):
-        code = pretrain_moe.main([*CHECK, *base, *flags.split()])
+        code = train_process.main([*CHECK, *base, *flags.split()])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out, captured.err
@@ -239,8 +239,8 @@ def test_insufficient_disk_space_is_an_error(check, monkeypatch):
 
 def test_check_files_without_load_does_not_import_torch(folder):
     code = (
-        "import sys, pretrain_moe\n"
-        f"assert pretrain_moe.main({[*CHECK, *NULL, '--data-path', 'a']!r}) == 0\n"
+        "import sys\nfrom moe_trainer.commands import train_process\n"
+        f"assert train_process.main({[*CHECK, *NULL, '--data-path', 'a']!r}) == 0\n"
         "assert 'torch' not in sys.modules"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -13,7 +13,7 @@ from commands import REPOSITORY, environment, read_ends, run, start
 from harness import wait_until
 from training.tiny import MOCK, TINY
 
-import pretrain_moe
+from moe_trainer.commands import train_process
 from moe_trainer.errors import UserError
 from moe_trainer.training import loop, pretrain
 
@@ -197,7 +197,7 @@ def test_lost_rank_is_the_recorded_end(tmp_path, monkeypatch):
 
 
 def test_describe_saved_names_the_last_complete_checkpoint(tmp_path):
-    assert pretrain_moe._describe_saved(None) == "nothing was saved (no --save)"
-    assert pretrain_moe._describe_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"
+    assert train_process._describe_saved(None) == "nothing was saved (no --save)"
+    assert train_process._describe_saved(str(tmp_path)) == f"there is no checkpoint in {tmp_path} yet"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("40")
-    assert pretrain_moe._describe_saved(str(tmp_path)) == f"the checkpoint of iteration 40 in {tmp_path} is complete"
+    assert train_process._describe_saved(str(tmp_path)) == f"the checkpoint of iteration 40 in {tmp_path} is complete"

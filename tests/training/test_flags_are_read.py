@@ -12,7 +12,7 @@ from tests.training import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = "--num-layers 2 --seq-length 32 --global-batch-size 2 --train-iters 1 --eval-iters 1 --eval-interval 1".split()
-BEFORE_THE_RUN = {"dry_run", "exit_signal_handler"}  # pretrain_moe.main
+BEFORE_THE_RUN = {"dry_run", "exit_signal_handler"}  # train_process.main
 AFTER_A_REJECTED_ITERATION = {"on_nan", "result_rejected_tracker_filename"}
 
 

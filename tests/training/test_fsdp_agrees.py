@@ -11,14 +11,13 @@ from moe_trainer.moe.router import TopKRouter
 TORCH = "--use-torch-fsdp2"
 MEGATRON = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
 HYBRID = f"{MEGATRON} --num-distributed-optimizer-instances 2"
-LARGEST = "--megatron-fsdp-max-pool-double-buffer --use-nccl-ub"
 EP2, PP2, TP2 = (f"--{name}-model-parallel-size 2" for name in ("expert", "pipeline", "tensor"))
 ONE_MICROBATCH = "--global-batch-size 4"
 
 
 def row(ranks: int, kind: str, flags: str, model: str = "") -> Row:
-    """Two layers, but for virtual stages and where the units in the middle matter: two buffers, the largest pool."""
-    deep = "virtual" in flags or "double-buffer" in flags or (kind, flags) == ("plain", TORCH)
+    """Two layers, but for virtual stages and where the units in the middle matter."""
+    deep = "virtual" in flags or (kind, flags) == ("plain", TORCH)
     return Row(ranks, [*(make_argv(kind) if deep else shallow(make_argv(kind))), *model.split()], flags)
 
 
@@ -30,14 +29,14 @@ ROWS = dict(
         row(2, "deepseek", TORCH),
         row(2, "biases, tied head", TORCH),
         row(2, "plain", f"{MEGATRON} {EP2} --moe-token-dispatcher-type alltoall"),
-        row(2, "plain", f"{MEGATRON} --fsdp-double-buffer"),
+        row(2, "plain", MEGATRON),
         row(2, "plain", f"{MEGATRON} --data-parallel-sharding-strategy optim_grads"),
         row(2, "plain", f"{MEGATRON} --data-parallel-sharding-strategy optim"),
         row(2, "plain", f"{MEGATRON} --data-parallel-sharding-strategy no_shard"),
         row(
             4,
             "deepseek",
-            f"{MEGATRON} {EP2} {LARGEST} --fsdp-db-use-persist-buf-on-alloc-fail",
+            f"{MEGATRON} {EP2}",
             "--num-layers 3 --moe-layer-freq ([0]*1+[1]*2)",
         ),
         row(4, "per-token loss", f"{MEGATRON} --expert-model-parallel-size 4"),
@@ -47,7 +46,7 @@ ROWS = dict(
         row(4, "plain", f"{MEGATRON} --context-parallel-size 2", ONE_MICROBATCH),
         row(4, "plain", HYBRID),
         row(4, "accumulation", f"{HYBRID} --outer-dp-sharding-strategy optim"),
-        row(4, "plain", f"{HYBRID} {EP2} --enable-full-sharding-in-hsdp --fsdp-double-buffer"),
+        row(4, "plain", f"{HYBRID} {EP2} --enable-full-sharding-in-hsdp"),
         # 6 experts do not divide over 4 ranks: cut along their rows
         row(4, "plain", f"{MEGATRON} --overlap-grad-reduce --overlap-param-gather", "--num-experts 6"),
         row(4, "plain", f"{MEGATRON} {PP2} --num-virtual-stages-per-pipeline-rank 2"),

@@ -8,7 +8,7 @@ import pytest
 
 import arguments
 import moe_trainer.training.pretrain
-import pretrain_moe
+from moe_trainer.commands import train_process
 from moe_trainer.launch_env import LaunchEnv
 from moe_trainer.parallel.trace import CommunicationError
 from moe_trainer.resilience.rejection import ResultRejectedError
@@ -32,5 +32,5 @@ def test_error_message_is_written_for_torchrun(tmp_path, monkeypatch, error, cod
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     args = arguments.parse_args(["--preset", "mixtral_tiny", "--mock-data"], 2)
-    assert pretrain_moe._train(args, LaunchEnv(1, 2, 1, None, None, "test"), None) == code
+    assert train_process._train(args, LaunchEnv(1, 2, 1, None, None, "test"), None) == code
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == message

@@ -5,7 +5,7 @@ import json
 import pytest
 from verification import prove_combinations
 
-import pretrain_moe
+from moe_trainer.commands import train_process
 from moe_trainer.verification import parity
 from scripts import combinations
 from scripts.proof_record import ProofRecord
@@ -58,11 +58,11 @@ def test_features_print_a_cell_and_a_command_that_repeats_it(capsys):
     first, command = capsys.readouterr().out.splitlines()
     assert first == "TE graphs + MTP: P D"
     argv = command.removeprefix("python pretrain_moe.py ").split()
-    assert pretrain_moe.main(argv) == 0 and "--mtp-num-layers 1" in command and "--cuda-graph-impl tr" in command
+    assert train_process.main(argv) == 0 and "--mtp-num-layers 1" in command and "--cuda-graph-impl tr" in command
     combinations.main(["FSDP", "Muon"])
     first, why, command = capsys.readouterr().out.splitlines()[-3:]
     assert first == "FSDP + Muon: rejected" and why in combinations.PAGE.read_text().replace("12. ", "reason: ")
-    assert pretrain_moe.main(command.removeprefix("python pretrain_moe.py ").split()) == 2
+    assert train_process.main(command.removeprefix("python pretrain_moe.py ").split()) == 2
     capsys.readouterr()
     combinations.main(["CP"])
     assert capsys.readouterr().out.startswith("CP: yes\n")

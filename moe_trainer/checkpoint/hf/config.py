@@ -196,11 +196,11 @@ def write_config(
 def write_notes(flags: Mapping[str, Any], config: Config, families: Families = FAMILIES) -> list[str]:
     """Return what the written config.json, or transformers, has another number for than the flags."""
     read, notes = read_config(config, families=families)[1:]
-    here, there = (each.get("attention_latent_norm_epsilon") or each["layernorm_epsilon"] for each in (flags, read))
-    if flags.get("multi_latent_attention") and here != there:
+    ours, theirs = (each.get("attention_latent_norm_epsilon") or each["layernorm_epsilon"] for each in (flags, read))
+    if flags.get("multi_latent_attention") and ours != theirs:
         notes.append(
-            f"the norms of the latents of attention have the epsilon {here} here (--attention-latent-norm-epsilon, or "
-            f"--norm-epsilon), and {there} in transformers, which has no key for it"
+            f"the norms of the latents of attention have the epsilon {ours} here (--attention-latent-norm-epsilon, or "
+            f"--norm-epsilon), and {theirs} in transformers, which has no key for it"
         )
     return notes
 
@@ -233,8 +233,8 @@ def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
         ):
             continue
         if not same_meaning(dest, expected, actual) and not _equal_patterns(dest, expected, actual):
-            here, there = (meaning(dest, flags) for flags in (expected, actual))
-            differences.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {here!r} here and {there!r} there")
+            ours, theirs = (meaning(dest, flags) for flags in (expected, actual))
+            differences.append(f"{OPTIONS[dest].spellings[0]} ({dest}) is {ours!r} here and {theirs!r} there")
     return differences
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.mtp import without_mtp
 from arguments.vocabulary import padded_vocab_size
 from moe_trainer.checkpoint import common_state
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -119,7 +120,7 @@ def plan_hf_folder(
         raise CheckpointError(f"--vocab-size {rows}: the embedding has {stored} rows")
     if rows is None and not keep_padding:
         rows = rows_of_vocabulary(state.args, stored, tokens)
-    flags = dict(state.args) | {"rows": stored} | ({"mtp_num_layers": None} if drop_mtp else {})
+    flags = (without_mtp(state.args) if drop_mtp else dict(state.args)) | {"rows": stored}
     family, config = write_config(flags, rows or stored, kind, families)
     config |= yarn_length(config)
     mappings = tensor_mappings(family.names, flags)

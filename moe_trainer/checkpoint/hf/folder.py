@@ -237,12 +237,12 @@ def open_hf_model(
     notes += [f"{name} repeats {original}" for name, original in repeated.items()]
     numbers = {ref.name: source.dtype(ref.name) for mapping in mappings for ref in mapping.sources}
     tables = {ref.name for mapping in mappings for ref in mapping.sources if mapping.is_expert_table}
-    strange = [
+    problems = [
         f"{name} is stored as {dtype}, and floating-point numbers are needed"
         for name, dtype in numbers.items()
         if not dtype.is_floating_point and name not in tables
     ]
-    raise_problems(strange)
+    raise_problems(problems)
     dtype = numbers[mappings[0].sources[0].name]
     wider = [
         ref.name

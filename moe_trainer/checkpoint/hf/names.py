@@ -24,6 +24,7 @@ from arguments.layer_pattern import (
     mtp_is_moe,
 )
 from arguments.mechanisms.selections import TABLES
+from arguments.mtp import num_mtp_depths
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.hybrid import state_space_heads
 from moe_trainer.checkpoint.hf.converters.layer_patterns import expert_layers, linear_layers, sliding_layers
@@ -239,7 +240,7 @@ def tensor_mappings(names: Names, flags: Mapping[str, Any], shape_of: ShapeOf | 
         CheckpointError: naming the rule whose layout or transform does not fit this model.
     """
     sizes = model_sizes(flags)
-    layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
+    layers, depths = flags["num_layers"], num_mtp_depths(flags)
     last = {**flags, **_window_flags(flags, layers - 1)}  # which a layer of multi-token prediction copies
     of_depth = last, sizes | _layer_sizes(last)
     by_layer, mtp_rules = _layer_rules(names, flags)
@@ -274,7 +275,7 @@ def duplicated_tensors(names: Names, flags: Mapping[str, Any]) -> dict[str, str]
     """
     embedding, head = embedding_name(names), head_name(names)
     tied = not flags.get("untie_embeddings_and_output_weights")
-    layers, depths = flags["num_layers"], flags.get("mtp_num_layers") or 0
+    layers, depths = flags["num_layers"], num_mtp_depths(flags)
     originals = {head: embedding} if tied and head is not None else {}
     for depth in range(depths):
         prefix = names.mtp_prefixes[0].format(l=layers + depth, d=depth)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from arguments.mtp import num_mtp_depths
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters import (
     attention,
@@ -45,11 +46,11 @@ def _read_mtp(config: Config) -> Flags:
 
 
 def _write_mtp(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {"num_nextn_predict_layers": flags.get("mtp_num_layers") or 0}
+    return {"num_nextn_predict_layers": num_mtp_depths(flags)}
 
 
 # tensors give their number
-TENSOR_MTP = ConfigConverter(lambda _: {}, lambda flags: {"mtp_num_hidden_layers": flags.get("mtp_num_layers") or 0})
+TENSOR_MTP = ConfigConverter(lambda _: {}, lambda flags: {"mtp_num_hidden_layers": num_mtp_depths(flags)})
 TIED = _negated("tie_word_embeddings", "untie_embeddings_and_output_weights")
 NORMALIZED = _negated("norm_topk_prob", "moe_router_pre_softmax")
 SCALED_EMBEDDING = ConfigConverter(_read_scaled_embedding, _write_scaled_embedding)
