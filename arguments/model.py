@@ -232,7 +232,7 @@ class ModelArgs:
     apply_query_key_layer_scaling: bool = flag(False, restore="never")
     """Divide attention scores by the layer number and multiply them back in the softmax."""
     qk_clip: bool = flag(False, restore="never")
-    """Rescale query and key weights when the largest attention logit passes a threshold (MuonClip)."""
+    """Rescale query and key weights when the largest attention logit passes a threshold (QK-Clip)."""
     qk_clip_alpha: float = flag(0.5, restore="never", needs="qk_clip", bounds="[0,1]")
     """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""
     qk_clip_threshold: float = flag(100.0, restore="never", needs="qk_clip", bounds=">0")
