@@ -37,7 +37,7 @@ new name.
 
 def field_docs(section: str) -> dict[str, tuple[str, str]]:
     """Return (heading, help text) of every field of a section, from its source files."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     for cls in reversed(dict(SECTIONS)[section].__mro__[:-1]):  # those whose fields it inherits come first
         found |= _docs_of(cls)
     return found
