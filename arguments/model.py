@@ -318,6 +318,7 @@ class ModelArgs:
     """Deprecated: the letters of each of --mtp-num-layers depths of multi-token prediction, which
     --hybrid-layer-pattern has after a /."""
     is_hybrid_model: bool = flag(False, restore="never")
+    """Deprecated: --hybrid-layer-pattern makes a model hybrid."""
     mamba_state_dim: int = flag(128, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")
     """Number of channels of the state of a Mamba layer."""
     mamba_head_dim: int = flag(64, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")
