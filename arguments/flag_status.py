@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from arguments.mechanisms.dispatchers import OLD_NAMES
+from arguments.mechanisms.optimizer_kinds.declaration import OPTIMIZER
+from arguments.mechanisms.optimizers import OPTIMIZERS
 
 
 def _each(names: str, text: str) -> dict[str, str]:
@@ -213,6 +215,18 @@ _NON_PERSISTENT = Unsupported(
     "(--save-interval, --async-save) and retain fewer checkpoints (--save-retain-interval)"
 )
 
+
+def _relatives_of_optimizers() -> dict[str, Unsupported]:
+    texts = [
+        f"{' and '.join(each.relatives)} are not supported: their published versions differ, and Megatron-LM has no "
+        f"flags that select one. Use --optimizer {each.key}"
+        for each in OPTIMIZERS
+        if each.relatives
+    ]
+    values = tuple(name for each in OPTIMIZERS for name in each.relatives)
+    return {OPTIMIZER: Unsupported(". ".join(texts), values)} if values else {}
+
+
 UNSUPPORTED = MappingProxyType(
     {
         "ckpt_format": Unsupported(
@@ -246,11 +260,7 @@ UNSUPPORTED = MappingProxyType(
                 "NullMultimodalTokenizer",
             ),
         ),
-        "optimizer": Unsupported(
-            "soap and adaptive_muon are not supported: their published versions differ, and Megatron-LM has no flags "
-            "that select one. Use --optimizer muon",
-            ("soap", "adaptive_muon"),
-        ),
+        **_relatives_of_optimizers(),
     }
 )
 

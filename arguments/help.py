@@ -36,15 +36,22 @@ new name.
 
 
 def field_docs(section: str) -> dict[str, tuple[str, str]]:
-    """Return (heading, help text) of every field of a section, from its source file."""
-    source = Path(__file__).with_name(f"{section}.py").read_text(encoding="ascii")
+    """Return (heading, help text) of every field of a section, from its source files."""
+    found: dict[str, tuple[str, str]] = {}
+    for cls in reversed(dict(SECTIONS)[section].__mro__[:-1]):  # those whose fields it inherits come first
+        found |= _docs_of(cls)
+    return found
+
+
+def _docs_of(cls: type) -> dict[str, tuple[str, str]]:
+    source = Path(str(sys.modules[cls.__module__].__file__)).read_text(encoding="ascii")
     headings = [
         (number, line.removeprefix("    # ---- "))
         for number, line in enumerate(source.splitlines(), 1)
         if line.startswith("    # ---- ")
     ]
     body = next(
-        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name.endswith("Args")
+        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == cls.__name__
     ).body
     docs = {}
     for node, after in zip(body, [*body[1:], None], strict=True):

@@ -233,7 +233,7 @@ class ModelArgs:
     apply_query_key_layer_scaling: bool = flag(False, restore="never")
     """Divide attention scores by the layer number and multiply them back in the softmax."""
     qk_clip: bool = flag(False, restore="never")
-    """Rescale query and key weights when the largest attention logit passes a threshold (MuonClip)."""
+    """Rescale query and key weights when the largest attention logit passes a threshold (QK-Clip)."""
     qk_clip_alpha: float = flag(0.5, restore="never", needs="qk_clip", bounds="[0,1]")
     """Share of the rescaling that goes to the queries, above 0 and below 1; the rest goes to the keys."""
     qk_clip_threshold: float = flag(100.0, restore="never", needs="qk_clip", bounds=">0")
@@ -319,7 +319,7 @@ class ModelArgs:
     """Deprecated: the letters of each of --mtp-num-layers depths of multi-token prediction, which
     --hybrid-layer-pattern has after a /."""
     is_hybrid_model: bool = flag(False, restore="never")
-    """The model is hybrid, which --hybrid-layer-pattern says already."""
+    """Deprecated: --hybrid-layer-pattern makes a model hybrid."""
     mamba_state_dim: int = flag(128, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")
     """Number of channels of the state of a Mamba layer."""
     mamba_head_dim: int = flag(64, restore="always", needs="hybrid_layer_pattern", bounds=">0", role="size")

@@ -2,12 +2,14 @@
 
 As in Megatron-LM, with m = width / base width: Adam's rate and epsilon of matrices between layers are scaled by 1/m;
 SGD's rate of embeddings and vectors by m; any other optimizer's rate of matrices by 1/m. Parameters with one dimension
-are vectors; the output layer counts as an embedding. Parameters that Muon updates or that follow --decoupled-lr are not
-scaled.
+are vectors; the output layer counts as an embedding. What an optimizer updates as full matrices, or follows
+--decoupled-lr, is not scaled.
 """
 
 from collections.abc import Mapping
 from typing import Any
+
+from arguments.mechanisms.optimizers import find_optimizer
 
 EMBEDDING_WEIGHTS = ("embeddings.weight", "output_layer.weight")
 DECOUPLED_LR_WEIGHTS = ("word_embeddings.weight", "output_layer.weight")
@@ -25,7 +27,7 @@ def recorded_width_mult(record: Mapping[str, Any]) -> float:
 
 def mup_lr_mult(optimizer: str, width: float) -> float:
     """Return the factor of scaled learning rates."""
-    return width if optimizer == "sgd" else 1.0 / width
+    return width if find_optimizer(optimizer).scaled_by_mup == "vectors" else 1.0 / width
 
 
 def is_lr_scaled(name: str, ndim: int, optimizer: str, decoupled: bool) -> bool:
@@ -33,6 +35,7 @@ def is_lr_scaled(name: str, ndim: int, optimizer: str, decoupled: bool) -> bool:
     if decoupled and name.endswith(DECOUPLED_LR_WEIGHTS):
         return False
     is_vector = ndim <= 1 or name.endswith(EMBEDDING_WEIGHTS)
-    if optimizer == "sgd":
+    declared = find_optimizer(optimizer)
+    if declared.scaled_by_mup == "vectors":
         return is_vector
-    return not is_vector and not (optimizer == "muon" and ndim == 2)
+    return not is_vector and not (declared.updates_matrices and ndim == 2)

@@ -5,53 +5,58 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from arguments.mechanisms.optimizer_kinds.muon import MuonArgs
+from arguments.mechanisms.optimizers import NAMES, needs_rule
 from arguments.schema import flag
+
+if TYPE_CHECKING:
+    Name = str
+else:
+    Name = Literal[NAMES]
 
 
 @dataclass(frozen=True)
-class OptimizerArgs:
-    """Optimizer, learning rate, weight decay."""
+class CommonOptimizerArgs:
+    """Flags that no single optimizer declares."""
 
     # ---- optimizer
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = flag(
-        "adam", restore="to convert", role="update"
-    )
+    optimizer: Name = flag("adam", restore="to convert", role="update")
     """Optimizer of the weights."""
     adam_beta1: float = flag(
         0.9,
-        needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"),
+        needs=needs_rule("adam"),
         bounds="[0,1)",
         role="update",
     )
     """Decay factor of Adam's first moment, from 0 to below 1."""
     adam_beta2: float = flag(
         0.999,
-        needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"),
+        needs=needs_rule("adam"),
         bounds="[0,1)",
         role="update",
     )
     """Decay factor of Adam's second moment, from 0 to below 1."""
     adam_eps: float = flag(
         1e-08,
-        needs=("optimizer=adam or optimizer=muon", "optimizer=adam or muon_scalar_optimizer=adam"),
+        needs=needs_rule("adam"),
         bounds=">=0",
         role="update",
     )
     """Constant added to the square root of Adam's second moment."""
-    sgd_momentum: float = flag(0.9, needs="optimizer=sgd", bounds="[0,1)", role="update")
+    sgd_momentum: float = flag(0.9, needs=needs_rule("sgd"), bounds="[0,1)", role="update")
     """Momentum of SGD, from 0 to below 1."""
     lion_beta1: float = flag(
         0.95,
-        needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion"),
+        needs=needs_rule("lion"),
         bounds="[0,1)",
         role="update",
     )
     """Weight of the momentum in the mean whose sign Lion follows, from 0 to below 1."""
     lion_beta2: float = flag(
         0.98,
-        needs=("optimizer=lion or optimizer=muon", "optimizer=lion or muon_scalar_optimizer=lion"),
+        needs=needs_rule("lion"),
         bounds="[0,1)",
         role="update",
     )
@@ -183,31 +188,10 @@ class OptimizerArgs:
     dump_param_to_param_group_map: str | None = flag(None, path="write", role="output")
     """Write the parameter group of every parameter to this file."""
 
-    # ---- muon
-    muon_momentum: float = flag(0.9, needs="optimizer=muon", bounds="[0,1)", role="update")
-    """Momentum of Muon, from 0 to below 1."""
-    muon_nesterov: bool = flag(False, needs="optimizer=muon", role="update")
-    """Use Nesterov momentum in Muon."""
-    muon_split_qkv: bool = flag(True, off=("--muon-no-split-qkv",), needs="optimizer=muon", role="update")
-    """Orthogonalize queries, keys and values separately."""
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
-        "spectral", needs="optimizer=muon", role="update"
-    )
-    """Scale of Muon's update as a function of the matrix shape."""
-    muon_extra_scale_factor: float = flag(1.0, needs="optimizer=muon", bounds=">0", role="update")
-    """Multiply Muon's update by this factor."""
-    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium", needs="optimizer=muon", role="update")
-    """Precision of the GEMMs in Newton-Schulz: high computes in fp32, the others in bf16."""
-    muon_coefficient_type: str = flag("quintic", needs="optimizer=muon", role="update")
-    """Name of the polynomial of Newton-Schulz."""
-    muon_num_ns_steps: int = flag(5, needs="optimizer=muon", bounds=">0", role="update")
-    """Number of iterations of Newton-Schulz."""
-    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag(
-        "duplicated", needs="optimizer=muon", role="update"
-    )
-    """Orthogonalize tensor-parallel matrices shard by shard (blockwise), unsharded on every rank (duplicated), or
-    together (distributed)."""
-    muon_use_syrk: bool = False
-    """Use the symmetric GEMM kernel in Newton-Schulz."""
-    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", needs="optimizer=muon", role="update")
-    """Optimizer of vectors and embeddings with --optimizer muon."""
+
+@dataclass(frozen=True)
+class OptimizerArgs(
+    MuonArgs,
+    CommonOptimizerArgs,
+):
+    """Optimizer, learning rate, weight decay."""

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arguments.mechanisms.dispatchers import HYBRIDEP, SELECTABLE
+from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.parse import resolve_command_line
 from moe_trainer.exit_codes import ExitCode
 from scripts.proof_record import ProofRecord
@@ -87,7 +88,7 @@ FEATURES = MappingProxyType(
         "VPP": Feature("stages", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
         "CP": Feature("", "--context-parallel-size 2"),
         "MTP": Feature("", "--mtp-num-layers 1"),
-        "Muon": Feature("", "--optimizer muon"),
+        **{each.name: Feature("", f"--optimizer {each.key}") for each in OPTIMIZERS if each.updates_matrices},
     }
 )
 

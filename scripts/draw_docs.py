@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 from arguments.container import OPTIONS
 from arguments.mechanisms.dispatchers import SELECTABLE, Capability
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
+from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.support import Mechanism, Rejected, Support
@@ -228,6 +230,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("Token dispatchers", SELECTABLE, Capability),
     Kind("Selections of experts", SELECTIONS, RoutingCapability),
+    Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
 )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, STAGE
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
+from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -89,11 +91,12 @@ def check_override_iteration(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
 
 
 def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    stored = keys_with(OptimizerCapability.LEGACY_FORMAT)
     for dest in ("ckpt_format", "ckpt_convert_format"):
         is_legacy = getattr(s, dest) == "torch"
         yield Limit(
-            is_legacy and s.optimizer not in ("adam", "sgd"),
-            "{:flag} torch has the state of {optimizer:flag} adam and sgd only; use {:flag} torch_dist.",
+            is_legacy and get_optimizer(s).rejects(OptimizerCapability.LEGACY_FORMAT),
+            f"{{:flag}} torch has the state of {{optimizer:flag}} {stored} only; use {{:flag}} torch_dist.",
             (dest, dest),
         )
         for layers in (

@@ -31,15 +31,11 @@ def resolve_width_mult(s: Settings, _f: DerivedSizes) -> None:
 
 
 def note_unscaled_parts(s: Settings, _f: DerivedSizes) -> None:
-    """Note what --use-mup does not scale: decoupled rates, Muon's spectral scale, Xavier draws, MLA scores."""
+    """Note what --use-mup does not scale: decoupled rates, Xavier draws, MLA scores."""
     if not s.use_mup:
         return
     if s.decoupled_lr is not None:
         s.note("--use-mup: embedding and output layer follow --decoupled-lr, whatever the width.")
-    if s.optimizer == "muon" and s.muon_scale_mode == "spectral":
-        s.note(
-            "--use-mup: matrices that Muon updates keep --muon-scale-mode spectral; unit_rms_norm is the mode for muP."
-        )
     if s.init_method_xavier_uniform:
         s.note(
             "--use-mup: --init-method-xavier-uniform draws all weights by their own shapes; muP scales none of them."

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from arguments.container import OPTIONS
 from arguments.flag_properties import Bounds
+from arguments.mechanisms.optimizers import get_element_rule
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Settings, Violation
 
@@ -40,9 +41,9 @@ def check_not_negative(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def check_adam_eps(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     """Gradients that are zero in all iterations so far would be divided by zero; a run without updates divides none."""
-    uses_adam = s.optimizer == "adam" or s.optimizer in ("muon", "dist_muon") and s.muon_scalar_optimizer == "adam"
     updates = not (s.skip_train or s.freeze_all_layers)
-    if uses_adam and updates and any(0 <= value <= ZERO_IN_FP32 for value in _numbers(s, "adam_eps")):
+    divides = get_element_rule(s).epsilon == "adam_eps"
+    if divides and updates and any(0 <= value <= ZERO_IN_FP32 for value in _numbers(s, "adam_eps")):
         yield s.violation("{adam_eps} must be above 0 in fp32, so at least 1.4e-45: Adam divides by it.")
 
 

@@ -6,13 +6,10 @@ to ranks; the two FSDPs exclude several flags.
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
+from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Limit, Settings, Violation
-
-PLAIN = ("adam", "sgd")
-MUON_COEFFICIENTS = ("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4", "cubic5")
-"""Those of ops/newton_schulz.py, which this floor does not see."""
-
 
 NOT_WITH_FROZEN_BACKBONE = (
     ("freeze_all_layers", "it trains nothing"),
@@ -32,18 +29,11 @@ NOT_WITH_FROZEN_BACKBONE = (
 
 
 def is_layer_wise(s: Settings) -> bool:
-    """Return whether the optimizer works layer by layer in Megatron-LM's terms (distributed muon and relatives)."""
-    return s.optimizer not in PLAIN and (s.optimizer == "dist_muon" or s.use_distributed_optimizer)
+    """Return whether Megatron-LM assigns full layers to the ranks of the distributed optimizer."""
+    return s.use_distributed_optimizer and get_optimizer(s).is_layer_wise
 
 
 # Derived values.
-
-
-def resolve_old_dist_muon(s: Settings, _f: DerivedSizes) -> None:
-    if s.optimizer == "dist_muon":
-        s.note(f"{s.shown('optimizer')} is an old name: taken as --optimizer muon --use-distributed-optimizer.")
-        s.set_derived("optimizer", "muon", "from dist_muon")
-        s.set_derived("use_distributed_optimizer", True, "from dist_muon")
 
 
 def resolve_frozen_layers(s: Settings, _f: DerivedSizes) -> None:
@@ -70,7 +60,7 @@ def note_fsdp_checkpoint_format(s: Settings, _f: DerivedSizes) -> None:
 
 
 def note_layer_wise_optimizer(s: Settings, _f: DerivedSizes) -> None:
-    if s.optimizer == "muon" and s.use_distributed_optimizer:
+    if s.use_distributed_optimizer and get_optimizer(s).updates_matrices:
         s.note(
             f"{s.shown('optimizer')} with --use-distributed-optimizer: ranks are assigned full matrices, not ranges."
         )
@@ -151,22 +141,21 @@ def check_weight_decay_schedule(s: Settings, _f: DerivedSizes) -> Iterator[Viola
         yield s.violation("{} and {}: weight decay must start at 0 or above and not fall.", *ends)
 
 
-def check_non_adam_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.optimizer in PLAIN:
-        return
+def check_sharded_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
+    optimizer = get_optimizer(s)
     for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(s, dest):
-            yield s.violation("{:flag} needs {optimizer:flag} adam or sgd, not {optimizer:value}.", dest)
-    if is_layer_wise(s) and s.ckpt_format not in ("torch", "torch_dist"):
+        if getattr(s, dest) and optimizer.rejects(OptimizerCapability.FSDP):
+            yield s.violation(
+                "{:flag} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
+                dest,
+                accepted=keys_with(OptimizerCapability.FSDP, "or"),
+            )
+    is_other_format = s.ckpt_format not in ("torch", "torch_dist")
+    if s.use_distributed_optimizer and is_other_format and optimizer.rejects(OptimizerCapability.OTHER_FORMATS):
         yield s.violation(
             "{optimizer:shown} with --use-distributed-optimizer needs {ckpt_format:flag} torch or torch_dist, not "
             "{ckpt_format:value}."
         )
-
-
-def check_muon(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.optimizer in ("muon", "dist_muon") and s.muon_coefficient_type not in MUON_COEFFICIENTS:
-        yield s.violation("{muon_coefficient_type} must be one of {accepted}.", accepted=", ".join(MUON_COEFFICIENTS))
 
 
 def check_one_fsdp(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:

@@ -8,9 +8,10 @@ there is nothing to overlap, a note says so.
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
+from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.rules.dispatcher import needs_other_type
-from arguments.rules.optimizer import is_layer_wise
 from arguments.settings import Limit, Settings, Violation
 
 OVERLAP = "overlap_moe_expert_parallel_comm"
@@ -117,7 +118,7 @@ def note_quantized_tp_overlap(s: Settings, _f: DerivedSizes) -> None:
 def check_param_gather_overlap(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.overlap_param_gather:
         return
-    if not (s.use_distributed_optimizer or s.use_megatron_fsdp or is_layer_wise(s)):
+    if not (s.use_distributed_optimizer or s.use_megatron_fsdp):
         yield s.violation(
             "{overlap_param_gather} needs {use_distributed_optimizer:flag}: otherwise every rank already holds all "
             "parameters."
@@ -147,8 +148,11 @@ def check_gather_with_optimizer_step(s: Settings, f: DerivedSizes) -> Iterator[V
 
 def limit_gather_with_optimizer_step(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
-        s.overlap_param_gather_with_optimizer_step and is_layer_wise(s),
-        "{overlap_param_gather_with_optimizer_step} cannot be combined with {optimizer:flag} other than adam and sgd.",
+        s.overlap_param_gather_with_optimizer_step
+        and s.use_distributed_optimizer
+        and get_optimizer(s).rejects(OptimizerCapability.EARLY_GATHER),
+        "{overlap_param_gather_with_optimizer_step} cannot be combined with {optimizer:flag} other than "
+        f"{keys_with(OptimizerCapability.EARLY_GATHER)}.",
     )
     for other in ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag"):
         yield Limit(

@@ -7,6 +7,8 @@ are ours.
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
+from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.rules.optimizer import fully_sharded
 from arguments.settings import Limit, Settings, Violation
@@ -158,8 +160,11 @@ def check_grad_buffer_reuse(s: Settings, _f: DerivedSizes) -> Iterator[Violation
 
 def check_precision_aware_optimizer(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if s.use_precision_aware_optimizer:
-        if s.optimizer != "adam":
-            yield s.violation("{use_precision_aware_optimizer} needs {optimizer:flag} adam, not {optimizer:value}.")
+        if get_optimizer(s).rejects(OptimizerCapability.STATE_FORMATS):
+            yield s.violation(
+                "{use_precision_aware_optimizer} needs {optimizer:flag} {accepted}, not {optimizer:value}.",
+                accepted=keys_with(OptimizerCapability.STATE_FORMATS),
+            )
         return
     for dest in NARROW_STATE:
         if getattr(s, dest) != "fp32":

@@ -7,6 +7,8 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 from collections.abc import Iterator
 
 from arguments.layer_pattern import LINEAR
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
+from arguments.mechanisms.optimizers import get_optimizer
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -308,9 +310,11 @@ def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     """The recipe is Megatron-LM's limit, for fp8 only; the host's share is quantized alike, so fp4 needs none."""
     if not s.optimizer_cpu_offload:
         return
-    if not s.use_precision_aware_optimizer and s.optimizer not in ("muon", "dist_muon"):  # which has no such state
+    optimizer = get_optimizer(s)
+    if not s.use_precision_aware_optimizer and optimizer.rejects(OptimizerCapability.HOST_UPDATE):
         yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
-    if s.fp8_param_gather and s.fp8_recipe != "delayed" and s.optimizer not in ("muon", "dist_muon"):
+    is_other_recipe = s.fp8_param_gather and s.fp8_recipe != "delayed"
+    if is_other_recipe and optimizer.rejects(OptimizerCapability.HOST_UPDATE_8_BITS):
         yield s.violation(
             "{optimizer_cpu_offload} with {fp8_param_gather} needs {fp8_recipe:flag} delayed, not {fp8_recipe:value}."
         )

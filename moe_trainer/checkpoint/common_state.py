@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from arguments.mechanisms.optimizers import find_optimizer
 from moe_trainer.checkpoint.archive import load_bytes
 from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.optimizer_record import content_metadata, optimizer_entry
@@ -27,7 +28,6 @@ KEY = "common_state/shard_0_1"
 OLD_FILE = "common.pt"
 _NATIVE_ENTRY = "moe_trainer"
 _STEPS = ("common_step", "step")
-_WITHOUT_STEPS = ("sgd", "lion")  # optimizers of Megatron-LM that do not count theirs
 # counters that Megatron keeps in its args
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
@@ -141,7 +141,7 @@ def parse(common: Mapping[str, Any]) -> tuple[CheckpointState, dict[str, Any], b
         **counters,
     }
     assert set(values) == {item.name for item in fields(CheckpointState)}
-    uncounted = {"step": values["iteration"]} if args.get("optimizer") in _WITHOUT_STEPS else {}
+    uncounted = {"step": values["iteration"]} if not find_optimizer(args.get("optimizer")).counts_steps else {}
     scalars = native.get("optimizer", {}) if native else uncounted | _megatron_scalars(common.get("optimizer"))
     return CheckpointState(**values), scalars, native is None
 

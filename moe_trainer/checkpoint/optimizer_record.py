@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from arguments.mechanisms.optimizers import find_optimizer
 from arguments.mup import mup_lr_mult, recorded_width_mult
 from moe_trainer.checkpoint.layer_spec import has_te_names
 
@@ -37,11 +38,12 @@ def param_group(
     max_lr: Any = record.get("decoupled_lr") if decoupled else record.get("lr")
     own_min: Any = record.get("decoupled_min_lr") if decoupled else None
     min_lr: Any = record.get("min_lr") if own_min is None else own_min
+    optimizer = find_optimizer(record.get("optimizer"))
     eps: Any = record.get("adam_eps")
     if scaled:
         factor = mup_lr_mult(record["optimizer"], recorded_width_mult(record))
         max_lr, min_lr = max_lr * factor, min_lr * factor
-        eps = eps * factor if record["optimizer"] == "adam" else eps
+        eps = eps * factor if optimizer.epsilon else eps
     common = {
         "is_expert_parallel": experts,
         "default_config": not decoupled and not scaled,
@@ -60,18 +62,7 @@ def param_group(
     }
     if step is not None:
         common["step"] = step
-    if record.get("optimizer") == "sgd":
-        return common | {"momentum": record.get("sgd_momentum"), "dampening": 0, "nesterov": False}
-    if record.get("optimizer") == "lion":
-        return common | {"betas": (record.get("lion_beta1"), record.get("lion_beta2"))}
-    return common | {
-        "betas": (record.get("adam_beta1"), record.get("adam_beta2")),
-        "eps": eps,
-        "amsgrad": False,
-        "capturable": False,
-        "decoupled_weight_decay": True,
-        "bias_correction": True,
-    }
+    return common | optimizer.record_group(record, eps)
 
 
 def is_decoupled(group: Mapping[str, Any]) -> bool:

@@ -5,9 +5,9 @@ and moments of the distributed optimizer, or everything under full sharding. Den
 experts over their own data-parallel ranks, in both cases within one instance of the optimizer.
 
 Counted separately are weights stored in 8 or 4 bits (--fp8-param-gather, --fp4-param-gather), whose main parameters are
-complete because no bf16 copy holds half of them, and with --optimizer muon the tables of embeddings and head, which its
-second rule updates; vectors are counted as matrices. Not counted are the padding of buffers, one fp32 scale per tensor
-in a format with scales, and temporary tensors of a step (optim/optimizer_shard.py, optim/host_offload.py).
+complete because no bf16 copy holds half of them, and the tables of embeddings and head, which another rule updates if
+the optimizer updates matrices; vectors are counted as matrices. Not counted are the padding of buffers, one fp32 scale
+per tensor in a format with scales, and temporary tensors of a step (optim/optimizer_shard.py, optim/host_offload.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from arguments.mechanisms.optimizers import get_element_rule, get_optimizer
 from arguments.stage_layout import parallel_sizes
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ ELEMENT_BYTES = MappingProxyType(
     {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 )
 """Bytes of an element by its format, with its share of a scale where few elements share one."""
-MOMENTS = MappingProxyType({"adam": 2, "sgd": 1, "lion": 1, "muon": 1})
-"""Moments of a parameter by --optimizer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     ranks = _data_ranks(args, world_size, kind)
     # a search estimates before the rules have set the number of instances
     instance_ranks = max(1, ranks // (parallel.num_distributed_optimizer_instances or 1))
-    count = MOMENTS[optimizer.muon_scalar_optimizer if optimizer.optimizer == "muon" and table else optimizer.optimizer]
+    count = len((get_element_rule(optimizer) if table else get_optimizer(optimizer)).states)
     formats = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     moments = sum(ELEMENT_BYTES[name] for name in formats[:count])
     width = 2.0 if half else 4.0
@@ -133,7 +132,7 @@ def rank_state_bytes(
 
 def has_known_state(args: Arguments) -> bool:
     """Return whether the size of the optimizer's state is known."""
-    return args.optimizer.optimizer in MOMENTS
+    return bool(get_optimizer(args.optimizer).states)
 
 
 def quantized_param_bytes(args: Arguments) -> float:

@@ -4,7 +4,7 @@ Gradients become ready from the last layer to the first, so parameters are laid 
 complete first and can be reduced while the rest of the backward runs. The same layout serves gradients, model
 parameters, main parameters and moments.
 
-Matrices that Muon updates (optim/muon.py) have separate layouts. With sharded state each rank's part of their buckets
+Matrices that an optimizer updates whole have separate layouts. With sharded state each rank's part of their buckets
 consists of full parameters, assigned by size, so the owner of a matrix reduces, stores and updates it with the same
 code as everything else. The price is a gap after the parameters of smaller parts; such a bucket closes only once its
 parts are balanced. docs/design/optimizer.md has more.

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +32,9 @@ from moe_trainer.optim.grad_buffer import DataParallelGrads
 from moe_trainer.optim.loss_scale import DynamicLossScale, build_loss_scale
 from moe_trainer.optim.mx_params import MxParams
 from moe_trainer.optim.optimizer_shard import OptimizerShard, ParamState
-from moe_trainer.optim.param_groups import ParamGroup, adam_eps
+from moe_trainer.optim.param_groups import ParamGroup
 from moe_trainer.optim.quantized_params import QuantizedParams
-from moe_trainer.optim.state_plan import get_update_rule, plan_state
+from moe_trainer.optim.state_plan import plan_state
 from moe_trainer.optim.update import Updater
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import get_param_info
@@ -297,7 +296,8 @@ class Optimizer:
     def tensors(self) -> Iterator[ParamState]:
         """Iterate over all state of this rank by parameter, in model order; writable in place after begin_load().
 
-        Names: exp_avg, exp_avg_sq (adam), exp_avg (lion), momentum_buffer (sgd, muon), fp32_param (bf16, fp16 models).
+        Names: the states that the optimizer declares (arguments/mechanisms/optimizers.py), and fp32_param of models in
+        bf16 or fp16.
         """
         self._wait_host_copies()
         parts = ((part, shard) for shard in self._shards for part in shard.param_shards)
@@ -374,20 +374,7 @@ class Optimizer:
             torch.cuda.synchronize(self._device)
 
     def _describe_group(self, group: ParamGroup) -> dict:
-        settings = self._settings
-        by_rule: dict[str, dict[str, Any]] = {
-            "adam": {
-                "betas": (settings.adam_beta1, settings.adam_beta2),
-                "eps": adam_eps(settings, group),
-                "bias_correction": True,
-            },
-            "lion": {"betas": (settings.lion_beta1, settings.lion_beta2)},
-            "sgd": {"momentum": settings.sgd_momentum},
-        }
-        rule_settings = by_rule[get_update_rule(settings)]
-        if settings.optimizer == "muon":
-            rule_settings["momentum"] = settings.muon_momentum
-        return {**asdict(group), "step": self.step_count, **rule_settings}
+        return {**asdict(group), "step": self.step_count, **self._updater.describe(group)}
 
     def _norm(self, views: Iterable[Tensor], signal_nonfinite: bool = False) -> float:
         """Compute the norm of views over all ranks; NaN on all ranks if any signals it. Collective."""

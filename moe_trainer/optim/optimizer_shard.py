@@ -163,7 +163,7 @@ class OptimizerShard(ABC):
         blocks: the state, by device.
         update_segments: the segments that are updated at once.
         has_quantized_params: the model stores the parameters in 8 or 4 bits only (quantized_params.py).
-        has_whole_params: each param shard is a full parameter and is updated as such (muon.py).
+        has_whole_params: each param shard is a full parameter and is updated as such.
     """
 
     has_quantized_params: bool = False

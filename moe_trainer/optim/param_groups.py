@@ -1,9 +1,10 @@
-"""Megatron's parameter groups: weight decay, learning-rate range, and the matrices that Muon updates."""
+"""Megatron's parameter groups: weight decay, learning-rate range, and the matrices that an optimizer updates whole."""
 
 from dataclasses import dataclass
 
 from torch.nn import Parameter
 
+from arguments.mechanisms.optimizers import get_optimizer
 from arguments.mup import DECOUPLED_LR_WEIGHTS, EMBEDDING_WEIGHTS, is_lr_scaled, mup_lr_mult
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.parallel.params import get_param_info, logical_ndim
@@ -40,14 +41,14 @@ class ParamGroup:
 
 
 def adam_eps(optimizer: OptimizerArgs, group: ParamGroup) -> float:
-    """Return Adam's epsilon, which scales with the learning rate unless Adam is the scalar optimizer of Muon."""
-    return optimizer.adam_eps * group.lr_mult if optimizer.optimizer == "adam" else optimizer.adam_eps
+    """Return Adam's epsilon, which scales with the learning rate unless another optimizer updates the matrices."""
+    return optimizer.adam_eps * group.lr_mult if get_optimizer(optimizer).epsilon else optimizer.adam_eps
 
 
 def is_matrix(param: Parameter, optimizer: OptimizerArgs) -> bool:
-    """Return whether Muon updates a parameter: matrices and stacks of them, except embeddings and the output layer."""
-    name = get_param_info(param).names[0]
-    return optimizer.optimizer == "muon" and logical_ndim(param) == 2 and not name.endswith(EMBEDDING_WEIGHTS)
+    """Return whether a parameter is updated as a full matrix: one or a stack of them, no embedding or output layer."""
+    is_table = get_param_info(param).names[0].endswith(EMBEDDING_WEIGHTS)
+    return get_optimizer(optimizer).updates_matrices and logical_ndim(param) == 2 and not is_table
 
 
 def get_param_group(param: Parameter, optimizer: OptimizerArgs, expert_parallel: bool) -> ParamGroup:

@@ -2,18 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 
+from arguments.mechanisms.optimizers import get_element_rule, get_optimizer
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.optim.state_formats import FORMATS
 from moe_trainer.optim.state_storage import StatePlacement
 
-# moments of each update rule, under their checkpoint names
-MOMENTS = MappingProxyType(
-    {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",), "muon": ("momentum_buffer",)}
-)
 MAIN = "fp32_param"
 SQUARES = "exp_avg_sq"
 
@@ -63,18 +59,13 @@ class StatePlan:
         )
 
 
-def get_update_rule(settings: OptimizerArgs, of_matrices: bool = False) -> str:
-    """Return the update rule (a key of MOMENTS) of matrices or, with Muon different, of all other parameters."""
-    return settings.muon_scalar_optimizer if settings.optimizer == "muon" and not of_matrices else settings.optimizer
-
-
 def plan_state(settings: OptimizerArgs, of_matrices: bool = False, main_format: str | None = None) -> StatePlan:
-    """Return the plan for matrices or for all other parameters.
+    """Return the plan for the matrices of an optimizer that updates them whole, or for all other parameters.
 
     Args:
         main_format: of the main parameters, if not that of `settings`.
     """
-    names = MOMENTS[get_update_rule(settings, of_matrices)]
+    names = (get_optimizer(settings) if of_matrices else get_element_rule(settings)).states
     is_precision_aware = settings.use_precision_aware_optimizer
     formats = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) if is_precision_aware else ("fp32",) * len(names)
     plan = StatePlan(

@@ -1,14 +1,15 @@
-"""Update rules on segments of the flat state: AdamW, SGD and Lion in fp32, whatever the formats.
+"""The update of segments of the flat state in fp32, whatever the formats, by the rules of update_rules/.
 
-Every segment is loaded as fp32, updated by torch's fused kernels or a library's (ops/fused_library.py), stored, and
-copied to the model; gradients are unscaled and clipped on the way. No fp32 copy outlives its segment. Adam's kernel
-scales fp32 gradients in place: after a step they are undefined. Segments that the host updates come last, so the device
-works at the same time.
+Every segment is loaded as fp32, updated, stored, and copied to the model; gradients are unscaled and clipped on the
+way. No fp32 copy outlives its segment. After a step gradients are undefined. Segments that the host updates come last,
+so the device works at the same time.
 
-muon.py updates matrices. docs/design/optimizer.md says why a library's kernels are used and not its optimizer.
+Full matrices may have another rule. docs/design/optimizer.md says why a library's kernels are used and not its
+optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +19,16 @@ from moe_trainer.ops.fused_library import FusedLibrary
 from moe_trainer.optim.buckets import Bucket
 from moe_trainer.optim.flat_shard import FlatShard
 from moe_trainer.optim.host_offload import HostUpdatePipeline
-from moe_trainer.optim.muon import Muon
 from moe_trainer.optim.optimizer_shard import OptimizerShard, Segment
-from moe_trainer.optim.param_groups import ParamGroup, adam_eps
-from moe_trainer.optim.state_plan import StatePlan, get_update_rule
+from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.state_plan import StatePlan
+from moe_trainer.optim.update_rules.build import build_element_rule, build_matrix_rule
+from moe_trainer.optim.update_rules.rule import GroupStep, scale_grad
 from moe_trainer.parallel.state import ParallelState
 
 _MAX_SEGMENTS_PER_CALL = 64  # small parameters share a kernel call
 
 Rates = Callable[[ParamGroup], tuple[float, float]]
-Tensors = list[Tensor]
-Moments = dict[str, list[Tensor]]
 
 
 class Updater:
@@ -52,8 +52,8 @@ class Updater:
         Args:
             library: updates the segments that the host does not; None: torch does.
         """
-        self._settings, self._library = settings, library
-        self._rule, self._muon = get_update_rule(settings), Muon(settings, ps)
+        self._library = library
+        self._rule, self._matrix_rule = build_element_rule(settings), build_matrix_rule(settings, ps)
         self._matrices = [
             (part.slot.param, segment)
             for shard in shards
@@ -69,6 +69,10 @@ class Updater:
         self.host_pipeline = HostUpdatePipeline(
             device, pinned_grads=plan.pins_grads, pinned_params=plan.pins_state, overlap=plan.overlaps_copies
         )
+
+    def describe(self, group: ParamGroup) -> dict[str, Any]:
+        """Return the settings of a group that a checkpoint records."""
+        return self._rule.describe(group) | ({} if self._matrix_rule is None else self._matrix_rule.describe())
 
     def put_first(self, buckets: Sequence[Bucket]) -> None:
         """Update these buckets before all others from now on."""
@@ -104,11 +108,11 @@ class Updater:
                 segment.shard.write_to_model(segment.start, segment.stop, values)
 
     def _update_matrices(self, rates: Rates, factor: float) -> None:
+        if self._matrix_rule is None:
+            return
         for param, segment in self._matrices:
             main, moments = segment.load_fp32()
-            self._muon.update(
-                param, main, _scaled(segment.grad, factor), moments["momentum_buffer"], *rates(segment.group)
-            )
+            self._matrix_rule.update(param, main, scale_grad(segment.grad, factor), moments, *rates(segment.group))
             segment.shard.write_to_model(segment.start, segment.stop, segment.store_fp32(main, moments))
 
     def _update_on_host(self, rates: Rates, factor: float, step_count: int) -> None:
@@ -132,109 +136,9 @@ class Updater:
         loaded = [segment.load_fp32() for segment in segments]
         params = [param for param, _ in loaded]
         moments = {name: [moment[name] for _, moment in loaded] for name in loaded[0][1]}
-        if self._rule == "adam":
-            # Adam's kernel applies the factor to gradients of every dtype, on the device and on the host: numbers must
-            # not depend on placement, but for the roundings of a library's kernel
-            grads = _all_scaled(grads, 1.0, library)
-            (torch_adam if library is None else library.adam)(
-                params,
-                grads,
-                moments["exp_avg"],
-                moments["exp_avg_sq"],
-                lr=rates[0],
-                betas=(self._settings.adam_beta1, self._settings.adam_beta2),
-                eps=adam_eps(self._settings, segments[0].group),
-                weight_decay=rates[1],
-                step_count=step_count,
-                factor=factor,
-            )
-        else:
-            update = self._sgd if self._rule == "sgd" else self._lion
-            update(params, _all_scaled(grads, factor, library), moments, *rates)
+        step = GroupStep(segments[0].group, *rates, step_count, factor, library)
+        self._rule.update(params, grads, moments, step)
         return [segment.store_fp32(param, moment) for segment, (param, moment) in zip(segments, loaded)]
-
-    def _sgd(self, params: Tensors, grads: Tensors, moments: Moments, lr: float, weight_decay: float) -> None:
-        # a zeroed momentum buffer needs no special first step; without momentum the kernel rejects buffers
-        momentum = self._settings.sgd_momentum
-        buffers = moments["momentum_buffer"] if momentum else []
-        if params[0].device.type == "cpu":
-            # the fused kernel rounds the values that do not fill a vector differently: results would depend on the
-            # shard borders
-            grads = list(torch._foreach_add(grads, params, alpha=weight_decay)) if weight_decay else grads
-            if buffers:
-                torch._foreach_mul_(buffers, momentum)
-                torch._foreach_add_(buffers, grads)
-            torch._foreach_add_(params, buffers or grads, alpha=-lr)
-            return
-        torch._fused_sgd_(
-            params,
-            grads,
-            buffers,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-        )
-
-    def _lion(self, params: Tensors, grads: Tensors, moments: Moments, lr: float, weight_decay: float) -> None:
-        """Step along the sign of a mean of gradient and momentum (Lion, arXiv 2302.06675)."""
-        averages, settings = moments["exp_avg"], self._settings
-        signs = [average.sign_() for average in torch._foreach_lerp(averages, grads, 1.0 - settings.lion_beta1)]
-        torch._foreach_mul_(params, 1.0 - lr * weight_decay)
-        torch._foreach_add_(params, signs, alpha=-lr)
-        torch._foreach_lerp_(averages, grads, 1.0 - settings.lion_beta2)
-
-
-def torch_adam(
-    params: Tensors,
-    grads: Tensors,
-    averages: Tensors,
-    square_averages: Tensors,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step_count: int,
-    factor: float,
-) -> None:
-    """Update as FusedLibrary.adam does, by torch's kernel."""
-    # the fused kernel reads one step counter per tensor; it does not advance them
-    steps = [torch.full((), float(step_count), device=params[0].device)] * len(params)
-    divisor = None if factor == 1.0 else torch.full((), 1.0 / factor, device=params[0].device)
-    torch._fused_adamw_(
-        params,
-        grads,
-        averages,
-        square_averages,
-        [],
-        steps,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=divisor,
-    )
-
-
-def _scaled(grad: Tensor, factor: float) -> Tensor:
-    """Return grad * factor in fp32; the same tensor if nothing changes."""
-    if grad.dtype == torch.float32:
-        return grad if factor == 1.0 else grad * factor
-    return grad.float().mul_(factor)
-
-
-def _all_scaled(grads: Sequence[Tensor], factor: float, library: FusedLibrary | None) -> list[Tensor]:
-    """Return grads * factor in fp32; the same tensors where nothing changes."""
-    if library is None or factor == 1.0 and all(grad.dtype == torch.float32 for grad in grads):
-        return [_scaled(grad, factor) for grad in grads]
-    return library.scale(grads, factor)
 
 
 def _batch_segments(segments: Sequence[Segment]) -> Iterator[list[Segment]]:

@@ -24,8 +24,8 @@ class ParamInfo:
         parts: number of equal parts along sharded_dim that are sharded separately (2 for a gated fc1: [gate; up]).
         part_sizes: sizes of unequal parts, in the full tensor.
         part_names: suffixes, if checkpoints store every part as a tensor (gated DeltaNet in Megatron-Core).
-        row_blocks: rows of each projection within a period of a fused matrix (linear_qkv: within a query group). Muon
-            orthogonalizes the projections separately.
+        row_blocks: rows of each projection within a period of a fused matrix (linear_qkv: within a query group), which
+            optimizers of matrices update separately.
         is_grad_partial: the gradient is partial over tp (experts: etp) and must be all-reduced.
         tied: several pipeline stages hold it; the gradient must be all-reduced over ps.embedding.
         is_replica: an earlier stage owns it; not counted in norms and not saved.

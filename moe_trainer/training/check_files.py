@@ -18,6 +18,7 @@ import numpy as np
 from arguments import Arguments, Violation
 from arguments.blend import SPLIT_NAMES, Blend, get_blends_per_split, get_common_blend, get_phase_blends
 from arguments.data import DEFAULT_SPLIT
+from arguments.mechanisms.optimizers import get_optimizer
 from arguments.vocabulary import choose_padded_vocab_size
 from moe_trainer.data.blend import normalize
 from moe_trainer.data.document_sources import open_sources
@@ -31,7 +32,6 @@ from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.data.tokenizer_record import TokenizerCheck
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters
-from moe_trainer.estimate.state_bytes import MOMENTS
 
 MAX_CHECKED_TOKENS = 2**18
 """Tokens at the start of each file whose ids are compared with the vocabulary size."""
@@ -424,7 +424,7 @@ def checkpoint_bytes(args: Arguments, vocab_size: int) -> int | None:
     except (TypeError, ValueError, ZeroDivisionError):  # wrong flags, which are reported elsewhere
         return None
     narrow = args.precision.bf16 or args.precision.fp16
-    state = 0 if args.output.no_save_optim else 4 * (MOMENTS.get(args.optimizer.optimizer, 1) + narrow)
+    state = 0 if args.output.no_save_optim else 4 * (len(get_optimizer(args.optimizer).states) + narrow)
     return (total.total + (total.mtp or 0)) * ((2 if narrow else 4) + state)
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from arguments.container import OPTIONS, flags_of
 from arguments.flag_status import RENAMED, get_flag_status
+from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.settings import Settings
 from arguments.tokens import FIELDS
 
 # destinations that shrink.py sets where a small command line needs them
 _SET_AGAIN = frozenset(
     "init_method_std embedding_init_method_std dsa_indexer_loss_coeff dsa_attention_form adam_eps recompute_num_layers "
-    "cpu_offloading_num_layers min_offloaded_tensor_size muon_fp32_matmul_prec".split()
-)
+    "cpu_offloading_num_layers min_offloaded_tensor_size".split()
+) | frozenset(dest for each in OPTIMIZERS for dest in each.set_again)
 # without updates there is nothing to compare; the others name functions, layers or buffers of the full model
 _NOT_COMPARED = frozenset(
     "freeze_all_layers te_precision_config_file fp8_quantizer_factory fp4_quantizer_factory fp4_recipe "

@@ -20,6 +20,8 @@ from arguments.mechanisms.dispatchers import (
     Dispatcher,
     find_dispatcher,
 )
+from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
+from arguments.mechanisms.optimizers import find_optimizer
 from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
     DEMANDED_BY,
@@ -302,7 +304,8 @@ def _sample_parallel_options(rng: random.Random, mapping: ParallelMapping) -> di
 
 def _optimizer_state(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
     """Draw formats and placement of the optimizer's state sometimes."""
-    if values["optimizer"] != "adam" or not _chance(rng, 0.3):
+    has_formats = find_optimizer(values["optimizer"]).supports(OptimizerCapability.STATE_FORMATS)
+    if not has_formats or not _chance(rng, 0.3):
         return {}
     options: dict[str, object] = {"use_precision_aware_optimizer": True}
     if _chance(rng, 0.7):

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
 from arguments.layer_pattern import LINEAR
+from arguments.mechanisms.optimizers import get_optimizer
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import as_list, derive_sizes
 from arguments.rules.layout_grammar import read_layout
@@ -281,7 +282,7 @@ def _case(
         flag = s.flag("dynamic_context_parallel")
         notes.append(f"{flag}: left out; its groups need an even number of data- and context-parallel ranks")
     values |= _small_training(s)
-    values |= _memory(s, layers) | low_precision.comparable_moment_dtypes(s, notes) | _matrices(s, new, notes)
+    values |= _memory(s, layers) | low_precision.comparable_moment_dtypes(s, notes) | _updates(s, new, notes)
     if values.get("overlap_grad_reduce"):
         values["ddp_bucket_size"] = 3000
     force_fp32 = bool(values.get("overlap_moe_expert_parallel_comm"))
@@ -307,17 +308,11 @@ def _memory(s: Settings, layers: int) -> dict[str, object]:
     return options
 
 
-def _matrices(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, object]:
-    """Return options of Muon in fp32 on full matrices."""
-    if s.optimizer != "muon":
-        return {}
-    options: dict[str, object] = {"muon_fp32_matmul_prec": "high"}
-    if s.muon_fp32_matmul_prec != "high":
-        notes.append("--muon-fp32-matmul-prec high: bf16 matmuls amplify the rounding of a gradient")
-    if s.muon_tp_mode == "blockwise" and max(new.tp, new.etp) > 1:
-        options["muon_tp_mode"] = "duplicated"
-        reason = "one process does not orthogonalize tensor-parallel shards separately"
-        notes.append(f"{s.shown('muon_tp_mode')}: duplicated instead; {reason}")
+def _updates(s: Settings, new: ParallelMapping, notes: list[str]) -> dict[str, object]:
+    """Return options with which the optimizer's updates agree between mappings."""
+    comparable = get_optimizer(s).comparable
+    options, reasons = ({}, []) if comparable is None else comparable(s, max(new.tp, new.etp) > 1)
+    notes += reasons
     return options
 
 

@@ -33,7 +33,8 @@ RELEASED = """
     --load-model-opt-format --langrl-inference-server-type --disable-chunked-prefill
     --disable-async-tensor-model-parallel-allreduce --disable-ckpt-fully-parallel-save --tokenizer-hf-use-fast
     --tokenizer-hf-include-special-tokens --no-stream-ckpt-dequant --disable-stream-ckpt-dequant
-    --muon-no-use-nesterov --enable-routing-replay --max-seqlen-per-cp-rank --teacher-model-config
+    --enable-routing-replay --max-seqlen-per-cp-rank --teacher-model-config
+    --muon-no-use-nesterov
 """.split()
 """Of the releases 0.13 to 0.19 and their development branches, and not of main."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from arguments import flag_status
 from arguments.container import OPTIONS
+from arguments.mechanisms.optimizers import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
 READ_BY_ARGUMENTS = {
@@ -24,6 +25,8 @@ USED_BY_THE_PROGRAM = (
 """Modules of `arguments` that compute what the model is built from, and where its data are."""
 READ_BY_PATTERN = {"train_data_path", "valid_data_path", "test_data_path", "moe_upcycling_expert_init"}
 """Read as f"{split}_data_path" in arguments/blend.py, and by key in checkpoint/upcycling.py."""
+READ_BY_DECLARATION = {each.others_follow for each in OPTIMIZERS}
+"""Read by the name that a declaration has."""
 READ_FOR_THE_RECORD = {
     "use_gigatoken",  # part of the tokenizer's identity in the names of index files, as in Megatron
     "local_rank",  # what is read is the launch environment's attribute of this name
@@ -72,7 +75,7 @@ def section_properties(path: Path) -> list[tuple[str, set[str]]]:
 def test_flags_that_act_are_read_by_the_program():
     read = read_attribute_names()
     acting = {dest for dest in OPTIONS if flag_status.get_flag_status(dest)[0] == "acts"}
-    dead = acting - set(read) - READ_BY_ARGUMENTS - READ_BY_PATTERN
+    dead = acting - set(read) - READ_BY_ARGUMENTS - READ_BY_PATTERN - READ_BY_DECLARATION
     assert sorted(dead) == [], "these flags are said to act, and nothing reads them: see arguments/flag_status.py"
 
 

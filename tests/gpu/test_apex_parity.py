@@ -5,7 +5,7 @@ import torch
 
 from moe_trainer.optim import apex
 from moe_trainer.optim.clip import square_sum
-from moe_trainer.optim.update import torch_adam
+from moe_trainer.optim.update_rules.adam import torch_adam
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or apex.problem() is not None,

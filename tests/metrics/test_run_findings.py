@@ -221,7 +221,7 @@ def test_learning_rate_is_compared_with_that_of_models_of_the_size():
     quiet = "nothing unusual in the loss"
     for parameters, rate in ((5e6, 5e-3), (125e6, 6e-4), (37e9, 2.2e-4), (175e9, 6e-5), (13e9, 1e-6)):
         assert found(rate, int(parameters)) == quiet
-    for others in ({"use_mup": True}, {"optimizer": "muon"}, {"lora_dim": 8}):
+    for others in ({"use_mup": True}, {"optimizer": "lion"}, {"lora_dim": 8}):
         assert found(10.0, **others) == quiet
 
 

@@ -22,7 +22,8 @@ from toy import build_training
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.ops.newton_schulz import COEFFICIENTS, coefficients, orthogonalize
 from moe_trainer.optim.buckets import MAX_IMBALANCE, plan_layouts
-from moe_trainer.optim.muon import Muon
+from moe_trainer.optim.param_groups import ParamGroup, adam_eps
+from moe_trainer.optim.update_rules.muon import Muon
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -152,7 +153,7 @@ def _query_group_over_ranks(rank, n):
         settings = OptimizerArgs(
             optimizer="muon", muon_fp32_matmul_prec="high", muon_tp_mode="distributed", muon_split_qkv=True
         )
-        Muon(settings, ps).update(param, main, grad[rows].flatten(), momentum, 0.1, 0.1)
+        Muon(settings, ps).update(param, main, grad[rows].flatten(), {"momentum_buffer": momentum}, 0.1, 0.1)
         return main.view(-1, 10)
 
     ps = ParallelState.create(n, rank, tp=n)
@@ -258,6 +259,10 @@ def test_lion_follows_its_equations():
         momentum = 0.7 * momentum + 0.3 * targets
     torch.testing.assert_close(model.matrix.detach(), value)
     assert {state.state_name for state in built.tensors()} == {"exp_avg"}
+
+
+def test_epsilon_of_its_adam_is_not_scaled():
+    assert adam_eps(OptimizerArgs(optimizer="muon", adam_eps=1e-3), ParamGroup(1.0, 0.25, False, False)) == 1e-3
 
 
 def _equals_one_process(rank, n, degrees, vpp, modes, optimizer):

@@ -42,7 +42,12 @@ def lr_multipliers(argv, *more):
 @pytest.mark.parametrize("argv", [PLAIN, DELTA], ids=["learned positions and biases", "linear attention and MTP"])
 @pytest.mark.parametrize(
     ("optimizer", "embeddings", "vectors", "matrices", "convolution"),
-    [("adam", 1, 1, 0.25, 0.25), ("lion", 1, 1, 0.25, 0.25), ("sgd", 4, 4, 1, 1), ("muon", 1, 1, 1, 0.25)],
+    [
+        ("adam", 1, 1, 0.25, 0.25),
+        ("lion", 1, 1, 0.25, 0.25),
+        ("sgd", 4, 4, 1, 1),
+        ("muon", 1, 1, 1, 0.25),
+    ],
 )
 def test_which_learning_rates_are_scaled(argv, optimizer, embeddings, vectors, matrices, convolution):
     for name, (ndim, mult) in lr_multipliers(argv, "--optimizer", optimizer).items():
@@ -65,10 +70,9 @@ def test_no_learning_rate_is_scaled_without_mup():
     assert {mult for _, mult in lr_multipliers(plain).values()} == {1.0}
 
 
-def test_epsilon_is_scaled_for_adam_only():
+def test_epsilon_is_scaled():
     group = ParamGroup(1.0, 0.25, False, False)
     assert adam_eps(OptimizerArgs(adam_eps=1e-3), group) == 2.5e-4
-    assert adam_eps(OptimizerArgs(optimizer="muon", adam_eps=1e-3), group) == 1e-3
 
 
 def test_lr_range_is_scaled_but_not_the_warmup_start():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +9,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy, build_training, compute_loss, train_step
 
+from arguments.optimizer import OptimizerArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.optim.optimizer import NonFiniteGradientError
-from moe_trainer.optim.update import Updater
+from moe_trainer.optim.param_groups import ParamGroup
+from moe_trainer.optim.update_rules.build import build_element_rule
+from moe_trainer.optim.update_rules.rule import GroupStep
 from moe_trainer.parallel.params import ParamInfo
 
 UNDECAYED = ("first.bias", "norm.weight", "norm.bias", "expert_bias")
@@ -314,12 +316,13 @@ def test_bf16_gradients_are_widened_in_segments(kind, monkeypatch):
 
 def test_sgd_rounding_is_independent_of_shard_boundaries():
     """On CPUs torch's fused kernel does not: its last values, which fill no vector, are rounded otherwise."""
-    updater = SimpleNamespace(_settings=SimpleNamespace(sgd_momentum=0.9))
+    rule = build_element_rule(OptimizerArgs(optimizer="sgd", sgd_momentum=0.9))
+    step = GroupStep(ParamGroup(1.0, 1.0, False, False), 0.1, 0.01, count=1, factor=1.0, library=None)
     full = [torch.randn(1003) for _ in range(3)]
 
     def stepped(begin, end):
         param, grad, momentum = (values[begin:end].clone() for values in full)
-        Updater._sgd(updater, [param], [grad], {"momentum_buffer": [momentum]}, 0.1, 0.01)
+        rule.update([param], [grad], {"momentum_buffer": [momentum]}, step)
         return torch.stack([param, momentum])
 
     reference = stepped(0, 1003)

@@ -41,7 +41,7 @@ def test_estimates_a_step_of_two_stages(roofline, capsys, tmp_path):
     # nothing is faster than the device's peaks, and the device waits for most launches of so small a model
     assert last["at_peaks_s"] < last["operators_s"] - last["idle_s"] < 0.5 * last["operators_s"]
     lines = {line.split(":")[0] for line in last["lines"]}
-    assert {"ops/grouped_gemm.py", "optim/update.py", "layers/linear.py"} <= lines
+    assert {"ops/grouped_gemm.py", "optim/update_rules/adam.py", "layers/linear.py"} <= lines
     assert {"decoder.layers.2", "backward of decoder.layers.3"} <= set(last["layers_s"])
 
 

@@ -26,7 +26,10 @@ from moe_trainer.training.step import run_microbatches, train_step
 
 GATHER = "--fp8-param-gather"
 GATHERS = {"nvfp4": "--fp4-param-gather", "mxfp8": f"{GATHER} --reuse-grad-buf-for-mxfp8-param-ag"}
-MUON = "--optimizer muon --muon-fp32-matmul-prec high"
+OPTIMIZERS = {
+    "blockwise": "--optimizer muon --muon-fp32-matmul-prec high",
+    "mxfp8": "--optimizer muon --muon-fp32-matmul-prec high",
+}
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 RECIPES = {
     "delayed": "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max",
@@ -107,10 +110,7 @@ def test_fp8_param_gather_keeps_fp32_training_losses(layout):
     """Main parameters and model weights are the same fp32 values, so quantizing either gives the same result."""
     n, flags = LAYOUTS[layout]
     recipes = [name for name in RECIPES if name != "tensorwise" or n < 4]  # whose scales "delayed" computes later
-    cases = [
-        (argv_with(flags, RECIPES[name], MUON if name in ("blockwise", "mxfp8") else ""), GATHERS.get(name, GATHER))
-        for name in recipes
-    ]
+    cases = [(argv_with(flags, RECIPES[name], OPTIMIZERS.get(name, "")), GATHERS.get(name, GATHER)) for name in recipes]
     for name, (kept, plain, stored, none) in zip(recipes, run_ranks(_losses, n, cases)[0], strict=True):
         assert stored == (1 if name == "tensorwise" else 2) * 4 and none == 0
         # a weight that lies elsewhere in memory gives sums another order now and then
@@ -162,7 +162,7 @@ def test_weights_are_quantized_from_fp32_main_parameters(recipe):
         "--use-distributed-optimizer --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall",
         "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --main-params-dtype fp16",
         "--use-distributed-optimizer --offload-optimizer-states --optimizer-state-offload-fraction 0.5",
-        f"--use-distributed-optimizer {MUON} --optimizer-cpu-offload",
+        "--use-distributed-optimizer --optimizer muon --muon-fp32-matmul-prec high --optimizer-cpu-offload",
         *(
             (
                 "--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",

@@ -22,14 +22,17 @@ Source: arXiv 2502.16982; order of operations, splits, scales and modes of Megat
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from arguments.mechanisms.optimizer_kinds.muon import MUON
 from arguments.optimizer import OptimizerArgs
 from moe_trainer.ops.newton_schulz import orthogonalize
 from moe_trainer.ops.transfer import to_device
+from moe_trainer.optim.update_rules.rule import MatrixRule
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.params import ParamInfo, get_param_info, part_lengths
 from moe_trainer.parallel.state import Group, ParallelState
@@ -42,8 +45,10 @@ def compute_scale(mode: str, rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns) if mode == "shape_scaling" else rows / columns)
 
 
-class Muon:
+class Muon(MatrixRule):
     """The update rule of matrices."""
+
+    declaration = MUON
 
     def __init__(self, settings: OptimizerArgs, ps: ParallelState):
         self._settings = settings
@@ -52,14 +57,22 @@ class Muon:
 
     @torch.no_grad()
     def update(
-        self, param: Parameter, main: Tensor, grad: Tensor, momentum: Tensor, lr: float, weight_decay: float
+        self,
+        param: Parameter,
+        main: Tensor,
+        grad: Tensor,
+        moments: dict[str, Tensor],
+        lr: float,
+        weight_decay: float,
     ) -> None:
-        """Update flat fp32 main parameters and momentum in place. Collective over the ranks that shard the matrix."""
-        settings = self._settings
+        settings, momentum = self._settings, moments["momentum_buffer"]
         momentum.lerp_(grad, 1.0 - settings.muon_momentum)
         direction = grad.lerp(momentum, settings.muon_momentum) if settings.muon_nesterov else momentum
         main.mul_(1.0 - lr * weight_decay)
         main.sub_(self._orthogonal(get_param_info(param), direction.view(param.shape)).reshape(-1), alpha=lr)
+
+    def describe(self) -> dict[str, Any]:
+        return {"momentum": self._settings.muon_momentum}
 
     def _orthogonal(self, info: ParamInfo, x: Tensor) -> Tensor:
         """Orthogonalize and scale this rank's shard of a matrix, or of every matrix of a stack."""
@@ -147,3 +160,7 @@ def _allow_tf32(enabled: bool) -> Iterator[None]:
     finally:
         if enabled:
             torch.set_float32_matmul_precision(previous)
+
+
+def make_matrix_rule(settings: OptimizerArgs, ps: ParallelState) -> MatrixRule:
+    return Muon(settings, ps)
