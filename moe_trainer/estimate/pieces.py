@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arguments.mechanisms import dispatchers
+from arguments.mechanisms import dispatchers, formats
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.format_kinds import eight_bit
 from arguments.tokens import FIELDS, drop_flags
 from moe_trainer.estimate.corrections import strengths
 from moe_trainer.estimate.dry_run import plan_of_flags
@@ -33,12 +34,10 @@ if TYPE_CHECKING:
 
 NEGLIGIBLE = 0.005
 """Share of the step below which a piece counts as worth nothing."""
-FORMATS = ("fp8", "fp8_recipe", "fp4", "fp4_recipe")
+FORMATS = formats.SELECTING_FLAGS
 FORMAT_OPTIONS = (
-    "fp8_param_gather",
-    "fp4_param_gather",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "fp8_output_proj",
+    *formats.STORING_FLAGS,
+    eight_bit.OUTPUT_LAYER,
     "first_last_layers_bf16",
     "moe_router_padding_for_quantization",
     "moe_router_padding_for_fp8",
@@ -192,7 +191,7 @@ PIECES = (
     Piece(
         "8-bit dispatch",
         "--moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype mxfp8",
-        lambda args: args.moe.moe_dispatch_fwd_dtype == "mxfp8",
+        lambda args: args.moe.moe_dispatch_fwd_dtype == formats.TRANSPORT.key,
         "--moe-dispatch-fwd-dtype bf16 --moe-combine-bwd-dtype bf16",
     ),
     Piece(
@@ -216,7 +215,7 @@ PIECES = (
     Piece(
         "MXFP8 GEMMs instead of BF16",
         MXFP8,
-        lambda args: bool(args.precision.fp8) and args.precision.fp8_recipe == "mxfp8",
+        lambda args: formats.quantized_format(args.precision) is eight_bit.MXFP8,
         drops=(*FORMATS, *FORMAT_OPTIONS),
         replaces=(*FORMATS, *FORMAT_OPTIONS),
         is_alternative=True,
@@ -229,7 +228,7 @@ PIECES = (
     Piece(
         "blockwise FP8 GEMMs instead of BF16",
         BLOCKWISE,
-        lambda args: bool(args.precision.fp8) and args.precision.fp8_recipe == "blockwise",
+        lambda args: formats.quantized_format(args.precision) is eight_bit.BLOCKWISE,
         drops=(*FORMATS, *FORMAT_OPTIONS),
         replaces=(*FORMATS, *FORMAT_OPTIONS),
         is_alternative=True,
@@ -248,7 +247,7 @@ PIECES = (
     Piece(
         "fp8 parameters",
         "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag",
-        lambda args: args.stored_weight_format in ("fp8", "mxfp8"),
+        lambda args: args.stored_weight_format is not None and not args.replaces_te_weights,
         "--fp8-param-gather=false --reuse-grad-buf-for-mxfp8-param-ag=false",
         note="saves memory and half of the gather of parameters, which overlaps; in both models a run without it casts "
         "weights once per iteration, which is not counted",
