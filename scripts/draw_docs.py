@@ -12,10 +12,14 @@ import argparse
 import json
 import re
 import sys
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import QUANTIZED
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from arguments.mechanisms.formats import FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -163,7 +167,15 @@ def architecture() -> str:
         "resilience: watchdog, rerun, straggler, signals",
     )
     block(480, 180, 440, 92, GREEN, "machinery", *machinery)
-    block(20, 294, 440, 60, PURPLE, "quantization and memory", "fp8, fp4; recompute, offload, CUDA graphs")
+    block(
+        20,
+        294,
+        440,
+        60,
+        PURPLE,
+        "quantization and memory",
+        f"{', '.join(flags.name for flags in FLAGS)}; recompute, offload, CUDA graphs",
+    )
     block(480, 294, 440, 60, ORANGE, "ops and parallel", "tensor math and kernels; rank grids, groups, collectives")
     arrows = (165, 78, 100), (775, 100, 78), (240, 158, 180), (700, 158, 180), (240, 272, 294), (700, 272, 294)
     for x, start, end in arrows:
@@ -228,6 +240,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("Token dispatchers", SELECTABLE, Capability),
     Kind("Selections of experts", SELECTIONS, RoutingCapability),
+    Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
 )
 
 

@@ -46,12 +46,21 @@ QUANTIZED: tuple[QuantizedFormat, ...] = (
 )
 FLAGS: tuple[FormatFlags, ...] = tuple({each.flags.name: each.flags for each in QUANTIZED}.values())
 """The flags of each width."""
+UNPROVABLE = tuple(
+    flags for flags in FLAGS if all(each.rejects(FormatCapability.PROOF) for each in QUANTIZED if each.flags is flags)
+)
+"""Those of the widths in which one process cannot compute what several compute."""
 BY_KEY: Mapping[str, QuantizedFormat] = MappingProxyType({each.key: each for each in reversed(QUANTIZED)})
 """Formats by the name of their module, whatever the width that a function chooses from."""
 SELECTING_FLAGS = tuple(dest for flags in FLAGS for dest in (flags.name, flags.recipe))
 """Destinations of the flags that select a format of GEMMs."""
 NAMED_BY_LAYER = tuple(each for each in QUANTIZED if each.names_layers)
 """Those that files and functions can choose for single layers or tensors."""
+SEARCHED_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {BF16.name: (f"--{BF16.name}",)}
+    | {each.key: (f"--{BF16.name}", *each.words) for each in QUANTIZED if each.searched_with is not None}
+)
+"""Formats of GEMMs that a search can compare, as flags."""
 STORING_FLAGS = tuple(dict.fromkeys(each.stored.flag for each in QUANTIZED if each.stored is not None))
 """Destinations of the flags that store weights in a form of their own."""
 TRANSPORT = MXFP8

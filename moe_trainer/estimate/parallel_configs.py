@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import moe_layer_pattern
@@ -52,13 +51,6 @@ SEARCHED = REPLACED | frozenset(
     "world_size hardware dry_run validate_only fake_process_group report report_html".split()
 )
 """Flags that a mapping sets, or that make no sense with a search; they are removed from the command line."""
-FORMATS = MappingProxyType(
-    {
-        "bf16": ("--bf16",),
-        **{each.key: ("--bf16", *each.words) for each in QUANTIZED if each.searched_with},
-    }
-)
-"""GEMM formats that a search can compare, as flags."""
 FORMAT_FLAGS = frozenset((BF16.name, FP16.name, *formats.SELECTING_FLAGS))
 FULL_RECOMPUTE = ("full",)
 MAX_PIPELINE_STAGES, MAX_TENSOR_PARALLEL, MIN_POSITIONS_PER_RANK = 32, 16, 2048

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from arguments.mechanisms import dispatchers, formats
@@ -115,6 +116,12 @@ class Piece:
 
 
 LADDER = "DeepSeek-V3 256xGB200 MXFP8, while it was tuned"
+
+
+def _has_width(width: str, args: Arguments) -> bool:
+    return (fmt := formats.quantized_format(args.precision)) is not None and fmt.flags.name == width
+
+
 PIECES = (
     Piece(
         "HybridEP instead of all-to-all",
@@ -235,14 +242,18 @@ PIECES = (
         blackwell=False,
         published=(PublishedPair(487.8, 632, "Mixtral-8x22B 128xH100, delayed scaling", "PF"),),
     ),
-    Piece(
-        "NVFP4 GEMMs instead of BF16",
-        "--fp4-format e2m1 --fp4-recipe nvfp4",
-        lambda args: bool(args.precision.fp4),
-        drops=(*FORMATS, *FORMAT_OPTIONS),
-        replaces=(*FORMATS, *FORMAT_OPTIONS),
-        is_alternative=True,
-        blackwell=True,
+    *(
+        Piece(
+            f"{each.name} GEMMs instead of BF16",
+            " ".join(each.words),
+            partial(_has_width, each.flags.name),
+            drops=(*FORMATS, *FORMAT_OPTIONS),
+            replaces=(*FORMATS, *FORMAT_OPTIONS),
+            is_alternative=True,
+            blackwell=each.needs_blackwell,
+        )
+        for each in formats.QUANTIZED
+        if each.searched_with and not each.flags.is_measured
     ),
     Piece(
         "fp8 parameters",

@@ -10,6 +10,7 @@ from training.layouts import create_groups, make_argv, make_run, shallow
 from training.resuming import assert_alike, load_and_save, run_steps, train_and_save
 
 from arguments import parse_args
+from arguments.mechanisms.format_kinds.eight_bit import MXFP8
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import load
 from moe_trainer.checkpoint.options import LoadOptions
@@ -86,7 +87,7 @@ def test_flags_determine_whether_weights_are_stored_in_fp8(flags, keeps):
     argv = argv_with("--bf16", RECIPES["blockwise"], GATHER, flags)
     args = parse_args(argv, 1)
     recipe = get_recipe(args.precision)
-    stored_twice = args.stored_weight_format == "mxfp8"
+    stored_twice = args.stored_weight_format is MXFP8.stored
     assert args.has_quantized_params == keeps and (
         can_store_once(recipe.weight, recipe.weight_t) != stored_twice or not keeps
     )

@@ -16,6 +16,8 @@ GRAD_BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
 """Destination of the flag that gathers weights through the memory of the gradients."""
 OUTPUT_LAYER = "fp8_output_proj"
 """Destination of the flag that quantizes the output layer."""
+SCALING_PREFIX = "fp8."
+"""Beginning of the names of delayed scaling's state in checkpoints."""
 FP8 = FormatFlags(
     name="fp8",
     values=("e4m3", "hybrid"),
