@@ -12,14 +12,13 @@ import argparse
 import json
 import re
 import sys
-from arguments.mechanisms.format_kinds.declaration import FormatCapability
-from arguments.mechanisms.formats import QUANTIZED
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import FLAGS, QUANTIZED
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

@@ -201,7 +201,11 @@ def test_options_that_cannot_be_kept_are_noted():
 
 @pytest.mark.parametrize(
     "flags",
-    ["--fp8-format e4m3 --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe blockwise", "--fp4-format e2m1"],
+    [
+        "--fp8-format e4m3 --fp8-recipe tensorwise",
+        "--fp8-format e4m3 --fp8-recipe blockwise",
+        "--fp4-format e2m1",
+    ],
 )
 def test_as_is_rejects_options_that_cannot_be_kept(flags):
     with pytest.raises(ShrinkError, match="cannot be checked as it is"):
