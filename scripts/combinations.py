@@ -200,8 +200,8 @@ def page_lines() -> Iterator[str]:
     yield (
         "*D*: run in bf16 on [emulated devices](testing_without_gpu.md), with imitations of the libraries (`python "
         "tests/verification/prove_combinations.py`). Graphs change no bit. Libraries give the all-to-all's losses to "
-        "0.5 %; formats with random rounding give those of one device to 2 %. The op fuser falls back to this program's "
-        "experts there."
+        "0.5 %; formats with random rounding give those of one device to 2 %. The op fuser falls back to this "
+        "program's experts there."
     )
     yield ""
     names = list(FEATURES)
