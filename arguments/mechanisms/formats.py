@@ -33,7 +33,7 @@ class PlainFormat:
 FP32 = PlainFormat("fp32", 4.0)
 BF16 = PlainFormat("bf16", 2.0)
 FP16 = PlainFormat("fp16", 2.0)
-STATE_BYTES = MappingProxyType({each.name: each.num_bytes for each in (FP32, BF16, FP16)} | {FP8.name: 1.0})
+STATE_BYTES = MappingProxyType({each.name: each.num_bytes for each in (FP32, BF16, FP16, PlainFormat(FP8.name, 1.0))})
 """Bytes of an element of the optimizer's state, by the values of the flags of its formats."""
 QUANTIZED: tuple[QuantizedFormat, ...] = (
     DELAYED,
@@ -57,8 +57,13 @@ SELECTING_FLAGS = tuple(dest for flags in FLAGS for dest in (flags.name, flags.r
 NAMED_BY_LAYER = tuple(each for each in QUANTIZED if each.names_layers)
 """Those that files and functions can choose for single layers or tensors."""
 SEARCHED_FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {BF16.name: (f"--{BF16.name}",)}
-    | {each.key: (f"--{BF16.name}", *each.words) for each in QUANTIZED if each.searched_with is not None}
+    {
+        key: (f"--{BF16.name}", *words)
+        for key, words in (
+            (BF16.name, ()),
+            *((each.key, each.words) for each in QUANTIZED if each.searched_with is not None),
+        )
+    }
 )
 """Formats of GEMMs that a search can compare, as flags."""
 STORING_FLAGS = tuple(dict.fromkeys(each.stored.flag for each in QUANTIZED if each.stored is not None))

@@ -28,7 +28,7 @@ _EXCLUDED = (
     ("use_mup", "nothing scales its compressors"),
     ("freeze_backbone", "its compressors are neither norms nor projections"),
     ("cuda_graph_impl", "its blocks are not captured"),
-    *((flags.name, "its compressors are computed in high precision only") for flags in FLAGS),
+    *tuple((flags.name, "its compressors are computed in high precision only") for flags in FLAGS),
     ("reset_attention_mask", "compressed keys would join documents"),
     ("dataloader_inter_document_masking", "compressed keys would join documents"),
     ("use_varlen_dataset", "compressed keys would join samples"),

@@ -11,7 +11,7 @@ DIM = "lora_dim"
 NOT_BUILT = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
-    *((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
+    *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("mla_down_proj_fusion", "an adapter belongs to one projection"),
     ("qk_clip", "it scales weights, which are frozen"),
     ("use_mup", "its learning rates are those of complete weights"),

@@ -20,7 +20,7 @@ NOT_WITH_FROZEN_BACKBONE = (
     ("lora_dim", "adapters are trained alone"),
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
-    *((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
+    *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
     ("qk_clip", "it scales weights, which are frozen"),

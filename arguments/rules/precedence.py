@@ -44,7 +44,7 @@ GROUPS = (
     (_SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
     (("bf16",), ("fp16",)),
     (("fp16",), ("bf16",)),
-    *(((flags.name,), _of_other_widths(flags)) for flags in FLAGS),
+    *tuple(((flags.name,), _of_other_widths(flags)) for flags in FLAGS),
     (_LAYOUT, (*_PER_VIRTUAL, *_VIRTUAL, *_END_STAGES)),
     (_VIRTUAL, (*_PER_VIRTUAL, *_LAYOUT)),
     (_PER_VIRTUAL, (*_VIRTUAL, *_LAYOUT)),

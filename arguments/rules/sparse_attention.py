@@ -23,7 +23,7 @@ NOT_BUILT = (
 FROZEN = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
-    *(
+    *tuple(
         (
             flags.param_gather,
             f"{flags.name} weights have their values in the optimizer's state, and frozen ones have none",

@@ -122,6 +122,22 @@ def _has_width(width: str, args: Arguments) -> bool:
     return (fmt := formats.quantized_format(args.precision)) is not None and fmt.flags.name == width
 
 
+def _unmeasured_formats() -> tuple[Piece, ...]:
+    return tuple(
+        Piece(
+            f"{each.name} GEMMs instead of BF16",
+            " ".join(each.words),
+            partial(_has_width, each.flags.name),
+            drops=(*FORMATS, *FORMAT_OPTIONS),
+            replaces=(*FORMATS, *FORMAT_OPTIONS),
+            is_alternative=True,
+            blackwell=each.needs_blackwell,
+        )
+        for each in formats.QUANTIZED
+        if each.searched_with and not each.flags.is_measured
+    )
+
+
 PIECES = (
     Piece(
         "HybridEP instead of all-to-all",
@@ -242,19 +258,7 @@ PIECES = (
         blackwell=False,
         published=(PublishedPair(487.8, 632, "Mixtral-8x22B 128xH100, delayed scaling", "PF"),),
     ),
-    *(
-        Piece(
-            f"{each.name} GEMMs instead of BF16",
-            " ".join(each.words),
-            partial(_has_width, each.flags.name),
-            drops=(*FORMATS, *FORMAT_OPTIONS),
-            replaces=(*FORMATS, *FORMAT_OPTIONS),
-            is_alternative=True,
-            blackwell=each.needs_blackwell,
-        )
-        for each in formats.QUANTIZED
-        if each.searched_with and not each.flags.is_measured
-    ),
+    *_unmeasured_formats(),
     Piece(
         "fp8 parameters",
         "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag",

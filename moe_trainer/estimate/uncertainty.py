@@ -115,6 +115,10 @@ def _has_gemms(width: str, plan: Plan) -> bool:
     return plan.width == width
 
 
+def _unmeasured_widths() -> Features:
+    return {f"{each.name} GEMMs": partial(_has_gemms, each.name) for each in FLAGS if not each.is_measured}
+
+
 UNTESTED_FEATURES: Features = MappingProxyType(
     {
         "context parallelism below 16K tokens": lambda plan: (
@@ -123,7 +127,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "hardware without a published run": lambda plan: (
             plan.hardware.name not in PUBLISHED_HARDWARE and not plan.hardware.calibration
         ),
-        **{f"{each.name} GEMMs": partial(_has_gemms, each.name) for each in FLAGS if not each.is_measured},
+        **_unmeasured_widths(),
         "narrower experts in 8 bits than any fitted run has": (
             lambda plan: has_narrower_experts(plan.args, plan.hardware)
         ),

@@ -19,12 +19,10 @@ _SET_AGAIN = frozenset(
     "cpu_offloading_num_layers min_offloaded_tensor_size muon_fp32_matmul_prec".split()
 )
 # without updates there is nothing to compare; the others name functions, layers or buffers of the full model
-_NOT_COMPARED = frozenset(
-    (
-        *"freeze_all_layers te_precision_config_file".split(),
-        *(dest for flags in FLAGS for dest in (flags.factory, *flags.displaced)),
-        *(dest for flags in UNPROVABLE for dest in (flags.recipe, flags.param_gather)),
-    )
+_NOT_COMPARED = (
+    frozenset(("freeze_all_layers", "te_precision_config_file"))
+    | frozenset(dest for flags in FLAGS for dest in (flags.factory, *flags.displaced))
+    | frozenset(dest for flags in UNPROVABLE for dest in (flags.recipe, flags.param_gather))
 )
 # of roles that are left out, but what a pass computes or gathers depends on them
 _KEPT_TOO = frozenset(("use_varlen_dataset", "logit_dtype", "ckpt_format"))
@@ -32,7 +30,9 @@ _KEPT = (
     flags_of("model", "parallel", "method", "quantization", "update", "mask") - _SET_AGAIN - _NOT_COMPARED | _KEPT_TOO
 )
 # a checkpoint format and quantized parameters come with a sharding
-NOT_IN_REFERENCE = flags_of("method") | frozenset(("bf16", "ckpt_format", *(flags.param_gather for flags in FLAGS)))
+NOT_IN_REFERENCE = (
+    flags_of("method") | frozenset(("bf16", "ckpt_format")) | frozenset(flags.param_gather for flags in FLAGS)
+)
 NOISE = tuple(dest for dest, option in OPTIONS.items() if option.role == "noise")
 """What makes ranks draw random numbers, unless it is 0, False or unset."""
 _SET_BY_OLD_SPELLINGS = frozenset(

@@ -26,10 +26,14 @@ FP8 = FormatFlags(
     displaced=(GRAD_BUFFER,),
 )
 _STORED = StoredForm(name="fp8", flag=FP8.param_gather, num_bytes=1.0, gathered_bytes=1.0, library_takes=True)
-_ON_HOST = "TransformerEngine reads them on the host with {} scaling"
 _MXFP8_BYTES = 1 + 1 / 32
 _NOT_THE_OUTPUT_LAYER = Rejected("as in Megatron-LM")
 _NOT_ON_THE_HOST = Rejected("as in Megatron-LM")
+
+
+def _reads_counts_on_host(key: str) -> NoEffect:
+    return NoEffect(f"TransformerEngine reads them on the host with {key} scaling")
+
 
 DELAYED = QuantizedFormat(
     key="delayed",
@@ -45,7 +49,7 @@ DELAYED = QuantizedFormat(
                 "it updates delayed scales with every microbatch and does not save them; here they are updated once "
                 "per iteration, equal for every mapping and with recompute, and saved in checkpoints"
             ),
-            FormatCapability.DEVICE_COUNTS: NoEffect(_ON_HOST.format("delayed")),
+            FormatCapability.DEVICE_COUNTS: _reads_counts_on_host("delayed"),
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.CLONED_EXPERTS: Rejected(
@@ -69,7 +73,7 @@ TENSORWISE = QuantizedFormat(
     capabilities=MappingProxyType(
         {
             FormatCapability.LIBRARY_GEMMS: True,
-            FormatCapability.DEVICE_COUNTS: NoEffect(_ON_HOST.format("tensorwise")),
+            FormatCapability.DEVICE_COUNTS: _reads_counts_on_host("tensorwise"),
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.CLONED_EXPERTS: True,
@@ -98,7 +102,7 @@ BLOCKWISE = QuantizedFormat(
     capabilities=MappingProxyType(
         {
             FormatCapability.LIBRARY_GEMMS: True,
-            FormatCapability.DEVICE_COUNTS: NoEffect(_ON_HOST.format("blockwise")),
+            FormatCapability.DEVICE_COUNTS: _reads_counts_on_host("blockwise"),
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: True,
             FormatCapability.CLONED_EXPERTS: True,
@@ -142,7 +146,7 @@ FP8_CUSTOM = QuantizedFormat(
     capabilities=MappingProxyType(
         {
             FormatCapability.LIBRARY_GEMMS: True,
-            FormatCapability.DEVICE_COUNTS: NoEffect(_ON_HOST.format(CUSTOM)),
+            FormatCapability.DEVICE_COUNTS: _reads_counts_on_host(CUSTOM),
             FormatCapability.OUTPUT_LAYER: _NOT_THE_OUTPUT_LAYER,
             FormatCapability.PRECISION_FILE: Rejected("both choose the formats"),
             FormatCapability.CLONED_EXPERTS: True,

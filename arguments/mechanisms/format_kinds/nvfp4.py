@@ -1,6 +1,5 @@
 """NVFP4: numbers of 4 bits, a scale for 16 of them, and one for the tensor."""
 
-from dataclasses import replace
 from types import MappingProxyType
 
 from arguments.mechanisms.format_kinds.declaration import (
@@ -48,19 +47,28 @@ NVFP4 = QuantizedFormat(
     ),
 )
 
-FP4_CUSTOM = replace(
-    NVFP4,
+FP4_CUSTOM = QuantizedFormat(
     key=CUSTOM,
     name="fp4 formats of a function",
-    searched_with=None,
-    stored=None,
+    flags=FP4,
+    copy_bytes=1 / 2 + 1 / 16,
+    tokens_per_scale=16,
+    has_global_scale=True,
+    scales_whole_tensor=True,
     names_layers=False,
+    keeps_expert_casts=False,
+    needs_blackwell=True,
     library=("CustomRecipe", "is_fp8_available"),
     capabilities=MappingProxyType(
         {
-            **NVFP4.capabilities,
+            FormatCapability.LIBRARY_GEMMS: True,
             FormatCapability.DEVICE_COUNTS: NoEffect(f"TransformerEngine reads them on the host with {CUSTOM} scaling"),
+            FormatCapability.OUTPUT_LAYER: Rejected("as in Megatron-LM"),
             FormatCapability.PRECISION_FILE: Rejected("both choose the formats"),
+            FormatCapability.CLONED_EXPERTS: True,
+            FormatCapability.RECOMPUTED_INPUTS: True,
+            FormatCapability.HOST_OPTIMIZER: True,
+            FormatCapability.PROOF: Rejected("gradients are rounded stochastically, differently on every rank"),
         }
     ),
 )
