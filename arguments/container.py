@@ -9,6 +9,7 @@ from typing import Any
 from arguments import schema
 from arguments.data import DataArgs
 from arguments.flag_properties import Role
+from arguments.mechanisms.format_kinds.declaration import StoredForm
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.optimizer import OptimizerArgs
@@ -16,7 +17,7 @@ from arguments.output import OutputArgs
 from arguments.parallel import ParallelArgs, dynamic_cp_sizes, packed_alignment, sequence_padding_multiple
 from arguments.precision import PrecisionArgs
 from arguments.settings import Settings, Violation, is_eval_only
-from arguments.stored_weights import StoredWeightFormat, stored_weight_format
+from arguments.stored_weights import stored_weight_format
 from arguments.te_support import (
     attention_problem,
     can_quantize_experts,
@@ -145,8 +146,8 @@ class Arguments:
         return tokens * (self.parallel.context_parallel_size // self._pack_ranks)
 
     @property
-    def stored_weight_format(self) -> StoredWeightFormat | None:
-        """Format in which the weights of quantized layers are stored; None for the model's format."""
+    def stored_weight_format(self) -> StoredForm | None:
+        """Form in which the weights of quantized layers are stored; None for the model's format."""
         return stored_weight_format(self.precision, self.parallel)
 
     @property
@@ -156,12 +157,8 @@ class Arguments:
 
     @property
     def replaces_te_weights(self) -> bool:
-        """Whether weights are stored in a form that TransformerEngine's layers do not take.
-
-        They take fp8 weights as they are; they hold MXFP8 weights in the model's format, and cast them once per
-        iteration.
-        """
-        return self.stored_weight_format == "nvfp4"
+        """Whether weights are stored in a form that TransformerEngine's layers neither take nor can do without."""
+        return (stored := self.stored_weight_format) is not None and stored.library_cannot_hold
 
     @property
     def te_quantizes(self) -> tuple[bool, bool]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from arguments.container import OPTIONS, Arguments
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.formats import naming_flag, quantized_format
 from arguments.needs import CUDA, notes_about
 from arguments.rules.derived_sizes import DerivedSizes, derive_sizes
 from arguments.settings import Settings, Violation
@@ -234,13 +235,13 @@ def gpu_generation(s: Settings, _f: DerivedSizes, _environment: Mapping[str, str
             f"later, this one has {arch}.x."
         )
         yield _finding(s, message, dispatcher.dest)
-    for dest, blackwell_only in (("fp8_recipe", s.fp8 and s.fp8_recipe == "mxfp8"), ("fp4", bool(s.fp4))):
-        if blackwell_only and arch < BLACKWELL:
-            message = (
-                f"{s.describe(dest)} has hardware support from Blackwell on (compute capability 10), this GPU has "
-                f"{arch}.x."
-            )
-            yield _finding(s, message, dest, kind="note")
+    fmt = quantized_format(s)
+    if fmt is not None and fmt.needs_blackwell and arch < BLACKWELL:
+        dest = naming_flag(fmt, lambda each: each.needs_blackwell)
+        message = (
+            f"{s.describe(dest)} has hardware support from Blackwell on (compute capability 10), this GPU has {arch}.x."
+        )
+        yield _finding(s, message, dest, kind="note")
 
 
 def profiling_on_a_cpu(s: Settings) -> Iterator[Violation]:

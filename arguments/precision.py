@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arguments.flag_properties import MAX_FP32
+from arguments.mechanisms.formats import list_widths, plain_format
 from arguments.schema import flag
 
 
@@ -81,7 +82,7 @@ class PrecisionArgs:
     hysteresis: int = flag(2, needs=("fp16", "!loss_scale"), bounds=">0", role="runtime")
     """Number of overflows after which the loss scale halves."""
 
-    # ---- fp8 and fp4
+    # ---- quantized GEMMs
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format", role="quantization")
     """Compute linear layers in fp8: e4m3 for all tensors, or hybrid with gradients in e5m2."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
@@ -90,7 +91,7 @@ class PrecisionArgs:
     """Method of computing fp8 scales. custom: --fp8-quantizer-factory chooses."""
     fp8_quantizer_factory: str | None = flag(None, needs="fp8_recipe=custom", role="quantization")
     """Python path (package.module.function) of a function that chooses the format of every tensor with --fp8-recipe
-    custom. It gets a role (module_type, tensor_type, name) and returns tensorwise, blockwise, mxfp8, nvfp4 or
+    custom. It gets a role (module_type, tensor_type, name) and returns a recipe other than delayed (of any width) or
     high_precision for the local layers, or a quantizer for TransformerEngine's."""
     fp8_margin: int = flag(0, needs=("fp8", "fp8_recipe=delayed"), bounds=">=0", role="quantization")
     """Powers of two that are left free below the largest fp8 number."""
@@ -113,7 +114,7 @@ class PrecisionArgs:
     """With --fp8-param-gather and --fp8-recipe mxfp8: gather weights in the model's format through the memory of the
     gradients, and store them in MXFP8 only, by rows and by columns (2.06 bytes per element), so that no GEMM quantizes
     a weight. TransformerEngine's layers keep theirs in the model's format."""
-    first_last_layers_bf16: bool = flag(False, needs="fp8 or fp4", role="quantization")
+    first_last_layers_bf16: bool = flag(False, needs=list_widths("or"), role="quantization")
     """Keep the first and last layers in bf16 when others are quantized."""
     num_layers_at_start_in_bf16: int = flag(1, needs="first_last_layers_bf16", bounds=">=0", role="quantization")
     """Number of first layers that stay in bf16 with --first-last-layers-bf16."""
@@ -128,10 +129,10 @@ class PrecisionArgs:
     fp4_param_gather: bool = flag(False, role="quantization")
     """Store and gather the weights of quantized layers in NVFP4: half a byte per element and scales of 16 x 16
     blocks."""
-    te_precision_config_file: str | None = flag(None, needs="fp8 or fp4", path="read", role="quantization")
+    te_precision_config_file: str | None = flag(None, needs=list_widths("or"), path="read", role="quantization")
     """YAML file that sets the format of each layer for TransformerEngine."""
 
     @property
     def params_dtype_name(self) -> str:
         """Format of the model's parameters: "fp32", "bf16" or "fp16"."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+        return plain_format(self).name

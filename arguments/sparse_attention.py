@@ -10,6 +10,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from arguments.mechanisms.formats import FLAGS, quantized_format
+
 if TYPE_CHECKING:
     from arguments.container import Arguments
     from arguments.model import ModelArgs
@@ -53,8 +55,10 @@ def gathered_attention_cost(model: ModelArgs | Settings, heads: int) -> float:
 
 GATHER_CONFLICTS = MappingProxyType(
     {
-        "fp8": "with latents the up-projection is not a separate GEMM that could be quantized",
-        "fp4": "with latents the up-projection is not a separate GEMM that could be quantized",
+        **dict.fromkeys(
+            (flags.name for flags in FLAGS),
+            "with latents the up-projection is not a separate GEMM that could be quantized",
+        ),
         "attention_dropout": "it draws by blocks of consecutive keys",
         "dsa_indexer_use_sparse_loss": (
             "without it the indexers' loss multiplies every query with all keys of every head"
@@ -67,7 +71,7 @@ GATHER_CONFLICTS = MappingProxyType(
 def find_gather_conflict(model: ModelArgs | Settings, quantized: str | None) -> str | None:
     """Return a destination of GATHER_CONFLICTS that prevents gathering keys, or None.
 
-    `quantized`: the flag ("fp8" or "fp4") with which linear layers compute in a low precision.
+    `quantized`: destination of the flag with which linear layers compute in a low precision.
     """
     if quantized:
         return quantized
@@ -81,12 +85,12 @@ def find_gather_conflict(model: ModelArgs | Settings, quantized: str | None) -> 
 def gather_unsupported_reason(model: ModelArgs | Settings, heads: int, length: int, quantized: bool) -> str | None:
     """Return why sparse attention masks keys instead of gathering them; None if it gathers.
 
-    `heads` are those of this rank, `length` is that of the full sequence, `quantized`: linear layers compute in fp8 or
-    fp4.
+    `heads` are those of this rank, `length` is that of the full sequence, `quantized`: linear layers
+    compute in a low precision.
     """
     if not is_sparse(model, length):
         return "attention is dense"
-    conflict = find_gather_conflict(model, "fp8" if quantized else None)
+    conflict = find_gather_conflict(model, FLAGS[0].name if quantized else None)
     if conflict is not None:
         return GATHER_CONFLICTS[conflict]
     if model.dsa_attention_form != "auto":
@@ -98,6 +102,6 @@ def gather_unsupported_reason(model: ModelArgs | Settings, heads: int, length: i
 
 def use_gathered_keys(args: Arguments) -> bool:
     """Return whether sparse attention gathers keys under these flags."""
-    precision, heads = args.precision, args.model.num_attention_heads // args.parallel.tensor_model_parallel_size
-    quantized = bool(precision.fp8 or precision.fp4)
+    heads = args.model.num_attention_heads // args.parallel.tensor_model_parallel_size
+    quantized = quantized_format(args.precision) is not None
     return gather_unsupported_reason(args.model, heads, args.data.seq_length, quantized) is None

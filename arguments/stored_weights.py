@@ -1,17 +1,18 @@
-"""The format in which the weights of quantized layers are stored."""
+"""The form in which the weights of quantized layers are stored."""
 
-from typing import Any, Literal
+from typing import Any
 
-StoredWeightFormat = Literal["fp8", "mxfp8", "nvfp4"]
+from arguments.mechanisms.format_kinds.declaration import StoredForm
+from arguments.mechanisms.formats import quantized_format
 
 
-def stored_weight_format(precision: Any, parallel: Any) -> StoredWeightFormat | None:
-    """Return the format in which the weights of quantized layers are stored (--fp8-param-gather, --fp4-param-gather).
+def stored_weight_format(precision: Any, parallel: Any) -> StoredForm | None:
+    """Return the form in which the weights of quantized layers are stored, if it is not the model's format.
 
-    None for the model's format: with full sharding, on any number of ranks (then one process computes with the same
-    weights), and with a factory, which may give every layer another format. MXFP8 weights cannot be stored once for
-    both GEMMs (quantization/stored_weight.py: can_store_once): they are stored twice, and gathered in the model's
-    format through the gradient buffer, or in the model's format.
+    It is the model's with full sharding, on any number of ranks (then one process computes with the same
+    weights), and with a factory, which may give every layer another format. Weights that cannot be stored once for both
+    GEMMs (quantization/stored_weight.py: can_store_once) are stored twice, and gathered in the model's format through
+    the gradient buffer, or in the model's format.
 
     Args:
         precision: has the fields of PrecisionArgs.
@@ -20,13 +21,9 @@ def stored_weight_format(precision: Any, parallel: Any) -> StoredWeightFormat | 
     is_fully_sharded = parallel.use_torch_fsdp2 or (
         parallel.use_megatron_fsdp and parallel.data_parallel_sharding_strategy != "optim"
     )
-    if not parallel.use_distributed_optimizer or is_fully_sharded:
+    fmt = quantized_format(precision)
+    if fmt is None or fmt.stored is None or not parallel.use_distributed_optimizer or is_fully_sharded:
         return None
-    if precision.fp4 and precision.fp4_param_gather and precision.fp4_recipe == "nvfp4":
-        return "nvfp4"
-    if not (precision.fp8 and precision.fp8_param_gather) or precision.fp8_recipe == "custom":
+    if not getattr(precision, fmt.flags.param_gather) or not getattr(precision, fmt.stored.flag):
         return None
-    if precision.fp8_recipe != "mxfp8":
-        return "fp8"
-    reuses = precision.reuse_grad_buf_for_mxfp8_param_ag and not parallel.use_megatron_fsdp
-    return "mxfp8" if reuses else None
+    return None if fmt.stored.is_gathered_wide and parallel.use_megatron_fsdp else fmt.stored

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
 
 
 def recipe_problem(precision: Any, replaces_weights: bool) -> str | None:
@@ -18,19 +20,17 @@ def recipe_problem(precision: Any, replaces_weights: bool) -> str | None:
         precision: has the fields of PrecisionArgs.
         replaces_weights: Arguments.replaces_te_weights.
     """
-    if not precision.fp8 and not precision.fp4:
+    fmt = quantized_format(precision)
+    if fmt is None:
         return None
     if replaces_weights:
-        return "it would keep their weights in bf16 (--fp4-param-gather)"
+        return f"it would keep their weights in bf16 (--{fmt.flags.param_gather.replace('_', '-')})"
     if precision.te_precision_config_file is not None:
         return "it has one recipe, and these layers have several (--te-precision-config-file)"
-    if precision.fp8 and precision.fp8_recipe == "delayed":
-        return (
-            "it updates delayed scales with every microbatch and does not save them; here they are updated once per "
-            "iteration, equal for every mapping and with recompute, and saved in checkpoints"
-        )
-    if precision.fp8 and not precision.fp8_wgrad:
-        return "it has no gradients of weights in high precision (--no-fp8-wgrad)"
+    if problem := fmt.reason(FormatCapability.LIBRARY_GEMMS):
+        return problem
+    if not quantizes_weight_gradients(precision):
+        return f"it has no gradients of weights in high precision (--no-{str(fmt.flags.wgrad).replace('_', '-')})"
     return None
 
 
@@ -93,7 +93,7 @@ def stash_problem(moe: Any, fused: bool, host_problem: str | None) -> str | None
 
 def can_quantize_linears(precision: Any, replaces_weights: bool) -> bool:
     """Return whether it computes the quantized GEMMs of linears; arguments as of `recipe_problem`."""
-    is_requested = bool(precision.fp8 or precision.fp4) and precision.transformer_impl == "transformer_engine"
+    is_requested = quantized_format(precision) is not None and precision.transformer_impl == "transformer_engine"
     return is_requested and recipe_problem(precision, replaces_weights) is None
 
 
@@ -141,9 +141,9 @@ def fused_experts_problem(moe: Any, precision: Any) -> str | None:
     Args:
         moe, precision: as of `leaves_counts_on_device`; quantized.
     """
-    recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
-    if recipe not in ("mxfp8", "nvfp4"):
-        return f"TransformerEngine reads them on the host with {recipe} scaling"
+    fmt = quantized_format(precision)
+    if fmt is not None and (problem := fmt.reason(FormatCapability.DEVICE_COUNTS)):
+        return problem
     dispatcher = get_dispatcher(moe)
     return dispatcher.reason(Capability.FUSED_EXPERTS) if dispatcher.ignores(Capability.FUSED_EXPERTS) else None
 

@@ -17,6 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import FLAGS, QUANTIZED
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -165,7 +168,15 @@ def architecture() -> str:
         "resilience: watchdog, rerun, straggler, signals",
     )
     block(480, 180, 440, 92, GREEN, "machinery", *machinery)
-    block(20, 294, 440, 60, PURPLE, "quantization and memory", "fp8, fp4; recompute, offload, CUDA graphs")
+    block(
+        20,
+        294,
+        440,
+        60,
+        PURPLE,
+        "quantization and memory",
+        f"{', '.join(flags.name for flags in FLAGS)}; recompute, offload, CUDA graphs",
+    )
     block(480, 294, 440, 60, ORANGE, "ops and parallel", "tensor math and kernels; rank grids, groups, collectives")
     arrows = (165, 78, 100), (775, 100, 78), (240, 158, 180), (700, 158, 180), (240, 272, 294), (700, 272, 294)
     for x, start, end in arrows:
@@ -231,6 +242,7 @@ KINDS = (
     Kind("Token dispatchers", SELECTABLE, Capability),
     Kind("Selections of experts", SELECTIONS, RoutingCapability),
     Kind("Optimizers", OPTIMIZERS, OptimizerCapability),
+    Kind("Formats of quantized GEMMs", QUANTIZED, FormatCapability),
 )
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from arguments.mechanisms.formats import FLAGS
 from arguments.paths import local_path
 from moe_trainer.drawing.report_page import write_report
 from moe_trainer.exit_codes import ExitCode
@@ -57,7 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("record", type=local_path, metavar="DIR", help="directory of the record; the first argument")
     add("--one-process", action="store_true", help="drop all flags of parallelism, recompute and offloading")
-    add("--fp32", action="store_true", help="drop --bf16, --fp16, --fp8-format, --fp4-format and dependent flags")
+    narrow = ", ".join(f"--{flags.name}-format" for flags in FLAGS)
+    add("--fp32", action="store_true", help=f"drop --bf16, --fp16, {narrow} and dependent flags")
     add("--without", action="append", default=[], metavar="FLAG", help="drop a recorded flag; can be repeated")
     add(
         "--world-size",

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from arguments.layer_pattern import LINEAR, SHORT_CONV
+from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -160,7 +161,7 @@ def limit_biases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             (dest,),
         )
     for dest, reason in (
-        ("fp8_output_proj", "a quantized output layer has no bias"),
+        (OUTPUT_LAYER, "a quantized output layer has no bias"),
         ("defer_embedding_wgrad_compute", "the gradients of weight and bias are computed at once"),
         ("use_torch_fsdp2", "the bias is not gathered with the weight"),
         ("use_megatron_fsdp", "the bias is not gathered with the weight"),

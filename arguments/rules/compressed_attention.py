@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.layer_pattern import OVERLAPPING_RATIO
+from arguments.mechanisms.formats import FLAGS
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violations
 from arguments.settings import Limit, Settings, Violation
@@ -27,8 +28,7 @@ _EXCLUDED = (
     ("use_mup", "nothing scales its compressors"),
     ("freeze_backbone", "its compressors are neither norms nor projections"),
     ("cuda_graph_impl", "its blocks are not captured"),
-    ("fp8", "its compressors are computed in high precision only"),
-    ("fp4", "its compressors are computed in high precision only"),
+    *tuple((flags.name, "its compressors are computed in high precision only") for flags in FLAGS),
     ("reset_attention_mask", "compressed keys would join documents"),
     ("dataloader_inter_document_masking", "compressed keys would join documents"),
     ("use_varlen_dataset", "compressed keys would join samples"),

@@ -21,6 +21,9 @@ from arguments.mechanisms.dispatchers import (
     rejecting,
     types_with,
 )
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import FLAGS, STORING_FLAGS, list_widths, quantized_format
+from arguments.mechanisms.formats import rejecting as rejecting_formats
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import balancing_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
@@ -119,20 +122,21 @@ def note_buffers_below_even_routing(s: Settings, f: DerivedSizes) -> None:
 def note_experts_that_read_counts(s: Settings, f: DerivedSizes) -> None:
     """Name whose experts a factor of received tokens selects."""
     fused, captured = s.use_transformer_engine_op_fuser, captured_parts(s)
-    replaces_weights = stored_weight_format(s, s) == "nvfp4"
+    stored = stored_weight_format(s, s)
+    replaces_weights = stored is not None and stored.library_cannot_hold
     if not can_quantize_experts(
         s, s, f.ep, replaces_weights=replaces_weights, fused=fused
     ) or not leaves_counts_on_device(s, s, typed=s.typed, captured=captured, fused=fused):
         return
     if has_captured_experts(captured):
         s.note(
-            f"{s.shown('cuda_graph_impl')}: experts in fp8 and fp4 are this program's, which read token counts on the "
-            "device; TransformerEngine's read them on the host, which a CUDA graph cannot contain."
+            f"{s.shown('cuda_graph_impl')}: experts in {list_widths('and')} are this program's, which read token "
+            "counts on the device; TransformerEngine's read them on the host, which a CUDA graph cannot contain."
         )
     else:
         s.note(
-            f"{s.shown('moe_expert_rank_capacity_factor')}: experts in fp8 and fp4 are this program's, which read "
-            "token counts on the device; with --transformer-impl transformer_engine on the command line they are "
+            f"{s.shown('moe_expert_rank_capacity_factor')}: experts in {list_widths('and')} are this program's, which "
+            "read token counts on the device; with --transformer-impl transformer_engine on the command line they are "
             "TransformerEngine's, which read them on the host."
         )
 
@@ -142,7 +146,7 @@ def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
     dest = "use_transformer_engine_op_fuser"
     if not getattr(s, dest) or s.transformer_impl != "transformer_engine" or not f.experts:
         return
-    host_problem = fused_experts_problem(s, s) if s.fp8 or s.fp4 else None
+    host_problem = fused_experts_problem(s, s) if quantized_format(s) else None
     if problem := cloned_experts_problem(s, f.ep) or stash_problem(s, True, host_problem):
         reason = f"TransformerEngine cannot compute these experts, because {problem}; this program's grouped GEMMs do"
         s.note_no_effect(s.flag(dest), reason)
@@ -361,18 +365,16 @@ def limit_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         s.moe_clone_hot_experts and f.experts is None,
         "{moe_clone_hot_experts:flag} needs {num_experts:flag}: a dense model has no experts to clone.",
     )
-    yield Limit(
-        s.moe_clone_hot_experts and s.fp8 and s.fp8_recipe == "delayed",
-        "{moe_clone_hot_experts:flag} cannot be combined with {fp8_recipe:flag} delayed: delayed scaling keeps one "
-        "scale for all experts of a rank, which would then depend on the plan; use another recipe.",
-    )
-    for dest, stored in (
-        ("fp8_param_gather", "fp8"),
-        ("reuse_grad_buf_for_mxfp8_param_ag", "mxfp8"),
-        ("fp4_param_gather", "nvfp4"),
-    ):
+    for fmt, rejected in rejecting_formats(FormatCapability.CLONED_EXPERTS):
         yield Limit(
-            s.moe_clone_hot_experts and stored_weight_format(s, s) == stored,
+            s.moe_clone_hot_experts and quantized_format(s) is fmt,
+            f"{{moe_clone_hot_experts:flag}} cannot be combined with {fmt.mention}: {rejected.reason}; use another "
+            "recipe.",
+        )
+    stored = stored_weight_format(s, s)
+    for dest in STORING_FLAGS:
+        yield Limit(
+            s.moe_clone_hot_experts and stored is not None and stored.flag == dest,
             "{moe_clone_hot_experts:flag} cannot be combined with {:flag}: clones are copies of weights in the model's "
             "format, which are not stored then.",
             (dest,),
@@ -402,8 +404,9 @@ def check_router_padding(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     dest = "moe_router_padding_for_quantization"
     if not s.given(dest) and s.moe_router_padding_for_fp8:
         dest = "moe_router_padding_for_fp8"
-    if not s.fp8 and not s.fp4:
-        yield s.violation("{:flag} needs {fp8:flag} or {fp4:flag}: only quantized GEMMs need padding.", dest)
+    if quantized_format(s) is None:
+        either = " or ".join(f"{{{flags.name}:flag}}" for flags in FLAGS)
+        yield s.violation(f"{{:flag}} needs {either}: only quantized GEMMs need padding.", dest)
     if get_dispatcher(s).rejects(Capability.QUANTIZED_PADDING):
         yield s.violation(
             "{:flag} needs {moe_token_dispatcher_type:flag} {accepted}, not {given}.",

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import MAMBA, hybrid_letters
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import formats_with
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mtp import num_mtp_depths
@@ -127,6 +129,8 @@ def check_preprocess(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
     """Reject what needs token counts on the host, or runs another microbatch between two parts of a graph."""
     is_on = s.num_experts and "moe" in captured_parts(s) and has_fixed_receive_buffer(s) and not _is_padded(s)
+    stored, on_device = stored_weight_format(s, s), " and ".join(formats_with(FormatCapability.DEVICE_COUNTS))
+    replaces_weights = stored is not None and stored.library_cannot_hold
     for dest, is_wrong, reason in (
         (
             "moe_permute_fusion_into_hybridep",
@@ -136,9 +140,9 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         (
             "use_transformer_engine_op_fuser",
             s.use_transformer_engine_op_fuser
-            and can_quantize_experts(s, s, f.ep, replaces_weights=stored_weight_format(s, s) == "nvfp4", fused=True)
+            and can_quantize_experts(s, s, f.ep, replaces_weights=replaces_weights, fused=True)
             and fused_experts_problem(s, s),
-            "they leave counts on the device only with the mxfp8 and nvfp4 recipes.",
+            f"they leave counts on the device only with the {on_device} recipes.",
         ),
         ("moe_grouped_gemm", not s.moe_grouped_gemm, "the host reads the counts of experts that run one by one."),
     ):

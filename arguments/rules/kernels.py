@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.formats import FLAGS, quantized_format
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import get_selection
 from arguments.rules.derived_sizes import DerivedSizes
@@ -22,7 +23,7 @@ def note_unused_kernels(s: Settings, f: DerivedSizes) -> None:
 
 
 def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
-    quantised = s.fp8 or s.fp4
+    quantised = quantized_format(s)
     of_experts = name in ("expert-wgrad", "grouped-gemm")
     if (of_experts or name in ("permute", "router")) and f.experts is None:
         return "without --num-experts"
@@ -31,9 +32,9 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
     if name == "expert-wgrad" and not s.gradient_accumulation_fusion:
         return "without --gradient-accumulation-fusion"
     if of_experts and quantised and not s.first_last_layers_bf16 and s.te_precision_config_file is None:
-        return f"the experts' GEMMs are quantized ({s.shown('fp8' if s.fp8 else 'fp4')})"
+        return f"the experts' GEMMs are quantized ({s.shown(quantised.flags.name)})"
     if name == "quantize" and not quantised:
-        return "without --fp8-format or --fp4-format"
+        return f"without {' or '.join(s.flag(flags.name) for flags in FLAGS)}"
     selection = get_selection(s)
     if (
         name == "router" and selection.ignores(RoutingCapability.OUR_KERNEL) and s.moe_z_loss_coeff is None

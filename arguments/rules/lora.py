@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
+from arguments.mechanisms.formats import FLAGS
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Limit, Settings, Violation
 
@@ -10,8 +11,7 @@ DIM = "lora_dim"
 NOT_BUILT = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
-    ("fp8", "it would quantize frozen weights in every iteration again"),
-    ("fp4", "it would quantize frozen weights in every iteration again"),
+    *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("mla_down_proj_fusion", "an adapter belongs to one projection"),
     ("qk_clip", "it scales weights, which are frozen"),
     ("use_mup", "its learning rates are those of complete weights"),

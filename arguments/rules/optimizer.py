@@ -6,6 +6,7 @@ to ranks; the two FSDPs exclude several flags.
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.rules.derived_sizes import DerivedSizes
@@ -16,8 +17,7 @@ NOT_WITH_FROZEN_BACKBONE = (
     ("lora_dim", "adapters are trained alone"),
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
-    ("fp8", "it would quantize frozen weights in every iteration again"),
-    ("fp4", "it would quantize frozen weights in every iteration again"),
+    *tuple((flags.name, "it would quantize frozen weights in every iteration again") for flags in FLAGS),
     ("cuda_graph_impl", "no graph has captured layers with frozen weights yet"),
     ("use_transformer_engine_op_fuser", "its fused experts are not tested next to frozen weights"),
     ("qk_clip", "it scales weights, which are frozen"),
@@ -189,8 +189,7 @@ def limit_fsdp_main_params_dtype(s: Settings, _f: DerivedSizes) -> Iterator[Limi
             (model,),
         )
     for dest, is_on in (
-        ("fp8_param_gather", s.fp8_param_gather and s.fp8),
-        ("fp4_param_gather", s.fp4_param_gather and s.fp4),
+        *((flags.param_gather, getattr(s, flags.param_gather) and getattr(s, flags.name)) for flags in FLAGS),
         ("main_params_dtype", s.use_precision_aware_optimizer and s.main_params_dtype != "fp32"),
     ):
         yield Limit(

@@ -8,6 +8,8 @@ there is nothing to overlap, a note says so.
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
+from arguments.mechanisms.format_kinds.eight_bit import GRAD_BUFFER
+from arguments.mechanisms.formats import list_widths, quantized_format
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list
@@ -108,10 +110,10 @@ def check_dispatch_backward_overlap(s: Settings, _f: DerivedSizes) -> Iterator[V
 
 def note_quantized_tp_overlap(s: Settings, _f: DerivedSizes) -> None:
     """Note where the local linears do not chunk their communication."""
-    if s.tp_comm_overlap and (s.fp8 or s.fp4):
+    if s.tp_comm_overlap and quantized_format(s):
         s.note(
-            f"{s.flag('tp_comm_overlap')}: linears with operands in fp8 or fp4 overlap in TransformerEngine's layers "
-            "only; every chunk would quantize the weight again."
+            f"{s.flag('tp_comm_overlap')}: linears with operands in {list_widths('or')} overlap in TransformerEngine's "
+            "layers only; every chunk would quantize the weight again."
         )
 
 
@@ -154,7 +156,7 @@ def limit_gather_with_optimizer_step(s: Settings, _f: DerivedSizes) -> Iterator[
         "{overlap_param_gather_with_optimizer_step} cannot be combined with {optimizer:flag} other than "
         f"{keys_with(OptimizerCapability.EARLY_GATHER)}.",
     )
-    for other in ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag"):
+    for other in ("use_megatron_fsdp", GRAD_BUFFER):
         yield Limit(
             s.overlap_param_gather_with_optimizer_step and getattr(s, other),
             "{overlap_param_gather_with_optimizer_step} cannot be combined with {:flag}.",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from arguments.layer_pattern import LINEAR
+from arguments.mechanisms.formats import FLAGS, TOKEN_MULTIPLE, list_widths, quantized_format
 from arguments.mechanisms.selection_kinds.declaration import BALANCING, RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mock_lengths import read_mock_lengths
@@ -19,8 +20,6 @@ SCHEDULER, CAPACITY, ALIGNMENT = "sequence_packing_scheduler", "max_seqlen_per_d
 MOCK_LENGTHS = MappingProxyType(
     {"use_varlen_dataset": "varlen_mock_dataset_config_json", "sft": "sft_mock_dataset_config_json"}
 )
-QUANTIZED_TOKENS = 32
-"""Multiple of the numbers of tokens that GEMMs in every fp8 and fp4 recipe take."""
 
 
 def is_packed(s: Settings) -> bool:
@@ -54,10 +53,11 @@ def resolve_capacity(s: Settings, f: DerivedSizes) -> None:
 
 
 def resolve_alignment(s: Settings, f: DerivedSizes) -> None:
-    if is_packed(s) and s.pad_packed_seq_alignment is None and (s.fp8 or s.fp4):
-        size = math.lcm(QUANTIZED_TOKENS, _rank_multiple(s, f))
-        s.set_derived(ALIGNMENT, str(size), "the numbers of tokens that fp8 and fp4 GEMMs take")
-        s.note(f"{s.flag(ALIGNMENT)}: {size}, since fp8 and fp4 GEMMs take multiples of {QUANTIZED_TOKENS} tokens.")
+    if is_packed(s) and s.pad_packed_seq_alignment is None and quantized_format(s):
+        size = math.lcm(TOKEN_MULTIPLE, _rank_multiple(s, f))
+        widths = list_widths("and")
+        s.set_derived(ALIGNMENT, str(size), f"the numbers of tokens that {widths} GEMMs take")
+        s.note(f"{s.flag(ALIGNMENT)}: {size}, since {widths} GEMMs take multiples of {TOKEN_MULTIPLE} tokens.")
 
 
 def note_flags_without_use(s: Settings, _f: DerivedSizes) -> None:
@@ -240,10 +240,10 @@ def limit_padded_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 
 def limit_quantized_tokens(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     size = packed_alignment(s.pad_packed_seq_alignment, s.max_seqlen_per_dp_cp_rank)
-    for dest in ("fp8", "fp4"):
+    for flags in FLAGS:
         yield Limit(
-            is_packed(s) and getattr(s, dest) and positive(size) and size % QUANTIZED_TOKENS,
+            is_packed(s) and getattr(s, flags.name) and positive(size) and size % TOKEN_MULTIPLE,
             "{} with packed sequences ({use_varlen_dataset:flag}) needs {pad_packed_seq_alignment:flag} with a "
-            f"multiple of {QUANTIZED_TOKENS} tokens: the GEMMs take no other numbers of tokens.",
-            (dest,),
+            f"multiple of {TOKEN_MULTIPLE} tokens: the GEMMs take no other numbers of tokens.",
+            (flags.name,),
         )

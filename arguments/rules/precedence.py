@@ -5,6 +5,8 @@ For each group below, flags on the command line reset the conflicting flags of a
 Conflicts within the command line are left to the rules.
 """
 
+from arguments.mechanisms.format_kinds.declaration import FormatFlags
+from arguments.mechanisms.formats import FLAGS
 from arguments.settings import Settings
 
 _END_STAGES = (
@@ -22,6 +24,13 @@ _VIRTUAL = ("num_virtual_stages_per_pipeline_rank",)
 _GRAPH_MODULES = ("cuda_graph_modules",)
 _GRAPH_SCOPE = ("cuda_graph_scope_deprecated",)
 
+
+def _of_other_widths(flags: FormatFlags) -> tuple[str, ...]:
+    """Return the destinations of a preset's flags that a format of another width makes void."""
+    others = (each for each in FLAGS if each is not flags)
+    return tuple(dest for each in others for dest in (each.name, each.param_gather, *each.displaced))
+
+
 # (flags that take precedence when typed, flags that they override when those were not typed)
 GROUPS = (
     (("train_iters",), _SAMPLES),
@@ -35,8 +44,7 @@ GROUPS = (
     (_SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
     (("bf16",), ("fp16",)),
     (("fp16",), ("bf16",)),
-    (("fp8",), ("fp4", "fp4_param_gather")),
-    (("fp4",), ("fp8", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")),
+    *tuple(((flags.name,), _of_other_widths(flags)) for flags in FLAGS),
     (_LAYOUT, (*_PER_VIRTUAL, *_VIRTUAL, *_END_STAGES)),
     (_VIRTUAL, (*_PER_VIRTUAL, *_LAYOUT)),
     (_PER_VIRTUAL, (*_VIRTUAL, *_LAYOUT)),

@@ -1,19 +1,21 @@
 """Formats of parameters, gradients and quantized GEMMs, fused losses, determinism.
 
-Formats that exclude each other or need one (half precision, fp8, fp4, fp8 parameter gather); low-precision optimizer
+Formats that exclude each other or need one (half precision, quantized GEMMs and parameters); low-precision optimizer
 state, which needs the precision-aware optimizer; features whose results depend on the order of sums. Ranges of numbers
 are ours.
 """
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.format_kinds.eight_bit import DELAYED
+from arguments.mechanisms.formats import FLAGS, quantized_format, rejecting, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.rules.optimizer import fully_sharded
 from arguments.settings import Limit, Settings, Violation
 
-FP8, FP4 = "fp8", "fp4"
 NARROW_STATE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 MAX_AMAX_HISTORY = 1 << 20
 MAX_FP8_MARGIN = 64
@@ -42,25 +44,27 @@ def resolve_nan_check(s: Settings, _f: DerivedSizes) -> None:
 
 def note_no_quantized_layers(s: Settings, _f: DerivedSizes) -> None:
     ends = (s.num_layers_at_start_in_bf16 or 0) + (s.num_layers_at_end_in_bf16 or 0)
-    if (s.fp8 or s.fp4) and s.first_last_layers_bf16 and s.num_layers and ends >= s.num_layers:
+    fmt = quantized_format(s)
+    if fmt is not None and s.first_last_layers_bf16 and s.num_layers and ends >= s.num_layers:
         s.note(
             f"{s.flag('first_last_layers_bf16')}: all of {s.shown('num_layers')} are first or last layers, so "
-            f"{s.flag(FP8 if s.fp8 else FP4)} quantizes none of them."
+            f"{s.flag(fmt.flags.name)} quantizes none of them."
         )
 
 
 def note_unquantized_params(s: Settings, _f: DerivedSizes) -> None:
-    gather, recipe = (f"{FP4}_param_gather", "fp4_recipe") if s.fp4 else (f"{FP8}_param_gather", "fp8_recipe")
-    if not ((s.fp8 or s.fp4) and getattr(s, gather)):
+    fmt = quantized_format(s)
+    if fmt is None or not getattr(s, fmt.flags.param_gather):
         return
+    gather, recipe = fmt.flags.param_gather, fmt.flags.recipe
     wide = "are stored and gathered in the model's format here; GEMMs quantize them."
     if s.use_torch_fsdp2 or s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim":
         parent = "use_torch_fsdp2" if s.use_torch_fsdp2 else "use_megatron_fsdp"
         s.note(f"{s.flag(gather)} with {s.flag(parent)}: these weights {wide}")
-    elif getattr(s, recipe) == "custom":
+    elif fmt.is_custom:
         s.note(f"{s.shown(recipe)} with {s.flag(gather)}: weights whose formats a factory chooses {wide}")
-    elif s.fp8 and s.fp8_recipe == "mxfp8" and (not s.reuse_grad_buf_for_mxfp8_param_ag or s.use_megatron_fsdp):
-        s.note(f"{s.shown('fp8_recipe')} with {s.flag(gather)}: MXFP8 weights {wide}")
+    elif fmt.stored and fmt.stored.is_gathered_wide and (not getattr(s, fmt.stored.flag) or s.use_megatron_fsdp):
+        s.note(f"{s.shown(recipe)} with {s.flag(gather)}: {fmt.name} weights {wide}")
 
 
 def note_unused_grad_buffer(s: Settings, _f: DerivedSizes) -> None:
@@ -93,17 +97,18 @@ def check_fp32_accumulation(s: Settings, _f: DerivedSizes) -> Iterator[Violation
 
 
 def check_one_quantized_format(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.fp8 and s.fp4:
-        yield s.violation("Use only one of {fp8} and {fp4}.")
+    asked = [f"{{{flags.name}}}" for flags in FLAGS if getattr(s, flags.name)]
+    if len(asked) > 1:
+        yield s.violation(f"Use only one of {' and '.join(asked)}.")
 
 
 def check_quantization_numbers(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.fp8 and s.fp8_recipe == "delayed" and s.fp8_amax_history_len > MAX_AMAX_HISTORY:
+    if quantized_format(s) is DELAYED and s.fp8_amax_history_len > MAX_AMAX_HISTORY:
         yield s.violation(
             "{fp8_amax_history_len} must be at most {most:,}: every quantized linear layer has three such histories.",
             most=MAX_AMAX_HISTORY,
         )
-    if s.fp8 and s.fp8_recipe == "delayed" and abs(s.fp8_margin) > MAX_FP8_MARGIN:
+    if quantized_format(s) is DELAYED and abs(s.fp8_margin) > MAX_FP8_MARGIN:
         yield s.violation(
             "{fp8_margin} must be from -{most} to {most}: scales are divided by 2 to its power, in fp32.",
             most=MAX_FP8_MARGIN,
@@ -116,35 +121,33 @@ def check_quantization_numbers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
 
 
 def check_custom_recipe(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    for fmt in (FP8, FP4):
-        recipe, factory = f"{fmt}_recipe", f"{fmt}_quantizer_factory"
-        if not getattr(s, fmt) or getattr(s, recipe) != "custom":
-            continue
-        if not getattr(s, factory):
-            yield s.violation("{:shown} needs {:flag}.", recipe, factory)
+    for flags in FLAGS:
+        if getattr(s, flags.name) and selected(s, flags).is_custom and not getattr(s, flags.factory):
+            yield s.violation("{:shown} needs {:flag}.", flags.recipe, flags.factory)
 
 
 def limit_custom_recipe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    for fmt in (FP8, FP4):
-        recipe = f"{fmt}_recipe"
+    for fmt, rejected in rejecting(FormatCapability.PRECISION_FILE):
         yield Limit(
-            getattr(s, fmt) and getattr(s, recipe) == "custom" and s.te_precision_config_file is not None,
-            "{te_precision_config_file:flag} cannot be combined with {:flag} custom: both choose the formats.",
-            (recipe,),
+            quantized_format(s) is fmt and s.te_precision_config_file is not None,
+            f"{{te_precision_config_file:flag}} cannot be combined with {fmt.mention}: {rejected.reason}.",
+            (fmt.flags.recipe,),
         )
 
 
 def check_fp8_output_proj(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    if s.fp8_output_proj and not (s.fp8 and s.fp8_recipe == "mxfp8"):
+    fmt = quantized_format(s)
+    if s.fp8_output_proj and (fmt is None or fmt.rejects(FormatCapability.OUTPUT_LAYER)):
         yield s.violation("{fp8_output_proj} needs {fp8:flag} and {fp8_recipe:flag} mxfp8.")
 
 
 def check_quantized_param_gather(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    for gather, fmt in (("fp8_param_gather", FP8), ("fp4_param_gather", FP4)):
+    for flags in FLAGS:
+        gather = flags.param_gather
         if not getattr(s, gather):
             continue
-        if not getattr(s, fmt):
-            yield s.violation("{:flag} needs {:flag}.", gather, fmt)
+        if not getattr(s, flags.name):
+            yield s.violation("{:flag} needs {:flag}.", gather, flags.name)
         if not (s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2):
             yield s.violation(
                 "{:flag} needs {use_distributed_optimizer:flag}: only a sharded optimizer gathers parameters.", gather

@@ -7,6 +7,8 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 from collections.abc import Iterator
 
 from arguments.layer_pattern import LINEAR
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import FLAGS, formats_with, quantized_format, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
@@ -163,12 +165,14 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
             "{recompute_modules:flag} shared_experts cannot be combined with {moe_shared_expert_overlap}."
         )
     scaled = [module for module in ("moe_act", "layernorm") if module in modules]
-    if scaled and s.fp8 and s.fp8_recipe == "delayed":
+    fmt = quantized_format(s)
+    if scaled and fmt is not None and fmt.rejects(FormatCapability.RECOMPUTED_INPUTS):
         yield s.violation(
-            "{recompute_modules:flag} {modules} cannot be combined with {fp8_recipe}: delayed scaling would see the "
-            "values twice; use another --fp8-recipe.",
-            "fp8",
+            f"{{recompute_modules:flag}} {{modules}} cannot be combined with {{{fmt.flags.recipe}}}: "
+            f"{fmt.reason(FormatCapability.RECOMPUTED_INPUTS)}; use another {{recipe}}.",
+            fmt.flags.name,
             modules=" ".join(scaled),
+            recipe=f"--{fmt.flags.recipe.replace('_', '-')}",
         )
 
 
@@ -240,8 +244,8 @@ def note_mlp_chunks(s: Settings, f: DerivedSizes) -> None:
             f"{flag}: tokens are routed together, so losses and statistics of the routers are those of the full "
             "sequence (Megatron-LM routes every chunk alone)."
         )
-    if (s.fp8 and s.fp8_recipe in ("tensorwise", "delayed")) or s.fp4:
-        s.note(f"{flag}: scales of a full tensor (fp8 tensorwise and delayed, NVFP4) are those of a chunk.")
+    if (fmt := quantized_format(s)) is not None and fmt.scales_whole_tensor:
+        s.note(f"{flag}: scales of a full tensor ({fmt.name}) are those of a chunk.")
 
 
 def check_moe_layer_recompute(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
@@ -307,14 +311,16 @@ def check_layer_offload(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 
 def check_optimizer_offload(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    """The recipe is Megatron-LM's limit, for fp8 only; the host's share is quantized alike, so fp4 needs none."""
+    """Reject what Megatron-LM does; the host's share of weights is quantized alike, so other formats need no rule."""
     if not s.optimizer_cpu_offload:
         return
     optimizer = get_optimizer(s)
     if not s.use_precision_aware_optimizer and optimizer.rejects(OptimizerCapability.HOST_UPDATE):
         yield s.violation("{optimizer_cpu_offload} needs {use_precision_aware_optimizer:flag}.")
-    is_other_recipe = s.fp8_param_gather and s.fp8_recipe != "delayed"
-    if is_other_recipe and optimizer.rejects(OptimizerCapability.HOST_UPDATE_8_BITS):
-        yield s.violation(
-            "{optimizer_cpu_offload} with {fp8_param_gather} needs {fp8_recipe:flag} delayed, not {fp8_recipe:value}."
-        )
+    for flags in FLAGS:
+        is_rejected = selected(s, flags).rejects(FormatCapability.HOST_OPTIMIZER)
+        if getattr(s, flags.param_gather) and is_rejected and optimizer.rejects(OptimizerCapability.HOST_UPDATE_8_BITS):
+            yield s.violation(
+                f"{{optimizer_cpu_offload}} with {{{flags.param_gather}}} needs {{{flags.recipe}:flag}} "
+                f"{' or '.join(formats_with(FormatCapability.HOST_OPTIMIZER, flags))}, not {{{flags.recipe}:value}}."
+            )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.formats import FLAGS, quantized_format
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 from arguments.sparse_attention import GATHER_CONFLICTS, find_gather_conflict
@@ -22,8 +23,13 @@ NOT_BUILT = (
 FROZEN = (
     ("use_torch_fsdp2", "it shards parameters that do not change"),
     ("use_megatron_fsdp", "it shards parameters that do not change"),
-    ("fp8_param_gather", "fp8 weights have their values in the optimizer's state, and frozen ones have none"),
-    ("fp4_param_gather", "fp4 weights have their values in the optimizer's state, and frozen ones have none"),
+    *tuple(
+        (
+            flags.param_gather,
+            f"{flags.name} weights have their values in the optimizer's state, and frozen ones have none",
+        )
+        for flags in FLAGS
+    ),
 )
 
 
@@ -95,11 +101,8 @@ def find_indexer_violations(s: Settings) -> Iterator[Violation]:
 
 def limit_gathered_keys(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_gathered = s.dsa_attention_form == "gathered" and s.experimental_attention_variant == "dsa"
-    conflict = (
-        find_gather_conflict(s, "fp8" if s.fp8 else "fp4" if s.fp4 else None)
-        if is_gathered and not s.dsa_indexer_warmup
-        else None
-    )
+    fmt = quantized_format(s)
+    conflict = find_gather_conflict(s, fmt and fmt.flags.name) if is_gathered and not s.dsa_indexer_warmup else None
     form = "{dsa_attention_form:flag} gathered"
     for dest, why in GATHER_CONFLICTS.items():
         if dest == "dsa_indexer_use_sparse_loss":

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from arguments.layer_flags import layer_letters
+from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.mtp import mtp_letters, num_mtp_depths
 
-_LAYER = re.compile(r"^((?:fp8\.)?decoder\.layers\.)(\d+)\.(.+)$")  # fp8.: states of delayed scaling
+_LAYER = re.compile(rf"^((?:{re.escape(SCALING_PREFIX)})?decoder\.layers\.)(\d+)\.(.+)$")
 _IN_DEPTH = re.compile(r"^(mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
 _FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
 _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether the model is hybrid

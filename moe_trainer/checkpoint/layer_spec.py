@@ -12,7 +12,7 @@ do not, but their checkpoints name the two norms of a layer as if they did (not 
 | q_layernorm, k_layernorm of heads, all others | alone | alone | alone |
 
 Transformer Engine's norms and attention have an `_extra_state` each, as linears have in both: a separate object,
-empty without fp8 scales, which Megatron's loader requires.
+empty without TransformerEngine's scales, which Megatron's loader requires.
 
 Experimental attention variants and hybrid models have Transformer Engine's spec only. A hybrid model's layer has one
 norm: that of a Mamba mixer is in its in_proj, the others are as above. An MTP layer is like the last decoder layer.

@@ -20,6 +20,7 @@ from arguments.checkpoint_args import LORA, MUP, SHAPE, same_meaning
 from arguments.container import OPTIONS
 from arguments.layer_flags import LAYER_FLAGS
 from arguments.lora import is_adapter
+from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -40,7 +41,7 @@ _OPTIMIZER = "optimizer."
 # Megatron's keys of a chain of optimizers begin with the second of these
 _OPTIMIZER_KEYS = (_OPTIMIZER, "chained_")
 # the state of delayed scaling: a run without it ignores it, a run with it may start from initial values
-SCALING = "fp8."
+SCALING = SCALING_PREFIX
 # what no model needs: states of TransformerEngine's modules, tables that follow from the flags, counters of routers
 _NOT_NEEDED = re.compile(r"\.(_extra_state|inv_freq|(local|global)_tokens_per_expert|ga_steps)(/|$)")
 _INDEXER = ".core_attention.indexer."
@@ -124,7 +125,7 @@ class Loader:
                 if runs is not None:
                     self._runs[id(param)] = runs
                     shards = itertools.chain.from_iterable(make_shards(runs, *part) for part in shards_to_load(param))
-                    # the values of a weight stored in fp8 are loaded with the optimizer state, sharded like it
+                    # the values of a quantized weight are loaded with the optimizer state, sharded like it
                     self._request(
                         (get_param_info(param).kind, "moments" if is_quantized_param(param) else "weights"),
                         shards,

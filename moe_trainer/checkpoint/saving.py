@@ -309,7 +309,7 @@ def _shard_lists(
             if is_unique_replica(info, ps):
                 runs[id(param)] = scheme.placements(info, tuple(param.shape))
                 for data, start, stop, read in shards_to_save(param):
-                    # the values of a weight stored in fp8 are those of the optimizer state, and sharded like it
+                    # the values of a quantized weight are those of the optimizer state, and sharded like it
                     batch = (moments if is_quantized_param(param) else weights)[info.kind]
                     batch.shards += make_shards(runs[id(param)], data, start, stop, read=read)
                     if distributed and param.dtype not in with_mains:

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from arguments.container import OPTIONS
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
+from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.mechanisms.selections import of_balancing
 from arguments.moe import ExpertGrid
 from arguments.mup import recorded_width_mult
@@ -50,7 +51,7 @@ from moe_trainer.checkpoint.virtual_index import VirtualMetadata, add_chunk
 from moe_trainer.parallel.rng import named_generator
 
 # not parameters of the model: optimizer states, scales of delayed scaling
-_NOT_PARAMETERS = ("optimizer.", "chained_", "fp8.")
+_NOT_PARAMETERS = ("optimizer.", "chained_", SCALING_PREFIX)
 _MLP = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_fc([12])\.(weight|bias)$")
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _FINE_STD = 0.02

@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from arguments.mechanisms.dispatchers import DISPATCHERS
+from arguments.mechanisms.formats import list_widths
 from arguments.program import program_name
 from moe_trainer.backends import import_problem, nccl_version
 from moe_trainer.commands.command_parser import make_command_parser
@@ -150,7 +151,7 @@ def find_te() -> Finding:
         "transformer_engine",
         _version("transformer-engine") or _version("transformer_engine"),
         te.problem(""),
-        "the local layers are used; fp8 and fp4 GEMMs are torch's scaled_mm or emulated",
+        f"the local layers are used; {list_widths('and')} GEMMs are torch's scaled_mm or emulated",
         te.INSTALL,
     )
 

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+from arguments.mechanisms.formats import SEARCHED_FORMATS
 from arguments.parse import as_plan, resolve_command_line
 from arguments.pasted_line import read_pasted_line
 from arguments.paths import local_path, local_prefix
@@ -136,8 +137,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentP
         "--formats",
         type=lambda text: tuple(dict.fromkeys(text.split(","))),
         metavar="NAMES",
-        help="GEMM formats to compare, separated by commas: bf16, tensorwise, blockwise, mxfp8, nvfp4 (default: that "
-        "of FLAGS)",
+        help=f"GEMM formats to compare, separated by commas: {', '.join(SEARCHED_FORMATS)} (default: that of FLAGS)",
     )
     add(
         "--report-html",

@@ -174,7 +174,7 @@ class NonFiniteTracer:
 
 
 def first_nonfinite_weight(chunk: Chunk) -> Fault | None:
-    """Return the first non-finite weight of a chunk in order of use; fp8 weights are not checked."""
+    """Return the first non-finite weight of a chunk in order of use; quantized weights are not checked."""
     for position, param in enumerate(chunk.module.parameters()):
         values = getattr(param, "_local_tensor", param.detach())  # local shard
         name = None if is_quantized_param(param) else _nonfinite_slice(param, values)

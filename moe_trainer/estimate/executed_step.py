@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear, layer_letter, moe_layer_pattern, uses_chunks, uses_window
 from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
+from arguments.mechanisms.formats import quantized_format
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.parameters import planned_vocab_size
@@ -132,7 +133,7 @@ def notes(args: Arguments) -> Iterator[str]:
         yield "CUDA graphs: executed without; the operators of captured parts cost no launch"
     if parallel.overlap_moe_expert_parallel_comm:
         yield "overlapped exchange: executed one after the other; the planner's share of it is hidden"
-    if parallel.tp_comm_overlap and (args.precision.fp8 or args.precision.fp4):
+    if parallel.tp_comm_overlap and quantized_format(args.precision):
         yield "overlapped tensor-parallel communication: executed without; the planner's share of it is hidden"
     if args.precision.transformer_impl == "transformer_engine":
         linears, experts = args.te_quantizes

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from arguments.mechanisms.format_kinds.declaration import QuantizedFormat
+from arguments.mechanisms.formats import quantized_format
 from arguments.regular_file import regular_file
 
 if TYPE_CHECKING:
@@ -140,16 +142,24 @@ class Hardware:
         return self.memory_gib * GIB - RESERVED_BYTES
 
     def gemm_width(self, precision: PrecisionArgs) -> str:
-        """Return the width of the GEMMs of these flags: "fp4", "fp8" or "bf16".
+        """Return the width of the GEMMs of these flags, one of the fields for rates.
 
-        Quantized GEMMs that the device lacks are computed in bf16: 4 bits and MXFP8 before Blackwell, 8 bits before
-        Hopper.
+        Quantized GEMMs that the device lacks are computed in bf16.
         """
-        if precision.fp4:
-            return "fp4" if self.fp4 else "bf16"
-        if not precision.fp8 or not self.fp8 or (precision.fp8_recipe == "mxfp8" and not self.is_blackwell):
-            return "bf16"
-        return "fp8"
+        fmt = quantized_format(precision)
+        return fmt.flags.name if fmt is not None and self.has_gemms(fmt) else "bf16"
+
+    def has_gemms(self, fmt: QuantizedFormat) -> bool:
+        """Return whether it has GEMMs in a format: MXFP8 and fewer bits since Blackwell, 8 bits since Hopper."""
+        return getattr(self, fmt.flags.name) > 0 and (self.is_blackwell or not fmt.needs_blackwell)
+
+    def has_narrow_gemms(self, width: str) -> bool:
+        """Return whether GEMMs of a width are computed in fewer bits than 16."""
+        return width != "bf16" and self.fp8 > 0
+
+    def gemm_fraction(self, width: str) -> float:
+        """Return the fraction of the peak that GEMMs of a width reach."""
+        return self.constants.gemm_fp8 if self.has_narrow_gemms(width) else self.constants.gemm_bf16
 
     def peak(self, width: str) -> float:
         """Return the dense FLOP/s of GEMMs in "bf16", "fp8" or "fp4", or in the next wider format that it has."""

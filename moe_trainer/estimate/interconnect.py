@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
+from arguments.mechanisms.formats import TRANSPORT
 from arguments.mechanisms.traffic import ExchangedTokens, Traffic
-from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -110,14 +110,14 @@ def dispatch_combine_seconds(
     """Return the seconds of dispatch and combine, or of their gradients.
 
     Dispatchers that send copies return rows as wide as the output of an expert; the others return full rows. What goes
-    to the experts may be sent in MXFP8.
+    to the experts may be sent rounded.
     """
     moe = args.moe
     reads, makes = moe.expert_widths(args.model.hidden_size)
     back = makes if get_dispatcher(moe).sends_copies else reads
     there: float = size
-    if (moe.moe_combine_bwd_dtype if backward else moe.moe_dispatch_fwd_dtype) == "mxfp8":
-        there = ELEMENT_BYTES["mxfp8"]
+    if (moe.moe_combine_bwd_dtype if backward else moe.moe_dispatch_fwd_dtype) == TRANSPORT.key:
+        there = TRANSPORT.copy_bytes
     sizes = (size, there) if backward else (there, size)
     return sum(exchange_seconds(args, links, tokens, each, width) for each, width in zip(sizes, (reads, back)))
 

@@ -27,13 +27,14 @@ from arguments.layer_pattern import (
     uses_window,
 )
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
+from arguments.mechanisms.formats import TRANSPORT
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.flops import core_attention_macs
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
 from moe_trainer.estimate.linear_attention import is_short_conv, linear_matrices
 from moe_trainer.estimate.memory import ChunkBytes
 from moe_trainer.estimate.parameters import compressed_attention_params
-from moe_trainer.estimate.state_bytes import ELEMENT_BYTES
 from moe_trainer.ops.block_sizes import DELTA_CHUNK
 
 if TYPE_CHECKING:
@@ -138,11 +139,10 @@ def window_share(model: ModelArgs, length: float, layer_number: int) -> float:
 def gemm_seconds(hardware: Hardware, m: float, n: float, k: float, width: str = "bf16", size: int = 2) -> float:
     """Return the seconds of a [m, k] x [k, n] GEMM on the tensor cores.
 
-    `width`: operand format, "bf16", "fp8" or "fp4". `size`: bytes of an element where the format is bf16 or wider.
+    `width`: of the operands, as of Hardware.gemm_width. `size`: bytes of an element where the format is bf16 or wider.
     """
-    narrow = width != "bf16" and hardware.fp8 > 0
-    fraction = hardware.constants.gemm_fp8 if narrow else hardware.constants.gemm_bf16
-    peak = hardware.peak(width if narrow else "bf16") * fraction
+    narrow = hardware.has_narrow_gemms(width)
+    peak = hardware.peak(width if narrow else "bf16") * hardware.gemm_fraction(width)
     if size == 4 and not hardware.synchronous:
         peak /= TF32_SLOWDOWN
     return 2.0 * m * n * (k + hardware.constants.fill) / peak
@@ -236,7 +236,7 @@ class LayerTime:
 
         `plain`: computed in bf16 regardless of the flags.
         """
-        narrow = self.gemm_format != "bf16" and not plain and self.hardware.fp8 > 0
+        narrow = not plain and self.hardware.has_narrow_gemms(self.gemm_format)
         traffic = (m * k + n * k) * (1 if narrow else self.size) + m * n * self.size
         compute = gemm_seconds(self.hardware, m, n, k, self.gemm_format if narrow else "bf16", self.size)
         seconds = count * max(compute, traffic / self.memory_bandwidth)
@@ -426,15 +426,15 @@ class LayerTime:
         return 2.0 * self.sizes.received * channels * self.size / self.memory_bandwidth
 
     def _transport_casts(self, is_moe: bool) -> tuple[float, float]:
-        """Return the seconds of casts to and from what is sent in MXFP8, forward and backward, by one kernel each."""
+        """Return the seconds of casts to and from what is sent rounded, forward and backward, by one kernel each."""
         moe = self.moe
         if not is_moe or self.ep == 1:
             return 0.0, 0.0
         reads, makes = moe.expert_widths(self.model.hidden_size)
         sent = self.sizes.sent if get_dispatcher(moe).sends_copies else self.routed_tokens
-        rows = (sent + self.sizes.received) * (self.size + ELEMENT_BYTES["mxfp8"]) / self.memory_bandwidth
-        forward = rows * reads if moe.moe_dispatch_fwd_dtype == "mxfp8" else 0.0
-        return forward, rows * makes if moe.moe_combine_bwd_dtype == "mxfp8" else 0.0
+        rows = (sent + self.sizes.received) * (self.size + TRANSPORT.copy_bytes) / self.memory_bandwidth
+        forward = rows * reads if moe.moe_dispatch_fwd_dtype == TRANSPORT.key else 0.0
+        return forward, rows * makes if moe.moe_combine_bwd_dtype == TRANSPORT.key else 0.0
 
     def _host_waits(self, is_moe: bool) -> float:
         """Return the seconds in which the device waits while the host reads the token counts of an MoE layer."""
@@ -609,7 +609,7 @@ class LayerTime:
 
     def head_weight_gradient(self) -> float:
         """Return the part of the output layer's backward that computes its weight gradient; forward takes as long."""
-        columns, plain = self.sizes.vocab_rows // self.tp, not self.args.precision.fp8_output_proj
+        columns, plain = self.sizes.vocab_rows // self.tp, not getattr(self.args.precision, OUTPUT_LAYER)
         depths = 1 + self.model.num_mtp_depths
         return depths * self.gemm(self.tokens, columns, self.model.hidden_size, plain=plain)
 

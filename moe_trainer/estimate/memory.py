@@ -12,7 +12,7 @@ on; with full sharding the gathered layer and the prefetched one. Gradients at t
 CUDA graphs are resident for every microbatch in flight. A graph of the full iteration has its own pool for all of this,
 so the batches that it reads and what an evaluation needs come in addition.
 
-In fp8, Transformer Engine's layers (the default --transformer-impl) save the quantized inputs of their GEMMs, its
+In 8 bits, Transformer Engine's layers (the default --transformer-impl) save the quantized inputs of their GEMMs, its
 experts that of their second GEMM too; this program's own experts save the first, as saved_quantized.py lists it, and
 recompute the second. Its attention saves values as they are and its output once (ours pads them where values are
 narrower than keys: 256 MiB of a layer of DeepSeek-V3 and 4096 tokens), and probabilities in the model's format. Flags
@@ -45,6 +45,7 @@ from arguments.layer_pattern import (
     typical_layers,
 )
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
@@ -258,7 +259,7 @@ class ChunkBytes:
         size = {"fp32": 4, "bf16": 2}.get(args.precision.logit_dtype or "", self.size)
         step = logit_chunk_size(self.tokens, columns, hidden, weight_bytes=self.size, logit_bytes=size, on_cpu=False)
         defers = args.parallel.has_deferred_wgrad or args.parallel.has_deferred_head_wgrad
-        waits = (defers and not args.model.add_output_layer_bias) or args.precision.fp8_output_proj
+        waits = (defers and not args.model.add_output_layer_bias) or getattr(args.precision, OUTPUT_LAYER)
         if args.model.add_output_layer_bias:  # with the weight, in a copy of it
             yield SavedTensor("head.weight_and_bias", (columns, hidden + 1), self.size)
         if waits or args.precision.fp16 or step == self.tokens:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import moe_layer_pattern
+from arguments.mechanisms import formats
 from arguments.mechanisms.dispatchers import ALLTOALL, BACKENDS, SELECTING_FLAGS, Dispatcher
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import BF16, FP16, QUANTIZED, quantized_format
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -49,17 +51,7 @@ SEARCHED = REPLACED | frozenset(
     "world_size hardware dry_run validate_only fake_process_group report report_html".split()
 )
 """Flags that a mapping sets, or that make no sense with a search; they are removed from the command line."""
-FORMATS = MappingProxyType(
-    {
-        "bf16": ("--bf16",),
-        "tensorwise": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
-        "blockwise": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),
-        "mxfp8": ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"),
-        "nvfp4": ("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"),
-    }
-)
-"""GEMM formats that a search can compare, as flags."""
-FORMAT_FLAGS = frozenset(("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp4_recipe"))
+FORMAT_FLAGS = frozenset((BF16.name, FP16.name, *formats.SELECTING_FLAGS))
 FULL_RECOMPUTE = ("full",)
 MAX_PIPELINE_STAGES, MAX_TENSOR_PARALLEL, MIN_POSITIONS_PER_RANK = 32, 16, 2048
 
@@ -165,8 +157,8 @@ def recompute_flags(modules: Sequence[str]) -> tuple[str, ...]:
 
 def gemm_formats(hardware: Hardware) -> tuple[str, ...]:
     """Return the formats that a device has GEMMs in: 32-element blocks since Blackwell, larger ones before it."""
-    eight = ("tensorwise", "mxfp8" if hardware.is_blackwell else "blockwise") if hardware.fp8 else ()
-    return ("bf16", *eight, *(("nvfp4",) if hardware.fp4 else ()))
+    searched = (each for each in QUANTIZED if each.searched_with and hardware.has_gemms(each))
+    return (BF16.name, *(each.key for each in searched if not (each.superseded_on_blackwell and hardware.is_blackwell)))
 
 
 def divisors(number: int, limit: int) -> list[int]:
@@ -181,10 +173,11 @@ def recompute_sets(args: Arguments) -> tuple[tuple[str, ...], ...]:
     latent = ("mla_up_proj",) if args.model.multi_latent_attention else ()
     pattern = moe_layer_pattern(args.model.num_layers, args.moe.num_experts, args.moe.moe_layer_freq)
     dense = ("mlp",) if not all(pattern) else ()
-    norms = () if args.precision.fp8 and args.precision.fp8_recipe == "delayed" else ("layernorm",)
+    fmt = quantized_format(args.precision)
+    norms = () if fmt is not None and fmt.rejects(FormatCapability.RECOMPUTED_INPUTS) else ("layernorm",)
     sets = [(), norms, latent, (*norms, *latent), (*norms, *latent, *dense)]
     if any(pattern):
-        if args.precision.fp8 or args.precision.fp4:  # bf16 experts always recompute their activation
+        if fmt is not None:  # bf16 experts always recompute their activation
             sets += [("moe_act", *norms, *latent), ("moe_act", *norms, *latent, *dense)]
         sets += [("moe", *norms), ("moe", *norms, *latent, *dense)]
     return tuple(dict.fromkeys([*sets, FULL_RECOMPUTE]))

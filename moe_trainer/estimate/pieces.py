@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from arguments.mechanisms import dispatchers
+from arguments.mechanisms import dispatchers, formats
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.format_kinds import eight_bit
 from arguments.tokens import FIELDS, drop_flags
 from moe_trainer.estimate.corrections import strengths
 from moe_trainer.estimate.dry_run import plan_of_flags
@@ -33,12 +35,10 @@ if TYPE_CHECKING:
 
 NEGLIGIBLE = 0.005
 """Share of the step below which a piece counts as worth nothing."""
-FORMATS = ("fp8", "fp8_recipe", "fp4", "fp4_recipe")
+FORMATS = formats.SELECTING_FLAGS
 FORMAT_OPTIONS = (
-    "fp8_param_gather",
-    "fp4_param_gather",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "fp8_output_proj",
+    *formats.STORING_FLAGS,
+    eight_bit.OUTPUT_LAYER,
     "first_last_layers_bf16",
     "moe_router_padding_for_quantization",
     "moe_router_padding_for_fp8",
@@ -116,6 +116,28 @@ class Piece:
 
 
 LADDER = "DeepSeek-V3 256xGB200 MXFP8, while it was tuned"
+
+
+def _has_width(width: str, args: Arguments) -> bool:
+    return (fmt := formats.quantized_format(args.precision)) is not None and fmt.flags.name == width
+
+
+def _unmeasured_formats() -> tuple[Piece, ...]:
+    return tuple(
+        Piece(
+            f"{each.name} GEMMs instead of BF16",
+            " ".join(each.words),
+            partial(_has_width, each.flags.name),
+            drops=(*FORMATS, *FORMAT_OPTIONS),
+            replaces=(*FORMATS, *FORMAT_OPTIONS),
+            is_alternative=True,
+            blackwell=each.needs_blackwell,
+        )
+        for each in formats.QUANTIZED
+        if each.searched_with and not each.flags.is_measured
+    )
+
+
 PIECES = (
     Piece(
         "HybridEP instead of all-to-all",
@@ -192,7 +214,7 @@ PIECES = (
     Piece(
         "8-bit dispatch",
         "--moe-dispatch-fwd-dtype mxfp8 --moe-combine-bwd-dtype mxfp8",
-        lambda args: args.moe.moe_dispatch_fwd_dtype == "mxfp8",
+        lambda args: args.moe.moe_dispatch_fwd_dtype == formats.TRANSPORT.key,
         "--moe-dispatch-fwd-dtype bf16 --moe-combine-bwd-dtype bf16",
     ),
     Piece(
@@ -216,7 +238,7 @@ PIECES = (
     Piece(
         "MXFP8 GEMMs instead of BF16",
         MXFP8,
-        lambda args: bool(args.precision.fp8) and args.precision.fp8_recipe == "mxfp8",
+        lambda args: formats.quantized_format(args.precision) is eight_bit.MXFP8,
         drops=(*FORMATS, *FORMAT_OPTIONS),
         replaces=(*FORMATS, *FORMAT_OPTIONS),
         is_alternative=True,
@@ -229,26 +251,18 @@ PIECES = (
     Piece(
         "blockwise FP8 GEMMs instead of BF16",
         BLOCKWISE,
-        lambda args: bool(args.precision.fp8) and args.precision.fp8_recipe == "blockwise",
+        lambda args: formats.quantized_format(args.precision) is eight_bit.BLOCKWISE,
         drops=(*FORMATS, *FORMAT_OPTIONS),
         replaces=(*FORMATS, *FORMAT_OPTIONS),
         is_alternative=True,
         blackwell=False,
         published=(PublishedPair(487.8, 632, "Mixtral-8x22B 128xH100, delayed scaling", "PF"),),
     ),
-    Piece(
-        "NVFP4 GEMMs instead of BF16",
-        "--fp4-format e2m1 --fp4-recipe nvfp4",
-        lambda args: bool(args.precision.fp4),
-        drops=(*FORMATS, *FORMAT_OPTIONS),
-        replaces=(*FORMATS, *FORMAT_OPTIONS),
-        is_alternative=True,
-        blackwell=True,
-    ),
+    *_unmeasured_formats(),
     Piece(
         "fp8 parameters",
         "--fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag",
-        lambda args: args.stored_weight_format in ("fp8", "mxfp8"),
+        lambda args: args.stored_weight_format is not None and not args.replaces_te_weights,
         "--fp8-param-gather=false --reuse-grad-buf-for-mxfp8-param-ag=false",
         note="saves memory and half of the gather of parameters, which overlaps; in both models a run without it casts "
         "weights once per iteration, which is not counted",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.formats import quantized_format
 from arguments.parse import as_plan
 from arguments.stage_layout import chunk_layouts
 from moe_trainer.data.group_packing import GroupSizes
@@ -117,7 +118,7 @@ class Plan:
 
     @property
     def width(self) -> str:
-        """Format of the GEMMs: "bf16" (or wider), "fp8" or "fp4"."""
+        """Width of the GEMMs: "bf16" (or wider) or a quantized one (Hardware.gemm_width)."""
         return self.hardware.gemm_width(self.args.precision)
 
     @property
@@ -180,11 +181,10 @@ def make_plan(args: Arguments, world_size: int, hardware: Hardware, histogram: L
         padded_step, flops = time.step, num_tokens * lengths.flops_per_token
         seen = lengths.histogram.attention_length
         time = plan_step(timed, world_size, rows, count, memory, hardware, seen)
-    precision = args.precision
-    if (precision.fp4 or precision.fp8) and hardware.gemm_width(precision) == "bf16":
-        recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
+    fmt = quantized_format(args.precision)
+    if fmt is not None and hardware.gemm_width(args.precision) == "bf16":
         missing = (
-            f"{hardware.name} has no {recipe} GEMMs: they are computed in bf16 from quantized operands, and the "
+            f"{hardware.name} has no {fmt.key} GEMMs: they are computed in bf16 from quantized operands, and the "
             "planned time, that of bf16 GEMMs, is a lower bound"
         )
         note = "; ".join(filter(None, (note, missing)))

@@ -29,6 +29,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.formats import FLAGS
 from moe_trainer.estimate.executed_step import EXECUTED_MICROBATCHES, notes, stage_kinds
 from moe_trainer.estimate.interconnect import Interconnect, exchange_seconds
 from moe_trainer.estimate.layer_time import (
@@ -86,7 +87,7 @@ CALLERS = MappingProxyType({"quantization/expert_mlp.py": OF_EXPERTS, "moe/dispa
 HOST_COPIES = ("copy to the host", "copy to the device")
 LARGE_COPY_BYTES = 1 << 20
 """Bytes above which a copy between host and device is one of an offloaded tensor."""
-FORMATS = (("Float8", "fp8"), ("float8", "fp8"), ("Float4", "fp4"), ("float4", "fp4"))
+FORMATS = tuple((f"{word}{each.bits}", each.name) for each in FLAGS for word in ("Float", "float"))
 
 
 class Collective(NamedTuple):
@@ -209,7 +210,8 @@ def read_operator(text: str) -> Operator:
         made = [x for x in tensors if x.role != "r" and len(x.shape) >= 2]
         left, right = matrices[-2:] if "add" in base else matrices[:2]
         width = next((kind for mark, kind in FORMATS if left.dtype.startswith(mark)), "bf16")
-        gemm = _gemm(left.shape, right.shape, made[-1].shape if made else (), 2 if width == "fp4" else 1)
+        packed = next((8 // each.bits for each in FLAGS if each.name == width), 1)
+        gemm = _gemm(left.shape, right.shape, made[-1].shape if made else (), packed)
         m, n, k, count = gemm
         tokens = 0 if "grouped" not in base else left.shape[0] if len(right.shape) == 3 else left.shape[-1]
         wide = 4 if left.dtype in SINGLE else 2

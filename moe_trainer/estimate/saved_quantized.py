@@ -11,17 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear
+from arguments.mechanisms.format_kinds.declaration import QuantizedFormat
+from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
     from arguments import Arguments
 
-BLOCKS = MappingProxyType({"blockwise": 128, "mxfp8": 32, "nvfp4": 16})
-"""Tokens that share a scale; with other recipes all do."""
 _ALWAYS = (
     "linear_proj.x",
     "out_proj.x",
@@ -35,29 +34,29 @@ _ALWAYS = (
 
 def with_quantized_inputs(layer: LayerSizes, entries: Iterable[SavedTensor]) -> Iterator[SavedTensor]:
     """Yield what a layer saves, with the inputs that wait in 8 or 4 bits and their scales instead of those in full."""
-    recipe = _recipe(layer)
+    fmt = _format(layer)
     for entry in entries:
-        if recipe is None or not _is_saved_quantized(layer, entry.name, recipe):
+        if fmt is None or not _is_saved_quantized(layer, entry.name, fmt):
             yield entry
         else:
             groups = layer.num_experts // layer.ep if entry.name.startswith("experts.") else 1
             in_buffer = entry.name == "experts.x" and layer.moe.moe_expert_rank_capacity_factor is not None
-            yield from _quantized(entry, recipe, groups, in_buffer and not layer.te_experts)
+            yield from _quantized(entry, fmt, groups, in_buffer and not layer.te_experts)
 
 
-def _recipe(layer: LayerSizes) -> str | None:
-    """Return the recipe of a layer's weight gradients, None if they are not quantized."""
+def _format(layer: LayerSizes) -> QuantizedFormat | None:
+    """Return the format of a layer's weight gradients, None if they are not quantized."""
     precision, count = layer.args.precision, layer.model.num_layers
-    if not (precision.fp4 or (precision.fp8 and precision.fp8_wgrad)):
+    if not quantizes_weight_gradients(precision):
         return None
     if precision.first_last_layers_bf16 and layer.number < count:
         first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
         if not first <= layer.number < count - last:
             return None
-    return "nvfp4" if precision.fp4 else precision.fp8_recipe
+    return quantized_format(precision)
 
 
-def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
+def _is_saved_quantized(layer: LayerSizes, name: str, fmt: QuantizedFormat) -> bool:
     model, parts = layer.model, layer.parts
     keeps_latents = _keeps_latents(layer.args)
     if name == "experts.x":  # ours save the tokens of pages as they are
@@ -75,7 +74,7 @@ def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
         "q_latent": not keeps_latents,
         "kv_latent": not keeps_latents,
     }
-    return of_columns.get(name, False) and _can_shard(layer, recipe)
+    return of_columns.get(name, False) and _can_shard(layer, fmt)
 
 
 def _keeps_latents(args: Arguments) -> bool:
@@ -85,23 +84,23 @@ def _keeps_latents(args: Arguments) -> bool:
     return not model.qk_layernorm or "mla_up_proj" in args.training.recomputed_modules or is_sparse
 
 
-def _can_shard(layer: LayerSizes, recipe: str) -> bool:
+def _can_shard(layer: LayerSizes, fmt: QuantizedFormat) -> bool:
     """Return whether a rank's tokens of a sequence shard have separate scales."""
     if layer.tp == 1 or not layer.args.parallel.sequence_parallel:
         return True
-    return recipe != "nvfp4" and layer.rows % BLOCKS.get(recipe, 1) == 0
+    return not fmt.has_global_scale and layer.rows % (fmt.tokens_per_scale or 1) == 0
 
 
-def _quantized(entry: SavedTensor, recipe: str, groups: int, in_buffer: bool) -> Iterator[SavedTensor]:
+def _quantized(entry: SavedTensor, fmt: QuantizedFormat, groups: int, in_buffer: bool) -> Iterator[SavedTensor]:
     """Yield values and scales of an input; `groups` of its tokens are quantized apart, evenly many in each.
 
     `in_buffer`: their counts are on the device, and two-level scales are saved in one byte.
     """
     tokens, channels = math.prod(entry.shape[:-1]), entry.shape[-1]
-    block = BLOCKS.get(recipe)
+    block = fmt.tokens_per_scale
     num_blocks = groups * -(-tokens // (groups * block)) if block else groups
-    if recipe == "nvfp4":
-        yield replace(entry, shape=(channels, num_blocks * 8), itemsize=1)
+    if block and fmt.has_global_scale:
+        yield replace(entry, shape=(channels, num_blocks * block * fmt.flags.bits // 8), itemsize=1)
         yield replace(
             entry, name=f"{entry.name}.scales", shape=(channels, num_blocks), itemsize=1 if in_buffer else WIDE
         )

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from arguments import ArgumentError, parse_args
 from arguments.layer_pattern import moe_layer_pattern, mtp_layer_pattern
+from arguments.mechanisms.formats import SEARCHED_FORMATS
 from arguments.parallel import ParallelArgs
 from arguments.parse import as_plan, resolve_command_line
 from arguments.tokens import drop_flags, select_flags
@@ -35,7 +36,6 @@ from moe_trainer.estimate.layer_time import LayerTime, PassTime
 from moe_trainer.estimate.memory import ChunkBytes, without_recompute
 from moe_trainer.estimate.parallel_configs import (
     FORMAT_FLAGS,
-    FORMATS,
     FULL_RECOMPUTE,
     REPLACED,
     SEARCHED,
@@ -349,7 +349,7 @@ def search_formats(
     headroom: float = DEFAULT_HEADROOM,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """Search over several GEMM formats (FORMATS) instead of the one that the command line names.
+    """Search over several GEMM formats (SEARCHED_FORMATS) instead of the one that the command line names.
 
     Raises:
         ValueError: as `search`, and for a format that the device lacks.
@@ -367,9 +367,9 @@ def search_formats(
     rejections: Counter[str] = Counter()
     for name in formats:
         report = partial(_report_format, name, progress)
-        outcomes.append(search([*base, *FORMATS[name]], gpus, hardware, best, headroom, report))
-        found += [replace(each, argv=(*FORMATS[name], *each.argv)) for each in outcomes[-1].found]
-        fitting += [replace(each, argv=(*FORMATS[name], *each.argv)) for each in outcomes[-1].fitting]
+        outcomes.append(search([*base, *SEARCHED_FORMATS[name]], gpus, hardware, best, headroom, report))
+        found += [replace(each, argv=(*SEARCHED_FORMATS[name], *each.argv)) for each in outcomes[-1].found]
+        fitting += [replace(each, argv=(*SEARCHED_FORMATS[name], *each.argv)) for each in outcomes[-1].fitting]
         rejections.update(dict(outcomes[-1].rejections))
     published = (outcome.published for outcome in outcomes if outcome.published)
     totals = ("seen", "small", "planned", "rejected", "seconds")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from arguments.mechanisms.formats import quantized_format
 from arguments.program import as_typed
 from moe_trainer.drawing.number_ranges import group_consecutive
 from moe_trainer.estimate.hardware import GIB
@@ -131,8 +132,8 @@ def _no_fit_lines(outcome: SearchResult, gpus: int) -> list[str]:
 
 
 def _gemm_recipe(plan: Plan) -> str:
-    precision = plan.args.precision
-    return precision.fp4_recipe if precision.fp4 else precision.fp8_recipe if precision.fp8 else plan.width
+    fmt = quantized_format(plan.args.precision)
+    return plan.width if fmt is None else fmt.key
 
 
 def _compare(name: str, plan: Plan, first: Plan) -> list[str]:

@@ -4,7 +4,7 @@ What every parameter costs on a rank that holds it, and what is sharded over dat
 and moments of the distributed optimizer, or everything under full sharding. Dense parameters are sharded over dp x cp,
 experts over their own data-parallel ranks, in both cases within one instance of the optimizer.
 
-Counted separately are weights stored in 8 or 4 bits (--fp8-param-gather, --fp4-param-gather), whose main parameters are
+Counted separately are weights stored in a narrow form (arguments/stored_weights.py), whose main parameters are
 complete because no bf16 copy holds half of them, and the tables of embeddings and head, which another rule updates if
 the optimizer updates matrices; vectors are counted as matrices. Not counted are the padding of buffers, one fp32 scale
 per tensor in a format with scales, and temporary tensors of a step (optim/optimizer_shard.py, optim/host_offload.py).
@@ -13,22 +13,14 @@ per tensor in a format with scales, and temporary tensors of a step (optim/optim
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from arguments.mechanisms.formats import STATE_BYTES
 from arguments.mechanisms.optimizers import get_element_rule, get_optimizer
 from arguments.stage_layout import parallel_sizes
 
 if TYPE_CHECKING:
     from arguments import Arguments
-
-BLOCK_ELEMENTS = MappingProxyType({"blockwise": 128 * 128, "nvfp4": 16 * 16})
-BLOCK_SCALE_BYTES = 12
-"""Scale of a block, its inverse, and the largest magnitude that both are computed from."""
-ELEMENT_BYTES = MappingProxyType(
-    {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
-)
-"""Bytes of an element by its format, with its share of a scale where few elements share one."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     instance_ranks = max(1, ranks // (parallel.num_distributed_optimizer_instances or 1))
     count = len((get_element_rule(optimizer) if table else get_optimizer(optimizer)).states)
     formats = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
-    moments = sum(ELEMENT_BYTES[name] for name in formats[:count])
+    moments = sum(STATE_BYTES[name] for name in formats[:count])
     width = 2.0 if half else 4.0
     if parallel.has_sharded_params and _data_ranks(args, world_size, "dense") > 1:
         # shards are weights and main parameters at once
@@ -94,11 +86,11 @@ def _trained_state_bytes(args: Arguments, world_size: int, kind: str, stored: bo
     shards = instance_ranks if is_sharded else 1
     share, main_device, main_host = _share_on_host(args), 0.0, 0.0
     if stored:
-        width, main_device = quantized_param_bytes(args), ELEMENT_BYTES[optimizer.main_params_dtype] if aware else 4.0
+        width, main_device = quantized_param_bytes(args), STATE_BYTES[optimizer.main_params_dtype] if aware else 4.0
         main_host = main_device
     elif half and parallel.has_fp32_main_params(precision.params_dtype_name):
         # fp32 main parameters need only the bits that bf16 weights lack, except on a host that updates them
-        main_host = ELEMENT_BYTES[optimizer.main_params_dtype] if aware else 4.0
+        main_host = STATE_BYTES[optimizer.main_params_dtype] if aware else 4.0
         shared = aware and precision.bf16 and optimizer.main_params_dtype == "fp32"
         main_device = 2.0 if shared else main_host
         if not optimizer.optimizer_cpu_offload:
@@ -136,13 +128,8 @@ def has_known_state(args: Arguments) -> bool:
 
 
 def quantized_param_bytes(args: Arguments) -> float:
-    """Return the bytes of a stored weight, with its share of the block's scales but no scale per tensor."""
-    stored = args.stored_weight_format
-    if stored == "mxfp8":
-        return 2 * ELEMENT_BYTES["mxfp8"]  # by rows and by columns
-    recipe = "nvfp4" if stored == "nvfp4" else args.precision.fp8_recipe
-    scales = BLOCK_SCALE_BYTES / BLOCK_ELEMENTS[recipe] if recipe in BLOCK_ELEMENTS else 0.0
-    return (0.5 if stored == "nvfp4" else 1.0) + scales
+    """Return the bytes of a stored weight, with its share of the block's scales; 0 if none is stored so."""
+    return 0.0 if (stored := args.stored_weight_format) is None else stored.num_bytes
 
 
 def _data_ranks(args: Arguments, world_size: int, kind: str) -> int:

@@ -16,12 +16,13 @@ from arguments.layer_pattern import (
     moe_layer_pattern,
     mtp_layers,
 )
+from arguments.mechanisms.formats import quantized_format
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
 from moe_trainer.estimate.linear_attention import linear_attention_params
 from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank, indexer_params, mamba_params
-from moe_trainer.estimate.state_bytes import ELEMENT_BYTES, StateBytes, has_known_state, rank_state_bytes
+from moe_trainer.estimate.state_bytes import StateBytes, has_known_state, rank_state_bytes
 
 if TYPE_CHECKING:
     from arguments import Arguments
@@ -40,14 +41,14 @@ def stage_states(
     for chunks in chunk_layouts(args.model, args.parallel):
         held = params.stage(chunks)
         stored = quantized_params_on_rank(plain, chunks) if args.has_quantized_params else ParamsPerRank(0, 0)
-        if args.stored_weight_format == "mxfp8":
+        if (form := args.stored_weight_format) is not None and form.is_gathered_wide:
             linears, experts = args.te_quantizes  # Transformer Engine's layers keep theirs in the model's format
             stored = ParamsPerRank(0 if linears else stored.dense, 0 if experts else stored.expert)
         if args.model.dsa_indexer_warmup or args.model.lora_dim is not None or args.optimizer.freeze_backbone:
             state = _frozen_state(args, world_size, held, trained_params(args, chunks, held))
         else:
-            tables, in_fp8 = sum(map(params.tables, chunks)), (stored.dense, stored.expert)
-            state = rank_state_bytes(args, world_size, held.dense, held.expert, in_fp8, tables)
+            tables, narrow = sum(map(params.tables, chunks)), (stored.dense, stored.expert)
+            state = rank_state_bytes(args, world_size, held.dense, held.expert, narrow, tables)
         casts = cast_bytes(args, chunks, plain, hardware) + expert_cast_bytes(args, world_size, chunks, plain)
         states.append(replace(state, weights=state.weights + casts))
     return states
@@ -58,19 +59,18 @@ def cast_bytes(args: Arguments, chunks: Sequence[ChunkLayout], plain: LayerParam
 
     Each weight is cast by rows for the forward GEMM and by columns for the gradient of the input (quantization/
     iteration.py: WeightCastCache). With a single scale per weight, Blackwell needs the first only. Weights that are
-    stored in fp8 are the first; of MXFP8 weights these layers hold the model's format, and cast both.
+    stored in a form that they take are the first; else these layers hold the model's format, and cast both.
     """
     linears, experts = args.te_quantizes
+    fmt, stored = quantized_format(args.precision), args.stored_weight_format
     if args.parallel.has_sharded_params or args.training.captured_modules - {"iteration"} or not (linears or experts):
         return 0.0
-    recipe = "nvfp4" if args.precision.fp4 else args.precision.fp8_recipe
-    copies = 2 - (
-        args.has_frozen_weights or (recipe == "tensorwise" and hardware is not None and hardware.is_blackwell)
-    )
-    copies -= args.stored_weight_format == "fp8"  # the weights themselves are the first
-    size = ELEMENT_BYTES.get(recipe, ELEMENT_BYTES["fp8"])
+    assert fmt is not None
+    transposes = fmt.tokens_per_scale is None and not fmt.is_custom
+    copies = 2 - (args.has_frozen_weights or (transposes and hardware is not None and hardware.is_blackwell))
+    copies -= stored is not None and stored.library_takes  # the weights themselves are the first
     held = quantized_params_on_rank(plain, chunks)
-    return max(0, copies) * size * (linears * held.dense + experts * held.expert)
+    return max(0, copies) * fmt.copy_bytes * (linears * held.dense + experts * held.expert)
 
 
 def expert_cast_bytes(args: Arguments, world_size: int, chunks: Sequence[ChunkLayout], plain: LayerParams) -> float:
@@ -80,15 +80,23 @@ def expert_cast_bytes(args: Arguments, world_size: int, chunks: Sequence[ChunkLa
     are in high precision. Weights with clones of other ranks' are cast in every microbatch.
     """
     parallel, training = args.parallel, args.training
-    casts = args.precision.fp8 and args.stored_weight_format is None and args.moe.moe_expert_rank_capacity_factor
+    fmt = quantized_format(args.precision)
+    casts = args.stored_weight_format is None and args.moe.moe_expert_rank_capacity_factor
     clones = args.moe.moe_clone_hot_experts and parallel.expert_model_parallel_size > 1
-    if not casts or clones or args.te_quantizes[1] or not args.caches_expert_casts:
+    if (
+        fmt is None
+        or not fmt.keeps_expert_casts
+        or not casts
+        or clones
+        or args.te_quantizes[1]
+        or not args.caches_expert_casts
+    ):
         return 0.0
     sizes = parallel_sizes(args)
     data_ranks = world_size // (sizes["tp"] * sizes["cp"] * sizes["pp"])
     if training.global_batch_size == training.micro_batch_size * data_ranks:
         return 0.0
-    return 2 * ELEMENT_BYTES["fp8"] * quantized_params_on_rank(plain, chunks).expert
+    return 2 * fmt.flags.bits / 8 * quantized_params_on_rank(plain, chunks).expert
 
 
 def trained_params(args: Arguments, chunks: Sequence[ChunkLayout], held: ParamsPerRank) -> ParamsPerRank:
@@ -134,7 +142,7 @@ def matrices_only(args: Arguments, vocab_rows: int) -> LayerParams:
 
 
 def quantized_params_on_rank(plain: LayerParams, chunks: Sequence[ChunkLayout]) -> ParamsPerRank:
-    """Return the weights of quantized layers, which --fp8-param-gather and --fp4-param-gather store."""
+    """Return the weights of quantized layers, which may be stored in a form of their own."""
     model, precision = plain.model, plain.args.precision
     first = last = 0
     if precision.first_last_layers_bf16:

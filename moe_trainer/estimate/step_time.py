@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from arguments.layer_pattern import mtp_layer_pattern
@@ -36,8 +35,6 @@ OVERLAPPED_EXCHANGE_SHARE = 0.93
 """Share of the token exchange that the other pass of a pair overlaps (arXiv 2603.07685, section 4.2.2)."""
 EXCHANGE_SMS = 20
 """Multiprocessors that the exchange occupies without --moe-flex-dispatcher-num-sms (DeepEP's default)."""
-GATHERED_BYTES = MappingProxyType({"fp8": 1.0, "nvfp4": 0.5})
-"""Bytes of a weight in the parameter all-gather, by the format in which it is stored and gathered."""
 HOST_ADAM = 50e9
 """Bytes/s at which a rank's share of the host updates offloaded states: an eighth of two sockets' memory bandwidth."""
 
@@ -311,7 +308,9 @@ def _data_parallel(
     reduce = gather = 0.0
     chunks = chunk_layouts(args.model, parallel)[stage.stage]
     trained = trained_params(args, chunks, stage.held)
-    narrow, width = ParamsPerRank(0, 0), GATHERED_BYTES.get(args.stored_weight_format or "", size)
+    narrow, width, stored = ParamsPerRank(0, 0), float(size), args.stored_weight_format
+    if stored is not None and stored.gathered_bytes is not None:
+        width = stored.gathered_bytes
     if width != size:
         narrow = quantized_params_on_rank(matrices_only(args, 1), chunks)  # without the vocabulary
     for num_params, num_narrow, stride in (

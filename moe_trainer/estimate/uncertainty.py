@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, cast
 
 from arguments.layer_pattern import uses_window
 from arguments.mechanisms.dispatchers import DEEPEP, SELECTABLE, Dispatcher, get_dispatcher
+from arguments.mechanisms.formats import FLAGS
 from moe_trainer.estimate.corrections import (
     Bias,
     crosses_nodes_by_hybridep,
@@ -109,6 +110,15 @@ FEATURES: Features = MappingProxyType(
 )
 """Features of published runs that were hard to predict."""
 
+
+def _has_gemms(width: str, plan: Plan) -> bool:
+    return plan.width == width
+
+
+def _unmeasured_widths() -> Features:
+    return {f"{each.name} GEMMs": partial(_has_gemms, each.name) for each in FLAGS if not each.is_measured}
+
+
 UNTESTED_FEATURES: Features = MappingProxyType(
     {
         "context parallelism below 16K tokens": lambda plan: (
@@ -117,7 +127,7 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "hardware without a published run": lambda plan: (
             plan.hardware.name not in PUBLISHED_HARDWARE and not plan.hardware.calibration
         ),
-        "fp4 GEMMs": lambda plan: plan.width == "fp4",
+        **_unmeasured_widths(),
         "narrower experts in 8 bits than any fitted run has": (
             lambda plan: has_narrower_experts(plan.args, plan.hardware)
         ),

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 
 from arguments import te_support
+from arguments.mechanisms.format_kinds.declaration import StoredForm
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from arguments.precision import PrecisionArgs
@@ -126,7 +127,7 @@ class LayerFactory:
         return replace(self, quantize=quantize, **self._linears(quantize=quantize))
 
     def lm_head_quantizer(self) -> Callable[..., QuantizedGemms] | None:
-        """Return what makes the output layer's quantized GEMMs; None without --fp8-output-proj."""
+        """Return what makes the output layer's quantized GEMMs; None if they are not."""
         low = self.precision
         return (
             functools.partial(low.make_gemms, quantizer=self.kernels.quantize)
@@ -155,7 +156,7 @@ def select_layer_factory(
     moe: MoEArgs = MoEArgs(),
     precision: PrecisionArgs = PrecisionArgs(),
     defers: bool = False,
-    stored_format: str | None = None,
+    stored_format: StoredForm | None = None,
     tensors_of_experts: frozenset[str] = frozenset(),
     captured: frozenset[str] = frozenset(),
     overlap: TpOverlap | None = None,
@@ -241,16 +242,17 @@ class _FusedSelection:
     model: ModelArgs
     moe: MoEArgs
     precision: PrecisionArgs
-    stored_format: str | None
+    stored_format: StoredForm | None
     tensors_of_experts: frozenset[str]
     captured: frozenset[str]
 
     def make_factory(self, cp_comm_types: tuple[str, ...], defers: bool, overlap: TpOverlap | None) -> LayerFactory:
         """Return TransformerEngine's factory, with local layers where it does not support the flags."""
-        recipe, stream = get_recipe(self.precision), None
+        recipe, stream, stored = get_recipe(self.precision), None, self.stored_format
         low = recipe is not None and self._fits(
             f"linears and experts with {recipe.name} scaling",
-            te_support.recipe_problem(self.precision, self.stored_format == "nvfp4") or te.recipe_problem(recipe),
+            te_support.recipe_problem(self.precision, stored is not None and stored.library_cannot_hold)
+            or te.recipe_problem(recipe),
             loud=True,
         )
         attention_problem = te_support.attention_problem(self.model, self.precision.params_dtype_name, self.ps.cp.size)
@@ -268,7 +270,7 @@ class _FusedSelection:
             attends,
             stream,
             overlap=overlap,
-            stores=self.stored_format == "fp8",
+            stores=stored is not None and stored.library_takes,
             backend=_attention_backend(self.model, self.precision, self.backends, for_all=not attends),
             **experts,
         )
@@ -285,7 +287,7 @@ class _FusedSelection:
         )
 
     def _fits(self, what: str, problem: str | None, loud: bool = False) -> bool:
-        """Return whether there is no problem; `loud` for the GEMMs, which are what fp8 and fp4 are asked for."""
+        """Return whether there is no problem; `loud` for the GEMMs, which are what quantization is asked for."""
         # nothing types what stays local, so only --on-missing-backend error stops here
         return self.backends.should_use(
             (),
@@ -338,8 +340,10 @@ class _FusedSelection:
     def _uses_operation_fuser(self) -> bool:
         if not self.model.use_transformer_engine_op_fuser:
             return False
-        problem = "it cannot take weights that are stored in fp8"
-        if self.stored_format != "fp8":
+        stored, problem = self.stored_format, None
+        if stored is not None and stored.library_takes:
+            problem = f"it cannot take weights that are stored in {stored.name}"
+        else:
             problem = te_layers.expert_ops_problem(self.model, self.moe, self.tensors_of_experts)
         return self.backends.should_use(
             ("use_transformer_engine_op_fuser",),

@@ -116,7 +116,7 @@ class SparseAttention(ContextParallelAttention):
         kernels: of attention to listed keys.
         apply_rope: of the indexer.
         per_token_loss: see balancing_losses.
-        quantized: linears compute in fp8 or fp4.
+        quantized: linears compute in a low precision.
 
     Attributes:
         recorder: None, or a list that receives the selection of every pass: a bit per query and key, or key lists.

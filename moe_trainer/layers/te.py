@@ -12,12 +12,13 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from arguments.mechanisms.formats import BY_KEY
 from moe_trainer.ops.permute import Permutation, PermuteMap
 from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.quantize import E5M2
@@ -63,17 +64,6 @@ def load_expert_parallel() -> ModuleType:
     return importlib.import_module(f"{PYTORCH}.ep")
 
 
-RECIPES = MappingProxyType(
-    {
-        "tensorwise": ("Float8CurrentScaling", "is_fp8_available"),
-        "blockwise": ("Float8BlockScaling", "is_fp8_block_scaling_available"),
-        "mxfp8": ("MXFP8BlockScaling", "is_mxfp8_available"),
-        "nvfp4": ("NVFP4BlockScaling", "is_nvfp4_available"),
-        "custom": ("CustomRecipe", "is_fp8_available"),
-    }
-)
-"""Our name of a recipe -> the library's class, and its question whether the device can do it."""
-
 CUSTOM_ALIGNMENT = 128
 """Multiple of an expert's token count that every quantizer of the library takes."""
 
@@ -82,7 +72,7 @@ def recipe_problem(recipe: QuantizationRecipe) -> str | None:
     """Return why the package or the device cannot run a recipe that the flags allow; None if it can."""
     if recipe.custom is not None and recipe.custom.names_formats():
         return "the factory names formats of this program's own layers"
-    kind, available = RECIPES[recipe.name]
+    kind, available = _find_library_recipe(recipe)
     if missing := problem("", "autocast", available):
         return missing
     if not hasattr(importlib.import_module("transformer_engine.common.recipe"), kind):
@@ -100,14 +90,21 @@ def autocast(recipe: QuantizationRecipe) -> Callable[[], AbstractContextManager]
     return functools.partial(load().autocast, enabled=True, recipe=_made(recipe))
 
 
+def _find_library_recipe(recipe: QuantizationRecipe) -> tuple[str, str]:
+    """Return the library's class of a recipe, and its question whether the device can do it."""
+    found = BY_KEY[recipe.name].library
+    assert found is not None, recipe.name
+    return found
+
+
 def _made(recipe: QuantizationRecipe) -> object:
     """Build the library's recipe."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
-    made = getattr(recipes, RECIPES[recipe.name][0])
-    if recipe.name == "nvfp4":
-        return made()
+    made = getattr(recipes, _find_library_recipe(recipe)[0])
     if recipe.custom is not None:
         return made(qfactory=recipe.custom.factory)
+    if len(BY_KEY[recipe.name].flags.values) == 1:
+        return made()
     return made(fp8_format=recipes.Format.HYBRID if recipe.grad.fmt == E5M2 else recipes.Format.E4M3)
 
 

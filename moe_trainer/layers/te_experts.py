@@ -3,7 +3,7 @@
 The library wants a tensor per expert; ours are one parameter [e, N, K]. The module loses its own parameters and gets
 views of the stack during a call. Its GEMMs write their gradients to `give_main_grads`: in fp32 where these are added to
 an fp32 main gradient, which then no rounding to bf16 precedes.
-Where the stack is stored in fp8 (--fp8-param-gather), it gets tensors of the library that share the stack's bytes.
+Where the stack is stored in a form that the library takes, it gets tensors of the library that share the stack's bytes.
 Biases are added between the GEMMs (moe/grouped_experts.py). Deferred weight gradients use the library's
 delay_wgrad_compute, a first-in first-out queue; a pass that does not defer runs one entry, and since all are summed it
 may be another pass's. Token counts are multiples of `pad_multiple`.
@@ -79,7 +79,7 @@ def give_main_grads(weights: Sequence[Tensor], weight_eNK: Tensor, make: Callabl
 
 
 class LibraryWeight:
-    """The library's tensors of a weight that is stored in fp8; kept as long as casts are.
+    """The library's tensors of a stored weight; kept as long as casts are.
 
     They share the weight's bytes. Their transposes do not, so they are new after every change of the weight.
     """
@@ -88,7 +88,7 @@ class LibraryWeight:
         self._kept: list[Tensor] = []
 
     def tensors(self, weight: Parameter, is_first: bool | None, training: bool) -> list[Tensor] | None:
-        """Return the tensors, in training with transposes; None if the weight is not stored in fp8.
+        """Return the tensors, in training with transposes; None if the weight is not stored so.
 
         is_first: see WeightCastCache.
         """
@@ -137,7 +137,7 @@ class FusedGroupedLinear(nn.Module):
         queue: of the chunk; None if no weight gradient is deferred.
         pad_multiple: of token counts.
         save_original_input: save x itself for backward, not its quantized form, so that it can be recomputed.
-        stores: weights are stored in fp8.
+        stores: weights are stored in a form that the library takes.
     """
 
     def __init__(

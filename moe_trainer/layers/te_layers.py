@@ -325,7 +325,7 @@ class FusedLayers:
         interleave_size: see FusedExpertMLP.
         plain_host_problem, quantized_host_problem: why the pipeline reads token counts on the host.
         overlap: of tensor-parallel linears.
-        stores: quantized weights are stored in fp8.
+        stores: quantized weights are stored in a form that the library takes.
         backend: torch's kernel where the local attention computes; None for torch's choice.
     """
 

@@ -1,12 +1,12 @@
 """The experts' MLP as one pipeline of TransformerEngine's operations (--use-transformer-engine-op-fuser).
 
 fc1, SwiGLU times the probability, and fc2 become one `ops.Sequential`, which the library may replace by fused kernels.
-From compute capability 9.0 (bf16) and 10.0 (MXFP8, NVFP4) it reads token counts on the device, so the host waits for
+From compute capability 9.0 (bf16) and 10.0 (small blocks) it reads token counts on the device, so the host waits for
 none. Its kernel for all three in one needs --moe-mlp-glu-interleave-size 32, then fc1's gate and up alternate in blocks
 of that many rows: ours are [gate; up], so the weight is rearranged in every call.
 
 Between forward and backward its tensors can be stored in pages (--moe-paged-stash). The library flattens what it
-saves: data of tokens, and of MXFP8 and NVFP4 also scales, whose blocks follow each other expert by expert. So what
+saves: data of tokens, and with small blocks also scales, whose blocks follow each other expert by expert. So what
 belongs to the first tokens comes first, and every token has an equal part if counts are multiples of PAD_MULTIPLE.
 
 The operations take a weight per expert; ours are one parameter. A call shows them views of the stack as parameters,

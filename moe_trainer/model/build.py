@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from arguments import Arguments
 from arguments.layer_pattern import is_linear
+from arguments.mechanisms.formats import list_widths, quantized_format
 from arguments.stage_layout import chunk_layouts, embedding_stages
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.backends import BackendPolicy
@@ -172,7 +173,9 @@ def _log_model(chunks: list[Transformer], device: torch.device, factory: LayerFa
         factory.name,
     )
     if device.type == "cpu" and any(chunk.quantized for chunk in chunks):
-        logger.info("fp8 and fp4 GEMMs on CPU are computed in fp32 from quantized operands (slower, equal results)")
+        logger.info(
+            "%s GEMMs on CPU are computed in fp32 from quantized operands (slower, equal results)", list_widths("and")
+        )
 
 
 def _initialize_userbuffers(args: Arguments, ps: ParallelState, dtype: torch.dtype, overlap: TpOverlap) -> None:
@@ -180,7 +183,7 @@ def _initialize_userbuffers(args: Arguments, ps: ParallelState, dtype: torch.dty
     precision = args.precision
     of_samples = (args.data.seq_length or 1) * (args.training.micro_batch_size or 1)
     tokens = (args.max_packed_tokens or of_samples) // ps.cp.size
-    quantized = bool(precision.fp8 or precision.fp4)
+    quantized = quantized_format(precision) is not None
     ends = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     te.initialize_userbuffers(
         (tokens, args.model.hidden_size),

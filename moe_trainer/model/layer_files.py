@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from arguments import Arguments
+from arguments.mechanisms.formats import quantized_format
 
 
 def layer_files(args: Arguments) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -14,7 +15,7 @@ def layer_files(args: Arguments) -> Iterator[tuple[str, Callable[[], object]]]:
 
         yield "--tp-comm-overlap-cfg", partial(TpOverlap.from_args, parallel)
     path = precision.te_precision_config_file
-    if path is not None and (precision.fp8 or precision.fp4):
+    if path is not None and quantized_format(precision):
         from moe_trainer.quantization.config import get_recipe
         from moe_trainer.quantization.precision_file import PrecisionFile
 

@@ -27,7 +27,7 @@ By Megatron-Core's definition these results depend on the layout, and the refere
 * selections that choose by other tokens too (`counts` of their declarations): by those of a rank, or of a microbatch;
 * multi-token prediction under cp (model/mtp.py): each cp rank divides by its own number of valid tokens;
 * --moe-input-jitter-eps, forced routing, stochastic rounding: every rank has its own random numbers;
-* fp8 and fp4 GEMMs (quantization/gemms.py): scales are of a rank's shard of a tensor, and blocks start with it or with
+* quantized GEMMs (quantization/gemms.py): scales are of a rank's shard of a tensor, and blocks start with it or with
   an expert's tokens on the rank. Gradients are quantized at their magnitude in backward, which depends on cp and the
   number of microbatches. Padded routing is per rank. Delayed scaling does not depend on the layout.
 

@@ -150,7 +150,7 @@ class Experts(nn.Module):
         if expert_mlp is not None:
             self.pipeline = expert_mlp(num_local, (input_size, ffn // ps.etp.size, output_size))
         self.grouped = self._build_grouped_linears(grouped_linear)
-        # a library's linears need to know how weights are stored in fp8
+        # a library's linears need to know how weights are stored
         if quantize is not None and self.pipeline is None and (self.grouped is None or self.grouped[0].stores):
             gemms = [
                 quantize(f"{name}.{linear}", is_sharded=True, is_expert=True) for linear in ("linear_fc1", "linear_fc2")

@@ -1,7 +1,7 @@
 """The three GEMMs of a linear layer: output, gradient of the input, gradient of the weight.
 
 `LinearGemms` is the interface. `UnquantizedGemms` and `LMHeadGemms` implement it here; quantization/gemms.py does with
-operands in fp8 or fp4. Layers and autograd functions take one of them and never ask which.
+quantized operands. Layers and autograd functions take one of them and never ask which.
 
 Shape letters: T tokens (any leading dimensions), K input width, N output width, V vocabulary.
 """
@@ -73,7 +73,7 @@ class LMHeadGemms:
 
     Args:
         dtype: of the logits; None for that of the weight.
-        quantized: GEMMs with quantized operands (--fp8-output-proj).
+        quantized: GEMMs with quantized operands.
     """
 
     dtype: torch.dtype | None = None

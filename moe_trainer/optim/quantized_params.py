@@ -1,10 +1,10 @@
-"""Parameters that the model stores in 8 or 4 bits only (--fp8-param-gather, --fp4-param-gather).
+"""Parameters that the model stores quantized only (arguments/stored_weights.py).
 
 The fp32 main parameters of a rank's shard are the only values; every rank has the bytes of all shards. After a step
 `quantize_to_model` casts the shard directly: maximum magnitudes of the shard, their maximum over the ranks that hold
 the other shards (one all-reduce of a number per block or per matrix), cast. The bytes are then gathered like any
 parameters (distributed_optimizer.py). Scales are not gathered: all ranks compute them from the same maxima
-(quantization/stored_weight.py). MXFP8 parameters are gathered in the model's format: mx_params.py.
+(quantization/stored_weight.py). Those that are stored twice are gathered in the model's format: mx_params.py.
 
 Other code reads the values through the parameter's accessor, in the parameter's own dtype, rounded from the main
 parameters, so checkpoints and exports do not depend on how weights are stored. Loading exposes this rank's shard in
@@ -109,7 +109,7 @@ class QuantizedParams(ABC):
 
 
 class SingleCopyParams(QuantizedParams):
-    """fp8 or NVFP4 bytes of all parameters of a layout, made from the main parameters of a shard."""
+    """Quantized bytes of all parameters of a layout, made from the main parameters of a shard."""
 
     def __init__(self, shard: OptimizerShard, layout: FlatLayout, size: int):
         weights: list[SingleCopyWeight] = [slot.stored_weight for slot in layout.slots]

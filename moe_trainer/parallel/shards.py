@@ -1,6 +1,6 @@
-"""This rank's data-parallel shards of a parameter: plain, sharded by FSDP, or fp8.
+"""This rank's data-parallel shards of a parameter: plain, sharded by FSDP, or quantized.
 
-The values of an fp8 parameter are those of the optimizer's main parameter (optim/quantized_params.py).
+The values of a quantized parameter are those of the optimizer's main parameter (optim/quantized_params.py).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which layers multiply in fp8 or fp4.
+"""Which layers multiply in a narrower format than the model's.
 
 Quantized are the linears of attention, MLPs, experts, shared experts and multi-token prediction, and the output layer
 with --fp8-output-proj. Embedding, router, gates, norms and core attention are not. --first-last-layers-bf16 leaves
@@ -8,6 +8,7 @@ layers at both ends unquantized, except those of multi-token prediction, as in M
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
 from arguments.model import ModelArgs
 from arguments.precision import PrecisionArgs
 from moe_trainer.parallel.rng import StochasticRoundingRNG
@@ -26,22 +27,17 @@ def get_recipe(precision: PrecisionArgs) -> QuantizationRecipe | None:
     Raises:
         QuantizerFactoryError: if a factory chooses the formats and cannot be imported.
     """
-    if not precision.fp8 and not precision.fp4:
+    fmt = quantized_format(precision)
+    if fmt is None:
         return None
-    name = precision.fp8_recipe if precision.fp8 else precision.fp4_recipe
-    if name == "custom":
-        kind, path = (
-            ("fp8", precision.fp8_quantizer_factory) if precision.fp8 else ("fp4", precision.fp4_quantizer_factory)
-        )
-        wgrad = precision.fp8_wgrad or not precision.fp8
-        flag = f"--{kind}-quantizer-factory"
-        return CustomRecipe.load(flag, path or "", precision.fp8 == "hybrid", wgrad).representative()
+    hybrid, wgrad = getattr(precision, fmt.flags.name) == "hybrid", quantizes_weight_gradients(precision)
+    if fmt.is_custom:
+        flag, path = f"--{fmt.flags.factory.replace('_', '-')}", getattr(precision, fmt.flags.factory)
+        return CustomRecipe.load(flag, path or "", hybrid, wgrad).representative()
     delayed = DelayedScaling(
         precision.fp8_margin, precision.fp8_amax_history_len, precision.fp8_amax_compute_algo == "max"
     )
-    return make_recipe(
-        name, hybrid=precision.fp8 == "hybrid", wgrad=precision.fp8_wgrad or not precision.fp8, delayed=delayed
-    )
+    return make_recipe(fmt.key, hybrid=hybrid, wgrad=wgrad, delayed=delayed)
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class QuantizationConfig:
         """Build the configuration of the flags; None in high precision.
 
         Args:
-            stores: weights are stored in fp8.
+            stores: weights are stored in the format.
 
         Raises:
             PrecisionFileError: if the file is invalid or contradicts the flags.

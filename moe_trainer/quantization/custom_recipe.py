@@ -1,4 +1,4 @@
-"""Recipes that a function of the user chooses tensor by tensor (--fp8-recipe custom, --fp4-recipe custom).
+"""Recipes that a function of the user chooses tensor by tensor (--fp8-recipe custom).
 
 The function is what Transformer Engine's CustomRecipe takes: it gets a role with `module_type` ("linear" or
 "grouped_linear"), `tensor_type` ("input", "weight" or "grad_output") and `name`. One that returns the name of a format
@@ -7,7 +7,7 @@ works with this program's layers, one that returns Transformer Engine's quantize
     def factory(role):
         if role.name.endswith("linear_fc2"):
             return "high_precision"
-        return "nvfp4" if role.tensor_type == "weight" else "mxfp8"
+        return "blockwise" if role.tensor_type == "weight" else "mxfp8"
 
 Names are those of checkpoints, decoder.layers.7.mlp.experts.linear_fc1: layers count over all pipeline stages, and all
 experts of a layer share a name. Operands of a GEMM in different formats are multiplied by definition, in fp32.
@@ -17,15 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from arguments.mechanisms.formats import NAMED_BY_LAYER, TOKEN_MULTIPLE
 from moe_trainer.errors import UserError
 from moe_trainer.quantization.recipe import QuantizationRecipe, make_recipe
 from moe_trainer.user_function import import_function
 
-FORMATS = ("tensorwise", "blockwise", "mxfp8", "nvfp4")
+FORMATS = tuple(each.key for each in NAMED_BY_LAYER)
 HIGH_PRECISION = "high_precision"
 TENSOR_TYPES = ("input", "weight", "grad_output")
-ALIGNMENT = 32
-"""Token counts of experts are padded to it: the largest multiple that a format here needs."""
+ALIGNMENT = TOKEN_MULTIPLE
+"""Token counts of experts are padded to it."""
 
 SOME_LINEAR = "decoder.layers.0.self_attention.linear_proj"
 """Name for a question to the factory: one that a model has, since factories take names apart."""

@@ -1,4 +1,4 @@
-"""The three GEMMs of a linear layer with operands in fp8 or fp4.
+"""The three GEMMs of a linear layer with quantized operands.
 
 | GEMM | of | contracted over |
 |---|---|---|

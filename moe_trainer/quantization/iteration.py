@@ -1,11 +1,11 @@
-"""State of quantized layers across an iteration: fp8 weights, delayed scaling, weight casts of TransformerEngine.
+"""State of quantized layers across an iteration: stored weights, delayed scaling, weight casts of TransformerEngine.
 
 Delayed scaling: at the end of an iteration the amax of every layer is reduced over the microbatches and over all ranks
 of the stage that share a model replica or its data (ps.tp_dp_cp, Megatron-Core's amax reduction group), in one
 all-reduce. All experts of a layer share their scales. So the state is equal on all these ranks and for every layout,
 and a checkpoint stores it under the layer's name.
 
---fp8-param-gather and --fp4-param-gather store the weights of quantized layers in 8 or 4 bits from the moment the
+Flags store the weights of quantized layers in their format (arguments/stored_weights.py) from the moment the
 optimizer takes them over (optim/quantized_params.py), where `Arguments.has_quantized_params` allows it: one set of
 bytes must serve both output and input gradient. MXFP8 blocks lie along the contracted dimension of each
 GEMM, so MXFP8 weights are gathered in the model's format, and stored in it or twice in MXFP8 (optim/mx_params.py).
@@ -17,19 +17,15 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.participant import Participant, StepMetrics
-from moe_trainer.quantization.fp4_weight import Fp4Weight
-from moe_trainer.quantization.fp8_weight import Fp8Weight
 from moe_trainer.quantization.gemms import QuantizedGemms
-from moe_trainer.quantization.mx_weight import MxWeight, is_mx
-from moe_trainer.quantization.quantize import E2M1
-from moe_trainer.quantization.stored_weight import StoredWeight
 
 
 class WeightCastCache:
-    """TransformerEngine's is_first_microbatch: whether a module must cast its weights to fp8 again.
+    """TransformerEngine's is_first_microbatch: whether a module must cast its weights again.
 
     first: None casts in every call. True casts in the next call only and reuses that cast until the flag is reset.
     """
@@ -47,25 +43,20 @@ class WeightCastCache:
 def store_quantized_weights(chunks: Iterable[nn.Module]) -> int:
     """Mark the weights of all quantized layers for storage in 8 or 4 bits, and return their number of elements.
 
-    The parameter buffers allocate the bytes, except those of MXFP8.
+    The parameter buffers allocate the bytes, except those of weights that are stored twice.
     """
     count = 0
     for chunk in chunks:
         for module in chunk.modules():
             for weight, gemms in getattr(module, "quantized_weights", tuple)():
-                if gemms.recipe.weight.fmt == E2M1 and weight.shape[-1] % 2:
+                kind = gemms.recipe.weight_class
+                assert kind is not None
+                if weight.shape[-1] % kind.elements_per_byte:
                     continue  # a row would end within a byte
-                gemms.stored_weight = weight.stored_weight = _make_stored_weight(weight, gemms)
+                stored = kind.for_param(weight, gemms.recipe.weight, gemms.quantizer, gemms.weight_scale)
+                gemms.stored_weight = weight.stored_weight = stored
                 count += weight.numel()
     return count
-
-
-def _make_stored_weight(weight: Tensor, gemms: QuantizedGemms) -> StoredWeight:
-    scaling = gemms.recipe.weight
-    if is_mx(scaling):
-        return MxWeight(weight.shape, scaling, weight.device, gemms.quantizer)
-    kind = Fp4Weight if scaling.fmt == E2M1 else Fp8Weight
-    return kind(weight.shape, scaling, weight.dtype, weight.device, gemms.weight_scale)
 
 
 def find_quantized_gemms(chunk: nn.Module) -> tuple[QuantizedGemms, ...]:
@@ -96,7 +87,7 @@ def find_weight_casts(chunk: nn.Module) -> tuple[WeightCastCache, ...]:
 
 @contextmanager
 def cached_weight_casts(chunks: Iterable[nn.Module], num_microbatches: int = 1) -> Iterator[None]:
-    """Cast each weight to fp8 once in this scope, where weights do not change.
+    """Cast each weight once in this scope, where weights do not change.
 
     So do layers of the library, and experts of ours whose counts are on the device if there are several microbatches.
     """
@@ -141,7 +132,7 @@ def scaling_state(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the state of delayed scaling for checkpoints, under mapping-independent names."""
     for gemms in iter_quantized_gemms([chunk]):
         if gemms.recipe.delayed is not None:
-            yield f"fp8.{gemms.name}.scaling", gemms.scaling
+            yield f"{SCALING_PREFIX}{gemms.name}.scaling", gemms.scaling
 
 
 class QuantizedLayers(Participant):

@@ -12,15 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_trainer.quantization.quantize import POWER_OF_TWO, QuantizedTensor, Scaling
-from moe_trainer.quantization.stored_weight import PORTION_CPU, PORTION_GPU, StoredWeight
+from moe_trainer.quantization.quantize import QuantizedTensor, Scaling
+from moe_trainer.quantization.stored_weight import PORTION_CPU, PORTION_GPU, ScaleFn, StoredWeight
 
 _SCALES = torch.float8_e8m0fnu  # exponent + 127, NaN as 255: scales are powers of two, which it holds exactly
-
-
-def is_mx(scaling: Scaling) -> bool:
-    """Return whether a weight's blocks lie along one dimension and have power-of-two scales."""
-    return scaling.rows == 1 and scaling.scales == POWER_OF_TWO and scaling.fmt.dtype is not None
 
 
 class MxCopy(NamedTuple):
@@ -69,6 +64,12 @@ class MxWeight(StoredWeight):
         super().__init__(shape, scaling, device)
         self._quantizer = quantizer
         self._rows, self._columns = self._allocate(self.height, self.width), self._allocate(self.width, self.height)
+
+    @classmethod
+    def for_param(
+        cls, param: Tensor, scaling: Scaling, quantizer: Callable[[Tensor, Scaling], QuantizedTensor], scale_fn: ScaleFn
+    ) -> "MxWeight":
+        return cls(param.shape, scaling, param.device, quantizer)
 
     def _allocate(self, rows: int, cols: int) -> MxCopy:
         sizes = (cols, -(-cols // self.scaling.cols))

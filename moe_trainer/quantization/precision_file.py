@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from arguments.mechanisms.formats import FLAGS, NAMED_BY_LAYER
 from arguments.regular_file import regular_file
 from moe_trainer.errors import UserError
 from moe_trainer.quantization.recipe import QuantizationRecipe, make_recipe
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 FLAG = "--te-precision-config-file"
 KIND = "TEQuantizationParams"
 NAMES = MappingProxyType(
-    {"fp8_quantization_recipe": ("tensorwise", "blockwise", "mxfp8"), "fp4_quantization_recipe": ("nvfp4",)}
+    {flags.in_precision_file: tuple(each.key for each in NAMED_BY_LAYER if each.flags is flags) for flags in FLAGS}
 )
 _RECIPE_KEYS = frozenset((*NAMES, "fp8_format", "override_quantized_autocast", "override_nonquantized_autocast"))
 _CONFIG_KEYS = frozenset(("transformer_engine_config_type", "training_recipe", "evaluation_recipe"))
@@ -153,9 +154,7 @@ class _Reader:
             hybrid = body.get("fp8_format", "e4m3")
             if hybrid not in ("e4m3", "hybrid"):
                 raise self.refuse(f"{where}: fp8_format must be e4m3 or hybrid")
-            return make_recipe(
-                name, hybrid=hybrid == "hybrid" and key.startswith("fp8"), wgrad=self._default.wgrad
-            ), overrides
+            return make_recipe(name, hybrid=hybrid == "hybrid", wgrad=self._default.wgrad), overrides
         return None, overrides
 
     def matcher(self, body: object, where: str, configs: Mapping[str, object]) -> tuple[str, str] | None:

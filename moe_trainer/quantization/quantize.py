@@ -1,4 +1,4 @@
-"""Formats in fp8 and fp4, their rounding and their scales, in plain torch. These are the reference definitions.
+"""Formats of 8 and 4 bits, their rounding and their scales, in plain torch. These are the reference definitions.
 
 A tensor is multiplied by scales, each shared by a block, and rounded to the grid of a format. Blocks lie along the last
 dimension, which is the contracted one. A block whose maximum is not finite becomes NaN, so that saturation does not

@@ -1,9 +1,12 @@
 """Quantization recipes: how each operand of the three GEMMs of a linear layer is quantized (gemms.py)."""
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
-from moe_trainer.quantization.quantize import E2M1, E4M3, E5M2, POWER_OF_TWO, TWO_LEVEL, Scaling
+from arguments.mechanisms.formats import QUANTIZED
+from moe_trainer.quantization.quantize import E4M3, E5M2, NumberFormat, Scaling
+from moe_trainer.quantization.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class QuantizationRecipe:
         grad_t, x_t: operands of the weight gradient, which is in high precision without `wgrad`.
         alignment: token counts are padded to a multiple of it.
         custom: chooses the recipe of every linear (custom_recipe.py: CustomRecipe); this one stands for them all.
+        weight_class: how weights are stored in the format.
     """
 
     name: str
@@ -44,43 +48,36 @@ class QuantizationRecipe:
     delayed: DelayedScaling | None = None
     alignment: int = 16
     custom: Any = None
+    weight_class: type[StoredWeight] | None = None
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """What flags say of a format, as far as it has a choice.
+
+    Args:
+        grad: format of gradients.
+        wgrad: weight gradients are quantized.
+    """
+
+    grad: NumberFormat = E4M3
+    wgrad: bool = True
+    delayed: DelayedScaling = DelayedScaling()
 
 
 def make_recipe(
     name: str, *, hybrid: bool = False, wgrad: bool = True, delayed: DelayedScaling = DelayedScaling()
 ) -> QuantizationRecipe:
-    """Make the recipe `delayed`, `tensorwise`, `blockwise`, `mxfp8` or `nvfp4`.
+    """Make the recipe of a format by its key (arguments/mechanisms/formats.py), which is also its module's name.
 
     Args:
-        hybrid: gradients are E5M2.
+        hybrid: gradients are E5M2, if they have 8 bits.
 
     Raises:
         ValueError: for another name.
     """
-    grad = E5M2 if hybrid else E4M3
-    if name in ("delayed", "tensorwise"):
-        one, two = Scaling(E4M3), Scaling(grad)
-        return QuantizationRecipe(name, one, one, two, one, two, one, wgrad, delayed if name == "delayed" else None)
-    if name == "blockwise":
-        row, square = Scaling(E4M3, 1, 128, POWER_OF_TWO), Scaling(E4M3, 128, 128, POWER_OF_TWO)
-        grads = Scaling(grad, 1, 128, POWER_OF_TWO)
-        return QuantizationRecipe(name, row, square, grads, square, grads, row, wgrad)
-    if name == "mxfp8":
-        row, grads = Scaling(E4M3, 1, 32, POWER_OF_TWO), Scaling(grad, 1, 32, POWER_OF_TWO)
-        return QuantizationRecipe(name, row, row, grads, row, grads, row, wgrad, alignment=32)
-    if name == "nvfp4":
-        row, square = Scaling(E2M1, 1, 16, TWO_LEVEL), Scaling(E2M1, 16, 16, TWO_LEVEL)
-        grads = Scaling(E2M1, 1, 16, TWO_LEVEL, stochastic=True)
-        grads_t = Scaling(E2M1, 1, 16, TWO_LEVEL, stochastic=True, hadamard=True)
-        return QuantizationRecipe(
-            name,
-            row,
-            square,
-            grads,
-            square,
-            grads_t,
-            Scaling(E2M1, 1, 16, TWO_LEVEL, hadamard=True),
-            wgrad,
-            alignment=32,
-        )
-    raise ValueError(f"no recipe {name!r}: delayed, tensorwise, blockwise, mxfp8 or nvfp4")
+    keys = [each.key for each in QUANTIZED if not each.is_custom]
+    if name not in keys:
+        raise ValueError(f"no recipe {name!r}: {', '.join(keys[:-1])} or {keys[-1]}")
+    module = import_module(f"moe_trainer.quantization.formats.{name}")
+    return module.make_recipe(RecipeOptions(E5M2 if hybrid else E4M3, wgrad, delayed))

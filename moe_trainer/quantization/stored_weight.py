@@ -3,10 +3,10 @@
 The parameter itself is a NaN placeholder that has the shape (`placeholder_param`), for autograd, optimizer and names;
 code that reads it as the weight gets NaN. See docs/design/quantization.md.
 
-In fp8 and NVFP4 (`SingleCopyWeight`: fp8_weight.py, fp4_weight.py) one set of bytes serves both GEMMs. It equals that
-of the quantized full weight, whatever shard a rank holds: `update_amax` accumulates block maxima of the local shard,
-the caller reduces them over the ranks, `compute_scales` derives scales, and `cast` writes the local shard. Every expert
-of a stack is cast by itself. MXFP8 weights are stored twice (mx_weight.py).
+Where blocks are square (`SingleCopyWeight`) one set of bytes serves both GEMMs. It equals that of the quantized full
+weight, whatever shard a rank holds: `update_amax` accumulates block maxima of the local shard, the caller reduces them
+over the ranks, `compute_scales` derives scales, and `cast` writes the local shard. Every expert of a stack is cast by
+itself. Weights in other blocks are stored twice (mx_weight.py).
 
 Shape letters: e matrices of a stack (1 for a single weight), N output width, K input width, B blocks of a matrix.
 """
@@ -60,9 +60,12 @@ class StoredWeight(ABC):
     """A parameter [N, K], or a stack of experts [e, N, K], as it is stored; indexed by matrix.
 
     Attributes:
+        elements_per_byte: K is a multiple of it.
         scale_fn: returns the scale if it does not follow from the values (delayed scaling).
         main_param_owner: access to the fp32 values, set by the optimizer (optim/quantized_params.py).
     """
+
+    elements_per_byte = 1
 
     def __init__(
         self, shape: torch.Size, scaling: Scaling, device: torch.device, scale_fn: ScaleFn = no_external_scale
@@ -70,6 +73,13 @@ class StoredWeight(ABC):
         self.shape, self.scaling, self.device, self.scale_fn = shape, scaling, device, scale_fn
         self.num_matrices, (self.height, self.width) = (shape[0] if len(shape) == 3 else 1), shape[-2:]
         self.main_param_owner: Any = None
+
+    @classmethod
+    @abstractmethod
+    def for_param(
+        cls, param: Tensor, scaling: Scaling, quantizer: Callable[[Tensor, Scaling], QuantizedTensor], scale_fn: ScaleFn
+    ) -> "StoredWeight":
+        """Return an empty one for a parameter; `quantizer` is as in QuantizedGemms."""
 
     def placeholder_param(self, dtype: torch.dtype) -> Tensor:
         """Return the data of the parameter: its shape over a single NaN."""
@@ -90,8 +100,6 @@ class SingleCopyWeight(StoredWeight):
         codes: uint8 [e, N, K / elements_per_byte].
         amax_eB: block maxima of the local shard, to be reduced over all shards before `compute_scales`.
     """
-
-    elements_per_byte = 1
 
     def __init__(
         self,
@@ -115,6 +123,12 @@ class SingleCopyWeight(StoredWeight):
         self._largest_e = torch.zeros(self.num_matrices, dtype=torch.float32, device=device)
         self.codes = torch.empty(0, dtype=torch.uint8, device=device)
         self.amax_eB = torch.empty(0, device=device)
+
+    @classmethod
+    def for_param(
+        cls, param: Tensor, scaling: Scaling, quantizer: Callable[[Tensor, Scaling], QuantizedTensor], scale_fn: ScaleFn
+    ) -> "SingleCopyWeight":
+        return cls(param.shape, scaling, param.dtype, param.device, scale_fn)
 
     @property
     def num_blocks(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from arguments import Arguments
 from arguments.container import OPTIONS
+from arguments.mechanisms.formats import quantized_format
 from arguments.stage_layout import chunk_layouts, parallel_sizes
 from moe_trainer.estimate.flops import routed_layer_share
 from moe_trainer.estimate.hardware import bf16_peak_tflops
@@ -124,8 +125,7 @@ def describe_environment(
         "hardware": {"device": name, "hostnames": list(hosts[:MAX_HOSTNAMES])},
         "versions": {"moe_trainer": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "precision": args.precision.params_dtype_name
-        + (f", fp8 {args.precision.fp8_recipe}" if args.precision.fp8 else "")
-        + (f", fp4 {args.precision.fp4_recipe}" if args.precision.fp4 else ""),
+        + (f", {fmt.flags.name} {fmt.key}" if (fmt := quantized_format(args.precision)) else ""),
         "train_iters": training.train_iters,
         "global_batch_size": training.global_batch_size,
         "tokens_per_iteration": None if args.packed_capacity else training.global_batch_size * tokens,

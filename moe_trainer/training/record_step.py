@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from arguments import Arguments
 from arguments.checkpoint_args import MAPPING, SHAPE, UNLESS_GIVEN
+from arguments.mechanisms.formats import quantized_format
 from arguments.spelling import to_command_line
 from moe_trainer.data.loader import Batch, build_loader
 from moe_trainer.debug import step_record
@@ -126,7 +127,7 @@ def record_iteration(
 def record_metadata(ctx: TrainRun, counters: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
     """Return the metadata of an iteration, the head of its record."""
     ps, args, device = ctx.ps, ctx.args, ctx.runtime.device
-    quantized = args.precision.fp8 or args.precision.fp4
+    fmt = quantized_format(args.precision)
     return {
         "iteration": counters["iteration"] + 1,
         "state": dict(counters),
@@ -139,7 +140,7 @@ def record_metadata(ctx: TrainRun, counters: Mapping[str, Any], samples: int, se
         "padded_vocab_size": ctx.padded_vocab_size,
         "vocab_size": args.data.vocab_size,
         "dtype": args.precision.params_dtype_name,
-        "quantized": quantized or None,
+        "quantized": None if fmt is None else getattr(args.precision, fmt.flags.name),
         "loss_scale": float(ctx.optimizer.loss_scale),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",

@@ -1,8 +1,8 @@
 """Validate the loss and gradient norm of an iteration, and rerun rejected iterations.
 
 Runs after the gradient reduction and before the optimizer step: the weights are unchanged, and router statistics and
-fp8 scales are not updated yet, so an evaluation can be discarded or repeated. A rank that rejects its loss adds NaN to
-the sum of the gradient norm, which has the same bits on all ranks: either all ranks rerun or none, without another
+delayed scales are not updated yet, so an evaluation can be discarded or repeated. A rank that rejects its loss adds NaN
+to the sum of the gradient norm, which has the same bits on all ranks: either all ranks rerun or none, without another
 collective.
 
 docs/design/rerun.md describes the decisions of --rerun-mode and the exit codes.

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from arguments import Arguments
+from arguments.mechanisms.formats import quantized_format
 from arguments.regular_file import regular_file
 from arguments.vocabulary import choose_padded_vocab_size, get_padded_vocab_size
 from moe_trainer.checkpoint.manager import saved_padded_vocab_size
@@ -115,10 +116,10 @@ def build_frozen_run(
         mark_layers(timers.ranges, chunks)
         if args.parallel.has_sharded_params and runtime.ps.dp_cp.size > 1:
             apply_fsdp(args, runtime, chunks)
-        if args.has_quantized_params:
+        if args.has_quantized_params and (fmt := quantized_format(args.precision)) is not None:
             logger.info(
                 "--%s-param-gather has no effect: there are no updated weights to gather",
-                "fp4" if args.precision.fp4 else "fp8",
+                fmt.flags.name,
             )
     return FrozenRun(**_common_fields(args, runtime, vocab, timers, chunks))
 
@@ -264,13 +265,14 @@ def build_grad_buffers(
         logger.info("one data-parallel rank: parameters are not sharded")
     if parallel.fsdp_strategy == "no_shard":
         parallel = replace(parallel, use_distributed_optimizer=False, overlap_param_gather=False)
-    if args.has_quantized_params:
-        count, stored = store_quantized_weights(chunks), args.stored_weight_format
+    stored, fmt = args.stored_weight_format, quantized_format(args.precision)
+    if stored is not None and fmt is not None:
+        count = store_quantized_weights(chunks)
         logger.info(
             "--%s-param-gather: %s parameters of this rank are stored in %s",
-            "fp4" if stored == "nvfp4" else "fp8",
+            fmt.flags.name,
             f"{count:,}",
-            f"{stored} and gathered through the gradient buffer" if stored == "mxfp8" else f"{stored} and gathered so",
+            f"{stored.name} and gathered {'through the gradient buffer' if stored.is_gathered_wide else 'so'}",
         )
     fused = args.training.gradient_accumulation_fusion
     if fused and not all(chunk.graphs.parts <= {"iteration"} for chunk in chunks):

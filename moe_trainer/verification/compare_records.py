@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from arguments.mechanisms.formats import list_widths
 from moe_trainer.debug.step_record import CHOICE, GRADIENTS, MARGIN, SIGNS, TRACE, Record
 from moe_trainer.verification.comparison import (
     ComparisonRow,
@@ -36,19 +37,20 @@ _NEAR_TIE_DEVIATIONS = 6.0
 _NUMBERS = NumberComparison("recorded", "replayed", equal_nan=True)
 
 
+QUANTIZED = list_widths("or")
 TOLERANCES = MappingProxyType({
     "fp64": Tolerances(output=1e-10, loss=1e-12, norm=1e-12, grad=1e-10, tiny=1e-14),
     "fp32": Tolerances(output=2e-5, loss=2e-6, norm=2e-6, grad=2e-5, tiny=1e-7),
     "fp16": Tolerances(output=1e-2, loss=1e-3, norm=1e-3, grad=2e-2, tiny=1e-3),
     "bf16": Tolerances(output=5e-2, loss=5e-3, norm=5e-3, grad=1e-1, tiny=5e-3),
-    "fp8 or fp4": Tolerances(output=3e-1, loss=2e-2, norm=2e-2, grad=5e-1, tiny=3e-2),
+    QUANTIZED: Tolerances(output=3e-1, loss=2e-2, norm=2e-2, grad=5e-1, tiny=3e-2),
 })  # fmt: skip
 """By precision, from high to low: about twenty times its rounding error."""
 
 
 def get_precision(head: Mapping[str, Any]) -> str:
     """Return the name of a record's precision in TOLERANCES."""
-    return "fp8 or fp4" if head["quantized"] else head["dtype"]
+    return QUANTIZED if head["quantized"] else head["dtype"]
 
 
 def lower_precision(reference: Mapping[str, Any], actual: Mapping[str, Any]) -> str:

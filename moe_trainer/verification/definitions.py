@@ -1,14 +1,15 @@
 """Quantities of a command line that Megatron-LM defines by the mapping, and the command line without them.
 
-The one process computes such a quantity by its definition (emulate_topology.py, emulate_balancing.py, emulate_fp8.py),
-which is not the plain program. A parity check therefore names them, and adds a case without any, in which the reference
-runs the plain program. Pure; no torch.
+The one process computes such a quantity by its definition (emulate_topology.py, emulate_balancing.py,
+emulate_formats.py), which is not the plain program. A parity check therefore names them, and adds a case without any,
+in which the reference runs the plain program. Pure; no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from arguments.mechanisms.formats import FLAGS
 from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.mechanisms.selections import of_balancing
 from arguments.mtp import num_mtp_depths
@@ -70,8 +71,7 @@ def reference_micro_batch_size(values: Mapping[str, object], mapping: ParallelMa
         or any(coeff for kind, coeff in zip(kinds, coeffs) if kind != "seq_aux_loss")
         or values.get("moe_expert_capacity_factor") is not None
         or (num_mtp_depths(values) and not values.get("mtp_loss_per_token"))
-        or values.get("fp8")
-        or values.get("fp4")
+        or any(values.get(flags.name) for flags in FLAGS)
     )
     if depends:
         return micro

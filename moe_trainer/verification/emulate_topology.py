@@ -1,7 +1,7 @@
 """Quantities that Megatron-LM defines by the mapping, computed in one process as many ranks would.
 
-moe/balancing.py lists all of them and explains why. emulate_balancing.py has the global auxiliary loss, emulate_fp8.py
-the fp8 formats. Here:
+moe/balancing.py lists all of them and explains why. emulate_balancing.py has the global auxiliary loss,
+emulate_formats.py the quantized formats. Here:
 
 * Expert capacity: ceil(T * k / E * factor) for the T tokens of one sequence shard. With tensor parallelism (MoE layers
   then always have sequence shards) and context parallelism a shard is 1 / (tp * cp) of the sequence, and each drops

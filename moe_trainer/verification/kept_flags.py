@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from arguments.container import OPTIONS, flags_of
 from arguments.flag_status import RENAMED, get_flag_status
+from arguments.mechanisms.formats import FLAGS, UNPROVABLE
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.settings import Settings
 from arguments.tokens import FIELDS
@@ -19,9 +20,10 @@ _SET_AGAIN = frozenset(
     "cpu_offloading_num_layers min_offloaded_tensor_size".split()
 ) | frozenset(dest for each in OPTIMIZERS for dest in each.set_again)
 # without updates there is nothing to compare; the others name functions, layers or buffers of the full model
-_NOT_COMPARED = frozenset(
-    "freeze_all_layers te_precision_config_file fp8_quantizer_factory fp4_quantizer_factory fp4_recipe "
-    "fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag".split()
+_NOT_COMPARED = (
+    frozenset(("freeze_all_layers", "te_precision_config_file"))
+    | frozenset(dest for flags in FLAGS for dest in (flags.factory, *flags.displaced))
+    | frozenset(dest for flags in UNPROVABLE for dest in (flags.recipe, flags.param_gather))
 )
 # of roles that are left out, but what a pass computes or gathers depends on them
 _KEPT_TOO = frozenset(("use_varlen_dataset", "logit_dtype", "ckpt_format"))
@@ -29,7 +31,9 @@ _KEPT = (
     flags_of("model", "parallel", "method", "quantization", "update", "mask") - _SET_AGAIN - _NOT_COMPARED | _KEPT_TOO
 )
 # a checkpoint format and quantized parameters come with a sharding
-NOT_IN_REFERENCE = flags_of("method") | frozenset(("bf16", "ckpt_format", "fp8_param_gather", "fp4_param_gather"))
+NOT_IN_REFERENCE = (
+    flags_of("method") | frozenset(("bf16", "ckpt_format")) | frozenset(flags.param_gather for flags in FLAGS)
+)
 NOISE = tuple(dest for dest, option in OPTIONS.items() if option.role == "noise")
 """What makes ranks draw random numbers, unless it is 0, False or unset."""
 _SET_BY_OLD_SPELLINGS = frozenset(

@@ -1,8 +1,8 @@
-"""Options of fp8 and fp4 that a parity check can keep: recipes whose numbers one process can compute for a mapping.
+"""Options of quantized formats that a parity check can keep: those whose numbers one process can compute.
 
-emulate_fp8.py shards every linear as the ranks do, so scales and blocks of a rank's shard are those of the ranks. What
-remains are the tokens of an expert: if they come from several microbatches or in another order, no single pass of one
-process has them together. Then scales per tensor are replaced by delayed ones, which are equal on all ranks, and
+emulate_formats.py shards every linear as the ranks do, so scales and blocks of a rank's shard are those of the ranks.
+What remains are the tokens of an expert: if they come from several microbatches or in another order, no single pass of
+one process has them together. Then scales per tensor are replaced by delayed ones, which are equal on all ranks, and
 blocks along the tokens (gradients of weights) are left out. What is quantized, where and in which order stays as in
 the recipe.
 
@@ -18,6 +18,8 @@ from types import MappingProxyType
 
 from arguments.container import flags_of
 from arguments.mechanisms.dispatchers import ALLTOALL
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.formats import BY_KEY, FLAGS, QUANTIZED, TRANSPORT, UNPROVABLE
 from arguments.settings import Settings
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -30,9 +32,8 @@ _TRANSPORT_NOTE = (
     "tokens sent in fp8 ({}): checked in fp64 with constant weights, since a last digit can change a rounding to fp8"
 )
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp")
-_BLOCKS = ("blockwise", "mxfp8")
-_FP4 = ("fp4", "fp4_recipe", "fp4_param_gather")
-WITHOUT_FP8 = MappingProxyType(dict.fromkeys(flags_of("quantization").difference(_FP4, TRANSPORT_FLAGS)))
+_OTHERS = tuple(dest for flags in UNPROVABLE for dest in (flags.name, flags.recipe, flags.param_gather))
+WITHOUT_FP8 = MappingProxyType(dict.fromkeys(flags_of("quantization").difference(_OTHERS, TRANSPORT_FLAGS)))
 
 
 def comparable_fp8_options(
@@ -42,32 +43,33 @@ def comparable_fp8_options(
 
     The options replace those in `values`, a command line by destination. Flags that cannot be kept are None.
     """
-    transport = [dest for dest in TRANSPORT_FLAGS if values.get(dest) == "mxfp8"]
+    transport = [dest for dest in TRANSPORT_FLAGS if values.get(dest) == TRANSPORT.key]
     is_sharded = any(values.get(dest) for dest in _SHARDED)
-    if transport and (values.get("fp4") or not values.get("fp8") or is_sharded):
+    other = next((flags for flags in UNPROVABLE if values.get(flags.name)), None)
+    if transport and (other or not values.get("fp8") or is_sharded):
         flags, without = ", ".join(f"--{dest.replace('_', '-')}" for dest in transport), dict.fromkeys(transport)
         others, notes = comparable_fp8_options({**values, **without}, mapping, num_layers)
-        if values.get("fp4") or is_sharded:
-            reason = "--fp4-format" if values.get("fp4") else "full sharding"
+        if other or is_sharded:
+            reason = f"--{other.name}-format" if other else "full sharding"
             note = f"{flags}: left out; tokens in fp8 are checked in fp64, which excludes {reason}"
             return {**others, **without}, [*notes, note]
         fixed = {"lr": FROZEN_LR, "decoupled_lr": None, "moe_router_dtype": "fp64"}
         return {**others, **fixed}, [*notes, _TRANSPORT_NOTE.format(flags)]
-    if values.get("use_varlen_dataset") and (values.get("fp8") or values.get("fp4")):
-        note = "--fp8-format, --fp4-format: left out; scales and blocks of packed sequences depend on their padding"
-        return {**WITHOUT_FP8, **dict.fromkeys((*_FP4, *transport))}, [note]
-    if values.get("fp4"):
-        note = "--fp4-format: left out; gradients are rounded stochastically, differently on every rank"
-        return {**WITHOUT_FP8, **dict.fromkeys(_FP4)}, [note]
+    if values.get("use_varlen_dataset") and (other or values.get("fp8")):
+        names = ", ".join(f"--{flags.name}-format" for flags in FLAGS)
+        note = f"{names}: left out; scales and blocks of packed sequences depend on their padding"
+        return {**WITHOUT_FP8, **dict.fromkeys((*_OTHERS, *transport))}, [note]
+    if other:
+        reason = next(each for each in QUANTIZED if each.flags is other).reason(FormatCapability.PROOF)
+        return {**WITHOUT_FP8, **dict.fromkeys(_OTHERS)}, [f"--{other.name}-format: left out; {reason}"]
     if not values.get("fp8"):
         return dict(WITHOUT_FP8), []
     if is_sharded:
         note = "--fp8-format: left out; it is checked in fp64, and fully sharded parameters are fp32"
         return dict(WITHOUT_FP8), [note]
-    if values.get("fp8_recipe") == "custom":
-        return dict(WITHOUT_FP8), [
-            "--fp8-recipe custom: left out; its function may choose formats that depend on layers"
-        ]
+    recipe = str(values.get("fp8_recipe") or "delayed")
+    if reason := BY_KEY[recipe].reason(FormatCapability.PROOF):
+        return dict(WITHOUT_FP8), [f"--fp8-recipe {recipe}: left out; {reason}"]
     notes = [FP8_NOTE]
     if values.get("te_precision_config_file"):
         reason = "it names layers of the full model, so all use the recipe of the flags"
@@ -78,7 +80,6 @@ def comparable_fp8_options(
         "te_precision_config_file": None,
         "reuse_grad_buf_for_mxfp8_param_ag": None,
     }
-    recipe = str(values.get("fp8_recipe") or "delayed")
     if values.get("num_experts") or values.get("finermoe_output_granularity"):  # FineRMoE derives num_experts
         options["moe_router_dtype"] = "fp64"
         recipe = _set_expert_options(options, values, recipe, mapping, notes)
@@ -101,7 +102,11 @@ def _set_expert_options(
     if recipe == "tensorwise" and not has_one_microbatch:
         notes.append("--fp8-recipe tensorwise: delayed instead; the maximum is over tokens of several microbatches")
         return "delayed"
-    if recipe in _BLOCKS and not (has_one_microbatch and mapping.cp == 1) and values.get("fp8_wgrad") is not False:
+    if (
+        BY_KEY[recipe].tokens_per_scale
+        and not (has_one_microbatch and mapping.cp == 1)
+        and values.get("fp8_wgrad") is not False
+    ):
         options["fp8_wgrad"] = False
         notes.append(
             "--no-fp8-wgrad: set in the small command line; blocks along an expert's tokens span microbatches or shards"
@@ -121,7 +126,7 @@ def needs_fp64(values: Mapping[str, object]) -> bool:
 
 
 def _sends_fp8(values: Mapping[str, object]) -> bool:
-    return any(values.get(dest) == "mxfp8" for dest in TRANSPORT_FLAGS)
+    return any(values.get(dest) == TRANSPORT.key for dest in TRANSPORT_FLAGS)
 
 
 def is_method_note(note: str) -> bool:

@@ -6,7 +6,7 @@ Megatron-LM defines a quantity by the mapping, the reference follows the definit
 * expert capacity and dropped tokens per sequence shard, and the mean of multi-token prediction per context rank:
   emulate_topology.py;
 * choices of all data ranks so far in the global auxiliary loss: emulate_balancing.py;
-* scales and blocks of fp8 formats: emulate_fp8.py.
+* scales and blocks of fp8 formats: emulate_formats.py.
 
 Packed sequences (--use-varlen-dataset) share a microbatch as on the ranks. One process does not pad them, unless a
 quantity is defined by the mapping: that counts the padding of the ranks.
@@ -32,7 +32,7 @@ from moe_trainer.verification.activation_sums import ActivationSums, record_rank
 from moe_trainer.verification.compare_runs import compare, describe_agreement
 from moe_trainer.verification.comparison import ComparisonRow
 from moe_trainer.verification.emulate_balancing import Shares, emulate_global_balance
-from moe_trainer.verification.emulate_fp8 import emulate_fp8
+from moe_trainer.verification.emulate_formats import emulate_formats
 from moe_trainer.verification.emulate_topology import emulate_topology
 from moe_trainer.verification.low_precision import needs_fp64
 from moe_trainer.verification.rank_pool import RankPool, RankPoolError
@@ -171,7 +171,7 @@ def train_reference(
         sizes = chain.from_iterable(chain.from_iterable(_iter_shares(args, mapping.dp, layout, seed)))
         emulate_topology(run, sharding, sizes if has_groups else None)
         emulate_global_balance(run, _iter_shares(args, mapping.dp, layout, seed))
-        emulate_fp8(run, mapping, is_sequence_parallel)
+        emulate_formats(run, mapping, is_sequence_parallel)
         _perturb(run, perturbation, direction)
         for chunk in run.chunks:
             for layer in chunk.moe_layers():
@@ -221,7 +221,7 @@ def _parse(argv: tuple[str, ...], world_size: int, force_fp32: bool) -> Argument
 
 @dataclass(frozen=True)
 class Fp64Precision(PrecisionArgs):
-    """Model in fp64 where it is not quantized. A last digit of fp32 would change the rounding to fp8."""
+    """Model in fp64 where it is not quantized. A last digit of fp32 would change the rounding of operands."""
 
     @staticmethod
     def from_args(precision: PrecisionArgs) -> Fp64Precision:

@@ -19,6 +19,7 @@ import torch
 
 from arguments import ArgumentError, Arguments, parse_args
 from arguments.container import OPTIONS, flags_of
+from arguments.mechanisms.formats import FLAGS, list_widths, quantized_format
 from arguments.mechanisms.selections import named_selections
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import derive_sizes
@@ -159,17 +160,19 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
     is_mtp_per_token = model.mtp_loss_per_token and args.training.calculate_per_token_loss
     if "cp" in changed and model.num_mtp_depths and not is_mtp_per_token:
         yield "multi-token prediction: each context rank divides by its own number of valid tokens"
-    if (args.precision.fp8 or args.precision.fp4) and changed:
-        is_delayed = args.precision.fp8_recipe == "delayed"
+    fmt = quantized_format(args.precision)
+    if fmt is not None and changed:
         reason = (
-            "the last digit can change a rounding" if is_delayed else "scales and blocks are those of a rank's shard"
+            "the last digit can change a rounding"
+            if fmt.keeps_scales
+            else "scales and blocks are those of a rank's shard"
         )
-        yield f"fp8 and fp4: {reason}"
-    for name in ("fp8", "fp4"):
-        if recorded.values[f"{name}_param_gather"]:
+        yield f"{list_widths('and')}: {reason}"
+    for flags in FLAGS:
+        if recorded.values[flags.param_gather]:
             yield (
-                f"--{name}-param-gather: the recorded run cast its weights to {name} from fp32 main parameters, the "
-                "replay casts them from the recorded bf16 weights"
+                f"--{flags.name}-param-gather: the recorded run cast its weights to {flags.name} from fp32 main "
+                "parameters, the replay casts them from the recorded bf16 weights"
             )
     if micro_batch_changed:
         yield (

@@ -149,7 +149,7 @@ def as_is(argv: list[str], world_size: int | None = None) -> ParityCase:
     """Make a case of a small command line, unchanged except for half precision.
 
     Raises:
-        ShrinkError: if it is not valid, has no vocabulary size, or asks for fp8 or fp4 that one process cannot compute.
+        ShrinkError: if it is not valid, has no vocabulary size, or asks for GEMMs that one process cannot compute.
     """
     settings, violations, world_size, problems = _resolve(argv, world_size)
     problems += [violation.message for violation in violations]

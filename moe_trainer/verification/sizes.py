@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from arguments.layer_pattern import LINEAR, MOE, hybrid_letters
+from arguments.mechanisms.formats import quantized_format
 from arguments.mtp import DEPTH, mtp_depths, mtp_letters, num_mtp_depths
 from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
@@ -188,7 +189,7 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
         values |= {"dsa_indexer_topk": 5 if s.dsa_indexer_topk < s.seq_length else _length(new)}
         # the choice at the user's sizes, which differs at the small ones
         num_heads = s.num_attention_heads // s.tensor_model_parallel_size
-        masked = gather_unsupported_reason(s, num_heads, s.seq_length, bool(s.fp8 or s.fp4))
+        masked = gather_unsupported_reason(s, num_heads, s.seq_length, quantized_format(s) is not None)
         values |= {"dsa_attention_form": "masked" if masked else "gathered"}
     if s.window_size is not None:
         values["window_size"] = tuple(min(side, 5) for side in s.window_size)

@@ -7,6 +7,7 @@ import pytest
 from arguments import recipe
 from arguments.container import OPTIONS
 from arguments.machine import check_machine
+from arguments.mechanisms.formats import FLAGS
 from arguments.needs import FACTS, notes_about
 from arguments.parse import resolve_command_line
 
@@ -38,7 +39,7 @@ ALONE = set(
     manual_gc gradient_accumulation_fusion dataloader_type optimizer adam_beta1 adam_beta2 adam_eps clip_grad
     weight_decay freeze_backbone lr min_lr lr_decay_style lr_decay_iters lr_warmup_fraction
     lr_warmup_init decoupled_lr use_precision_aware_optimizer chunked_optimizer_state_offload
-    dump_param_to_param_group_map bf16 fp16 on_missing_backend logit_dtype fp8 fp4 mock_data use_varlen_dataset sft
+    dump_param_to_param_group_map bf16 fp16 on_missing_backend logit_dtype mock_data use_varlen_dataset sft
     phase_transition_iterations data_cache_path seq_length reset_position_ids reset_attention_mask eod_mask_loss
     dataloader_inter_document_masking allow_ambiguous_pad_tokens num_workers tokenizer_type vocab_size
     pad_vocab_size null_tokenizer_eod_id null_tokenizer_pad_id preset validate_only dry_run log_all_arguments
@@ -46,7 +47,7 @@ ALONE = set(
     log_num_zeros_in_grad log_throughput log_energy log_max_attention_logit logging_level timing_log_level
     config_logger_dir log_straggler tensorboard_dir wandb_project
     """.split()
-)
+) | {flags.name for flags in FLAGS}
 """Flags that act in a run of the preset on one CPU rank whatever else is given. Before you add one: see it act."""
 STATED = set(
     """

@@ -15,13 +15,16 @@ from emulated_cuda import te_package
 from emulated_cuda.run import HERE, run_pytest
 from emulated_cuda.test_waits import FEW_LAYERS, FEW_MICROBATCHES, count, expected
 
+from arguments.mechanisms.formats import NAMED_BY_LAYER
 from moe_trainer.parallel.state import ParallelState
+
+WITHOUT_SMALL_BLOCKS = "".join(f" and not {each.key}" for each in NAMED_BY_LAYER if each.needs_blackwell)
 
 
 @pytest.mark.parametrize(
     ("capability", "which"),
     [
-        ((9, 0), "not two_gpus and not mxfp8 and not nvfp4"),  # which this device has no units for
+        ((9, 0), f"not two_gpus{WITHOUT_SMALL_BLOCKS}"),  # which this device has no units for
         ((10, 0), "products or mxfp8 or plain or pipeline"),  # experts in bf16 are the library's here
     ],
     ids=["9.0", "10.0"],

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
+from arguments.mechanisms.formats import FLAGS
 from moe_trainer.estimate import calibrate
 from moe_trainer.estimate.calibrate import Calibration, PredictionError, median_error, plan_published_run
 from moe_trainer.estimate.hardware import Constants, find_hardware
@@ -169,16 +170,18 @@ def test_time_of_reserved_buffers_is_that_of_activation_kernels():
 
 
 def test_stored_weights_are_gathered_in_their_own_width(monkeypatch):
-    """A byte, or half a byte, of every quantized weight is gathered instead of two; all experts are quantized."""
+    """As many bits of every quantized weight are gathered as it has, instead of 16; all experts are quantized."""
     sent, ring = [], Interconnect.ring
     monkeypatch.setattr(
         Interconnect, "ring", lambda self, nbytes, *group: sent.append(nbytes) or ring(self, nbytes, *group)
     )
-    for flags in ("", "--fp8-format e4m3 --fp8-param-gather", "--fp4-format e2m1 --fp4-param-gather"):
+    stored = [f"--{each.name}-format {each.values[0]} --{each.name}-param-gather" for each in FLAGS]
+    for flags in ("", *stored):
         plan(f"--preset mixtral_8x7b --bf16 --use-distributed-optimizer {flags}")
     dense, experts = (sent[index::4] for index in (1, 3))  # each after the gradients of the same parameters
-    assert [x / experts[0] for x in experts] == [1, 0.5, 0.25]
-    assert dense[0] > dense[1] > dense[2] > 0.25 * dense[0]
+    assert [x / experts[0] for x in experts] == [1, *(each.bits / 16 for each in FLAGS)]
+    assert dense == sorted(dense, reverse=True) and len(set(dense)) == len(dense)
+    assert dense[-1] > FLAGS[-1].bits / 16 * dense[0]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,10 @@ def test_search_compares_number_formats():
     for each in outcome.found[::7]:
         args = parse_args([*outcome.base, *each.argv], 4)
         assert args.precision.bf16 and bool(args.precision.fp8) == (each.plan.width == "fp8")
-    assert gemm_formats(find_hardware("a100")) == ("bf16",) and "nvfp4" in gemm_formats(find_hardware("gb300"))
+    assert gemm_formats(find_hardware("a100")) == ("bf16",)
+    assert gemm_formats(find_hardware("h100")) == ("bf16", "tensorwise", "blockwise")
+    assert gemm_formats(find_hardware("gb300"))[:3] == ("bf16", "tensorwise", "mxfp8")
+    assert "nvfp4" in gemm_formats(find_hardware("gb300"))
     with pytest.raises(PlanError, match="no GEMMs in mxfp8"):
         search_formats(flags, ("mxfp8",), 4, find_hardware("h100"))
 

@@ -185,7 +185,7 @@ def test_state_bytes_of_fp8_weights_calculated_by_hand():
 
 
 def test_state_bytes_of_other_stored_weights_calculated_by_hand():
-    """NVFP4: half a byte and three fp32 numbers per 256 elements; MXFP8: a byte and a 32nd of one in two directions."""
+    """Of 16 x 16 blocks three fp32 numbers per 256 elements; MXFP8: a byte and a 32nd of one in two directions."""
     for flags, expected in (
         ("--fp4-format e2m1 --fp4-param-gather", 0.5 + 12 / 256),
         (f"{STORED} --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag", 2.0625),

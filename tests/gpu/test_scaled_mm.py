@@ -6,6 +6,7 @@ What can be shown without one is in tests/quantization/test_scaled_mm.py.
 import pytest
 import torch
 
+from arguments.mechanisms.formats import NAMED_BY_LAYER
 from moe_trainer.quantization.quantize import quantize
 from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.quantization.scaled_grouped import can_use_native_grouped_mm, native_grouped_mm
@@ -14,7 +15,7 @@ from moe_trainer.quantization.scaled_mm import gemm_kind, native_mm, scaled_mm
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(256, 512, 384), (48, 1024, 272)])
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", [each.key for each in NAMED_BY_LAYER])
 def test_scaled_mm_equals_the_dequantized_gemm(name, shape):
     recipe, (rows, inner, outer) = make_recipe(name), shape
     generator = torch.Generator("cuda").manual_seed(0)

@@ -51,7 +51,7 @@ def test_tokens_return_from_slots_and_buffer(num_slots, experts, size, multiple)
 
 
 def test_unused_rows_have_no_gradient():
-    """Experts with biases add the gradients of padding rows, and fp8 and fp4 scale blocks of rows together."""
+    """Experts with biases add the gradients of padding rows, and quantized formats scale blocks of rows together."""
     slots = make_slot_map(route(11, 6, 2), 2, 20)
     order = compact_slots(slots.counts_Se, 20, 4)
     y_CH = torch.randn(len(order.is_used_C), 3, requires_grad=True)

@@ -53,12 +53,8 @@ def test_validate_only_reports_deadlocking_batch_sizes(capsys):
             "--validate-only",
             "--world-size",
             "4",
-            "--fp8-margin",
-            "1",
-            "--fp8-format",
-            "e4m3",
-            "--fp4-format",
-            "e2m1",
+            "--bf16",
+            "--fp16",
         ]
     )
     assert train_process.main(line) == 2
@@ -66,6 +62,6 @@ def test_validate_only_reports_deadlocking_batch_sizes(capsys):
     assert (
         "global batch size 9 makes 9 microbatches" in out
         and "global batch size 13" in out
-        and "Use only one of --fp8-format" in out
+        and "Use only one of --bf16" in out
     )
     assert "3 problems with the arguments:" in out

@@ -198,7 +198,11 @@ def test_tensor_parallel_replicas_round_equally():
 
 @pytest.mark.parametrize(
     "recipe",
-    ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"],
+    [
+        "--fp8-format hybrid --fp8-recipe tensorwise",
+        "--fp8-format e4m3 --fp8-recipe mxfp8",
+        "--fp4-format e2m1",
+    ],
 )
 def test_nonfinite_gradients_are_detected_with_quantization(recipe):
     argv = [*shallow(make_argv("plain")), *f"{ONE_MICROBATCH} {recipe}".split()]

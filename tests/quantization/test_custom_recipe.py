@@ -1,10 +1,11 @@
-"""--fp8-recipe custom and --fp4-recipe custom: a function chooses the format of every tensor."""
+"""--fp8-recipe custom: a function chooses the format of every tensor."""
 
 import pytest
 import torch
 from training.layouts import assert_equal, make_argv, train
 
 from arguments import ArgumentError, parse_args
+from arguments.mechanisms.formats import NAMED_BY_LAYER
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.config import QuantizationConfig, get_recipe
 from moe_trainer.quantization.custom_recipe import CustomRecipe, QuantizerFactoryError
@@ -25,7 +26,7 @@ def blockwise(role):
 
 
 def by_tensor(role):
-    return {"input": "mxfp8", "weight": "blockwise", "grad_output": "nvfp4"}[role.tensor_type]
+    return {"input": "mxfp8", "weight": "blockwise", "grad_output": NAMED_BY_LAYER[-1].key}[role.tensor_type]
 
 
 def by_name(role):
@@ -62,7 +63,7 @@ def load(function):
     return CustomRecipe.load("--fp8-quantizer-factory", f"{HERE}:{function.__name__}", hybrid=False, wgrad=True)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "nvfp4", "mxfp8", "tensorwise"])
+@pytest.mark.parametrize("name", [each.key for each in NAMED_BY_LAYER])
 def test_one_format_for_all_tensors_is_the_recipe_of_that_name(name):
     custom = CustomRecipe("", lambda role: name, hybrid=True, wgrad=True).recipe("decoder.layers.0", False)
     built_in = make_recipe(name, hybrid=True)
@@ -120,8 +121,8 @@ def test_a_factory_chooses_by_name_and_module():
 )
 def test_mistakes_of_a_factory_are_named(path, said):
     with pytest.raises(QuantizerFactoryError) as caught:
-        CustomRecipe.load("--fp4-quantizer-factory", path, hybrid=False, wgrad=True).recipe("decoder.layers.0", False)
-    assert str(caught.value).startswith(f"--fp4-quantizer-factory {path}: ") and said in str(caught.value)
+        CustomRecipe.load("--fp8-quantizer-factory", path, hybrid=False, wgrad=True).recipe("decoder.layers.0", False)
+    assert str(caught.value).startswith(f"--fp8-quantizer-factory {path}: ") and said in str(caught.value)
 
 
 def test_a_factory_in_a_script_that_exits_is_no_success(tmp_path, monkeypatch):

@@ -5,20 +5,20 @@ import itertools
 import pytest
 import torch
 
-from moe_trainer.quantization.fp4_weight import Fp4Weight
-from moe_trainer.quantization.fp8_weight import Fp8Weight
+from arguments.mechanisms.formats import QUANTIZED
 from moe_trainer.quantization.gemms import QuantizedGemms
 from moe_trainer.quantization.mx_weight import MxWeight
 from moe_trainer.quantization.quantize import compute_amax, quantize
 from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.quantization.stored_weight import can_store_once
 
-RECIPES = ("delayed", "tensorwise", "blockwise", "nvfp4")
+STORED_ONCE = {each.key: not each.stored.is_gathered_wide for each in QUANTIZED if each.stored is not None}
+RECIPES = tuple(name for name, once in STORED_ONCE.items() if once)
 
 
 def stored(values, recipe, cuts, scale=None):
     """Cast in parts that begin at `cuts`."""
-    kind = Fp4Weight if recipe.name == "nvfp4" else Fp8Weight
+    kind = recipe.weight_class
     weight = kind(values.shape, recipe.weight, values.dtype, values.device, lambda: scale)
     codes = torch.zeros(values.numel() // kind.elements_per_byte, dtype=torch.uint8)
     weight.bind(codes, torch.zeros(weight.num_blocks))
@@ -51,7 +51,9 @@ def test_weight_cast_in_parts_equals_full_cast(name, shape, portion, monkeypatch
             assert torch.equal(found.dequantized(), expected.dequantized()) and torch.equal(
                 found.inverse, expected.inverse
             )
-            assert found.is_packed == (name == "nvfp4"), "GEMMs of a device take the bytes as they are"
+            assert found.is_packed == (recipe.weight_class.elements_per_byte > 1), (
+                "GEMMs of a device take the bytes as they are"
+            )
             fp64 = weight[index].operand(scaling, transposed, torch.float64)
             assert fp64.values.dtype == torch.float64 and torch.equal(fp64.values.float(), expected.values)
         assert weight[index].amax == compute_amax(matrix)
@@ -97,7 +99,7 @@ def test_gemms_read_the_fp8_weight(name):
     )
     for expert in range(2):
         for method, operand in (("output", x), ("input_grad", grad)):
-            torch.manual_seed(3)  # fp4 gradients are rounded stochastically
+            torch.manual_seed(3)  # gradients may be rounded stochastically
             expected = getattr(plain, method)(operand, plain.expert_weight(values, expert))
             torch.manual_seed(3)
             assert torch.equal(getattr(kept, method)(operand, kept.expert_weight(placeholder_param, expert)), expected)
@@ -137,10 +139,6 @@ def test_weight_without_a_part_index():
 
 
 def test_which_recipes_can_store_fp8_weights():
-    found = {
-        name: can_store_once(recipe.weight, recipe.weight_t)
-        for name, recipe in (
-            (name, make_recipe(name)) for name in ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
-        )
-    }
-    assert found == {"delayed": True, "tensorwise": True, "blockwise": True, "mxfp8": False, "nvfp4": True}
+    recipes = {name: make_recipe(name) for name in STORED_ONCE}
+    found = {name: can_store_once(recipe.weight, recipe.weight_t) for name, recipe in recipes.items()}
+    assert found == STORED_ONCE and not found["mxfp8"] and found["blockwise"]

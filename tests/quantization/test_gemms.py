@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from arguments.mechanisms.formats import NAMED_BY_LAYER, QUANTIZED
 from arguments.model import ModelArgs
 from arguments.moe import MoEArgs
 from moe_trainer.layers.kernels import Kernels
@@ -18,8 +19,8 @@ from moe_trainer.quantization.gemms import GRAD, WEIGHT, QuantizedGemms, X
 from moe_trainer.quantization.quantize import FP32, POWER_OF_TWO, TWO_LEVEL, quantize
 from moe_trainer.quantization.recipe import DelayedScaling, make_recipe
 
-NAMES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
-BOUND = {"nvfp4": 0.25}  # of a GEMM's norm; 0.08 for 8 bits
+NAMES = tuple(each.key for each in QUANTIZED if not each.is_custom)
+BOUND = {each.key: 0.25 for each in NAMED_BY_LAYER if each.flags.bits < 8}  # of a GEMM's norm; 0.08 for 8 bits
 
 
 def operands(rows=48, inner=160, outer=40, seed=0):
@@ -41,7 +42,7 @@ def quantize_dequantize(matrix, scaling, scale=None, noise=None):
 @pytest.mark.parametrize("name", NAMES)
 def test_operands_are_quantized_along_the_contracted_dim(name):
     x, w, grad = operands()
-    gemms, noise = make_gemms(name, hybrid=name != "nvfp4"), StochasticRoundingRNG(1, "layer")
+    gemms, noise = make_gemms(name, hybrid=name not in BOUND), StochasticRoundingRNG(1, "layer")
     recipe = gemms.recipe
     scales = dict(zip((X, WEIGHT, GRAD), (64.0, 32.0, 128.0))) if name == "delayed" else {}
     scale = {operand: torch.tensor(scales[operand]) if scales else None for operand in (X, WEIGHT, GRAD)}
@@ -68,12 +69,18 @@ def test_formats_and_scaling_of_every_recipe():
     kinds = {name: make_recipe(name, hybrid=True) for name in NAMES}
     assert {name: (recipe.x.fmt.name, recipe.grad.fmt.name) for name, recipe in kinds.items()} == {
         **dict.fromkeys(NAMES[:4], ("e4m3", "e5m2")),
-        "nvfp4": ("e2m1", "e2m1"),
+        **dict.fromkeys(BOUND, ("e2m1", "e2m1")),
     }
-    assert make_recipe("mxfp8").grad.fmt.name == "e4m3" and kinds["mxfp8"].alignment == kinds["nvfp4"].alignment == 32
+    assert make_recipe("mxfp8").grad.fmt.name == "e4m3" and kinds["mxfp8"].alignment == 32
     block = kinds["blockwise"]
     assert (block.x.rows, block.x.cols, block.weight.rows, block.weight.cols, block.alignment) == (1, 128, 128, 128, 16)
-    nv = kinds["nvfp4"]
+    with pytest.raises(ValueError, match="no recipe"):
+        make_recipe("fp6")
+
+
+def test_noise_and_transform_of_nvfp4():
+    nv = make_recipe("nvfp4")
+    assert nv.alignment == 32
     assert (
         nv.grad.stochastic
         and nv.grad_t.stochastic
@@ -88,8 +95,6 @@ def test_formats_and_scaling_of_every_recipe():
         and not nv.x.hadamard
         and not nv.weight_t.hadamard
     )
-    with pytest.raises(ValueError, match="no recipe"):
-        make_recipe("fp6")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,7 @@ def test_elements_that_share_a_scale_in_each_recipe(name, rows, squares):
 
 def test_square_blocks_quantize_weight_and_transpose_equally():
     _, w, _ = operands(inner=200, outer=150)
-    for name in ("blockwise", "nvfp4"):
+    for name in (each.key for each in NAMED_BY_LAYER if each.tokens_per_scale and not each.stored.is_gathered_wide):
         recipe = make_recipe(name)
         assert torch.equal(quantize_dequantize(w, recipe.weight), quantize_dequantize(w.t(), recipe.weight_t).t())
 
@@ -138,7 +143,7 @@ def test_gemm_results_have_the_operand_dtype(dtype):
 
 def test_deferred_weight_gradients_equal_immediate_ones():
     x, w, grad = operands()
-    now, later = make_gemms("nvfp4"), make_gemms("nvfp4")
+    now, later = make_gemms(NAMES[-1]), make_gemms(NAMES[-1])
     computes = [later.make_wgrad_fn(grad * microbatch, x) for microbatch in (1, 2)]
     later.input_grad(grad, w)  # draws from another generator
     for microbatch, compute in zip((1, 2), computes):
@@ -233,7 +238,7 @@ def test_quantized_experts_equal_one_linear_per_expert(name, weighed):
         grads = [value.grad for value in values.values() if value.grad is not None]
         found.append([y.detach(), *grads])
     if (
-        name == "nvfp4"
+        name in BOUND
     ):  # autograd runs the experts in another order, so the noise is other noise: only the forward is the same
         found = [each[:1] for each in found]
     for ours, theirs in zip(*found, strict=True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from arguments.mechanisms.formats import BY_KEY, QUANTIZED
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
 from moe_trainer.quantization.expert_mlp import quantized_expert_mlp
@@ -16,7 +17,7 @@ from moe_trainer.quantization.quantize import quantize
 from moe_trainer.quantization.recipe import make_recipe
 
 HIDDEN, FFN, COUNTS = 64, 32, (70, 0, 33, 5)
-RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+RECIPES = tuple(each.key for each in QUANTIZED if not each.is_custom)
 
 
 def make_gemms(name: str, stochastic: bool, wgrad: bool = True) -> nn.ModuleList:
@@ -115,7 +116,8 @@ def test_saved_tokens_are_the_operand_in_few_bytes(name, dtype):
     for one, other in ((found.inverse, expected.inverse), (found.factor_e, expected.factor_e)):
         assert (one is None and other is None) or torch.equal(one.nan_to_num(), other.nan_to_num())
     size = sum(table.nbytes for table in saved[:3] if table is not None)
-    block = {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}.get(name, 1)
+    fmt = BY_KEY[name]
+    block = fmt.flags.bits / 8 + (1 / fmt.tokens_per_scale if fmt.tokens_per_scale else 0)
     assert size == x.numel() * block + (0 if name in ("blockwise", "mxfp8") else 4 * len(COUNTS))
 
 
@@ -130,7 +132,7 @@ def test_biases_and_gradients_in_high_precision(mixed):
 
 def test_values_of_an_expert_do_not_scale_another():
     """A row of another expert a thousand times larger leaves all bits of the first expert's results."""
-    gemms, results = make_gemms("nvfp4", stochastic=False), []
+    gemms, results = make_gemms(RECIPES[-1], stochastic=False), []
     w1, w2 = torch.randn(2, 2 * FFN, HIDDEN), torch.randn(2, HIDDEN, FFN)
     x = torch.randn(64, HIDDEN)
     for factor in (1.0, 1e3):
@@ -197,7 +199,7 @@ def test_cached_weights_are_cast_once(name):
         assert torch.equal(one, other)
     # two linears of three experts: both directions in two microbatches, output of the copies, in two iterations; E2M1
     # has no dtype of one byte, so such casts are not kept
-    assert [calls for _, calls in found] == [60, 60 if name == "nvfp4" else 36]
+    assert [calls for _, calls in found] == [60, 36 if BY_KEY[name].keeps_expert_casts else 60]
 
 
 def test_weights_of_a_single_microbatch_are_not_kept():

@@ -13,6 +13,7 @@ from layers.fake_te import install_fake_te
 from training.layouts import compare, create_groups, make_argv, train
 
 from arguments import parse_args
+from arguments.mechanisms.formats import NAMED_BY_LAYER
 from moe_trainer.backends import BackendPolicy
 from moe_trainer.layers import layer_factory
 from moe_trainer.model.build import build_chunks
@@ -22,6 +23,7 @@ from moe_trainer.quantization.precision_file import PrecisionFile, PrecisionFile
 from moe_trainer.quantization.recipe import make_recipe
 
 DEFAULT = make_recipe("tensorwise")
+FEWEST = NAMED_BY_LAYER[-1]
 
 
 def config(training, evaluation=None):
@@ -34,7 +36,7 @@ CONFIGS = {
     "bf16": config({}),
     "blockwise": config({"fp8_quantization_recipe": "blockwise", "fp8_format": "hybrid"}),
     "mxfp8_evaluate_bf16": config({"fp8_quantization_recipe": "mxfp8"}, {}),
-    "nvfp4": config({"fp4_quantization_recipe": "nvfp4"}, {"fp8_quantization_recipe": "tensorwise"}),
+    "few bits": config({FEWEST.flags.in_precision_file: FEWEST.key}, {"fp8_quantization_recipe": "tensorwise"}),
     "as the flags": config({"override_quantized_autocast": False}),
 }
 
@@ -61,7 +63,7 @@ def test_first_enabled_matcher_selects_the_recipe(tmp_path, caplog):
             glob_matcher("*.linear_qkv", "mxfp8", enabled=False),
             glob_matcher("*.layers.1.*.linear_qkv", "as the flags"),
             glob_matcher("*.linear_qkv", "bf16"),
-            glob_matcher("*.experts.linear_fc2", "nvfp4"),
+            glob_matcher("*.experts.linear_fc2", "few bits"),
             glob_matcher("*", "mxfp8_evaluate_bf16"),
         ],
     )
@@ -78,7 +80,7 @@ def test_first_enabled_matcher_selects_the_recipe(tmp_path, caplog):
             )
         }
     names = [[recipe and recipe.name for recipe in (each.training, each.evaluation)] for each in found.values()]
-    assert names == [[None, None], ["tensorwise"] * 2, ["nvfp4", "tensorwise"], ["mxfp8", None], ["mxfp8", None]]
+    assert names == [[None, None], ["tensorwise"] * 2, [FEWEST.key, "tensorwise"], ["mxfp8", None], ["mxfp8", None]]
     assert (
         len(caplog.messages) == 4
         and "decoder.layers.2.mlp.linear_fc1 is the first linear with config 'mxfp8_evaluate_bf16'" in caplog.text
@@ -87,11 +89,11 @@ def test_first_enabled_matcher_selects_the_recipe(tmp_path, caplog):
 
 def test_recipes_of_the_file_are_parsed(tmp_path):
     file = PrecisionFile.load(
-        write(tmp_path, [glob_matcher("a", "blockwise"), glob_matcher("b", "nvfp4")]),
+        write(tmp_path, [glob_matcher("a", "blockwise"), glob_matcher("b", "few bits")]),
         make_recipe("delayed", wgrad=False),
     )
     assert file.formats("a", DEFAULT).training == make_recipe("blockwise", hybrid=True, wgrad=False)
-    assert file.formats("b", DEFAULT).training == make_recipe("nvfp4", wgrad=False)
+    assert file.formats("b", DEFAULT).training == make_recipe(FEWEST.key, wgrad=False)
     assert file.formats("c", DEFAULT).training is DEFAULT, "no pattern fits"
 
 

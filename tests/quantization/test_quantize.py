@@ -160,8 +160,8 @@ def test_every_block_has_its_own_scale(name, shape):
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 16), (16, 16)])
-def test_nvfp4_two_level_scales(rows, cols):
-    """NVFP4: E2M1 elements, an E4M3 scale a block, one fp32 scale a tensor."""
+def test_two_level_scales(rows, cols):
+    """E2M1 elements, an E4M3 scale a block, one fp32 scale a tensor."""
     scaling = Scaling(E2M1, rows, cols, TWO_LEVEL)
     x = torch.randn(20, 40, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 2, 40)
     found = quantize(x, scaling)

@@ -6,6 +6,7 @@ from harness import run_ranks
 from memory.measure import measure_retained
 from torch.nn import Parameter
 
+from arguments.mechanisms.formats import BY_KEY, QUANTIZED
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear
 from moe_trainer.ops.pointwise import Activation
@@ -17,7 +18,7 @@ from moe_trainer.quantization.quantize import quantize
 from moe_trainer.quantization.recipe import make_recipe
 from moe_trainer.quantization.saved_input import SavedInput
 
-RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+RECIPES = tuple(each.key for each in QUANTIZED if not each.is_custom)
 TOKENS, WIDTH = 256, 96
 
 
@@ -47,7 +48,9 @@ def test_saved_input_is_the_operand_in_few_bytes(recipe, dtype):
         found.inverse.nan_to_num(), expected.inverse.nan_to_num()
     )
     size = sum(table.numel() * table.itemsize for table in saved[:2]) / x.numel()
-    assert size == {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.75}.get(recipe, 1 + 4 / x.numel())
+    fmt = BY_KEY[recipe]
+    scale_bytes = (4 if fmt.has_global_scale else 1) / fmt.tokens_per_scale if fmt.tokens_per_scale else 4 / x.numel()
+    assert size == fmt.flags.bits / 8 + scale_bytes
 
 
 def gradients(linear, x: torch.Tensor, saves: bool):
@@ -74,7 +77,7 @@ def test_linear_gives_the_same_numbers_and_keeps_half_the_bytes(recipe):
         linear.saves_quantized = saves
         return measure_retained(lambda: linear(rows().requires_grad_() * 1))[0].device
 
-    share = 0.75 / 2 if recipe == "nvfp4" else (1 + 1 / 32) / 2
+    share = 0.75 / 2 if BY_KEY[recipe].has_global_scale else (1 + 1 / 32) / 2
     assert kept(True) <= kept(False) - (1 - share) * rows().nbytes
     with torch.no_grad():  # nothing is quantized twice where nothing is saved
         assert linear._plan()[2] is False
@@ -97,7 +100,7 @@ def test_experts_give_the_same_numbers(recipe, on_device):
         values, scales, *_ = y.grad_fn.saved_tensors
         assert (values.dtype == torch.uint8) == saves
         if saves:
-            assert values.numel() <= x.numel() * (0.54 if recipe == "nvfp4" else 1)  # tokens are padded
+            assert values.numel() <= x.numel() * (0.54 if BY_KEY[recipe].flags.bits == 4 else 1)  # tokens are padded
             assert scales is None or scales.nbytes <= x.numel() / (16 if on_device else 3)
         y.backward(torch.sin(y.detach().float()).to(y.dtype))
         results.append((y.detach(), x.grad, probs.grad, w1.grad, w2.grad))
@@ -126,4 +129,4 @@ def test_sequence_shards_give_the_same_numbers(recipe, tokens):
     """Shards that share a scale with others are saved as they are."""
     for (*plain, _), (*quantized, is_quantized) in run_ranks(sharded_gradients, 2, recipe, tokens):
         assert all(map(torch.equal, plain, quantized))
-        assert is_quantized == (recipe != "nvfp4" and tokens == 128)
+        assert is_quantized == (not BY_KEY[recipe].has_global_scale and tokens == 128)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from arguments.mechanisms.formats import NAMED_BY_LAYER
 from moe_trainer.quantization import scaled_mm as module
 from moe_trainer.quantization.quantize import E2M1, E4M3, E5M2, QuantizedTensor, Scaling, quantize
 from moe_trainer.quantization.recipe import make_recipe
@@ -138,7 +139,7 @@ def operand(rows, cols, scaling, seed):
 
 @pytest.mark.parametrize("shape", [(64, 256, 128), (37, 200, 150)])
 @pytest.mark.parametrize("as_bytes", [False, True])
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", [each.key for each in NAMED_BY_LAYER])
 def test_scaled_mm_equals_the_definition(device, name, shape, as_bytes):
     recipe, (rows, inner, outer) = make_recipe(name), shape
     pairs = {
@@ -157,7 +158,8 @@ def test_scaled_mm_equals_the_definition(device, name, shape, as_bytes):
 
 
 def test_gemm_kind_of_every_recipe():
-    kinds = {"delayed": TENSORS, "tensorwise": TENSORS, "blockwise": BLOCKS, "mxfp8": MX, "nvfp4": NV}
+    kinds = {"delayed": TENSORS, "tensorwise": TENSORS, "blockwise": BLOCKS, "mxfp8": MX}
+    kinds |= {each.key: NV for each in NAMED_BY_LAYER if each.has_global_scale}
     for name, kind in kinds.items():
         recipe = make_recipe(name)
         found = {

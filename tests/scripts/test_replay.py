@@ -14,6 +14,7 @@ import torch
 from commands import call_main, environment, rank_variables, read_metrics, run
 from safetensors.torch import load_file, save_file
 
+from arguments.mechanisms.formats import list_widths
 from moe_trainer.debug import step_record
 from moe_trainer.debug.step_record import Record
 from moe_trainer.layers.mlp import MLP
@@ -249,7 +250,7 @@ def test_every_kind_of_run_replays_bitwise_and_on_one_process(kind, tmp_path, re
 )
 def test_fp8_run_replays_bitwise(flags, tmp_path, replay):
     code, out, err = replay(recorded(tmp_path, "--bf16", *flags.split(), ranks=2))
-    assert code == 0 and "bit for bit" in out and "(fp8 or fp4): outputs" in out, out + err
+    assert code == 0 and "bit for bit" in out and f"({list_widths('or')}): outputs" in out, out + err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""--fp8-param-gather, --fp4-param-gather: weights are quantized from fp32 main parameters, gathered and stored in 8 or 4 bits only."""
+"""--fp8-param-gather and the like: weights are quantized from fp32 main parameters, gathered and stored in 8 or 4 bits only."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -10,6 +10,9 @@ from training.layouts import create_groups, make_argv, make_run, shallow
 from training.resuming import assert_alike, load_and_save, run_steps, train_and_save
 
 from arguments import parse_args
+from arguments.mechanisms.format_kinds.declaration import FormatCapability
+from arguments.mechanisms.format_kinds.eight_bit import MXFP8
+from arguments.mechanisms.formats import BY_KEY, NAMED_BY_LAYER
 from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import load
 from moe_trainer.checkpoint.options import LoadOptions
@@ -25,7 +28,10 @@ from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import run_microbatches, train_step
 
 GATHER = "--fp8-param-gather"
-GATHERS = {"nvfp4": "--fp4-param-gather", "mxfp8": f"{GATHER} --reuse-grad-buf-for-mxfp8-param-ag"}
+GATHERS = {
+    "nvfp4": "--fp4-param-gather",
+    "mxfp8": f"{GATHER} --reuse-grad-buf-for-mxfp8-param-ag",
+}
 OPTIMIZERS = {
     "blockwise": "--optimizer muon --muon-fp32-matmul-prec high",
     "mxfp8": "--optimizer muon --muon-fp32-matmul-prec high",
@@ -89,7 +95,7 @@ def test_flags_determine_whether_weights_are_stored_in_fp8(flags, keeps):
     argv = argv_with("--bf16", RECIPES["blockwise"], GATHER, flags)
     args = parse_args(argv, 1)
     recipe = get_recipe(args.precision)
-    stored_twice = args.stored_weight_format == "mxfp8"
+    stored_twice = args.stored_weight_format is MXFP8.stored
     assert args.has_quantized_params == keeps and (
         can_store_once(recipe.weight, recipe.weight_t) != stored_twice or not keeps
     )
@@ -167,7 +173,7 @@ def test_weights_are_quantized_from_fp32_main_parameters(recipe):
             (
                 "--use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
             )
-            if recipe in ("delayed", "nvfp4")  # other fp8 recipes are rejected, as in Megatron-LM
+            if BY_KEY[recipe].supports(FormatCapability.HOST_OPTIMIZER)  # other recipes are rejected, as in Megatron-LM
             else ()
         ),
     )
@@ -246,7 +252,7 @@ def _gathered_bytes(run):
 
 def test_param_gather_sends_bytes():
     plain = argv_with("--use-distributed-optimizer --bf16")
-    widths = {"blockwise": 1, "nvfp4": 0.5}
+    widths = {each.key: each.flags.bits / 8 for each in NAMED_BY_LAYER if each.tokens_per_scale and each is not MXFP8}
     kept = [[*plain, *RECIPES[recipe].split(), GATHERS.get(recipe, GATHER)] for recipe in widths]
     (plain, none, _), *outcomes = run_ranks(_count_gathered_bytes, 2, [plain, *kept])[0]
     assert none == 0 and plain[torch.uint8] == 0
@@ -303,7 +309,9 @@ def _train_and_convert(rank, n, argv, gather, folder):
 def test_param_gather_resumes_bitwise(recipe, tmp_path):
     argv, gather = argv_with(RECIPES[recipe], "--bf16"), GATHERS.get(recipe, GATHER)
     for ahead, resumed in run_ranks(_train_and_convert, 2, argv, gather, tmp_path):
-        if recipe == "nvfp4":  # the resumed run has another seed, and gradients are rounded stochastically
+        if BY_KEY[recipe].rejects(
+            FormatCapability.PROOF
+        ):  # the resumed run has another seed, and gradients are rounded stochastically
             assert resumed[0][0] == ahead[0][0]
         else:
             assert resumed == ahead

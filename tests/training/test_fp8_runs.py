@@ -28,7 +28,7 @@ def test_fully_sharded_fp8_runs_equal_replicated_runs(recipe):
 
 
 @pytest.mark.slow
-def test_fp8_and_fp4_losses_stay_close_to_bf16():
+def test_quantized_losses_stay_close_to_bf16():
     """A hundred iterations of a tiny model on real text; gaps over more are in scripts/bench_results/precision.md."""
     iterations = 120
     text = read_text_bytes(iterations * BATCH + HELD_OUT)

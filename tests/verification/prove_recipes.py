@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from arguments.mechanisms.formats import quantized_format
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -130,10 +132,10 @@ def equals(recipe: Recipe, folder: Path) -> str:
 def case_name(case: ParityCase) -> str:
     """Return the mapping, and the format of the GEMMs unless it is that of the parameters."""
     precision = parse_args(list(case.argv), case.world_size).precision
-    if not precision.fp8 and not precision.fp4:
+    fmt = quantized_format(precision)
+    if fmt is None:
         return str(case.mapping)
-    recipe = precision.fp4_recipe if precision.fp4 else precision.fp8_recipe
-    return f"{case.mapping} in {recipe if '4' in recipe or recipe == 'mxfp8' else f'{recipe} fp8'}"
+    return f"{case.mapping} in {fmt.key if fmt.key == fmt.name.lower() else f'{fmt.key} {fmt.flags.name}'}"
 
 
 def device_argv(recipe: Recipe, folder: Path) -> list[str]:

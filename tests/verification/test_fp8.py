@@ -154,7 +154,7 @@ def test_reference_without_emulation_differs(monkeypatch):
 
     Scales that are powers of two would hide it, because they change the rounding of the smallest numbers only.
     """
-    monkeypatch.setattr(parity, "emulate_fp8", lambda *_: None)
+    monkeypatch.setattr(parity, "emulate_formats", lambda *_: None)
     assert not run_parity(f"{TP} --fp8-format e4m3 --fp8-recipe tensorwise", steps=1, shared=False).is_equal
 
 
@@ -201,7 +201,11 @@ def test_options_that_cannot_be_kept_are_noted():
 
 @pytest.mark.parametrize(
     "flags",
-    ["--fp8-format e4m3 --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe blockwise", "--fp4-format e2m1"],
+    [
+        "--fp8-format e4m3 --fp8-recipe tensorwise",
+        "--fp8-format e4m3 --fp8-recipe blockwise",
+        "--fp4-format e2m1",
+    ],
 )
 def test_as_is_rejects_options_that_cannot_be_kept(flags):
     with pytest.raises(ShrinkError, match="cannot be checked as it is"):

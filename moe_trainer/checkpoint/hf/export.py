@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.mtp import without_mtp
 from arguments.vocabulary import padded_vocab_size
 from moe_trainer.checkpoint import common_state
@@ -51,7 +52,7 @@ from moe_trainer.io import flush_file
 
 logger = logging.getLogger(__name__)
 
-_SCALING, _MTP = "fp8.", "mtp."
+_SCALING, _MTP = SCALING_PREFIX, "mtp."
 _SENTENCEPIECE = ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer")
 
 

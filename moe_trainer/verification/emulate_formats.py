@@ -7,7 +7,7 @@ every tensor rank. With delayed scaling all shards have the same scale and nothi
 receives together is not emulated: low_precision.py keeps to cases in which that does not matter.
 
 Methods of QuantizedGemms are replaced, one for each GEMM. Experts bypass them if the device computes all in one grouped
-call (QuantizedGemms._of_experts), which happens for bf16 only: fp8 checks compute in fp64.
+call (QuantizedGemms._of_experts), which happens for bf16 only: these checks compute in fp64.
 
 Gradients within a backward pass are larger on many ranks than in one process: the loss is divided by the microbatches
 of a rank (and multiplied by the context ranks), and the rest of the mean is taken when gradients are reduced. Formats
@@ -30,7 +30,7 @@ from moe_trainer.verification.mapping import ParallelMapping
 from moe_trainer.verification.sequence_sharding import SequenceSharding
 
 
-def emulate_fp8(run: TrainRun, mapping: ParallelMapping, sequence_parallel: bool) -> None:
+def emulate_formats(run: TrainRun, mapping: ParallelMapping, sequence_parallel: bool) -> None:
     """Make a run on full tensors quantize them as the ranks of a mapping do. Call it before the first step."""
     length = run.args.data.seq_length
     for chunk in run.chunks:

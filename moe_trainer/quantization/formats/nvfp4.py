@@ -1,8 +1,8 @@
-"""Model weights stored in NVFP4 (--fp4-param-gather).
+"""NVFP4: 4 bits, a scale for 16 elements, and one for the tensor; weights that are stored so (--fp4-param-gather).
 
-Two elements share a byte, the first in the lower half, as in `scaled_layouts.pack_e2m1`. Blocks are 16 x 16, so one set
-of bytes serves the output and the input gradient. The scale of a block depends on the largest
-block of its matrix; all ranks have the maxima of all blocks, so they compute the same scales.
+Two elements of a stored weight share a byte, the first in the lower half, as in `scaled_layouts.pack_e2m1`. Blocks are
+16 x 16, so one set of bytes serves the output and the input gradient. The scale of a block depends on the largest block
+of its matrix; all ranks have the maxima of all blocks, so they compute the same scales.
 
 Shape letters: e matrices of a stack (1 for a single weight), N output width, K input width.
 """
@@ -12,9 +12,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_trainer.quantization.quantize import QuantizedTensor, Scaling, two_level_scales, unpack_e2m1
+from moe_trainer.quantization.quantize import E2M1, TWO_LEVEL, QuantizedTensor, Scaling, two_level_scales, unpack_e2m1
+from moe_trainer.quantization.recipe import QuantizationRecipe, RecipeOptions
 from moe_trainer.quantization.scaled_layouts import pack_e2m1
 from moe_trainer.quantization.stored_weight import SingleCopyWeight
+
+
+def make_recipe(options: RecipeOptions) -> QuantizationRecipe:
+    """Return the recipe; gradients are rounded stochastically, and those of weights transformed first."""
+    row, square = Scaling(E2M1, 1, 16, TWO_LEVEL), Scaling(E2M1, 16, 16, TWO_LEVEL)
+    grads = Scaling(E2M1, 1, 16, TWO_LEVEL, stochastic=True)
+    grads_t = Scaling(E2M1, 1, 16, TWO_LEVEL, stochastic=True, hadamard=True)
+    return QuantizationRecipe(
+        "nvfp4",
+        row,
+        square,
+        grads,
+        square,
+        grads_t,
+        Scaling(E2M1, 1, 16, TWO_LEVEL, hadamard=True),
+        options.wgrad,
+        alignment=32,
+        weight_class=Fp4Weight,
+    )
 
 
 class Fp4Matrix(NamedTuple):
