@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from arguments.layer_flags import layer_letters
+from arguments.layer_flags import NUMBERED_FLAGS, attention_entries, layer_letters
 from arguments.layer_pattern import mtp_letters
 
 _LAYER = re.compile(r"^((?:fp8\.)?decoder\.layers\.)(\d+)\.(.+)$")  # fp8.: states of delayed scaling
@@ -67,7 +67,7 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     if one == other:
         one, other = depth_letters(saved), depth_letters(here)
         if one == other or not (one and other):
-            return None
+            return _numbering_difference(saved, here)
         return (
             f"as --hybrid-layer-pattern the layers of a depth of multi-token prediction are {one}, and those of this "
             f"run {other}"
@@ -78,3 +78,16 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
         f"as --hybrid-layer-pattern its layers are {one}, and those of this run {other}: layer {number} (from 0) is "
         f"{first} in the checkpoint and {second} here"
     )
+
+
+def _numbering_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Return which flag gives attention something else in two models with the same layers, None if there is none."""
+    for dest in NUMBERED_FLAGS:
+        one, other = attention_entries(saved, dest), attention_entries(here, dest)
+        if any(a != b for a, b in zip(one, other)):  # one of them may have no multi-token prediction
+            flag = "--" + dest.replace("_", "-")
+            return (
+                f"{flag} numbers its layers, which are sublayers in a hybrid model: one entry for each attention is "
+                f"{[*one]} in the checkpoint, and {[*other]} with {flag} {here.get(dest)} of this run"
+            )
+    return None
