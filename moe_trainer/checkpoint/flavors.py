@@ -19,7 +19,7 @@ from arguments.layer_flags import NUMBERED_FLAGS, attention_entries, layer_lette
 from arguments.layer_pattern import mtp_letters
 
 _LAYER = re.compile(r"^((?:fp8\.)?decoder\.layers\.)(\d+)\.(.+)$")  # fp8.: states of delayed scaling
-_IN_DEPTH = re.compile(r"^(mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
+_IN_DEPTH = re.compile(r"^((?:fp8\.)?mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
 _FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
 _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether the model is hybrid
 

@@ -13,6 +13,8 @@ from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.megatron_legacy.reader import open_file
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.training.context import named_transformer_layers
 
 PATTERN = "ME*M-E"
 FLAGS = (
@@ -132,6 +134,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
         "decoder.layers.1.pre_mlp_layernorm.weight",
         "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
     } <= set(keys)
+
+
+def test_layers_of_a_depth_have_names_of_their_depth_and_number():
+    run = make_run(argv("M-/M*EE/M*EE"), 0, ParallelState.single(), 1)
+    names = [name for name, _ in named_transformer_layers(run.chunks)]
+    ahead = [f"mtp.layers.{depth}.layers.{number}" for depth in range(2) for number in range(4)]
+    assert names == ["decoder.layers.0", "decoder.layers.1", *ahead]
 
 
 def _save_in_both_formats(rank, n, words, folder):
