@@ -273,7 +273,10 @@ def with_batches(run: AnyRun, batches: Iterator[Batch]) -> AnyRun:
 
 
 def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:
-    """Yield every transformer layer with its global name, "decoder.layers.3", "mtp.layers.0" or "mtp.layers.0.layers.1"."""
+    """Yield every transformer layer with its global name: "decoder.layers.3", "mtp.layers.0".
+
+    A depth of a hybrid model has "mtp.layers.0.layers.1".
+    """
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
