@@ -148,6 +148,15 @@ def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
     assert "--no-rope-freq numbers its layers" in (difference(recorded, other) or "")
 
 
+def test_stages_of_a_pattern_are_the_runs_own():
+    line = [*LINE, "--position-embedding-type", "rope", "--disable-bias-linear"]
+    line = [word for at, word in enumerate(line) if "--num-layers" not in line[max(at - 1, 0) : at + 1]]
+    recorded = parse_args([*line, "--hybrid-layer-pattern=*-*-"], 1).as_dict()
+    stages = ["--hybrid-layer-pattern=*-*|-", "--pipeline-model-parallel-size", "2"]
+    args = parse_args([*line, *stages], 2, checkpoint=recorded)
+    assert args.parallel.pipeline_model_parallel_layout == "Ettt|tL"
+
+
 def test_new_adapters_start_on_a_checkpoint_without_adapters():
     recorded = {"lora_dim": None, "lora_alpha": 32.0, "swiglu": True}
     args = parse_args([*LINE, "--lora-dim", "4"], 1, checkpoint=recorded)

@@ -12,7 +12,8 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from commands import call_main
 from harness import run_ranks
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from moe_trainer.checkpoint import verify
 from moe_trainer.checkpoint.directory import TRACKER
@@ -20,6 +21,7 @@ from moe_trainer.checkpoint.folder_format import detect_format
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import main
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
+from moe_trainer.checkpoint.native_index import truncated_files
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -495,6 +497,13 @@ def test_diff_of_a_gpt_and_a_hybrid_model_translates_names(tmp_path, call):
     assert code == 0 and "all tensors are equal" in out
     code, out, _ = call("diff", hybrid, gpt)
     assert ": only in" not in out and "optimizer.state.exp_avg.decoder.layers.3.mlp.router.weight: differs" in out
+
+
+def test_a_file_that_lacks_its_last_byte_is_cut_off(tmp_path):
+    index = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("file", 3, 7)})
+    for size, problems in ((10, 0), (9, 1)):
+        (tmp_path / "file").write_bytes(bytes(size))
+        assert len(truncated_files(tmp_path, index)) == problems
 
 
 def test_the_format_of_a_folder_follows_its_files(tmp_path):
