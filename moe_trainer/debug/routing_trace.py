@@ -3,14 +3,15 @@
 `RoutingTraceReader` reads them back for --moe-routing-replay-path. Every rank writes the tokens that it routes:
 
     router_trace_rank{R}.jsonl    a line per iteration, layer and microbatch: "step" (iterations from 0), "stage"
-                                  ("pre_dispatch"), "block" ("decoder" or "mtp"), "layer" (from 0 in its block),
-                                  "mtp_idx" (mtp only), "rank", "num_tokens", "topk", "microbatch" (from 0),
+                                  ("pre_dispatch"), "block" ("decoder" or "mtp"), "layer" (from 0 in its block,
+                                  or in a depth of mtp), "mtp_idx" (the depth; mtp only), "rank", "num_tokens", "topk", "microbatch" (from 0),
                                   "top_indices" (per token its experts, ascending; -1 where one was dropped)
     logits_rank{R}.bin            --moe-routing-trace-capture-logits: bfloat16, located by a line's "logit_offset",
                                   "logit_bytes", "logit_shape"
     hidden_states_rank{R}.bin     --moe-routing-trace-capture-hidden-states: the router's input, likewise "hs_..."
     router_state_rank{R}.pt       --moe-routing-trace-dump-weights: per layer the weight, expert bias, score function
-                                  and top-k at the start of the trace (layers of mtp under "mtp.N")
+                                  and top-k at the start of the trace (mtp under "mtp.N", layer M of
+                                  a hybrid depth under "mtp.N.M")
 
 Format: NVIDIA/Megatron-LM pull request 5220. Differences: layers are numbered over all pipeline stages, a resumed run
 continues the files from its iteration, and dropped tokens are marked.
