@@ -45,7 +45,7 @@ def layer_letters(record: Mapping[str, Any]) -> str:
 def entry_of_layer(dest: str, value: int | Sequence[float] | None, number: int) -> float | None:
     """Return what the value of a flag of NUMBERED_FLAGS says of a layer (counted from 1), as an entry of its list."""
     if not value:
-        return None
+        return {"window_attn_skip_freq": 1, "no_rope_freq": 0}.get(dest)
     if isinstance(value, int):
         return int((number % value == 0) == (dest == "no_rope_freq"))
     return value[min(number, len(value)) - 1]
@@ -68,5 +68,5 @@ def by_sublayer(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
     return {
         dest: [entry_of_layer(dest, record[dest], number // 2) for number in numbers]
         for dest in NUMBERED_FLAGS
-        if isinstance(record.get(dest), int | list | tuple)
+        if record.get(dest) and isinstance(record[dest], int | list | tuple)
     }

@@ -67,7 +67,7 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     if one == other:
         one, other = depth_letters(saved), depth_letters(here)
         if one == other or not (one and other):
-            return _numbering_difference(saved, here)
+            return None
         return (
             f"as --hybrid-layer-pattern the layers of a depth of multi-token prediction are {one}, and those of this "
             f"run {other}"
@@ -80,8 +80,8 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     )
 
 
-def _numbering_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Return which flag gives attention something else in two models with the same layers, None if there is none."""
+def numbering_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Return which flag gives attention something else in two models without a `difference`, None if none does."""
     for dest in NUMBERED_FLAGS:
         one, other = attention_entries(saved, dest), attention_entries(here, dest)
         if any(a != b for a, b in zip(one, other)):  # one of them may have no multi-token prediction

@@ -4,8 +4,9 @@
 
     router_trace_rank{R}.jsonl    a line per iteration, layer and microbatch: "step" (iterations from 0), "stage"
                                   ("pre_dispatch"), "block" ("decoder" or "mtp"), "layer" (from 0 in its block,
-                                  or in a depth of mtp), "mtp_idx" (the depth; mtp only), "rank", "num_tokens", "topk", "microbatch" (from 0),
-                                  "top_indices" (per token its experts, ascending; -1 where one was dropped)
+                                  or in a depth of mtp), "mtp_idx" (the depth; mtp only), "rank", "num_tokens", "topk",
+                                  "microbatch" (from 0), "top_indices" (per token its experts, ascending; -1 where one
+                                  was dropped)
     logits_rank{R}.bin            --moe-routing-trace-capture-logits: bfloat16, located by a line's "logit_offset",
                                   "logit_bytes", "logit_shape"
     hidden_states_rank{R}.bin     --moe-routing-trace-capture-hidden-states: the router's input, likewise "hs_..."

@@ -12,7 +12,7 @@ from arguments.flag_properties import Restore
 from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings
 from arguments.tokens import parse_tokens
-from moe_trainer.checkpoint.flavors import difference
+from moe_trainer.checkpoint.flavors import numbering_difference
 from tests.arguments.test_tokens import TOY
 
 LINE = [*TOY, "--load", "runs/a", "--use-checkpoint-args"]
@@ -143,9 +143,11 @@ def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
     assert args.model.no_rope_freq == [0, 0, 1, 1, 0, 0, 1, 1]
     assert args.model.window_attn_skip_freq == [1, 1, 0, 0, 1, 1, 0, 0]
     assert args.model.rotary_base_per_layer == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
-    assert difference(recorded, args.as_dict()) is None
+    assert numbering_difference(recorded, args.as_dict()) is None
     other = {**args.as_dict(), "no_rope_freq": 2}
-    assert "--no-rope-freq numbers its layers" in (difference(recorded, other) or "")
+    assert "--no-rope-freq numbers its layers" in (numbering_difference(recorded, other) or "")
+    unset, none = ({**args.as_dict(), "no_rope_freq": value} for value in (None, [0] * 8))
+    assert numbering_difference(unset, none) is None
 
 
 def test_stages_of_a_pattern_are_the_runs_own():

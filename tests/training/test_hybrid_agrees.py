@@ -243,6 +243,16 @@ def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_p
             load_and_save(0, 1, words, tmp_path / "gpt", tmp_path / "other")
 
 
+def test_flags_that_number_layers_must_say_the_same_in_the_other_flavor(tmp_path):
+    gpt, hybrid = make_both("*E*E", "--no-rope-freq 2")
+    at = hybrid.index("--no-rope-freq") + 1
+    alike = [*hybrid[:at], "([0,0,1,1])", *hybrid[at + 1 :]]
+    expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
+    assert run_ranks(load_and_save, 1, alike, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+    with pytest.raises(CheckpointError, match=r"--no-rope-freq numbers .* is \[0, 1\] in the checkpoint, and \[0, 0\]"):
+        load_and_save(0, 1, hybrid, tmp_path / "gpt", tmp_path / "other")
+
+
 def test_letters_of_attention_have_the_names_of_megatron_core(tmp_path):
     """A G layer fuses its norm into in_proj; D and + have it alone, and the norms of latents as in transformer layers."""
     names = {}
