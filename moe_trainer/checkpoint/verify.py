@@ -211,7 +211,7 @@ def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor], 
     for tensor in tensors:
         if tensor.state is not None:
             by_state.setdefault(tensor.state, {})[tensor.weight] = tensor
-    updated = set().union(*by_state.values()) if freezes else weights.keys()
+    updated = set[str]().union(*by_state.values()) if freezes else set(weights)
     for state, held in by_state.items():
         trained = {
             name
