@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
 from arguments.flag_status import RENAMED_VALUES
-from arguments.layer_flags import LAYER_FLAGS, layer_letters
+from arguments.layer_flags import LAYER_FLAGS, by_sublayer, layer_letters
 from arguments.layer_pattern import STAGE, letter_flags
 from arguments.mechanisms.selections import SELECTING
 from arguments.mtp import without_mtp
@@ -219,6 +219,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         recorded = without_mtp(recorded)
     if _writes_pattern(settings, recorded):
         names = [dest for dest in names if dest not in LAYER_FLAGS]
+        recorded |= by_sublayer(recorded)
     if settings.is_eval_only:
         names = _for_evaluation(settings, recorded, names)
     if _repads(settings, recorded):

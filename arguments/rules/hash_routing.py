@@ -6,6 +6,12 @@ from arguments.rules.derived_sizes import DerivedSizes, positive
 from arguments.settings import Settings, Violation
 
 
+def note_layers_without_experts(s: Settings, f: DerivedSizes) -> None:
+    count = s.moe_n_hash_layers
+    if f.moe_layers is not None and positive(count) and not any(f.moe_layers[:count]):
+        s.note_no_effect(s.shown("moe_n_hash_layers"), "none of the first layers that it counts has experts")
+
+
 def check_hash_layers(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
     if f.experts is None or not positive(s.moe_n_hash_layers):
         return

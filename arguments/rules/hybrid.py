@@ -39,7 +39,10 @@ def resolve_old_mtp_pattern(s: Settings, _f: DerivedSizes) -> None:
         reason = "with transformer layers, the last of which multi-token prediction copies"
         s.note_no_effect(s.flag("mtp_hybrid_override_pattern"), reason)
         return
-    s.note_renamed(s.flag("mtp_hybrid_override_pattern"), "--hybrid-layer-pattern with / before each depth")
+    if DEPTH in pattern and mtp_letters(pattern) != inside:
+        s.note_no_effect(s.shown("mtp_hybrid_override_pattern"), "--hybrid-layer-pattern has the depths")
+    else:
+        s.note_renamed(s.flag("mtp_hybrid_override_pattern"), "--hybrid-layer-pattern with / before each depth")
     if DEPTH not in pattern and depths > 0:
         why = "from --mtp-hybrid-override-pattern"
         s.set_derived("hybrid_layer_pattern", pattern + DEPTH + DEPTH.join([inside] * depths), why)
@@ -51,7 +54,7 @@ def resolve_mtp_depths(s: Settings, _f: DerivedSizes) -> None:
     if not pattern:
         return
     depths = len(mtp_depths(pattern))
-    if s.mtp_num_layers and s.mtp_num_layers != depths:
+    if s.mtp_num_layers is not None and s.mtp_num_layers != depths:
         s.note(f"{s.shown('mtp_num_layers')}: --hybrid-layer-pattern has {depths} (parts after /), which are taken.")
     if depths or s.mtp_num_layers:
         s.set_derived("mtp_num_layers", depths, "the depths of --hybrid-layer-pattern")
@@ -66,7 +69,10 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
         s.note(f"{s.shown('num_layers')}: the {len(letters)} layers of --hybrid-layer-pattern are taken.")
     s.set_derived("num_layers", len(letters), "the letters of --hybrid-layer-pattern")
     if MOE in letters + mtp_letters(pattern):
-        s.set_derived("moe_layer_freq", [int(letter == MOE) for letter in letters], "E of --hybrid-layer-pattern")
+        routed = [int(letter == MOE) for letter in letters]
+        if s.given("moe_layer_freq") and s.moe_layer_freq != routed:
+            s.note(f"{s.shown('moe_layer_freq')}: the letters E of --hybrid-layer-pattern are taken.")
+        s.set_derived("moe_layer_freq", routed, "E of --hybrid-layer-pattern")
     stages = pattern.partition(DEPTH)[0].split(STAGE)
     if len(stages) > 1 and s.pipeline_model_parallel_layout is None:
         layout = "|".join("t" * len(stage) for stage in stages)
@@ -107,6 +113,11 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
             "every depth: that has {first!r}, and another one {other!r}.",
             first=inside,
             other=other,
+        )
+    if STAGE in pattern.partition(DEPTH)[0] and s.given("pipeline_model_parallel_layout"):
+        yield s.violation(
+            "{hybrid_layer_pattern} has pipeline stages (|): it cannot have those of {pipeline_model_parallel_layout} "
+            "too."
         )
     if STAGE in inside:
         yield s.violation(

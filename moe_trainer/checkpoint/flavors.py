@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from arguments.layer_flags import layer_letters
+from arguments.layer_flags import NUMBERED_FLAGS, attention_entries, layer_letters
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.mtp import mtp_letters, num_mtp_depths
 
-_LAYER = re.compile(rf"^((?:{re.escape(SCALING_PREFIX)})?decoder\.layers\.)(\d+)\.(.+)$")
-_IN_DEPTH = re.compile(r"^(mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
+_SCALING = f"(?:{re.escape(SCALING_PREFIX)})?"
+_LAYER = re.compile(rf"^({_SCALING}decoder\.layers\.)(\d+)\.(.+)$")
+_IN_DEPTH = re.compile(rf"^({_SCALING}mtp\.layers\.\d+\.mtp_model_layer\.)(?:layers\.\d+\.)?(.+)$")
 _FEED_FORWARD = ("pre_mlp_layernorm.", "mlp.", "post_mlp_layernorm.")
 _FINAL_NORMS = ("decoder.final_layernorm.", "decoder.final_norm.")  # by whether the model is hybrid
 
@@ -79,3 +80,16 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
         f"as --hybrid-layer-pattern its layers are {one}, and those of this run {other}: layer {number} (from 0) is "
         f"{first} in the checkpoint and {second} here"
     )
+
+
+def numbering_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """Return which flag gives attention something else in two models without a `difference`, None if none does."""
+    for dest in NUMBERED_FLAGS:
+        one, other = attention_entries(saved, dest), attention_entries(here, dest)
+        if any(a != b for a, b in zip(one, other)):  # one of them may have no multi-token prediction
+            flag = "--" + dest.replace("_", "-")
+            return (
+                f"{flag} numbers its layers, which are sublayers in a hybrid model: one entry for each attention is "
+                f"{[*one]} in the checkpoint, and {[*other]} with {flag} {here.get(dest)} of this run"
+            )
+    return None

@@ -24,7 +24,7 @@ from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.checkpoint import random_state
 from moe_trainer.checkpoint.errors import CheckpointError
-from moe_trainer.checkpoint.flavors import difference, is_hybrid
+from moe_trainer.checkpoint.flavors import difference, is_hybrid, numbering_difference
 from moe_trainer.checkpoint.options import LoadOptions
 from moe_trainer.checkpoint.ownership import KINDS, OwnerAssignment, ShardList, assign_owners
 from moe_trainer.checkpoint.reading import fill, read_object
@@ -110,6 +110,8 @@ class Loader:
         kind = "hybrid" if is_hybrid(self._saved_args) else "GPT"
         try:
             problem = difference(self._saved_args, here)
+            if problem is None and not self._options.finetune:
+                problem = numbering_difference(self._saved_args, here)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{self._folder}: the recorded flags are damaged: {error}") from error
         if problem is not None:

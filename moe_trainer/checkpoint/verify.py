@@ -150,7 +150,8 @@ def _incomplete(tensors: list[LogicalTensor], args: Mapping[str, Any]) -> list[s
     for block, kinds, letters in (("decoder", pattern, hybrid_letters(hybrid)), ("mtp", mtp, ahead)):
         alike: Sequence[object] = letters or (tuple(zip(kinds, ratios)) if ratios else kinds)
         problems += _layers(block, weights, kinds, num_experts, alike)
-    return [*problems, *_states(tensors, weights)]
+    freezes = any(args.get(flag) for flag in ("lora_dim", "freeze_backbone", "dsa_indexer_warmup"))
+    return [*problems, *_states(tensors, weights, freezes)]
 
 
 def _layers(
@@ -202,17 +203,23 @@ def _layers(
                 )
 
 
-def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor]) -> Iterator[str]:
-    """Check that every trained weight has every optimizer state, in the weight's shape."""
+def _states(tensors: list[LogicalTensor], weights: Mapping[str, LogicalTensor], freezes: bool = False) -> Iterator[str]:
+    """Check that every trained weight has every optimizer state, in the weight's shape.
+
+    With `freezes` the run trained some of the weights: those with any state.
+    """
     by_state: dict[str, dict[str, LogicalTensor]] = {}
     for tensor in tensors:
         if tensor.state is not None:
             by_state.setdefault(tensor.state, {})[tensor.weight] = tensor
+    updated = set[str]().union(*by_state.values()) if freezes else set(weights)
     for state, held in by_state.items():
         trained = {
             name
             for name, weight in weights.items()
-            if not name.endswith(BUFFERS) and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)
+            if name in updated
+            and not name.endswith(BUFFERS)
+            and (state not in ("fp32_param", "param") or weight.dtype != torch.float32)
         }
         prefix = next(iter(held.values())).name.partition(f"{state}.")[0] + f"{state}."
         yield from (f"{prefix}{name} is missing" for name in sorted(trained - held.keys()))

@@ -3,14 +3,16 @@
 `RoutingTraceReader` reads them back for --moe-routing-replay-path. Every rank writes the tokens that it routes:
 
     router_trace_rank{R}.jsonl    a line per iteration, layer and microbatch: "step" (iterations from 0), "stage"
-                                  ("pre_dispatch"), "block" ("decoder" or "mtp"), "layer" (from 0 in its block),
-                                  "mtp_idx" (mtp only), "rank", "num_tokens", "topk", "microbatch" (from 0),
-                                  "top_indices" (per token its experts, ascending; -1 where one was dropped)
+                                  ("pre_dispatch"), "block" ("decoder" or "mtp"), "layer" (from 0 in its block,
+                                  or in a depth of mtp), "mtp_idx" (the depth; mtp only), "rank", "num_tokens", "topk",
+                                  "microbatch" (from 0), "top_indices" (per token its experts, ascending; -1 where one
+                                  was dropped)
     logits_rank{R}.bin            --moe-routing-trace-capture-logits: bfloat16, located by a line's "logit_offset",
                                   "logit_bytes", "logit_shape"
     hidden_states_rank{R}.bin     --moe-routing-trace-capture-hidden-states: the router's input, likewise "hs_..."
     router_state_rank{R}.pt       --moe-routing-trace-dump-weights: per layer the weight, expert bias, score function
-                                  and top-k at the start of the trace (layers of mtp under "mtp.N")
+                                  and top-k at the start of the trace (mtp under "mtp.N", layer M of
+                                  a hybrid depth under "mtp.N.M")
 
 Format: NVIDIA/Megatron-LM pull request 5220. Differences: layers are numbered over all pipeline stages, a resumed run
 continues the files from its iteration, and dropped tokens are marked.
@@ -23,7 +25,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,20 +103,20 @@ class RoutingTrace:
         self._files["trace"] = ResumableFile(trace, end)
 
     def _lines(self, step: int, router: TracedRouter) -> Iterator[dict[str, Any]]:
-        block, number = parse_layer(router.name)
+        place = parse_layer(router.name)
         for microbatch, record in enumerate(router.records):
             line = {
                 "step": step,
                 "stage": "pre_dispatch",
-                "block": block,
-                "layer": number if block == "decoder" else 0,
+                "block": place.block,
+                "layer": place.layer,
                 "rank": self._rank,
                 "num_tokens": record["map"].shape[0],
                 "topk": self._topk,
                 "microbatch": microbatch,
             }
-            if block == "mtp":
-                line["mtp_idx"] = number
+            if place.mtp_idx is not None:
+                line["mtp_idx"] = place.mtp_idx
             for file, prefix, name in self._sidecars:
                 tensor = record[name].bfloat16().contiguous()
                 data = tensor.view(torch.int16).numpy().tobytes()
@@ -133,10 +135,31 @@ def list_chosen_experts(map_TE: Tensor, topk: int) -> Tensor:
     return expert_TE.masked_fill(is_chosen_TE == 0, -1)[:, :width]
 
 
-def parse_layer(name: str) -> tuple[str, int]:
-    """Return ("decoder", 3) for "decoder.layers.3.mlp.router"."""
-    block, _, number, *_ = name.split(".")
-    return block, int(number)
+class LayerPlace(NamedTuple):
+    """The place of a layer in a model, as a routing trace has it.
+
+    Attributes:
+        block: "decoder" or "mtp".
+        layer: from 0 in the decoder, or in a depth of multi-token prediction.
+        mtp_idx: the depth, from 0.
+    """
+
+    block: str
+    layer: int
+    mtp_idx: int | None = None
+
+    def __str__(self) -> str:
+        inside = f" depth {self.mtp_idx}" if self.mtp_idx is not None else ""
+        return f"{self.block}{inside} layer {self.layer}"
+
+
+def parse_layer(name: str) -> LayerPlace:
+    """Return the place of a module: decoder layer 3 for "decoder.layers.3.mlp.router"."""
+    block, _, number, *rest = name.split(".")
+    if block == "decoder":
+        return LayerPlace(block, int(number))
+    # a depth of a hybrid model has a list of layers
+    return LayerPlace(block, int(rest[2]) if rest[1:2] == ["layers"] else 0, int(number))
 
 
 def _copy_to_host(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,8 +170,8 @@ def _copy_to_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_key(name: str) -> int | str:
-    block, number = parse_layer(name)
-    return number if block == "decoder" else f"{block}.{number}"
+    block, layer, depth = parse_layer(name)
+    return layer if depth is None else f"{block}.{depth}" + (f".{layer}" if layer else "")
 
 
 def _read_line(text: str) -> dict[str, Any]:
@@ -179,7 +202,7 @@ class RoutingTraceReader:
         self._step: int | None = None
         self._lines: Iterator[dict[str, Any]] = iter(())
         self._next: dict[str, Any] | None = None
-        self._experts: dict[tuple[str, int], Tensor] = {}
+        self._experts: dict[tuple[LayerPlace, int], Tensor] = {}
 
     def experts(self, iteration: int, router: str, microbatch: int) -> Tensor:
         """Return the experts [T, K] of a router's tokens; iterations count from 1, microbatches from 0.
@@ -189,7 +212,7 @@ class RoutingTraceReader:
         """
         if self._step != iteration - 1:
             self._read(iteration - 1)
-        layer = "{} layer {}".format(*parse_layer(router))
+        layer = parse_layer(router)
         found = self._experts.get((layer, microbatch))
         if found is None:
             raise UserError(
@@ -206,8 +229,9 @@ class RoutingTraceReader:
         while self._next is not None and self._next["step"] <= step:
             line = self._next
             if line["step"] == step:
-                number = line["mtp_idx"] if line["block"] == "mtp" else line["layer"]
-                self._experts[f"{line['block']} layer {number}", line["microbatch"]] = self._to_tensor(line)
+                depth = line["mtp_idx"] if line["block"] == "mtp" else None
+                place = LayerPlace(line["block"], line["layer"], depth)
+                self._experts[place, line["microbatch"]] = self._to_tensor(line)
             self._next = next(self._lines, None)
 
     def _parse(self) -> Iterator[dict[str, Any]]:

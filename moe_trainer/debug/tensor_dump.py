@@ -124,9 +124,9 @@ class Dumps:
             self._counts = ResumableFile(path, resume_offset(path, "iter", iteration))
         lines = []
         for name, lists in counts.items():
-            block, number = parse_layer(name)
-            layer = {"layer": number} if block == "decoder" else {"mtp_idx": number, "layer": 0}
-            lines.append(json.dumps({"iter": iteration, "block": block, **layer, "tpe": lists}) + "\n")
+            block, layer, depth = parse_layer(name)
+            place = {"layer": layer} if depth is None else {"mtp_idx": depth, "layer": layer}
+            lines.append(json.dumps({"iter": iteration, "block": block, **place, "tpe": lists}) + "\n")
         self._counts.append("".join(lines).encode())
 
 
@@ -150,7 +150,7 @@ def dump_routing(
     """Write `routing_step{N}_rank{R}.npz`: logits, probs and map of every MoE layer and microbatch of this rank.
 
     Keys are `routing/{layer}/mb{m}/{logits,probs,map}`; token s * micro_batch_size + b; `map` is packed with
-    numpy.packbits over experts. `records`: "layer1" (counts from 1) or "mtp1" -> one entry per microbatch.
+    numpy.packbits over experts. `records`: "layer1" (counts from 1), "mtp1" or "mtp1.2" -> one entry per microbatch.
     """
     path = _make_directory(directory) / f"routing_step{iteration}_rank{rank}.npz"
     arrays: dict[str, Any] = {}

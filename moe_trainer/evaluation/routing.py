@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_trainer.drawing.load_map import Panel, busiest_text, load_map
 from moe_trainer.drawing.report_page import Figure
+from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.layer import MoELayer
 from moe_trainer.parallel import collectives
@@ -43,8 +44,8 @@ class RoutingCounter:
 
     @staticmethod
     def _hook(layer: MoELayer, counts: dict[int, Tensor]) -> Any:
-        def count(module: torch.nn.Module, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-            routing_TE, valid = output[1], inputs[3] if len(inputs) > 3 else None
+        def count(module: torch.nn.Module, inputs: tuple[Tensor, PassInputs], output: tuple[Tensor, Tensor]) -> None:
+            routing_TE, valid = output[1], inputs[1].valid
             if valid is not None:
                 routing_TE = routing_TE & valid.mask_T.unsqueeze(1)
             tokens_E = routing_TE.sum(0)

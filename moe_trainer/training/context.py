@@ -273,11 +273,14 @@ def with_batches(run: AnyRun, batches: Iterator[Batch]) -> AnyRun:
 
 
 def named_transformer_layers(chunks: list[Transformer]) -> Iterator[tuple[str, TransformerLayer]]:
-    """Yield every transformer layer with its global name, "decoder.layers.3" or "mtp.layers.0"."""
+    """Yield every transformer layer with its global name: "decoder.layers.3", "mtp.layers.0".
+
+    A depth of a hybrid model has "mtp.layers.0.layers.1".
+    """
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
-                yield ".".join(module.name.split(".")[:3]), module
+                yield module.name.replace(".mtp_model_layer", ""), module
 
 
 def print_rank_0(runtime: Runtime, text: str) -> None:

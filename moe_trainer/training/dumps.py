@@ -175,6 +175,6 @@ def write_step(
 
 
 def _label(name: str) -> str:
-    """Return "layer4" for "decoder.layers.3.mlp.router", "mtp1" for "mtp.layers.0...."."""
-    block, number = parse_layer(name)
-    return f"{'layer' if block == 'decoder' else block}{number + 1}"
+    """Return "layer4" for "decoder.layers.3.mlp.router", "mtp1" for "mtp.layers.0....", "mtp1.2" for its layer 1."""
+    block, layer, depth = parse_layer(name)
+    return f"layer{layer + 1}" if depth is None else f"{block}{depth + 1}" + (f".{layer + 1}" if layer else "")

@@ -270,7 +270,9 @@ class StepRecorder:
                 )
                 self._hook(chunk, chunk.embedding, names)
             for name, layer in named_transformer_layers([chunk]):
-                passes = ahead if name.startswith("mtp.") and repeated else [name]
+                passes = [name]
+                if name.startswith("mtp.") and repeated:
+                    passes = [each + name.removeprefix(ahead[0]) for each in ahead]
                 for part, module in layer.sublayers.items():
                     self._hook(chunk, module, [f"{each}.{part}" for each in passes])
                 if layer.is_moe:

@@ -179,7 +179,7 @@ class RoutingReplay:
             table_SBLK[start : start + length, row] = self._check_sample(given, length, number)
         sequence = shard_of(chunk.sequence, packed)
         for router in (layer.router for layer in chunk.moe_layers()):
-            block, layer = parse_layer(router.name)
+            block, layer, _ = parse_layer(router.name)
             if block == "decoder":
                 column = torch.from_numpy(table_SBLK[:, :, self._moe_layers.index(layer)])
                 (router.given_TK,) = chunk.shard_for_router(sequence, column)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 _LAYER = re.compile(r"(?:^|\.)(decoder|mtp)\.layers\.(\d+)(?:\.|$)")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_IN_DEPTH = re.compile(r"(?:^|\.)mtp\.layers\.\d+\.(?:mtp_model_layer\.)?layers\.(\d+)\.")
 _ORDER_IN_LAYER = tuple(
     """
     embedding enorm hnorm eh_proj input_layernorm linear_q_down linear_q_up linear_q_proj linear_kv_down linear_kv_up
@@ -148,5 +149,8 @@ def execution_order(name: str) -> tuple:
     else:
         position = (2, 0) if name.startswith("decoder") else (4, 0)
     inside = next((index for index, part in enumerate(_ORDER_IN_LAYER) if part in name), len(_ORDER_IN_LAYER))
+    # the projection of a depth, its layers (a list in hybrid models), and its final norm
+    in_depth = _IN_DEPTH.search(name)
+    step = (1, int(in_depth[1])) if in_depth else (2 * (inside == len(_ORDER_IN_LAYER)), 0)
     expert = _EXPERT.search(name)
-    return (*position, inside, name.endswith("fc2.weight"), int(expert.group(1)) if expert else -1, name)
+    return (*position, *step, inside, name.endswith("fc2.weight"), int(expert.group(1)) if expert else -1, name)

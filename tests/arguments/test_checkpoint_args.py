@@ -11,6 +11,7 @@ from arguments.flag_properties import Restore
 from arguments.mechanisms.selections import SELECTING
 from arguments.settings import Settings
 from arguments.tokens import parse_tokens
+from moe_trainer.checkpoint.flavors import numbering_difference
 from moe_trainer.commands import train_process
 from tests.arguments.test_tokens import TOY
 
@@ -131,6 +132,31 @@ def test_what_letters_of_a_hybrid_pattern_select_need_not_be_recorded(pattern):
     assert [dest for dest in SHAPE if not same_meaning(dest, here | unset, here)] == []
     gpt = here | unset | {"hybrid_layer_pattern": None}
     assert not all(same_meaning(dest, gpt, here) for dest in unset)
+
+
+def test_flags_that_number_layers_are_those_of_sublayers_in_a_pattern():
+    """What layers 2 and 4 of a GPT checkpoint have is of the sublayers 3, 4, 7 and 8."""
+    recorded = parse_args([*LINE, "--position-embedding-type", "rope", "--disable-bias-linear"], 1).as_dict()
+    recorded |= {"no_rope_freq": 2, "window_size": [4, 0], "window_attn_skip_freq": 2}
+    recorded |= {"rotary_base_per_layer": [1.0, 2.0, 3.0, 4.0], "num_layers": 4}
+    args = parse_args([*LINE, "--hybrid-layer-pattern=*-*-*-*-", "--num-layers", "8"], 1, checkpoint=recorded)
+    assert args.model.no_rope_freq == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert args.model.window_attn_skip_freq == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert args.model.rotary_base_per_layer == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
+    assert numbering_difference(recorded, args.as_dict()) is None
+    other = {**args.as_dict(), "no_rope_freq": 2}
+    assert "--no-rope-freq numbers its layers" in (numbering_difference(recorded, other) or "")
+    unset, none = ({**args.as_dict(), "no_rope_freq": value} for value in (None, [0] * 8))
+    assert numbering_difference(unset, none) is None
+
+
+def test_stages_of_a_pattern_are_the_runs_own():
+    line = [*LINE, "--position-embedding-type", "rope", "--disable-bias-linear"]
+    line = [word for at, word in enumerate(line) if "--num-layers" not in line[max(at - 1, 0) : at + 1]]
+    recorded = parse_args([*line, "--hybrid-layer-pattern=*-*-"], 1).as_dict()
+    stages = ["--hybrid-layer-pattern=*-*|-", "--pipeline-model-parallel-size", "2"]
+    args = parse_args([*line, *stages], 2, checkpoint=recorded)
+    assert args.parallel.pipeline_model_parallel_layout == "Ettt|tL"
 
 
 def test_new_adapters_start_on_a_checkpoint_without_adapters():

@@ -12,13 +12,16 @@ import torch
 from checkpoint.fake import RECORD, FakeModel, FakeOptimizer, layer_shapes
 from commands import call_main
 from harness import run_ranks
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from moe_trainer.checkpoint import verify
 from moe_trainer.checkpoint.directory import TRACKER
+from moe_trainer.checkpoint.folder_format import detect_format
 from moe_trainer.checkpoint.index import read_index
 from moe_trainer.checkpoint.inspect import main
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
+from moe_trainer.checkpoint.native_index import truncated_files
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import ParallelState
 
@@ -494,3 +497,27 @@ def test_diff_of_a_gpt_and_a_hybrid_model_translates_names(tmp_path, call):
     assert code == 0 and "all tensors are equal" in out
     code, out, _ = call("diff", hybrid, gpt)
     assert ": only in" not in out and "optimizer.state.exp_avg.decoder.layers.3.mlp.router.weight: differs" in out
+
+
+def test_a_file_that_lacks_its_last_byte_is_cut_off(tmp_path):
+    index = Metadata({}, storage_data={MetadataIndex("a"): _StorageInfo("file", 3, 7)})
+    for size, problems in ((10, 0), (9, 1)):
+        (tmp_path / "file").write_bytes(bytes(size))
+        assert len(truncated_files(tmp_path, index)) == problems
+
+
+def test_the_format_of_a_folder_follows_its_files(tmp_path):
+    def found(*paths):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for path, *content in paths:
+            (folder / path).write_text(*content or [""])
+        return detect_format(folder)
+
+    native, ranks, index = ("metadata.json", '{"sharded_backend": "torch_dist"}'), ("mp_rank_00",), (".metadata",)
+    model = ("config.json",), ("model.safetensors",)
+    assert found(native) == found(native, ranks, index) == "torch_dist"
+    assert found(("metadata.json", '{"sharded_backend": "zarr"}'), ranks) == "zarr"
+    assert found(ranks) == found(ranks, index) == found(ranks, model[0]) == "torch"
+    assert found(index) == "torch_dcp" and found(model[0]) is None
+    assert found(*model) == found(*model, native) == "huggingface"

@@ -285,6 +285,7 @@ def test_names_of_gpt_and_hybrid_models_translate_into_each_other():
         ("mtp.layers.0.final_layernorm.weight", "mtp.layers.0.final_layernorm.weight"),
         ("mtp.layers.1.mtp_model_layer.self_attention.linear_proj.weight", "mtp.layers.1.mtp_model_layer.layers.0.self_attention.linear_proj.weight"),
         ("mtp.layers.1.mtp_model_layer.mlp.router.weight", "mtp.layers.1.mtp_model_layer.layers.1.mlp.router.weight"),
+        ("fp8.mtp.layers.0.mtp_model_layer.mlp.linear_fc1.scaling", "fp8.mtp.layers.0.mtp_model_layer.layers.1.mlp.linear_fc1.scaling"),
     ):  # fmt: skip
         assert (to_flavor(gpt, hybrid=True), to_flavor(hybrid, hybrid=False)) == (hybrid, gpt)
 

@@ -14,6 +14,8 @@ from data_pipeline.s3_server import Bucket, s3_server
 from training.forked import pretrain
 from training.tiny import TINY
 
+from moe_trainer.checkpoint import common_state
+from moe_trainer.checkpoint.index import read_index
 from moe_trainer.data import blend as blend_order
 from moe_trainer.data import document_sources, object_storage
 from moe_trainer.data.build import batch_format, build_streams
@@ -383,6 +385,9 @@ def test_runs_are_equal_after_a_kill_and_on_more_ranks(tmp_path, monkeypatch):
     argv = [*RUN, "--train-data-path", "0.4", a, "0.6", b, "--valid-data-path", valid]
     expected = pretrain(argv, tmp_path / "whole")
     pretrain([*argv, *KEEP, "--exit-interval", "3"], tmp_path / "same")
+    folder = tmp_path / "same/ckpt/iter_0000003"
+    saved = common_state.parse(common_state.read(folder, read_index(folder)))[0].extra
+    assert saved["streams"].keys() == {"train", "valid"}, "otherwise all text is read again"
     assert_equal_runs(pretrain([*argv, *KEEP], tmp_path / "same"), expected, 10)
     pretrain([*argv, *KEEP, "--exit-interval", "5"], tmp_path / "more", world_size=2)
     found, _ = pretrain([*argv, *KEEP], tmp_path / "more")

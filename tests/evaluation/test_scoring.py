@@ -5,6 +5,7 @@ import torch
 
 import arguments
 from moe_trainer.evaluation import scoring
+from moe_trainer.evaluation.routing import RoutingCounter
 from moe_trainer.evaluation.scoring import Scorer
 from moe_trainer.inference.model import Model
 from moe_trainer.model.build import build_chunks
@@ -56,6 +57,16 @@ def test_padding_takes_no_capacity_of_experts(chunk):
         scorer(each, 1, length_multiple=16).log_probabilities(TEXTS, SCORED) for each in (limited, chunk)
     )
     assert [log_prob for log_prob, _ in found] == pytest.approx([log_prob for log_prob, _ in expected], abs=1e-4)
+
+
+def test_padding_is_not_counted_as_routed(chunk):
+    counts = []
+    for multiple in (1, 16):
+        counter = RoutingCounter([chunk], ParallelState.single())
+        with counter.counting("task"):
+            scorer(chunk, 1, length_multiple=multiple).log_probabilities(TEXTS, SCORED)
+        counts.append(counter.gather()["task"]["tokens_per_expert"])
+    assert counts[0] == counts[1] and all(sum(layer) > 0 for layer in counts[0])
 
 
 def test_greedy_texts_are_recognized(chunk):

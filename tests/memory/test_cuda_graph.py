@@ -310,17 +310,31 @@ def test_no_graphs_in_evaluation_and_warm_up():
 
 
 @device_test
-def test_log_lists_captured_parts_of_every_layer_kind_once():
+def test_mamba_mixers_are_parts_of_layers_that_can_be_captured():
+    (after_capture, _) = logged_parts([*small("plain", HYBRID), *local("mamba")])[1:]
+    assert any(line.startswith("CUDA graphs of layers of MambaMixer: captured: mamba") for line in after_capture), (
+        after_capture
+    )
+
+
+def logged_parts(argv):
+    """The lines about captured parts that were logged by the end of each of three iterations."""
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     cuda_graph.logger.addHandler(handler)
     cuda_graph.logger.setLevel(logging.INFO)
-    argv = [*small("deepseek", "--mtp-num-layers 0"), *local("attn moe_router moe_preprocess")]
     run = training_trace.make_run(parse_args(argv, 1), 0, ParallelState.single(), 4, device="cuda")
     state, after = TrainState(), []
     for _ in range(3):
         train_step(run, state, 2)
         after.append([line for line in lines if "captured:" in line])
+    cuda_graph.logger.removeHandler(handler)
+    return after
+
+
+@device_test
+def test_log_lists_captured_parts_of_every_layer_kind_once():
+    after = logged_parts([*small("deepseek", "--mtp-num-layers 0"), *local("attn moe_router moe_preprocess")])
     assert after[0] == [] and after[1] == after[2]
     assert sorted(after[1]) == [
         "CUDA graphs of layers of MultiLatentAttention and MLP: captured: attn; not captured: mlp",

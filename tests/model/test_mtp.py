@@ -61,6 +61,17 @@ def explicit_losses(model, tokens, positions, labels, mask, depths, layers, per_
     return main, total, means
 
 
+def test_layers_of_a_depth_have_the_positions_of_the_last_decoder_layer():
+    model, seen = build("--mtp-num-layers", "2", "--rotary-base-per-layer", "10", "10000"), []
+    decoder, depths = list(model.decoder.layers), [layer for depth in model.mtp.layers for layer in depth.inner_layers]
+    for layer in (*decoder, *depths):
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1][0]))
+    tokens, positions, labels, mask = batch()
+    model(tokens, positions, labels, mask)
+    first, last, *ahead = seen
+    assert not torch.equal(first, last) and len(ahead) == 2 and all(torch.equal(each, last) for each in ahead)
+
+
 @pytest.mark.parametrize(
     "argv, depths, repeated, per_token",
     [

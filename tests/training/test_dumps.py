@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from commands import read_metrics as read_json_lines
@@ -185,6 +186,26 @@ def test_dumped_logits_and_hidden_states_match_the_routing_trace(one_process):
             assert torch.allclose(read["hs"] @ weight.t(), read["logit"], atol=0.01)
             seen += 1
     assert seen == 3 * 2  # layers, microbatches
+
+
+def test_every_layer_of_a_hybrid_depth_is_dumped_and_replayed(tmp_path):
+    """Two of experts in one depth: neither takes the place of the other, and a replay gives each its own."""
+    job = list(JOB)
+    for flag in ("--num-layers", "--mtp-num-layers"):
+        del job[job.index(flag) : job.index(flag) + 2]
+    job += "--hybrid-layer-pattern=*E/E*E --moe-enable-routing-replay --train-iters 1".split()
+    dumps = "--save s --save-interval 100 --save-tokens-per-expert-interval 1 --dump-step 1 step".split()
+    expected, _ = pretrain([*job, *TRACE, *dumps], tmp_path)
+    places = {("decoder", None, 1), ("mtp", 0, 0), ("mtp", 0, 2)}
+    for path in ("trace/router_trace_rank0.jsonl", "s/tokens_per_expert/rank0.jsonl"):
+        lines = read_json_lines(tmp_path / path)
+        assert {(line["block"], line.get("mtp_idx"), line["layer"]) for line in lines} == places, path
+    states = torch.load(tmp_path / "trace/router_state_rank0.pt", weights_only=True)
+    assert set(states) == {1, "mtp.0", "mtp.0.2"}
+    dumped_step = np.load(tmp_path / "step/routing_step1_rank0.npz").files
+    assert {key.split("/")[1] for key in dumped_step} == {"layer2", "mtp1", "mtp1.3"}
+    replayed, _ = pretrain([*job, "--moe-routing-replay-path", str(tmp_path / "trace")], tmp_path / "replay")
+    assert [each["mtp_1 loss"] for each in replayed] == [each["mtp_1 loss"] for each in expected]
 
 
 def test_routing_trace_contains_dropped_tokens(tmp_path):

@@ -13,6 +13,8 @@ from moe_trainer.checkpoint.inspect import differences
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.megatron_legacy.reader import open_file
 from moe_trainer.checkpoint.verify import verify_checkpoint
+from moe_trainer.parallel.state import ParallelState
+from moe_trainer.training.context import named_transformer_layers
 
 PATTERN = "ME*M-E"
 FLAGS = (
@@ -134,6 +136,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path):
     } <= set(keys)
 
 
+def test_layers_of_a_depth_have_names_of_their_depth_and_number():
+    run = make_run(argv("M-/M*EE/M*EE"), 0, ParallelState.single(), 1)
+    names = [name for name, _ in named_transformer_layers(run.chunks)]
+    ahead = [f"mtp.layers.{depth}.layers.{number}" for depth in range(2) for number in range(4)]
+    assert names == ["decoder.layers.0", "decoder.layers.1", *ahead]
+
+
 def _save_in_both_formats(rank, n, words, folder):
     run = make_run(words, rank, create_groups(words, rank, n), 1)
     run_steps(run, 0, 1)
@@ -232,6 +241,16 @@ def test_gpt_and_hybrid_checkpoints_resume_each_other_bit_for_bit(pattern, tmp_p
         with pytest.raises(CheckpointError, match=message):
             words = [word.replace(pattern, other) for word in hybrid]
             load_and_save(0, 1, words, tmp_path / "gpt", tmp_path / "other")
+
+
+def test_flags_that_number_layers_must_say_the_same_in_the_other_flavor(tmp_path):
+    gpt, hybrid = make_both("*E*E", "--no-rope-freq 2")
+    at = hybrid.index("--no-rope-freq") + 1
+    alike = [*hybrid[:at], "([0,0,1,1])", *hybrid[at + 1 :]]
+    expected = run_ranks(train_and_save, 1, gpt, tmp_path / "gpt")[0]
+    assert run_ranks(load_and_save, 1, alike, tmp_path / "gpt", tmp_path / "hybrid")[0] == expected
+    with pytest.raises(CheckpointError, match=r"--no-rope-freq numbers .* is \[0, 1\] in the checkpoint, and \[0, 0\]"):
+        load_and_save(0, 1, hybrid, tmp_path / "gpt", tmp_path / "other")
 
 
 def test_letters_of_attention_have_the_names_of_megatron_core(tmp_path):

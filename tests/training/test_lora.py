@@ -11,6 +11,7 @@ from training.layouts import create_groups, make_argv, make_run, shallow
 from training.resuming import assert_alike, load_and_save, train_and_save
 
 from arguments.lora import is_adapter
+from moe_trainer.checkpoint.verify import verify_checkpoint
 from moe_trainer.errors import UserError
 from moe_trainer.parallel.params import get_param_info
 from moe_trainer.parallel.state import ParallelState
@@ -76,6 +77,11 @@ def test_frozen_parameters_have_no_gradients_and_no_optimizer_state(flags):
     assert frozen and not any(param.requires_grad or hasattr(param, "main_grad") for param in frozen)
     owners = {id(entry.param) for entry in run_.optimizer.tensors()}
     assert owners == {id(param) for param in adapters}
+
+
+def test_a_checkpoint_without_state_of_frozen_weights_is_whole(tmp_path):
+    train_and_save(0, 1, PLAIN, tmp_path, steps=0)
+    assert verify_checkpoint(tmp_path / "iter_0000002").problems == []
 
 
 @pytest.mark.parametrize(("flags", "world_size"), [("", 1), (f"{TP2} --expert-tensor-parallel-size 2", 2)])

@@ -1,5 +1,7 @@
 """Inputs that the training loop passes to model, loss, schedules and validation, compared with direct model calls."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,20 @@ from moe_trainer.training.context import TrainState
 from moe_trainer.training.step import train_step
 
 PLAIN = ["--moe-aux-loss-coeff", "0", "--clip-grad", "0"]
+
+
+class _DroppedGraph:
+    num_drops = 0
+
+    def drop(self):
+        self.num_drops += 1
+
+
+def test_graphs_of_iterations_and_of_parts_are_dropped_together():
+    run, graphs = make_run(make_argv("plain"), 0, ParallelState.single(), 1), (_DroppedGraph(), _DroppedGraph())
+    run.chunks[0].graphs = graphs[1]
+    replace(run, iteration_graph=graphs[0]).drop_graphs()
+    assert [graph.num_drops for graph in graphs] == [1, 1]
 
 
 class DirectModel:

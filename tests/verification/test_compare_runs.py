@@ -151,6 +151,7 @@ def test_outputs_sort_in_forward_order():
         "embedding", "decoder.layers.0.self_attention", "decoder.layers.0.mlp", "decoder.layers.1.self_attention",
         "decoder.layers.1.mlp.router.logits", "decoder.layers.1.mlp.router", "decoder.layers.1.mlp.router.probs",
         "decoder.layers.1.mlp", "decoder.layers.10.mlp", "decoder.final_layernorm", "mtp.layers.0.embedding",
-        "mtp.layers.0.self_attention", "mtp.layers.0.mlp", "mtp.layers.0", "loss",
+        "mtp.layers.0.self_attention", "mtp.layers.0.mlp", "mtp.layers.0", "mtp.layers.1.embedding", "mtp.layers.1.layers.0.mlp",
+        "mtp.layers.1.layers.1.mlp.router", "mtp.layers.1.layers.1.mlp", "mtp.layers.1.layers.2.self_attention", "mtp.layers.1", "loss",
     ]  # fmt: skip
     assert sorted(reversed(names), key=execution_order) == names
