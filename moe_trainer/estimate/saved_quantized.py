@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear
+from arguments.mechanisms.selections import PROJECTIONS
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _ALWAYS = (
     "experts.linear_fc2.x",
     "shared_experts.linear_fc2.x",
     "fc2_latent_proj.x",
-    "concat_proj.x",
+    *(f"{name}.x" for name in PROJECTIONS),
 )
 
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from arguments.container import flags_of
 from arguments.mechanisms.dispatchers import ALLTOALL
+from arguments.mechanisms.selections import SPLITS
 from arguments.settings import Settings
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -79,7 +80,7 @@ def comparable_fp8_options(
         "reuse_grad_buf_for_mxfp8_param_ag": None,
     }
     recipe = str(values.get("fp8_recipe") or "delayed")
-    if values.get("num_experts") or values.get("finermoe_output_granularity"):  # FineRMoE derives num_experts
+    if any(values.get(dest) for dest in ("num_experts", *(split.slices for split in SPLITS))):  # or it follows
         options["moe_router_dtype"] = "fp64"
         recipe = _set_expert_options(options, values, recipe, mapping, notes)
     options["fp8_recipe"] = recipe

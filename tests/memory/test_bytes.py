@@ -16,7 +16,7 @@ from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.model.lora import freeze_all_but_adapters
-from moe_trainer.moe.finermoe import freeze_backbone
+from moe_trainer.model.prepare import freeze_backbone
 from moe_trainer.ops import grouped_gemm
 from moe_trainer.training.initialize import make_groups
 

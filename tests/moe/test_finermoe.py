@@ -5,10 +5,10 @@ import torch
 from moe.layers import build_layer, sections
 from moe.test_layer import AUX, compare
 
-from arguments.moe import ExpertGrid, MoEArgs
+from arguments.mechanisms.selection_kinds.finermoe import ExpertGrid, expert_grid, is_asked
+from arguments.moe import MoEArgs
 from moe_trainer.layers.pass_inputs import PassInputs
-from moe_trainer.moe.finermoe import SlicedPermutation
-from moe_trainer.moe.selections.grid import choose_slices
+from moe_trainer.moe.selections.finermoe import SlicedPermutation, choose_slices
 
 
 def fine(cuts, slices, copies, candidates, each=1, **changes):
@@ -126,9 +126,9 @@ def test_slices_without_rows_are_zero():
 
 
 def test_defaults_of_omitted_finermoe_sizes():
-    assert MoEArgs().finermoe is None
-    assert MoEArgs(finermoe_output_granularity=4).finermoe == ExpertGrid(4, 4, 1)
-    assert MoEArgs(finermoe_intermediate_granularity=3).finermoe == ExpertGrid(1, 1, 9)
+    assert not is_asked(MoEArgs())
+    assert expert_grid(MoEArgs(finermoe_output_granularity=4)) == ExpertGrid(4, 4, 1)
+    assert expert_grid(MoEArgs(finermoe_intermediate_granularity=3)) == ExpertGrid(1, 1, 9)
     assert MoEArgs(finermoe_intermediate_granularity=3, finermoe_intermediate_expansion=2).expert_widths(16) == (16, 16)
     assert MoEArgs(finermoe_output_granularity=4).expert_widths(16) == (16, 4)
     assert MoEArgs(moe_latent_size=6).expert_widths(16) == (6, 6)

@@ -127,7 +127,6 @@ def test_declared_biases_are_those_that_a_checkpoint_stores(selection):
 
 
 ASKING = {
-    "grid": "--finermoe-intermediate-granularity 2 --finermoe-output-granularity 2",
     "hash_routing": "--moe-n-hash-layers 1",
     "replay": "--moe-enable-routing-replay",
     "sparsemixer": "--moe-router-sparsemixer-jitter 0.1",
