@@ -13,7 +13,9 @@ from moe_trainer.errors import UserError
 from moe_trainer.evaluation.finermoe import FINERMOE
 from moe_trainer.evaluation.task_group import GroupTask, TaskGroup
 
-GROUPS: tuple[TaskGroup, ...] = (FINERMOE,)
+GROUPS: tuple[TaskGroup, ...] = (
+    FINERMOE,  # arXiv 2603.13364
+)
 
 
 def expand_tasks(
