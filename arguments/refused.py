@@ -15,8 +15,8 @@ from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import Limit, Settings
 
 TOPICS = MappingProxyType(
-    {each.key: each.name for each in SELECTIONS if each.has_rules}
-    | {
+    {
+        **dict((each.key, each.name) for each in SELECTIONS if each.has_rules),
         "hybrid": "Hybrid models",
         "norms": "Norms",
         "attention": "Attention",

@@ -30,7 +30,7 @@ _ALWAYS = (
     "experts.linear_fc2.x",
     "shared_experts.linear_fc2.x",
     "fc2_latent_proj.x",
-    *(f"{name}.x" for name in PROJECTIONS),
+    *tuple(f"{name}.x" for name in PROJECTIONS),
 )
 
 

@@ -54,6 +54,13 @@ def test_flops_of_gated_delta_nets():
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * linear + CORE + 3 * 8 * 32 * 3 + 8 * 16)
 
 
+def test_flops_of_a_frozen_backbone():
+    """Frozen weights have two of three GEMMs; attention itself (4 of 32 tokens x 8) and the routed experts have all."""
+    words = f"{MOE} --num-experts 4 --moe-router-topk 2".split()
+    full, frozen = (training_flops(parse(*words, *more), 1, 4, 16) for more in ([], ["--freeze-backbone"]))
+    assert full - frozen == pytest.approx(2 * 4 * (8 * 24 + 8 * 8 + 7 * 8 * 2 + 8 * 16))
+
+
 @pytest.mark.parametrize("q_lora", [None, 5])
 def test_flops_of_mla_with_mtp(q_lora):
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 16 --multi-latent-attention"

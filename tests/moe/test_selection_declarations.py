@@ -24,7 +24,7 @@ from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
 from scripts import draw_docs
 
-IMPORTS = """import DeclaredSelection, RoutingCapability, balancing_kinds
+IMPORTS = """import DeclaredSelection, ExpertSplit, RoutingCapability, balancing_kinds
 from arguments.mechanisms.support import Rejected
 """
 DECLARATION = """
@@ -159,7 +159,7 @@ def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
         tmp_path,
         {
             "arguments/mechanisms/selections.py": lambda text: text.replace(
-                "import DeclaredSelection, RoutingCapability\n", IMPORTS, 1
+                "import DeclaredSelection, ExpertSplit, RoutingCapability\n", IMPORTS, 1
             ).replace("SELECTIONS: tuple[DeclaredSelection, ...] = (\n", DECLARATION.lstrip(), 1),
             "moe_trainer/moe/selections/toy.py": lambda _text: MODULE,
         },
