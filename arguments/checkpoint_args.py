@@ -7,7 +7,7 @@ checkpoint to read, before any rule runs; the caller reads its recorded flags an
 import filecmp
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from arguments.container import OPTIONS
 from arguments.flag_properties import Restore
@@ -15,6 +15,7 @@ from arguments.flag_status import RENAMED_VALUES
 from arguments.layer_flags import LAYER_FLAGS, by_sublayer, layer_letters
 from arguments.layer_pattern import STAGE, letter_flags
 from arguments.mechanisms.selections import SELECTING
+from arguments.moe import MoEArgs
 from arguments.mtp import without_mtp
 from arguments.settings import Settings, Violation
 
@@ -23,6 +24,7 @@ def _restored(*when: Restore) -> tuple[str, ...]:
     return tuple(dest for dest, option in OPTIONS.items() if not set(when).isdisjoint(option.restore))
 
 
+_EXPERT_FLAGS = frozenset(each.name for each in fields(MoEArgs))
 SHAPE = _restored("always", "storage")
 """Flags that define the function of the weights, and how they are stored."""
 STORAGE = _restored("storage")
@@ -213,7 +215,7 @@ def apply(settings: Settings, recorded: Mapping[str, object]) -> dict[str, Repla
         if group.overrides or not settings.given(dest)
     ]
     if settings.moe_use_upcycling:
-        names = [dest for dest in names if not dest.startswith(("num_experts", "moe_", "finermoe_"))]
+        names = [dest for dest in names if dest not in _EXPERT_FLAGS]
     if _drops_mtp(settings):
         names = [dest for dest in names if not dest.startswith("mtp_")]
         recorded = without_mtp(recorded)

@@ -5,11 +5,11 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from arguments.flag_properties import MAX_EXPERTS, MAX_SIZE
 from arguments.mechanisms.dispatchers import BACKENDS, TYPES
-from arguments.mechanisms.selections import BALANCING_KINDS
+from arguments.mechanisms.selections import BALANCING_KINDS, expert_split, output_slices
 from arguments.schema import flag, layer_pattern
 
 if TYPE_CHECKING:
@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     FlexBackend = str
 else:
     BalancingType, DispatcherType, FlexBackend = Literal[BALANCING_KINDS], Literal[TYPES], Literal[tuple(BACKENDS)]
-
-
-class ExpertGrid(NamedTuple):
-    """Layout of FineRMoE's experts as [slices, candidates, group_size], the last fastest.
-
-    Each slice of the output comes from one of its candidate groups of experts. Source: arXiv 2603.13364.
-    """
-
-    slices: int
-    candidates: int
-    group_size: int
-
-    @property
-    def num_experts(self) -> int:
-        """Total number of experts."""
-        return self.slices * self.candidates * self.group_size
 
 
 _FINERMOE = "finermoe_intermediate_granularity or finermoe_output_granularity"
@@ -311,21 +295,12 @@ class MoEArgs:
     """Save the router's weights at the start of the trace next to it."""
 
     @property
-    def finermoe(self) -> ExpertGrid | None:
-        """Layout of FineRMoE's experts; None if every expert computes the full output."""
-        if self.finermoe_intermediate_granularity is None and self.finermoe_output_granularity is None:
-            return None
-        cuts, slices = self.finermoe_intermediate_granularity or 1, self.finermoe_output_granularity or 1
-        return ExpertGrid(
-            slices, self.finermoe_output_expansion or slices, cuts * (self.finermoe_intermediate_expansion or cuts)
-        )
-
-    @property
-    def has_concat_proj(self) -> bool:
-        """Whether a matrix follows the concatenation of slices."""
-        return self.moe_concat_proj and self.finermoe is not None
+    def output_projection(self) -> str | None:
+        """Name of the square matrix that multiplies the output of a layer; None without one."""
+        split = expert_split(self)
+        return None if split is None or not getattr(self, split.projection) else split.projection_name
 
     def expert_widths(self, hidden_size: int) -> tuple[int, int]:
         """Return the widths of a routed expert's input and output: the model's, the latent's, or a slice."""
         width = self.moe_latent_size or hidden_size
-        return width, width // (1 if self.finermoe is None else self.finermoe.slices)
+        return width, width // output_slices(vars(self))

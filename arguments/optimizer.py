@@ -78,7 +78,7 @@ class CommonOptimizerArgs:
     freeze_all_layers: bool = flag(False, role="update")
     """Run training batches forward only, and update no weights."""
     freeze_backbone: bool = flag(False, needs="num_experts", role="update")
-    """Train the embedding, norms, routers and routed experts only, as FineRMoE's code does to train upcycled experts
+    """Train the embedding, norms, routers and routed experts only, as is done to train upcycled experts
     (its --only-train-list embedding+router+mlp.experts+layernorm). A flag of this program."""
 
     # ---- learning rate

@@ -10,13 +10,14 @@ from types import MappingProxyType
 
 from arguments import flag_status, rules
 from arguments.container import OPTIONS
+from arguments.mechanisms.selections import SELECTIONS
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import Limit, Settings
 
 TOPICS = MappingProxyType(
     {
+        **dict((each.key, each.name) for each in SELECTIONS if each.has_rules),
         "hybrid": "Hybrid models",
-        "finermoe": "FineRMoE",
         "norms": "Norms",
         "attention": "Attention",
         "sparse_attention": "Sparse attention",

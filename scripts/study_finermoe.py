@@ -5,7 +5,7 @@
     python scripts/study_finermoe.py OUT --smoke    the same with a few iterations, in about two minutes
 
 For every seed, a dense model with the sizes of finermoe_tiny is trained on the sources of this Python installation,
-upcycled in the three ways of bench_upcycling.py, and all four are trained on with equally many tokens in an order of
+upcycled in the three ways of WAYS, and all four are trained on with equally many tokens in an order of
 their own. Documents that no model was trained on give the validation loss, the bits per byte and, if lm-eval is
 installed, a task of multiple choice. Needs no network.
 
@@ -42,11 +42,30 @@ from moe_trainer.estimate.flops import training_flops
 from moe_trainer.estimate.parameters import count_parameters
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import atomic_write
-from scripts.bench_upcycling import BATCH, MODEL, WAYS
 from scripts.study_data import TASK, Size, make_data, run_program
 from scripts.study_report import MAX_SEEDS, Arm, write_study_report
 
-SEQ_LENGTH = 128
+SEQ_LENGTH, BATCH = 128, 16
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --add-qkv-bias --max-position-embeddings 1024 --position-embedding-type rope "
+    "--rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 "
+    f"--global-batch-size {BATCH} --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95 "
+    "--eval-interval 100000 --eval-iters 8 --save-interval 100000 --log-interval 1"
+)
+BALANCED = (
+    "--moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 --moe-grouped-gemm"
+)
+WAYS = {
+    "dense, trained on": "",
+    "copies": f"--num-experts 4 --moe-router-topk 2 {BALANCED}",
+    "pieces (granularity 2)": "--num-experts 8 --moe-router-topk 4 --moe-upcycling-granularity 2 "
+    f"--moe-ffn-hidden-size 192 {BALANCED}",
+    "FineRMoE 4-2-1-2": "--finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 "
+    "--finermoe-intermediate-expansion 1 --finermoe-output-expansion 2 --moe-router-topk 2 "
+    f"--moe-shared-expert-intermediate-size 384 --moe-shared-expert-gate {BALANCED}",
+}
 ARMS = MappingProxyType(dict(zip(("dense", "copies", "granular", "finermoe"), WAYS, strict=True)))
 """Short names of the runs, and their names in the table of upcycling."""
 RELATIVE_TIME = MappingProxyType({"dense": 1.0, "copies": 2.0, "granular": 2.1, "finermoe": 1.4})
@@ -68,7 +87,7 @@ class Study:
     has_task: bool
 
     def flags(self) -> list[str]:
-        """Return the flags of all runs. The first ones are of bench_upcycling.py; later ones replace them."""
+        """Return the flags of all runs. Later ones replace those of MODEL."""
         data = self.folder / "data"
         text = (
             f"--seq-length {SEQ_LENGTH} --micro-batch-size {BATCH} --lr-warmup-fraction 0.1 --full-validation "

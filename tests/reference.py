@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from finermoe_reference import find_grid
 from torch import Tensor
+
+SPLITS = [
+    find_grid,
+]
 
 
 @dataclass
@@ -38,29 +43,16 @@ def top_indices(scores: list[float], k: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: -scores[i])[:k]
 
 
-def choose_finermoe_experts(logits: list[float], moe) -> list[int]:
-    """Choose FineRMoE's experts: per slice the group with the largest sum of logits, in it the largest logits.
-
-    Expert (i, j, m) is number m of group j for slice i.
-    """
-    slices, parts_per_expert = moe.finermoe_output_granularity, moe.finermoe_intermediate_granularity
-    groups, size = (
-        moe.finermoe_output_expansion or slices,
-        parts_per_expert * (moe.finermoe_intermediate_expansion or parts_per_expert),
-    )
-    chosen = []
-    for i in range(slices):
-        groups_logits = [logits[(i * groups + j) * size :][:size] for j in range(groups)]
-        (j,) = top_indices([sum(each) for each in groups_logits], 1)
-        chosen += [(i * groups + j) * size + m for m in top_indices(groups_logits[j], moe.moe_router_topk // slices)]
-    return chosen
+def find_split(moe):
+    """Return how experts divide the output of a layer: `choose(logits)`, `slices`, `projection`; None if they do not."""
+    return next((split for split in (each(moe) for each in SPLITS) if split is not None), None)
 
 
 def choose_experts(scores: list[float], moe) -> list[int]:
     """Return the top-k experts, limited to the top_indices groups if group-limited routing is on."""
     k = moe.moe_router_topk
-    if moe.finermoe_output_granularity is not None:
-        return choose_finermoe_experts(scores, moe)
+    if (split := find_split(moe)) is not None:
+        return split.choose(scores)
     if not moe.moe_router_group_topk:
         return top_indices(scores, k)
     size = len(scores) // moe.moe_router_num_groups
@@ -126,12 +118,10 @@ def add_balance(logits_TE: Tensor, shape, moe, name: str, balance: Balance, earl
     scores_TE = torch.stack([compute_scores(row, moe.moe_router_score_function) for row in logits_TE])
     scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
     chosen_TE = torch.zeros_like(scores_TE)
+    split = find_split(moe)
     for t in range(num_tokens):
         chosen_TE[
-            t,
-            top_indices(scores_TE[t].tolist(), k)
-            if moe.finermoe_output_granularity is None
-            else choose_finermoe_experts(logits_TE[t].tolist(), moe),
+            t, top_indices(scores_TE[t].tolist(), k) if split is None else split.choose(logits_TE[t].tolist())
         ] = 1
     counts_E = chosen_TE.sum(0)
     if coefficients.get("aux_loss"):
@@ -197,7 +187,8 @@ def moe_layer(
     )
     down, up = (params.get(f"{name}.{leaf}_latent_proj.weight") for leaf in ("fc1", "fc2"))
     down_bias, up_bias = (params.get(f"{name}.{leaf}_latent_proj.bias", 0.0) for leaf in ("fc1", "fc2"))
-    slices = moe.finermoe_output_granularity or 1
+    split = find_split(moe)
+    slices = 1 if split is None else split.slices
     rows = []
     for t, experts in enumerate(routes):
         read = x_TH[t] if down is None else down @ x_TH[t] + down_bias
@@ -216,8 +207,8 @@ def moe_layer(
             parts[e // (moe.num_experts // slices)] += out if moe.moe_apply_probs_on_input else weight * out
         y = torch.cat(parts)
         y = y if up is None else up @ y + up_bias
-        concat = params.get(f"{name}.concat_proj.weight")
-        y = y if concat is None else concat @ y
+        projection = None if split is None else params.get(f"{name}.{split.projection}.weight")
+        y = y if projection is None else projection @ y
         shared = f"{name}.shared_experts"
         if f"{shared}.linear_fc1.weight" in params:
             out = feed_forward(

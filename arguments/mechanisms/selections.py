@@ -6,10 +6,11 @@ selection_kinds/, states for every `RoutingCapability` that it acts, that the fl
 or that they have no effect and why.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, RoutingCapability
-from arguments.mechanisms.selection_kinds.grid import GRID
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection, ExpertSplit, RoutingCapability
+from arguments.mechanisms.selection_kinds.finermoe import FINERMOE
 from arguments.mechanisms.selection_kinds.hash_routing import HASH
 from arguments.mechanisms.selection_kinds.quantile_balancing import QUANTILE_BALANCING
 from arguments.mechanisms.selection_kinds.replay import REPLAY
@@ -21,7 +22,7 @@ SELECTIONS: tuple[DeclaredSelection, ...] = (
     HASH,
     SINKHORN,
     QUANTILE_BALANCING,
-    GRID,
+    FINERMOE,
     REPLAY,
     SPARSEMIXER,
     TOPK,
@@ -38,6 +39,9 @@ TABLES = tuple(name for each in SELECTIONS for name in each.tables)
 """Names in the router of tables of experts by token id."""
 SAVED_NAMES = tuple(name for each in SELECTIONS for name in (*each.biases, *each.tables))
 """Names in the router of what a checkpoint stores of a selection."""
+SPLITS = tuple(each.split for each in SELECTIONS if each.split is not None)
+PROJECTIONS = tuple(each.projection_name for each in SPLITS)
+"""Names of square matrices that multiply the output of MoE layers."""
 
 
 def get_selection(moe: Any, layer_number: int | None = None) -> DeclaredSelection:
@@ -52,6 +56,16 @@ def get_selection(moe: Any, layer_number: int | None = None) -> DeclaredSelectio
         if each.asked(moe) and (last is None or layer_number is not None and layer_number <= last):
             return each
     raise AssertionError("top-k is always asked for")
+
+
+def expert_split(moe: Any) -> ExpertSplit | None:
+    """Return how experts divide what a dense layer computes; None if each makes the full output."""
+    return next((each.split for each in SELECTIONS if each.split is not None and each.asked(moe)), None)
+
+
+def output_slices(flags: Mapping[str, Any]) -> int:
+    """Return the number of slices of the output, one of which an expert makes; `flags` are by destination."""
+    return next((number for split in SPLITS if (number := flags.get(split.slices))), 1)
 
 
 def named_selections(moe: Any) -> tuple[DeclaredSelection, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, STAGE
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer, keys_with
+from arguments.mechanisms.selections import SELECTIONS, SPLITS, expert_split
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -101,7 +102,7 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         )
         for layers in (
             "experimental_attention_variant",
-            "moe_concat_proj",
+            *(split.projection for split in SPLITS),
             "enable_hyper_connections",
             "post_self_attn_layernorm",
             "post_mlp_layernorm",
@@ -168,16 +169,11 @@ def limit_upcycling(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             f"{{moe_use_upcycling}} {why}, not {{:flag}}.",
             (dest,),
         )
-    fine, shared = s.finermoe_intermediate_granularity is not None, s.moe_shared_expert_intermediate_size
+    shared, split = s.moe_shared_expert_intermediate_size, [each.name for each in SELECTIONS if each.split is not None]
+    why = f": only {' and '.join(split)}'s shared expert is the dense network, as wide as {{ffn_hidden_size}}"
     yield Limit(
-        is_on and shared is not None and not (fine and shared == s.ffn_hidden_size),
-        "{moe_use_upcycling} makes no {moe_shared_expert_intermediate_size}: only FineRMoE's shared expert is the "
-        "dense network, as wide as {ffn_hidden_size}.",
-    )
-    yield Limit(
-        is_on and fine and s.add_bias_linear,
-        "{moe_use_upcycling} to the experts of {finermoe_intermediate_granularity:flag} needs {add_bias_linear:flag}: "
-        "they have no biases.",
+        is_on and shared is not None and not (expert_split(s) is not None and shared == s.ffn_hidden_size),
+        f"{{moe_use_upcycling}} makes no {{moe_shared_expert_intermediate_size}}{why if split else ''}.",
     )
 
 

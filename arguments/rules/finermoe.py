@@ -7,14 +7,18 @@ effect on that choice is not defined (other groups, other scores) are rejected.
 from collections.abc import Iterator
 
 from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, RoutingCapability
-from arguments.mechanisms.selection_kinds.grid import GRID
-from arguments.mechanisms.selections import balancing_with
-from arguments.moe import ExpertGrid
+from arguments.mechanisms.selection_kinds.finermoe import (
+    BALANCED_BY,
+    CANDIDATES,
+    COPIES,
+    CUTS,
+    FINERMOE,
+    SLICES,
+    ExpertGrid,
+)
 from arguments.rules.derived_sizes import DerivedSizes, balancing_types, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
-CUTS, SLICES = "finermoe_intermediate_granularity", "finermoe_output_granularity"
-COPIES, CANDIDATES = "finermoe_intermediate_expansion", "finermoe_output_expansion"
 EXCLUDED = (
     ("moe_clone_hot_experts", "results of clones have no slice"),
     (
@@ -27,7 +31,7 @@ KERNELS = ("all", "router")
 
 
 def _is_finermoe(s: Settings) -> bool:
-    return GRID.asked(s)
+    return FINERMOE.asked(s)
 
 
 def _grid(s: Settings) -> ExpertGrid | None:
@@ -114,12 +118,11 @@ def check_topk(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 
 def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    balancing = balancing_with(RoutingCapability.FINE_GRAINED)
     is_on, dest = _is_finermoe(s), SLICES if s.given(SLICES) and not s.given(CUTS) else CUTS
     routing = tuple(
-        (other, GRID.reason(capability))
+        (other, FINERMOE.reason(capability))
         for other, capability in DEMANDED_BY.items()
-        if GRID.rejects(capability) and capability is not RoutingCapability.REPLAY
+        if FINERMOE.rejects(capability) and capability is not RoutingCapability.REPLAY
     )
     for other, why in (*routing, *EXCLUDED):
         yield Limit(
@@ -130,12 +133,12 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
         is_on and s.moe_router_score_function != "softmax",
         "{:flag} cannot be combined with {moe_router_score_function}: "
-        f"{GRID.reason(RoutingCapability.OTHER_SCORES)}.",
+        f"{FINERMOE.reason(RoutingCapability.OTHER_SCORES)}.",
         (dest,),
     )
     yield Limit(
-        is_on and not all(kind in balancing for kind in balancing_types(s)),
-        f"{{:flag}} needs {{moe_router_load_balancing_type:flag}} {', '.join(balancing)}: other balancing is not "
+        is_on and not all(kind in BALANCED_BY for kind in balancing_types(s)),
+        f"{{:flag}} needs {{moe_router_load_balancing_type:flag}} {', '.join(BALANCED_BY)}: other balancing is not "
         "defined for groups of experts.",
         (dest,),
     )
@@ -143,11 +146,15 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         yield Limit(
             is_on and name in s.triton_kernels,
             f"{{:flag}} cannot be combined with {{triton_kernels:flag}} {name}: "
-            f"{GRID.reason(RoutingCapability.OUR_KERNEL)}.",
+            f"{FINERMOE.reason(RoutingCapability.OUR_KERNEL)}.",
             (dest,),
         )
     yield Limit(
         is_on and s.moe_enable_routing_replay,
-        f"{{moe_enable_routing_replay:flag}} cannot be combined with {GRID.mention}: "
-        f"{GRID.reason(RoutingCapability.REPLAY)}.",
+        f"{{moe_enable_routing_replay:flag}} cannot be combined with {FINERMOE.mention}: "
+        f"{FINERMOE.reason(RoutingCapability.REPLAY)}.",
+    )
+    yield Limit(
+        is_on and s.moe_use_upcycling and s.save is not None and s.add_bias_linear,
+        f"{{moe_use_upcycling}} to the experts of {{{CUTS}:flag}} needs {{add_bias_linear:flag}}: they have no biases.",
     )

@@ -221,9 +221,7 @@ def limit_selections(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def _rejected_flags(selection: DeclaredSelection) -> Iterator[tuple[str, RoutingCapability]]:
     """Yield what this program rejects, by destination."""
     for dest, capability in DEMANDED_BY.items():
-        # finermoe.py lists the kinds of balancing that it accepts
-        is_listed = selection.balancing is not None and capability is RoutingCapability.FINE_GRAINED
-        if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM and not is_listed:
+        if selection.rejects(capability) and selection.capabilities[capability] is not UPSTREAM:
             yield dest, capability
 
 

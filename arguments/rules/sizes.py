@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from arguments.container import OPTIONS
+from arguments.mechanisms.selections import expert_split
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Settings, Violation
 
@@ -31,12 +33,12 @@ def resolve_ffn_hidden_size(s: Settings, _f: DerivedSizes) -> None:
 def resolve_moe_ffn_hidden_size(s: Settings, f: DerivedSizes) -> None:
     if not f.experts or s.moe_ffn_hidden_size is not None or s.ffn_hidden_size is None:
         return
-    cuts = s.finermoe_intermediate_granularity
-    if cuts is not None:
+    split = expert_split(s)
+    if split is not None:
         s.set_derived(
             "moe_ffn_hidden_size",
-            quotient(s.ffn_hidden_size, cuts),
-            "--ffn-hidden-size / --finermoe-intermediate-granularity",
+            quotient(s.ffn_hidden_size, getattr(s, split.width_shares)),
+            f"--ffn-hidden-size / {OPTIONS[split.width_shares].spellings[0]}",
         )
     elif s.moe_use_upcycling and divides(s.moe_upcycling_granularity, s.ffn_hidden_size):
         s.set_derived(
@@ -74,7 +76,7 @@ def resolve_softmax_in_fp32(s: Settings, _f: DerivedSizes) -> None:
 
 def note_unused_ffn_hidden_size(s: Settings, f: DerivedSizes) -> None:
     widths = ("ffn_hidden_size", "moe_ffn_hidden_size")
-    reads = s.moe_use_upcycling or s.finermoe_intermediate_granularity or s.finermoe_output_granularity
+    reads = s.moe_use_upcycling or expert_split(s) is not None
     is_typed = all(s.given(dest) for dest in widths) and widths[0] in s.typed
     if is_typed and f.moe_layers and all(f.moe_layers) and not reads:
         s.note_no_effect(s.shown(widths[0]), f"all layers have experts, of {s.shown(widths[1])}")

@@ -19,11 +19,11 @@ At step 0 the model computes what the dense one does
 
 With --moe-upcycling-expert-init normal the routed experts are random too; only the rest is the dense model's.
 
-FineRMoE's experts are split along the output too and have no virtual groups; next to the shared expert, which is the
-full dense MLP, they add to the output from the first step.
+Experts that make slices of the output (arguments/mechanisms/selection_kinds/declaration.py, ExpertSplit) are split
+along it too; their declaration says how. The shared expert next to them is the full dense MLP.
 
-Sources: arXiv 2410.07524 for copies and pieces, arXiv 2603.13364 for FineRMoE. Neither covers biases: fc1's is split
-with its weight; fc2's is divided by the sum of the weights of a token's experts.
+Source: arXiv 2410.07524. It does not cover biases: fc1's is split with its weight; fc2's is divided by the sum of the
+weights of a token's experts.
 """
 
 import math
@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from arguments.container import OPTIONS
 from arguments.layer_pattern import moe_layer_pattern, mtp_is_moe
 from arguments.mechanisms.format_kinds.eight_bit import SCALING_PREFIX
-from arguments.mechanisms.selections import of_balancing
-from arguments.moe import ExpertGrid
+from arguments.mechanisms.selection_kinds.declaration import UpcycledExperts
+from arguments.mechanisms.selections import SPLITS, of_balancing
 from arguments.mup import recorded_width_mult
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.logical import LogicalTensor, logical_tensors, read_logical
@@ -54,7 +54,6 @@ from moe_trainer.parallel.rng import named_generator
 _NOT_PARAMETERS = ("optimizer.", "chained_", SCALING_PREFIX)
 _MLP = re.compile(r"^((decoder|mtp)\.layers\.(\d+)\.(?:\w+\.)?mlp)\.linear_fc([12])\.(weight|bias)$")
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_FINE_STD = 0.02
 # flags that the dense model and the MoE model have in common
 _COMMON = tuple(
     "num_layers hidden_size ffn_hidden_size num_attention_heads position_embedding_type normalization swiglu "
@@ -83,22 +82,18 @@ class UpcyclingSpec:
 
     Attributes:
         pieces: parts of the FFN width.
-        grid: of FineRMoE.
-        fc1: factor of the weight, as fc2.
-        bias: factor of fc2's bias.
-        std: of what is drawn: the router, the gate of the shared expert, the projection of slices, and with
-            `draws_experts` the routed experts, whose biases are zero then. None for xavier_uniform.
+        gated: fc1 has gate and up.
+        how: factors, slices of the output, equal rows of the router.
+        projection: name of the matrix that multiplies the output of a layer, None without one.
+        draws_experts: the routed experts are random too, and their biases zero.
     """
 
     experts: int
     pieces: int
-    grid: ExpertGrid | None
     gated: bool
-    fc1: float
-    fc2: float
-    bias: float
-    std: float | None
+    how: UpcycledExperts
     seed: int
+    projection: str | None = None
     draws_experts: bool = False
 
     @classmethod
@@ -106,39 +101,37 @@ class UpcyclingSpec:
         """Derive it from the flags of the MoE model, by destination."""
         experts, topk, gated = args["num_experts"], args["moe_router_topk"], bool(args["swiglu"])
         pieces = args["ffn_hidden_size"] // args["moe_ffn_hidden_size"]
-        random = {"seed": int(args["seed"]), "draws_experts": args["moe_upcycling_expert_init"] == "normal"}
-        if args["finermoe_intermediate_granularity"] is not None:
-            slices, candidates = args["finermoe_output_granularity"], args["finermoe_output_expansion"]
-            grid = ExpertGrid(slices, candidates, pieces * args["finermoe_intermediate_expansion"])
-            alone = args["moe_shared_expert_intermediate_size"] is None
-            return cls(experts, pieces, grid, gated, 1.0, float(pieces) if alone else 1.0, 1.0, _FINE_STD, **random)
+        drawn = {"seed": int(args["seed"]), "draws_experts": args["moe_upcycling_expert_init"] == "normal"}
+        split = next((each for each in SPLITS if args[each.width_shares] is not None), None)
+        if split is not None:
+            name = split.projection_name if args[split.projection] else None
+            return cls(experts, pieces, gated, split.upcycle(args, pieces), projection=name, **drawn)
         before = args["moe_router_pre_softmax"] and args["moe_router_score_function"] == "softmax"
         scale = experts / pieces * pieces**2 / topk if before else float(pieces)
         each = scale ** (1 / 3 if gated or args["squared_relu"] else 1 / 2)
         std = None
         if not args["init_method_xavier_uniform"]:
             std = args["init_method_std"] / math.sqrt(recorded_width_mult(args))
-        return cls(experts, pieces, None, gated, each, each, scale / pieces, std, **random)
+        how = UpcycledExperts(repeats=pieces, fc1=each, fc2=each, bias=scale / pieces, std=std)
+        return cls(experts, pieces, gated, how, **drawn)
 
     def make_fc1(self, expert: int, dense: Tensor) -> Tensor:
         """Return an expert's rows of the dense weight or bias; gate and up are split separately."""
         parts = dense.chunk(2 if self.gated else 1)
-        return torch.cat([part.chunk(self.pieces)[self._piece(expert)] for part in parts]) * self.fc1
+        return torch.cat([part.chunk(self.pieces)[self._piece(expert)] for part in parts]) * self.how.fc1
 
     def make_fc2(self, expert: int, dense: Tensor) -> Tensor:
-        """Return an expert's columns of the dense weight, and with FineRMoE its slice of the rows."""
+        """Return an expert's columns of the dense weight, and of them the rows of its slice."""
         columns = dense.chunk(self.pieces, 1)[self._piece(expert)]
-        if self.grid is not None:
-            columns = columns.chunk(self.grid.slices)[expert // (self.grid.candidates * self.grid.group_size)]
-        return columns * self.fc2
+        return columns.chunk(self.how.slices)[expert // (self.experts // self.how.slices)] * self.how.fc2
 
     def make_fc2_bias(self, _expert: int, dense: Tensor) -> Tensor:
         """Return the dense bias, scaled so that the sum over a token's experts equals it."""
-        return dense * self.bias
+        return dense * self.how.bias
 
     def router(self, name: str, hidden: int) -> Tensor:
         """Return the weight [experts, hidden]: one row per virtual group, repeated."""
-        repeats = self.pieces if self.grid is None else 1
+        repeats = self.how.repeats
         return self.draw(name, self.experts // repeats, hidden).repeat_interleave(repeats, 0)
 
     def draw_expert(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -148,12 +141,11 @@ class UpcyclingSpec:
     def draw(self, name: str, *shape: int) -> Tensor:
         """Return random fp32 numbers that depend on the seed and the name only, whatever the mapping."""
         stream = named_generator(self.seed, "upcycling", name)
-        if self.std is None:
+        if self.how.std is None:
             return torch.nn.init.xavier_uniform_(torch.empty(shape), generator=stream)
-        return torch.empty(shape).normal_(0.0, self.std, generator=stream)
+        return torch.empty(shape).normal_(0.0, self.how.std, generator=stream)
 
     def _piece(self, expert: int) -> int:
-        # group_size is a multiple of pieces
         return expert % self.pieces
 
 
@@ -240,9 +232,9 @@ def _expand_mlp(
     if (linear, kind) != ("fc1", "weight"):
         return
     hidden, router, gate = tensor.shape[1], f"{mlp}.router", f"{mlp}.shared_experts.gate_weight"
-    concat = f"{mlp}.concat_proj.weight"
-    if args["moe_concat_proj"] and spec.grid is not None:
-        yield _drawn_tensor(concat, (hidden, hidden), tensor, lambda: spec.draw(concat, hidden, hidden))
+    if spec.projection is not None:
+        projection = f"{mlp}.{spec.projection}.weight"
+        yield _drawn_tensor(projection, (hidden, hidden), tensor, lambda: spec.draw(projection, hidden, hidden))
     yield _drawn_tensor(
         f"{router}.weight", (spec.experts, hidden), tensor, lambda: spec.router(f"{router}.weight", hidden)
     )

@@ -2,10 +2,10 @@
 
     python scripts/evaluate.py CHECKPOINT --tasks hellaswag,arc_easy --output results.json
     python scripts/evaluate.py HF_FOLDER --tasks my_task --include-path FOLDER        task files of your own (YAML)
-    torchrun --nproc-per-node 8 scripts/evaluate.py CHECKPOINT --tasks finermoe --expert-model-parallel-size 8
+    torchrun --nproc-per-node 8 scripts/evaluate.py CHECKPOINT --tasks gsm8k --expert-model-parallel-size 8
     python scripts/evaluate.py --table A.json B.json                                  one Markdown table of results
 
-`finermoe` stands for the ten tasks of FineRMoE's paper, whose table --table prints. All other flags are the trainer's:
+--tasks also takes names for the tasks of a paper, whose table --table prints. All other flags are the trainer's:
 mapping, precision, --ckpt-step, tokenizer. Tasks are read from this machine only (local files, or the cache of Hugging
 Face data sets); HF_HUB_OFFLINE=0 HF_DATASETS_OFFLINE=0 allow downloads. Perplexity of token files, per token and per
 byte, of each file separately: `pretrain_moe.py --skip-train` (docs/evaluation.md).
@@ -22,6 +22,7 @@ from arguments.paths import local_path, local_prefix
 from arguments.program import command_line, program_name
 from moe_trainer.commands import rank_program
 from moe_trainer.commands.command_parser import make_command_parser
+from moe_trainer.evaluation.task_groups import GROUPS, expand_tasks, results_table
 from moe_trainer.exit_codes import ExitCode
 from moe_trainer.io import cannot_write
 
@@ -36,7 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done, 2 the model, the tasks or an option is wrong",
     )
     add = parser.add_argument
-    add("--tasks", metavar="NAMES", help="tasks and groups of lm-eval, separated by commas; finermoe: ten tasks")
+    papers = "".join(f"; {group.name}: {group.what}" for group in GROUPS)
+    add("--tasks", metavar="NAMES", help=f"tasks and groups of lm-eval, separated by commas{papers}")
     add("--include-path", type=local_prefix, metavar="FOLDER", help="folder with your own task files (YAML)")
     text = "examples before each question (default: what the task says)"
     add("--num-fewshot", type=int, metavar="N", help=text)
@@ -103,9 +105,7 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.
 
 
 def _print_table(files: list[Path]) -> int:
-    from moe_trainer.evaluation.finermoe import paper_table
-
-    print(paper_table(files))
+    print(results_table(files))
     return ExitCode.OK
 
 
@@ -113,7 +113,6 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     from moe_trainer.errors import name_write_errors, require_packages
 
     require_packages("torch", "numpy", "safetensors")
-    from moe_trainer.evaluation.finermoe import expand_tasks
     from moe_trainer.evaluation.harness import open_harness
     from moe_trainer.evaluation.options import TaskOptions, split_names
     from moe_trainer.io import atomic_write

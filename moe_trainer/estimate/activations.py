@@ -36,6 +36,7 @@ from arguments.layer_pattern import (
     moe_layer_pattern,
     mtp_layers,
 )
+from arguments.mechanisms.selections import PROJECTIONS
 from arguments.training import is_offloaded
 from moe_trainer.estimate.lora import adapted_linears
 from moe_trainer.estimate.saved_attention import (
@@ -82,6 +83,7 @@ _READ_BY_LINEARS = MappingProxyType(
     }
 )
 """Linears whose adapters read a tensor that nothing else saves."""
+_READ_BY_PROJECTIONS = frozenset(f"{name}.x" for name in PROJECTIONS)
 _READ_BY_INDEXERS = frozenset({"normed", "q_latent", "choice"})
 
 
@@ -98,7 +100,7 @@ def _layer(layer: LayerSizes) -> Iterator[SavedTensor]:
 def _is_read_by_backbone(layer: LayerSizes, name: str) -> bool:
     """Whether a tensor is saved for the gradients of weights alone that --freeze-backbone freezes."""
     starts_region = name == "pre_mlp.normed" and (layer.is_moe or "mlp" in layer.parts)  # routers read it
-    return not starts_region and (name == "concat_proj.x" or name in _READ_BY_LINEARS) and name != "experts.x"
+    return not starts_region and (name in _READ_BY_PROJECTIONS or name in _READ_BY_LINEARS) and name != "experts.x"
 
 
 def _warmup_tensors(layer: LayerSizes, entries: Iterator[SavedTensor]) -> Iterator[SavedTensor]:

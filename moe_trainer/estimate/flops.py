@@ -178,7 +178,7 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
     ffn_width = (num_layers - num_moe - without_mlp) * model.ffn_hidden_size + num_moe * shared
     ffn = model.hidden_size * ffn_width * (3 if model.swiglu else 2) + num_moe * _routed_macs(args)
     ffn += num_moe * 2 * model.hidden_size * (moe.moe_latent_size or 0)
-    ffn += num_moe * model.hidden_size**2 if moe.has_concat_proj else 0
+    ffn += num_moe * model.hidden_size**2 if moe.output_projection is not None else 0
     mtp = num_mtp * (2 * model.hidden_size**2 + 3 * model.hidden_size)
     logits = model.hidden_size * padded_vocab_size * (1 + num_mtp)
     linear = sum(is_linear(model, number) for number in range(num_layers))

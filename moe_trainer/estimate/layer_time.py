@@ -409,7 +409,7 @@ class LayerTime:
         seconds = self.gemm(each, self.fc1_factor * width, reads, count) + self.gemm(each, makes, width, count)
         if moe.moe_latent_size:
             seconds += self.gemm(self.routed_tokens, reads, hidden) + self.gemm(self.routed_tokens, hidden, reads)
-        if moe.has_concat_proj:
+        if moe.output_projection is not None:
             seconds += self.gemm(self.routed_tokens, hidden, hidden)
         return seconds + self.gemm(self.routed_tokens, num_experts, hidden, plain=True)
 

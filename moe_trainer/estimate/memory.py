@@ -46,6 +46,7 @@ from arguments.layer_pattern import (
 )
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
+from arguments.mechanisms.selections import PROJECTIONS
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
@@ -74,7 +75,9 @@ _LAYER = re.compile(r"^(?:decoder|mtp)\.layers\.\d+\.(?:mtp_model_layer\.(?:laye
 
 OFFLOADS_IN_FLIGHT = 2
 """Layers whose offloaded tensors are on the device at a time."""
-_IN_CHUNKS = ("mlp.", "experts.", "shared_experts.", "routes.", "fc2_latent_proj.", "concat_proj.")
+_IN_CHUNKS = tuple(
+    f"{name}." for name in ("mlp", "experts", "shared_experts", "routes", "fc2_latent_proj", *PROJECTIONS)
+)
 """Saved tensors of what runs in chunks (--mlp-chunks-for-training)."""
 _MODULES = (
     ("logits", ("head.",)),

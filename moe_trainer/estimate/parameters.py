@@ -268,7 +268,7 @@ class LayerParams:
     def projections(self) -> int:
         """Return the parameters of the projections of tokens to the experts' latents and back, and of slices."""
         latent, hidden = self.moe.moe_latent_size or 0, self.model.hidden_size
-        slices = hidden**2 if self.moe.has_concat_proj else 0
+        slices = hidden**2 if self.moe.output_projection is not None else 0
         return slices + 2 * latent * hidden + (latent + hidden if latent and self._bias else 0)
 
     def shared(self) -> int:

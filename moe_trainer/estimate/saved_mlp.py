@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from arguments.mechanisms.dispatchers import get_dispatcher
+from arguments.mechanisms.selections import expert_split, output_slices
 from arguments.rules.derived_sizes import as_list
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, LayerSizes, SavedTensor
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
@@ -46,8 +47,8 @@ def experts(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("experts.order", (2, layer.received), INDEX)
     if moe.moe_latent_size:
         yield SavedTensor("fc2_latent_proj.x", (layer.own, moe.moe_latent_size), layer.size)
-    if moe.has_concat_proj:
-        yield SavedTensor("concat_proj.x", (layer.own, layer.hidden), layer.size)
+    if moe.output_projection is not None:
+        yield SavedTensor(f"{moe.output_projection}.x", (layer.own, layer.hidden), layer.size)
     shared = moe.moe_shared_expert_intermediate_size
     if shared and "shared_experts" not in layer.parts:
         yield from mlp(layer, "shared_experts", shared // layer.tp)
@@ -124,9 +125,9 @@ def _routes(layer: LayerSizes) -> Iterator[SavedTensor]:
     rows, tokens = (layer.received, layer.own * layer.etp * layer.ep) if gathered else (layer.sent, layer.own)
     yield SavedTensor("routes.rows", (4, rows), INDEX)
     yield SavedTensor("routes.offsets", (tokens + layer.mlp_chunks,), INDEX)
-    if layer.moe.finermoe is not None:
-        yield SavedTensor("routes.slice_rows", (rows,), INDEX)
-        yield SavedTensor("routes.slice_offsets", (tokens * layer.moe.finermoe.slices + layer.mlp_chunks,), INDEX)
+    if (split := expert_split(layer.moe)) is not None:
+        for name, count in split.saves(rows, tokens, layer.mlp_chunks, output_slices(vars(layer.moe))).items():
+            yield SavedTensor(f"routes.{name}", (count,), INDEX)
     yield SavedTensor("routes.counts", (layer.mlp_chunks, layer.num_experts // (layer.ep if gathered else 1)), INDEX)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import is_linear
 from arguments.mechanisms.format_kinds.declaration import QuantizedFormat
 from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
+from arguments.mechanisms.selections import PROJECTIONS
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _ALWAYS = (
     "experts.linear_fc2.x",
     "shared_experts.linear_fc2.x",
     "fc2_latent_proj.x",
-    "concat_proj.x",
+    *tuple(f"{name}.x" for name in PROJECTIONS),
 )
 
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from arguments import Arguments
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.model.lora import freeze_all_but_adapters
 from moe_trainer.model.transformer import Transformer
-from moe_trainer.moe.finermoe import freeze_backbone
+from moe_trainer.parallel.params import freeze_all_but
 from moe_trainer.quantization import iteration
+
+_TRAINED_WITHOUT_BACKBONE = ("embedding", "router", "mlp.experts", "layernorm")
+"""Parts of the names of parameters that --freeze-backbone trains."""
 
 
 def freeze_parameters(chunks: Sequence[Transformer], args: Arguments) -> None:
@@ -18,6 +23,11 @@ def freeze_parameters(chunks: Sequence[Transformer], args: Arguments) -> None:
         freeze_all_but_adapters(chunks, args.model)
     elif args.optimizer.freeze_backbone:
         freeze_backbone(chunks)
+
+
+def freeze_backbone(chunks: Sequence[nn.Module]) -> None:
+    """Freeze all but embedding, norms, routers and routed experts, so that none has a gradient or optimizer state."""
+    freeze_all_but(chunks, lambda name: any(part in name for part in _TRAINED_WITHOUT_BACKBONE))
 
 
 def store_quantized_weights(chunks: Sequence[Transformer]) -> int:

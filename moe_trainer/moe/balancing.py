@@ -14,9 +14,9 @@ different lengths count by their tokens. The sum of the losses has a closed grad
 
 so no autograd graph is built: forward computes a [T, E] gradient, with the z-loss's, and backward adds it times
 grad_scale (`attach_gradient`). Counts are those of a plain top-k of the scores, without expert bias, groups and drops,
-except for FineRMoE (finermoe.py). Every rank computes the losses of its own tokens. Over tp they are summed in the
-router's gradient (ParamInfo.is_grad_partial), over cp because grad_scale contains cp, which the mean over dp_cp
-removes.
+except for selections that count their own choice (`counted`). Every rank computes the losses of its own tokens. Over tp
+they are summed in the router's gradient (ParamInfo.is_grad_partial), over cp because grad_scale contains cp, which the
+mean over dp_cp removes.
 
 By Megatron-Core's definition these results depend on the layout, and the reference of one process emulates them
 (verification/emulate_topology.py):

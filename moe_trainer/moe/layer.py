@@ -58,7 +58,8 @@ class MoELayer(nn.Module):
     """The MLP sublayer of a block, made of experts.
 
     Parameters (global names under `name`): router.weight, experts.local_experts.{e}.linear_fc1 / linear_fc2 (stacked in
-    memory), shared_experts.linear_fc1 / linear_fc2 / gate_weight, fc1_latent_proj / fc2_latent_proj, concat_proj.
+    memory), shared_experts.linear_fc1 / linear_fc2 / gate_weight, fc1_latent_proj / fc2_latent_proj, and what
+    multiplies the output (MoEArgs.output_projection).
 
     Attributes:
         dispatcher: shared by the layers of a model; set by `set_dispatcher` before the first forward pass.
@@ -117,17 +118,18 @@ class MoELayer(nn.Module):
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if moe.moe_latent_size is not None:
             self._build_latent_projections(model, moe.moe_latent_size, ps, name, factory)
-        self.concat_proj = None
-        if moe.has_concat_proj:
-            self.concat_proj = factory.replicated_linear(
+        self.projection_name = moe.output_projection
+        if self.projection_name is not None:
+            projection = factory.replicated_linear(
                 model.hidden_size,
                 model.hidden_size,
-                name=f"{name}.concat_proj",
+                name=f"{name}.{self.projection_name}",
                 init=hidden_init(model),
                 group=ps.tp,
                 bias=False,
                 sequence_parallel=True,  # as below
             )
+            self.add_module(self.projection_name, projection)
         self.shared_experts = None
         if moe.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", factory, sequence_parallel)
@@ -250,8 +252,8 @@ class MoELayer(nn.Module):
         y_SBH = y_TH.view(*routed.shape[:2], y_TH.shape[1])
         if self.fc2_latent_proj is not None:
             y_SBH = self.fc2_latent_proj(y_SBH)
-        if self.concat_proj is not None:
-            y_SBH = self.concat_proj(y_SBH)
+        if self.projection_name is not None:
+            y_SBH = self.get_submodule(self.projection_name)(y_SBH)
         return y_SBH, shared_SBH
 
     def route(self, x_SBH: Tensor, inputs: PassInputs = PLAIN_PASS) -> RoutingOutput:

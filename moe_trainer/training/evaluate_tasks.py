@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_trainer.data.tokenizer import Tokenizer
-from moe_trainer.evaluation.finermoe import expand_tasks
 from moe_trainer.evaluation.harness import TaskEvaluation, open_harness
 from moe_trainer.evaluation.options import TaskOptions, split_names
 from moe_trainer.evaluation.routing import RoutingCounter
 from moe_trainer.evaluation.scoring import Scorer
+from moe_trainer.evaluation.task_groups import expand_tasks
 from moe_trainer.inference.generator import Generator
 from moe_trainer.inference.text import TextCodec
 from moe_trainer.metrics.logger import TaskMetric

@@ -138,8 +138,8 @@ def _find_near_ties(reference: Record, actual: Record, name: str, logits: Tensor
 
     Their logits agree within the tolerance and the margin of the chosen experts is not larger than that difference can
     turn. Their outputs in this layer, and in later layers those of all tokens that may attend to them, are counted
-    instead of compared. Losses and gradients include all tokens. Records without margins (older ones, Sinkhorn,
-    FineRMoE) have no near ties. `logits` is the distance of the router's logits by token.
+    instead of compared. Losses and gradients include all tokens. Records without margins (older ones, choices
+    that no order of scores decides) have no near ties. `logits` is the distance of the router's logits by token.
     """
     differ = _choices_differ(reference, actual, name)
     records = (record for record in (reference, actual) if name in record.names(MARGIN))

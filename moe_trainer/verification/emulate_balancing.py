@@ -8,7 +8,7 @@ of all of them, so the process runs the forward passes of a group before the bac
 the gradients after the last forward pass of the group.
 
 The loss is computed from its definition and differentiated by autograd. It shares nothing with moe/balancing.py (except
-the choice of FineRMoE's experts).
+the choice of selections that count it).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from arguments.container import flags_of
 from arguments.mechanisms.dispatchers import ALLTOALL
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import BY_KEY, FLAGS, QUANTIZED, TRANSPORT, UNPROVABLE
+from arguments.mechanisms.selections import SPLITS
 from arguments.settings import Settings
 from moe_trainer.verification.mapping import ParallelMapping
 
@@ -80,7 +81,7 @@ def comparable_fp8_options(
         "te_precision_config_file": None,
         "reuse_grad_buf_for_mxfp8_param_ag": None,
     }
-    if values.get("num_experts") or values.get("finermoe_output_granularity"):  # FineRMoE derives num_experts
+    if any(values.get(dest) for dest in ("num_experts", *(split.slices for split in SPLITS))):  # or it follows
         options["moe_router_dtype"] = "fp64"
         recipe = _set_expert_options(options, values, recipe, mapping, notes)
     options["fp8_recipe"] = recipe

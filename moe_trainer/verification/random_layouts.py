@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from arguments.mechanisms.dispatchers import (
     ALLTOALL,
@@ -26,9 +26,10 @@ from arguments.mechanisms.selection_kinds.declaration import (
     BALANCING,
     DEMANDED_BY,
     DeclaredSelection,
+    ExpertSplit,
     RoutingCapability,
 )
-from arguments.mechanisms.selections import LOSSES, NO_BALANCING, SELECTIONS, of_balancing
+from arguments.mechanisms.selections import LOSSES, NO_BALANCING, SELECTIONS, SPLITS, of_balancing
 from arguments.mtp import num_mtp_depths
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
@@ -43,6 +44,7 @@ from moe_trainer.verification.shrink import (
 from moe_trainer.verification.sizes import PACKED_SEQUENCES, packed_sizes
 
 _MAX_DRAWS = 40
+Draw = Callable[[random.Random, ParallelMapping, dict[str, object]], dict[str, object]]
 
 
 def draw_cases(count: int, ranks: int, seed: int) -> list[ParityCase]:
@@ -163,7 +165,8 @@ def _sample_uncommon_options(
     else:
         draw_attention = rng.choice((_no_options, _no_options, _delta_net))
     options = draw_attention(rng, mapping, values)
-    return options | rng.choice((_no_options, _no_options, _fine_experts, _latent_experts))(rng, mapping, values)
+    draws = (_no_options, _no_options, *map(_split_experts, SPLITS), _latent_experts)
+    return options | rng.choice(draws)(rng, mapping, values)
 
 
 def _no_options(*_: object) -> dict[str, object]:
@@ -216,25 +219,8 @@ def _latent_experts(rng: random.Random, mapping: ParallelMapping, values: dict[s
     return {"moe_latent_size": rng.choice((8, 12)), "moe_shared_expert_overlap": False}
 
 
-def _fine_experts(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
-    slices, candidates, cuts, copies = rng.choice((2, 4)), rng.choice((1, 2)), 3, rng.choice((1, 2))
-    while slices * candidates * cuts * copies % mapping.ep:
-        copies += 1
-    options: dict[str, object] = {
-        "finermoe_intermediate_granularity": cuts,
-        "finermoe_output_granularity": slices,
-        "finermoe_intermediate_expansion": copies,
-        "finermoe_output_expansion": candidates,
-        "moe_router_topk": slices * rng.choice((1, 2)),
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,
-        "num_experts": None,
-        "moe_ffn_hidden_size": None,
-    }
-    options |= dict.fromkeys("moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk".split())
-    if any(each.rejects(RoutingCapability.FINE_GRAINED) for each in of_balancing(values[BALANCING])):
-        options |= {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [1e-2]}
-    return options
+def _split_experts(split: ExpertSplit) -> Draw:
+    return lambda rng, mapping, values: split.draw(rng, mapping.ep, values)
 
 
 def _router(rng: random.Random) -> dict[str, object]:

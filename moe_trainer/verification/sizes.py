@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from arguments.layer_pattern import LINEAR, MOE, hybrid_letters
 from arguments.mechanisms.formats import quantized_format
+from arguments.mechanisms.selections import expert_split
 from arguments.mtp import DEPTH, mtp_depths, mtp_letters, num_mtp_depths
 from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
@@ -207,8 +208,8 @@ def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
         return values
     if s.moe_latent_size:
         values["moe_latent_size"] = HEAD_DIM
-    if s.finermoe_output_granularity:
-        return values | _fine_experts(s, new, ffn)
+    if (split := expert_split(s)) is not None:
+        return values | split.shrink(s, new.ep, ffn)
     wide = s.moe_ffn_hidden_size is None or s.moe_ffn_hidden_size == s.ffn_hidden_size
     values["moe_ffn_hidden_size"] = expert_ffn = ffn if wide else 16
     shared = s.moe_shared_expert_intermediate_size
@@ -232,26 +233,6 @@ def experts(s: Settings, new: ParallelMapping) -> dict[str, object]:
     while number % new.ep or number % groups or number < 2 * topk or number // groups < max(topk // allowed, scored):
         number += new.ep if lone else 4
     return values | {"num_experts": number, "moe_router_topk": topk}
-
-
-def _fine_experts(s: Settings, new: ParallelMapping, ffn: int) -> dict[str, object]:
-    """Return the four numbers of FineRMoE, with enough copies for equally many experts per rank; 1 stays 1."""
-    cuts = 3 if s.finermoe_intermediate_granularity > 1 else 1
-    slices, candidates = (min(number, 2) for number in (s.finermoe_output_granularity, s.finermoe_output_expansion))
-    each = min(s.moe_router_topk // s.finermoe_output_granularity, 2)
-    copies = min(s.finermoe_intermediate_expansion, 2)
-    while (count := slices * candidates * cuts * copies) % new.ep or cuts * copies < each or count < 4:
-        copies += 1
-    values: dict[str, object] = {
-        "finermoe_intermediate_granularity": cuts,
-        "finermoe_output_granularity": slices,
-        "finermoe_intermediate_expansion": copies,
-        "finermoe_output_expansion": candidates,
-        "moe_router_topk": slices * each,
-    }
-    if s.moe_shared_expert_intermediate_size:
-        values["moe_shared_expert_intermediate_size"] = ffn
-    return values
 
 
 def batch(s: Settings, old: ParallelMapping, new: ParallelMapping) -> dict[str, object]:

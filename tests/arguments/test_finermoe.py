@@ -1,7 +1,7 @@
 """FineRMoE's sizes follow from its four numbers, in either spelling."""
 
 from arguments import parse_args
-from arguments.moe import ExpertGrid
+from arguments.mechanisms.selection_kinds.finermoe import ExpertGrid, expert_grid
 from tests.arguments.rule_lines import changed
 
 FINE, FREE = "--G-I 4 --G-O 2 --R-I 1 --R-O 2", "--num-experts --moe-router-topk"
@@ -10,7 +10,7 @@ FINE, FREE = "--G-I 4 --G-O 2 --R-I 1 --R-O 2", "--num-experts --moe-router-topk
 def test_sizes_are_derived():
     moe = parse_args(changed(f"{FINE} --ffn-hidden-size 1024", FREE), 8).moe
     assert (moe.num_experts, moe.moe_router_topk, moe.moe_ffn_hidden_size) == (16, 2, 256)
-    assert moe.finermoe == ExpertGrid(slices=2, candidates=2, group_size=4)
+    assert expert_grid(moe) == ExpertGrid(slices=2, candidates=2, group_size=4)
     assert moe.expert_widths(512) == (512, 256)
 
 

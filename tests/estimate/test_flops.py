@@ -54,25 +54,11 @@ def test_flops_of_gated_delta_nets():
     assert training_flops(args, 1, 4, 16) == 6 * 4 * (2 * linear + CORE + 3 * 8 * 32 * 3 + 8 * 16)
 
 
-@pytest.mark.parametrize(("gate", "matrices"), [("--swiglu", 2), ("", 1)])
-def test_flops_of_finermoe_experts(gate, matrices):
-    args = parse(*f"{MOE} {gate} --G-I 4 --G-O 2 --R-I 1 --R-O 2 --moe-router-topk 4".split())
-    assert training_flops(args, 1, 4, 16) == 6 * 4 * (
-        CORE + 4 * 3 * (8 * matrices + 4) + 7 * 8 * (matrices + 1) + 8 * 16
-    )
-
-
-def test_flops_of_the_matrix_behind_slices():
-    words = f"{MOE} --G-I 4 --G-O 2 --R-I 1 --R-O 2".split()
-    plain, projected = (training_flops(parse(*words, *more), 1, 4, 16) for more in ([], ["--moe-concat-proj"]))
-    assert projected - plain == 6 * 4 * 8 * 8
-
-
 def test_flops_of_a_frozen_backbone():
     """Frozen weights have two of three GEMMs; attention itself (4 of 32 tokens x 8) and the routed experts have all."""
-    words = f"{MOE} --G-I 4 --G-O 2 --R-I 1 --R-O 2 --moe-concat-proj".split()
+    words = f"{MOE} --num-experts 4 --moe-router-topk 2".split()
     full, frozen = (training_flops(parse(*words, *more), 1, 4, 16) for more in ([], ["--freeze-backbone"]))
-    assert full - frozen == pytest.approx(2 * 4 * (8 * 24 + 8 * 8 + 7 * 8 * 2 + 8 * 8 + 8 * 16))
+    assert full - frozen == pytest.approx(2 * 4 * (8 * 24 + 8 * 8 + 7 * 8 * 2 + 8 * 16))
 
 
 @pytest.mark.parametrize("q_lora", [None, 5])

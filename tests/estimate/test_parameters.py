@@ -47,9 +47,6 @@ PUBLISHED = {
     "gpt_oss_120b": (116_829_156_672, 0, 5_711_982_912, 5_132_849_472, 24_891_840),
     "mixtral_8x7b": (46_702_792_704, 0, 12_879_925_248, 12_748_853_248, 176_160_768),
     "mixtral_8x22b": (140_630_071_296, 0, 39_161_468_928, 38_960_142_336, 301_989_888),
-    "finermoe_qwen2_5_0_5b": (1_678_896_000, 0, 649_284_480, 513_149_824, 340_480),
-    "finermoe_qwen2_5_1_5b": (5_636_152_832, 0, 1_842_847_232, 1_609_473_536, 1_075_200),
-    "finermoe_qwen2_5_7b": (26_639_244_800, 0, 7_925_603_840, 7_380_606_464, 5_304_320),
 }
 ATTENTION = {
     "deepseek_v3": 187_107_328,
@@ -72,9 +69,13 @@ def preset(name, *flags):
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_preset_counts_are_the_published_ones(name):
+    check_counts(name, PUBLISHED[name])
+
+
+def check_counts(name, published):
     counts = count_parameters(preset(name))
     found = (counts.total, counts.mtp, counts.active, counts.active_no_embedding, counts.per_expert)
-    assert found == PUBLISHED[name]
+    assert found == published
     if name in ATTENTION:
         assert counts.attention_per_layer == ATTENTION[name]
     report = params_report(preset(name))
@@ -101,15 +102,6 @@ def test_counts_of_ling_are_those_of_transformers_and_of_the_published_files():
     flags = read_config(config)[1] | {"rows": 157184}
     sources = {ref.name for mapping in tensor_mappings(family.names, flags) for ref in mapping.sources}
     assert (len(sources), sum("layers.42." in name for name in sources)) == (62230 + 1553, 1553)
-
-
-@pytest.mark.parametrize(("name", "total", "active"), [("0_5b", 1.68, 0.65), ("1_5b", 5.64, 1.85), ("7b", 26.65, 7.94)])
-def test_finermoe_has_the_published_parameter_counts(name, total, active):
-    """The last digit of the larger ones is one lower here (arXiv 2603.13364 names no vocabulary)."""
-    counts = count_parameters(preset(f"finermoe_qwen2_5_{name}"))
-    assert counts.total / 1e9 == pytest.approx(total, abs=0.015) and counts.active / 1e9 == pytest.approx(
-        active, abs=0.015
-    )
 
 
 def test_mixtral_8x22b_parameters_with_the_older_vocabulary():

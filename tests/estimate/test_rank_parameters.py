@@ -42,12 +42,6 @@ CASES = (
     (2, "plain", f"{TP2} --kda-gate-rank 64 {DELTA.replace('gdn', 'kda')}"),
     (2, "plain", f"{TP2} --experimental-attention-variant short_conv --linear-attention-freq 3"),
     (2, "plain", f"--pipeline-model-parallel-size 2 {DELTA}"),
-    (2, "plain", "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --expert-model-parallel-size 2"),
-    (
-        2,
-        "biases, tied head",
-        "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64",
-    ),
     (2, "plain", f"{TP2} --group-query-attention --num-query-groups 1 --add-qkv-bias"),
     (2, "plain", f"{TP2} --add-attention-output-bias --add-output-layer-bias"),
     (2, "deepseek", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL"),
@@ -110,7 +104,10 @@ def _built(rank, n, cases):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_estimated_bytes_of_every_rank_equal_the_built_run(n):
-    cases = [(kind, flags) for ranks, kind, flags in CASES if ranks == n]
+    check_ranks(n, [(kind, flags) for ranks, kind, flags in CASES if ranks == n])
+
+
+def check_ranks(n, cases):
     for results in run_ranks(_built, n, cases):
         for (kind, flags), (stage, held, state) in zip(cases, results, strict=True):
             args = parse_args(_argv(kind, flags), n)

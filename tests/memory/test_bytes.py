@@ -16,7 +16,7 @@ from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.sparse_attention import freeze_all_but_indexers
 from moe_trainer.model.lora import freeze_all_but_adapters
-from moe_trainer.moe.finermoe import freeze_backbone
+from moe_trainer.model.prepare import freeze_backbone
 from moe_trainer.ops import grouped_gemm
 from moe_trainer.training.initialize import make_groups
 
@@ -36,10 +36,6 @@ OTHER_LETTERS = (
     "--v-head-dim 8 --qk-layernorm"
 )
 QUERIES = "--group-query-attention --num-query-groups 2"
-FINE = (
-    "--G-I 5 --G-O 4 --R-I 1 --R-O 2 --num-experts 40 --moe-router-topk 8 --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 80 "
-    "--moe-shared-expert-gate"
-)
 PLAIN_HOWS = {
     "all kept": "",
     "uniform": f"{FULL} uniform --recompute-num-layers 2",
@@ -133,13 +129,6 @@ KINDS = {
         ("all kept", "mla_up_proj")),
     "latent experts, shared": (f"{GROUPED} --moe-latent-size 20 --moe-shared-expert-intermediate-size 40 --moe-router-pre-softmax",
                                (*FEW, "moe_act", *CHUNKED)),
-    "fine experts": (f"{GROUPED} {FINE} --moe-router-load-balancing-type seq_aux_loss", (*FEW, "moe_act", "3 chunks", "4 chunks, moe")),
-    "fine experts, concat_proj, expert bias": (
-        f"{GROUPED} {FINE} --moe-concat-proj --moe-router-enable-expert-bias", ("all kept", "moe", "layernorm", "3 chunks")),
-    "fine experts, frozen backbone": (
-        f"{GROUPED} {FINE} --moe-concat-proj --freeze-backbone --moe-layer-freq ([0]*1+[1]*2)", ("all kept", "moe", "layernorm")),
-    "fine experts, concat_proj, tensorwise": (
-        f"{GROUPED} {FINE} --moe-concat-proj --bf16 --fp8-format e4m3 --fp8-recipe tensorwise", ("all kept",)),
     "blockwise": (
         f"{GROUPED} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --moe-shared-expert-intermediate-size 40 --moe-layer-freq ([0]*1+[1]*2)",
         (*FEW, "core_attn", "offload large", "pages")),
@@ -220,13 +209,16 @@ def measure_decoder(flags: str, kind: str) -> tuple[object, object, list]:
 @pytest.mark.parametrize(("kind", "how"), [(kind, how) for kind, (_, hows) in KINDS.items() for how in hows])
 def test_activation_list_equals_retained_tensors(kind, how, monkeypatch):
     monkeypatch.setattr(grouped_gemm, "token_bucket", lambda count: count)  # its surplus depends on the routing
-    flags = KINDS[kind][0]
     how_flags = (
         LATENT_HOWS[how]
         if kind.startswith("latent") and not kind.startswith("latent experts") and how in LATENT_HOWS
         else {**PLAIN_HOWS, **CHUNKED, **{part: f"{SELECTIVE} {part}" for part in ("mlp", "gdn_norm_out")}}[how]
     )
-    listed, left, _result = measure_decoder(f"{flags} {how_flags}", kind)
+    check_list(f"{KINDS[kind][0]} {how_flags}", kind)
+
+
+def check_list(flags, kind):
+    listed, left, _result = measure_decoder(flags, kind)
     device = sum(entry.num_bytes for entry in listed if not entry.on_host)
     host = sum(entry.num_bytes for entry in listed if entry.on_host)
     tensors = "\n".join(f"left {size:6} {shape} {dtype}" for size, shape, dtype in left.tensors)

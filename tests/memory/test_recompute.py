@@ -21,17 +21,23 @@ from memory.one_pass import (
     parsed,
 )
 
-from arguments.mechanisms.selections import SELECTING
+from arguments.mechanisms.selections import SELECTING, SELECTIONS
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model.sequence_borders import SequenceBorders
 from moe_trainer.moe import capacity
 from moe_trainer.moe.selections import sinkhorn as sinkhorn_module
-from moe_trainer.moe.selections.grid import GridSelection
-from moe_trainer.moe.selections.topk import TopKSelection
+from moe_trainer.moe.selections.build import load_module
+from moe_trainer.moe.selections.selection import ExpertSelection
 from moe_trainer.parallel.rng import ShardRNG
 from moe_trainer.parallel.state import ParallelState
 
 UNIFORM = f"{FULL} uniform --recompute-num-layers 1"
+CHOOSING = {
+    kind
+    for each in SELECTIONS
+    for kind in vars(load_module(each)).values()
+    if isinstance(kind, type) and issubclass(kind, ExpertSelection) and "select" in vars(kind)
+}
 BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 
@@ -61,7 +67,7 @@ def test_recompute_repeats_the_routing_of_the_first_pass(how, routing, monkeypat
                 layer.router.given_TK = torch.arange(2 * SEQ * BATCH).view(-1, 2) % 4
         loss = compute_loss(chunk, 0)
         if disturb:
-            for kind in (TopKSelection, GridSelection):
+            for kind in CHOOSING:
                 monkeypatch.setattr(kind, "select", lambda self, keys_TE: keys_TE.topk(self.topk, largest=False)[1])
             monkeypatch.setattr(sinkhorn_module, "sinkhorn", lambda cost_TE: -cost_TE)
             monkeypatch.setattr(capacity, "_within_capacity", lambda probs, routing, *_: ~routing)

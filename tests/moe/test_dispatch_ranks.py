@@ -25,6 +25,31 @@ DISPATCHERS = {
     "hierarchical": HierarchicalDispatcher,
 }
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hierarchical"}
+FINE_KINDS = {
+    "fine": {
+        "finermoe_intermediate_granularity": 2,
+        "finermoe_output_granularity": 2,
+        "finermoe_intermediate_expansion": 1,
+        "finermoe_output_expansion": 2,
+        "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+    },
+    "fine, four slices": {
+        "finermoe_output_granularity": 4,
+        "finermoe_output_expansion": 2,
+        "moe_router_topk": 4,
+        "moe_grouped_gemm": True,
+    },
+    "fine, bias, drops": {
+        "finermoe_output_granularity": 2,
+        "finermoe_output_expansion": 4,
+        "moe_concat_proj": True,
+        "moe_router_enable_expert_bias": True,
+        "moe_expert_capacity_factor": 0.6,
+        "moe_pad_expert_input_to_capacity": True,
+    },
+}
 KINDS = {
     "plain": {},
     "every expert": {"moe_router_topk": 8},
@@ -53,29 +78,7 @@ KINDS = {
     "gelu, biases": {"add_bias_linear": True, "swiglu": False, "moe_grouped_gemm": True},
     "latent": {"moe_latent_size": 10, "moe_shared_expert_intermediate_size": 20},
     "latent, biases": {"moe_latent_size": 10, "add_bias_linear": True},
-    "fine": {
-        "finermoe_intermediate_granularity": 2,
-        "finermoe_output_granularity": 2,
-        "finermoe_intermediate_expansion": 1,
-        "finermoe_output_expansion": 2,
-        "moe_ffn_hidden_size": 12,
-        "moe_shared_expert_intermediate_size": 24,
-        "moe_shared_expert_gate": True,
-    },
-    "fine, four slices": {
-        "finermoe_output_granularity": 4,
-        "finermoe_output_expansion": 2,
-        "moe_router_topk": 4,
-        "moe_grouped_gemm": True,
-    },
-    "fine, bias, drops": {
-        "finermoe_output_granularity": 2,
-        "finermoe_output_expansion": 4,
-        "moe_concat_proj": True,
-        "moe_router_enable_expert_bias": True,
-        "moe_expert_capacity_factor": 0.6,
-        "moe_pad_expert_input_to_capacity": True,
-    },
+    **FINE_KINDS,
     "probabilities on the input": {
         "moe_apply_probs_on_input": True,
         "moe_router_topk": 1,
@@ -250,9 +253,7 @@ ETP_KINDS = [
         "probabilities on the input",
         "every expert",
         "latent, biases",
-        "fine",
-        "fine, four slices",
-        "fine, bias, drops",
+        *FINE_KINDS,
     )
 ]
 ETP_SIZES = [Case(layout, sizes=sizes) for layout in (ETP, Layout(4, etp=4)) for sizes in (UNEVEN, EMPTY, ONE, NONE)]

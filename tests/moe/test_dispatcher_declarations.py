@@ -9,17 +9,13 @@ from dataclasses import replace
 import pytest
 from moe.linked_sources import link_sources, run_linked
 
-from arguments import parse_args
 from arguments.container import OPTIONS
 from arguments.mechanisms import dispatchers
 from arguments.mechanisms.dispatchers import ALLTOALL, DISPATCHERS, SELECTABLE, Capability, get_dispatcher
-from arguments.mechanisms.support import NoEffect
 from arguments.moe import MoEArgs
 from arguments.parse import resolve_command_line
-from moe_trainer.estimate import memory
 from moe_trainer.estimate.hardware import find_hardware
 from moe_trainer.estimate.interconnect import NVLINK
-from moe_trainer.estimate.plan import make_plan
 from moe_trainer.moe import dispatch
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.select import load_module
@@ -107,20 +103,6 @@ def test_refused_padding_names_every_backend_that_pads():
     (violation,) = resolve_command_line([*argv, *deepep], 2)[1]
     backends = dispatchers.backends_with(Capability.CAPACITY_PADDING)
     assert len(backends) > 1 and all(f" {name}" in violation.message for name in backends)
-
-
-def test_rows_of_experts_are_as_wide_in_the_plan_as_the_declaration_says(monkeypatch):
-    """FineRMoE's experts make narrow rows; those that a library sorts have full width, whatever else acts."""
-    argv = (
-        "--preset finermoe_tiny --mock-data --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
-    )
-    args, hardware = parse_args([*argv, "--moe-grouped-gemm", "--bf16"], 2), find_hardware("h100")
-    kernels = {Capability.PERMUTATION_KERNELS: NoEffect("of a test")}
-    planned = []
-    for changes in ({}, {"capabilities": dict(ALLTOALL.capabilities) | kernels}, {"sorts_tokens": True}):
-        monkeypatch.setattr(memory, "get_dispatcher", lambda _moe, changes=changes: replace(ALLTOALL, **changes))
-        planned.append(max(stage.total for stage in make_plan(args, 2, hardware).memory))
-    assert planned[0] == planned[1] < planned[2]
 
 
 @pytest.fixture(scope="module")

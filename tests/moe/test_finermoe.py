@@ -1,14 +1,23 @@
 """FineRMoE's layer against its equations: choice, output, every gradient, losses; what it becomes at the edges of its numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from moe.layers import build_layer, sections
+from moe.layers import HIDDEN, build_layer, sections
 from moe.test_layer import AUX, compare
+from moe.test_narrow_rows import TOPK, check_widths
 
-from arguments.moe import ExpertGrid, MoEArgs
+from arguments import parse_args
+from arguments.mechanisms.dispatchers import ALLTOALL, Capability
+from arguments.mechanisms.selection_kinds.finermoe import ExpertGrid, expert_grid, is_asked
+from arguments.mechanisms.support import NoEffect
+from arguments.moe import MoEArgs
+from moe_trainer.estimate import memory
+from moe_trainer.estimate.hardware import find_hardware
+from moe_trainer.estimate.plan import make_plan
 from moe_trainer.layers.pass_inputs import PassInputs
-from moe_trainer.moe.finermoe import SlicedPermutation
-from moe_trainer.moe.selections.grid import choose_slices
+from moe_trainer.moe.selections.finermoe import SlicedPermutation, choose_slices
 
 
 def fine(cuts, slices, copies, candidates, each=1, **changes):
@@ -126,9 +135,36 @@ def test_slices_without_rows_are_zero():
 
 
 def test_defaults_of_omitted_finermoe_sizes():
-    assert MoEArgs().finermoe is None
-    assert MoEArgs(finermoe_output_granularity=4).finermoe == ExpertGrid(4, 4, 1)
-    assert MoEArgs(finermoe_intermediate_granularity=3).finermoe == ExpertGrid(1, 1, 9)
+    assert not is_asked(MoEArgs())
+    assert expert_grid(MoEArgs(finermoe_output_granularity=4)) == ExpertGrid(4, 4, 1)
+    assert expert_grid(MoEArgs(finermoe_intermediate_granularity=3)) == ExpertGrid(1, 1, 9)
     assert MoEArgs(finermoe_intermediate_granularity=3, finermoe_intermediate_expansion=2).expert_widths(16) == (16, 16)
     assert MoEArgs(finermoe_output_granularity=4).expert_widths(16) == (16, 4)
     assert MoEArgs(moe_latent_size=6).expert_widths(16) == (6, 6)
+
+
+def test_finermoe_router_has_no_fused_kernel():
+    grid = {f"finermoe_{part}": 2 for part in ("output_granularity", "intermediate_granularity", "output_expansion")}
+    router = build_layer(sections(finermoe_intermediate_expansion=1, **grid)).router
+    router.use_kernels(pytest.fail, None)
+    assert router(torch.randn(6, 1, HIDDEN, dtype=torch.float64))[1].any()
+
+
+def test_rows_of_experts_are_as_wide_in_the_plan_as_the_declaration_says(monkeypatch):
+    """FineRMoE's experts make narrow rows; those that a library sorts have full width, whatever else acts."""
+    argv = (
+        "--preset finermoe_tiny --mock-data --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
+    )
+    args, hardware = parse_args([*argv, "--moe-grouped-gemm", "--bf16"], 2), find_hardware("h100")
+    kernels = {Capability.PERMUTATION_KERNELS: NoEffect("of a test")}
+    planned = []
+    for changes in ({}, {"capabilities": dict(ALLTOALL.capabilities) | kernels}, {"sorts_tokens": True}):
+        monkeypatch.setattr(memory, "get_dispatcher", lambda _moe, changes=changes: replace(ALLTOALL, **changes))
+        planned.append(max(stage.total for stage in make_plan(args, 2, hardware).memory))
+    assert planned[0] == planned[1] < planned[2]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_slices_are_sent_back(backward):
+    changes = {"finermoe_output_granularity": 4, "finermoe_output_expansion": 2, "moe_router_topk": TOPK}
+    check_widths(changes, 16, 4, backward)

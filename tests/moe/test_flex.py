@@ -256,18 +256,27 @@ def _layer(rank, ps, recorded, version, changes):
     return results, [name.rsplit(".", 1)[-1] for name, _ in signatures.calls]
 
 
-FINE = {
-    "finermoe_intermediate_granularity": 2,
-    "finermoe_output_granularity": 2,
-    "finermoe_intermediate_expansion": 1,
-    "finermoe_output_expansion": 2,
-    "moe_ffn_hidden_size": 12,
-    "moe_router_enable_expert_bias": True,
+FINE_LAYERS = {
+    name: (
+        sizes,
+        {
+            "finermoe_intermediate_granularity": 2,
+            "finermoe_output_granularity": 2,
+            "finermoe_intermediate_expansion": 1,
+            "finermoe_output_expansion": 2,
+            "moe_ffn_hidden_size": 12,
+            "moe_router_enable_expert_bias": True,
+            **more,
+        },
+    )
+    for name, sizes, more in (
+        ("fine", {"ep": 2}, {}),
+        ("fine, drops", {"ep": 2}, {"moe_expert_capacity_factor": 0.6, "moe_shared_expert_intermediate_size": 20}),
+        ("fine, expert tensor ranks", {"tp": 2, "ep": 2, "etp": 2}, {}),
+    )
 }
 LAYERS = {
-    "fine": ({"ep": 2}, FINE),
-    "fine, drops": ({"ep": 2}, FINE | {"moe_expert_capacity_factor": 0.6, "moe_shared_expert_intermediate_size": 20}),
-    "fine, expert tensor ranks": ({"tp": 2, "ep": 2, "etp": 2}, FINE),
+    **FINE_LAYERS,
     "plain": ({"ep": 2}, {}),
     "drops": ({"ep": 2}, {"moe_expert_capacity_factor": 0.5}),
     "shared expert during the exchange": (

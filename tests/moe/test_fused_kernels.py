@@ -136,13 +136,6 @@ def test_te_kernels_precede_own_kernels_unless_requested(fake_transformer_engine
     assert type(choose(moe, replace(CUDA, typed=frozenset({"triton_kernels"})), ours)) is own
 
 
-def test_finermoe_router_has_no_fused_kernel():
-    grid = {f"finermoe_{part}": 2 for part in ("output_granularity", "intermediate_granularity", "output_expansion")}
-    router = build_layer(sections(finermoe_intermediate_expansion=1, **grid)).router
-    router.use_kernels(pytest.fail, None)
-    assert router(torch.randn(6, 1, HIDDEN, dtype=torch.float64))[1].any()
-
-
 def test_older_te_without_the_kernel_falls_back(fake_transformer_engine):
     del sys.modules[f"{PYTORCH}.permutation"].moe_unpermute
     with pytest.raises(MissingBackendError, match="has no transformer_engine.pytorch.permutation.moe_unpermute"):

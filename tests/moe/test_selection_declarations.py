@@ -24,7 +24,7 @@ from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
 from scripts import draw_docs
 
-IMPORTS = """import DeclaredSelection, RoutingCapability, balancing_kinds
+IMPORTS = """import DeclaredSelection, ExpertSplit, RoutingCapability, balancing_kinds
 from arguments.mechanisms.support import Rejected
 """
 DECLARATION = """
@@ -127,7 +127,6 @@ def test_declared_biases_are_those_that_a_checkpoint_stores(selection):
 
 
 ASKING = {
-    "grid": "--finermoe-intermediate-granularity 2 --finermoe-output-granularity 2",
     "hash_routing": "--moe-n-hash-layers 1",
     "replay": "--moe-enable-routing-replay",
     "sparsemixer": "--moe-router-sparsemixer-jitter 0.1",
@@ -160,7 +159,7 @@ def test_new_selection_needs_a_declaration_and_a_module(tmp_path):
         tmp_path,
         {
             "arguments/mechanisms/selections.py": lambda text: text.replace(
-                "import DeclaredSelection, RoutingCapability\n", IMPORTS, 1
+                "import DeclaredSelection, ExpertSplit, RoutingCapability\n", IMPORTS, 1
             ).replace("SELECTIONS: tuple[DeclaredSelection, ...] = (\n", DECLARATION.lstrip(), 1),
             "moe_trainer/moe/selections/toy.py": lambda _text: MODULE,
         },

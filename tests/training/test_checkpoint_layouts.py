@@ -164,7 +164,7 @@ NARROW = {
 
 
 @pytest.mark.parametrize("kind", NARROW)
-def test_latent_and_finermoe_experts_resume_under_another_layout(tmp_path, kind):
+def test_narrow_experts_resume_under_another_layout(tmp_path, kind):
     flags, shapes = NARROW[kind]
     argv = [*shallow(make_argv("plain")), *FEW, *flags.split()]
     mapping = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1".split()

@@ -11,11 +11,11 @@ from moe_trainer.verification.parity import check_parity
 from moe_trainer.verification.rank_pool import RankPool
 from moe_trainer.verification.shrink import as_is
 
-FINE = (
-    "--G-I 2 --G-O 2 --R-I 1 --R-O 2 --num-experts 8 --moe-router-topk 2 --moe-concat-proj "
+FROZEN = (
+    "--num-experts 8 --moe-router-topk 2 "
     "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --qk-layernorm --freeze-backbone"
 )
-PLAIN = [*shallow(make_argv("plain")), *FINE.split()]
+PLAIN = [*shallow(make_argv("plain")), *FROZEN.split()]
 TRAINED = ("embedding.", ".router.", ".mlp.experts.", "layernorm.")
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 300"
 LAYOUTS = {

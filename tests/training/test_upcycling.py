@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from training.forked import pretrain
 from training.tiny import MOCK
 
+from arguments.mechanisms.selections import SPLITS
 from moe_trainer.checkpoint.logical import LogicalTensor
 from moe_trainer.checkpoint.upcycling import UpcyclingSpec, tensor_recipes
 
@@ -25,11 +26,6 @@ SQUARED = f"--squared-relu --disable-bias-linear {UNTIED}"
 TIED = "--swiglu --disable-bias-linear"
 BIASES = UNTIED  # gelu in its tanh form
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-dtype fp32 --moe-grouped-gemm"
-FINE = (
-    "--finermoe-intermediate-granularity 3 --finermoe-output-granularity 2 --finermoe-intermediate-expansion 2 "
-    "--finermoe-output-expansion 2 --moe-router-topk 2 --moe-router-load-balancing-type none --moe-grouped-gemm"
-)
-SHARED = "--moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate"
 LAYER = "decoder.layers.1."
 
 
@@ -118,39 +114,6 @@ def test_pre_softmax_routing_has_its_own_weight_scale(dense, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("shared", "factor"), [(SHARED, 1.0), ("", 3.0)])
-def test_finermoe_experts_follow_the_published_layout(shared, factor, dense, tmp_path):
-    source, old, _ = dense(TIED)  # its head is copied from the embedding
-    _, new = upcycle(source, f"{GATED} {FINE} {shared}", tmp_path)
-    fc1, fc2 = old[f"{LAYER}mlp.linear_fc1.weight"], old[f"{LAYER}mlp.linear_fc2.weight"]
-    for expert in range(2 * 2 * 3 * 2):
-        piece, slot = (expert % 6) % 3, expert // 12
-        rows = slice(16 * piece, 16 * piece + 16)
-        own = f"{LAYER}mlp.experts.local_experts.{expert}."
-        assert torch.equal(new[f"{own}linear_fc1.weight"], torch.cat([fc1[:48][rows], fc1[48:][rows]]))
-        torch.testing.assert_close(new[f"{own}linear_fc2.weight"], factor * fc2[16 * slot : 16 * slot + 16, rows])
-    if shared:
-        assert torch.equal(new[f"{LAYER}mlp.shared_experts.linear_fc1.weight"], fc1)
-        assert torch.equal(new[f"{LAYER}mlp.shared_experts.linear_fc2.weight"], fc2)
-        assert 0.01 < new[f"{LAYER}mlp.shared_experts.gate_weight"].std() < 0.03
-    assert 0.015 < new[f"{LAYER}mlp.router.weight"].std() < 0.025
-    assert torch.equal(new["output_layer.weight"], old["embedding.word_embeddings.weight"])
-    assert torch.equal(new[f"{LAYER}self_attention.linear_qkv.weight"], old[f"{LAYER}self_attention.linear_qkv.weight"])
-
-
-def test_random_experts_next_to_the_dense_network(dense, tmp_path):
-    """All-normal initialization, and the matrix behind the slices."""
-    source, old, _ = dense(GATED)
-    flags = f"{GATED} {FINE} {SHARED} --moe-concat-proj --moe-upcycling-expert-init normal"
-    _, new = upcycle(source, flags, tmp_path)
-    assert torch.equal(new[f"{LAYER}mlp.shared_experts.linear_fc2.weight"], old[f"{LAYER}mlp.linear_fc2.weight"])
-    drawn = [name for name in new if ".experts.local_experts." in name or ".concat_proj." in name]
-    assert len(drawn) == 2 * (2 * 24 + 1)  # layers
-    for name in drawn:
-        assert 0.015 < new[name].std() < 0.025 and abs(new[name].mean()) < 0.007, name
-    assert len({value.sum().item() for name, value in new.items() if name in drawn}) == len(drawn)
-
-
 def test_random_experts_have_no_biases():
     random = UpcyclingSpec.from_args(FORM | {"moe_upcycling_expert_init": "normal"})
     assert random.draw_expert("fc1.bias", (6,)).count_nonzero() == 0
@@ -180,18 +143,17 @@ def test_random_experts_have_no_biases():
             f"{EXPERTS} --moe-upcycling-granularity 2",
             "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2 --sequence-parallel",
         ),
-        (
-            GATED,
-            f"{FINE} {SHARED}",
-            "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
-        ),
     ],
 )
 def test_upcycling_under_every_layout_saves_the_same_model(model, experts, layout, dense, upcycled, tmp_path):
+    width = ["--moe-ffn-hidden-size", "24"] if "granularity 2" in experts else []
+    check_layout(model, experts, layout, width, dense, upcycled, tmp_path)
+
+
+def check_layout(model, experts, layout, width, dense, upcycled, tmp_path):
     source, _, _ = dense(model)
     _, full = upcycled(model, experts)
     _, cut = upcycle(source, f"{model} {experts} {layout}", tmp_path / "two", 2)
-    width = ["--moe-ffn-hidden-size", "24"] if "granularity 2 " in f"{experts} " and FINE not in experts else []
     argv = [*SHAPE, *MOCK, *model.split(), *experts.split(), *width, *"--train-iters 2 --skip-train".split()]
     argv += ["--load", str(tmp_path / "two" / "saved")]
     _, saved = pretrain(argv, tmp_path / "again")
@@ -290,7 +252,7 @@ FORM = {
     "ffn_hidden_size": 12,
     "moe_ffn_hidden_size": 6,
     "seed": 5,
-    "finermoe_intermediate_granularity": None,
+    **{split.width_shares: None for split in SPLITS},
     "moe_upcycling_expert_init": "dense",
     "moe_router_pre_softmax": False,
     "moe_router_score_function": "softmax",
@@ -303,7 +265,6 @@ LAYERS = {
     "moe_layer_freq": 1,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
-    "moe_concat_proj": False,
     "add_bias_linear": False,
     "moe_router_enable_expert_bias": False,
     "moe_router_load_balancing_type": "aux_loss",
@@ -317,14 +278,14 @@ LAYERS = {
 def test_granularity_scale_is_split_over_the_weights_of_an_expert(flags, root):
     """Three factors for a gated expert (gate, up, down) and for squared ReLU (up squared, down), two otherwise."""
     form = UpcyclingSpec.from_args(FORM | flags)
-    assert (form.fc1, form.fc2) == pytest.approx([2 ** (1 / root)] * 2)
+    assert (form.how.fc1, form.how.fc2) == pytest.approx([2 ** (1 / root)] * 2)
 
 
 def test_upcycled_fc2_bias_is_divided_by_the_sum_of_router_weights():
     full = torch.arange(4.0)
     assert torch.equal(UpcyclingSpec.from_args(FORM).make_fc2_bias(0, full), full)  # cut in two, weights add up to 1
     assert (
-        UpcyclingSpec.from_args(FORM | {"use_mup": True, "hidden_size": 64, "mup_base_hidden_size": 16}).std
+        UpcyclingSpec.from_args(FORM | {"use_mup": True, "hidden_size": 64, "mup_base_hidden_size": 16}).how.std
         == FORM["init_method_std"] / 2
     )
     early = UpcyclingSpec.from_args(FORM | {"moe_router_pre_softmax": True})

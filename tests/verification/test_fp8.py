@@ -182,10 +182,6 @@ def test_options_that_cannot_be_kept_are_noted():
     assert found["num_layers_at_start_in_bf16"] == 1 and found["moe_router_dtype"] == "fp64" and found["lr"] < 1e-10
     found, notes = comparable_fp8_options(flags, ParallelMapping(tp=2, etp=2), 4)
     assert found["fp8_recipe"] == "tensorwise" and len(notes) == 1
-    fine = {dest: value for dest, value in flags.items() if dest != "num_experts"} | {"finermoe_output_granularity": 2}
-    assert comparable_fp8_options(fine, ParallelMapping(dp=2, ep=2), 4)[0]["fp8_recipe"] == "delayed", (
-        "num_experts is derived"
-    )
     found, notes = comparable_fp8_options(
         {**flags, "fp8_recipe": "mxfp8", "moe_router_padding_for_quantization": True},
         ParallelMapping(tp=2, dp=2, ep=4),

@@ -1,6 +1,7 @@
 """Draws cover every kind of attention and experts, and are valid for the trainer."""
 
 import arguments
+from arguments.mechanisms.selections import expert_split
 from moe_trainer.verification.random_layouts import draw_cases
 
 KINDS = {
@@ -17,13 +18,12 @@ KINDS = {
         a.model.experimental_attention_variant == "dsa" and a.model.dsa_indexer_topk >= a.data.seq_length
     ),
     "gated DeltaNet": lambda a: a.model.experimental_attention_variant == "gdn",
-    "fine experts": lambda a: a.moe.finermoe is not None and a.moe.finermoe.slices > 1,
     "latent experts": lambda a: a.moe.moe_latent_size,
     "quantile balancing": lambda a: a.moe.moe_router_load_balancing_type == "quantile_balancing",
     "packed sequences": lambda a: a.packed_capacity,
     "muP": lambda a: a.model.width_mult != 1.0,
     "none of them": lambda a: (
-        a.model.experimental_attention_variant is None and a.moe.finermoe is None and not a.moe.moe_latent_size
+        a.model.experimental_attention_variant is None and expert_split(a.moe) is None and not a.moe.moe_latent_size
     ),
 }
 

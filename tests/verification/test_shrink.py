@@ -35,29 +35,9 @@ def small(*flags: str, world: int, ranks: int = 8):
     return [arguments.parse_args(list(case.argv), case.world_size) for case in shrunk.cases], shrunk
 
 
-def test_latent_and_finermoe_experts_are_kept():
+def test_latent_experts_are_kept():
     (args,), _ = small("--moe-latent-size", "1024", "--expert-model-parallel-size", "64", world=64)
     assert 0 < args.moe.moe_latent_size < args.model.hidden_size
-    argv = [
-        word
-        for word in MODEL
-        if word not in ("--num-experts", "256", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "2048")
-    ]
-    at = argv.index("--moe-shared-expert-intermediate-size")
-    argv.insert(at + 1, "18432")
-    shrunk = shrink(
-        [*argv, *"--G-I 32 --G-O 4 --R-I 1 --R-O 2 --moe-router-topk 8 --expert-model-parallel-size 64".split()], 64
-    )
-    (case,) = shrunk.cases
-    args = arguments.parse_args(list(case.argv), case.world_size)
-    moe, grid = args.moe, args.moe.finermoe
-    assert (
-        grid.slices == grid.candidates == 2
-        and moe.finermoe_intermediate_granularity > 1
-        and moe.moe_router_topk == 2 * grid.slices
-    )
-    assert moe.moe_shared_expert_intermediate_size == args.model.ffn_hidden_size > moe.moe_ffn_hidden_size
-    assert moe.num_experts // args.parallel.expert_model_parallel_size > 1
 
 
 def test_deepseek_on_1024_gpus_keeps_its_features():
@@ -342,17 +322,10 @@ VIRTUAL = f"{PIPE} --num-virtual-stages-per-pipeline-rank 2"
 OVERLAP = "--expert-model-parallel-size 4 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type alltoall"
 HYBRIDEP = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep"
 # flags that have a meaning only with others, and values that fit the others
-FINE = (
-    "--moe-ffn-hidden-size 4608 --num-experts 16 --moe-router-topk 2 --finermoe-intermediate-granularity 4 --finermoe-output-granularity 2 "
-    "--finermoe-intermediate-expansion 1 --finermoe-output-expansion 2"
+UPCYCLING = (
+    "~--moe-shared-expert-intermediate-size --moe-ffn-hidden-size 4608 --num-experts 16 --moe-router-topk 4 --moe-use-upcycling "
+    "--load dense --save experts --save-interval 10"
 )
-UPCYCLING = f"{FINE} --moe-use-upcycling --moe-shared-expert-intermediate-size 18432 --load dense --save experts --save-interval 10"
-FOUR = {
-    "finermoe_intermediate_granularity": "4",
-    "finermoe_output_granularity": "2",
-    "finermoe_intermediate_expansion": "1",
-    "finermoe_output_expansion": "2",
-}
 DELTA = "--experimental-attention-variant gdn --linear-attention-freq 4"
 COMPRESSED = (
     "--experimental-attention-variant dsv4_hybrid --multi-latent-attention --qk-layernorm --q-lora-rank 64 --attention-dropout 0 --disable-bias-linear "
@@ -378,7 +351,6 @@ REQUIRED_FLAGS = {
     **dict.fromkeys(("kda_gate_rank", "kda_decay_lower_bound"), DELTA.replace("gdn", "kda")),
     **dict.fromkeys(LINEAR, DELTA), "linear_attention_freq": "--experimental-attention-variant gdn",
     "experimental_attention_variant": "--linear-attention-freq 4",
-    **dict.fromkeys((*FOUR, "moe_concat_proj"), FINE),
     "num_query_groups": "--group-query-attention", "sequence_parallel": "--tensor-model-parallel-size 2",
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), "--multi-latent-attention"),
@@ -429,7 +401,7 @@ REQUIRED_FLAGS = {
 VALUES = {
     "hybrid_layer_pattern": "M*-EME*E", "mamba_num_groups": "4", "mamba_head_dim": "32", "mamba_num_heads": "64",
     "max_seqlen_per_dp_cp_rank": "8192",
-    **FOUR, **LINEAR, "dsa_indexer_n_heads": "32", "dsa_indexer_head_dim": "256", "dsa_indexer_topk": "512", "dsa_attention_form": "gathered",
+    **LINEAR, "dsa_indexer_n_heads": "32", "dsa_indexer_head_dim": "256", "dsa_indexer_topk": "512", "dsa_attention_form": "gathered",
     "hidden_size": "14336", "max_position_embeddings": "8192", "num_experts": "128", "cp_comm_type": "a2a",
     "hierarchical_context_parallel_sizes": "2 2", "moe_router_group_topk": "4", "microbatch_group_size_per_vp_stage": "8",
     "pipeline_model_parallel_layout": None,  # has separate tests
@@ -439,6 +411,12 @@ VALUES = {
     "csa_compress_ratios": "([4,0]*50)", "o_groups": "4", "csa_window_size": "64", "o_lora_rank": "32", "csa_compress_rotary_base": "160000",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip
+FOUR = dict(zip([dest for dest in OPTIONS if dest.startswith("finermoe_")], "4212"))
+REQUIRED_FLAGS |= dict.fromkeys(
+    (*FOUR, "moe_concat_proj"),
+    "--moe-ffn-hidden-size 4608 --num-experts 16 --moe-router-topk 2 --G-I 4 --G-O 2 --R-I 1 --R-O 2",
+)
+VALUES |= FOUR
 NOTED_AS = {
     "num_layers_per_virtual_pipeline_stage": "num_virtual_stages_per_pipeline_rank",
     "hybrid_context_parallel": "dynamic_context_parallel",  # the deprecated spelling
@@ -447,8 +425,17 @@ GUESSES = ("2", "4", "0.5", "8,0", "a")
 
 
 def shrunk_with(option) -> list:
-    """Shrink a command line with the first legal value of an option that is not its default."""
-    required = REQUIRED_FLAGS.get(option.dest, "").split()
+    """Shrink a command line with the first legal value of an option that is not its default.
+
+    `~--flag` among the required flags drops one of MODEL with its value.
+    """
+    model, required = list(MODEL), []
+    for word in REQUIRED_FLAGS.get(option.dest, "").split():
+        if word.startswith("~"):
+            at = model.index(word[1:])
+            del model[at : at + 2]
+        else:
+            required.append(word)
     if option.takes == 0:
         tries = [[(option.off if option.default else option.on)[0]]]
     else:
@@ -462,7 +449,7 @@ def shrunk_with(option) -> list:
     reasons = []
     for words in tries:
         try:
-            return shrink([*MODEL, *required, *words], 64)
+            return shrink([*model, *required, *words], 64)
         except ShrinkError as error:
             reasons.append(error.reasons[0])
     raise AssertionError(f"{option.dest}: no legal value among {tries}: {reasons}")

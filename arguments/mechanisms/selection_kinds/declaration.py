@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from random import Random
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -24,7 +25,6 @@ class RoutingCapability(Enum):
     OTHER_SCORES = "`--moe-router-score-function` other than softmax"
     EXPERT_BIAS = "`--moe-router-enable-expert-bias`"
     REPLAY = "`--moe-enable-routing-replay`"
-    FINE_GRAINED = "`--finermoe-intermediate-granularity`, `--finermoe-output-granularity`"
     SPARSEMIXER = "`--moe-router-sparsemixer-jitter`"
     LOSSES = "`--moe-aux-loss-coeff`"
     CAPACITY = "`--moe-expert-capacity-factor`"
@@ -43,13 +43,64 @@ DEMANDED_BY: Mapping[str, RoutingCapability] = MappingProxyType(
         "moe_router_fusion": RoutingCapability.FUSED_KERNEL,
         "moe_router_enable_expert_bias": RoutingCapability.EXPERT_BIAS,
         "moe_enable_routing_replay": RoutingCapability.REPLAY,
-        "finermoe_intermediate_granularity": RoutingCapability.FINE_GRAINED,
-        "finermoe_output_granularity": RoutingCapability.FINE_GRAINED,
         "moe_router_sparsemixer_jitter": RoutingCapability.SPARSEMIXER,
         "moe_use_upcycling": RoutingCapability.UPCYCLING,
     }
 )
 """Destinations of flags that demand a capability by any value but their default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpcycledExperts:
+    """How the experts of a selection are made of a dense network (moe_trainer/checkpoint/upcycling.py).
+
+    Attributes:
+        repeats: consecutive experts with the same row of the router.
+        slices: number of slices of the output, each of as many consecutive experts that compute nothing else.
+        fc1: factor of the weight, as fc2.
+        bias: factor of fc2's bias.
+        std: of what is drawn: the router, the gate of the shared expert, the projection of the output. None for
+            xavier_uniform.
+    """
+
+    repeats: int
+    slices: int = 1
+    fc1: float
+    fc2: float
+    bias: float
+    std: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSplit:
+    """How experts divide what a dense layer computes, where each makes but a slice of the output.
+
+    Attributes:
+        width_shares: destination of the number of experts that share the width of a dense layer.
+        slices: destination of the number of slices.
+        projection: destination of the flag that adds a square matrix to the layer, which multiplies its output; also
+            the matrix is named so, without the prefix of the flag.
+        saves: indices that its permutation saves for backward, by name, given rows, tokens, chunks and slices; the
+            selection's module has `make_permutation`.
+        upcycle: flags by destination and the number of pieces of a dense network -> its experts; the dense network
+            is the shared expert then.
+        draw: flags that random tests draw, given a source of random numbers, the expert-parallel size and the flags
+            drawn before.
+        shrink: its flags for a small model, given those of the large one, the expert-parallel size and the width of a
+            dense layer.
+    """
+
+    width_shares: str
+    slices: str
+    projection: str
+    saves: Callable[[int, int, int, int], Mapping[str, int]]
+    upcycle: Callable[[Mapping[str, Any], int], UpcycledExperts]
+    draw: Callable[[Random, int, Mapping[str, object]], dict[str, object]]
+    shrink: Callable[[Any, int, int], dict[str, object]]
+
+    @property
+    def projection_name(self) -> str:
+        return self.projection.removeprefix("moe_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +125,7 @@ class DeclaredSelection(Mechanism[RoutingCapability]):
         has_rules: arguments/rules/<key>.py says what else it needs.
         lists_limits: rules of its topic list what it rejects, in words that say more.
         draws: destinations of its flags, with the values that random tests draw from.
+        split: how its experts divide what a dense layer computes; None if each makes the full output.
     """
 
     key: str
@@ -92,6 +144,7 @@ class DeclaredSelection(Mechanism[RoutingCapability]):
     has_rules: bool = False
     lists_limits: bool = False
     draws: tuple[tuple[str, tuple], ...] = ()
+    split: ExpertSplit | None = None
 
     def __post_init__(self):
         self.check_declares_all(RoutingCapability)

@@ -26,7 +26,6 @@ HASH = DeclaredSelection(
             RoutingCapability.OTHER_SCORES: True,
             RoutingCapability.EXPERT_BIAS: _BY_TABLE,
             RoutingCapability.REPLAY: _BY_TABLE,
-            RoutingCapability.FINE_GRAINED: True,  # which rejects this one
             RoutingCapability.SPARSEMIXER: True,  # which rejects this one
             RoutingCapability.LOSSES: True,
             RoutingCapability.CAPACITY: True,

@@ -34,7 +34,6 @@ QUANTILE_BALANCING = DeclaredSelection(
             RoutingCapability.OTHER_SCORES: True,
             RoutingCapability.EXPERT_BIAS: NoEffect("has another bias"),
             RoutingCapability.REPLAY: _BALANCES,
-            RoutingCapability.FINE_GRAINED: Rejected("is not defined for groups of experts"),
             RoutingCapability.SPARSEMIXER: _BALANCES,
             RoutingCapability.LOSSES: Rejected("balances without a loss"),
             RoutingCapability.CAPACITY: Rejected("is not defined with dropped tokens"),

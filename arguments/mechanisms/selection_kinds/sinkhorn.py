@@ -28,7 +28,6 @@ SINKHORN = DeclaredSelection(
             RoutingCapability.OTHER_SCORES: _SCORES,
             RoutingCapability.EXPERT_BIAS: _SCORES,
             RoutingCapability.REPLAY: _BALANCES,
-            RoutingCapability.FINE_GRAINED: Rejected("is not defined for groups of experts"),
             RoutingCapability.SPARSEMIXER: _BALANCES,
             RoutingCapability.LOSSES: Rejected("balances without a loss"),
             RoutingCapability.CAPACITY: Rejected("is not defined with dropped tokens"),

@@ -24,7 +24,6 @@ SPARSEMIXER = DeclaredSelection(
             RoutingCapability.OTHER_SCORES: Rejected("its weights are shares of a softmax"),
             RoutingCapability.EXPERT_BIAS: _BY_LOGITS,
             RoutingCapability.REPLAY: _BY_LOGITS,
-            RoutingCapability.FINE_GRAINED: _BY_LOGITS,
             RoutingCapability.SPARSEMIXER: True,
             RoutingCapability.LOSSES: True,
             RoutingCapability.CAPACITY: True,

@@ -23,7 +23,7 @@ from arguments.layer_pattern import (
     hybrid_letters,
     mtp_is_moe,
 )
-from arguments.mechanisms.selections import TABLES
+from arguments.mechanisms.selections import TABLES, output_slices
 from arguments.mtp import num_mtp_depths
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.hybrid import state_space_heads
@@ -108,7 +108,7 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "S": shared,
         "2S": 2 * shared,
         "X": flags.get("num_experts") or 0,
-        "W": hidden // (flags.get("finermoe_output_granularity") or 1),
+        "W": hidden // output_slices(flags),
         "L": flags.get("moe_latent_size") or hidden,
     }
     for add in (_linear_attention_sizes, _mamba_sizes, _latent_attention_sizes, _compressed_attention_sizes):

@@ -18,8 +18,8 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.moe.dispatch.base import TokenDispatcher
 from moe_trainer.moe.dispatch.flex import DispatchBufferSpec, DispatcherSettings
 from moe_trainer.moe.dispatch.mxfp8_transport import Mxfp8Transport
-from moe_trainer.moe.finermoe import SlicedPermutation
 from moe_trainer.moe.layer import MoELayer
+from moe_trainer.moe.selections.build import load_module as load_selection
 from moe_trainer.ops.attach_loss import Balancing
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.state import ParallelState
@@ -53,10 +53,11 @@ def build_dispatcher(
     backends, kernels = backends or BackendPolicy(), kernels or Kernels()
     dispatcher = _find_usable(moe, ps, backends)
     permutation = build_permutation(moe, backends, kernels)
-    if moe.finermoe is not None:  # of all experts where tokens are permuted before they are sent, else of this rank's
+    selection = get_selection(moe)
+    if selection.split is not None:
+        # of all experts where tokens are permuted before they are sent, else of this rank's
         first = 0 if dispatcher.sends_copies else ps.ep.rank * (moe.num_experts // ps.ep.size)
-        per_slice = moe.num_experts // moe.finermoe.slices
-        permutation = SlicedPermutation(moe.finermoe.slices, per_slice, first, permutation)
+        permutation = load_selection(selection).make_permutation(moe, first, permutation)
     mxfp8 = Mxfp8Transport(
         moe.moe_dispatch_fwd_dtype == "mxfp8", moe.moe_combine_bwd_dtype == "mxfp8", kernels.row_casts
     )

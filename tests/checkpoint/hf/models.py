@@ -544,11 +544,8 @@ def make(name, seed=1, **changes):
 
     prefix, config = MODELS[name]
     torch.manual_seed(seed)
-    classes = (
-        importlib.import_module(f"moe_trainer.checkpoint.hf.remote_code.modeling_{name}")
-        if name == "finer_moe"
-        else transformers
-    )
+    code = f"moe_trainer.checkpoint.hf.remote_code.modeling_{name}"
+    classes = importlib.import_module(code) if importlib.util.find_spec(code) else transformers
     model_class = getattr(classes, f"{prefix}ForCausalLM")
     model = model_class(model_class.config_class(**_SIZES | config | changes))
     for param_name, param in model.named_parameters():

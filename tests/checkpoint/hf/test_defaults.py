@@ -1,5 +1,7 @@
 """A key missing in config.json has the default of transformers."""
 
+import importlib
+
 import pytest
 
 from moe_trainer.checkpoint.errors import CheckpointError
@@ -194,9 +196,12 @@ def _completed(kind, config):
     """Return the config.json that transformers saves after reading this one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from moe_trainer.checkpoint.hf.remote_code.configuration_finer_moe import FineRMoeConfig
-
-    config_class = FineRMoeConfig if kind == "finer_moe" else CONFIG_MAPPING[kind]
+    family = FAMILIES[kind]
+    if family.code_files:
+        code = importlib.import_module(f"moe_trainer.checkpoint.hf.remote_code.configuration_{kind}")
+        config_class = getattr(code, family.architecture.replace("ForCausalLM", "Config"))
+    else:
+        config_class = CONFIG_MAPPING[kind]
     return config_class(**{key: value for key, value in config.items() if key != "model_type"}).to_dict()
 
 

@@ -62,7 +62,7 @@ def largest_error(name, mapping, folder, steps, size):
         loss = torch.nn.functional.cross_entropy(train(theirs)(tokens).logits.flatten(0, 1), labels.flatten())
         loss.backward()
         for param in theirs.parameters():
-            if param.grad is None:  # an expert of FineRMoE without a token; stacks of experts have zeros there
+            if param.grad is None:  # an expert without a token; stacks of experts have zeros there
                 param.grad = torch.zeros_like(param)
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         optimizer.step()

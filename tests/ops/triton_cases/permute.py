@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_trainer.moe.finermoe import SlicedPermutation
+from moe_trainer.moe.selections.finermoe import SlicedPermutation
 from moe_trainer.ops import permute as plain
 from moe_trainer.ops import triton_permute
 

@@ -16,18 +16,72 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import Self  # typing.Self needs Python 3.11; torch brings this package
 
+from arguments.mechanisms.selection_kinds.finermoe import FINERMOE, ExpertGrid, expert_grid
+from arguments.moe import MoEArgs
+from moe_trainer.moe.selections.scores import wide_dtype
+from moe_trainer.moe.selections.selection import (
+    Choice,
+    ExpertSelection,
+    FusedTopK,
+    SelectionContext,
+    to_routing_map,
+)
+from moe_trainer.moe.selections.topk import TopKSelection
 from moe_trainer.ops.permute import Permutation, PermuteMap
-from moe_trainer.parallel.params import freeze_all_but
-
-TRAINED_NAMES = ("embedding", "router", "mlp.experts", "layernorm")
-"""Parts of the names of parameters that --freeze-backbone trains. Source: FineRMoE's script for a frozen backbone."""
 
 
-def freeze_backbone(chunks: Sequence[nn.Module]) -> None:
-    """Freeze all other parameters, so that none has a gradient or an optimizer state."""
-    freeze_all_but(chunks, lambda name: any(part in name for part in TRAINED_NAMES))
+@torch.no_grad()
+def choose_slices(logits_TE: Tensor, grid: ExpertGrid, topk: int) -> Tensor:
+    """Return indices_TK (int64) of topk / slices experts per slice, ordered by slice."""
+    wide_TE = logits_TE.to(wide_dtype(logits_TE))
+    groups = wide_TE.view(-1, grid.slices, grid.candidates, grid.group_size)
+    winner = groups.sum(-1).argmax(-1)[..., None, None]
+    members = (
+        groups.gather(2, winner.expand(-1, -1, 1, grid.group_size)).squeeze(2).topk(topk // grid.slices, dim=-1)[1]
+    )
+    slices = torch.arange(grid.slices, device=logits_TE.device)[:, None]
+    return ((slices * grid.candidates + winner.squeeze(-1)) * grid.group_size + members).flatten(1)
+
+
+class SliceSelection(TopKSelection):
+    """The best group of every slice, and its best experts; balancing losses count its choice."""
+
+    declaration = FINERMOE
+
+    has_own_counts = True
+
+    def __init__(self, context: SelectionContext):
+        moe = context.moe
+        super().__init__(moe.moe_router_topk, context.make_scores(moe.moe_router_pre_softmax), context.cache_fn)
+        self.grid = expert_grid(moe)
+
+    @classmethod
+    def build(cls, context: SelectionContext) -> Self:
+        return cls(context)
+
+    def keys(self, logits_TE: Tensor, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        if bias_E is None or self.scores.function != "softmax":
+            return super().keys(logits_TE, scores_TE, bias_E)
+        return logits_TE.to(wide_dtype(logits_TE)) + bias_E  # a bias of logits, not of shares
+
+    def use_kernel(self, kernel: FusedTopK | None) -> None:
+        """Ignore the kernel: none chooses in slices."""
+
+    def select(self, keys_TE: Tensor) -> Tensor:
+        return choose_slices(keys_TE, self.grid, self.topk)
+
+    def counted(self, logits_TE: Tensor, choice: Choice | None) -> Tensor | None:
+        return to_routing_map(choose_slices(logits_TE, self.grid, self.topk), logits_TE)
+
+    def margin(self, logits_TE: Tensor, expert_bias_E: Tensor | None) -> Tensor | None:
+        return None  # sums over groups decide, too
+
+
+def make_selection(context: SelectionContext) -> ExpertSelection:
+    return SliceSelection.build(context)
 
 
 @dataclass(frozen=True)
@@ -85,3 +139,9 @@ class SlicedPermutation(Permutation):
         expert_R = torch.searchsorted(ends_e, row_R, right=True).clamp_(max=ends_e.shape[0] - 1) + self.first
         wide_RSW = y_RW.new_zeros(y_RW.shape[0], self.slices, y_RW.shape[1])
         return wide_RSW.index_put((row_R, expert_R // self.experts_per_slice), y_RW).flatten(1)
+
+
+def make_permutation(moe: MoEArgs, first: int, inner: Permutation) -> SlicedPermutation:
+    """Return what sorts the tokens of a model; see SlicedPermutation."""
+    slices = expert_grid(moe).slices
+    return SlicedPermutation(slices, (moe.num_experts or 0) // slices, first, inner)
