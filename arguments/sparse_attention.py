@@ -10,6 +10,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from arguments.mechanisms.sublayers import variant_of
+
 if TYPE_CHECKING:
     from arguments.container import Arguments
     from arguments.model import ModelArgs
@@ -27,11 +29,7 @@ a CPU some sequences are masked that would be faster gathered (scripts/bench_res
 
 def is_sparse(model: ModelArgs | Settings, length: int) -> bool:
     """Return whether keys are selected at this sequence length: not in warm-up, nor with at most top-k keys."""
-    return (
-        model.experimental_attention_variant == "dsa"
-        and not model.dsa_indexer_warmup
-        and model.dsa_indexer_topk < length
-    )
+    return variant_of(model).selects_keys and not model.dsa_indexer_warmup and model.dsa_indexer_topk < length
 
 
 # Multiply-adds of forward and backward for one query, one head and one key, with D and E the widths of key and value, R

@@ -4,22 +4,24 @@
 follow from several flags, under Megatron's names. One module per topic. A rule is a function of the flat `Settings` and
 the `DerivedSizes` of the pass. Its name begins with `resolve_` (derives values), `note_` (only explains), `check_`
 (yields violations: what is wrong in Megatron-LM too, or in any program) or `limit_` (yields limits of this program,
-which the manual lists). Rules run in order of definition; those of a way to choose experts are named by its
-declaration. tests/data/check_sources.json names the rules of Megatron-LM
+which the manual lists). Rules run in order of definition; those of a mechanism, such as a way to choose
+experts, are named by its declaration. tests/data/check_sources.json names the rules of Megatron-LM
 (commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py records the
 deliberate differences, and machine.py has the rules about the machine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from types import ModuleType
 
 from arguments import megatron_differences
+from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sublayer_kinds.declaration import Sublayer
+from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.rules import (
     attention,
     checkpoint,
-    compressed_attention,
     data,
     dispatcher,
     dynamic_context,
@@ -44,7 +46,6 @@ from arguments.rules import (
     router,
     sft,
     sizes,
-    sparse_attention,
     training,
 )
 from arguments.rules.derived import derived
@@ -54,6 +55,12 @@ from arguments.settings import Limit, Settings, Violation
 
 __all__ = ["AREAS", "CHECKS", "LIMITS", "RESOLVERS", "check", "derived", "limits", "resolve"]
 
+
+def _of_declared(mechanisms: Iterable[Sublayer | DeclaredSelection]) -> tuple[ModuleType, ...]:
+    """Return the modules of the mechanisms that have rules."""
+    return tuple(import_module(f"{__name__}.{each.key}") for each in mechanisms if each.has_rules)
+
+
 AREAS = (
     hybrid,
     numbers,
@@ -62,14 +69,13 @@ AREAS = (
     mup,
     norms,
     attention,
-    compressed_attention,
-    sparse_attention,
+    *_of_declared(SUBLAYERS),
     lora,
     hyper_connections,
     parallel,
     pipeline,
     router,
-    *tuple(import_module(f"{__name__}.{each.key}") for each in SELECTIONS if each.has_rules),
+    *_of_declared(SELECTIONS),
     dispatcher,
     optimizer,
     precision,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, STAGE
+from arguments.mechanisms.sublayers import VARIANT, relative_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -89,6 +90,7 @@ def check_override_iteration(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
 
 
 def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
+    has_places = relative_of(s).has_legacy_places
     for dest in ("ckpt_format", "ckpt_convert_format"):
         is_legacy = getattr(s, dest) == "torch"
         yield Limit(
@@ -97,14 +99,14 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             (dest, dest),
         )
         for layers in (
-            "experimental_attention_variant",
+            VARIANT,
             "moe_concat_proj",
             "enable_hyper_connections",
             "post_self_attn_layernorm",
             "post_mlp_layernorm",
         ):
             yield Limit(
-                is_legacy and getattr(s, layers) not in (None, False, "dsa"),
+                is_legacy and getattr(s, layers) not in (None, False) and not (layers == VARIANT and has_places),
                 "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",
                 (dest, layers, dest),
             )

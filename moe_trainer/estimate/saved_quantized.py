@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.layer_pattern import is_linear
+from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _is_saved_quantized(layer: LayerSizes, name: str, recipe: str) -> bool:
 def _keeps_latents(args: Arguments) -> bool:
     """Return whether something else than the up projections keeps latents (layers/mla.py)."""
     model = args.model
-    is_sparse = model.experimental_attention_variant == "dsa"
+    is_sparse = variant_of(model).selects_keys
     return not model.qk_layernorm or "mla_up_proj" in args.training.recomputed_modules or is_sparse
 
 

@@ -11,10 +11,11 @@ import torch
 from harness import run_ranks
 from layers.test_tensor_parallel import DELTA, KDA, SHORT, B, H, _fill
 
+from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.layers.core_attention import AttentionMask
 from moe_trainer.layers.gated_delta_net import SIGMOID, SILU, OutputGate
 from moe_trainer.layers.layer_factory import LOCAL
-from moe_trainer.model.block import LINEAR_ATTENTION
+from moe_trainer.model.block import load_class
 from moe_trainer.parallel.rng import init_parameters
 from moe_trainer.parallel.sequence import SequenceShard
 from moe_trainer.parallel.state import ParallelState
@@ -24,8 +25,7 @@ IDS = torch.tensor([[0] * 5 + [1] * 11, [0] * 3 + [1] * 6 + [2] * 7])
 
 
 def make(ps=None, model=DELTA):
-    kind = LINEAR_ATTENTION[model.experimental_attention_variant]
-    return kind(model, ps or ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
+    return load_class(variant_of(model))(model, ps or ParallelState.single(), name="layer", layer_number=1, factory=LOCAL)
 
 
 def random_rows(seed):

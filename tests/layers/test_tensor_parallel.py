@@ -16,6 +16,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from arguments.mechanisms.sublayers import attention_of, variant_of
 from arguments.model import ModelArgs
 from arguments.parallel import ParallelArgs
 from moe_trainer.layers import linear, tp_overlap, vocab
@@ -23,13 +24,12 @@ from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.rotary import make_rotary
 from moe_trainer.layers.tp_overlap import LinearOverlap, OverlapFileError, TpOverlap
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from moe_trainer.model.block import LINEAR_ATTENTION
+from moe_trainer.model.block import load_class
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.state import Group, ParallelState
@@ -118,8 +118,7 @@ def _mlp(**change) -> Case:
 
 
 def _attention(model: ModelArgs) -> Case:
-    kind = MultiLatentAttention if model.multi_latent_attention else SelfAttention
-    kind = LINEAR_ATTENTION.get(model.experimental_attention_variant, kind)
+    kind = load_class(variant_of(model) if variant_of(model).in_some_layers else attention_of(model))
     rotary = make_rotary(model)
 
     def run(layer, x, ps, sp):
