@@ -276,7 +276,7 @@ RENAMED_VALUES = MappingProxyType(
     {
         **OLD_NAMES,
         ("no_weight_decay_cond_type", "qwen3_next"): "apply_wd_to_qk_layernorm",
-        **{(VARIANT, old): new for old, new in OLD_VARIANTS.items()},
+        **OLD_VARIANTS,
     }
 )
 """(destination, old value) -> its new name."""

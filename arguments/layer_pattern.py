@@ -12,11 +12,12 @@ from arguments.mechanisms.sublayers import BY_LETTER, VARIANT, Sublayer, attenti
 if TYPE_CHECKING:
     from arguments.model import ModelArgs
 
-MAMBA, ATTENTION, MLP, MOE = (
-    each.letter for each in (sublayers.MAMBA, sublayers.SOFTMAX_ATTENTION, sublayers.MLP, sublayers.EXPERTS)
-)
+MAMBA, ATTENTION = sublayers.MAMBA.letter, sublayers.SOFTMAX_ATTENTION.letter
+MLP, MOE = sublayers.MLP.letter, sublayers.EXPERTS.letter
 DELTA_NET, SPARSE, LATENT = (
-    each.letter for each in (sublayers.GATED_DELTA_NET, sublayers.SPARSE_ATTENTION, sublayers.LATENT_ATTENTION)
+    sublayers.GATED_DELTA_NET.letter,
+    sublayers.SPARSE_ATTENTION.letter,
+    sublayers.LATENT_ATTENTION.letter,
 )
 """Letters of --hybrid-layer-pattern: gated DeltaNet, and latent attention with and without an indexer."""
 STAGE, DEPTH = "|", "/"

@@ -281,9 +281,10 @@ class ModelArgs:
 
     # ---- linear and sparse attention
     experimental_attention_variant: AttentionVariant | None = flag(None, restore="always")
-    """Replace softmax attention in some layers by gated DeltaNet (gdn), Kimi delta attention (kda) or short
-    convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a window and to
-    compressed keys (dsv4_hybrid: DeepSeek-V4)."""
+    """Replace softmax attention in some layers by gated DeltaNet (gdn),
+    Kimi delta attention (kda)
+    or short convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a
+    window and to compressed keys (dsv4_hybrid: DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, restore="always", needs=_MIXERS, role="size"
     )

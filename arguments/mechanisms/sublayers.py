@@ -33,18 +33,18 @@ SUBLAYERS: tuple[Sublayer, ...] = (
     EXPERTS,
 )
 BY_LETTER = MappingProxyType({each.letter: each for each in SUBLAYERS if each.letter})
-VARIANTS = tuple(
-    value
-    for each in SUBLAYERS
-    if each.variant is not None
-    for value in (each.variant, *each.unbuilt_variants, *each.old_variants)
-)
-"""Values of --experimental-attention-variant."""
 UNBUILT_VARIANTS = tuple(value for each in SUBLAYERS for value in each.unbuilt_variants)
-OLD_VARIANTS = MappingProxyType({old: str(each.variant) for each in SUBLAYERS for old in each.old_variants})
-"""Old value -> its new name."""
+OLD_VARIANTS = MappingProxyType({(VARIANT, old): str(each.variant) for each in SUBLAYERS for old in each.old_variants})
+"""(destination, old value) -> its new name."""
 
-_BY_VARIANT = MappingProxyType({each.variant: each for each in SUBLAYERS if each.variant is not None})
+_NAMED = tuple(each for each in SUBLAYERS if each.variant is not None)
+_BY_VARIANT = MappingProxyType({each.variant: each for each in _NAMED})
+VARIANTS = (
+    *tuple(value for each in _NAMED if each.is_upstream for value in (str(each.variant), *each.unbuilt_variants)),
+    *(old for _, old in OLD_VARIANTS),
+    *(str(each.variant) for each in _NAMED if not each.is_upstream),
+)
+"""Values of --experimental-attention-variant, in Megatron-LM's order."""
 _UNBUILT = MappingProxyType({value: each for each in SUBLAYERS for value in each.unbuilt_variants})
 
 

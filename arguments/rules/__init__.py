@@ -10,14 +10,12 @@ experts, are named by its declaration. tests/data/check_sources.json names the r
 deliberate differences, and machine.py has the rules about the machine.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 
 from arguments import megatron_differences
-from arguments.mechanisms.selection_kinds.declaration import DeclaredSelection
 from arguments.mechanisms.selections import SELECTIONS
-from arguments.mechanisms.sublayer_kinds.declaration import Sublayer
 from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.rules import (
     attention,
@@ -55,12 +53,6 @@ from arguments.settings import Limit, Settings, Violation
 
 __all__ = ["AREAS", "CHECKS", "LIMITS", "RESOLVERS", "check", "derived", "limits", "resolve"]
 
-
-def _of_declared(mechanisms: Iterable[Sublayer | DeclaredSelection]) -> tuple[ModuleType, ...]:
-    """Return the modules of the mechanisms that have rules."""
-    return tuple(import_module(f"{__name__}.{each.key}") for each in mechanisms if each.has_rules)
-
-
 AREAS = (
     hybrid,
     numbers,
@@ -69,13 +61,13 @@ AREAS = (
     mup,
     norms,
     attention,
-    *_of_declared(SUBLAYERS),
+    *tuple(import_module(f"{__name__}.{each.key}") for each in SUBLAYERS if each.has_rules),
     lora,
     hyper_connections,
     parallel,
     pipeline,
     router,
-    *_of_declared(SELECTIONS),
+    *tuple(import_module(f"{__name__}.{each.key}") for each in SELECTIONS if each.has_rules),
     dispatcher,
     optimizer,
     precision,

@@ -25,7 +25,7 @@ def resolve_rope_type(s: Settings, _f: DerivedSizes) -> None:
 
 def resolve_old_variant_name(s: Settings, _f: DerivedSizes) -> None:
     old = s.values[VARIANT]
-    if new := OLD_VARIANTS.get(old):
+    if new := OLD_VARIANTS.get((VARIANT, old)):
         s.note(f"{s.shown(VARIANT)} is an old name: taken as {new}.")
         s.set_derived(VARIANT, new, f"from {old}")
 

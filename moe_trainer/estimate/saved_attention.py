@@ -42,7 +42,7 @@ def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 
 def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """Yield the tensors of linear attention (layers/gated_delta_net.py, layers/kimi_delta_attention.py).
+    """Yield the tensors of linear attention (layers/gated_delta_net.py and what derives from it).
 
     In its core each cp rank has some of the heads of the full sequence.
     """

@@ -165,16 +165,6 @@ def test_choice_of_delta_rule_implementation(names, cuda, installed, made, logge
     )
 
 
-def test_decays_by_channel_have_no_kernels(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
-    found = [
-        with_delta_rule(Kernels(), [], model, torch.bfloat16, BackendPolicy(cuda=True))
-        for model in (ModelArgs(), ModelArgs(experimental_attention_variant="kda"))
-    ]
-    assert found[0].gated_delta is repr and found[1] == Kernels()
-
-
 @pytest.mark.parametrize("version", ["0.5.2", None])
 def test_old_flash_linear_attention_is_not_used(version, monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)

@@ -23,6 +23,7 @@ from arguments.model import ModelArgs
 from arguments.parse import resolve_command_line
 from moe_trainer.model.block import load_class
 
+OLD = [old for _, old in OLD_VARIANTS]
 NAMED = [each for each in SUBLAYERS if each.variant is not None]
 MIXING = [each for each in SUBLAYERS if each.built_by]
 
@@ -36,7 +37,7 @@ def test_flags_letters_and_keys_are_those_of_the_declarations():
     assert set(own) <= set(OPTIONS)
 
 
-@pytest.mark.parametrize("value", [None, *UNBUILT_VARIANTS, *OLD_VARIANTS, 3, []])
+@pytest.mark.parametrize("value", [None, *UNBUILT_VARIANTS, *OLD, 3, []])
 def test_softmax_attention_stands_for_a_value_without_a_sublayer(value):
     assert variant_of({VARIANT: value}) is SOFTMAX_ATTENTION
 
@@ -74,7 +75,7 @@ def test_letters_select_their_sublayers_and_are_what_a_record_is_read_as():
     assert [mixing_sublayer(model, number) for number in range(3)] == [MAMBA, None, SOFTMAX_ATTENTION]
 
 
-@pytest.mark.parametrize("old", OLD_VARIANTS)
+@pytest.mark.parametrize("old", OLD)
 def test_old_name_is_taken_as_the_new_one(old):
     settings, _ = resolve_command_line([f"--{VARIANT.replace('_', '-')}", old], 1)
-    assert settings.values[VARIANT] == OLD_VARIANTS[old]
+    assert settings.values[VARIANT] == OLD_VARIANTS[VARIANT, old]

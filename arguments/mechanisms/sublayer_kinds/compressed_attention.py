@@ -11,5 +11,6 @@ COMPRESSED_ATTENTION = Sublayer(
     has_indexer=True,
     compresses_keys=True,
     is_megatron_attention=True,
+    is_upstream=False,
     has_rules=True,
 )

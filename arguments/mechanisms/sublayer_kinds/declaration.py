@@ -31,6 +31,7 @@ class Sublayer:
         is_megatron_attention: Megatron-Core computes it, not Transformer Engine, from normalized latents.
         has_legacy_places: the torch format of checkpoints has places for its parameters.
         kernel: name in --triton-kernels of its kernels; "" without.
+        is_upstream: the main branch of Megatron-LM has it.
         has_rules: arguments/rules/<key>.py says what else it needs.
         toy_sizes: sizes of small models, by destination, where the flag is given.
         draws: destinations of flags that no other sublayer reads, with the values that random tests draw from.
@@ -55,6 +56,7 @@ class Sublayer:
     is_megatron_attention: bool = False
     has_legacy_places: bool = False
     kernel: str = ""
+    is_upstream: bool = True
     has_rules: bool = False
     toy_sizes: tuple[tuple[str, int], ...] = ()
     draws: tuple[tuple[str, tuple], ...] = ()

@@ -12,6 +12,7 @@ KIMI_DELTA_ATTENTION = Sublayer(
     has_delta_rule=True,
     decays_by_channel=True,
     gate_rank="kda_gate_rank",
+    is_upstream=False,
     has_rules=True,
     toy_sizes=(("kda_gate_rank", 8),),
     draws=(("kda_gate_rank", (None, 8)), ("kda_decay_lower_bound", (None, -5.0))),

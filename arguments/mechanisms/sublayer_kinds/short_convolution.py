@@ -9,4 +9,5 @@ SHORT_CONVOLUTION = Sublayer(
     variant="short_conv",
     input_projection="self_attention.in_proj",
     in_some_layers=True,
+    is_upstream=False,
 )
