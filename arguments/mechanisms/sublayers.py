@@ -39,11 +39,9 @@ OLD_VARIANTS = MappingProxyType({(VARIANT, old): str(each.variant) for each in S
 
 _NAMED = tuple(each for each in SUBLAYERS if each.variant is not None)
 _BY_VARIANT = MappingProxyType({each.variant: each for each in _NAMED})
-VARIANTS = (
-    *tuple(value for each in _NAMED if each.is_upstream for value in (str(each.variant), *each.unbuilt_variants)),
-    *(old for _, old in OLD_VARIANTS),
-    *(str(each.variant) for each in _NAMED if not each.is_upstream),
-)
+_UPSTREAM = tuple(value for each in _NAMED if each.is_upstream for value in (str(each.variant), *each.unbuilt_variants))
+_OTHERS = tuple(str(each.variant) for each in _NAMED if not each.is_upstream)
+VARIANTS = (*_UPSTREAM, *tuple(old for _, old in OLD_VARIANTS), *_OTHERS)
 """Values of --experimental-attention-variant, in Megatron-LM's order."""
 _UNBUILT = MappingProxyType({value: each for each in SUBLAYERS for value in each.unbuilt_variants})
 
