@@ -13,6 +13,7 @@ from typing import NamedTuple
 from arguments.mechanisms.dispatchers import OLD_NAMES
 from arguments.mechanisms.optimizer_kinds.declaration import OPTIMIZER
 from arguments.mechanisms.optimizers import OPTIMIZERS
+from arguments.mechanisms.sublayers import OLD_VARIANTS, UNBUILT_VARIANTS, VARIANT
 
 
 def _each(names: str, text: str) -> dict[str, str]:
@@ -186,7 +187,7 @@ NOT_IMPLEMENTED = MappingProxyType(
         "optimizer_cuda_graph": MissingFeature(
             "a CUDA graph of the optimizer step (learning rates, step count and the overflow check are on the host)"
         ),
-        "experimental_attention_variant": MissingFeature("gated DeltaNet 2", ("gdn2",)),
+        VARIANT: MissingFeature("gated DeltaNet 2", UNBUILT_VARIANTS),
         "dsa_indexer_topk_freq": _SHARED_SELECTION,
         "dsa_indexer_skip_topk_offset": _SHARED_SELECTION,
         "recompute_modules": MissingFeature("the layers that have these modules", ("gdp_in_proj", "gdp_qkv", "mhc")),
@@ -196,7 +197,7 @@ NOT_IMPLEMENTED = MappingProxyType(
     }
 )
 
-ARCHITECTURE_FLAGS = ("experimental_attention_variant", "mtp_hsm")
+ARCHITECTURE_FLAGS = (VARIANT, "mtp_hsm")
 """Keys of NOT_IMPLEMENTED that would change the number of parameters."""
 
 
@@ -292,7 +293,7 @@ RENAMED_VALUES = MappingProxyType(
     {
         **OLD_NAMES,
         ("no_weight_decay_cond_type", "qwen3_next"): "apply_wd_to_qk_layernorm",
-        ("experimental_attention_variant", "gated_delta_net"): "gdn",
+        **OLD_VARIANTS,
     }
 )
 """(destination, old value) -> its new name."""

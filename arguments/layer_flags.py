@@ -5,17 +5,19 @@ from typing import Any
 
 from arguments.layer_pattern import (
     ATTENTION,
-    DELTA_NET,
     LATENT,
     MAMBA,
     MLP,
     MOE,
-    SPARSE,
     hybrid_letters,
-    linear_layer_pattern,
     mtp_letters,
+    recorded_linear_layers,
     recorded_moe_layers,
 )
+from arguments.mechanisms.sublayers import VARIANT, variant_of
+
+UNKNOWN = "?"
+"""Of a sublayer that a hybrid model cannot have."""
 
 LAYER_FLAGS = frozenset({"num_layers", "moe_layer_freq", "linear_attention_freq", "hybrid_layer_pattern"})
 """Flags that describe the same layers otherwise in a GPT model and in a hybrid one."""
@@ -32,12 +34,13 @@ def layer_letters(record: Mapping[str, Any]) -> str:
     if record.get("hybrid_layer_pattern"):
         return hybrid_letters(record["hybrid_layer_pattern"])
     routed = recorded_moe_layers(record)
-    variant = record.get("experimental_attention_variant")
-    linear = linear_layer_pattern(len(routed), variant, record.get("linear_attention_freq"))
-    softmax = {"dsa": SPARSE, None: LATENT if record.get("multi_latent_attention") else ATTENTION}
+    variant = variant_of(record)
+    linear = recorded_linear_layers(record, len(routed))
+    softmax = LATENT if record.get("multi_latent_attention") else ATTENTION
+    if record.get(VARIANT) is not None and not any(linear):
+        softmax = variant.letter if variant.selects_keys else UNKNOWN
     return "".join(
-        ((DELTA_NET if variant == "gdn" else "?") if is_linear else softmax.get(None if any(linear) else variant, "?"))
-        + (MOE if is_moe else MLP)
+        ((variant.letter or UNKNOWN) if is_linear else softmax) + (MOE if is_moe else MLP)
         for is_linear, is_moe in zip(linear, routed, strict=True)
     )
 

@@ -6,18 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from arguments.mechanisms import sublayers
+from arguments.mechanisms.sublayers import BY_LETTER, VARIANT, Sublayer, attention_of, variant_of
 from arguments.mtp import DEPTH, mtp_letters
 
 if TYPE_CHECKING:
     from arguments.model import ModelArgs
 
-MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
-DELTA_NET, SPARSE, LATENT = "G", "D", "+"
+MAMBA, ATTENTION = sublayers.MAMBA.letter, sublayers.SOFTMAX_ATTENTION.letter
+MLP, MOE = sublayers.MLP.letter, sublayers.EXPERTS.letter
+DELTA_NET, SPARSE, LATENT = (
+    sublayers.GATED_DELTA_NET.letter,
+    sublayers.SPARSE_ATTENTION.letter,
+    sublayers.LATENT_ATTENTION.letter,
+)
 """Letters of --hybrid-layer-pattern: gated DeltaNet, and latent attention with and without an indexer."""
-LINEAR = ("gdn", "kda")
-"""Values of --experimental-attention-variant with linear attention in some layers."""
-SHORT_CONV = "short_conv"
-"""The value with short convolutions in some layers."""
 STAGE = "|"
 """What separates pipeline stages there."""
 OVERLAPPING_RATIO = 4
@@ -64,13 +67,13 @@ def recorded_moe_layers(record: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def linear_layer_pattern(
-    num_layers: int, variant: str | None, linear_attention_freq: int | Sequence[int] | None
+    num_layers: int, variant: Sublayer, linear_attention_freq: int | Sequence[int] | None
 ) -> tuple[bool, ...]:
     """Return for every decoder layer whether it has linear attention; `variant` is the attention variant.
 
     An integer N of --linear-attention-freq leaves every N-th layer its softmax attention; a list is per layer.
     """
-    if variant not in (*LINEAR, SHORT_CONV) or linear_attention_freq is None:
+    if not variant.in_some_layers or linear_attention_freq is None:
         return (False,) * num_layers
     if isinstance(linear_attention_freq, int):
         return tuple((layer + 1) % linear_attention_freq != 0 for layer in range(num_layers))
@@ -80,13 +83,27 @@ def linear_layer_pattern(
 def is_linear(model: ModelArgs, number: int) -> bool:
     """Whether a layer (counted from 0; those of multi-token prediction copy the last one) has linear attention."""
     if letter := layer_letter(model, number):
-        return letter == DELTA_NET
-    pattern = linear_layer_pattern(model.num_layers, model.experimental_attention_variant, model.linear_attention_freq)
+        return letter in BY_LETTER and BY_LETTER[letter].in_some_layers
+    pattern = linear_layer_pattern(model.num_layers, variant_of(model), model.linear_attention_freq)
     return pattern[min(number, model.num_layers - 1)]
 
 
+def recorded_linear_layers(record: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return `linear_layer_pattern` of recorded flags, by destination."""
+    return linear_layer_pattern(num_layers, variant_of(record), record.get("linear_attention_freq"))
+
+
+def mixing_sublayer(model: ModelArgs, number: int) -> Sublayer | None:
+    """Return the sublayer that mixes positions in a layer (from 0); None if there is none."""
+    if layer_letter(model, number) in (MLP, MOE):
+        return None
+    if layer_letter(model, number) == MAMBA:
+        return sublayers.MAMBA
+    return variant_of(model) if is_linear(model, number) else attention_of(model)
+
+
 def compress_ratio(model: ModelArgs, number: int) -> int:
-    """Return the tokens of a compressed key of a layer (from 0) with --experimental-attention-variant dsv4_hybrid."""
+    """Return the tokens of a compressed key of a layer (from 0) with compressed attention."""
     assert isinstance(model.csa_compress_ratios, list)
     return model.csa_compress_ratios[min(number, len(model.csa_compress_ratios) - 1)]
 
@@ -102,15 +119,16 @@ def letter_flags(pattern: str, position_embedding_type: object) -> dict[str, obj
     Latent attention of a hybrid model rotates by --rope-type whatever the position embedding of the others is.
     """
     letters, flags = hybrid_letters(pattern) + mtp_letters(pattern), dict[str, object]()
-    if SPARSE in letters or LATENT in letters:
+    selected = [BY_LETTER[letter] for letter in letters if letter in BY_LETTER]
+    if any(each.reads_latents for each in selected):
         flags["multi_latent_attention"] = True
         if position_embedding_type == "none":
             flags["position_embedding_type"] = "rope"
-    if SPARSE in letters:
-        flags["experimental_attention_variant"] = "dsa"
-    elif DELTA_NET in letters:
-        flags["experimental_attention_variant"] = "gdn"
-        flags["linear_attention_freq"] = [int(letter == DELTA_NET) for letter in hybrid_letters(pattern)]
+    variants = sorted((each for each in selected if each.variant), key=lambda each: each.in_some_layers)
+    for each in variants[:1]:  # of several, which are rejected, one that all layers have
+        flags[VARIANT] = each.variant
+        if each.in_some_layers:
+            flags["linear_attention_freq"] = [int(letter == each.letter) for letter in hybrid_letters(pattern)]
     return flags
 
 

@@ -5,9 +5,10 @@ the help text. schema.py turns fields into options.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from arguments.flag_properties import MAX_LAYERS, MAX_SIZE, MAX_STD
+from arguments.mechanisms.sublayers import VARIANTS, needs_variant
 from arguments.mtp import num_mtp_depths
 from arguments.mup import width_mult
 from arguments.schema import flag, int_pair, layer_pattern
@@ -15,14 +16,17 @@ from arguments.schema import flag, int_pair, layer_pattern
 _GATED = "swiglu or quick_geglu"
 _ROTARY = "position_embedding_type=rope or position_embedding_type=yarn"
 _YARN = "position_embedding_type=yarn or rope_type=yarn"
-_MIXERS = (
-    "experimental_attention_variant=gdn or experimental_attention_variant=kda or "
-    "experimental_attention_variant=short_conv"
-)
-_LINEAR = "experimental_attention_variant=gdn or experimental_attention_variant=kda"
-_INDEXERS = "experimental_attention_variant=dsa or experimental_attention_variant=dsv4_hybrid"
-_DSA = "experimental_attention_variant=dsa"
-_COMPRESSED = "experimental_attention_variant=dsv4_hybrid"
+_MIXERS = needs_variant(lambda each: each.in_some_layers)
+_LINEAR = needs_variant(lambda each: each.has_delta_rule)
+_BY_CHANNEL = needs_variant(lambda each: each.decays_by_channel)
+_INDEXERS = needs_variant(lambda each: each.has_indexer)
+_DSA = needs_variant(lambda each: each.selects_keys)
+_COMPRESSED = needs_variant(lambda each: each.compresses_keys)
+
+if TYPE_CHECKING:
+    AttentionVariant = str
+else:
+    AttentionVariant = Literal[VARIANTS]
 
 
 @dataclass(frozen=True)
@@ -277,12 +281,11 @@ class ModelArgs:
     """Compute the query and key/value down projections in one GEMM, of one parameter; checkpoints have both."""
 
     # ---- linear and sparse attention
-    experimental_attention_variant: (
-        Literal["gdn", "gdn2", "dsa", "gated_delta_net", "dsv4_hybrid", "kda", "short_conv"] | None
-    ) = flag(None, restore="always")
-    """Replace softmax attention in some layers by gated DeltaNet (gdn), Kimi delta attention (kda) or short
-    convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a window and to
-    compressed keys (dsv4_hybrid: DeepSeek-V4)."""
+    experimental_attention_variant: AttentionVariant | None = flag(None, restore="always")
+    """Replace softmax attention in some layers by gated DeltaNet (gdn),
+    Kimi delta attention (kda)
+    or short convolutions (short_conv), select keys in all layers (dsa: DeepSeek sparse attention), or attend to a
+    window and to compressed keys (dsv4_hybrid: DeepSeek-V4)."""
     linear_attention_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, restore="always", needs=_MIXERS, role="size"
     )
@@ -298,14 +301,10 @@ class ModelArgs:
     """Number of key heads of a layer with linear attention."""
     linear_num_value_heads: int = flag(32, restore="always", needs=_LINEAR, bounds=">0", role="size")
     """Number of value heads of a layer with linear attention."""
-    kda_gate_rank: int | None = flag(
-        None, restore="always", needs="experimental_attention_variant=kda", bounds=">0", role="size"
-    )
+    kda_gate_rank: int | None = flag(None, restore="always", needs=_BY_CHANNEL, bounds=">0", role="size")
     """Kimi delta attention: number of channels of the latents from which decays and output gates are made. Unset: no
     latents, one matrix each. A flag of this program."""
-    kda_decay_lower_bound: float | None = flag(
-        None, restore="always", needs="experimental_attention_variant=kda", bounds="any"
-    )
+    kda_decay_lower_bound: float | None = flag(None, restore="always", needs=_BY_CHANNEL, bounds="any")
     """Kimi delta attention: lower bound of the logarithm of a decay, which is then a sigmoid times the bound. Unset: no
     bound. A flag of this program."""
     hybrid_layer_pattern: str | None = flag(None, restore="always", role="size")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from arguments.mechanisms.formats import FLAGS, quantized_format
+from arguments.mechanisms.sublayers import variant_of
 
 if TYPE_CHECKING:
     from arguments.container import Arguments
@@ -29,11 +30,7 @@ a CPU some sequences are masked that would be faster gathered (scripts/bench_res
 
 def is_sparse(model: ModelArgs | Settings, length: int) -> bool:
     """Return whether keys are selected at this sequence length: not in warm-up, nor with at most top-k keys."""
-    return (
-        model.experimental_attention_variant == "dsa"
-        and not model.dsa_indexer_warmup
-        and model.dsa_indexer_topk < length
-    )
+    return variant_of(model).selects_keys and not model.dsa_indexer_warmup and model.dsa_indexer_topk < length
 
 
 # Multiply-adds of forward and backward for one query, one head and one key, with D and E the widths of key and value, R

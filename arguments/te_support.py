@@ -11,6 +11,7 @@ from typing import Any
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
+from arguments.mechanisms.sublayers import variant_of
 
 
 def recipe_problem(precision: Any, replaces_weights: bool) -> str | None:
@@ -49,8 +50,9 @@ def attention_problem(model: Any, params_dtype: str, cp_size: int) -> str | None
         return f"attention sinks (--window-softmax-type {model.window_softmax_type}) are not used with it"
     if model.value_width != model.kv_channels and not model.multi_latent_attention:
         return "values of another width (--value-channels) are not used with it"
-    if model.experimental_attention_variant == "dsa":
-        return "it has no sparse attention (--experimental-attention-variant dsa)"
+    variant = variant_of(model)
+    if variant.selects_keys:
+        return f"it has no sparse attention ({variant.words})"
     if model.attention_chunk_size is not None:
         return "it has no chunks (--attention-chunk-size)"
     if cp_size == 1:

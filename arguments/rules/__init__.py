@@ -4,8 +4,8 @@
 follow from several flags, under Megatron's names. One module per topic. A rule is a function of the flat `Settings` and
 the `DerivedSizes` of the pass. Its name begins with `resolve_` (derives values), `note_` (only explains), `check_`
 (yields violations: what is wrong in Megatron-LM too, or in any program) or `limit_` (yields limits of this program,
-which the manual lists). Rules run in order of definition; those of a way to choose experts
-or of an optimizer are named by its declaration. tests/data/check_sources.json names the rules of Megatron-LM
+which the manual lists). Rules run in order of definition; those of a mechanism, such as a way to choose
+experts or an optimizer, are named by its declaration. tests/data/check_sources.json names the rules of Megatron-LM
 (commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py records the
 deliberate differences, and machine.py has the rules about the machine.
 """
@@ -17,10 +17,10 @@ from types import ModuleType
 from arguments import megatron_differences
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.selections import SELECTIONS
+from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.rules import (
     attention,
     checkpoint,
-    compressed_attention,
     data,
     dispatcher,
     dynamic_context,
@@ -44,7 +44,6 @@ from arguments.rules import (
     router,
     sft,
     sizes,
-    sparse_attention,
     training,
 )
 from arguments.rules.derived import derived
@@ -62,8 +61,7 @@ AREAS = (
     mup,
     norms,
     attention,
-    compressed_attention,
-    sparse_attention,
+    *tuple(import_module(f"{__name__}.{each.key}") for each in SUBLAYERS if each.has_rules),
     lora,
     hyper_connections,
     parallel,

@@ -1,15 +1,14 @@
 """Attention variants, positions, multi-token prediction."""
 
-import math
 from collections.abc import Iterator
 
-from arguments.layer_pattern import LINEAR, SHORT_CONV
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
+from arguments.mechanisms.sublayers import OLD_VARIANTS, VARIANT, relative_of, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.settings import Limit, Settings, Violation
 
 MTP_POSITIONS = ("rope", "none")
-DELTA_NETS = (*LINEAR, "gdn2")
+_MENTION = f"{{{VARIANT}}}"
 
 
 # Derived values.
@@ -25,10 +24,11 @@ def resolve_rope_type(s: Settings, _f: DerivedSizes) -> None:
         s.set_derived("rope_type", "yarn", "the default of multi-latent attention")
 
 
-def resolve_old_delta_net_name(s: Settings, _f: DerivedSizes) -> None:
-    if s.experimental_attention_variant == "gated_delta_net":
-        s.note(f"{s.shown('experimental_attention_variant')} is an old name: taken as gdn.")
-        s.set_derived("experimental_attention_variant", "gdn", "from gated_delta_net")
+def resolve_old_variant_name(s: Settings, _f: DerivedSizes) -> None:
+    old = s.values[VARIANT]
+    if new := OLD_VARIANTS.get((VARIANT, old)):
+        s.note(f"{s.shown(VARIANT)} is an old name: taken as {new}.")
+        s.set_derived(VARIANT, new, f"from {old}")
 
 
 # Checks.
@@ -153,7 +153,7 @@ def limit_window_and_value_heads(s: Settings, _f: DerivedSizes) -> Iterator[Limi
 
 def limit_biases(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     """List what biases of two layers alone are not built for."""
-    for dest in ("multi_latent_attention", "hybrid_layer_pattern", "experimental_attention_variant"):
+    for dest in ("multi_latent_attention", "hybrid_layer_pattern", VARIANT):
         yield Limit(
             s.add_attention_output_bias and bool(getattr(s, dest)),
             "{add_attention_output_bias:flag} cannot be combined with {:flag}: it is built for softmax attention in "
@@ -227,13 +227,11 @@ def check_flags_of_some_layers(s: Settings, _f: DerivedSizes) -> Iterator[Violat
 
 
 def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if s.experimental_attention_variant not in DELTA_NETS:
+    if not relative_of(s).has_delta_rule:
         return
     keys, values = "linear_num_key_heads", "linear_num_value_heads"
     if s.linear_attention_freq is None:
-        yield s.violation(
-            "{experimental_attention_variant} needs {linear_attention_freq:flag}: which layers have linear attention."
-        )
+        yield s.violation(f"{_MENTION} needs {{linear_attention_freq:flag}}: which layers have linear attention.")
     for dest in (keys, values):
         if not positive(getattr(s, dest)):
             yield s.violation("{} must be at least 1.", dest)
@@ -251,33 +249,25 @@ def check_gated_delta_net(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_delta_net_activation(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     yield Limit(
-        not s.swiglu and s.experimental_attention_variant in LINEAR,
-        "{experimental_attention_variant} needs {swiglu:flag}: its convolution uses the activation of the feed-forward "
-        "layers, and only SiLU is built.",
+        not s.swiglu and variant_of(s).has_delta_rule,
+        f"{_MENTION} needs {{swiglu:flag}}: its convolution uses the activation of the feed-forward layers, and only "
+        "SiLU is built.",
     )
 
 
 def check_short_convolution(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if s.experimental_attention_variant != SHORT_CONV:
+    if not variant_of(s).is_convolution:
         return
     if s.linear_attention_freq is None:
-        yield s.violation(
-            "{experimental_attention_variant} needs {linear_attention_freq:flag}: which layers have convolutions."
-        )
+        yield s.violation(f"{_MENTION} needs {{linear_attention_freq:flag}}: which layers have convolutions.")
     if not divides(f.tp * f.largest_cp, s.hidden_size):
         yield s.violation(
             "{hidden_size} must be a multiple of {ranks} ({tensor_model_parallel_size} * {cp} context-parallel ranks) "
-            "with {experimental_attention_variant}.",
+            f"with {_MENTION}.",
             "context_parallel_size",
             ranks=f.tp * f.largest_cp,
             cp=f.largest_cp,
         )
-
-
-def check_decay_bound(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
-    bound = s.kda_decay_lower_bound
-    if s.experimental_attention_variant == "kda" and bound is not None and not -math.inf < bound < 0:
-        yield s.violation("{kda_decay_lower_bound} must be below zero: it bounds the logarithm of a decay.")
 
 
 def check_layer_lists(s: Settings, f: DerivedSizes) -> Iterator[Violation]:

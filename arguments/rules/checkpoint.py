@@ -6,6 +6,7 @@ from arguments.layer_pattern import ATTENTION, MAMBA, MLP, MOE, STAGE
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer, keys_with
 from arguments.mechanisms.selections import SELECTIONS, SPLITS, expert_split
+from arguments.mechanisms.sublayers import VARIANT, relative_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
@@ -93,6 +94,7 @@ def check_override_iteration(s: Settings, _f: DerivedSizes) -> Iterator[Violatio
 
 def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     stored = keys_with(OptimizerCapability.LEGACY_FORMAT)
+    has_places = relative_of(s).has_legacy_places
     for dest in ("ckpt_format", "ckpt_convert_format"):
         is_legacy = getattr(s, dest) == "torch"
         yield Limit(
@@ -101,14 +103,14 @@ def limit_legacy_format(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
             (dest, dest),
         )
         for layers in (
-            "experimental_attention_variant",
+            VARIANT,
             *(split.projection for split in SPLITS),
             "enable_hyper_connections",
             "post_self_attn_layernorm",
             "post_mlp_layernorm",
         ):
             yield Limit(
-                is_legacy and getattr(s, layers) not in (None, False, "dsa"),
+                is_legacy and getattr(s, layers) not in (None, False) and not (layers == VARIANT and has_places),
                 "{:flag} torch has no known places for the layers of {}; use {:flag} torch_dist.",
                 (dest, layers, dest),
             )

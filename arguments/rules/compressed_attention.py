@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 from arguments.layer_pattern import OVERLAPPING_RATIO
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.sparse_attention import INDEXER_FLAGS, find_indexer_violations
 from arguments.settings import Limit, Settings, Violation
 
-VARIANT = "{experimental_attention_variant:flag} dsv4_hybrid"
+_MENTION = COMPRESSED_ATTENTION.mention
 _EXCLUDED = (
     ("dsa_indexer_loss_coeff", "its indexers do not learn yet"),
     ("softmax_type", "every head has a learned sink already"),
@@ -41,17 +42,17 @@ _EXCLUDED = (
 
 
 def check_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if s.experimental_attention_variant != "dsv4_hybrid":
+    if not variant_of(s).compresses_keys:
         return
     for dest in ("multi_latent_attention", "qk_layernorm"):
         if not s.values[dest]:
-            yield s.violation("{experimental_attention_variant} needs {:flag}.", dest)
+            yield s.violation(f"{{{VARIANT}}} needs {{:flag}}.", dest)
     if s.normalization != "RMSNorm":
-        yield s.violation("{experimental_attention_variant} needs {normalization:flag} RMSNorm.")
+        yield s.violation(f"{{{VARIANT}}} needs {{normalization:flag}} RMSNorm.")
     if s.position_embedding_type != "rope":
-        yield s.violation("{experimental_attention_variant} needs {position_embedding_type:flag} rope.")
+        yield s.violation(f"{{{VARIANT}}} needs {{position_embedding_type:flag}} rope.")
     if s.q_lora_rank is None:
-        yield s.violation("{experimental_attention_variant} needs {q_lora_rank:flag}.")
+        yield s.violation(f"{{{VARIANT}}} needs {{q_lora_rank:flag}}.")
     if positive(s.v_head_dim) and positive(s.qk_pos_emb_head_dim) and s.qk_pos_emb_head_dim > s.v_head_dim:
         yield s.violation(
             "{qk_pos_emb_head_dim} must not exceed {v_head_dim}: that many channels of a head are rotated."
@@ -67,7 +68,7 @@ def _check_ratios(s: Settings) -> Iterator[Violation]:
     ratios = s.csa_compress_ratios
     if not isinstance(ratios, list):
         yield s.violation(
-            "{experimental_attention_variant} needs {csa_compress_ratios:flag} with a list of one number per layer, "
+            f"{{{VARIANT}}} needs {{csa_compress_ratios:flag}} with a list of one number per layer, "
             "such as ([0]*2+[4,128]*20)."
         )
         return
@@ -89,20 +90,20 @@ def _check_ratios(s: Settings) -> Iterator[Violation]:
 
 
 def limit_compressed_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.experimental_attention_variant == "dsv4_hybrid"
+    is_on = variant_of(s).compresses_keys
     for dest, why in _EXCLUDED:
         is_given = s.values[dest] != s.default(dest)
-        yield Limit(is_on and is_given, f"{VARIANT} cannot be combined with {{}}: {why}.", (dest,))
+        yield Limit(is_on and is_given, f"{_MENTION} cannot be combined with {{}}: {why}.", (dest,))
     yield Limit(
-        is_on and s.add_bias_linear, f"{VARIANT} needs {{add_bias_linear:flag}}: its projections have no biases."
+        is_on and s.add_bias_linear, f"{_MENTION} needs {{add_bias_linear:flag}}: its projections have no biases."
     )
-    yield Limit(is_on and s.attention_dropout, f"{VARIANT} needs {{attention_dropout:flag}} 0: its blocks have none.")
+    yield Limit(is_on and s.attention_dropout, f"{_MENTION} needs {{attention_dropout:flag}} 0: its blocks have none.")
     yield Limit(
         is_on and f.largest_cp > 1,
-        f"{VARIANT} cannot be combined with {{context_parallel_size:flag}}: compressed keys join tokens of several "
+        f"{_MENTION} cannot be combined with {{context_parallel_size:flag}}: compressed keys join tokens of several "
         "ranks.",
     )
     yield Limit(
         is_on and s.recompute_granularity == "selective" and "mla_up_proj" in (s.recompute_modules or ()),
-        f"{VARIANT} cannot be combined with {{recompute_modules:flag}} mla_up_proj: keys have no up-projection.",
+        f"{_MENTION} cannot be combined with {{recompute_modules:flag}} mla_up_proj: keys have no up-projection.",
     )

@@ -7,21 +7,17 @@ from arguments.layer_pattern import (
     DELTA_NET,
     LATENT,
     MAMBA,
-    MLP,
     MOE,
     SPARSE,
     STAGE,
     hybrid_letters,
     letter_flags,
 )
+from arguments.mechanisms.sublayers import BY_LETTER, VARIANT
 from arguments.mtp import DEPTH, mtp_depths, mtp_letters
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive
 from arguments.rules.layout_grammar import MTP
 from arguments.settings import Limit, Settings, Violation
-
-VARIANT = "experimental_attention_variant"
-LETTERS = MAMBA + DELTA_NET + ATTENTION + SPARSE + LATENT + MLP + MOE
-
 
 # Derived values.
 
@@ -86,7 +82,7 @@ def resolve_hybrid_layers(s: Settings, _f: DerivedSizes) -> None:
 
 
 def _has_latents(letters: str) -> bool:
-    return SPARSE in letters or LATENT in letters
+    return any(BY_LETTER[letter].reads_latents for letter in letters if letter in BY_LETTER)
 
 
 # Checks.
@@ -100,7 +96,7 @@ def check_hybrid_pattern(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
         yield s.violation("{hybrid_override_pattern} is the old name of {hybrid_layer_pattern}: give the second one.")
     decoder, inside = hybrid_letters(pattern), mtp_letters(pattern)
     letters = decoder + inside.replace(STAGE, "")
-    if set(letters) - set(LETTERS) or not decoder:
+    if set(letters) - set(BY_LETTER) or not decoder:
         yield s.violation(
             "{hybrid_layer_pattern} must have one letter per layer: M (Mamba-2), G (gated DeltaNet), * (attention), D "
             "(sparse latent attention), + (latent attention), - (feed-forward) or E (experts), | between pipeline "
@@ -182,9 +178,9 @@ def limit_hybrid_layers(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
         "attention, + latent attention.",
     )
     yield Limit(
-        pattern and s.experimental_attention_variant != letter_flags(pattern, None).get(VARIANT),
-        "{hybrid_layer_pattern:flag} cannot be combined with {experimental_attention_variant:flag}: its letters G and "
-        "D select gdn and dsa.",
+        pattern and s.values[VARIANT] != letter_flags(pattern, None).get(VARIANT),
+        f"{{hybrid_layer_pattern:flag}} cannot be combined with {{{VARIANT}:flag}}: its letters G and D select gdn and "
+        "dsa.",
     )
     yield Limit(
         pattern and s.moe_use_upcycling,

@@ -6,6 +6,7 @@ from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.mechanisms.formats import FLAGS, quantized_format
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import get_selection
+from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, relative_of
 from arguments.rules.derived_sizes import DerivedSizes
 from arguments.settings import Settings, Violation
 
@@ -42,10 +43,9 @@ def _unused_reason(name: str, s: Settings, f: DerivedSizes) -> str | None:
         return f"there is no kernel for {s.flag('moe_router_load_balancing_type')} {selection.balancing}"
     if name == "permute" and (reason := _unused_permutation_reason(s, f)):
         return reason
-    if name == "delta-rule" and s.experimental_attention_variant not in ("gdn", "gdn2"):
-        return "without --experimental-attention-variant gated_delta_net"
-    if name == "sparse-attention" and s.experimental_attention_variant != "dsa":
-        return "without --experimental-attention-variant dsa"
+    of_sublayers = {each.kernel: each for each in SUBLAYERS if each.kernel}
+    if name in of_sublayers and relative_of(s).kernel != name:
+        return f"without {s.flag(VARIANT)} {of_sublayers[name].variant}"
     if name == "paged-stash" and not s.moe_paged_stash:
         return "without --moe-paged-stash"
     if name == "norm" and s.normalization != "RMSNorm" and not s.qk_l2_norm:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Limit, Settings, Violation
 
@@ -62,8 +63,8 @@ def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         ("mlp_chunks_for_training",),
     )
     yield Limit(
-        has_dropout and s.experimental_attention_variant == "dsa",
-        "{lora_dropout:flag} cannot be combined with {experimental_attention_variant:flag} dsa: it multiplies by the "
-        "weights of latents directly, where an adapter has no input.",
-        ("experimental_attention_variant",),
+        has_dropout and variant_of(s) is SPARSE_ATTENTION,
+        f"{{lora_dropout:flag}} cannot be combined with {SPARSE_ATTENTION.mention}: it multiplies by the weights of "
+        "latents directly, where an adapter has no input.",
+        (VARIANT,),
     )

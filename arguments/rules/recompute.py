@@ -6,11 +6,11 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 
 from collections.abc import Iterator
 
-from arguments.layer_pattern import LINEAR
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, formats_with, quantized_format, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
+from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -154,10 +154,9 @@ def check_recompute_modules(s: Settings, _f: DerivedSizes) -> Iterator[Violation
     modules = as_list(s.recompute_modules)
     if "moe_act" in modules and not s.moe_grouped_gemm:
         yield s.violation("{recompute_modules:flag} moe_act needs {moe_grouped_gemm:flag}.")
-    if "gdn_norm_out" in modules and s.experimental_attention_variant not in LINEAR:
-        yield s.violation(
-            "{recompute_modules:flag} gdn_norm_out needs {experimental_attention_variant:flag} gdn or kda."
-        )
+    if "gdn_norm_out" in modules and not variant_of(s).has_delta_rule:
+        names = " or ".join(str(each.variant) for each in SUBLAYERS if each.has_delta_rule)
+        yield s.violation(f"{{recompute_modules:flag}} gdn_norm_out needs {{{VARIANT}:flag}} {names}.")
     if "mla_up_proj" in modules and not s.multi_latent_attention:
         yield s.violation("{recompute_modules:flag} mla_up_proj needs {multi_latent_attention:flag}.")
     if "shared_experts" in modules and s.moe_shared_expert_overlap:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 
 from arguments.mechanisms.formats import FLAGS, quantized_format
+from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 from arguments.sparse_attention import GATHER_CONFLICTS, find_gather_conflict
 
-VARIANT, WARMUP, COEFF = "experimental_attention_variant", "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
+WARMUP, COEFF = "dsa_indexer_warmup", "dsa_indexer_loss_coeff"
 FORM = "dsa_attention_form"
 INDEXER_FLAGS = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 ALLGATHER = ("allgather", "all_gather")
@@ -47,7 +48,7 @@ def resolve_warmup(s: Settings, _f: DerivedSizes) -> None:
 
 
 def note_indexers_without_loss(s: Settings, _f: DerivedSizes) -> None:
-    if s.experimental_attention_variant == "dsa" and not s.dsa_indexer_loss_coeff and not s.dsa_indexer_warmup:
+    if variant_of(s).selects_keys and not s.dsa_indexer_loss_coeff and not s.dsa_indexer_warmup:
         s.note(f"{s.flag(COEFF)} is not given: the indexers of sparse attention get no gradient and do not learn.")
 
 
@@ -62,23 +63,23 @@ def _limit_each(s: Settings, is_on: bool, what: str, others: tuple[tuple[str, st
 
 
 def check_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if s.experimental_attention_variant != "dsa":
+    if not variant_of(s).selects_keys:
         return
     if not s.multi_latent_attention:
-        yield s.violation("{experimental_attention_variant} needs {multi_latent_attention:flag}.")
+        yield s.violation(f"{{{VARIANT}}} needs {{multi_latent_attention:flag}}.")
     for dest in INDEXER_FLAGS:
         if s.values[dest] is None:
-            yield s.violation("{experimental_attention_variant} needs {:flag}.", dest)
+            yield s.violation(f"{{{VARIANT}}} needs {{:flag}}.", dest)
     yield from find_indexer_violations(s)
 
 
 def limit_sparse_attention(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    is_on = s.experimental_attention_variant == "dsa"
-    yield from _limit_each(s, is_on, f"{{{VARIANT}:flag}} dsa", NOT_BUILT)
+    is_on = variant_of(s).selects_keys
+    yield from _limit_each(s, is_on, SPARSE_ATTENTION.mention, NOT_BUILT)
     yield Limit(
         is_on and f.largest_cp > 1 and any(kind not in ALLGATHER for kind in as_list(s.cp_comm_type)),
-        "{experimental_attention_variant:flag} dsa with {context_parallel_size} needs {cp_comm_type:flag} allgather in "
-        "every layer: a query selects among the keys of the full sequence.",
+        f"{SPARSE_ATTENTION.mention} with {{context_parallel_size}} needs {{cp_comm_type:flag}} allgather in every "
+        "layer: a query selects among the keys of the full sequence.",
     )
 
 
@@ -100,7 +101,7 @@ def find_indexer_violations(s: Settings) -> Iterator[Violation]:
 
 
 def limit_gathered_keys(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
-    is_gathered = s.dsa_attention_form == "gathered" and s.experimental_attention_variant == "dsa"
+    is_gathered = s.dsa_attention_form == "gathered" and variant_of(s).selects_keys
     fmt = quantized_format(s)
     conflict = find_gather_conflict(s, fmt and fmt.flags.name) if is_gathered and not s.dsa_indexer_warmup else None
     form = "{dsa_attention_form:flag} gathered"
@@ -115,8 +116,8 @@ def limit_gathered_keys(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
 def check_warmup(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
     if not s.dsa_indexer_warmup:
         return
-    if s.experimental_attention_variant != "dsa":
-        yield s.violation("{dsa_indexer_warmup} needs {experimental_attention_variant:flag} dsa: it trains indexers.")
+    if not variant_of(s).selects_keys:
+        yield s.violation(f"{{dsa_indexer_warmup}} needs {SPARSE_ATTENTION.mention}: it trains indexers.")
     if not s.dsa_indexer_loss_coeff:
         yield s.violation(
             "{dsa_indexer_warmup} needs {dsa_indexer_loss_coeff:flag} above 0: it trains with the indexers' loss only."

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from arguments import layer_pattern
-from arguments.layer_pattern import hybrid_letters, linear_layer_pattern, recorded_moe_layers
+from arguments.layer_pattern import hybrid_letters, recorded_linear_layers, recorded_moe_layers
+from arguments.mechanisms.sublayers import VARIANT, variant_of
 from arguments.mtp import mtp_letters
 
 NormPrefixes = tuple[str, str]
@@ -36,7 +37,6 @@ LATENT: tuple[NormPrefixes, ...] = (
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
 )
-_MEGATRON_ATTENTION = ("dsa", "dsv4_hybrid")  # its own module, which reads normalized latents
 FUSED: tuple[NormPrefixes, ...] = (INPUT, IN_PROJ, MIXER, MLP, *LATENT)
 
 
@@ -44,7 +44,7 @@ def has_te_names(record: Mapping[str, Any]) -> bool:
     """Return whether the layers of a model with these flags have Transformer Engine's names."""
     return (
         record.get("transformer_impl") == "transformer_engine"
-        or record.get("experimental_attention_variant") is not None
+        or record.get(VARIANT) is not None
         or bool(record.get("hybrid_layer_pattern"))
     )
 
@@ -81,9 +81,7 @@ def norms_of_layers(record: Mapping[str, Any]) -> tuple[tuple[NormPrefixes, ...]
         pattern = record["hybrid_layer_pattern"]
         return tuple(by_letter.get(letter, ()) for letter in hybrid_letters(pattern) + mtp_letters(pattern))
     routed = recorded_moe_layers(record)
-    linear = linear_layer_pattern(
-        len(routed), record.get("experimental_attention_variant"), record.get("linear_attention_freq")
-    )
+    linear = recorded_linear_layers(record, len(routed))
     kinds = [*zip(routed, linear, strict=True)]
     return tuple(fused_norms(record, *each) for each in (*kinds, *kinds[-1:]))
 
@@ -101,7 +99,7 @@ def te_modules(record: Mapping[str, Any]) -> tuple[str, ...]:
 def _has_megatron_attention(record: Mapping[str, Any]) -> bool:
     """Return whether attention is Megatron-Core's; its hybrid models record no variant."""
     has_indexers = layer_pattern.SPARSE in (record.get("hybrid_layer_pattern") or "")
-    return record.get("experimental_attention_variant") in _MEGATRON_ATTENTION or has_indexers
+    return variant_of(record).is_megatron_attention or has_indexers
 
 
 def te_extra_states(stored: str, parts: tuple[str, ...]) -> Iterator[str]:

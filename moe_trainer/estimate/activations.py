@@ -37,6 +37,7 @@ from arguments.layer_pattern import (
     mtp_layers,
 )
 from arguments.mechanisms.selections import PROJECTIONS
+from arguments.mechanisms.sublayers import variant_of
 from arguments.training import is_offloaded
 from moe_trainer.estimate.lora import adapted_linears
 from moe_trainer.estimate.saved_attention import (
@@ -183,7 +184,7 @@ def _mixing_tensors(layer: LayerSizes, is_mamba: bool) -> Iterator[SavedTensor]:
         yield from mamba(layer)
     elif is_linear(layer.model, layer.number):
         yield from linear_attention(layer)
-    elif layer.model.experimental_attention_variant == "dsv4_hybrid":
+    elif variant_of(layer.model).compresses_keys:
         yield from compressed_attention(layer)
     else:
         yield from latent_attention(layer) if layer.model.multi_latent_attention else grouped_attention(layer)

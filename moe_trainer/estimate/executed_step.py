@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from arguments.layer_pattern import is_linear, layer_letter, moe_layer_pattern, uses_chunks, uses_window
 from arguments.mechanisms.dispatchers import ALLTOALL, get_dispatcher
 from arguments.mechanisms.formats import quantized_format
+from arguments.mechanisms.sublayers import variant_of
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.parameters import planned_vocab_size
@@ -141,7 +142,7 @@ def notes(args: Arguments) -> Iterator[str]:
         yield "TransformerEngine's layers: this program's own stand in for them" + (
             f"; {casts} what the plan's take" if linears or experts else ", which launch more kernels"
         )
-    if args.model.experimental_attention_variant is not None:
+    if variant_of(args.model).variant is not None:
         yield (
             "linear and sparse attention: their Triton kernels are timed by what they move; their FLOPs are not counted"
         )

@@ -50,6 +50,7 @@ from arguments.layer_pattern import (
     mtp_layer_pattern,
     uses_window,
 )
+from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.linear_attention import conv_channels, is_short_conv, linear_attention_params
 from moe_trainer.estimate.lora import adapter_macs
 from moe_trainer.estimate.parameters import (
@@ -66,7 +67,7 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
     """Return the multiply-adds of one attention per token, the mean over layers."""
     model = args.model
     hidden, heads = model.hidden_size, model.num_attention_heads
-    if model.experimental_attention_variant == "dsv4_hybrid":
+    if variant_of(model).compresses_keys:
         ratios = [compress_ratio(model, number) for number in range(model.num_layers)]
         matrices = sum(compressed_attention_params(model, ratio, matrices=True) for ratio in ratios)
         return matrices / len(ratios) + core_attention_macs(args, seq_length)
@@ -89,7 +90,7 @@ def _attention_macs(args: Arguments, seq_length: int) -> float:
 def core_attention_macs(args: Arguments, seq_length: int) -> float:
     """Return the multiply-adds of the scores and values of one attention per token."""
     model = args.model
-    if model.experimental_attention_variant == "dsv4_hybrid":
+    if variant_of(model).compresses_keys:
         return sum(_compressed_macs(args, number, seq_length) for number in range(model.num_layers)) / model.num_layers
     if not model.multi_latent_attention:
         return model.num_attention_heads * (model.kv_channels + model.value_width) / 2 * seq_length
@@ -100,7 +101,7 @@ def core_attention_macs(args: Arguments, seq_length: int) -> float:
 def _keys(args: Arguments, seq_length: int) -> float:
     """Return the mean number of keys that a query attends to."""
     model = args.model
-    is_dense = model.experimental_attention_variant != "dsa" or model.dsa_indexer_warmup
+    is_dense = not variant_of(model).selects_keys or model.dsa_indexer_warmup
     return _mean_keys(seq_length, float("inf") if is_dense else model.dsa_indexer_topk)
 
 
@@ -191,7 +192,7 @@ def training_flops(args: Arguments, batch_size: float, seq_length: int, padded_v
         attention += windows * model.hidden_size * extra * (model.kv_channels + model.value_width)
     attention += sum(layer_letter(model, number) == MAMBA for number in numbers) * _mamba_macs(args)
     macs: float = ffn + attention + mtp + logits
-    if model.experimental_attention_variant == "dsa":
+    if variant_of(model).selects_keys:
         macs /= 3 if model.dsa_indexer_warmup else 1
         macs += softmax * _indexer_macs(args, seq_length)
     if model.lora_dim is not None:  # two of three GEMMs of a frozen weight, all of attention and of the adapters

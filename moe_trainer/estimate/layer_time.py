@@ -29,6 +29,7 @@ from arguments.layer_pattern import (
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.formats import TRANSPORT
+from arguments.mechanisms.sublayers import variant_of
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.flops import core_attention_macs
 from moe_trainer.estimate.interconnect import Interconnect, dispatch_combine_seconds
@@ -207,7 +208,7 @@ class LayerTime:
         self.fc1_factor = 2 if model.swiglu or model.quick_geglu else 1
         self.expert_ffn = (args.moe.moe_ffn_hidden_size or model.ffn_hidden_size) // self.etp
         self.key_width = model.qk_head_dim + model.qk_pos_emb_head_dim  # of latent attention
-        self.has_indexer = model.experimental_attention_variant == "dsa"
+        self.has_indexer = variant_of(model).selects_keys
         self.is_sparse, self.gathers_keys = is_sparse(model, args.data.seq_length), use_gathered_keys(args)
         self.trains_indexer = self.has_indexer and bool(model.dsa_indexer_loss_coeff)
         self.length = attention_length or args.data.seq_length
@@ -292,7 +293,7 @@ class LayerTime:
         latent_widths = self.key_width + model.v_head_dim
         widths = latent_widths if model.multi_latent_attention else model.kv_channels + model.value_width
         operations = self.tokens * self.length * heads * widths
-        if model.experimental_attention_variant == "dsv4_hybrid":
+        if variant_of(model).compresses_keys:
             operations = 2.0 * self.tokens * core_attention_macs(self.args, int(self.length)) / self.tp
         rates = attention_rates(self.hardware, self.length / self.cp)
         fwd, bwd = operations / rates[0], ATTENTION_BACKWARD_RATIO * operations / rates[1]
@@ -366,7 +367,7 @@ class LayerTime:
             queries = heads * model.kv_channels
             wide = (2 * queries if model.attention_output_gate else queries) + self.key_value_channels
             return self.gemm(self.tokens, wide, hidden) + self.gemm(self.tokens, hidden, heads * model.value_width)
-        if model.experimental_attention_variant == "dsv4_hybrid":
+        if variant_of(model).compresses_keys:
             return self._compressed_projections(heads)
         seconds = self._up_projections() + self.gemm(self.tokens, hidden, heads * model.v_head_dim)
         if model.q_lora_rank is None:
@@ -479,7 +480,7 @@ class LayerTime:
         hidden, model = self.model.hidden_size, self.model
         latents = model.multi_latent_attention and model.q_lora_rank is not None
         into = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim if latents else hidden
-        if model.experimental_attention_variant == "dsv4_hybrid":  # keys, and keys and logits of compressors
+        if variant_of(model).compresses_keys:  # keys, and keys and logits of compressors
             into = (model.q_lora_rank or 0) + 3 * model.v_head_dim
         shared = bool(self.moe.moe_shared_expert_intermediate_size)
         mixing = self.softmax_share + self.linear_share + self.mamba_share

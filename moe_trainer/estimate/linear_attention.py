@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from arguments.layer_pattern import SHORT_CONV
+from arguments.mechanisms.sublayers import variant_of
 
 if TYPE_CHECKING:
     from arguments.model import ModelArgs
@@ -28,15 +28,14 @@ class Matrix(NamedTuple):
 
 def is_short_conv(model: ModelArgs) -> bool:
     """Whether the layers have short convolutions, not linear attention."""
-    return model.experimental_attention_variant == SHORT_CONV
+    return variant_of(model).is_convolution
 
 
 def num_decays(model: ModelArgs) -> int:
     """Return the decays of a layer: one of a value head, or of each of its channels; 0 without linear attention."""
     if is_short_conv(model):
         return 0
-    by_channel = model.experimental_attention_variant == "kda"
-    return model.linear_num_value_heads * (model.linear_key_head_dim if by_channel else 1)
+    return model.linear_num_value_heads * (model.linear_key_head_dim if variant_of(model).decays_by_channel else 1)
 
 
 def conv_channels(model: ModelArgs) -> int:
@@ -49,7 +48,8 @@ def conv_channels(model: ModelArgs) -> int:
 
 def gate_rank(model: ModelArgs) -> int | None:
     """Return the width of the latents of decays and output gates; None where one matrix makes each."""
-    return model.kda_gate_rank if model.experimental_attention_variant == "kda" else None
+    dest = variant_of(model).gate_rank
+    return getattr(model, dest) if dest else None
 
 
 def linear_matrices(model: ModelArgs) -> list[Matrix]:

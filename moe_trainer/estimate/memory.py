@@ -47,6 +47,7 @@ from arguments.layer_pattern import (
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.selections import PROJECTIONS
+from arguments.mechanisms.sublayers import variant_of
 from arguments.sparse_attention import use_gathered_keys
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from moe_trainer.estimate.activations import chunk_activations, layer_activations
@@ -521,7 +522,7 @@ def indexer_bytes(args: Arguments, sizes: ChunkBytes) -> float:
     their fp32 gradient exists in backward, which trains nothing.
     """
     model = args.model
-    if model.experimental_attention_variant != "dsa":
+    if not variant_of(model).selects_keys:
         return 0.0
     keys, heads = args.training.micro_batch_size * args.data.seq_length, model.num_attention_heads // sizes.tp
     learned = bool(model.dsa_indexer_loss_coeff)

@@ -38,6 +38,7 @@ from arguments.layer_pattern import (
     moe_layer_pattern,
     mtp_layer_pattern,
 )
+from arguments.mechanisms.sublayers import variant_of
 from arguments.vocabulary import get_padded_vocab_size, padded_vocab_size_from_flags
 from moe_trainer.estimate.linear_attention import is_short_conv, linear_attention_params
 from moe_trainer.estimate.lora import adapter_params
@@ -101,7 +102,7 @@ def indexer_params(model: ModelArgs, matrices: bool = False) -> int:
 
     The matrices make queries from latents, one key and a weight per head; the key has a LayerNorm.
     """
-    if model.experimental_attention_variant != "dsa":
+    if not variant_of(model).selects_keys:
         return 0
     heads, width = model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
     count = (model.q_lora_rank or model.hidden_size) * heads * width + model.hidden_size * (width + heads)
@@ -201,7 +202,7 @@ class LayerParams:
             heads // self.tp if model.softmax_type == "learnable" else 0
         )
         rest += indexer_params(model)
-        if model.experimental_attention_variant == "dsv4_hybrid":
+        if variant_of(model).compresses_keys:
             return compressed_attention_params(model, compress_ratio(model, number or 0), self.tp)
         if not model.multi_latent_attention:
             queries = heads * model.kv_channels

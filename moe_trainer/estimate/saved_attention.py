@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from arguments.layer_pattern import OVERLAPPING_RATIO, compress_ratio
+from arguments.mechanisms.sublayers import variant_of
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.linear_attention import conv_channels, gate_rank, is_short_conv, num_decays
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
@@ -41,7 +42,7 @@ def grouped_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
 
 
 def linear_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
-    """Yield the tensors of linear attention (layers/gated_delta_net.py, layers/kimi_delta_attention.py).
+    """Yield the tensors of linear attention (layers/gated_delta_net.py and what derives from it).
 
     In its core each cp rank has some of the heads of the full sequence.
     """
@@ -140,7 +141,7 @@ def latent_attention(layer: LayerSizes) -> Iterator[SavedTensor]:
         yield SavedTensor("kv_layernorm.statistics", (layer.rows, numbers), WIDE, "qkv_linear")
         if reads:
             yield SavedTensor("kv_latent", (layer.rows, model.kv_lora_rank), layer.size, "qkv_linear")
-    if model.experimental_attention_variant == "dsa":
+    if variant_of(model).selects_keys:
         yield from _selection(layer)
     if gathered:
         yield from _gathered(layer, heads, key, discarded)

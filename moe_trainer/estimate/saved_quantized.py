@@ -17,6 +17,7 @@ from arguments.layer_pattern import is_linear
 from arguments.mechanisms.format_kinds.declaration import QuantizedFormat
 from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
 from arguments.mechanisms.selections import PROJECTIONS
+from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.saved_tensor import WIDE, LayerSizes, SavedTensor
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _is_saved_quantized(layer: LayerSizes, name: str, fmt: QuantizedFormat) -> b
 def _keeps_latents(args: Arguments) -> bool:
     """Return whether something else than the up projections keeps latents (layers/mla.py)."""
     model = args.model
-    is_sparse = model.experimental_attention_variant == "dsa"
+    is_sparse = variant_of(model).selects_keys
     return not model.qk_layernorm or "mla_up_proj" in args.training.recomputed_modules or is_sparse
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, cast
 from arguments.layer_pattern import uses_window
 from arguments.mechanisms.dispatchers import DEEPEP, SELECTABLE, Dispatcher, get_dispatcher
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.sublayers import variant_of
 from moe_trainer.estimate.corrections import (
     Bias,
     crosses_nodes_by_hybridep,
@@ -57,7 +58,6 @@ MAX_STEPS = 6.0
 UNTRIED_MAPPING = "a mapping that no published run on such a machine used"
 PUBLISHED_PARAMETERS = (16e9, 683e9)
 PUBLISHED_GPUS = (8, 1024)
-_WITH_INDEXERS = ("dsa", "dsv4_hybrid")
 FITTED_HARDWARE, PUBLISHED_HARDWARE = ("h100", "gb200", "gb300"), ("h100", "gb200", "gb300", "b200", "b300")
 ONE_RUN = 0.15
 """Base of a hardware file with a single run, which the fit meets exactly."""
@@ -145,8 +145,8 @@ UNTESTED_FEATURES: Features = MappingProxyType(
         "full recompute": lambda plan: plan.args.training.recompute_granularity == "full",
         "activations offloaded to the host": lambda plan: bool(plan.args.training.offloaded_modules),
         "optimizer state on the host": lambda plan: bool(plan.args.optimizer.optimizer_cpu_offload),
-        "sparse attention": lambda plan: plan.args.model.experimental_attention_variant in _WITH_INDEXERS,
-        "linear attention": lambda plan: plan.args.model.experimental_attention_variant not in (None, *_WITH_INDEXERS),
+        "sparse attention": lambda plan: variant_of(plan.args.model).has_indexer,
+        "linear attention": lambda plan: variant_of(plan.args.model).in_some_layers,
         "latent experts": lambda plan: bool(plan.args.moe.moe_latent_size),
         "no experts": lambda plan: not plan.args.moe.num_experts,
         "a CPU": lambda plan: plan.hardware.synchronous,

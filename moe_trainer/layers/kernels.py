@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.sublayers import variant_of
 from arguments.model import ModelArgs
 from moe_trainer.backends import BackendPolicy, import_problem
 from moe_trainer.ops import pointwise, rope
@@ -160,7 +161,7 @@ def with_delta_rule(
         and not {"all", DELTA_RULE} & set(names)
         or not backends.cuda
         and DELTA_RULE not in names
-        or model.experimental_attention_variant == "kda"  # decays by channel have no kernels
+        or variant_of(model).decays_by_channel  # which have no kernels
     ):
         return kernels
     problem, remedy = None, f"Install it ({INSTALL}), or leave out {DELTA_RULE}"

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from arguments.mechanisms.sublayers import variant_of
 from arguments.model import ModelArgs
 from moe_trainer.layers.absorbed_mla import CompressedKV
 from moe_trainer.layers.attention import SigmoidGate
@@ -83,7 +84,7 @@ class MultiLatentAttention(nn.Module):
         self._build_projections(model, ps, name, factory, options)
         temperature = yarn_mscale(model.rotary_scaling_factor, model.mscale_all_dim)
         scale = temperature * temperature / math.sqrt(key_dim)
-        if model.experimental_attention_variant == "dsa":
+        if variant_of(model).selects_keys:
             self.core_attention = SparseAttention(
                 model,
                 ps,
@@ -136,9 +137,7 @@ class MultiLatentAttention(nn.Module):
         heads, key_dim, init = model.num_attention_heads, self.nope_dim + self.rope_dim, hidden_init(model)
         # down projections read one input; norms, recomputed projections and indexers keep latents
         keeps_latents = (
-            not model.qk_layernorm
-            or "mla_up_proj" in factory.activations.recomputed
-            or model.experimental_attention_variant == "dsa"
+            not model.qk_layernorm or "mla_up_proj" in factory.activations.recomputed or variant_of(model).selects_keys
         )
 
         def linear(make: Callable[..., nn.Module], in_features: int, out_features: int, leaf: str) -> nn.Module:

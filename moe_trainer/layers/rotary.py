@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from arguments.layer_pattern import uses_window
+from arguments.mechanisms.sublayers import variant_of
 from arguments.model import ModelArgs
 from moe_trainer.ops.packed_sequences import Packed
 from moe_trainer.ops.rope import inverse_frequencies, llama3_scaling, rope_tables, yarn_frequencies, yarn_mscale
@@ -67,7 +68,7 @@ def make_rotary(model: ModelArgs, sequence: SequenceShard | None = None) -> Rota
         ValueError: for unsupported position types.
     """
     kind = model.position_embedding_type
-    if kind in ("learned_absolute", "none") or model.experimental_attention_variant == "dsv4_hybrid":
+    if kind in ("learned_absolute", "none") or variant_of(model).compresses_keys:
         return None
     if kind not in ("rope", "yarn"):
         raise ValueError(f"--position-embedding-type {kind} is not built; use rope, yarn, learned_absolute or none")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from arguments.layer_pattern import has_attention
+from arguments.mechanisms.sublayers import variant_of
 from arguments.model import ModelArgs
 from arguments.sparse_attention import gather_unsupported_reason
 from moe_trainer.layers.absorbed_mla import CompressedKV, gather_latents, latent_attention
@@ -320,7 +321,7 @@ def reduce_indexer_loss(
 
     Communication: two fp64 values over dp_cp, then over pp.
     """
-    if model.experimental_attention_variant != "dsa" or not model.dsa_indexer_loss_coeff:
+    if not variant_of(model).selects_keys or not model.dsa_indexer_loss_coeff:
         return torch.zeros(0, dtype=torch.float64, device=device)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for layer in iter_sparse_attentions(chunks):

@@ -8,48 +8,34 @@ A layer of a hybrid model (--hybrid-layer-pattern) has one of the two, or a Mamb
 Shapes: S sequence (this rank's part under sequence parallelism), B microbatch, H hidden.
 """
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from arguments import Arguments
-from arguments.layer_pattern import MAMBA, SHORT_CONV, has_attention, has_mlp, is_linear, layer_letter
-from arguments.model import ModelArgs
-from moe_trainer.layers.attention import SelfAttention
-from moe_trainer.layers.compressed_attention import CompressedAttention
+from arguments.layer_pattern import has_mlp, mixing_sublayer
+from arguments.mechanisms.sublayers import MAMBA, Sublayer
 from moe_trainer.layers.dropout import Dropout
-from moe_trainer.layers.gated_delta_net import GatedDeltaNet
 from moe_trainer.layers.hyper_connection import HyperConnection
-from moe_trainer.layers.kimi_delta_attention import KimiDeltaAttention
 from moe_trainer.layers.layer_factory import LayerFactory
-from moe_trainer.layers.mamba import MambaMixer
-from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.layers.rotary import Tables
-from moe_trainer.layers.short_convolution import ShortConvolution
 from moe_trainer.moe.layer import MoELayer, RoutingOutput
 from moe_trainer.parallel.state import ParallelState
 
-LINEAR_ATTENTION: Mapping[str | None, Callable[..., nn.Module]] = MappingProxyType(
-    {"gdn": GatedDeltaNet, "kda": KimiDeltaAttention, SHORT_CONV: ShortConvolution}
-)
-"""The layers of --experimental-attention-variant."""
 
-
-def _attention_class(model: ModelArgs, number: int) -> Callable[..., nn.Module]:
-    """Return the attention that the flags select for a layer, counted from 0."""
-    if is_linear(model, number):
-        return LINEAR_ATTENTION[model.experimental_attention_variant]
-    if model.experimental_attention_variant == "dsv4_hybrid":
-        return CompressedAttention
-    return MultiLatentAttention if model.multi_latent_attention else SelfAttention
+def load_class(sublayer: Sublayer) -> Callable[..., nn.Module]:
+    """Import the class of a sublayer that mixes positions."""
+    module, name = sublayer.built_by.split(".")
+    found: Callable[..., nn.Module] = getattr(importlib.import_module(f"moe_trainer.layers.{module}"), name)
+    return found
 
 
 class TransformerLayer(nn.Module):
@@ -68,20 +54,19 @@ class TransformerLayer(nn.Module):
         self.fp32_residual = model.fp32_residual_connection
         self.hidden_dropout = Dropout(model.hidden_dropout, factory.stream if has_local_tokens else None)
         number = layer_number - 1
-        self.is_mamba = layer_letter(model, number) == MAMBA
-        attends, self.has_mlp = has_attention(model, number), has_mlp(model, number)
-        self.has_mixer = self.is_mamba or attends
-        self.is_sparse = attends and model.experimental_attention_variant == "dsa"  # with the indexer's loss
+        mixer, self.has_mlp = mixing_sublayer(model, number), has_mlp(model, number)
+        self.has_mixer, self.is_mamba = mixer is not None, mixer is MAMBA
+        self.is_sparse = mixer is not None and mixer.selects_keys  # with the indexer's loss
         options: dict[str, Any] = {"layer_number": layer_number, "factory": factory, "sequence_parallel": sp}
         norm = partial(factory.norm, model.hidden_size, model, partial=has_local_tokens)
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
-        if self.is_mamba:
+        if mixer is MAMBA:
             self.norm = norm(name=f"{name}.norm")
-            self.mixer = MambaMixer(model, ps, name=f"{name}.mixer", **options)
-        elif self.has_mixer:
+            self.mixer = load_class(mixer)(model, ps, name=f"{name}.mixer", **options)
+        elif mixer is not None:
             self.input_layernorm = norm(name=f"{name}.input_layernorm") if model.pre_layernorm else None
             loss = {"per_token_loss": args.training.calculate_per_token_loss} if self.is_sparse else {}
-            make = factory.self_attention or _attention_class(model, number)
+            make = factory.self_attention or load_class(mixer)
             self.self_attention = make(model, ps, name=f"{name}.self_attention", **options, **loss)
             if model.post_self_attn_layernorm:
                 self.post_self_attn_layernorm = norm(name=f"{name}.post_self_attn_layernorm")

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from arguments import Arguments
 from arguments.layer_pattern import is_linear
 from arguments.mechanisms.formats import list_widths, quantized_format
+from arguments.mechanisms.sublayers import variant_of
 from arguments.stage_layout import chunk_layouts, embedding_stages
 from arguments.vocabulary import VOCABULARY_KEYS
 from moe_trainer.backends import BackendPolicy
@@ -152,7 +153,7 @@ def _select_factory(
         factory = apply_spec(args.training.spec, factory, args)
     if overlap is not None and factory.name == "transformer_engine" and device.type != "meta":
         _initialize_userbuffers(args, ps, dtype, overlap)
-    if args.model.experimental_attention_variant == "dsa" and args.model.dsa_kernel_backend != "none":
+    if variant_of(args.model).selects_keys and args.model.dsa_kernel_backend != "none":
         backends.should_use(
             ("dsa_kernel_backend",),
             flag=f"--dsa-kernel-backend {args.model.dsa_kernel_backend}",

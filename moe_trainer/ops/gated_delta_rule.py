@@ -1,7 +1,7 @@
 """The core of linear attention: short causal convolution, gates, and the gated delta rule in chunks.
 
 A head's state maps keys to values: S <- exp(g) S;  S <- S + beta k (v - S^T k)^T;  y = S^T q. The decay exp(g) is a
-number of a head (gated DeltaNet), or of each of its key channels (Kimi delta attention). Inside a chunk of CHUNK
+number of a head (gated DeltaNet), or of each of its key channels (Kimi-Linear). Inside a chunk of CHUNK
 positions the corrections solve one unit triangular system (arXiv 2412.06464, section 3.3), so all but one step per
 chunk are matmuls. Everything is fp32 or wider. Saved for backward: the inputs and the state before every segment of
 SEGMENT chunks; backward recomputes segment by segment. At a document's first position the state is empty. Kernels and

@@ -30,6 +30,7 @@ from arguments.mechanisms.selection_kinds.declaration import (
     RoutingCapability,
 )
 from arguments.mechanisms.selections import LOSSES, NO_BALANCING, SELECTIONS, SPLITS, of_balancing
+from arguments.mechanisms.sublayers import SPARSE_ATTENTION, SUBLAYERS, VARIANT
 from arguments.mtp import num_mtp_depths
 from moe_trainer.verification.low_precision import comparable_fp8_options
 from moe_trainer.verification.mapping import ParallelMapping
@@ -175,7 +176,7 @@ def _no_options(*_: object) -> dict[str, object]:
 
 def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     options: dict[str, object] = {
-        "experimental_attention_variant": "dsa",
+        VARIANT: SPARSE_ATTENTION.variant,
         "dsa_indexer_n_heads": rng.choice((1, 2, 4)),
         "dsa_indexer_head_dim": rng.choice((4, 8)),
         "dsa_indexer_topk": rng.choice((3, 5, 64)),
@@ -200,11 +201,10 @@ def _sparse_attention(rng: random.Random, mapping: ParallelMapping, values: dict
 def _delta_net(rng: random.Random, mapping: ParallelMapping, values: dict[str, object]) -> dict[str, object]:
     keys = max(2, mapping.tp * mapping.cp)
     pattern = [rng.choice((0, 1)) for _ in range(int(str(values["num_layers"])))]
-    variant: dict[str, object] = {"experimental_attention_variant": rng.choice(("gdn", "kda"))}
-    if variant["experimental_attention_variant"] == "kda":
-        variant |= {"kda_gate_rank": rng.choice((None, 8)), "kda_decay_lower_bound": rng.choice((None, -5.0))}
+    variant = rng.choice([each for each in SUBLAYERS if each.has_delta_rule])
     return {
-        **variant,
+        VARIANT: variant.variant,
+        **{dest: rng.choice(values) for dest, values in variant.draws},
         "linear_attention_freq": rng.choice((2, 3, pattern)),
         "linear_num_key_heads": keys,
         "linear_num_value_heads": keys * rng.choice((1, 2)),
@@ -333,7 +333,7 @@ def _multipliers(rng: random.Random, values: dict[str, object]) -> dict[str, obj
 
 def _chunks(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
     """Draw chunks of attention and temperatures of queries sometimes."""
-    is_free = not values.get("window_size") and values.get("experimental_attention_variant") != "dsa"
+    is_free = not values.get("window_size") and values.get(VARIANT) != SPARSE_ATTENTION.variant
     if not is_free or _chance(rng, 0.9):  # where no multipliers are drawn, this number is the one that they drew
         return {}
     return {
@@ -357,7 +357,7 @@ def _norms_of_layers(rng: random.Random) -> dict[str, object]:
 def _head_gates(rng: random.Random, values: dict[str, object]) -> dict[str, object]:
     """Draw gates of whole heads of latent attention sometimes."""
     gates = rng.choice((False, False, True)) and values.get("multi_latent_attention")
-    return {"head_wise_attn_gate": True} if gates and not values.get("experimental_attention_variant") else {}
+    return {"head_wise_attn_gate": True} if gates and not values.get(VARIANT) else {}
 
 
 def _batch(rng: random.Random, mapping: ParallelMapping) -> dict[str, object]:

@@ -18,8 +18,8 @@ from types import MappingProxyType
 
 from arguments.container import OPTIONS
 from arguments.flag_status import NOT_IMPLEMENTED
-from arguments.layer_pattern import LINEAR
 from arguments.mechanisms.optimizers import get_optimizer
+from arguments.mechanisms.sublayers import variant_of
 from arguments.parse import resolve_command_line
 from arguments.rules.derived_sizes import as_list, derive_sizes
 from arguments.rules.layout_grammar import read_layout
@@ -376,7 +376,7 @@ def _patterns(s: Settings, values: Mapping[str, object], layers: int) -> dict[st
         patterns["moe_layer_freq"] = sizes.pattern(s.moe_layer_freq, s.num_layers, layers)
     if s.num_experts and s.moe_n_hash_layers:
         patterns["moe_n_hash_layers"] = min(s.moe_n_hash_layers, layers)
-    if s.experimental_attention_variant == "dsv4_hybrid":
+    if variant_of(s).compresses_keys:
         patterns["csa_compress_ratios"] = sizes.compress_ratios(s.csa_compress_ratios[: s.num_layers], layers)
     for dest in ("no_rope_freq", "rotary_base_per_layer", "window_attn_skip_freq", "linear_attention_freq"):
         if s.values[dest] is not None and not (dest == "linear_attention_freq" and s.hybrid_layer_pattern):
@@ -388,7 +388,7 @@ def _small_training(s: Settings) -> dict[str, object]:
     values: dict[str, object] = dict(SMALL_TRAINING)
     if s.decoupled_lr is not None:
         values["decoupled_lr"] = 2 * LEARNING_RATE
-    if s.experimental_attention_variant in LINEAR:
+    if variant_of(s).has_delta_rule:
         values["layernorm_epsilon"] = LARGE_EPSILON
     if s.dsa_indexer_loss_coeff:
         values["dsa_indexer_loss_coeff"] = 1.0
@@ -407,7 +407,7 @@ def _note_changes(s: Settings, notes: list[str]) -> list[str]:
     if half:
         reason = "the check computes in fp32 (fp64 with fp8), so that a difference is a mistake and not rounding"
         notes.append(f"{', '.join(half)}: {reason}")
-    if s.experimental_attention_variant in LINEAR:
+    if variant_of(s).has_delta_rule:
         notes.append(
             f"{s.flag('layernorm_epsilon')} is {LARGE_EPSILON}: a query nearly orthogonal to a key gives an output "
             "near zero, and the next norm would amplify the rounding of its gradient"

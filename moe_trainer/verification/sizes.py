@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from arguments.layer_pattern import LINEAR, MOE, hybrid_letters
+from arguments.layer_pattern import MOE, hybrid_letters
 from arguments.mechanisms.formats import quantized_format
 from arguments.mechanisms.selections import expert_split
+from arguments.mechanisms.sublayers import variant_of
 from arguments.mtp import DEPTH, mtp_depths, mtp_letters, num_mtp_depths
 from arguments.parallel import dynamic_cp_sizes, sequence_padding_multiple
 from arguments.rules.derived_sizes import as_list, moe_pattern
@@ -54,7 +55,7 @@ def _mtp_sizes(s: Settings) -> dict[str, object]:
 def _fewest_layers(s: Settings) -> int:
     if s.hybrid_layer_pattern:
         return len(set(hybrid_letters(s.hybrid_layer_pattern)))
-    if s.experimental_attention_variant == "dsv4_hybrid":
+    if variant_of(s).compresses_keys:
         return max(2, len(set(s.csa_compress_ratios[: s.num_layers])))
     pattern = moe_pattern(s.moe_layer_freq, s.num_layers) if s.num_experts else None
     return 3 if pattern is not None and len(set(pattern)) > 1 else 2
@@ -167,7 +168,8 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
         values |= {"kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
         values |= {"v_head_dim": 8 if s.v_head_dim == s.qk_head_dim else 6}
         values |= {"q_lora_rank": 12} if s.q_lora_rank else {}
-    if s.experimental_attention_variant in LINEAR:
+    variant = variant_of(s)
+    if variant.has_delta_rule:
         keys = max(2, new.tp * new.cp)
         value_dim = 16 if s.linear_key_head_dim == s.linear_value_head_dim else 8
         values |= {
@@ -176,16 +178,16 @@ def attention(s: Settings, new: ParallelMapping) -> dict[str, object]:
             "linear_key_head_dim": 16,
             "linear_value_head_dim": value_dim,
         }
-        values |= {"kda_gate_rank": 8} if s.kda_gate_rank else {}
+        values |= {dest: size for dest, size in variant.toy_sizes if s.values[dest]}
     if s.hybrid_layer_pattern:
         groups = max(2, new.tp * new.cp)
         values |= {"mamba_num_groups": groups, "mamba_num_heads": 2 * groups}
         values |= {"mamba_head_dim": 8, "mamba_state_dim": 12}
-    if s.experimental_attention_variant == "dsv4_hybrid":
+    if variant.compresses_keys:
         values |= {"v_head_dim": 12, "o_groups": max(2, new.tp), "o_lora_rank": 6, "csa_window_size": 5}
         if s.dsa_indexer_topk:
             values |= {"dsa_indexer_n_heads": 16, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 2}
-    if s.experimental_attention_variant == "dsa":
+    if variant.selects_keys:
         values |= {"dsa_indexer_n_heads": min(s.dsa_indexer_n_heads, 2), "dsa_indexer_head_dim": 8}
         values |= {"dsa_indexer_topk": 5 if s.dsa_indexer_topk < s.seq_length else _length(new)}
         # the choice at the user's sizes, which differs at the small ones

@@ -4,6 +4,7 @@ import json
 
 from arguments.container import OPTIONS
 from arguments.flag_status import OLD_SPELLINGS, PRODUCTS, find_out_of_scope, is_known_spelling
+from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT
 from arguments.settings import Settings
 from arguments.tokens import FIELDS, parse_tokens
 from tests.arguments.recorded import load, megatron_flags, megatron_parser
@@ -11,7 +12,7 @@ from tests.arguments.recorded import load, megatron_flags, megatron_parser
 FLAGS = megatron_flags()
 OWN_CHOICES = {
     "moe_flex_dispatcher_backend": ["hierarchical"],
-    "experimental_attention_variant": ["dsv4_hybrid", "kda", "short_conv"],  # the first: the dev branch's
+    VARIANT: [each.variant for each in SUBLAYERS if each.variant and not each.is_upstream],
 }
 OWN_DEFAULTS = {"eval_interval": 1000}  # that of the released versions, and not main's None
 

@@ -24,7 +24,10 @@ LAYOUTS = {
     ),
 }
 # every kind of cache is cut over tensor ranks; over stages the sampled tokens travel, and a stage's layers may be of any kind
-OVER_STAGES = ("deepseek_v4", "bailing_hybrid")
+OVER_STAGES = (
+    "deepseek_v4",
+    "bailing_hybrid",  # of layers with a recurrence
+)
 SAMPLING = SamplingOptions(temperature=1.0, seed=5)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from arguments import parse_args
 from arguments.container import OPTIONS
+from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT
 from arguments.model import ModelArgs
 from moe_trainer.backends import BackendPolicy, MissingBackendError
 from moe_trainer.layers import kernels
@@ -168,11 +169,13 @@ def test_choice_of_delta_rule_implementation(names, cuda, installed, made, logge
 def test_decays_by_channel_have_no_kernels(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib, "import_module", lambda name: RULES)
-    found = [
-        with_delta_rule(Kernels(), [], model, torch.bfloat16, BackendPolicy(cuda=True))
-        for model in (ModelArgs(), ModelArgs(experimental_attention_variant="kda"))
-    ]
-    assert found[0].gated_delta is repr and found[1] == Kernels()
+
+    def select(variant):
+        model = ModelArgs(**{VARIANT: variant})
+        return with_delta_rule(Kernels(), [], model, torch.bfloat16, BackendPolicy(cuda=True))
+
+    assert select(None).gated_delta is repr
+    assert all(select(each.variant) == Kernels() for each in SUBLAYERS if each.decays_by_channel)
 
 
 @pytest.mark.parametrize("version", ["0.5.2", None])

@@ -16,6 +16,7 @@ from harness import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, attention_of, variant_of
 from arguments.model import ModelArgs
 from arguments.parallel import ParallelArgs
 from moe_trainer.layers import linear, tp_overlap, vocab
@@ -23,13 +24,12 @@ from moe_trainer.layers.attention import SelfAttention
 from moe_trainer.layers.init import Init
 from moe_trainer.layers.layer_factory import LOCAL
 from moe_trainer.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from moe_trainer.layers.mla import MultiLatentAttention
 from moe_trainer.layers.mlp import MLP
 from moe_trainer.layers.norm import Norm
 from moe_trainer.layers.rotary import make_rotary
 from moe_trainer.layers.tp_overlap import LinearOverlap, OverlapFileError, TpOverlap
 from moe_trainer.layers.vocab import OutputHead, PositionEmbedding, VocabParallelEmbedding
-from moe_trainer.model.block import LINEAR_ATTENTION
+from moe_trainer.model.block import load_class
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.rng import named_generator
 from moe_trainer.parallel.state import Group, ParallelState
@@ -73,7 +73,16 @@ DELTA = replace(
     normalization="RMSNorm",
     layernorm_epsilon=1e-2,
 )
-KDA = replace(DELTA, experimental_attention_variant="kda", kda_gate_rank=3)
+BY_CHANNEL = {
+    f"{each.name}{name}": replace(
+        DELTA,
+        **{dest: values[-1 if rank is None else 0] for dest, values in each.draws}
+        | {VARIANT: each.variant, each.gate_rank: rank},
+    )
+    for each in SUBLAYERS
+    if each.decays_by_channel
+    for name, rank in (("", 3), (", no latents", None))
+}
 SHORT = replace(DELTA, experimental_attention_variant="short_conv", linear_conv_kernel_dim=3)
 ROWS, COLUMNS, REPLICATED = "rows", "columns", "replicated"
 
@@ -118,8 +127,7 @@ def _mlp(**change) -> Case:
 
 
 def _attention(model: ModelArgs) -> Case:
-    kind = MultiLatentAttention if model.multi_latent_attention else SelfAttention
-    kind = LINEAR_ATTENTION.get(model.experimental_attention_variant, kind)
+    kind = load_class(variant_of(model) if variant_of(model).in_some_layers else attention_of(model))
     rotary = make_rotary(model)
 
     def run(layer, x, ps, sp):
@@ -185,8 +193,7 @@ CASES = {
     "attention, window": _attention(replace(MODEL, window_size=(3, 0), num_query_groups=2)),
     "attention, no positions": _attention(replace(MODEL, position_embedding_type="none")),
     "gated DeltaNet": _attention(DELTA),
-    "Kimi delta attention": _attention(KDA),
-    "Kimi delta attention, no latents": _attention(replace(KDA, kda_gate_rank=None, kda_decay_lower_bound=-5.0)),
+    **{name: _attention(model) for name, model in BY_CHANNEL.items()},
     "short convolution": _attention(SHORT),
     "gated DeltaNet, a value head a key head": _attention(replace(DELTA, linear_num_value_heads=4)),
     "latent attention": _attention(LATENT),

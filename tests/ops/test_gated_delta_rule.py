@@ -1,6 +1,6 @@
 """The gated delta rule in chunks and segments against the recurrence, position by position; documents.
 
-One decay for a head (gated DeltaNet) or for each of its channels (Kimi delta attention). What is saved.
+One decay for a head (gated DeltaNet) or for each of its channels (Kimi-Linear). What is saved.
 """
 
 from dataclasses import replace

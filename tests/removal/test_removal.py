@@ -105,7 +105,7 @@ def test_what_still_names_a_feature_is_reported(tmp_path):
     assert list(remove.naming_lines(tmp_path, spec)) == ["a.py:2: y = OLD_Name", "old_name.md: the name of the file"]
 
 
-@pytest.mark.parametrize("text", ["words: kda", "feature: one", "feature: one\nwords: [a]\nlines: {a: b}", "file: [a]"])
+@pytest.mark.parametrize("text", ["words: old", "feature: one", "feature: one\nwords: [a]\nlines: {a: b}", "file: [a]"])
 def test_what_is_no_specification_is_an_error(text, tmp_path):
     (tmp_path / "one.yaml").write_text(text)
     with pytest.raises(remove.SpecError, match="one.yaml"):

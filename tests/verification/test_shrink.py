@@ -407,7 +407,9 @@ VALUES = {
     "pipeline_model_parallel_layout": None,  # has separate tests
     "decoder_first_pipeline_num_layers": "14", "decoder_last_pipeline_num_layers": "14", "pipeline_model_parallel_size": "2",
     "squared_relu": None, "quick_geglu": None,  # excluded by --swiglu
-    "rotary_base_per_layer": " ".join(["10000"] * 60 + ["500000"]), "kda_decay_lower_bound": "-5", "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4", "lora_target_modules": "linear_qkv",
+    "rotary_base_per_layer": " ".join(["10000"] * 60 + ["500000"]),
+    "kda_decay_lower_bound": "-5",
+    "qk_clip_alpha": "0.3", "moe_upcycling_granularity": "4", "lora_target_modules": "linear_qkv",
     "csa_compress_ratios": "([4,0]*50)", "o_groups": "4", "csa_window_size": "64", "o_lora_rank": "32", "csa_compress_rotary_base": "160000",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "all",
 }  # fmt: skip

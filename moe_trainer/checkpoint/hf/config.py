@@ -12,6 +12,7 @@ from typing import Any
 from arguments.checkpoint_args import SHAPE, meaning, same_meaning
 from arguments.container import OPTIONS
 from arguments.layer_pattern import hybrid_letters
+from arguments.mechanisms.sublayers import GATED_DELTA_NET, variant_of
 from arguments.program import other_command
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.attention import INDEXER
@@ -221,7 +222,7 @@ def _write(family: Family, flags: Mapping[str, Any], rows: int) -> dict[str, Any
 def _differing(expected: Mapping[str, Any], actual: Flags) -> list[str]:
     """Return the architecture flags whose meaning a config.json has lost."""
     moe, latent = bool(expected.get("num_experts")), bool(expected.get("multi_latent_attention"))
-    sparse = expected.get("experimental_attention_variant") in ("dsa", "dsv4_hybrid")
+    sparse = variant_of(expected).has_indexer
     differences = []
     for dest in (*SHAPE, "max_position_embeddings"):
         if (
@@ -257,7 +258,7 @@ def _equal_patterns(dest: str, expected: Mapping[str, Any], actual: Flags) -> bo
         return not expected.get(dest) and 2 * expected["hidden_size"] == actual[dest] * actual["mamba_head_dim"]
     if dest == "linear_attention_freq":
         return linear_layers(expected) == linear_layers(actual)
-    if dest == "mtp_num_layers" and actual.get("experimental_attention_variant") == "gdn":
+    if dest == "mtp_num_layers" and variant_of(actual) is GATED_DELTA_NET:
         return expected.get(dest) in (None, 0, 1)  # the tensors determine it, not config.json
     if dest == "attention_latent_norm_epsilon":
         return True  # write_notes

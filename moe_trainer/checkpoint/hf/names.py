@@ -14,16 +14,15 @@ from torch import Tensor
 from arguments.container import OPTIONS
 from arguments.layer_pattern import (
     ATTENTION,
-    LINEAR,
     MAMBA,
     MLP,
     MOE,
     OVERLAPPING_RATIO,
-    SHORT_CONV,
     hybrid_letters,
     mtp_is_moe,
 )
 from arguments.mechanisms.selections import TABLES, output_slices
+from arguments.mechanisms.sublayers import variant_of
 from arguments.mtp import num_mtp_depths
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.hybrid import state_space_heads
@@ -120,9 +119,10 @@ def model_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _linear_attention_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
-    if flags.get("experimental_attention_variant") == SHORT_CONV:
+    variant = variant_of(flags)
+    if variant.is_convolution:
         return {"3H": 3 * flags["hidden_size"], "LW": flags["linear_conv_kernel_dim"]}
-    if flags.get("experimental_attention_variant") not in LINEAR:
+    if not variant.has_delta_rule:
         return {}
     keys, values = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
     key, value = flags["linear_key_head_dim"], flags["linear_value_head_dim"]
@@ -138,7 +138,7 @@ def _linear_attention_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
         "LW": flags["linear_conv_kernel_dim"],
         "LQ": keys * key,
         "LD": values * key,
-        "LR": flags.get("kda_gate_rank") or 0,
+        "LR": flags.get(variant.gate_rank) or 0,
     }
 
 
@@ -176,7 +176,7 @@ def _latent_attention_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
 
 def _compressed_attention_sizes(flags: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of DeepSeek-V4's attention, hyper-connections and tables of hash routing."""
-    if flags.get("experimental_attention_variant") != "dsv4_hybrid":
+    if not variant_of(flags).compresses_keys:
         return {}
     heads, width = flags["num_attention_heads"], flags.get("v_head_dim", OPTIONS["v_head_dim"].default)
     streams = flags["num_residual_streams"]

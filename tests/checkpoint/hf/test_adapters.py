@@ -78,7 +78,16 @@ def test_adapters_have_the_same_effect_merged_and_in_peft(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "granitemoehybrid", "kimi_linear"]
+    "name",
+    [
+        "qwen3_moe",
+        "deepseek_v3",
+        "gpt_oss",
+        "qwen3_next",
+        "nemotron_h",
+        "granitemoehybrid",
+        "kimi_linear",
+    ],
 )
 def test_an_exported_adapter_is_imported_as_it_was(name, tmp_path):
     _, ours, checkpoint = adapted(name, tmp_path)

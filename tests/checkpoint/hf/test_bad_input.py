@@ -225,8 +225,12 @@ def test_values_that_other_values_determine_are_read():
         assert flags_of("qwen3_moe", **changes)["yarn_original_max_position_embeddings"] == length
     flags = flags_of("nemotron_h", time_step_limit=[0.0, 1e308], norm_eps=1e-5)  # no limit, in a file without Infinity
     assert (flags["mamba_step_size_min"], flags["mamba_step_size_max"]) == (0.6, None)
+
+
+def test_groups_of_layers_of_ling_are_read_and_written():
     groups = {"layer_types": None, "mlp_layer_types": None, "num_hidden_layers": 6, "layer_group_size": 3}
-    flags = flags_of("bailing_hybrid", **groups, expert_swiglu_limit_list=[0] * 6)
+    config = config_of("bailing_hybrid") | groups | {"expert_swiglu_limit_list": [0] * 6}
+    flags = read_config(config)[1]
     assert flags["linear_attention_freq"] == [1, 1, 0] * 2 and flags["moe_layer_freq"] == [0] + [1] * 5
     written = write_config(flags, 96, "bailing_hybrid")[1]
     assert written["layer_group_size"] == 3

@@ -103,7 +103,15 @@ def test_hf_folder_gives_transformers_logits_loss_and_gradients(name, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "name", ["granitemoehybrid", "nemotron_h", "deepseek_v4", "kimi_linear", "lfm2_moe", "bailing_hybrid"]
+    "name",
+    [
+        "granitemoehybrid",
+        "nemotron_h",
+        "deepseek_v4",
+        "kimi_linear",
+        "lfm2_moe",
+        "bailing_hybrid",
+    ],
 )
 def test_gradients_of_hybrid_models_are_converted_to_those_of_transformers(name, tmp_path, record_property):
     """Gradients in the place of weights go through the same conversion."""

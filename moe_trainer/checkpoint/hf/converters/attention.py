@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arguments.layer_pattern import OVERLAPPING_RATIO
+from arguments.mechanisms.sublayers import COMPRESSED_ATTENTION, SPARSE_ATTENTION, variant_of
 from moe_trainer.checkpoint.errors import CheckpointError
 from moe_trainer.checkpoint.hf.converters.converter import Config, ConfigConverter, Flags
 from moe_trainer.checkpoint.hf.converters.layer_patterns import (
@@ -134,9 +135,9 @@ def _read_indexer(config: Config) -> Flags:
 
 
 def _write_indexer(flags: Mapping[str, Any]) -> dict[str, Any]:
-    if flags.get("experimental_attention_variant") != "dsa":
+    if not variant_of(flags).selects_keys:
         raise CheckpointError(
-            "a DeepSeek-V3.2 or GLM-5 model has sparse attention; --experimental-attention-variant dsa is needed"
+            f"a DeepSeek-V3.2 or GLM-5 model has sparse attention; {SPARSE_ATTENTION.words} is needed"
         )
     if not flags.get("q_lora_rank"):
         raise CheckpointError(
@@ -191,8 +192,8 @@ def _read_compressed(config: Config) -> Flags:
 
 
 def _write_compressed(flags: Mapping[str, Any]) -> dict[str, Any]:
-    if flags.get("experimental_attention_variant") != "dsv4_hybrid":
-        raise CheckpointError("a DeepSeek-V4 model needs --experimental-attention-variant dsv4_hybrid")
+    if not variant_of(flags).compresses_keys:
+        raise CheckpointError(f"a DeepSeek-V4 model needs {COMPRESSED_ATTENTION.words}")
     if flags.get("csa_dense_mode"):
         raise CheckpointError("--csa-dense-mode: a DeepSeek-V4 model has an indexer in every layer of ratio 4")
     ratios = flags["csa_compress_ratios"][: flags["num_layers"]]

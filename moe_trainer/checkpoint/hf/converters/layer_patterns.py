@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from arguments.layer_pattern import linear_layer_pattern, moe_layer_pattern
+from arguments.layer_pattern import moe_layer_pattern, recorded_linear_layers
 from moe_trainer.checkpoint.errors import CheckpointError
 
 
@@ -39,9 +39,7 @@ def expert_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
 
 def linear_layers(flags: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return which layers have linear attention."""
-    return linear_layer_pattern(
-        flags["num_layers"], flags.get("experimental_attention_variant"), flags.get("linear_attention_freq")
-    )
+    return recorded_linear_layers(flags, flags["num_layers"])
 
 
 def marks(kinds: Sequence[str], special: str, other: str = "full_attention", key: str = "layer_types") -> list[int]:

@@ -19,6 +19,7 @@ from moe_trainer.checkpoint.hf.converters import (
     rotary_by_layer,
     windows,
 )
+from moe_trainer.checkpoint.hf.converters import kimi_delta_attention as kimi_delta
 from moe_trainer.checkpoint.hf.converters.converter import Config, ConfigConverter, Flags
 
 
@@ -57,7 +58,16 @@ SCALED_EMBEDDING = ConfigConverter(_read_scaled_embedding, _write_scaled_embeddi
 MTP = ConfigConverter(_read_mtp, _write_mtp)
 # the default of transformers is a row of the published vocabulary, which this one may not have
 NO_PADDING = ConfigConverter(lambda _: {}, lambda _: {"pad_token_id": None})
-_MODULES = (rotary, rotary_by_layer, attention, windows, linear_attention, hybrid, experts)
+_MODULES = (
+    rotary,
+    rotary_by_layer,
+    attention,
+    windows,
+    linear_attention,
+    kimi_delta,
+    hybrid,
+    experts,
+)
 CONVERTERS: Mapping[str, ConfigConverter] = MappingProxyType(
     {
         name.lower(): value

@@ -1,0 +1,81 @@
+"""Kinds of sublayers: one declaration each, of everything that other code asks of them.
+
+Letters of --hybrid-layer-pattern select them, or --experimental-attention-variant and --multi-latent-attention. The
+functions of this module and of arguments/layer_pattern.py are the only ones that read these flags; all others ask the
+declaration that they return. Its class is found by `built_by` (moe_trainer/model/block.py).
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from arguments.mechanisms.sublayer_kinds.compressed_attention import COMPRESSED_ATTENTION
+from arguments.mechanisms.sublayer_kinds.declaration import VARIANT, Sublayer
+from arguments.mechanisms.sublayer_kinds.feed_forward import EXPERTS, MLP
+from arguments.mechanisms.sublayer_kinds.gated_delta_net import GATED_DELTA_NET
+from arguments.mechanisms.sublayer_kinds.kimi_delta_attention import KIMI_DELTA_ATTENTION
+from arguments.mechanisms.sublayer_kinds.latent_attention import LATENT_ATTENTION
+from arguments.mechanisms.sublayer_kinds.mamba import MAMBA
+from arguments.mechanisms.sublayer_kinds.short_convolution import SHORT_CONVOLUTION
+from arguments.mechanisms.sublayer_kinds.softmax_attention import SOFTMAX_ATTENTION
+from arguments.mechanisms.sublayer_kinds.sparse_attention import SPARSE_ATTENTION
+
+SUBLAYERS: tuple[Sublayer, ...] = (
+    MAMBA,
+    GATED_DELTA_NET,
+    SOFTMAX_ATTENTION,
+    SPARSE_ATTENTION,
+    COMPRESSED_ATTENTION,
+    LATENT_ATTENTION,
+    KIMI_DELTA_ATTENTION,
+    SHORT_CONVOLUTION,
+    MLP,
+    EXPERTS,
+)
+BY_LETTER = MappingProxyType({each.letter: each for each in SUBLAYERS if each.letter})
+UNBUILT_VARIANTS = tuple(value for each in SUBLAYERS for value in each.unbuilt_variants)
+OLD_VARIANTS = MappingProxyType({(VARIANT, old): str(each.variant) for each in SUBLAYERS for old in each.old_variants})
+"""(destination, old value) -> its new name."""
+
+_NAMED = tuple(each for each in SUBLAYERS if each.variant is not None)
+_BY_VARIANT = MappingProxyType({each.variant: each for each in _NAMED})
+_UPSTREAM = tuple(value for each in _NAMED if each.is_upstream for value in (str(each.variant), *each.unbuilt_variants))
+_OTHERS = tuple(str(each.variant) for each in _NAMED if not each.is_upstream)
+VARIANTS = (*_UPSTREAM, *tuple(old for _, old in OLD_VARIANTS), *_OTHERS)
+"""Values of --experimental-attention-variant, in Megatron-LM's order."""
+_UNBUILT = MappingProxyType({value: each for each in SUBLAYERS for value in each.unbuilt_variants})
+
+
+def find_variant(value: object) -> Sublayer:
+    """Return the sublayer of a value of --experimental-attention-variant.
+
+    Softmax attention stands for no value, and for one that is not built.
+    """
+    return _BY_VARIANT.get(value, SOFTMAX_ATTENTION) if isinstance(value, str) else SOFTMAX_ATTENTION
+
+
+def variant_of(flags: Any) -> Sublayer:
+    """Return the sublayer that --experimental-attention-variant selects in all layers, or in some.
+
+    Args:
+        flags: has the fields of ModelArgs, or is a record of flags by destination.
+    """
+    return find_variant(flags.get(VARIANT) if isinstance(flags, Mapping) else getattr(flags, VARIANT))
+
+
+def relative_of(flags: Any) -> Sublayer:
+    """Return `variant_of`, or the sublayer whose rules hold for a variant that is not built."""
+    return _UNBUILT.get(getattr(flags, VARIANT)) or variant_of(flags)
+
+
+def attention_of(model: Any) -> Sublayer:
+    """Return the attention of the layers in which no other sublayer mixes positions."""
+    variant = variant_of(model)
+    if variant.variant is None or variant.in_some_layers:
+        return LATENT_ATTENTION if model.multi_latent_attention else SOFTMAX_ATTENTION
+    return variant
+
+
+def needs_variant(has_trait: Callable[[Sublayer], bool]) -> str:
+    """Return the condition that a flag acts with the variants that have a trait, as `flag(needs=...)` takes it."""
+    return " or ".join(f"{VARIANT}={value}" for value, each in _BY_VARIANT.items() if has_trait(each))
