@@ -5,12 +5,13 @@ import difflib
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.program import as_typed, program_name
 from arguments.schema import Option, layer_pattern
 
@@ -21,7 +22,12 @@ EXAMPLES = """pretrain_moe.py: no flags were given. For example:
 --help lists every flag, --help moe (or --help --moe-router-topk) some of them.
 """
 
-ALIASES = MappingProxyType({"echo": ("clone",), "sync-free": ("rank-capacity", "paged-stash")})
+ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        **{each.alias: (each.dest.replace("_", "-"),) for each in PLACEMENTS if each.alias and each.dest},
+        "sync-free": ("rank-capacity", "paged-stash"),
+    }
+)
 """Parts of flags by a name of the literature that no flag contains."""
 
 HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from arguments import flag_status, rules
 from arguments.container import OPTIONS
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import Limit, Settings
 
@@ -26,6 +27,7 @@ TOPICS = MappingProxyType(
         "pipeline": "Pipeline schedules",
         "router": "Routing",
         "dispatcher": "Dispatchers and experts",
+        **{each.key: each.name.capitalize() for each in PLACEMENTS if each.has_rules},
         "optimizer": "Optimizer and sharded parameters",
         "precision": "Precision",
         "recompute": "Recompute and chunks",

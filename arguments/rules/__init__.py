@@ -4,8 +4,8 @@
 follow from several flags, under Megatron's names. One module per topic. A rule is a function of the flat `Settings` and
 the `DerivedSizes` of the pass. Its name begins with `resolve_` (derives values), `note_` (only explains), `check_`
 (yields violations: what is wrong in Megatron-LM too, or in any program) or `limit_` (yields limits of this program,
-which the manual lists). Rules run in order of definition; those of a way to choose experts are named by its
-declaration. tests/data/check_sources.json names the rules of Megatron-LM
+which the manual lists). Rules run in order of definition; those of a way to choose or place experts are named by
+its declaration. tests/data/check_sources.json names the rules of Megatron-LM
 (commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py records the
 deliberate differences, and machine.py has the rules about the machine.
 """
@@ -15,6 +15,7 @@ from importlib import import_module
 from types import ModuleType
 
 from arguments import megatron_differences
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.rules import (
     attention,
@@ -71,6 +72,7 @@ AREAS = (
     router,
     *tuple(import_module(f"{__name__}.{each.key}") for each in SELECTIONS if each.has_rules),
     dispatcher,
+    *tuple(import_module(f"{__name__}.{each.key}") for each in PLACEMENTS if each.has_rules),
     optimizer,
     precision,
     recompute,

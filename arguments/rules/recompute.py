@@ -7,6 +7,8 @@ optimizer offload. Modules that no layer has are a note here, not an error.
 from collections.abc import Iterator
 
 from arguments.layer_pattern import LINEAR
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
+from arguments.mechanisms.placements import rejected_flags
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
 
@@ -187,10 +189,9 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             experts and s.moe_expert_rank_capacity_factor,
             "the receive buffer is that of all tokens",
         ),
-        (
-            "moe_clone_hot_experts",
-            experts and s.moe_clone_hot_experts,
-            "every chunk would exchange the weights of clones again",
+        *(
+            (dest, experts and s.values[dest], reason)
+            for dest, reason in rejected_flags(PlacementCapability.MLP_CHUNKS)
         ),
         (
             "moe_shared_expert_overlap",
