@@ -27,7 +27,6 @@ TOPICS = MappingProxyType(
         "pipeline": "Pipeline schedules",
         "router": "Routing",
         "dispatcher": "Dispatchers and experts",
-        **{each.key: each.name.capitalize() for each in PLACEMENTS if each.has_rules},
         "optimizer": "Optimizer and sharded parameters",
         "precision": "Precision",
         "recompute": "Recompute and chunks",
@@ -41,7 +40,7 @@ TOPICS = MappingProxyType(
         "checkpoint": "Checkpoints",
     }
 )
-"""Heading of the limits of each module of rules/."""
+"""Heading of the limits of each module of rules/ that no declaration names."""
 
 
 _HEAD = """\
@@ -95,7 +94,8 @@ def _combinations() -> Iterator[str]:
     settings = Settings(OPTIONS)
     found = rules.limits(settings, derive_sizes(settings, None))
     for topic, entries in groupby(found, key=lambda entry: entry[0]):
-        yield f"### {TOPICS[topic]}\n"
+        declared = (each.name.capitalize() for each in PLACEMENTS if each.key == topic)
+        yield f"### {TOPICS[topic] if topic in TOPICS else next(declared)}\n"
         yield from dict.fromkeys(f"- {limit_text(limit)}" for _, limit in entries)
         yield ""
 

@@ -9,10 +9,10 @@ why, or that they have no effect and why.
 from typing import Any
 
 from arguments.mechanisms.placement_kinds.cloned import CLONED
-from arguments.mechanisms.placement_kinds.declaration import Placement, PlacementCapability
+from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement, PlacementCapability
 from arguments.mechanisms.placement_kinds.own import OWN
 
-PLACEMENTS: tuple[Placement, ...] = (
+PLACEMENTS: tuple[DeclaredPlacement, ...] = (
     CLONED,
     OWN,
 )
@@ -21,7 +21,7 @@ UNMOVED_MAXIMA = tuple(each.unmoved_maximum for each in PLACEMENTS if each.unmov
 """Names in metrics.jsonl."""
 
 
-def get_placement(moe: Any, ep: int) -> Placement:
+def get_placement(moe: Any, ep: int) -> DeclaredPlacement:
     """Return the placement that the flags ask for.
 
     Args:

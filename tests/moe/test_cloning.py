@@ -1,4 +1,4 @@
-"""Clones of hot experts on ranks: outputs and gradients of a layer without them, even loads, clones that are dropped after use, and what is logged."""
+"""Clones of hot experts on ranks: outputs and gradients of a layer without them, even loads, clones that are dropped after use."""
 
 import gc
 import json
@@ -6,18 +6,12 @@ import json
 import pytest
 import torch
 from harness import run_ranks
-from moe.layers import HIDDEN, Chunk, RankGrads, build_shard, sections, total_grads
-from moe.test_balancing_ranks import SCALE, microbatches
-from moe.test_counts_on_device import ALL_TO_ALL, BLOCKWISE, DROPOUT, FLEX, RECOMPUTE, assert_equal, trained
-from moe.test_expert_loads import make_arguments
+from moe.layers import HIDDEN, RankGrads, build_shard, sections, total_grads
 from moe.test_flex import LIBRARIES, flex_dispatcher
 
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.metrics.routing_health import routing_health
-from moe_trainer.moe.balancing import reset_iteration
 from moe_trainer.moe.dispatch.select import attach_dispatcher
-from moe_trainer.moe.expert_loads import collect_expert_loads
 from moe_trainer.moe.placement.clone_plan import ClonePlan, rank_loads
 from moe_trainer.moe.placement.cloned import _FixedExchange
 from moe_trainer.ops.expert_mlp import ActivationFns
@@ -290,62 +284,3 @@ def test_clones_are_dropped_after_use():
 def test_recomputed_layers_send_clones_once_per_pass():
     for between, sent, in_all, after, _ in run_ranks(_count_clone_bytes, 2, True):
         assert (between, sent, in_all, after) == (0, 1, 2, 0), "once in each of the two passes"
-
-
-CLONES = "--moe-clone-hot-experts 1"
-
-
-@pytest.mark.parametrize(
-    ("library", "more"),
-    [
-        ("HybridEP", RECOMPUTE[1]),
-        (None, DROPOUT),
-        ("HybridEP", BLOCKWISE),
-        ("HybridEP", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer"),
-    ],
-    ids=["HybridEP", "all-to-all", "HybridEP, fp8", "HybridEP, MXFP8 with gathered weights"],
-)
-def test_clones_are_planned_without_the_host(library, more):
-    """Equal to training without clones (in fp8 other blocks of tokens share scales), and the host reads nothing."""
-    check_clones(FLEX, library, more)
-
-
-def check_clones(flex, library, more):
-    flags = f"{flex} --moe-expert-rank-capacity-factor 3 {more}"
-    ours = trained(2, f"{flags} {CLONES}", (), "deepseek", False, library)
-    for result in ours:
-        assert result["counts"] == {torch.Tensor} and set(result["reads"]) <= {"balancing.py"}, result["reads"]
-        assert result["moved"] > 0
-    plain = trained(2, flags if "fp8" in more else ALL_TO_ALL)
-    assert_equal(plain[0], ours[0], 2e-2 if "fp8" in more else 1e-5)
-
-
-def _cloning(rank, n):
-    ps = ParallelState.create(n, rank, ep=n)
-    layer, planned = build_shard(make_arguments({"moe_clone_hot_experts": 2}), ps), []
-    with torch.no_grad():  # the first rank's experts are the hot ones
-        layer.router.weight[:, 0] = torch.tensor([9.0, 6.0, 5.0, 4.0, 0.0, -3.0, -6.0, -9.0])
-    plan = layer.placement.plan
-    layer.placement.plan = lambda *given: planned.append(plan(*given)) or planned[-1]
-    run, computed = layer.experts.forward, []
-    layer.experts.forward = lambda x_RH, *given, **options: computed.append(len(x_RH)) or run(x_RH, *given, **options)
-    for _ in range(2):  # the iteration is repeated
-        reset_iteration([Chunk(layer)])
-        planned.clear()
-        computed.clear()
-        for x in microbatches(ps.dp.rank):
-            layer(x.abs(), PassInputs(grad_scale=SCALE))
-    table, _ = collect_expert_loads([Chunk(layer)], ps, 8, 2)
-    assert not layer.placement.moved_tokens_2P.any()
-    return table, sum(routing.plan.num_tokens.sum().item() for routing, _ in planned), sum(computed)
-
-
-def test_rows_of_clones_are_counted_once():
-    """Also the load of each rank with its clones, which is what its experts have computed."""
-    (table, planned, first), (other, again, second) = run_ranks(_cloning, 2)
-    assert torch.equal(table, other) and table[0, 9] == planned == again > 0
-    assert table[0, 12:].tolist() == [first, second]
-    found = routing_health(table, expert_ranks=2, layer_share=0.1)
-    before = table[0, :4].sum() / table[0, :8].sum() * 2
-    assert found["rank_max_over_mean_before_cloning"] == [before] and 1 <= found["rank_max_over_mean"][0] < before
-    assert found["straggler_cost"] == pytest.approx(0.1 * (found["rank_max_over_mean"][0] - 1))

@@ -229,7 +229,33 @@ def check_device_counts(flags, library="HybridEP"):
     assert_equal(trained(2, ALL_TO_ALL)[0], ours[0], 1e-5)
 
 
+CLONES = "--moe-clone-hot-experts 1"
 BLOCKWISE = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"
+
+
+@pytest.mark.parametrize(
+    ("library", "more"),
+    [
+        ("HybridEP", RECOMPUTE[1]),
+        (None, DROPOUT),
+        ("HybridEP", BLOCKWISE),
+        ("HybridEP", "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather --use-distributed-optimizer"),
+    ],
+    ids=["HybridEP", "all-to-all", "HybridEP, fp8", "HybridEP, MXFP8 with gathered weights"],
+)
+def test_clones_are_planned_without_the_host(library, more):
+    """Equal to training without clones (in fp8 other blocks of tokens share scales), and the host reads nothing."""
+    check_clones(FLEX, library, more)
+
+
+def check_clones(flex, library, more):
+    flags = f"{flex} --moe-expert-rank-capacity-factor 3 {more}"
+    ours = trained(2, f"{flags} {CLONES}", (), "deepseek", False, library)
+    for result in ours:
+        assert result["counts"] == {torch.Tensor} and set(result["reads"]) <= {"balancing.py"}, result["reads"]
+        assert result["moved"] > 0
+    plain = trained(2, flags if "fp8" in more else ALL_TO_ALL)
+    assert_equal(plain[0], ours[0], 2e-2 if "fp8" in more else 1e-5)
 
 
 STASH = "--moe-paged-stash --moe-paged-stash-page-size 4 --moe-paged-stash-buffer-size-factor-cuda"

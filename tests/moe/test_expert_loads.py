@@ -121,6 +121,39 @@ def test_loads_are_not_counted_without_the_flag():
     assert layer.router.tokens_per_expert is None
 
 
+def _cloning(rank, n):
+    ps = ParallelState.create(n, rank, ep=n)
+    layer, planned = build_shard(make_arguments({"moe_clone_hot_experts": 2}), ps), []
+    with torch.no_grad():  # the first rank's experts are the hot ones
+        layer.router.weight[:, 0] = torch.tensor([9.0, 6.0, 5.0, 4.0, 0.0, -3.0, -6.0, -9.0])
+    plan = layer.placement.plan
+    layer.placement.plan = lambda *given: planned.append(plan(*given)) or planned[-1]
+    run, computed = layer.experts.forward, []
+    layer.experts.forward = lambda x_RH, *given, **options: computed.append(len(x_RH)) or run(x_RH, *given, **options)
+    for _ in range(2):  # the iteration is repeated
+        reset_iteration([Chunk(layer)])
+        planned.clear()
+        computed.clear()
+        for x in microbatches(ps.dp.rank):
+            layer(x.abs(), PassInputs(grad_scale=SCALE))
+    table, _ = collect_expert_loads([Chunk(layer)], ps, 8, 2)
+    assert not layer.placement.moved_tokens_2P.any()
+    return table, sum(routing.plan.num_tokens.sum().item() for routing, _ in planned), sum(computed)
+
+
+def test_rows_of_clones_are_counted_once():
+    """Also the load of each rank with its clones, which is what its experts have computed."""
+    from moe_trainer.metrics.routing_health import routing_health
+
+    (table, planned, first), (other, again, second) = run_ranks(_cloning, 2)
+    assert torch.equal(table, other) and table[0, 9] == planned == again > 0
+    assert table[0, 12:].tolist() == [first, second]
+    found = routing_health(table, expert_ranks=2, layer_share=0.1)
+    before = table[0, :4].sum() / table[0, :8].sum() * 2
+    assert found["rank_max_over_mean_before_cloning"] == [before] and 1 <= found["rank_max_over_mean"][0] < before
+    assert found["straggler_cost"] == pytest.approx(0.1 * (found["rank_max_over_mean"][0] - 1))
+
+
 SENT = (
     (Layout(2, ep=2), {}),
     (Layout(4, tp=2, ep=2, etp=2, sp=True), {}),

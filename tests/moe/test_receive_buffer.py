@@ -11,6 +11,7 @@ from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.paged_stash import PagedStash
 from moe_trainer.moe.dispatch.base import DispatchState
+from moe_trainer.moe.placement.own import OWN_WEIGHTS
 from moe_trainer.moe.receive.budget import ReceiveBudget
 from moe_trainer.moe.receive.build import build_receive_policy
 from moe_trainer.moe.receive.exact import ExactBuffer
@@ -74,7 +75,7 @@ def test_budget_grows_to_what_a_fixed_buffer_needs():
     layer = build_layer(sections(moe_expert_rank_capacity_factor=1.0))
     layer.receive.budget.allows_device_counts = True
     state = DispatchState(torch.zeros(20, 16).double(), torch.zeros(20).double(), [20] + [0] * 7, None, fixed_size=25)
-    layer._run_experts(state, 10, None)
+    layer.receive.run(layer.experts, state, 10, OWN_WEIGHTS)
     assert layer.receive.budget.factor == 1.25
 
 

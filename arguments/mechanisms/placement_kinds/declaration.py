@@ -25,7 +25,7 @@ def no_slots(_moe: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(Mechanism[PlacementCapability]):
+class DeclaredPlacement(Mechanism[PlacementCapability]):
     """Declaration of a placement.
 
     Attributes:
@@ -37,7 +37,7 @@ class Placement(Mechanism[PlacementCapability]):
         is_planned: every microbatch has its own plan, made from the routing. So the counts of what is dispatched are
             not known before, and the weights of a rank's experts are not the same in all microbatches.
         plan_kernels: kernels that make the plan in a forward pass, from the fields of MoEArgs.
-        held_elements: elements of weights and gradients that a rank holds beside its own while a layer is computed,
+        held_elements: elements of weights and gradients that a rank holds next to its own while a layer is computed,
             from the fields of MoEArgs, the elements of its experts, the size of ep, and the number of experts.
         moved_rate: name in metrics.jsonl of the share of tokens that are computed by another rank than the expert's.
         unmoved_maximum: name in metrics.jsonl of the load of the busiest rank if no token were.

@@ -2,9 +2,9 @@
 
 from types import MappingProxyType
 
-from arguments.mechanisms.placement_kinds.declaration import Placement, PlacementCapability
+from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement, PlacementCapability
 
-OWN = Placement(
+OWN = DeclaredPlacement(
     key="own",
     name="own experts",
     capabilities=MappingProxyType(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from arguments.mechanisms.placement_kinds.declaration import Placement
+from arguments.mechanisms.placement_kinds.declaration import DeclaredPlacement
 from arguments.mechanisms.placement_kinds.own import OWN
 from arguments.moe import MoEArgs
 from moe_trainer.memory.activations import ActivationPolicy
@@ -22,6 +22,7 @@ Counts = Sequence[int] | Tensor
 RunExperts = Callable[[Tensor, tuple[Tensor, ...]], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
 class OwnWeights:
     """The weights that a rank's experts compute with in one pass: its own."""
 
@@ -73,7 +74,7 @@ class ExpertPlacement:
             if there are no such tokens.
     """
 
-    declaration: ClassVar[Placement] = OWN
+    declaration: ClassVar[DeclaredPlacement] = OWN
     moved_tokens_2P: Tensor | None = None
 
     def set_dispatcher(self, dispatcher: TokenDispatcher, device: torch.device) -> None:
