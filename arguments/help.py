@@ -7,10 +7,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 from arguments import flag_status
 from arguments.container import OPTIONS, SECTIONS
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.program import as_typed, program_name
 from arguments.schema import Option, layer_pattern
 
@@ -21,7 +21,10 @@ EXAMPLES = """pretrain_moe.py: no flags were given. For example:
 --help lists every flag, --help moe (or --help --moe-router-topk) some of them.
 """
 
-ALIASES = MappingProxyType({"echo": ("clone",), "sync-free": ("rank-capacity", "paged-stash")})
+ALIASES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *tuple((each.alias, (each.dest,)) for each in PLACEMENTS if each.alias and each.dest),
+    ("sync-free", ("rank-capacity", "paged-stash")),
+)
 """Parts of flags by a name of the literature that no flag contains."""
 
 HEAD = """usage: pretrain_moe.py [--preset NAME|FILE.yaml] FLAGS
@@ -138,10 +141,11 @@ def about(topic: str) -> frozenset[str]:
         headings = {dest: heading for section in sections for dest, (heading, _) in field_docs(section).items()}
         found = {dest for dest, heading in headings.items() if word.replace("_", " ") in heading.lower()}
         name = word.replace("_", "-")
+        parts = [part.replace("_", "-") for part in dict(ALIASES).get(name, (name,))]
         found |= {
             option.dest
             for option in OPTIONS.values()
-            if any(part in spelling for spelling in option.spellings for part in ALIASES.get(name, (name,)))
+            if any(part in spelling for spelling in option.spellings for part in parts)
         }
     found = {dest for dest in found if not OPTIONS[dest].hidden}
     if not found:

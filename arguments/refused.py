@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from arguments import flag_status, rules
 from arguments.container import OPTIONS
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import Limit, Settings
@@ -40,7 +41,7 @@ TOPICS = MappingProxyType(
         "checkpoint": "Checkpoints",
     }
 )
-"""Heading of the limits of each module of rules/."""
+"""Heading of the limits of each module of rules/ that no declaration names."""
 
 
 _HEAD = """\
@@ -94,7 +95,8 @@ def _combinations() -> Iterator[str]:
     settings = Settings(OPTIONS)
     found = rules.limits(settings, derive_sizes(settings, None))
     for topic, entries in groupby(found, key=lambda entry: entry[0]):
-        yield f"### {TOPICS[topic]}\n"
+        declared = (each.name.capitalize() for each in PLACEMENTS if each.key == topic)
+        yield f"### {TOPICS[topic] if topic in TOPICS else next(declared)}\n"
         yield from dict.fromkeys(f"- {limit_text(limit)}" for _, limit in entries)
         yield ""
 

@@ -11,6 +11,8 @@ from typing import Any
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import quantized_format, quantizes_weight_gradients
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
+from arguments.mechanisms.placements import get_placement
 from arguments.mechanisms.sublayers import variant_of
 
 
@@ -67,11 +69,9 @@ def attention_problem(model: Any, params_dtype: str, cp_size: int) -> str | None
     return f"{found[0]} is not used with it under context parallelism" if found else None
 
 
-def cloned_experts_problem(moe: Any, ep: int) -> str | None:
+def placement_problem(moe: Any, ep: int) -> str | None:
     """Return why it cannot compute the experts with this expert parallelism, None if it can."""
-    if moe.moe_clone_hot_experts and ep > 1:
-        return "its number of experts is fixed, and that of clones changes (--moe-clone-hot-experts)"
-    return None
+    return get_placement(moe, ep).reason(PlacementCapability.LIBRARY_EXPERTS) or None
 
 
 def stash_problem(moe: Any, fused: bool, host_problem: str | None) -> str | None:
@@ -109,7 +109,7 @@ def can_quantize_experts(moe: Any, precision: Any, ep: int, *, replaces_weights:
         can_quantize_linears(precision, replaces_weights)
         and bool(moe.num_experts)
         and moe.moe_grouped_gemm
-        and cloned_experts_problem(moe, ep) is None
+        and placement_problem(moe, ep) is None
         and stash_problem(moe, fused, fused_experts_problem(moe, precision)) is None
     )
 

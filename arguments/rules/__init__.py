@@ -5,8 +5,8 @@ follow from several flags, under Megatron's names. One module per topic. A rule 
 the `DerivedSizes` of the pass. Its name begins with `resolve_` (derives values), `note_` (only explains), `check_`
 (yields violations: what is wrong in Megatron-LM too, or in any program) or `limit_` (yields limits of this program,
 which the manual lists). Rules run in order of definition; those of a mechanism, such as a way to choose
-experts or an optimizer, are named by its declaration. tests/data/check_sources.json names the rules of Megatron-LM
-(commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py records the
+or place experts or an optimizer, are named by its declaration. tests/data/check_sources.json names the rules of
+Megatron-LM (commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py records the
 deliberate differences, and machine.py has the rules about the machine.
 """
 
@@ -16,6 +16,7 @@ from types import ModuleType
 
 from arguments import megatron_differences
 from arguments.mechanisms.optimizers import OPTIMIZERS
+from arguments.mechanisms.placements import PLACEMENTS
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.rules import (
@@ -69,6 +70,7 @@ AREAS = (
     router,
     dispatcher,
     *tuple(import_module(f"{__name__}.{each.key}") for each in OPTIMIZERS if each.has_rules),
+    *tuple(import_module(f"{__name__}.{each.key}") for each in PLACEMENTS if each.has_rules),
     optimizer,
     precision,
     recompute,

@@ -1,7 +1,7 @@
 """Tokens between router and experts, and the structure of the experts.
 
 Capacity and padding, per expert and per rank; dispatchers with the flags of a single dispatcher or backend, old
-spellings included; shared experts, biases and projections of the experts; clones of hot experts (ours).
+spellings included; shared experts, biases and projections of the experts.
 """
 
 import math
@@ -21,9 +21,7 @@ from arguments.mechanisms.dispatchers import (
     rejecting,
     types_with,
 )
-from arguments.mechanisms.format_kinds.declaration import FormatCapability
-from arguments.mechanisms.formats import FLAGS, STORING_FLAGS, list_widths, quantized_format
-from arguments.mechanisms.formats import rejecting as rejecting_formats
+from arguments.mechanisms.formats import FLAGS, list_widths, quantized_format
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import balancing_with
 from arguments.rules.derived_sizes import DerivedSizes, as_list, balancing_types, positive
@@ -32,10 +30,10 @@ from arguments.settings import Limit, Settings, Violation
 from arguments.stored_weights import stored_weight_format
 from arguments.te_support import (
     can_quantize_experts,
-    cloned_experts_problem,
     fused_experts_problem,
     has_captured_experts,
     leaves_counts_on_device,
+    placement_problem,
     stash_problem,
 )
 
@@ -147,7 +145,7 @@ def note_unused_op_fuser(s: Settings, f: DerivedSizes) -> None:
     if not getattr(s, dest) or s.transformer_impl != "transformer_engine" or not f.experts:
         return
     host_problem = fused_experts_problem(s, s) if quantized_format(s) else None
-    if problem := cloned_experts_problem(s, f.ep) or stash_problem(s, True, host_problem):
+    if problem := placement_problem(s, f.ep) or stash_problem(s, True, host_problem):
         reason = f"TransformerEngine cannot compute these experts, because {problem}; this program's grouped GEMMs do"
         s.note_no_effect(s.flag(dest), reason)
 
@@ -340,44 +338,6 @@ def check_paged_stash_conflicts(s: Settings, _f: DerivedSizes) -> Iterator[Viola
     if s.cpu_offloading_num_layers:
         yield s.violation(
             "{moe_paged_stash} cannot be combined with {cpu_offloading_num_layers}: full layers are offloaded."
-        )
-
-
-def note_no_cloning_without_ep(s: Settings, f: DerivedSizes) -> None:
-    if s.moe_clone_hot_experts and f.experts is not None and f.ep == 1:
-        s.note(f"{s.shown('moe_clone_hot_experts')}: with --expert-model-parallel-size 1 there is no load to balance.")
-
-
-def check_clone_count(s: Settings, f: DerivedSizes) -> Iterator[Violation]:
-    if not s.moe_clone_hot_experts or f.experts is None or f.ep == 1 or f.experts % f.ep:
-        return
-    others = f.experts - f.experts // f.ep
-    if s.moe_clone_hot_experts > others:
-        yield s.violation(
-            "{moe_clone_hot_experts} is more than the {others} experts of other ranks ({num_experts}, "
-            "{expert_model_parallel_size}).",
-            others=others,
-        )
-
-
-def limit_hot_expert_cloning(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
-    yield Limit(
-        s.moe_clone_hot_experts and f.experts is None,
-        "{moe_clone_hot_experts:flag} needs {num_experts:flag}: a dense model has no experts to clone.",
-    )
-    for fmt, rejected in rejecting_formats(FormatCapability.CLONED_EXPERTS):
-        yield Limit(
-            s.moe_clone_hot_experts and quantized_format(s) is fmt,
-            f"{{moe_clone_hot_experts:flag}} cannot be combined with {fmt.mention}: {rejected.reason}; use another "
-            "recipe.",
-        )
-    stored = stored_weight_format(s, s)
-    for dest in STORING_FLAGS:
-        yield Limit(
-            s.moe_clone_hot_experts and stored is not None and stored.flag == dest,
-            "{moe_clone_hot_experts:flag} cannot be combined with {:flag}: clones are copies of weights in the model's "
-            "format, which are not stored then.",
-            (dest,),
         )
 
 

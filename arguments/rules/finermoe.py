@@ -6,6 +6,8 @@ effect on that choice is not defined (other groups, other scores) are rejected.
 
 from collections.abc import Iterator
 
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
+from arguments.mechanisms.placements import rejected_flags
 from arguments.mechanisms.selection_kinds.declaration import DEMANDED_BY, RoutingCapability
 from arguments.mechanisms.selection_kinds.finermoe import (
     BALANCED_BY,
@@ -20,7 +22,6 @@ from arguments.rules.derived_sizes import DerivedSizes, balancing_types, divides
 from arguments.settings import Limit, Settings, Violation
 
 EXCLUDED = (
-    ("moe_clone_hot_experts", "results of clones have no slice"),
     (
         "moe_permute_fusion",
         "TransformerEngine's kernel sums outputs of full width; --triton-kernels permute does slices",
@@ -124,7 +125,7 @@ def limit_finermoe(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
         for other, capability in DEMANDED_BY.items()
         if FINERMOE.rejects(capability) and capability is not RoutingCapability.REPLAY
     )
-    for other, why in (*routing, *EXCLUDED):
+    for other, why in (*routing, *rejected_flags(PlacementCapability.OUTPUT_SLICES), *EXCLUDED):
         yield Limit(
             is_on and s.values[other] not in (None, False, 0),
             f"{{:flag}} cannot be combined with {{:flag}}: {why}.",

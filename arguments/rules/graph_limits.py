@@ -11,6 +11,8 @@ from arguments.layer_pattern import MAMBA, hybrid_letters
 from arguments.mechanisms.dispatchers import Capability, get_dispatcher, rejecting
 from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import formats_with
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
+from arguments.mechanisms.placements import get_placement, rejected_flags
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
 from arguments.mtp import num_mtp_depths
@@ -76,11 +78,11 @@ def note_preprocess_not_captured(s: Settings, f: DerivedSizes) -> None:
     captured = captured_parts(s)
     if f.experts is None or "moe_preprocess" not in captured or captured & {"moe", "layer"}:
         return
-    dispatcher, reason = get_dispatcher(s), None
+    dispatcher, placement, reason = get_dispatcher(s), get_placement(s, f.ep), None
     if f.ep * f.etp > 1 and not dispatcher.supports(Capability.PREPROCESS_GRAPH):
         reason = dispatcher.reason(Capability.PREPROCESS_GRAPH)
-    elif s.moe_clone_hot_experts and f.ep > 1:
-        reason = f"{s.shown('moe_clone_hot_experts')} gathers the counts of all ranks first, to plan the clones"
+    elif placement.dest is not None and not placement.supports(PlacementCapability.PREPROCESS_GRAPH):
+        reason = f"{s.shown(placement.dest)} {placement.reason(PlacementCapability.PREPROCESS_GRAPH)}"
     elif not dispatcher.supports(Capability.PREPROCESS_GRAPH) and (
         s.moe_router_padding_for_quantization or s.moe_expert_capacity_factor is not None and not _is_padded(s)
     ):
@@ -152,7 +154,7 @@ def limit_dropless_experts(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
 def limit_padded_experts(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.num_experts and "moe" in captured_parts(s) and _is_padded(s)
     for dest, reason in (
-        ("moe_clone_hot_experts", "experts that are padded to capacity have equally many tokens, so none is hot."),
+        *rejected_flags(PlacementCapability.PADDED_GRAPH),
         ("moe_expert_rank_capacity_factor", "padding to capacity already fixes the number of tokens."),
         ("moe_router_padding_for_quantization", "the number of tokens beyond the capacity varies."),
     ):

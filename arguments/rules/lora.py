@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from arguments.lora import ALL_LINEAR, LINEARS, is_lora_target
 from arguments.mechanisms.formats import FLAGS
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
+from arguments.mechanisms.placements import rejected_flags
 from arguments.mechanisms.sublayers import SPARSE_ATTENTION, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list
 from arguments.settings import Limit, Settings, Violation
@@ -18,7 +20,6 @@ NOT_BUILT = (
     ("use_mup", "its learning rates are those of complete weights"),
     ("dsa_indexer_warmup", "it trains the indexers alone"),
     ("dsa_indexer_loss_coeff", "the indexers are frozen"),
-    ("moe_clone_hot_experts", "clones of experts have no adapters"),
     ("moe_use_upcycling", "it converts a checkpoint and trains nothing"),
     ("moe_expert_rank_capacity_factor", "experts with adapters need their token counts on the host"),
     ("use_transformer_engine_op_fuser", "nothing can be added between its fused operations"),
@@ -47,7 +48,7 @@ def check_lora_targets(s: Settings, _f: DerivedSizes) -> Iterator[Violation]:
 
 def limit_lora(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_on = s.lora_dim is not None
-    for other, why in NOT_BUILT:
+    for other, why in (*NOT_BUILT, *rejected_flags(PlacementCapability.ADAPTERS)):
         applies = is_on and s.values[other] != s.default(other)
         yield Limit(applies, f"{{{DIM}:flag}} cannot be combined with {{}}: {why}.", (other,))
     has_dropout = is_on and bool(s.lora_dropout)

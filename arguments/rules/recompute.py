@@ -10,6 +10,8 @@ from arguments.mechanisms.format_kinds.declaration import FormatCapability
 from arguments.mechanisms.formats import FLAGS, formats_with, quantized_format, selected
 from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import get_optimizer
+from arguments.mechanisms.placement_kinds.declaration import PlacementCapability
+from arguments.mechanisms.placements import rejected_flags
 from arguments.mechanisms.sublayers import SUBLAYERS, VARIANT, variant_of
 from arguments.rules.derived_sizes import DerivedSizes, as_list, positive
 from arguments.settings import Limit, Settings, Violation
@@ -192,10 +194,9 @@ def limit_mlp_chunks(s: Settings, f: DerivedSizes) -> Iterator[Limit]:
             experts and s.moe_expert_rank_capacity_factor,
             "the receive buffer is that of all tokens",
         ),
-        (
-            "moe_clone_hot_experts",
-            experts and s.moe_clone_hot_experts,
-            "every chunk would exchange the weights of clones again",
+        *(
+            (dest, experts and s.values[dest], reason)
+            for dest, reason in rejected_flags(PlacementCapability.MLP_CHUNKS)
         ),
         (
             "moe_shared_expert_overlap",

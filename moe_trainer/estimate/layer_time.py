@@ -29,6 +29,7 @@ from arguments.layer_pattern import (
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
 from arguments.mechanisms.formats import TRANSPORT
+from arguments.mechanisms.placements import get_placement
 from arguments.mechanisms.sublayers import variant_of
 from arguments.sparse_attention import is_sparse, use_gathered_keys
 from moe_trainer.estimate.flops import core_attention_macs
@@ -86,11 +87,6 @@ Estimates, without a published source.
 """
 ROUTER_KERNELS = 12
 """Kernels of `experts` that belong to the router, which a graph may capture. An estimate."""
-CLONE_PLAN_KERNELS = (66, 39)
-"""Kernels that plan the clones of hot experts: once, and in each of its 3 + slots rounds (moe/clone_plan.py).
-
-Counted in a recorded step.
-"""
 MLA_QUERY_CHANNELS = 192
 """Channels of a query head of latent attention (DeepSeek-V3: 128 + 64), for context parallelism's all-to-all."""
 GRAPH_PARTS = (("attn", "attention"), ("attn", "latent attention"), ("mlp", "feed-forward"), ("moe", "experts"))
@@ -465,13 +461,11 @@ class LayerTime:
             count -= ROUTER_KERNELS
         return count * self.constants.launch
 
-    def _clone_plan_seconds(self, is_moe: bool) -> float:
-        """Return the seconds in which the host launches the plan of clones of a forward pass."""
-        slots, graphs = self.moe.moe_clone_hot_experts, self.args.training.captured_modules
-        if not is_moe or not slots or self.ep == 1 or graphs & {"moe", "layer", "iteration"}:
+    def _placement_seconds(self, is_moe: bool) -> float:
+        """Return the seconds in which the host launches the plan of a forward pass for which ranks compute what."""
+        if not is_moe or self.args.training.captured_modules & {"moe", "layer", "iteration"}:
             return 0.0
-        once, each = CLONE_PLAN_KERNELS
-        return (once + each * (3 + slots)) * self.constants.launch
+        return get_placement(self.moe, self.ep).plan_kernels(self.moe) * self.constants.launch
 
     def _tensor_parallel(self, is_moe: bool) -> float:
         """Return the seconds of forward's tensor-parallel all-gathers and reduce-scatters of attention and MLP."""
@@ -534,7 +528,7 @@ class LayerTime:
         tp_comm, (cp_comm, overlapped) = self._tensor_parallel(is_moe), self._context_parallel()
         core += matrices + indexer
         pages, (sent, sent_back) = self._page_copies(is_moe), self._transport_casts(is_moe)
-        planned = host + self._clone_plan_seconds(is_moe)
+        planned = host + self._placement_seconds(is_moe)
         compute = self._elapsed(attention + mlp + core + 2 * saved + permute + pages + sent, planned)
         compute += self._host_waits(is_moe)
         gemms = attention + (0.0 if is_moe else mlp)

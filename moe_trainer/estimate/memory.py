@@ -46,6 +46,7 @@ from arguments.layer_pattern import (
 )
 from arguments.mechanisms.dispatchers import get_dispatcher
 from arguments.mechanisms.format_kinds.eight_bit import OUTPUT_LAYER
+from arguments.mechanisms.placements import get_placement
 from arguments.mechanisms.selections import PROJECTIONS
 from arguments.mechanisms.sublayers import variant_of
 from arguments.sparse_attention import use_gathered_keys
@@ -56,12 +57,7 @@ from moe_trainer.estimate.parameters import LayerParams, ParamsPerRank
 from moe_trainer.estimate.saved_tensor import INDEX, WIDE, SavedTensor, num_mlp_chunks, saves_te_attention
 from moe_trainer.estimate.state_bytes import StateBytes
 from moe_trainer.estimate.static_memory import stage_states
-from moe_trainer.ops.block_sizes import (
-    CLONE_EXCHANGE_ELEMENTS,
-    SPARSE_ELEMENTS_CUDA,
-    SPARSE_QUERY_BLOCK_CUDA,
-    expert_buffer_tokens,
-)
+from moe_trainer.ops.block_sizes import SPARSE_ELEMENTS_CUDA, SPARSE_QUERY_BLOCK_CUDA, expert_buffer_tokens
 from moe_trainer.ops.logit_chunks import logit_chunk_size
 from moe_trainer.pipeline.orders import make_orders
 from moe_trainer.pipeline.simulate import BACKWARD, FORWARD, WEIGHT, Order, step_actions
@@ -480,27 +476,15 @@ def _buffers(
     working += OFFLOADS_IN_FLIGHT * max(map(sizes.offloaded_by_layer, chunks), default=0.0)
     working += score_bytes(args, sizes)
     if True in kinds:
-        working += clone_bytes(args, params, sizes)
+        ep = args.parallel.expert_model_parallel_size
+        held = get_placement(args.moe, ep).held_elements(args.moe, params.layers[True].expert, ep, params.num_experts)
+        working += float(held * sizes.size)
     if args.parallel.fsdp_strategy == "optim_grads_params":
         largest = max((params.layers[kind].total for kind in kinds), default=0)
         gathered = 3 if args.parallel.overlap_moe_expert_parallel_comm else 2  # a layer for each pass, and the next one
         reduced = 1  # the gradients of a layer before they are reduced
         working += largest * (gathered * sizes.size + 4 * reduced)
     return dispatch, working
-
-
-def clone_bytes(args: Arguments, params: LayerParams, sizes: ChunkBytes) -> float:
-    """Return what clones of hot experts need while a layer is computed (moe/cloning.py)."""
-    ep, slots = args.parallel.expert_model_parallel_size, args.moe.moe_clone_hot_experts
-    if ep == 1 or not slots:
-        return 0.0
-    local = params.layers[True].expert
-    clones = local * slots * ep // params.num_experts
-    exchanged = 2 * clones  # sent and received
-    if args.moe.moe_expert_rank_capacity_factor is not None:
-        exchanged = 2 * min(ep * clones, CLONE_EXCHANGE_ELEMENTS)
-    # weights of experts and clones in one stack, and its gradient
-    return float((2 * (local + clones) + exchanged) * sizes.size)
 
 
 def score_bytes(args: Arguments, sizes: ChunkBytes) -> float:

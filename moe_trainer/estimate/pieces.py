@@ -55,7 +55,7 @@ STATIC = ("moe_expert_rank_capacity_factor", "moe_paged_stash")
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor 1.5"
 LEAVES_TE = (
     "its experts leave TransformerEngine, and this program casts operands apart from activations and GEMMs, weights "
-    "with clones of other ranks' in every microbatch; the planner counts one cast of an operand"
+    "with other ranks' experts in every microbatch; the planner counts one cast of an operand"
 )
 
 CORRECTED = "published runs correct the planner's times of one of the two (corrections.py), not the roofline's"

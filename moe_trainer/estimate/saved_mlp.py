@@ -66,7 +66,7 @@ def _sorts_received(layer: LayerSizes) -> bool:
 def _num_expert_tokens(layer: LayerSizes) -> int:
     """Return the tokens of the tensors that experts save.
 
-    What was received, the receive buffer (moe/receive_buffer.py), or a layer's part of the pool of pages
+    What was received, the receive buffer (moe/receive/budget.py), or a layer's part of the pool of pages
     (memory/paged_stash.py), which is smaller if layers leave each other pages.
     """
     moe, even = layer.moe, layer.sent * layer.etp

@@ -17,6 +17,7 @@ from arguments.layer_pattern import (
     mtp_layers,
 )
 from arguments.mechanisms.formats import quantized_format
+from arguments.mechanisms.placements import get_placement
 from arguments.stage_layout import ChunkLayout, chunk_layouts, parallel_sizes
 from arguments.vocabulary import padded_vocab_size_from_flags
 from moe_trainer.estimate.hardware import GIB, Hardware, find_hardware
@@ -77,17 +78,17 @@ def expert_cast_bytes(args: Arguments, world_size: int, chunks: Sequence[ChunkLa
     """Return what experts of ours keep of their weights between microbatches, by rows and by columns.
 
     Those whose counts are on the device (quantization/gemms.py: QuantizedGemms.cached_weights), if their own weights
-    are in high precision. Weights with clones of other ranks' are cast in every microbatch.
+    are in high precision. Weights that are not the same in every microbatch are cast in each of them.
     """
     parallel, training = args.parallel, args.training
     fmt = quantized_format(args.precision)
     casts = args.stored_weight_format is None and args.moe.moe_expert_rank_capacity_factor
-    clones = args.moe.moe_clone_hot_experts and parallel.expert_model_parallel_size > 1
+    varies = get_placement(args.moe, parallel.expert_model_parallel_size).is_planned
     if (
         fmt is None
         or not fmt.keeps_expert_casts
         or not casts
-        or clones
+        or varies
         or args.te_quantizes[1]
         or not args.caches_expert_casts
     ):

@@ -259,7 +259,7 @@ def grouped_linear_problem(
     """
     if not hasattr(library, "GroupedLinear"):
         return f"the installed transformer_engine has no {library.__name__}.GroupedLinear"
-    if problem := te_support.cloned_experts_problem(moe, ps.ep.size):
+    if problem := te_support.placement_problem(moe, ps.ep.size):
         return problem
     ffn = moe.moe_ffn_hidden_size or model.ffn_hidden_size
     reads, makes = moe.expert_widths(model.hidden_size)

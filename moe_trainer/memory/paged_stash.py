@@ -1,6 +1,6 @@
 """Paged stash of expert activations (--moe-paged-stash): between forward and backward only tokens in use are stored.
 
-With a budget for received tokens (moe/receive_buffer.py) every MoE layer computes in buffers of the worst case, and
+With a budget for received tokens (moe/receive/budget.py) every MoE layer computes in buffers of the worst case, and
 would save tensors of that size: layers x worst case. Instead the tokens in use are copied to pages of a fixed number
 of tokens, during the layer's combine, and the buffers serve the next layer. In backward they are copied back during
 the combine's gradient (`join_stash`). The tensors of a layer and microbatch are a group with one page table; all groups

@@ -6,19 +6,19 @@
     load_entropy        entropy of the loads over its maximum log(num_experts); 1 is balanced
     dead_experts        experts that no token chose
     drop_rate           fraction of the chosen (token, expert) pairs that were dropped
-    clone_rate          fraction of those pairs that clones of hot experts computed (--moe-clone-hot-experts)
+    MOVED_RATES         fraction of those pairs that another rank than the expert's computed
     bias_drift          largest distance of an expert bias from the mean bias, after the update; 0 without expert bias
-    rank_max_over_mean  of the fullest expert-parallel rank, which computes its experts and clones; 1 without expert
+    rank_max_over_mean  of the fullest expert-parallel rank, of all tokens that it computes; 1 without expert
                         parallelism
-    rank_max_over_mean_before_cloning
-                        the same if every rank computed its experts only
+    UNMOVED_MAXIMA      the same if every rank computed the tokens of its own experts
     straggler_cost      one number: relative increase of the iteration's compute time because every layer waits for its
                         fullest rank, the sum over layers of
                         (rank_max_over_mean - 1) * fraction of the layer's routed experts in the model's FLOPs
     between_ranks       only with expert parallelism: {"ranks_per_row": ..., "tokens": [[...], ...]}. A row has the
                         tokens that so many expert-parallel ranks sent to each rank, or to as many neighbors; sums over
-                        layers, microbatches and expert-parallel groups, after drops, with padding and clones
+                        layers, microbatches and expert-parallel groups, after drops, with padding
 
+MOVED_RATES and UNMOVED_MAXIMA are the names that placements of experts give (arguments/mechanisms/placements.py).
 straggler_cost is estimated from sums over the iteration. Single microbatches are less even than their sum, so it is a
 lower bound.
 """
@@ -31,12 +31,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from arguments.mechanisms.placements import MOVED_RATES, UNMOVED_MAXIMA
+
 MEAN, COLD, HOT = (247, 247, 247), (33, 102, 172), (178, 24, 43)  # as in page/dashboard.js
-PER_LAYER = tuple(
-    (
-        "load_max_over_mean load_entropy dead_experts drop_rate clone_rate bias_drift rank_max_over_mean "
-        "rank_max_over_mean_before_cloning"
-    ).split()
+PER_LAYER = (
+    "load_max_over_mean",
+    "load_entropy",
+    "dead_experts",
+    "drop_rate",
+    *MOVED_RATES,
+    "bias_drift",
+    "rank_max_over_mean",
+    *UNMOVED_MAXIMA,
 )
 
 
@@ -46,8 +52,8 @@ def routing_health(
     """Return the routing statistics of the tables of moe/expert_loads.py.
 
     `layer_share` is the fraction of one layer's routed experts in the model's FLOPs. Shapes: table fp64 [layers,
-    experts + 4 + expert_ranks]; the columns behind the experts are drops, tokens of clones, bias drift, 1 for an MoE
-    layer, and loads of ranks with their clones. between_ranks fp64 [rows, rows].
+    experts + 4 + expert_ranks]; the columns behind the experts are drops, tokens that another rank computed, bias
+    drift, 1 for an MoE layer, and loads of ranks. between_ranks fp64 [rows, rows].
     """
     num_experts = table.shape[1] - 4 - expert_ranks
     table = table.cpu()
@@ -67,10 +73,10 @@ def routing_health(
         "load_entropy": entropy_L.tolist(),
         "dead_experts": (loads_LE == 0).sum(1).tolist(),
         "drop_rate": (rows[:, num_experts] / chosen_L).tolist(),
-        "clone_rate": (rows[:, num_experts + 1] / chosen_L).tolist(),
+        **dict.fromkeys(MOVED_RATES, (rows[:, num_experts + 1] / chosen_L).tolist()),
         "bias_drift": rows[:, num_experts + 2].tolist(),
         "rank_max_over_mean": fullest_L.tolist(),
-        "rank_max_over_mean_before_cloning": fullest_before_L.tolist(),
+        **dict.fromkeys(UNMOVED_MAXIMA, fullest_before_L.tolist()),
         "straggler_cost": float((fullest_L - 1.0).clamp(min=0.0).sum()) * layer_share,
         "tokens_per_expert": _as_integers(loads_LE),
     }

@@ -11,7 +11,7 @@ from moe_trainer.layers.sparse_attention import IndexerLosses
 from moe_trainer.model.mtp import MTPMetrics
 from moe_trainer.model.transformer import Transformer
 from moe_trainer.moe.participant import ExpertBalance
-from moe_trainer.moe.receive_agreement import ReceiveBuffers
+from moe_trainer.moe.receive.agreement import ReceiveBuffers
 from moe_trainer.parallel import collectives
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.participant import MeanStatistic, Participant, Participants, StepMetrics

@@ -376,7 +376,7 @@ def reset_iteration(chunks) -> None:
                 counter.zero_()
         router.selection.reset()
     for layer in _layers(chunks):
-        for counter in (layer.sent_tokens_P, layer.cloned_tokens_2P):
+        for counter in (layer.sent_tokens_P, layer.placement.moved_tokens_2P):
             if counter is not None:
                 counter.zero_()
 

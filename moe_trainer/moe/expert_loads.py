@@ -7,7 +7,7 @@ from moe_trainer.parallel.collectives import all_reduce
 from moe_trainer.parallel.state import ParallelState
 
 MAX_RANK_ROWS = 64  # of the table of tokens between ranks, so that records and pages stay small with many ranks
-EXTRA_COLUMNS = ("dropped", "cloned", "bias_drift", "is_moe")
+EXTRA_COLUMNS = ("dropped", "moved", "bias_drift", "is_moe")
 
 
 @torch.no_grad()
@@ -22,10 +22,11 @@ def collect_expert_loads(
     Returns:
         Two tables, fp64 and equal on all ranks.
         [num_layers, num_experts + 4 + ep]: tokens of the global batch that chose each expert, before drops and padding;
-        (token, expert) pairs that were dropped, and those that clones computed; largest deviation of an expert bias
-        from the mean; 1 for MoE layers; load of each rank of ep with its clones, before drops. Dense layers are 0.
+        (token, expert) pairs that were dropped, and those that another rank than the expert's computed; largest
+        deviation of an expert bias from the mean; 1 for MoE layers; load of each rank of ep as it has computed, before
+        drops. Dense layers are 0.
         [ep, ep]: tokens that each rank of ep has sent to each, itself included, in all layers and groups of ep; after
-        drops, with padding and clones. Of more than MAX_RANK_ROWS ranks, a row and a column are of several neighbors.
+        drops, with padding. Of more than MAX_RANK_ROWS ranks, a row and a column are of several neighbors.
         None without expert parallelism.
     """
     first_rank, num_rows = num_experts + len(EXTRA_COLUMNS), 0 if ps.ep.size == 1 else _num_rank_rows(ps.ep.size)
@@ -37,11 +38,12 @@ def collect_expert_loads(
             row[:num_experts] = router.tokens_per_expert
             row[num_experts] = router.dropped
             row[first_rank:] = router.tokens_per_expert.view(ps.ep.size, -1).sum(1)
-            if layer.cloned_tokens_2P is not None:
-                by_host_P, by_owner_P = layer.cloned_tokens_2P / ps.tp_ep.size  # equal on the ranks of tp_ep
+            moved_2P = layer.placement.moved_tokens_2P
+            if moved_2P is not None:
+                by_host_P, by_owner_P = moved_2P / ps.tp_ep.size  # equal on the ranks of tp_ep
                 row[num_experts + 1] = by_host_P.sum()
                 row[first_rank:] += by_host_P - by_owner_P
-                layer.cloned_tokens_2P.zero_()
+                moved_2P.zero_()
             if layer.sent_tokens_P is not None:
                 row_of_rank = between_ranks[ps.ep.rank * num_rows // ps.ep.size]
                 row_of_rank += layer.sent_tokens_P.view(num_rows, -1).sum(1)

@@ -13,7 +13,6 @@ Shape letters: R routed tokens sorted by expert, e local experts, H hidden, F th
 output width (2F when gated).
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -27,9 +26,9 @@ from moe_trainer.layers.kernels import Kernels
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.mlp import MLP, make_activation
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.cloning import CloneWeights
 from moe_trainer.moe.expert_lora import ExpertLoRA, GroupedLoRALinear
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp, pipeline_expert_mlp
+from moe_trainer.moe.placement.own import OWN_WEIGHTS, OwnWeights
 from moe_trainer.ops.expert_mlp import can_read_counts_on_device, expert_mlp, get_activation_fns
 from moe_trainer.parallel.params import ParamInfo
 from moe_trainer.parallel.state import Group, ParallelState
@@ -164,7 +163,7 @@ class Experts(nn.Module):
         probs_R: Tensor,
         tokens_per_expert_e: Sequence[int] | Tensor,
         unused: int = 0,
-        clone_weights: CloneWeights | None = None,
+        weights: OwnWeights = OWN_WEIGHTS,
     ) -> Tensor:
         """Run the experts on their tokens and multiply the results by the probabilities.
 
@@ -172,21 +171,18 @@ class Experts(nn.Module):
             x_RH: tokens, sorted by expert.
             probs_R: probability of each token, floating.
             tokens_per_expert_e: host integers, or a tensor on the device if `why_host_counts` is None; then x_RH may be
-                longer, and the rest is undefined. With clone_weights the slots of clones follow the local experts.
+                longer, and the rest is undefined. Output of weights.counts.
             unused: zero tokens at the end, whose results are undefined.
-            clone_weights: weights of clones of other ranks' experts.
+            weights: the weights to compute with.
         """
         if self.probs_on_input:
             x_RH = (x_RH * probs_R.unsqueeze(1)).to(x_RH.dtype)
             probs_R = None
-        if clone_weights is None:
-            return self._run(x_RH, probs_R, tokens_per_expert_e, unused, self._tensors())
-        x_RH, stacks = clone_weights.fetch(x_RH, self._tensors())
-        counts = tokens_per_expert_e[: len(stacks[0])]  # slots without a clone have no tokens
-        saves = self.activations.is_saving
-        with self.activations.without_saving(clone_weights, stacks) if saves else contextlib.nullcontext():
-            y_RH = self._run(x_RH, probs_R, counts, unused, stacks)
-        return clone_weights.fetch_again(y_RH)
+
+        def run(x_RH: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+            return self._run(x_RH, probs_R, tokens_per_expert_e, unused, tensors)
+
+        return weights.run(run, x_RH, self._tensors(), self.activations)
 
     def add_adapters(self, fc1: ExpertLoRA | None, fc2: ExpertLoRA | None) -> None:
         """Add adapters, whose linears compute the experts from then on."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.host_read import integer_tensor
-from moe_trainer.moe.padding import TokenPadding
+from moe_trainer.moe.receive.padding import TokenPadding
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.grouped_gemm import check_token_counts
 

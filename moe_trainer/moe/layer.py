@@ -5,12 +5,16 @@ way; without it all ranks of tp hold the same tokens, so the layer scatters them
 experts are an ordinary MLP sharded over tp; with --moe-shared-expert-overlap they run while routed tokens are in
 flight. With --overlap-moe-expert-parallel-comm another microbatch computes meanwhile (parallel/overlap_threads.py).
 
+How the experts receive their tokens (receive/), and which ranks compute the tokens of an expert (placement/), is chosen
+when the layer is built.
+
 LatentMoE (--moe-latent-size): tokens are projected to fewer channels before dispatch, and results projected back
 after combine; router and shared experts use the full hidden size. Every rank projects the tokens that it dispatches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +24,14 @@ from arguments.moe import MoEArgs
 from moe_trainer.layers.init import hidden_init, residual_init
 from moe_trainer.layers.layer_factory import LayerFactory
 from moe_trainer.layers.pass_inputs import PLAIN_PASS, PassInputs
-from moe_trainer.memory.paged_stash import StashGroup, join_stash
-from moe_trainer.moe.capacity import expert_capacity
-from moe_trainer.moe.cloning import CloneRouting, ExpertCloner
-from moe_trainer.moe.dispatch.base import DispatchHints, DispatchState, KnownCounts, TokenDispatcher
+from moe_trainer.memory.paged_stash import join_stash
+from moe_trainer.moe.dispatch.base import DispatchHints, DispatchState, TokenDispatcher
 from moe_trainer.moe.experts import Experts, SharedExperts
-from moe_trainer.moe.padding import pad_routing
-from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
+from moe_trainer.moe.placement.build import build_placement
+from moe_trainer.moe.placement.own import PlacedRouting
+from moe_trainer.moe.receive.build import build_receive_policy
+from moe_trainer.moe.receive.capacity import CountsFn, counts_before_routing, is_padded_to_capacity, unknown_counts
+from moe_trainer.moe.receive.padding import pad_routing, unpadded
 from moe_trainer.moe.router import TopKRouter
 from moe_trainer.parallel.mappings import gather_rows_replicated, scatter_rows_to_group
 from moe_trainer.parallel.overlap_threads import yield_point
@@ -63,12 +68,12 @@ class MoELayer(nn.Module):
 
     Attributes:
         dispatcher: shared by the layers of a model; set by `set_dispatcher` before the first forward pass.
-        budget: of received tokens; None if the experts' buffers are as long as what is received.
-        sent_tokens_P: routed tokens of this rank that the experts and clones of each rank of ep have received since the
-            last read, after drops and with padding; int64 on the device. None without --moe-per-layer-logging, and
-            without expert parallelism.
-        cloned_tokens_2P: routed tokens of all ranks of tp_ep that clones have computed since the last read, by the rank
-            of ep that hosts the clone and by the one whose expert it is; int64 on the device, None without clones.
+        receive: how the experts receive tokens.
+        placement: which ranks compute an expert's tokens.
+        known_counts: what the host knows of the counts before routing.
+        pad_routing: pads the tokens of each expert for quantized GEMMs, if the dispatcher sends them padded.
+        sent_tokens_P: routed tokens of this rank that each rank of ep has received since the last read, after drops and
+            with padding; int64 on the device. None without --moe-per-layer-logging, and without expert parallelism.
     """
 
     def __init__(
@@ -97,8 +102,6 @@ class MoELayer(nn.Module):
             activations=factory.activations,
         )
         quantization = factory.precision if moe.moe_router_padding_for_quantization else None
-        self.capacity = moe.moe_expert_capacity_factor if moe.moe_pad_expert_input_to_capacity else None
-        self.drops_tokens = moe.moe_expert_capacity_factor is not None and moe.moe_expert_capacity_factor >= 0
         self.experts = Experts(
             model,
             moe,
@@ -135,14 +138,11 @@ class MoELayer(nn.Module):
             self.shared_experts = SharedExperts(model, moe, ps, f"{name}.shared_experts", factory, sequence_parallel)
         self.overlap_shared = self.shared_experts is not None and moe.moe_shared_expert_overlap
         self.dispatcher: TokenDispatcher | None = None
-        self.budget = None
-        if moe.moe_expert_rank_capacity_factor is not None:
-            self.budget = ReceiveBudget(
-                f"{name}.experts", moe.moe_expert_rank_capacity_factor, moe.moe_router_topk, ps.etp.size
-            )
-        self.cloner, self.sent_tokens_P, self.cloned_tokens_2P = None, None, None
-        if moe.moe_clone_hot_experts and ps.ep.size > 1:
-            self.cloner = ExpertCloner(ps, moe.num_experts, moe.moe_clone_hot_experts)
+        self.receive = build_receive_policy(moe, f"{name}.experts", ps.etp.size, factory.activations)
+        self.placement = build_placement(moe, ps)
+        self.known_counts: CountsFn = unknown_counts
+        self.pad_routing: Callable[[Tensor], Tensor] = unpadded
+        self.sent_tokens_P = None
         self.overlap_executor, self.queue, self.activations, self.graphs = (
             factory.overlap_executor,
             factory.queue,
@@ -213,9 +213,8 @@ class MoELayer(nn.Module):
     def _run_chunk(self, x_SBH: Tensor, probs_SBE: Tensor, routing_SBE: Tensor) -> Tensor:
         """Run the experts on a chunk of the sequence. It was routed with all tokens, so balancing sees no chunks."""
         probs_TE, routing_TE = probs_SBE.flatten(0, 1), routing_SBE.flatten(0, 1)
-        if self._pads_routing:
-            routing_TE = pad_routing(routing_TE, self.padding_multiple)
-        return self._run_routed(RoutingOutput(x_SBH.shape, x_SBH, probs_TE, routing_TE), None)[0]
+        routed = RoutingOutput(x_SBH.shape, x_SBH, probs_TE, self.pad_routing(routing_TE))
+        return self._run_routed(routed, None)[0]
 
     def _run_routed(self, routed: RoutingOutput, x_SBH: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run dispatch, experts and combine.
@@ -223,28 +222,26 @@ class MoELayer(nn.Module):
         Returns:
             The results of this rank's tokens, and those of the shared experts, None if they have not run.
         """
-        dispatcher, clone_routing, state, shared_SBH = self.dispatcher, None, routed.state, routed.shared_SBH
+        dispatcher, plan, state, shared_SBH = self.dispatcher, None, routed.state, routed.shared_SBH
+        num_tokens = routed.shape[0] * routed.shape[1]
         if state is None:
-            probs_TE, routing_TE = routed.probs_TE, routed.routing_TE
-            known = self._known_counts(routed.shape)
-            if self.cloner is not None:
-                clone_routing, known = self.activations.cached_for_recompute(lambda: self._plan_clones(routing_TE))
-                probs_TE, routing_TE = clone_routing.apply(probs_TE, routing_TE)
-            self._count_sent_tokens(routing_TE)
-            hints = DispatchHints(
-                None if clone_routing is None else clone_routing.expert_V,
-                known,
-                self.captures_experts,
-                *self._fixed_buffer(routed.shape),
+            placed = self.placement.place(
+                routed.probs_TE,
+                routed.routing_TE,
+                self.known_counts(num_tokens),
+                counts_on_device=self.receive.counts_on_device,
+                is_training=self.training and torch.is_grad_enabled(),
+                cache_fn=self.activations.cached_for_recompute,
             )
-            state = dispatcher.dispatch_preprocess(routed.x_SBH.flatten(0, 1), probs_TE, routing_TE, hints)
+            plan, state = placed.plan, self._preprocess(routed, placed, self.captures_experts)
         state = dispatcher.start_token_dispatch(state, self.activations.cached_for_recompute)
         if self.overlap_shared:
             shared_SBH = self._run_shared(x_SBH)
         x_RH, probs_R = yield_point(self.overlap_executor, self.queue, state.x_RH, state.probs_R)
         state = dispatcher.finish_token_dispatch(replace(state, x_RH=x_RH, probs_R=probs_R))
         state = dispatcher.dispatch_postprocess(state)
-        y_RH, group = self._run_experts(state, routed.shape[0] * routed.shape[1], clone_routing)
+        weights = self.placement.weights(plan, self.activations.is_saving)
+        y_RH, group = self.receive.run(self.experts, state, num_tokens, weights)
         y_RH, handle = dispatcher.start_token_combine(dispatcher.combine_preprocess(y_RH, state), state)
         (y_RH,) = yield_point(self.overlap_executor, self.queue, y_RH)
         y_TH = dispatcher.combine_postprocess(dispatcher.finish_token_combine(y_RH, handle, state), state)
@@ -263,16 +260,10 @@ class MoELayer(nn.Module):
         dispatch.
         """
         routed = self._route_tokens(x_SBH, inputs)
-        known = self._known_counts(routed.shape)
+        known = self.known_counts(routed.shape[0] * routed.shape[1])
         if known is not None and self.dispatcher.uses_known_counts and self.graphs.is_captured("moe_preprocess"):
-            self._count_sent_tokens(routed.routing_TE)
-            state = self.dispatcher.dispatch_preprocess(
-                routed.x_SBH.flatten(0, 1),
-                routed.probs_TE,
-                routed.routing_TE,
-                DispatchHints(None, known, True, *self._fixed_buffer(routed.shape)),
-            )
-            routed = RoutingOutput(routed.shape, None, None, None, state)
+            placed = PlacedRouting(routed.probs_TE, routed.routing_TE, known)
+            routed = RoutingOutput(routed.shape, None, None, None, self._preprocess(routed, placed, True))
         if self.shared_experts is not None and not self.overlap_shared:
             routed = replace(routed, shared_SBH=self._run_shared(x_SBH))
         return routed
@@ -286,28 +277,21 @@ class MoELayer(nn.Module):
     def _route_tokens(self, x_SBH: Tensor, inputs: PassInputs) -> RoutingOutput:
         x_SBH = scatter_rows_to_group(x_SBH, self.replicas)
         probs_TE, routing_TE = self.router(x_SBH, inputs)
-        if self._pads_routing and self.activations.mlp_chunks == 1:
-            routing_TE = pad_routing(routing_TE, self.padding_multiple)
+        if self.activations.mlp_chunks == 1:
+            routing_TE = self.pad_routing(routing_TE)
         shape = x_SBH.shape
         if self.fc1_latent_proj is not None:
             x_SBH = self.fc1_latent_proj(x_SBH)
         return RoutingOutput(shape, x_SBH, probs_TE, routing_TE)
 
-    @property
-    def _pads_routing(self) -> bool:
-        return self.padding_multiple > 1 and self.dispatcher.supports_routing_padding
-
-    def _known_counts(self, shape: torch.Size) -> KnownCounts | None:
-        """Return what is known of the counts before routing, for dispatchers that use it."""
-        num_tokens = shape[0] * shape[1]
-        if self._pads_routing or self.cloner is not None:
-            return None
-        if self.capacity is not None:
-            per_expert = expert_capacity(num_tokens, self.router.topk, self.router.num_experts, self.capacity)
-            return KnownCounts(per_expert * self.router.num_experts, per_expert)
-        if self.drops_tokens or not self.dispatcher.uses_known_counts:
-            return None
-        return KnownCounts(num_tokens * self.router.topk)
+    def _preprocess(self, routed: RoutingOutput, placed: PlacedRouting, is_captured: bool) -> DispatchState:
+        """Count what is sent, and sort it by destination."""
+        self._count_sent_tokens(placed.routing_TV)
+        buffer = self.receive.fixed_buffer(routed.shape[0] * routed.shape[1], self.experts)
+        hints = DispatchHints(placed.expert_V, placed.known, is_captured, *buffer)
+        return self.dispatcher.dispatch_preprocess(
+            routed.x_SBH.flatten(0, 1), placed.probs_TV, placed.routing_TV, hints
+        )
 
     def set_dispatcher(self, dispatcher: TokenDispatcher) -> str | None:
         """Set the dispatcher. Return why token counts are on the host in spite of a budget, None if they need not be.
@@ -315,20 +299,19 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: if a CUDA graph holds dropless experts whose counts are on the host.
         """
-        self.dispatcher, device, problem = dispatcher, self.router.weight.device, None
+        self.dispatcher, device, moe = dispatcher, self.router.weight.device, self.router.moe
         ep_size = self.router.ps.ep.size
-        if self.router.moe.moe_per_layer_logging and ep_size > 1:
+        if moe.moe_per_layer_logging and ep_size > 1:
             self.sent_tokens_P = torch.zeros(ep_size, dtype=torch.int64, device=device)
-        if self.cloner is not None:
-            self.cloned_tokens_2P = torch.zeros(2, ep_size, dtype=torch.int64, device=device)
-        if self.budget is not None:
-            problem = dispatcher.fixed_buffer_problem or self.experts.why_host_counts()
-            if problem is None and self.activations.stash is not None:
-                problem = self.activations.stash.why_host_counts()
-            self.budget.allows_device_counts = problem is None
-            if problem is None:
-                self.budget.allocate_flag(device)
-        if self.captures_experts and self.capacity is None and not self.has_device_counts:
+        problem = self.receive.set_dispatcher(dispatcher, self.experts, device)
+        self.placement.set_dispatcher(dispatcher, device)
+        pads = self.padding_multiple > 1 and dispatcher.supports_routing_padding
+        self.pad_routing = partial(pad_routing, multiple=self.padding_multiple) if pads else unpadded
+        is_padded = is_padded_to_capacity(moe)
+        self.known_counts = unknown_counts
+        if not pads and not self.placement.declaration.is_planned and (is_padded or dispatcher.uses_known_counts):
+            self.known_counts = counts_before_routing(moe, self.router.topk, self.router.num_experts)
+        if self.captures_experts and not is_padded and not self.receive.has_device_counts:
             raise ValueError(
                 f"CUDA graphs of dropless experts need their token counts on the device, but they are on the host: "
                 f"{problem or 'the dispatcher has no fixed receive buffer'}; leave the experts out of "
@@ -337,70 +320,16 @@ class MoELayer(nn.Module):
         return problem
 
     @property
-    def has_device_counts(self) -> bool:
-        """Whether token counts may stay on the device."""
-        return self.budget is not None and self.budget.allows_device_counts
-
-    @property
     def captures_experts(self) -> bool:
         """Whether a CUDA graph holds the experts, so the number of their tokens must be fixed."""
         return self.graphs.is_captured("moe", "layer", "iteration")
 
-    def _fixed_buffer(self, shape: torch.Size) -> tuple[int | None, int]:
-        """Return the size of the fixed receive buffer and the padding of experts in it; None, 1 without one."""
-        budget = self.budget
-        if budget is None or not budget.counts_on_device:
-            return None, 1
-        # cached, because a larger microbatch may have come when a region is recomputed
-        size = self.activations.cached_for_recompute(lambda: budget.fixed_size(shape[0] * shape[1]))
-        return size, self.experts.pad_multiple
-
-    def _plan_clones(self, routing_TE: Tensor) -> tuple[CloneRouting, KnownCounts | None]:
-        on_device = self.budget is not None and self.budget.counts_on_device
-        clone_routing, known = self.cloner.plan(routing_TE, on_device)
-        if self.training and torch.is_grad_enabled():
-            self.cloner.count(clone_routing.plan, self.cloned_tokens_2P)
-        return clone_routing, known if self.dispatcher.uses_known_counts else None
-
     def _count_sent_tokens(self, routing_TV: Tensor) -> None:
-        """Count what the dispatcher sends, by destination, without a wait; columns are those of `CloneRouting`."""
+        """Count what the dispatcher sends, by destination, without a wait; columns are those of PlacedRouting."""
         if self.sent_tokens_P is None or self.activations.is_recomputing:
             return
         if self.training and torch.is_grad_enabled():
             self.sent_tokens_P += routing_TV.unflatten(1, (len(self.sent_tokens_P), -1)).sum((0, 2))
-
-    def _run_experts(
-        self, state: DispatchState, num_tokens: int, clone_routing: CloneRouting | None
-    ) -> tuple[Tensor, StashGroup | None]:
-        """Run the local experts and clones on the received tokens; `num_tokens` is the number of local ones.
-
-        Returns:
-            The results, and the group of join_stash.
-        """
-        x_RH, probs_R, counts_e = state.x_RH, state.probs_R, state.tokens_per_expert_e
-        clone_weights = None
-        if clone_routing is not None:
-            clone_weights = self.cloner.clone_weights(clone_routing, self.activations.is_saving)
-            if clone_weights is None:
-                counts_e = counts_e[: self.cloner.num_local]  # no slot has tokens, on any rank
-        if self.budget is None:
-            return self.experts(x_RH, probs_R, counts_e, clone_weights=clone_weights), None
-        if isinstance(counts_e, Tensor):
-            if not self.activations.is_recomputing:
-                self.budget.note_overflow(state.overflow)
-            with self.activations.stash_scope(
-                x_RH.shape[0], counts_e.sum(0, keepdim=True), self.budget.balanced_size
-            ) as group:
-                return self.experts(x_RH, probs_R, counts_e, clone_weights=clone_weights), group
-        num_received = x_RH.shape[0]
-        needed = max(num_received, state.fixed_size if self.budget.allows_device_counts else 0)
-        # cached, because the budget may have grown when a region is recomputed
-        size = self.activations.cached_for_recompute(lambda: self.budget.size_for(num_tokens, needed))
-        with self.activations.stash_scope(size, num_received, self.budget.balanced_size) as group:
-            y_CH = self.experts(
-                pad_to_buffer(x_RH, size), pad_to_buffer(probs_R, size), counts_e, size - num_received, clone_weights
-            )
-            return y_CH[:num_received], group
 
     def _run_shared(self, x_SBH: Tensor) -> Tensor:
         return self.activations.run_in_chunks("shared_experts", self.shared_experts, x_SBH)

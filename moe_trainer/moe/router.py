@@ -23,7 +23,7 @@ from moe_trainer.layers.init import hidden_init, make_parameter
 from moe_trainer.layers.pass_inputs import PLAIN_PASS, PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.balancing import LOSS_NAMES, attach_gradient, balancing_losses, loss_coefficients
-from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
+from moe_trainer.moe.receive.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.build import build_selection
 from moe_trainer.moe.selections.selection import Choice, FusedTopK, RoutingInputs, SelectionContext
 from moe_trainer.ops.attach_loss import Balancing

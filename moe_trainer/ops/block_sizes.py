@@ -12,8 +12,6 @@ DELTA_CHUNK, DELTA_SEGMENT = 64, 16
 """Positions of a chunk, and chunks of a segment, of the gated delta rule (gated_delta_rule.py)."""
 MAMBA_CONV_WIDTH = 4
 """Positions of the convolution of a Mamba layer; Megatron-Core has no flag for it."""
-CLONE_EXCHANGE_ELEMENTS = 1 << 26
-"""Maximum elements that a rank sends at a time where every rank sends the slots of clones to every rank."""
 
 
 def expert_buffer_tokens(even: int, factor: float) -> int:

@@ -275,7 +275,7 @@ class QuantizedGemms(nn.Module):
         self, weight_eNK: Tensor, transposed: bool, dtype: torch.dtype, groups: TokenGroups
     ) -> StackedWeights:
         """Return all weights; those of experts without tokens do not count for delayed scaling."""
-        # a stack with clones of hot experts is no parameter, and another one in every microbatch
+        # a stack with experts of other ranks is no parameter, and another one in every microbatch
         cache = self.cached_weights if isinstance(weight_eNK, nn.Parameter) and self.stored_weight is None else None
         cached = None if cache is None else cache.get(transposed)
         if cached is None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_trainer.model.mtp import MTPLosses, shift_left
+from moe_trainer.moe.receive.capacity import unknown_counts
 from moe_trainer.ops.attach_loss import attach_loss
 from moe_trainer.ops.packed_sequences import PackedSequences
 from moe_trainer.training.context import TrainRun
@@ -58,7 +59,7 @@ def emulate_topology(run: TrainRun, sharding: SequenceSharding, cp_sizes: Iterat
     for chunk in run.chunks:
         for layer in chunk.moe_layers():
             layer.router._drop_tokens = route_by_shard(layer.router._drop_tokens, get_tokens)
-            layer.capacity = None  # each shard rounds it up, so the counts of all come from the routing
+            layer.known_counts = unknown_counts  # each shard rounds it up, so the counts of all come from the routing
             selection = layer.router.selection
             if selection.declaration.counts == "rank":
                 selection.route = route_by_shard(selection.route, get_tokens)

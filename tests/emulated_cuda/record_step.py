@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import moe_trainer.training.setup
 from arguments import Arguments, parse_args
+from arguments.mechanisms.placements import get_placement
 from arguments.stage_layout import parallel_sizes
 from moe_trainer.estimate.dry_run import histogram_of_flags
 from moe_trainer.estimate.executed_step import executed_args
@@ -193,8 +194,8 @@ def split_evenly(rows: int, count: int) -> list[int]:
 
 
 def even_columns(args: Arguments, ep: int, sent: int) -> list[int]:
-    """Return the rows of each expert for even routing; with clones, those of each rank's experts and of its slots."""
-    rows, slots = split_evenly(sent, args.moe.num_experts), args.moe.moe_clone_hot_experts if ep > 1 else 0
+    """Return the rows of each expert for even routing: those of each rank's experts, and of its slots for others'."""
+    rows, slots = split_evenly(sent, args.moe.num_experts), get_placement(args.moe, ep).slots(args.moe)
     local = len(rows) // ep
     return [count for rank in range(ep) for count in (*rows[rank * local : (rank + 1) * local], *[0] * slots)]
 
@@ -210,14 +211,14 @@ def args_of_pack(args: Arguments, pack: ExecutedPack) -> Arguments:
 def even_counts(args: Arguments, ps: ParallelState, num_numbers: int, num_experts: int) -> list[int]:
     """Return what the host would read for even routing.
 
-    Rows of each expert; or rows sent to each rank and received from each rank for each local expert; or a plan without
-    clones and what each rank sends (moe/cloning.py).
+    Rows of each expert; or rows sent to each rank and received from each rank for each local expert; or a plan that
+    moves nothing (moe/placement), and what each rank sends.
     """
     sizes = ChunkBytes(args, 1)
     if sizes.sent % sizes.mlp_chunks:
         raise ValueError(f"--mlp-chunks-for-training {sizes.mlp_chunks}: only chunks of equal length are executed")
     rows = even_columns(args, ps.ep.size, sizes.sent // sizes.mlp_chunks)
-    slots = ps.ep.size * args.moe.moe_clone_hot_experts
+    slots = ps.ep.size * get_placement(args.moe, ps.ep.size).slots(args.moe)
     if num_numbers == num_experts:
         return rows
     if slots and num_numbers == 2 * slots + ps.tp_ep.size * len(rows):

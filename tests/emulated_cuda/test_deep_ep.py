@@ -260,7 +260,7 @@ def trained(rank: int, n: int, sources: Path, flags: str, small: bool = False) -
 
     def shrinking(run, state, *rest):
         if small and state.iteration and rank == n - 1:
-            run.chunks[0].moe_layers()[0].budget.adopt(0.1 if state.iteration == 1 else 3.0)
+            run.chunks[0].moe_layers()[0].receive.budget.adopt(0.1 if state.iteration == 1 else 3.0)
         return train_step(run, state, *rest)
 
     def counting(*args, **kwargs):

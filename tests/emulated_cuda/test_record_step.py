@@ -7,8 +7,6 @@ from emulated_cuda.run import on_device
 from emulated_cuda.test_kernels import TRITON
 from training.layouts import create_groups, make_argv
 
-from moe_trainer.estimate.layer_time import CLONE_PLAN_KERNELS
-
 WIDE = "--hidden-size 32 --ffn-hidden-size 48 --kv-channels 8 --seq-length 32 --max-position-embeddings 32"
 # name: model, flags
 CASES = {
@@ -127,21 +125,6 @@ def record_even_routing(argv: list[str]) -> dict[str, list]:
     from emulated_cuda.record_step import record
 
     return record(argv, 0, 2)
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_even_routing_clones_no_expert(slots):
-    """The recorded plan has no clones, and launches what the planner counts."""
-    flags = f"--bf16 --kv-channels 8 --expert-model-parallel-size 2 --moe-clone-hot-experts {slots}"
-    argv = [*make_argv("plain"), "--moe-token-dispatcher-type", "alltoall", *flags.split()]
-    found = on_device(record_even_routing, argv)
-    assert all(numbers[: 4 * slots] == [0] * 4 * slots for numbers in found["routed"])
-    texts, planned = found["texts"], Counter()
-    for kind, _, line, layer, microbatch, action, _ in found["events"]:
-        if kind == 0 and microbatch == 1 and texts[action] == "forward 0" and texts[line].startswith("moe/clon"):
-            planned[texts[layer]] += 1
-    once, each = CLONE_PLAN_KERNELS
-    assert planned and all(count == pytest.approx(once + each * (3 + slots), rel=0.1) for count in planned.values())
 
 
 GRAPHS = "--bf16 --kv-channels 8 --cuda-graph-impl local --cuda-graph-modules"

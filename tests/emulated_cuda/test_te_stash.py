@@ -22,7 +22,7 @@ def train(flags: str, capability: tuple[int, int] = (9, 0)) -> tuple:
 
     from arguments import parse_args
     from moe_trainer.layers.te_ops import FusedExpertMLP
-    from moe_trainer.moe.receive_buffer import get_stashes
+    from moe_trainer.moe.receive.budget import get_stashes
     from moe_trainer.verification import training_trace
 
     emulation.DEVICE().capability = capability

@@ -26,7 +26,7 @@ from moe_trainer.layers.te_experts import FusedGroupedLinear, stacked
 from moe_trainer.layers.te_layers import FusedColumnLinear
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.moe.grouped_experts import grouped_expert_mlp
-from moe_trainer.moe.padding import TokenPadding
+from moe_trainer.moe.receive.padding import TokenPadding
 from moe_trainer.ops.expert_mlp import expert_mlp, get_activation_fns
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation

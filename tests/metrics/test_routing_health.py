@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from arguments.mechanisms.placements import MOVED_RATES, UNMOVED_MAXIMA
 from moe_trainer.metrics.routing_health import COLD, HOT, MEAN, PER_LAYER, heat_map, routing_health
 
 
@@ -13,17 +14,17 @@ def make_loads(*rows):
 
 
 def test_routing_health_of_a_layer_calculated_by_hand():
-    """Four experts on two ranks: loads 6, 0, 1, 1 of 8, two of them dropped, one computed by a clone on the second rank; the first layer is dense."""
+    """Four experts on two ranks: loads 6, 0, 1, 1 of 8, two of them dropped, the second rank computes one for the first; the first layer is dense."""
     found = routing_health(make_loads([0] * 10, [6, 0, 1, 1, 2, 1, 0.25, 1, 5, 3]), expert_ranks=2, layer_share=0.1)
     assert found["layers"] == [1] and found["tokens_per_expert"] == [[6, 0, 1, 1]]
     assert (
         found["load_max_over_mean"] == [3.0]
         and found["dead_experts"] == [1]
         and found["drop_rate"] == [0.25]
-        and found["clone_rate"] == [0.125]
+        and all(found[name] == [0.125] for name in MOVED_RATES)
     )
     assert found["bias_drift"] == [0.25] and found["rank_max_over_mean"] == [1.25]
-    assert found["rank_max_over_mean_before_cloning"] == [1.5]
+    assert all(found[name] == [1.5] for name in UNMOVED_MAXIMA)
     assert found["load_entropy"] == pytest.approx([-(0.75 * math.log(0.75) + 0.25 * math.log(0.125)) / math.log(4)])
     assert found["straggler_cost"] == pytest.approx(0.025)
     assert all(len(found[name]) == 1 for name in PER_LAYER)

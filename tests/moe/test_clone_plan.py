@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from moe_trainer.moe.clone_plan import plan_clones, rank_loads
+from moe_trainer.moe.placement.clone_plan import plan_clones, rank_loads
 
 
 def plan(counts, num_ranks, slots):

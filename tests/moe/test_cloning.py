@@ -11,9 +11,9 @@ from moe.test_flex import LIBRARIES, flex_dispatcher
 
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.memory.activations import ActivationPolicy
-from moe_trainer.moe.clone_plan import ClonePlan, rank_loads
-from moe_trainer.moe.cloning import _FixedExchange
 from moe_trainer.moe.dispatch.select import attach_dispatcher
+from moe_trainer.moe.placement.clone_plan import ClonePlan, rank_loads
+from moe_trainer.moe.placement.cloned import _FixedExchange
 from moe_trainer.ops.expert_mlp import ActivationFns
 from moe_trainer.ops.grouped_gemm import GroupedGemms, grouped_weight_grad
 from moe_trainer.parallel.state import ParallelState
@@ -78,8 +78,8 @@ def skew_router(layer, skew):
 
 def _passes(layer, ps, x, weight, microbatches):
     found, planned = [], []
-    if layer.cloner is not None:
-        plan = layer.cloner.plan
+    if layer.placement.declaration.is_planned:
+        plan = layer.placement.plan
 
         def watched(routing_TE, on_device):
             routing, known = plan(routing_TE, on_device)
@@ -87,7 +87,7 @@ def _passes(layer, ps, x, weight, microbatches):
             planned.append((counts.view(ps.ep.size, -1).sum(1).tolist(), rank_loads(counts, routing.plan).tolist()))
             return routing, known
 
-        layer.cloner.plan = watched
+        layer.placement.plan = watched
     graphs = []
     for index in range(microbatches):
         own = (x * (1 + 0.5 * index)).clone().requires_grad_()
@@ -188,7 +188,7 @@ def _one_flex_rank(rank, n, recorded, version):
         attach_dispatcher([layer], flex_dispatcher(recorded, version, ps, moe_clone_hot_experts=slots)[0])
         skew_router(layer, SKEW["hot"])
         results.append((_passes(layer, ps, x, weight, 2)[0], RankGrads.of(layer, ps)))
-    return results, int(layer.cloned_tokens_2P[0].sum())
+    return results, int(layer.placement.moved_tokens_2P[0].sum())
 
 
 @pytest.mark.parametrize("version", LIBRARIES)
@@ -236,7 +236,7 @@ def _count_clone_bytes(rank, n, recomputes):
     x = torch.randn(12, 1, HIDDEN, dtype=torch.float64)
     x[..., 0] = x[..., 0].abs() + 0.5
     x.requires_grad_()
-    passes, make = [], layer.cloner.clone_weights
+    passes, make = [], layer.placement.weights
 
     def watched(routing, is_saving):
         passes.append(make(routing, is_saving))
@@ -249,7 +249,7 @@ def _count_clone_bytes(rank, n, recomputes):
         passes[-1].make_stacks = counted
         return passes[-1]
 
-    layer.cloner.clone_weights = watched
+    layer.placement.weights = watched
     shape = tuple(layer.experts.linear_fc1.weight.shape[1:])
 
     def clones():

@@ -15,13 +15,14 @@ from moe.test_receive_buffer import KINDS, run_passes
 from training.layouts import create_groups, make_argv, shallow
 
 from arguments import parse_args
+from arguments.mechanisms.placements import PLACEMENTS
 from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.model import build
-from moe_trainer.moe import receive_agreement
 from moe_trainer.moe.dispatch.hybridep import HybridEPDispatcher
 from moe_trainer.moe.dispatch.select import attach_dispatcher
 from moe_trainer.moe.experts import Experts
-from moe_trainer.moe.receive_buffer import ReceiveBudget, count_overflows, get_stashes, receive_scope
+from moe_trainer.moe.receive import agreement
+from moe_trainer.moe.receive.budget import ReceiveBudget, count_overflows, get_stashes, receive_scope
 from moe_trainer.ops.expert_mlp import expert_mlp
 from moe_trainer.ops.grouped_gemm import GROUPED_MM
 from moe_trainer.ops.pointwise import Activation
@@ -138,7 +139,7 @@ def train(
             max_tokens=rows.max_tokens,
             moe_hybridep_pad_uneven_dispatch_inputs=PAD in argv,
             moe_permute_fusion_into_hybridep=FUSED in argv,
-            moe_clone_hot_experts=moe.moe_clone_hot_experts,
+            **{each.dest: getattr(moe, each.dest) for each in PLACEMENTS if each.dest},
             **{dest: getattr(moe, dest) for dest in (library.flags if isinstance(library, StandIn) else ())},
         )[0]
     attempt, train_step, forward = step.forward_backward_reduce, training_trace.train_step, Experts.forward
@@ -147,16 +148,17 @@ def train(
         layers = [layer for chunk in run.chunks for layer in chunk.moe_layers()]
         if state.iteration and rank in small:
             # what was enough for one iteration may be too little for the next
-            layers[0].budget.adopt(0.1 if state.iteration == 1 else 3.0)
+            layers[0].receive.budget.adopt(0.1 if state.iteration == 1 else 3.0)
         if watched:
             rest = (*rest, Observer())
         before, passes = Counter(reads), found["passes"]
         result = train_step(run, state, *rest)
         found["reads"], found["passes"] = reads - before, found["passes"] - passes
         found["pages"].append([pool.num_device for stash in get_stashes(run.chunks) for pool in stash.pools])
-        found["cloned"] = sum(int(layer.cloned_tokens_2P[0].sum()) for layer in layers if layer.cloner is not None)
+        moved = (layer.placement.moved_tokens_2P for layer in layers)
+        found["moved"] = sum(int(each_2P[0].sum()) for each_2P in moved if each_2P is not None)
         found["repeats"].append(result.num_repeats)
-        found["factors"].append([layer.budget.factor for layer in layers if layer.budget is not None])
+        found["factors"].append([layer.receive.budget.factor for layer in layers if layer.receive.budgets])
         return result
 
     def counting(*args, **kwargs):
@@ -184,7 +186,7 @@ def train(
         shrinking,
         looking,
     )  # in a forked process
-    receive_agreement.logger.addHandler(LineHandler())
+    agreement.logger.addHandler(LineHandler())
     outcome = training_trace.train(parse_args(argv, n), rank, ps, 3)
     return {
         **found,
@@ -251,7 +253,7 @@ def check_clones(flex, library, more):
     ours = trained(2, f"{flags} {CLONES}", (), "deepseek", False, library)
     for result in ours:
         assert result["counts"] == {torch.Tensor} and set(result["reads"]) <= {"balancing.py"}, result["reads"]
-        assert result["cloned"] > 0
+        assert result["moved"] > 0
     plain = trained(2, flags if "fp8" in more else ALL_TO_ALL)
     assert_equal(plain[0], ours[0], 2e-2 if "fp8" in more else 1e-5)
 
@@ -405,14 +407,14 @@ def one_layer(rank: int, n: int, layout: dict, kind: str, factor: float) -> tupl
         ps,
         torch.float32,
     )
-    assert layer.budget.allows_device_counts
+    assert layer.receive.budget.allows_device_counts
     results, counts = [], []
-    for layer.budget.counts_on_device in (False, True):
+    for layer.receive.budget.counts_on_device in (False, True):
         layer.zero_grad()
         (host, _) = run_passes(layer, x, weight, 1)
         results.append(host)
-        counts.append(0 if layer.budget.overflow is None else int(layer.budget.overflow))
-    return results, counts, layer.budget.factor
+        counts.append(0 if layer.receive.budget.overflow is None else int(layer.receive.budget.overflow))
+    return results, counts, layer.receive.budget.factor
 
 
 @pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 4}, {"ep": 2, "etp": 2}], ids=str)
@@ -494,4 +496,4 @@ def test_reason_for_host_wait_is_logged_once(caplog, changes, because):
         attach_dispatcher(layers, dispatcher)
     log_lines = [line for line in caplog.messages if "--moe-expert-rank-capacity-factor" in line]
     assert len(log_lines) == (because is not None) and all(because in line for line in log_lines)
-    assert all(layer.budget.allows_device_counts == (because is None) for layer in layers)
+    assert all(layer.receive.budget.allows_device_counts == (because is None) for layer in layers)

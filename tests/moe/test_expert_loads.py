@@ -10,7 +10,6 @@ from moe.test_balancing_ranks import SCALE, S, microbatches
 from moe.test_dispatch_ranks import Layout
 
 from moe_trainer.layers.pass_inputs import PassInputs
-from moe_trainer.metrics.routing_health import routing_health
 from moe_trainer.moe import expert_loads
 from moe_trainer.moe.balancing import collect_moe_metrics, reset_iteration, update_expert_bias
 from moe_trainer.moe.expert_loads import _num_rank_rows, collect_expert_loads
@@ -70,7 +69,9 @@ def test_expert_loads_equal_one_process(layout):
                     table.dtype == torch.float64 and table[0, :8].sum() == dp * 2 * S * 2 * 2
                 )  # microbatches, tokens, sequences, top-k
                 torch.testing.assert_close(table[:, :12], want[:, :12], rtol=1e-7, atol=0)
-                assert torch.equal(table[:, 12:], table[:, :8].view(2, layout.ep, -1).sum(2)), "no expert is cloned"
+                assert torch.equal(table[:, 12:], table[:, :8].view(2, layout.ep, -1).sum(2)), (
+                    "every rank computes the tokens of its own experts"
+                )
     assert expected[1][1][0, 10] > 0.0  # the bias has moved
 
 
@@ -125,8 +126,8 @@ def _cloning(rank, n):
     layer, planned = build_shard(make_arguments({"moe_clone_hot_experts": 2}), ps), []
     with torch.no_grad():  # the first rank's experts are the hot ones
         layer.router.weight[:, 0] = torch.tensor([9.0, 6.0, 5.0, 4.0, 0.0, -3.0, -6.0, -9.0])
-    plan = layer.cloner.plan
-    layer.cloner.plan = lambda *given: planned.append(plan(*given)) or planned[-1]
+    plan = layer.placement.plan
+    layer.placement.plan = lambda *given: planned.append(plan(*given)) or planned[-1]
     run, computed = layer.experts.forward, []
     layer.experts.forward = lambda x_RH, *given, **options: computed.append(len(x_RH)) or run(x_RH, *given, **options)
     for _ in range(2):  # the iteration is repeated
@@ -136,12 +137,14 @@ def _cloning(rank, n):
         for x in microbatches(ps.dp.rank):
             layer(x.abs(), PassInputs(grad_scale=SCALE))
     table, _ = collect_expert_loads([Chunk(layer)], ps, 8, 2)
-    assert not layer.cloned_tokens_2P.any()
+    assert not layer.placement.moved_tokens_2P.any()
     return table, sum(routing.plan.num_tokens.sum().item() for routing, _ in planned), sum(computed)
 
 
 def test_rows_of_clones_are_counted_once():
     """Also the load of each rank with its clones, which is what its experts have computed."""
+    from moe_trainer.metrics.routing_health import routing_health
+
     (table, planned, first), (other, again, second) = run_ranks(_cloning, 2)
     assert torch.equal(table, other) and table[0, 9] == planned == again > 0
     assert table[0, 12:].tolist() == [first, second]

@@ -159,7 +159,7 @@ def test_device_counts_give_bitwise_equal_results(device, host, page, kind):
     assert_same(gradients(layers, counts=counts), expected)
     attach_dispatcher(layers, FixedBuffers(Permutation()))
     for layer in layers:
-        layer.budget.counts_on_device = True
+        layer.receive.budget.counts_on_device = True
     for _ in range(2):
         assert_same(gradients(layers, counts=counts), expected)
         assert not stash.overflow.any()
@@ -175,7 +175,7 @@ def test_device_counts_without_enough_pages_set_the_flag():
     for on_device, overflows, generation in ((True, True, 1), (False, False, 1), (True, False, 2)):
         attach_dispatcher(layers, FixedBuffers(Permutation()) if on_device else by_host)
         for layer in layers:
-            layer.budget.counts_on_device = on_device
+            layer.receive.budget.counts_on_device = on_device
         found = gradients(layers)
         assert bool(stash.overflow) == overflows and stash.generation == generation
         assert all(free == total for free, total in free_pages(stash)), "missing pages are not given back"

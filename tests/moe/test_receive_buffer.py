@@ -8,8 +8,14 @@ from harness import run_ranks
 from moe.layers import HIDDEN, build_layer, build_shard, sections
 
 from moe_trainer.layers.pass_inputs import PassInputs
+from moe_trainer.memory.activations import ActivationPolicy
+from moe_trainer.memory.paged_stash import PagedStash
 from moe_trainer.moe.dispatch.base import DispatchState
-from moe_trainer.moe.receive_buffer import ReceiveBudget, pad_to_buffer
+from moe_trainer.moe.placement.own import OWN_WEIGHTS
+from moe_trainer.moe.receive.budget import ReceiveBudget
+from moe_trainer.moe.receive.build import build_receive_policy
+from moe_trainer.moe.receive.exact import ExactBuffer
+from moe_trainer.moe.receive.fixed_buffer import FixedBuffer, StashedBuffer, pad_to_buffer
 from moe_trainer.parallel.state import ParallelState
 
 KINDS = {
@@ -67,10 +73,10 @@ def test_overflow_of_any_dispatch_is_kept_until_the_reset():
 
 def test_budget_grows_to_what_a_fixed_buffer_needs():
     layer = build_layer(sections(moe_expert_rank_capacity_factor=1.0))
-    layer.budget.allows_device_counts = True
+    layer.receive.budget.allows_device_counts = True
     state = DispatchState(torch.zeros(20, 16).double(), torch.zeros(20).double(), [20] + [0] * 7, None, fixed_size=25)
-    layer._run_experts(state, 10, None)
-    assert layer.budget.factor == 1.25
+    layer.receive.run(layer.experts, state, 10, OWN_WEIGHTS)
+    assert layer.receive.budget.factor == 1.25
 
 
 def test_pad_to_buffer_keeps_rows_and_gradients():
@@ -106,9 +112,9 @@ def _one_rank(rank, n, sizes, dispatcher, kind, factor, dtype, layout):
     for changes in ({}, {"moe_expert_rank_capacity_factor": factor}):
         args = sections(moe_token_dispatcher_type=dispatcher, moe_aux_loss_coeff=0.0, **KINDS[kind], **changes)
         layer = build_shard(args, ps, dtype) if n > 1 else build_layer(args, dtype=dtype)
-        results.append((*run_passes(layer, x, weight), layer.budget))
-    (plain, rows, none), (ours, budgets, budget) = results
-    assert none is None
+        results.append((*run_passes(layer, x, weight), layer.receive.budgets))
+    (plain, rows, none), (ours, budgets, (budget,)) = results
+    assert not none
     for mine, theirs in zip(ours, plain, strict=True):
         assert torch.equal(mine, theirs)
     return rows, budgets, budget.factor > factor, args.moe.moe_router_topk
@@ -153,3 +159,13 @@ def test_receive_buffer_overflow_loses_no_rows():
 @pytest.mark.parametrize("kind", ["grouped, biases", "shared, sigmoid"])
 def test_receive_buffer_with_every_layer_kind_on_ranks(kind):
     check(2, (12, 12), "alltoall", kind, 2.0, {"ep": 2})
+
+
+@pytest.mark.parametrize(
+    ("factor", "stash", "kind"),
+    [(None, None, ExactBuffer), (1.5, None, FixedBuffer), (1.5, PagedStash(torch.device("cpu")), StashedBuffer)],
+)
+def test_layers_receive_as_the_flags_say(factor, stash, kind):
+    moe = sections(moe_expert_rank_capacity_factor=factor).moe
+    policy = build_receive_policy(moe, "experts", 1, ActivationPolicy(stash=stash))
+    assert type(policy) is kind and len(policy.budgets) == (factor is not None)

@@ -7,7 +7,7 @@ from moe.layers import EXPERTS, build_layer, sections
 from arguments.mechanisms.selections import SELECTING
 from moe_trainer.layers.pass_inputs import PassInputs
 from moe_trainer.moe.balancing import loss_coefficients
-from moe_trainer.moe.capacity import drop_beyond_capacity, expert_capacity
+from moe_trainer.moe.receive.capacity import drop_beyond_capacity, expert_capacity
 from moe_trainer.moe.selections.scores import _NormalizeSelected
 from moe_trainer.moe.selections.selection import RoutingInputs
 from moe_trainer.moe.selections.sinkhorn import sinkhorn, sinkhorn_topk

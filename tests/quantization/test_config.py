@@ -12,7 +12,7 @@ from training.tiny import MOCK, TINY
 from arguments import parse_args
 from arguments.precision import PrecisionArgs
 from moe_trainer.model.build import build_chunks
-from moe_trainer.moe.padding import pad_routing
+from moe_trainer.moe.receive.padding import pad_routing
 from moe_trainer.parallel.rng import StochasticRoundingRNG
 from moe_trainer.parallel.state import ParallelState
 from moe_trainer.quantization.config import QuantizationConfig, get_recipe

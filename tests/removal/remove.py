@@ -37,7 +37,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TABLE_ROWS = ("tests/data/suite/default.txt", "tests/arguments/refusals.txt")
+TABLE_ROWS = ("tests/data/suite/default.txt", "tests/arguments/refusals.txt", "scripts/bench_results/pieces.md")
 """Tables of one row a line."""
 TABLE_ENTRIES = (
     "tests/data/check_sources.json",

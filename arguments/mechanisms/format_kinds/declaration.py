@@ -19,7 +19,6 @@ class FormatCapability(Enum):
     DEVICE_COUNTS = "`--use-transformer-engine-op-fuser`, without token counts on the host"
     OUTPUT_LAYER = "`--fp8-output-proj`"
     PRECISION_FILE = "`--te-precision-config-file`"
-    CLONED_EXPERTS = "`--moe-clone-hot-experts`"
     RECOMPUTED_INPUTS = "`--recompute-modules moe_act`, `layernorm`"
     HOST_OPTIMIZER = "`--optimizer-cpu-offload`, with weights that are gathered in the format"
     PROOF = "comparison of a mapping with one process"

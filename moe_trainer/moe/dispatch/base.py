@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from arguments.mechanisms.dispatchers import Capability, Dispatcher
-from moe_trainer.moe.receive_buffer import ReceiveBudget
+from moe_trainer.moe.receive.budget import ReceiveBudget
 from moe_trainer.ops.permute import Permutation
 from moe_trainer.parallel.collectives import Exchange, finish_exchange
 from moe_trainer.parallel.state import ParallelState
@@ -83,8 +83,8 @@ class DispatchHints:
     """Optional inputs of dispatch_preprocess. Every dispatcher uses those that it supports.
 
     Attributes:
-        expert_E: the expert of each column, int64, where hot experts are cloned; a token's results are summed in this
-            order.
+        expert_E: the expert of each column, int64, where other ranks compute some tokens of an expert; a token's
+            results are summed in this order.
         known: counts known to the host, for dispatchers with `uses_known_counts`.
         is_captured: a CUDA graph captures dispatch_preprocess, so no communication may be in flight when it returns.
         buffer_size: tokens in the fixed receive buffer, the same on all ranks; counts stay on the device. For

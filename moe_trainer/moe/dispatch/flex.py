@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from arguments.mechanisms.placements import get_placement
 from arguments.moe import MoEArgs
 from moe_trainer.moe.dispatch.mxfp8_transport import HIGH_PRECISION, Mxfp8Transport
 from moe_trainer.ops.permute import Permutation
@@ -51,6 +52,6 @@ class DispatcherSettings:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the model and slots of clones."""
+        """Experts of the model and slots for those of other ranks."""
         ep = self.ps.ep.size
-        return self.moe.num_experts + self.moe.moe_clone_hot_experts * (ep if ep > 1 else 0)
+        return self.moe.num_experts + ep * get_placement(self.moe, ep).slots(self.moe)

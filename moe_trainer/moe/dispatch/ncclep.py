@@ -39,7 +39,7 @@ from moe_trainer.moe.dispatch.base import (
     no_cache,
 )
 from moe_trainer.moe.dispatch.flex import MIN_NCCL_VERSION, NCCL_INSTALL, DispatcherSettings
-from moe_trainer.moe.receive_buffer import ReceiveBudget
+from moe_trainer.moe.receive.budget import ReceiveBudget
 from moe_trainer.ops.block_sizes import expert_buffer_tokens
 from moe_trainer.ops.permute import Permutation, dense_to_topk
 from moe_trainer.parallel.collectives import all_reduce

@@ -197,7 +197,7 @@ def attach_dispatcher(
     for layer in layers:
         layer.router.use_kernels(fused_topk, balancing)
     problems = {layer.set_dispatcher(dispatcher) for layer in layers} - {None}
-    dispatcher.set_budgets([layer.budget for layer in layers if layer.budget is not None])
+    dispatcher.set_budgets([budget for layer in layers for budget in layer.receive.budgets])
     for problem in sorted(problems):
         logger.info(
             "--moe-expert-rank-capacity-factor: every MoE layer still synchronizes with the host for token counts: %s",

@@ -9,6 +9,11 @@ from torch import Tensor
 from moe_trainer.memory.host_read import integer_tensor
 
 
+def unpadded(routing_TE: Tensor) -> Tensor:
+    """Return the routing as it is."""
+    return routing_TE
+
+
 @torch.no_grad()
 def pad_routing(routing_TE: Tensor, multiple: int) -> Tensor:
     """Route further tokens of this rank, the first ones, to every expert until their number is a multiple.

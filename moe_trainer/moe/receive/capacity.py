@@ -1,14 +1,43 @@
-"""The capacity of experts, and which tokens are dropped beyond it.
+"""The capacity of experts: which tokens are dropped beyond it, and what it fixes of the counts before routing.
 
 Shape letters: T tokens, E experts.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.dispatch.base import CacheFn, no_cache
+from arguments.moe import MoEArgs
+from moe_trainer.moe.dispatch.base import CacheFn, KnownCounts, no_cache
+
+CountsFn = Callable[[int], KnownCounts | None]
+"""From the number of a rank's tokens to what the host knows of their counts before it reads the routing."""
+
+
+def is_padded_to_capacity(moe: MoEArgs) -> bool:
+    """Return whether every expert gets as many tokens as its capacity."""
+    return moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is not None
+
+
+def unknown_counts(num_tokens: int) -> None:
+    """Know nothing."""
+
+
+def counts_before_routing(moe: MoEArgs, topk: int, num_experts: int) -> CountsFn:
+    """Return what is known if the experts get the tokens that the router sends, and no others."""
+    factor = moe.moe_expert_capacity_factor
+    if factor is None or factor < 0:
+        return lambda num_tokens: KnownCounts(num_tokens * topk)
+    if not is_padded_to_capacity(moe):
+        return unknown_counts
+
+    def padded(num_tokens: int) -> KnownCounts:
+        per_expert = expert_capacity(num_tokens, topk, num_experts, factor)
+        return KnownCounts(per_expert * num_experts, per_expert)
+
+    return padded
 
 
 def expert_capacity(num_tokens: int, topk: int, num_experts: int, factor: float) -> int:

@@ -25,6 +25,7 @@ Shape letters: T local tokens, E experts, e local experts, P ranks of ep, S slot
 C slots of all ranks, V columns: for every rank of ep its experts and then its slots, K elements of an expert.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,10 +34,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from arguments.mechanisms.placement_kinds.cloned import CLONED, EXCHANGE_ELEMENTS
+from arguments.moe import MoEArgs
+from moe_trainer.memory.activations import ActivationPolicy
 from moe_trainer.memory.host_read import AsyncHostReader, integer_tensor
-from moe_trainer.moe.clone_plan import ClonePlan, plan_clones
-from moe_trainer.moe.dispatch.base import KnownCounts
-from moe_trainer.ops.block_sizes import CLONE_EXCHANGE_ELEMENTS
+from moe_trainer.moe.dispatch.base import CacheFn, KnownCounts, TokenDispatcher
+from moe_trainer.moe.placement.clone_plan import ClonePlan, plan_clones
+from moe_trainer.moe.placement.own import Counts, ExpertPlacement, OwnWeights, PlacedRouting, RunExperts
 from moe_trainer.ops.expert_mlp import WeightOwner
 from moe_trainer.parallel.collectives import all_gather_flat, all_to_all, all_to_all_flat
 from moe_trainer.parallel.state import Group, ParallelState
@@ -67,14 +71,40 @@ class CloneRouting:
         return probs_TE.index_select(1, self.expert_V), routing_TE.index_select(1, self.expert_V) & in_range_TV
 
 
-class ExpertCloner:
-    """Plans the clones of one rank's MoE layers; holds constants only."""
+class ClonedPlacement(ExpertPlacement):
+    """Plans the clones of one rank's layer, and counts their tokens."""
+
+    declaration = CLONED
 
     def __init__(self, ps: ParallelState, num_experts: int, slots: int):
         """Store the sizes; `slots` is --moe-clone-hot-experts, the clones that a rank can host."""
         self.group, self.ep = ps.tp_ep, ps.ep
         self.num_experts, self.slots, self.num_local = num_experts, slots, num_experts // ps.ep.size
+        self._uses_known_counts = False
         self._reader = AsyncHostReader()
+
+    def set_dispatcher(self, dispatcher: TokenDispatcher, device: torch.device) -> None:
+        self._uses_known_counts = dispatcher.uses_known_counts
+        self.moved_tokens_2P = torch.zeros(2, self.ep.size, dtype=torch.int64, device=device)
+
+    def place(
+        self,
+        probs_TE: Tensor,
+        routing_TE: Tensor,
+        known: KnownCounts | None,
+        *,
+        counts_on_device: bool,
+        is_training: bool,
+        cache_fn: CacheFn,
+    ) -> PlacedRouting:
+        def plan() -> tuple[CloneRouting, KnownCounts | None]:
+            routing, known = self.plan(routing_TE, counts_on_device)
+            if is_training:
+                self.count(routing.plan)
+            return routing, known if self._uses_known_counts else None
+
+        routing, known = cache_fn(plan)
+        return PlacedRouting(*routing.apply(probs_TE, routing_TE), known, routing.expert_V, routing)
 
     @torch.no_grad()
     def plan(self, routing_TE: Tensor, on_device: bool = False) -> tuple[CloneRouting, KnownCounts | None]:
@@ -110,9 +140,10 @@ class ExpertCloner:
         return CloneRouting(plan, expert_V, low_V, high_V, hosted), self._known_counts(by_source)
 
     @torch.no_grad()
-    def count(self, plan: ClonePlan, total_2P: Tensor) -> None:
-        """Add the tokens of clones to `total_2P`, by host and by owner; without a wait."""
-        by_host_P, by_owner_P = total_2P
+    def count(self, plan: ClonePlan) -> None:
+        """Count the tokens of clones, by host and by owner; without a wait."""
+        assert self.moved_tokens_2P is not None, "since set_dispatcher"
+        by_host_P, by_owner_P = self.moved_tokens_2P
         by_host_P.add_(plan.num_tokens.sum(1))
         by_owner_P.scatter_add_(0, (plan.expert // self.num_local).flatten(), plan.num_tokens.flatten())
 
@@ -131,13 +162,27 @@ class ExpertCloner:
         before_NV = (counts_NE.cumsum(0) - counts_NE)[:, expert_V]  # an expert's tokens are numbered over the sources
         return expert_V, first_V - before_NV, last_V - before_NV
 
-    def clone_weights(self, routing: CloneRouting, is_saving: bool) -> "CloneWeights | None":
-        """Return the weights of the clones in one pass; None if the host knows that there is no clone."""
-        if routing.hosted is None:
-            return CloneWeights(_FixedExchange(self.ep, routing.plan, self.num_local), is_saving)
-        if not any(routing.hosted):
-            return None
-        return CloneWeights(_ExactExchange(self.ep, routing.hosted, self.num_local), is_saving)
+    def weights(self, plan: CloneRouting, is_saving: bool) -> OwnWeights:
+        if plan.hosted is None:
+            return CloneWeights(_FixedExchange(self.ep, plan.plan, self.num_local), self.num_local, is_saving)
+        if not any(plan.hosted):
+            return _UnusedSlots(self.num_local)
+        return CloneWeights(_ExactExchange(self.ep, plan.hosted, self.num_local), self.num_local, is_saving)
+
+
+def make_placement(moe: MoEArgs, ps: ParallelState) -> ClonedPlacement:
+    """Build it for a layer."""
+    return ClonedPlacement(ps, moe.num_experts, moe.moe_clone_hot_experts)
+
+
+class _UnusedSlots(OwnWeights):
+    """No slot has tokens, on any rank, and the host knows it."""
+
+    def __init__(self, num_local: int):
+        self._num_local = num_local
+
+    def counts(self, tokens_per_expert_e: Counts) -> Counts:
+        return tokens_per_expert_e[: self._num_local]
 
 
 def _flat(*tensors: Tensor) -> Tensor:
@@ -227,7 +272,7 @@ class _FixedExchange:
     def _exchange(self, x: Tensor, send, receive) -> Tensor:
         """Exchange [P, S, K] made by send(x [n, K]) and return receive(what arrives) [m, ...], some K at a time."""
         flat = x.flatten(1)
-        step = max(1, CLONE_EXCHANGE_ELEMENTS // (self.ep.size * self.num_clones))
+        step = max(1, EXCHANGE_ELEMENTS // (self.ep.size * self.num_clones))
         received = []
         for part in flat.split(step, 1):
             sent = send(part).contiguous()
@@ -237,19 +282,30 @@ class _FixedExchange:
         return torch.cat(received, 1).view(-1, *x.shape[1:])
 
 
-class CloneWeights:
+class CloneWeights(OwnWeights):
     """The local experts' weights followed by those of the clones on this rank, in one pass.
 
     Attributes:
         num_clones: clones on this rank, at most the slots.
     """
 
-    def __init__(self, exchange: _Exchange, is_saving: bool):
+    def __init__(self, exchange: _Exchange, num_local: int, is_saving: bool):
         """With `is_saving`, what experts save stays until backward, so the stacks are dropped from it."""
-        self._exchange, self._is_saving = exchange, is_saving
+        self._exchange, self._num_local, self._is_saving = exchange, num_local, is_saving
         self.num_clones = exchange.num_clones
         self._weights: tuple[Tensor, ...] = ()
         self._stacks: list[Tensor] = []
+
+    def counts(self, tokens_per_expert_e: Counts) -> Counts:
+        return tokens_per_expert_e[: self._num_local + self.num_clones]  # slots without a clone have no tokens
+
+    def run(
+        self, run_experts: RunExperts, x_RH: Tensor, tensors: tuple[Tensor, ...], activations: ActivationPolicy
+    ) -> Tensor:
+        x_RH, stacks = self.fetch(x_RH, tensors)
+        with activations.without_saving(self, stacks) if activations.is_saving else contextlib.nullcontext():
+            y_RH = run_experts(x_RH, stacks)
+        return self.fetch_again(y_RH)
 
     def fetch(self, x_RH: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the tokens, which the experts must read, and the stacks [e + num_clones, ...].
@@ -286,9 +342,8 @@ class CloneWeights:
     def return_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Add the gradients of an expert and its clones; stacks -> [e, ...]. Communication: see `fetch`."""
         self._stacks = []
-        num_local = len(grads[0]) - self.num_clones
-        returned = self._exchange.to_owners([grad[num_local:] for grad in grads], num_local)
-        return [grad[:num_local] + part for grad, part in zip(grads, returned)]
+        returned = self._exchange.to_owners([grad[self._num_local :] for grad in grads], self._num_local)
+        return [grad[: self._num_local] + part for grad, part in zip(grads, returned)]
 
     def _to_owner(self, grad: Tensor) -> Tensor:
         return self.return_grads([grad])[0]

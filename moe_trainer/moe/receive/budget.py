@@ -99,7 +99,7 @@ class ReceiveBudget:
 
 def get_receive_budgets(chunks: Iterable) -> list[ReceiveBudget]:
     """Return the budgets of all MoE layers of these model chunks."""
-    return [layer.budget for chunk in chunks for layer in chunk.moe_layers() if layer.budget is not None]
+    return [budget for chunk in chunks for layer in chunk.moe_layers() for budget in layer.receive.budgets]
 
 
 def get_stashes(chunks: Iterable) -> list[PagedStash]:
@@ -149,22 +149,3 @@ def count_growing_stashes(chunks: Iterable, device: torch.device) -> Tensor:
     """Return how many of this rank's stashes will have other memory in the next scope: fp64 [1] on the device."""
     growing = sum(stash.will_grow for stash in get_stashes(chunks))
     return torch.full((1,), growing, dtype=torch.float64, device=device)
-
-
-class _PadToBuffer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_R: Tensor, size: int) -> Tensor:
-        ctx.num_received = x_R.shape[0]
-        out_C = x_R.new_empty(size, *x_R.shape[1:])
-        out_C[: ctx.num_received] = x_R
-        out_C[ctx.num_received :].zero_()  # GEMMs may include the padding, whose results must stay finite
-        return out_C
-
-    @staticmethod
-    def backward(ctx, grad_C: Tensor):
-        return grad_C[: ctx.num_received], None
-
-
-def pad_to_buffer(x_R: Tensor, size: int) -> Tensor:
-    """Copy received tokens to the start of a zero-padded buffer. Shapes: x_R [R, ...] -> [C, ...]."""
-    return _PadToBuffer.apply(x_R, size)

@@ -1,4 +1,4 @@
-"""Agreement of the ranks on receive buffers and paged stashes that were too small (moe/receive_buffer.py)."""
+"""Agreement of the ranks on receive buffers and paged stashes that were too small (moe/receive/budget.py)."""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_trainer.moe.receive_buffer import (
+from moe_trainer.moe.receive.budget import (
     count_growing_stashes,
     count_overflows,
     get_grown_budgets,
