@@ -6,8 +6,8 @@ the `DerivedSizes` of the pass. Its name begins with `resolve_` (derives values)
 (yields violations: what is wrong in Megatron-LM too, or in any program) or `limit_` (yields limits of this program,
 which the manual lists). Rules run in order of definition; those of a mechanism, such as a way to choose
 or place experts or an optimizer, are named by its declaration. tests/data/check_sources.json names the rules of
-Megatron-LM (commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py records the
-deliberate differences, and machine.py has the rules about the machine.
+Megatron-LM (commit d98e8a64, validate_args and TransformerConfig) that the checks follow, megatron_differences.py
+records the deliberate differences, and machine.py has the rules about the machine.
 """
 
 from collections.abc import Callable, Iterator
