@@ -134,7 +134,7 @@ def load_model(source: str | Path, flags: Sequence[str] = ()) -> LanguageModel:
     Raises:
         ValueError: if a flag or the checkpoint is wrong (ArgumentError, UserError).
     """
-    return _wrap(load_for_inference(str(source), flags).ctx).eval()
+    return _wrap(load_for_inference(str(source), flags).run).eval()
 
 
 def save_checkpoint(model: LanguageModel, directory: str | Path, iteration: int = 0) -> None:
@@ -181,17 +181,17 @@ def _convert(checkpoint: Path, target: Path, model_type: str | None, families: F
     finish_job(job)
 
 
-def _wrap(ctx: BaseRun) -> LanguageModel:
+def _wrap(run: BaseRun) -> LanguageModel:
     """Return the model of a context.
 
     Raises:
         UserError: with pipeline or context parallelism.
     """
-    for name, size in (("pipeline", ctx.ps.pp.size), ("context", ctx.ps.cp.size)):
+    for name, size in (("pipeline", run.ps.pp.size), ("context", run.ps.cp.size)):
         if size > 1:
             raise UserError(
                 f"--{name}{'-model' if name == 'pipeline' else ''}-parallel-size {size}: the Python interface holds a "
                 "whole model; use tensor and expert parallelism"
             )
-    (network,) = ctx.chunks
-    return LanguageModel(ctx.args, network, ctx.ps, ctx.padded_vocab_size)
+    (network,) = run.chunks
+    return LanguageModel(run.args, network, run.ps, run.padded_vocab_size)

@@ -138,11 +138,11 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     from moe_trainer.training.inference import load_for_inference
 
     loaded = load_for_inference(options.source, flags)
-    ctx = loaded.ctx
-    counter = RoutingCounter(ctx.chunks, ctx.ps)
-    results = run_tasks(ctx, bind_tasks(ctx, loaded.tokenizer, runner, options.batch_size, counter))
+    run = loaded.run
+    counter = RoutingCounter(run.chunks, run.ps)
+    results = run_tasks(run, bind_tasks(run, loaded.tokenizer, runner, options.batch_size, counter))
     routing = counter.gather()
-    if ctx.ps.world.rank == 0:
+    if run.ps.world.rank == 0:
         title = f"{options.source}, iteration {loaded.state.iteration}"
         lines = [title, harness.results_table(results), *([routing_table(routing)] if routing else [])]
         print("\n".join(lines))
@@ -154,5 +154,5 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
         if options.report_html is not None:
             command = command_line("evaluate", sys.argv[1:])
             write_report(options.report_html, f"Tasks: {title}", command, list(routing_figures(routing)), lines)
-    close_groups(ctx.ps)
+    close_groups(run.ps)
     return ExitCode.OK

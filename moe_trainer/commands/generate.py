@@ -181,26 +181,26 @@ def _generate(request: Request) -> int:
 
     with redirect_stdout(sys.stderr):  # stdout has the texts only
         loaded = load_for_inference(request.source, request.flags)
-    ctx, codec, prompts = loaded.ctx, TextCodec(loaded.tokenizer), request.prompts
+    run, codec, prompts = loaded.run, TextCodec(loaded.tokenizer), request.prompts
     if options.apply_chat_template:
-        template = open_chat_template(ctx)
+        template = open_chat_template(run)
         prompts = [
             template.write_prompt([{"role": "user", "content": each}] if isinstance(each, str) else cast(Any, each))
             for each in prompts
         ]
     texts = [str(each) for each in prompts for _ in range(options.samples_per_prompt)]
-    model = as_model(ctx)
+    model = as_model(run)
     tokens = encode_prompts(codec, texts, options.max_new_tokens, model.max_length)
     generator = Generator(model, options.batch_size, loaded.tokenizer.vocab_size)
     started = time.perf_counter()
     found = complete(generator, codec, tokens, options.max_new_tokens, sampling, options.stop)
     elapsed = time.perf_counter() - started
-    if ctx.ps.world.rank == 0:
+    if run.ps.world.rank == 0:
         _write(options.output, texts, found)
         count = sum(len(each.tokens) for each in found)
         note = f"{len(found):,} texts, {count:,} new tokens in {elapsed:.1f} s ({count / elapsed:,.1f} tokens/s)"
         print(f"{program_name('generate')}: {note}", file=sys.stderr, flush=True)
-    close_groups(ctx.ps)
+    close_groups(run.ps)
     return ExitCode.OK
 
 

@@ -26,13 +26,13 @@ from moe_trainer.training.data_setup import merged_stream_states
 logger = logging.getLogger(__name__)
 
 
-def save_is_due(ctx: BaseRun, state: TrainState) -> bool:
+def save_is_due(run: BaseRun, state: TrainState) -> bool:
     """Return whether --save-interval requires a checkpoint of this iteration."""
-    interval = ctx.args.output.save_interval
+    interval = run.args.output.save_interval
     return interval is not None and state.iteration % interval == 0
 
 
-def save_checkpoint(ctx: TrainRun, state: TrainState, folder: str) -> None:
+def save_checkpoint(run: TrainRun, state: TrainState, folder: str) -> None:
     """Save a checkpoint under `folder`, in the background with --async-save. Collective.
 
     I/O failures are logged and counted.
@@ -40,37 +40,37 @@ def save_checkpoint(ctx: TrainRun, state: TrainState, folder: str) -> None:
     Raises:
         UserError: on every rank, after too many consecutive I/O failures or for any other error.
     """
-    content = make_checkpoint_state(ctx, state)
-    if ctx.metrics is not None:
+    content = make_checkpoint_state(run, state)
+    if run.metrics is not None:
         # a run killed later resumes from this checkpoint, so everything logged until now must be on disk
-        ctx.metrics.flush()
-    finish_save(ctx)
-    with ctx.timers("save-checkpoint"), as_user_error(f"--save {folder}"), _counting_failures(ctx):
-        ctx.wait_params()
-        ctx.save_history.begin(state.iteration)
-        if ctx.args.output.async_save:
-            ctx.saver.start(folder, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+        run.metrics.flush()
+    finish_save(run)
+    with run.timers("save-checkpoint"), as_user_error(f"--save {folder}"), _counting_failures(run):
+        run.wait_params()
+        run.save_history.begin(state.iteration)
+        if run.args.output.async_save:
+            run.saver.start(folder, content, run.chunks, run.optimizer, run.ps, run.save_options)
         else:
-            save(folder, content, ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
-            _note_success(ctx)
+            save(folder, content, run.chunks, run.optimizer, run.ps, run.save_options)
+            _note_success(run)
 
 
-def save_upcycled(ctx: TrainRun, state: TrainState, folder: str) -> None:
+def save_upcycled(run: TrainRun, state: TrainState, folder: str) -> None:
     """Save the model of --moe-use-upcycling under `folder` before training. Collective.
 
     Raises:
         UserError: on every rank, if the folder cannot be written.
     """
-    output = ctx.args.output
-    with ctx.timers("save-checkpoint"), as_user_error(f"--save {folder}"):
-        ctx.wait_params()
-        save(folder, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, ctx.save_options)
+    output = run.args.output
+    with run.timers("save-checkpoint"), as_user_error(f"--save {folder}"):
+        run.wait_params()
+        save(folder, make_checkpoint_state(run, state), run.chunks, run.optimizer, run.ps, run.save_options)
     logger.info(
         f"--moe-use-upcycling: the model made of {output.load or output.pretrained_checkpoint} is saved to {folder}"
     )
 
 
-def convert_checkpoint(ctx: TrainRun, state: TrainState, parent: str, ckpt_format: str) -> None:
+def convert_checkpoint(run: TrainRun, state: TrainState, parent: str, ckpt_format: str) -> None:
     """Write the loaded checkpoint in a format to parent/ckpt_format (--ckpt-convert-save). Collective.
 
     Weights loaded without optimizer state are written without it.
@@ -78,70 +78,70 @@ def convert_checkpoint(ctx: TrainRun, state: TrainState, parent: str, ckpt_forma
     Raises:
         UserError: on every rank, if the folder cannot be written.
     """
-    output = ctx.args.output
+    output = run.args.output
     with as_user_error(f"--ckpt-convert-save {parent}"):
         folder = Path(parent) / ckpt_format
-        with_state = ctx.save_options.save_optim and not output.no_load_optim and state.iteration > 0
+        with_state = run.save_options.save_optim and not output.no_load_optim and state.iteration > 0
         options = replace(
-            ctx.save_options,
+            run.save_options,
             ckpt_format=ckpt_format,
             save_optim=with_state,
             retain_interval=None,
             total_limit=None,
-            filesystem_id=check_writable(folder, ctx.ps),
+            filesystem_id=check_writable(folder, run.ps),
         )
         try:
-            save(folder, make_checkpoint_state(ctx, state), ctx.chunks, ctx.optimizer, ctx.ps, options)
+            save(folder, make_checkpoint_state(run, state), run.chunks, run.optimizer, run.ps, options)
         finally:
-            if ctx.ps.world.rank == 0:
+            if run.ps.world.rank == 0:
                 release_lock(folder)
 
 
-def make_checkpoint_state(ctx: TrainRun, state: TrainState) -> CheckpointState:
+def make_checkpoint_state(run: TrainRun, state: TrainState) -> CheckpointState:
     """Return everything of a checkpoint except tensors. Collective with --dataloader-type external."""
     # values that Megatron-LM records in addition to the flags, and that its loader compares or uses
     megatron_args = {
-        "padded_vocab_size": ctx.padded_vocab_size,
-        "world_size": ctx.ps.world.size,
-        "data_parallel_size": ctx.ps.dp.size,
+        "padded_vocab_size": run.padded_vocab_size,
+        "world_size": run.ps.world.size,
+        "data_parallel_size": run.ps.dp.size,
         # read by torch's own reader; the other strategy needs a package that is not used here
         "async_strategy": "mcore",
     }
-    extra = {"history": state.history.as_dict(), "fingerprint": state.fingerprint, "streams": merged_stream_states(ctx)}
+    extra = {"history": state.history.as_dict(), "fingerprint": state.fingerprint, "streams": merged_stream_states(run)}
     return CheckpointState(
         iteration=state.iteration,
-        args=ctx.args.as_dict() | megatron_args,
+        args=run.args.as_dict() | megatron_args,
         consumed_train_samples=state.consumed_train_samples,
         consumed_valid_samples=state.consumed_valid_samples,
         skipped_train_samples=state.skipped_train_samples,
         num_floating_point_operations_so_far=state.total_flops,
-        scheduler=scheduler_state_dict(ctx.learning_rate, ctx.weight_decay, state.scheduled_samples),
+        scheduler=scheduler_state_dict(run.learning_rate, run.weight_decay, state.scheduled_samples),
         extra={name: value for name, value in extra.items() if value},
     )
 
 
-def finish_save(ctx: BaseRun) -> None:
+def finish_save(run: BaseRun) -> None:
     """Wait for the background save, if any, and make it visible. Collective. Raises as save_checkpoint."""
-    if ctx.saver.in_progress:
-        with ctx.timers("save-checkpoint"), as_user_error(f"--save {ctx.args.output.save}"), _counting_failures(ctx):
-            ctx.saver.finish()
-            _note_success(ctx)
+    if run.saver.in_progress:
+        with run.timers("save-checkpoint"), as_user_error(f"--save {run.args.output.save}"), _counting_failures(run):
+            run.saver.finish()
+            _note_success(run)
 
 
-def _note_success(ctx: BaseRun) -> None:
-    ctx.save_history.succeeded()
-    if ctx.metrics is not None:
-        ctx.metrics.saved(ctx.save_history.saved[-1])
+def _note_success(run: BaseRun) -> None:
+    run.save_history.succeeded()
+    if run.metrics is not None:
+        run.metrics.saved(run.save_history.saved[-1])
 
 
 @contextmanager
-def _counting_failures(ctx: BaseRun) -> Iterator[None]:
+def _counting_failures(run: BaseRun) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        ctx.save_history.failed(error)
-        if ctx.runtime.launch_env.rank == 0:
+        run.save_history.failed(error)
+        if run.runtime.launch_env.rank == 0:
             logger.error(
                 f"WARNING: {error} The run continues and retries at the next save; failure "
-                f"{ctx.save_history.consecutive_failures} in a row, the run ends at {MAX_CONSECUTIVE_FAILURES}"
+                f"{run.save_history.consecutive_failures} in a row, the run ends at {MAX_CONSECUTIVE_FAILURES}"
             )

@@ -134,20 +134,20 @@ def remaining_phase_samples(args: Arguments, state: TrainState) -> int:
 
 
 def make_packing_planner(
-    ctx: BaseRun, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
+    run: BaseRun, dataset: AnyDataset, micro_batch_size: int, forward_only: bool = False
 ) -> PackingPlanner | None:
     """Return the planner of a dataset with samples of different lengths; None without packing.
 
     An evaluation (`forward_only`) runs any number of microbatches, also with virtual pipeline stages.
     """
-    parallel, fmt = ctx.args.parallel, PackFormat.from_args(ctx.args)
+    parallel, fmt = run.args.parallel, PackFormat.from_args(run.args)
     if fmt is None:
         return None
-    has_groups = len(ctx.chunks) > 1 and not forward_only
+    has_groups = len(run.chunks) > 1 and not forward_only
     group_size = (parallel.microbatch_group_size_per_vp_stage or 1) if has_groups else 1
-    get_flops = partial(training_flops, ctx.args, 1, padded_vocab_size=ctx.padded_vocab_size)
-    is_pipelined = ctx.ps.pp.size > 1
-    num_data_ranks, read_ahead = ctx.ps.dp.size, _count_batches_ahead(ctx.args)
+    get_flops = partial(training_flops, run.args, 1, padded_vocab_size=run.padded_vocab_size)
+    is_pipelined = run.ps.pp.size > 1
+    num_data_ranks, read_ahead = run.ps.dp.size, _count_batches_ahead(run.args)
     return PackingPlanner(
         dataset.length, get_flops, fmt, micro_batch_size, num_data_ranks, group_size, is_pipelined, read_ahead
     )
@@ -182,20 +182,20 @@ def load_stream_states(datasets: Datasets, state: TrainState, rank: int) -> None
             )
 
 
-def merged_stream_states(ctx: BaseRun) -> dict[str, StreamState]:
+def merged_stream_states(run: BaseRun) -> dict[str, StreamState]:
     """Return where streamed text continues on all ranks, nothing without --dataloader-type external. Collective."""
-    if ctx.inputs.text_stream is None:
+    if run.inputs.text_stream is None:
         return {}
-    local = {"train": ctx.inputs.text_stream.state}
-    for dataset in ctx.inputs.datasets.valid:
+    local = {"train": run.inputs.text_stream.state}
+    for dataset in run.inputs.datasets.valid:
         assert isinstance(dataset, Streamed)
         local["valid"] = dataset.state()
-    ranks = collectives.all_gather_object(local, ctx.ps.world)
+    ranks = collectives.all_gather_object(local, run.ps.world)
     return {name: merge_states([states[name] for states in ranks]) for name in local}
 
 
 def make_loader(
-    ctx: BaseRun,
+    run: BaseRun,
     dataset: AnyDataset,
     micro_batch_size: int,
     consumed: int,
@@ -210,16 +210,16 @@ def make_loader(
     With `packing` a batch is a pack of a global batch, whose size after a number of consumed samples is given. `cycle`:
     see build_loader.
     """
-    args, dp = ctx.args, ctx.ps.dp
+    args, dp = run.args, run.ps.dp
     kind, workers = args.training.dataloader_type or "single", args.data.num_workers
-    pin_memory = ctx.runtime.device.type == "cuda"
+    pin_memory = run.runtime.device.type == "cuda"
     read_ahead, numbered = _count_batches_ahead(args), args.moe.moe_routing_replay_path is not None
     if packing is not None:
         loader = build_packed_loader(
             dataset,
             packing,
             get_batch_size,
-            ctx.data_rank,
+            run.data_rank,
             consumed,
             workers,
             fmt=fmt,

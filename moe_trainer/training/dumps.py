@@ -35,9 +35,9 @@ class CpuRecordList(list):
 class StepDumps:
     """Recorder of one iteration, which starts when this is constructed. `records`: intermediate results are read."""
 
-    def __init__(self, ctx: TrainRun, iteration: int):
-        output = ctx.args.output
-        self._ctx, self._iteration, self._due = ctx, iteration, ctx.dumps.due(iteration)
+    def __init__(self, run: TrainRun, iteration: int):
+        output = run.args.output
+        self._run, self._iteration, self._due = run, iteration, run.dumps.due(iteration)
         number, folder = output.dump_step or ("0", "")  # an iteration's number, which is at least 1, and the folder
         self._folder = folder if int(number) == iteration else None  # of --dump-step in this iteration
         self.records = self._folder is not None or bool(self._due & _RECORDED)
@@ -50,23 +50,23 @@ class StepDumps:
         if "tokens_per_expert" in self._due:
             self._count_expert_tokens()
         if self._due & _TENSORS:
-            for name, module in named_modules(ctx.chunks):
+            for name, module in named_modules(run.chunks):
                 if "activations" in self._due:
                     self._tracer.on_output(module, partial(self._tensors.record_activations, name))
                 if "dgrads" in self._due:
                     self._tracer.on_inputs(module, partial(self._tensors.record_input_grads, name))
 
     def _trace_routers(self) -> None:
-        trace = self._ctx.dumps.trace
+        trace = self._run.dumps.trace
         hidden = TRACE in self._due and trace is not None and trace.hidden
-        self._routers = [(layer.router, CpuRecordList()) for chunk in self._ctx.chunks for layer in chunk.moe_layers()]
+        self._routers = [(layer.router, CpuRecordList()) for chunk in self._run.chunks for layer in chunk.moe_layers()]
         for router, records in self._routers:
             router.recorder = records
             if hidden:
                 self._tracer.on_output(router, partial(_keep_hidden, records), router.activations)
 
     def _count_expert_tokens(self) -> None:
-        for name, module in named_experts(self._ctx.chunks):
+        for name, module in named_experts(self._run.chunks):
             self._counts[name] = []
             self._tracer.on_inputs(module, partial(_count, self._counts[name], module), module.activations)
 
@@ -85,39 +85,39 @@ class StepDumps:
         self._tracer.stop()
         if self._folder is not None:
             write_step(
-                self._ctx, self._folder, self._iteration, {router.name: records for router, records in self._routers}
+                self._run, self._folder, self._iteration, {router.name: records for router, records in self._routers}
             )
         if "wgrads" in self._due:
-            self._write_full_tensors("wgrads", gather_unscaled_grads(self._ctx))
-        trace = self._ctx.dumps.trace
+            self._write_full_tensors("wgrads", gather_unscaled_grads(self._run))
+        trace = self._run.dumps.trace
         if TRACE in self._due and trace is not None:
             self._write_trace(trace)
         if self._counts:
-            with self._ctx.dumps.warn_once_on_error("--save-tokens-per-expert-interval"):
-                self._ctx.dumps.write_counts(self._iteration, self._counts)
+            with self._run.dumps.warn_once_on_error("--save-tokens-per-expert-interval"):
+                self._run.dumps.write_counts(self._iteration, self._counts)
         if self._due & _TENSORS:
             self._write_tensors(tokens)
 
     def write_params(self) -> None:
         """Write the updated weights. Collective over the world."""
         if "params" in self._due:
-            self._ctx.wait_params()
-            self._write_full_tensors("params", export_named_weights(self._ctx.chunks, self._ctx.ps))
+            self._run.wait_params()
+            self._write_full_tensors("params", export_named_weights(self._run.chunks, self._run.ps))
 
     def _write_full_tensors(self, what: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        dumps = self._ctx.dumps
+        dumps = self._run.dumps
         with drain_on_exit(tensors):
-            if self._ctx.ps.world.rank == 0:
+            if self._run.ps.world.rank == 0:
                 with dumps.warn_once_on_error(f"--save-{what}-interval"):
                     write_weights(tensors, str(dumps.shared_file(what, self._iteration)))
 
     def _write_tensors(self, tokens: float) -> None:
-        ctx, dumps, ps = self._ctx, self._ctx.dumps, self._ctx.ps
+        run, dumps, ps = self._run, self._run.dumps, self._run.ps
         if ps.edp.rank != 0:
             return
         groups = ((name, getattr(ps, name)) for name in ("tp", "cp", "pp", "dp", "ep", "etp"))
         metadata = {"iteration": self._iteration, **{name: f"{group.rank} of {group.size}" for name, group in groups}}
-        scale = 1.0 / ctx.optimizer.loss_scale / (max(tokens, 1.0) if ctx.per_token else 1.0)
+        scale = 1.0 / run.optimizer.loss_scale / (max(tokens, 1.0) if run.per_token else 1.0)
         grads = {name: grad * scale for name, grad in self._tensors.input_grads.items()}
         for what, tensors in (("activations", self._tensors.activations), ("dgrads", grads)):
             if what in self._due:
@@ -125,8 +125,8 @@ class StepDumps:
                     dumps.write_rank_tensors(what, self._iteration, tensors, metadata)
 
     def _write_trace(self, trace: RoutingTrace) -> None:
-        score = self._ctx.args.moe.moe_router_score_function
-        with self._ctx.dumps.warn_once_on_error("--moe-routing-trace-path"):
+        score = self._run.args.moe.moe_router_score_function
+        with self._run.dumps.warn_once_on_error("--moe-routing-trace-path"):
             routers = []
             for router, records in self._routers:
                 tensors = {"weight": router.weight, "expert_bias": router.expert_bias}
@@ -136,11 +136,11 @@ class StepDumps:
             trace.write(self._iteration, routers)
 
 
-def gather_unscaled_grads(ctx: TrainRun) -> Iterator[tuple[str, Tensor]]:
+def gather_unscaled_grads(run: TrainRun) -> Iterator[tuple[str, Tensor]]:
     """Yield the full reduced gradients, fp32, divided by the loss scale; on rank 0 only. Collective over the world."""
-    ctx.grads.gather()
-    scale = 1.0 / ctx.optimizer.loss_scale
-    gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
+    run.grads.gather()
+    scale = 1.0 / run.optimizer.loss_scale
+    gradients = gather_named_tensors(run.chunks, run.ps, get_main_grad)
     return ((name, tensor.float() * scale) for name, tensor in gradients)
 
 
@@ -154,7 +154,7 @@ def _count(counts: list[list[int]], experts: Any, inputs: tuple) -> None:
 
 
 def write_step(
-    ctx: TrainRun, directory: str, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]
+    run: TrainRun, directory: str, iteration: int, records: Mapping[str, Sequence[Mapping[str, Tensor]]]
 ) -> None:
     """Write gradients and routing of an iteration to a folder (--dump-step). Collective over the world.
 
@@ -163,15 +163,15 @@ def write_step(
     Raises:
         UserError: on every rank, if a file cannot be written.
     """
-    with raise_on_all_ranks(ctx.ps.world, "--dump-step"):
+    with raise_on_all_ranks(run.ps.world, "--dump-step"):
         if records:
             by_label = {_label(name): record for name, record in records.items()}
-            dump_routing(directory, iteration, ctx.runtime.launch_env.rank, by_label)
-    ctx.grads.gather()
-    gradients = gather_named_tensors(ctx.chunks, ctx.ps, get_main_grad)
-    with raise_on_all_ranks(ctx.ps.world, "--dump-step"), drain_on_exit(gradients):
-        if ctx.runtime.launch_env.rank == 0:
-            dump_gradients(directory, iteration, gradients, 1.0 / ctx.optimizer.loss_scale)
+            dump_routing(directory, iteration, run.runtime.launch_env.rank, by_label)
+    run.grads.gather()
+    gradients = gather_named_tensors(run.chunks, run.ps, get_main_grad)
+    with raise_on_all_ranks(run.ps.world, "--dump-step"), drain_on_exit(gradients):
+        if run.runtime.launch_env.rank == 0:
+            dump_gradients(directory, iteration, gradients, 1.0 / run.optimizer.loss_scale)
 
 
 def _label(name: str) -> str:

@@ -65,30 +65,30 @@ class _ByteCount:
             yield batch
 
 
-def can_validate(ctx: BaseRun) -> bool:
+def can_validate(run: BaseRun) -> bool:
     """Return whether there is a validation set to evaluate."""
-    training = ctx.args.training
-    return bool(ctx.inputs.datasets.valid) and (training.eval_iters > 0 or training.full_validation)
+    training = run.args.training
+    return bool(run.inputs.datasets.valid) and (training.eval_iters > 0 or training.full_validation)
 
 
 def validate(
-    ctx: BaseRun, state: TrainState, where: str, bytes_of: ByteLengths | None = None
+    run: BaseRun, state: TrainState, where: str, bytes_of: ByteLengths | None = None
 ) -> list[EvaluationResult]:
     """Evaluate and report every validation set; during training, consume validation samples."""
-    training = ctx.args.training
-    from_the_start = training.full_validation or ctx.args.is_eval_only
+    training = run.args.training
+    from_the_start = training.full_validation or run.args.is_eval_only
     consumed = 0 if from_the_start else state.consumed_valid_samples
     results = []
-    for name, dataset in zip(ctx.inputs.datasets.valid_names, ctx.inputs.datasets.valid):
+    for name, dataset in zip(run.inputs.datasets.valid_names, run.inputs.datasets.valid):
         kind = f"validation-{name}" if name else "validation"
-        results.append(evaluate(ctx, state, where, kind, dataset, consumed, training.full_validation, bytes_of))
+        results.append(evaluate(run, state, where, kind, dataset, consumed, training.full_validation, bytes_of))
     if not from_the_start and results:
         state.consumed_valid_samples += results[-1].samples
     return results
 
 
 def evaluate(
-    ctx: BaseRun,
+    run: BaseRun,
     state: TrainState,
     where: str,
     kind: str,
@@ -101,7 +101,7 @@ def evaluate(
 
     Starts at sample `consumed`. `bytes_of`: also count the bytes of the text.
     """
-    training, ps = ctx.args.training, ctx.ps
+    training, ps = run.args.training, run.ps
     micro, batch_size = training.eval_micro_batch_size, training.eval_global_batch_size
     assert micro is not None and batch_size is not None
     # a full pass ends with the last full microbatch of all ranks, not with the last full batch
@@ -109,73 +109,73 @@ def evaluate(
     samples = len(dataset) // chunk * chunk if full_pass else training.eval_iters * batch_size
     microbatches, stop = samples // chunk, consumed + samples
     with as_user_error(f"the {kind} set"):
-        packing = make_packing_planner(ctx, dataset, micro, forward_only=True)
+        packing = make_packing_planner(run, dataset, micro, forward_only=True)
         if packing is not None:
             microbatches = packing.count_microbatches(consumed, stop, batch_size)
         batches = iter(
             make_loader(
-                ctx,
+                run,
                 dataset,
                 micro,
                 consumed,
                 packing,
                 lambda consumed: min(batch_size, stop - consumed),
-                fmt=ctx.inputs.batch_format,
+                fmt=run.inputs.batch_format,
             )
         )
     count = None if bytes_of is None or bytes_of.lengths is None else _ByteCount(bytes_of.lengths, ps.dynamic_cp)
     if count is not None:
         batches = count.through(batches)
-    if ctx.metrics is not None and ctx.args.is_eval_only:
-        batches = ctx.metrics.evaluating(kind, batches, microbatches)
-    set_training(ctx.chunks, False)
+    if run.metrics is not None and run.args.is_eval_only:
+        batches = run.metrics.evaluating(kind, batches, microbatches)
+    set_training(run.chunks, False)
     if training.manual_gc and training.manual_gc_eval:
         gc.collect()
     sums: list[Tensor] = []
-    with ctx.timers("evaluate"), torch.no_grad():
-        ctx.wait_params()
+    with run.timers("evaluate"), torch.no_grad():
+        run.wait_params()
         if microbatches > 0:
-            sums = run_microbatches(ctx, batches, microbatches, forward_only=True)
-    set_training(ctx.chunks, True)
-    loss_sum, tokens = reduce_loss(ctx, sums)
-    agree_on_buffers(ctx, f"evaluation at {where}")
-    num_bytes = None if count is None else _sum_bytes(ctx, count.total)
+            sums = run_microbatches(run, batches, microbatches, forward_only=True)
+    set_training(run.chunks, True)
+    loss_sum, tokens = reduce_loss(run, sums)
+    agree_on_buffers(run, f"evaluation at {where}")
+    num_bytes = None if count is None else _sum_bytes(run, count.total)
     result = EvaluationResult(kind, samples, loss_sum, int(tokens), num_bytes)
-    if ctx.metrics is not None:
+    if run.metrics is not None:
         losses, evaluated = {"lm loss": result.loss}, result if bytes_of else None
-        ctx.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples, evaluated)
+        run.metrics.validation(where, kind, losses, state.iteration, state.consumed_train_samples, evaluated)
     return result
 
 
-def evaluate_checkpoint(ctx: BaseRun, state: TrainState, tokenizer: Tokenizer) -> None:
+def evaluate_checkpoint(run: BaseRun, state: TrainState, tokenizer: Tokenizer) -> None:
     """Evaluate validation and test sets and each prefix of a blend, and print a table (--skip-train). Collective."""
-    training, iteration = ctx.args.training, state.iteration
-    bytes_of = byte_lengths(tokenizer, ctx.padded_vocab_size)
+    training, iteration = run.args.training, state.iteration
+    bytes_of = byte_lengths(tokenizer, run.padded_vocab_size)
     results = []
-    if can_validate(ctx):
-        results += validate(ctx, state, f"iteration {iteration} on validation set", bytes_of)
-    if ctx.inputs.datasets.test is not None and training.eval_iters > 0:
+    if can_validate(run):
+        results += validate(run, state, f"iteration {iteration} on validation set", bytes_of)
+    if run.inputs.datasets.test is not None and training.eval_iters > 0:
         results.append(
             evaluate(
-                ctx, state, f"iteration {iteration} on test set", "test", ctx.inputs.datasets.test, 0, False, bytes_of
+                run, state, f"iteration {iteration} on test set", "test", run.inputs.datasets.test, 0, False, bytes_of
             )
         )
-    for name, dataset in ctx.inputs.datasets.domains:
+    for name, dataset in run.inputs.datasets.domains:
         kind, _, prefix = name.partition("-")
         where = f"iteration {iteration} on {kind} set {prefix}"
-        results.append(evaluate(ctx, state, where, name, dataset, 0, training.full_validation, bytes_of))
-    if ctx.metrics is not None:
-        output = ctx.args.output
+        results.append(evaluate(run, state, where, name, dataset, 0, training.full_validation, bytes_of))
+    if run.metrics is not None:
+        output = run.args.output
         source = output.load or output.pretrained_checkpoint or output.init_from
-        ctx.metrics.print(evaluation_table(results, iteration, source, bytes_of.reason))
+        run.metrics.print(evaluation_table(results, iteration, source, bytes_of.reason))
 
 
-def _sum_bytes(ctx: BaseRun, num_bytes: int) -> int:
+def _sum_bytes(run: BaseRun, num_bytes: int) -> int:
     """Sum the count of the last stage over data-parallel ranks; every stage reads the same batches."""
-    total = torch.tensor(num_bytes, dtype=torch.int64, device=ctx.runtime.device)
-    if ctx.ps.is_last_stage:
-        total = collectives.all_reduce(total, ctx.ps.dp_cp if ctx.ps.dynamic_cp else ctx.ps.dp)
-    return int(collectives.broadcast(total, ctx.ps.pp, src=ctx.ps.pp.size - 1))
+    total = torch.tensor(num_bytes, dtype=torch.int64, device=run.runtime.device)
+    if run.ps.is_last_stage:
+        total = collectives.all_reduce(total, run.ps.dp_cp if run.ps.dynamic_cp else run.ps.dp)
+    return int(collectives.broadcast(total, run.ps.pp, src=run.ps.pp.size - 1))
 
 
 def set_training(chunks: list[Transformer], training: bool) -> None:

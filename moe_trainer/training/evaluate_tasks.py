@@ -23,25 +23,25 @@ from moe_trainer.training.step import agree_on_buffers
 _KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
 
 
-def prepare_eval_tasks(ctx: BaseRun, tokenizer: Tokenizer) -> TaskEvaluation | None:
+def prepare_eval_tasks(run: BaseRun, tokenizer: Tokenizer) -> TaskEvaluation | None:
     """Load the tasks of --eval-tasks; None without the flag. Collective with it.
 
     Raises:
         UserError: on every rank, if lm-eval is not installed or a task cannot be loaded.
     """
-    training = ctx.args.training
+    training = run.args.training
     if not training.eval_tasks or training.skip_train:
         return None
-    with raise_on_all_ranks(ctx.ps.world, "--eval-tasks"):
+    with raise_on_all_ranks(run.ps.world, "--eval-tasks"):
         tasks, num_fewshot = expand_tasks(split_names(training.eval_tasks), None)
         options = TaskOptions(tasks, training.eval_tasks_path, num_fewshot, training.eval_tasks_limit)
         runner = open_harness().find_tasks(options)
         batch_size = training.eval_micro_batch_size or training.micro_batch_size
-        return bind_tasks(ctx, tokenizer, runner, batch_size)
+        return bind_tasks(run, tokenizer, runner, batch_size)
 
 
 def bind_tasks(
-    ctx: BaseRun, tokenizer: Tokenizer, runner: Any, batch_size: int, counter: RoutingCounter | None = None
+    run: BaseRun, tokenizer: Tokenizer, runner: Any, batch_size: int, counter: RoutingCounter | None = None
 ) -> TaskEvaluation:
     """Return the tasks with the model of this run, which computes `batch_size` texts at a time on each rank.
 
@@ -50,27 +50,27 @@ def bind_tasks(
     Raises:
         UserError: if the tokenizer has no text, or the mapping cannot evaluate tasks.
     """
-    write_prompt = open_chat_template(ctx).write_prompt if runner.options.uses_chat_template else None
-    passes = as_model(ctx)
+    write_prompt = open_chat_template(run).write_prompt if runner.options.uses_chat_template else None
+    passes = as_model(run)
     scorer, generator = Scorer(passes, batch_size), Generator(passes, batch_size, tokenizer.vocab_size)
     model = open_harness().TrainedModel(scorer, generator, TextCodec(tokenizer), counter, write_prompt)
     return TaskEvaluation(runner, model)
 
 
-def run_tasks(ctx: BaseRun, evaluation: TaskEvaluation) -> dict[str, Any]:
+def run_tasks(run: BaseRun, evaluation: TaskEvaluation) -> dict[str, Any]:
     """Run the tasks and return the harness's results. Collective."""
-    ctx.wait_params()
-    with ctx.timers("evaluate"):
+    run.wait_params()
+    with run.timers("evaluate"):
         results = evaluation.runner.run(evaluation.model)
-    agree_on_buffers(ctx, "evaluation of tasks")
+    agree_on_buffers(run, "evaluation of tasks")
     return {name: results[name] for name in _KEPT if name in results}
 
 
-def evaluate_tasks(ctx: BaseRun, state: TrainState, tasks: TaskEvaluation) -> None:
+def evaluate_tasks(run: BaseRun, state: TrainState, tasks: TaskEvaluation) -> None:
     """Run the tasks of --eval-tasks and log their figures. Collective."""
-    results = run_tasks(ctx, tasks)
-    if ctx.metrics is not None:
-        ctx.metrics.tasks(state.iteration, state.consumed_train_samples, list(task_metrics(results)))
+    results = run_tasks(run, tasks)
+    if run.metrics is not None:
+        run.metrics.tasks(state.iteration, state.consumed_train_samples, list(task_metrics(results)))
 
 
 def task_metrics(results: Mapping[str, Any]) -> Iterator[TaskMetric]:

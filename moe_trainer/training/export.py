@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 _COPY_BYTES = 2**24
 
 
-def export_weights(ctx: BaseRun, path: str) -> None:
+def export_weights(run: BaseRun, path: str) -> None:
     """Write all weights and checkpointed buffers to `path`. Collective over the world.
 
     Raises:
         UserError: on every rank, if the file cannot be written.
     """
-    ctx.wait_params()
-    weights = export_named_weights(ctx.chunks, ctx.ps)
-    with raise_on_all_ranks(ctx.ps.world, f"--export-weights {path}"):
+    run.wait_params()
+    weights = export_named_weights(run.chunks, run.ps)
+    with raise_on_all_ranks(run.ps.world, f"--export-weights {path}"):
         with drain_on_exit(weights):
-            if ctx.ps.world.rank == 0:
+            if run.ps.world.rank == 0:
                 logger.info("%d tensors written to %s", write_weights(weights, path), path)
 
 

@@ -12,28 +12,28 @@ from moe_trainer.training.inference import as_model
 from moe_trainer.training.step import agree_on_buffers
 
 
-def prepare_completer(ctx: BaseRun, tokenizer: Tokenizer) -> PromptCompleter | None:
+def prepare_completer(run: BaseRun, tokenizer: Tokenizer) -> PromptCompleter | None:
     """Encode --sample-prompts; None without the flag. Collective with it.
 
     Raises:
         UserError: on every rank, if a prompt is too long or the tokenizer has no text.
     """
-    training = ctx.args.training
+    training = run.args.training
     if not training.sample_prompts or training.skip_train:
         return None
-    with raise_on_all_ranks(ctx.ps.world, "--sample-prompts"):
-        model, codec, new = as_model(ctx), TextCodec(tokenizer), training.sample_max_new_tokens
+    with raise_on_all_ranks(run.ps.world, "--sample-prompts"):
+        model, codec, new = as_model(run), TextCodec(tokenizer), training.sample_max_new_tokens
         tokens = encode_prompts(codec, training.sample_prompts, new, model.max_length)
         batch_size = training.eval_micro_batch_size or training.micro_batch_size
         generator = Generator(model, batch_size, tokenizer.vocab_size)
         return PromptCompleter(generator, codec, training.sample_prompts, tokens, new)
 
 
-def write_samples(ctx: BaseRun, state: TrainState, completer: PromptCompleter) -> None:
+def write_samples(run: BaseRun, state: TrainState, completer: PromptCompleter) -> None:
     """Continue the prompts greedily and log the texts. Collective."""
-    ctx.wait_params()
-    with ctx.timers("evaluate"):
+    run.wait_params()
+    with run.timers("evaluate"):
         found = completer.complete()
-    agree_on_buffers(ctx, "generation of samples")
-    if ctx.metrics is not None:
-        ctx.metrics.samples(state.iteration, list(zip(completer.prompts, (each.text for each in found))))
+    agree_on_buffers(run, "generation of samples")
+    if run.metrics is not None:
+        run.metrics.samples(state.iteration, list(zip(completer.prompts, (each.text for each in found))))

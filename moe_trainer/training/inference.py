@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model with its weights, and its tokenizer."""
 
-    ctx: BaseRun
+    run: BaseRun
     state: TrainState
     tokenizer: Tokenizer
 
@@ -75,10 +75,10 @@ def load_for_inference(source: str, flags: Sequence[str], environ: Mapping[str, 
         logger.info("%s: no effect here, because nothing is trained, and no data set is read", ", ".join(unused))
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
-    ctx, state = build_and_resume(args, runtime, tokenizer)
-    for chunk in ctx.chunks:
+    run, state = build_and_resume(args, runtime, tokenizer)
+    for chunk in run.chunks:
         chunk.eval()
-    return LoadedModel(ctx, state, tokenizer)
+    return LoadedModel(run, state, tokenizer)
 
 
 def _unused_flags(args: arguments.Arguments) -> set[str]:
@@ -87,13 +87,13 @@ def _unused_flags(args: arguments.Arguments) -> set[str]:
     return {args.spelling[dest] for dest, (topic, _) in docs if topic in _UNUSED_TOPICS and dest in args.spelling}
 
 
-def as_model(ctx: BaseRun) -> Model:
+def as_model(run: BaseRun) -> Model:
     """Return the model of a run, for scoring and generation.
 
     Raises:
         UserError: with context parallelism.
     """
-    ps, args = ctx.ps, ctx.args
+    ps, args = run.ps, run.args
     if ps.cp.size > 1:
         raise UserError(
             f"--context-parallel-size {ps.cp.size}: tasks and generation work without context parallelism, because "
@@ -101,16 +101,16 @@ def as_model(ctx: BaseRun) -> Model:
         )
     max_length = args.model.max_position_embeddings or args.data.seq_length
     # tensor-parallel ranks share the tokens of a sequence
-    return Model(ctx.chunks, ctx.schedule, ps, ctx.runtime.device, max_length, ctx.padded_vocab_size, ps.tp.size)
+    return Model(run.chunks, run.schedule, ps, run.runtime.device, max_length, run.padded_vocab_size, ps.tp.size)
 
 
-def open_chat_template(ctx: BaseRun) -> LimitedTemplate:
+def open_chat_template(run: BaseRun) -> LimitedTemplate:
     """Return the chat template of --chat-template or the tokenizer's folder.
 
     Raises:
         UserError: if there is none.
     """
-    data = ctx.args.data
+    data = run.args.data
     if data.tokenizer_model is None:
         raise UserError("a chat template needs --tokenizer-model: the folder of a Hugging Face tokenizer")
     with as_user_error("chat template"):

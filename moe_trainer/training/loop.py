@@ -47,7 +47,7 @@ class ExitDecision(NamedTuple):
 
 
 def train(
-    ctx: BaseRun,
+    run: BaseRun,
     state: TrainState,
     monitors: RankMonitors,
     started: float,
@@ -59,71 +59,71 @@ def train(
     Returns:
         Why the run ends early, None if all iterations are done.
     """
-    training, outputs = ctx.args.training, ctx.outputs
+    training, outputs = run.args.training, run.outputs
     if training.manual_gc:
         gc.disable()
         gc.collect()
-    set_training(ctx.chunks, True)
+    set_training(run.chunks, True)
     is_first = True
-    monitors.run_due_checks(ctx.chunks, ctx.wait_params, state.iteration)
+    monitors.run_due_checks(run.chunks, run.wait_params, state.iteration)
     if outputs.weight_stream is not None:
         with timeouts.extended():
             outputs.weight_stream.write(state.iteration)
-    while state.iteration < ctx.train_iters:
-        with timeouts.extended() if record_folder(ctx, state) else nullcontext():
-            train_iteration(ctx, state, monitors)
+    while state.iteration < run.train_iters:
+        with timeouts.extended() if record_folder(run, state) else nullcontext():
+            train_iteration(run, state, monitors)
         if is_first:
             timeouts.use_training_timeout()
         is_first = False
-        if evaluation_is_due(ctx, state):
+        if evaluation_is_due(run, state):
             with timeouts.extended():
-                validate(ctx, state, f"iteration {state.iteration}")
-        weight_stream, interval = outputs.weight_stream, ctx.args.output.stream_weights_interval
-        if weight_stream is not None and is_due_or_last(ctx, state, interval):
+                validate(run, state, f"iteration {state.iteration}")
+        weight_stream, interval = outputs.weight_stream, run.args.output.stream_weights_interval
+        if weight_stream is not None and is_due_or_last(run, state, interval):
             with timeouts.extended():
                 weight_stream.write(state.iteration)
-        if outputs.tasks is not None and is_due_or_last(ctx, state, training.eval_tasks_interval):
+        if outputs.tasks is not None and is_due_or_last(run, state, training.eval_tasks_interval):
             with timeouts.extended():
-                evaluate_tasks(ctx, state, outputs.tasks)
-        if outputs.completer is not None and is_due_or_last(ctx, state, training.sample_interval):
+                evaluate_tasks(run, state, outputs.tasks)
+        if outputs.completer is not None and is_due_or_last(run, state, training.sample_interval):
             with timeouts.extended():
-                write_samples(ctx, state, outputs.completer)
+                write_samples(run, state, outputs.completer)
         if training.manual_gc and training.manual_gc_interval and state.iteration % training.manual_gc_interval == 0:
             gc.collect()
-        decision = sync_exit_decision(ctx, state, started, exit_signal)
-        if ctx.saver.in_progress and not decision.saving:
+        decision = sync_exit_decision(run, state, started, exit_signal)
+        if run.saver.in_progress and not decision.saving:
             with timeouts.extended():
-                finish_save(ctx)
-        folder = ctx.save_folder if save_is_due(ctx, state) or decision.reason is not None else None
-        if isinstance(ctx, TrainRun) and folder is not None:
+                finish_save(run)
+        folder = run.save_folder if save_is_due(run, state) or decision.reason is not None else None
+        if isinstance(run, TrainRun) and folder is not None:
             with timeouts.extended():
-                save_checkpoint(ctx, state, folder)
+                save_checkpoint(run, state, folder)
         if decision.reason is not None:
             return decision
     if state.rerun_statistics.repeats:
-        print_rank_0(ctx.runtime, f"--rerun-mode report_stats: {state.rerun_statistics.text}")
+        print_rank_0(run.runtime, f"--rerun-mode report_stats: {state.rerun_statistics.text}")
     return None
 
 
-def train_iteration(ctx: BaseRun, state: TrainState, monitors: RankMonitors) -> None:
+def train_iteration(run: BaseRun, state: TrainState, monitors: RankMonitors) -> None:
     """Run one iteration, report it and advance `state`."""
     begin = time.perf_counter()
     iteration = state.iteration + 1
-    ctx.ps.trace.iteration, ctx.ps.trace.microbatch = iteration, None
+    run.ps.trace.iteration, run.ps.trace.microbatch = iteration, None
     consumed = state.consumed_train_samples
-    microbatches, samples = ctx.batch_size.num_microbatches(consumed), ctx.batch_size.global_batch_size(consumed)
-    plans = ctx.inputs.packing
+    microbatches, samples = run.batch_size.num_microbatches(consumed), run.batch_size.global_batch_size(consumed)
+    plans = run.inputs.packing
     packing = None if plans is None else plans.summarize(plans.plan(consumed, samples))
     if packing is not None:
         microbatches = packing.num_microbatches
-    if iteration in ctx.args.training.iterations_to_skip:
-        skip_iteration(ctx, state, microbatches, samples)
+    if iteration in run.args.training.iterations_to_skip:
+        skip_iteration(run, state, microbatches, samples)
         return
-    ctx.profiler.before(iteration)
+    run.profiler.before(iteration)
     monitors.start()
-    learning_rate = ctx.get_lr(state.scheduled_samples)
-    with ctx.timers.ranges(f"iteration {iteration}"):
-        result = run_step(ctx, state, microbatches)
+    learning_rate = run.get_lr(state.scheduled_samples)
+    with run.timers.ranges(f"iteration {iteration}"):
+        result = run_step(run, state, microbatches)
     state.iteration = iteration
     state.consumed_train_samples += samples
     if result.skipped is not None:
@@ -133,34 +133,34 @@ def train_iteration(ctx: BaseRun, state: TrainState, monitors: RankMonitors) -> 
         )
     if result.updated:
         state.scheduled_samples += samples
-    seq_length = ctx.args.data.seq_length
+    seq_length = run.args.data.seq_length
     if packing is None:
-        flops, tokens = training_flops(ctx.args, samples, seq_length, ctx.padded_vocab_size), samples * seq_length
+        flops, tokens = training_flops(run.args, samples, seq_length, run.padded_vocab_size), samples * seq_length
     else:
         flops, tokens = packing.cost, packing.tokens
-    if isinstance(ctx, FrozenRun):
+    if isinstance(run, FrozenRun):
         flops /= 3  # forward only; backward is twice as much
     state.total_flops += flops
-    trace = ctx.profiler.after(iteration)
+    trace = run.profiler.after(iteration)
     if trace is not None:
         logger.warning("profile of this rank written to %s", trace)
-    params_norm = ctx.optimizer.params_norm() if isinstance(ctx, TrainRun) and ctx.args.output.log_params_norm else None
+    params_norm = run.optimizer.params_norm() if isinstance(run, TrainRun) and run.args.output.log_params_norm else None
     elapsed = time.perf_counter() - begin
     report = monitors.stop(iteration)
-    if ctx.metrics is not None:
+    if run.metrics is not None:
         record = IterationRecord(
             step=result,
             iteration=iteration,
             consumed_samples=state.consumed_train_samples,
             learning_rate=learning_rate,
-            next_learning_rate=ctx.get_lr(state.scheduled_samples),
-            loss_scale=ctx.loss_scale,
+            next_learning_rate=run.get_lr(state.scheduled_samples),
+            loss_scale=run.loss_scale,
             global_batch_size=samples,
-            skipped=isinstance(ctx, TrainRun) and not result.updated,
+            skipped=isinstance(run, TrainRun) and not result.updated,
             elapsed_s=elapsed,
             tokens=tokens,
             flops=flops,
-            max_memory_mb=peak_memory_mb(ctx.runtime.device),
+            max_memory_mb=peak_memory_mb(run.runtime.device),
             skipped_samples=state.skipped_train_samples,
             params_norm=params_norm,
             compute_times=report.compute_times,
@@ -168,78 +168,78 @@ def train_iteration(ctx: BaseRun, state: TrainState, monitors: RankMonitors) -> 
             rejected=state.history.skipped,
             packing=None if packing is None else packing.metrics,
         )
-        ctx.metrics.record(record)
+        run.metrics.record(record)
         for line in report.lines:
-            ctx.metrics.print(line)
-    report_timers(ctx, iteration)
-    report_memory(ctx, iteration)
-    monitors.run_due_checks(ctx.chunks, ctx.wait_params, iteration)
+            run.metrics.print(line)
+    report_timers(run, iteration)
+    report_memory(run, iteration)
+    monitors.run_due_checks(run.chunks, run.wait_params, iteration)
 
 
-def run_step(ctx: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
+def run_step(run: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
     """Run the next iteration of either kind of run, and record it if that is due."""
-    if isinstance(ctx, TrainRun):
-        folder = record_folder(ctx, state)
+    if isinstance(run, TrainRun):
+        folder = record_folder(run, state)
         if folder is not None:
-            return record_step(ctx, state, num_microbatches, folder)
-        return train_step(ctx, state, num_microbatches)
-    return frozen_step(ctx, state, num_microbatches)
+            return record_step(run, state, num_microbatches, folder)
+        return train_step(run, state, num_microbatches)
+    return frozen_step(run, state, num_microbatches)
 
 
-def skip_iteration(ctx: BaseRun, state: TrainState, microbatches: int, samples: int) -> None:
+def skip_iteration(run: BaseRun, state: TrainState, microbatches: int, samples: int) -> None:
     """Consume the samples of an iteration of --iterations-to-skip and advance `state`."""
-    snapshot_iteration_start(ctx)
+    snapshot_iteration_start(run)
     for _ in range(microbatches):
         with as_user_error("data"):
-            next(ctx.train_batches)
+            next(run.train_batches)
     state.iteration += 1
     state.consumed_train_samples += samples
     state.skipped_train_samples += samples
     logger.info("iteration %d is skipped (--iterations-to-skip); its %d samples are consumed", state.iteration, samples)
 
 
-def evaluation_is_due(ctx: BaseRun, state: TrainState) -> bool:
+def evaluation_is_due(run: BaseRun, state: TrainState) -> bool:
     """Return whether a validation follows this iteration."""
-    training, iteration = ctx.args.training, state.iteration
+    training, iteration = run.args.training, state.iteration
     if iteration % training.eval_interval != 0:
         return False
-    return iteration >= (training.start_eval_at_iter or 0) and can_validate(ctx)
+    return iteration >= (training.start_eval_at_iter or 0) and can_validate(run)
 
 
-def is_due_or_last(ctx: BaseRun, state: TrainState, interval: int | None) -> bool:
+def is_due_or_last(run: BaseRun, state: TrainState, interval: int | None) -> bool:
     """Return whether the iteration is at the interval or the last one; never without an interval."""
-    return interval is not None and (state.iteration % interval == 0 or state.iteration == ctx.train_iters)
+    return interval is not None and (state.iteration % interval == 0 or state.iteration == run.train_iters)
 
 
-def report_timers(ctx: BaseRun, iteration: int) -> None:
+def report_timers(run: BaseRun, iteration: int) -> None:
     """Log the timers of all ranks at the log interval."""
-    output = ctx.args.output
+    output = run.args.output
     if iteration % output.log_interval != 0 or output.timing_log_level == 0:
         return
-    own_times = ctx.timers.take()
-    per_rank = collectives.all_gather_object(own_times, ctx.ps.world)
+    own_times = run.timers.take()
+    per_rank = collectives.all_gather_object(own_times, run.ps.world)
     logger.info("%s", format_report(per_rank, output.timing_log_option, output.log_interval))
-    if ctx.metrics is not None:
-        ctx.metrics.timers(own_times, iteration)
+    if run.metrics is not None:
+        run.metrics.timers(own_times, iteration)
 
 
-def report_memory(ctx: BaseRun, iteration: int) -> None:
+def report_memory(run: BaseRun, iteration: int) -> None:
     """Print the device memory of the first rank of each data-parallel group, early or at --log-memory-interval."""
-    output, device = ctx.args.output, ctx.runtime.device
+    output, device = run.args.output, run.runtime.device
     interval = output.log_memory_interval
     is_due = iteration % interval == 0 if interval else iteration in (1, output.log_interval, 2 * output.log_interval)
-    if device.type == "cuda" and is_due and ctx.ps.dp.rank == 0:
+    if device.type == "cuda" and is_due and run.ps.dp.rank == 0:
         cuda, used = torch.cuda, None
         counters = (cuda.memory_allocated, cuda.max_memory_allocated, cuda.memory_reserved, cuda.max_memory_reserved)
         if output.log_device_memory_used:  # including other processes, communicators and the driver
             free, total = cuda.mem_get_info(device)
             used = total - free
-        rank = ctx.runtime.launch_env.rank
+        rank = run.runtime.launch_env.rank
         print(memory_line(rank, iteration, *(counter(device) for counter in counters), used), flush=True)
 
 
 def sync_exit_decision(
-    ctx: BaseRun, state: TrainState, started: float, exit_signal: ExitSignalHandler | None
+    run: BaseRun, state: TrainState, started: float, exit_signal: ExitSignalHandler | None
 ) -> ExitDecision:
     """Return the decision of all ranks. `started` is time.monotonic() at the start of the program.
 
@@ -247,19 +247,19 @@ def sync_exit_decision(
 
     Communication: a maximum of three float32 over the world, if the decision depends on the ranks.
     """
-    training = ctx.args.training
+    training = run.args.training
     signalled, minutes, saving = 0, 0.0, False
-    if exit_signal is not None or training.exit_duration_in_mins is not None or ctx.saver.in_progress:
+    if exit_signal is not None or training.exit_duration_in_mins is not None or run.saver.in_progress:
         received = None if exit_signal is None else exit_signal.received
-        local = [received or 0, (time.monotonic() - started) / 60.0, ctx.saver.writing]
-        facts = torch.tensor(local, dtype=torch.float32, device=ctx.runtime.device)
+        local = [received or 0, (time.monotonic() - started) / 60.0, run.saver.writing]
+        facts = torch.tensor(local, dtype=torch.float32, device=run.runtime.device)
         # one signal is enough, the slowest clock decides, and so does the slowest disk
-        signalled, minutes, saving = collectives.all_reduce(facts, ctx.ps.world, op="max").tolist()
+        signalled, minutes, saving = collectives.all_reduce(facts, run.ps.world, op="max").tolist()
     if signalled:
         return ExitDecision(bool(saving), f"exiting program after receiving {Signals(int(signalled)).name}.", True)
     if training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins:
         return ExitDecision(bool(saving), f"exiting program after {minutes} minutes", True)
-    ends_phase = not ctx.args.data.phase_data_args_path and state.iteration in ctx.args.data.phase_transitions
+    ends_phase = not run.args.data.phase_data_args_path and state.iteration in run.args.data.phase_transitions
     if ends_phase or (training.exit_interval is not None and state.iteration % training.exit_interval == 0):
         return ExitDecision(bool(saving), f"exiting program at iteration {state.iteration}")
     return ExitDecision(bool(saving), None)

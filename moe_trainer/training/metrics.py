@@ -30,16 +30,16 @@ from moe_trainer.version import __version__
 MAX_HOSTNAMES = 8  # in the description of a run
 
 
-def open_metrics(ctx: BaseRun, state: TrainState) -> MetricsLogger | None:
+def open_metrics(run: BaseRun, state: TrainState) -> MetricsLogger | None:
     """Open the metrics files on the last rank; the others get None. Collective.
 
     Raises:
         UserError: on every rank, if they cannot be written.
     """
-    hosts = node_names(ctx.ps.world)
-    with raise_on_all_ranks(ctx.ps.world, "logging"):
-        is_last = ctx.ps.world.rank == ctx.ps.world.size - 1
-        return _open_metrics(ctx, state, hosts) if is_last else None
+    hosts = node_names(run.ps.world)
+    with raise_on_all_ranks(run.ps.world, "logging"):
+        is_last = run.ps.world.rank == run.ps.world.size - 1
+        return _open_metrics(run, state, hosts) if is_last else None
 
 
 def node_names(group: Group) -> list[str]:
@@ -47,15 +47,15 @@ def node_names(group: Group) -> list[str]:
     return list(dict.fromkeys(all_gather_object(socket.gethostname(), group)))
 
 
-def close_metrics(ctx: BaseRun) -> None:
+def close_metrics(run: BaseRun) -> None:
     """Write buffered metrics and close the files. Collective.
 
     Raises:
         UserError: on every rank, if something could not be written.
     """
-    with raise_on_all_ranks(ctx.ps.world):
-        if ctx.metrics is not None:
-            ctx.metrics.close()
+    with raise_on_all_ranks(run.ps.world):
+        if run.metrics is not None:
+            run.metrics.close()
 
 
 def metrics_path(args: Arguments) -> str | None:
@@ -66,26 +66,26 @@ def metrics_path(args: Arguments) -> str | None:
     return output.metrics_file or (f"{folder}/metrics.jsonl" if folder else None)
 
 
-def _open_metrics(ctx: BaseRun, state: TrainState, hosts: Sequence[str]) -> MetricsLogger:
-    args, output, launch_env = ctx.args, ctx.args.output, ctx.runtime.launch_env
+def _open_metrics(run: BaseRun, state: TrainState, hosts: Sequence[str]) -> MetricsLogger:
+    args, output, launch_env = run.args, run.args.output, run.runtime.launch_env
     if args.is_eval_only:  # as in Megatron-LM
         output = replace(output, tensorboard_dir=None, wandb_project=None)
     options = LogOptions(
         output,
-        ctx.train_iters,
+        run.train_iters,
         metrics_file=metrics_path(args),
         moe_per_layer_logging=args.moe.moe_per_layer_logging,
-        expert_ranks=ctx.ps.ep.size,
-        peak_tflops=bf16_peak_tflops(torch.cuda.get_device_name(ctx.runtime.device))
-        if ctx.runtime.device.type == "cuda"
+        expert_ranks=run.ps.ep.size,
+        peak_tflops=bf16_peak_tflops(torch.cuda.get_device_name(run.runtime.device))
+        if run.runtime.device.type == "cuda"
         else None,
-        layer_share=routed_layer_share(args, args.data.seq_length, ctx.padded_vocab_size),
+        layer_share=routed_layer_share(args, args.data.seq_length, run.padded_vocab_size),
         resumes_own_run=output.auto_resume
         or (state.iteration > 0 and output.save is not None and output.load == output.save),
         start_samples=state.consumed_train_samples,
         is_eval_only=args.is_eval_only,
-        run=describe_environment(args, launch_env.world_size, ctx.padded_vocab_size, ctx.runtime.device, hosts)
-        | ({"warnings": list(ctx.inputs.warnings)} if ctx.inputs.warnings else {}),
+        run=describe_environment(args, launch_env.world_size, run.padded_vocab_size, run.runtime.device, hosts)
+        | ({"warnings": list(run.inputs.warnings)} if run.inputs.warnings else {}),
     )
     return MetricsLogger(options, launch_env.world_size, state.iteration, args.as_dict())
 

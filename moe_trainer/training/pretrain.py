@@ -109,51 +109,51 @@ def run_job(
     timeouts = TimeoutManager(runtime.ps, watchdog, runtime.device, startup_s, training_s)
     with as_user_error("tokenizer"):
         tokenizer = build_tokenizer(args.data)
-    ctx, state = build_and_resume(args, runtime, tokenizer)
+    run, state = build_and_resume(args, runtime, tokenizer)
     folder, ckpt_format = args.output.ckpt_convert_save, args.output.ckpt_convert_format
-    if isinstance(ctx, TrainRun) and folder is not None and ckpt_format is not None:
-        convert_checkpoint(ctx, state, folder, ckpt_format)
+    if isinstance(run, TrainRun) and folder is not None and ckpt_format is not None:
+        convert_checkpoint(run, state, folder, ckpt_format)
         close_groups(runtime.ps)
         return ExitCode.OK
-    check_output_paths(ctx, state)
-    if isinstance(ctx, TrainRun) and args.moe.moe_use_upcycling and ctx.save_folder is not None:
-        save_upcycled(ctx, state, ctx.save_folder)
-    ctx = replace(ctx, inputs=build_inputs(ctx, state, tokenizer))
-    if isinstance(ctx, TrainRun):
-        ctx = with_rewindable_batches(ctx)
-    load_pending_fault_report(ctx, state)
-    write_run_manifest(args, ctx.chunks, runtime.ps)
-    ctx = replace(ctx, outputs=open_outputs(ctx, state, tokenizer))
-    recorder = EndRecorder(ctx, state)
+    check_output_paths(run, state)
+    if isinstance(run, TrainRun) and args.moe.moe_use_upcycling and run.save_folder is not None:
+        save_upcycled(run, state, run.save_folder)
+    run = replace(run, inputs=build_inputs(run, state, tokenizer))
+    if isinstance(run, TrainRun):
+        run = with_rewindable_batches(run)
+    load_pending_fault_report(run, state)
+    write_run_manifest(args, run.chunks, runtime.ps)
+    run = replace(run, outputs=open_outputs(run, state, tokenizer))
+    recorder = EndRecorder(run, state)
     watchdog.on_failure = recorder.fail
     monitors = RankMonitors(args, runtime)
-    if ctx.metrics is not None:
-        ctx.metrics.begin()
+    if run.metrics is not None:
+        run.metrics.begin()
     print_rank_0(runtime, f"done with setup ... ({time.monotonic() - started:.1f} s)")
-    decision = train_and_evaluate(ctx, state, monitors, started, timeouts, exit_signal, tokenizer)
+    decision = train_and_evaluate(run, state, monitors, started, timeouts, exit_signal, tokenizer)
     if decision is not None and decision.reason is not None:
         print_datetime(runtime, decision.reason)
     try:
-        ctx.save_history.raise_if_unsaved()
+        run.save_history.raise_if_unsaved()
     except UserError as error:  # of every rank
         recorder.end(end_by(error, state.iteration))
         with suppress(UserError):  # the lost save matters more
-            close_metrics(ctx)
+            close_metrics(run)
         raise
     # Megatron-LM's launchers expect 0 from a run that a signal ended; with --auto-resume it is to be restarted.
     restarts = decision is not None and decision.interrupted and args.output.auto_resume
     code = ExitCode.RESTART if restarts else ExitCode.OK
-    recorder.end(planned_end(ctx, state, decision, code))
-    close_metrics(ctx)
+    recorder.end(planned_end(run, state, decision, code))
+    close_metrics(run)
     monitors.close()
-    ctx.close()
+    run.close()
     watchdog.on_failure = nothing_to_record  # the recorder holds process groups, which end before the interpreter
     close_groups(runtime.ps)
     return code
 
 
 def train_and_evaluate(
-    ctx: BaseRun,
+    run: BaseRun,
     state: TrainState,
     monitors: RankMonitors,
     started: float,
@@ -166,46 +166,46 @@ def train_and_evaluate(
     Returns:
         Why the run ends early, None if it is complete.
     """
-    args, runtime = ctx.args, ctx.runtime
+    args, runtime = run.args, run.runtime
     decision = None
     if args.training.skip_train:
         print_rank_0(runtime, "skipping training (--skip-train is on) ...")
     else:
         print_rank_0(runtime, "training ...")
-        decision = train(ctx, state, monitors, started, timeouts, exit_signal)
+        decision = train(run, state, monitors, started, timeouts, exit_signal)
     if decision is None:
         if not args.training.skip_train:
             print_datetime(runtime, "after training is done")
         with timeouts.extended():
             if args.is_eval_only:
-                evaluate_checkpoint(ctx, state, tokenizer)
+                evaluate_checkpoint(run, state, tokenizer)
             else:
-                finalize_training(ctx, state)
+                finalize_training(run, state)
             if args.output.export_weights is not None:
-                export_weights(ctx, args.output.export_weights)
+                export_weights(run, args.output.export_weights)
     with timeouts.extended():
-        finish_save(ctx)
+        finish_save(run)
     return decision
 
 
-def finalize_training(ctx: BaseRun, state: TrainState) -> None:
+def finalize_training(run: BaseRun, state: TrainState) -> None:
     """Save, validate and test after the last iteration."""
-    training = ctx.args.training
-    unsaved = not save_is_due(ctx, state) or ctx.save_history.consecutive_failures > 0
-    folder = ctx.save_folder if state.iteration > 0 and unsaved and not training.skip_train else None
-    if isinstance(ctx, TrainRun) and folder is not None:
-        save_checkpoint(ctx, state, folder)
-    if can_validate(ctx):
-        validate(ctx, state, f"iteration {state.iteration} on validation set")
-    test = ctx.inputs.datasets.test
+    training = run.args.training
+    unsaved = not save_is_due(run, state) or run.save_history.consecutive_failures > 0
+    folder = run.save_folder if state.iteration > 0 and unsaved and not training.skip_train else None
+    if isinstance(run, TrainRun) and folder is not None:
+        save_checkpoint(run, state, folder)
+    if can_validate(run):
+        validate(run, state, f"iteration {state.iteration} on validation set")
+    test = run.inputs.datasets.test
     if test is not None and training.eval_iters > 0:
-        evaluate(ctx, state, f"iteration {state.iteration} on test set", "test", test, 0, False)
+        evaluate(run, state, f"iteration {state.iteration} on test set", "test", test, 0, False)
 
 
-def planned_end(ctx: BaseRun, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
+def planned_end(run: BaseRun, state: TrainState, decision: ExitDecision | None, code: ExitCode) -> RunEnd:
     """Return the end of a run that is complete, or that saved and ends early."""
     if decision is None:
-        return RunEnd("finished", state.iteration, code, f"all {ctx.train_iters} iterations are done")
+        return RunEnd("finished", state.iteration, code, f"all {run.train_iters} iterations are done")
     reason = f"early, after iteration {state.iteration}: {(decision.reason or '').rstrip('.')}"
     return RunEnd("stopped", state.iteration, code, reason)
 

@@ -55,17 +55,17 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 """Groups whose sizes make a parallel mapping."""
 
 
-def record_folder(ctx: BaseRun, state: TrainState) -> Path | None:
+def record_folder(run: BaseRun, state: TrainState) -> Path | None:
     """Return the folder under --save for the record of the next iteration, None unless --record-step names it."""
-    output, number = ctx.args.output, state.iteration + 1
+    output, number = run.args.output, state.iteration + 1
     return None if output.save is None or output.record_step != number else Path(output.save, f"recorded_step_{number}")
 
 
-def record_step(ctx: TrainRun, state: TrainState, num_microbatches: int, folder: Path) -> StepResult:
+def record_step(run: TrainRun, state: TrainState, num_microbatches: int, folder: Path) -> StepResult:
     """Run `train_step` and record it in a folder. Collective."""
     number = state.iteration + 1
-    numbers = get_sample_numbers(ctx, state, num_microbatches) if ctx.ps.world.rank == 0 else []
-    result, problem, size = record_iteration(ctx, state, num_microbatches, folder, numbers)
+    numbers = get_sample_numbers(run, state, num_microbatches) if run.ps.world.rank == 0 else []
+    result, problem, size = record_iteration(run, state, num_microbatches, folder, numbers)
     if problem is not None:
         logger.warning("--record-step %d: this iteration is not recorded (%s); the run continues", number, problem)
     else:
@@ -77,7 +77,7 @@ def record_step(ctx: TrainRun, state: TrainState, num_microbatches: int, folder:
 
 
 def record_iteration(
-    ctx: TrainRun,
+    run: TrainRun,
     state: TrainState,
     num_microbatches: int,
     folder: Path,
@@ -94,23 +94,23 @@ def record_iteration(
 
     Raises: as train_step. A record is also written if losses or gradients are not finite.
     """
-    writing = _RecordWriter(ctx, folder)
+    writing = _RecordWriter(run, folder)
     counters = {name: getattr(state, name) for name in COUNTS}
     writing.begin(weights)
-    replayable = make_rewindable_iterator(ctx)
+    replayable = make_rewindable_iterator(run)
     replayable.begin()
-    recorder = StepRecorder(ctx, num_microbatches, writing.gradients)
+    recorder = StepRecorder(run, num_microbatches, writing.gradients)
     result: StepResult | FloatingPointError
     try:
-        result = train_step(with_batches(ctx, replayable), state, num_microbatches, recorder)
+        result = train_step(with_batches(run, replayable), state, num_microbatches, recorder)
     except FloatingPointError as error:  # raised on all ranks
         result = error
         writing.gradients()
     finally:
         recorder.detach()
-    samples = num_microbatches * ctx.args.training.micro_batch_size * ctx.ps.dp.size
+    samples = num_microbatches * run.args.training.micro_batch_size * run.ps.dp.size
     head = {
-        **record_metadata(ctx, counters, samples, ctx.args.data.seq_length),
+        **record_metadata(run, counters, samples, run.args.data.seq_length),
         "sample_numbers": list(sample_numbers),
         "losses": getattr(result, "losses", {}),
         "failure": str(result) if isinstance(result, FloatingPointError) else None,
@@ -124,9 +124,9 @@ def record_iteration(
     return result, problem, size
 
 
-def record_metadata(ctx: TrainRun, counters: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
+def record_metadata(run: TrainRun, counters: Mapping[str, Any], samples: int, seq_length: int) -> dict[str, Any]:
     """Return the metadata of an iteration, the head of its record."""
-    ps, args, device = ctx.ps, ctx.args, ctx.runtime.device
+    ps, args, device = run.ps, run.args, run.runtime.device
     fmt = quantized_format(args.precision)
     return {
         "iteration": counters["iteration"] + 1,
@@ -137,11 +137,11 @@ def record_metadata(ctx: TrainRun, counters: Mapping[str, Any], samples: int, se
         "samples": samples,
         "micro_batch_size": args.training.micro_batch_size,
         "seq_length": seq_length,
-        "padded_vocab_size": ctx.padded_vocab_size,
+        "padded_vocab_size": run.padded_vocab_size,
         "vocab_size": args.data.vocab_size,
         "dtype": args.precision.params_dtype_name,
         "quantized": None if fmt is None else getattr(args.precision, fmt.flags.name),
-        "loss_scale": float(ctx.optimizer.loss_scale),
+        "loss_scale": float(run.optimizer.loss_scale),
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
@@ -156,10 +156,10 @@ def explicit_flags(args: Arguments) -> dict[str, object]:
     return {name: value for name, value in args.as_dict().items() if name in names}
 
 
-def get_sample_numbers(ctx: TrainRun, state: TrainState, num_microbatches: int) -> list[int]:
+def get_sample_numbers(run: TrainRun, state: TrainState, num_microbatches: int) -> list[int]:
     """Return the dataset indices of the iteration's samples in the order of the global batch."""
-    training, dp, consumed = ctx.args.training, ctx.ps.dp, state.consumed_train_samples
-    data = ctx.inputs
+    training, dp, consumed = run.args.training, run.ps.dp, state.consumed_train_samples
+    data = run.inputs
     assert data.datasets.train is not None
     kind, micro = training.dataloader_type or "single", training.micro_batch_size
     by_rank = []
@@ -173,8 +173,8 @@ def get_sample_numbers(ctx: TrainRun, state: TrainState, num_microbatches: int) 
 class _RecordWriter:
     """Writer of the files of one record; `problem` is why it fails. Methods are collective."""
 
-    def __init__(self, ctx: TrainRun, folder: Path):
-        self.ctx, self.folder = ctx, folder
+    def __init__(self, run: TrainRun, folder: Path):
+        self.run, self.folder = run, folder
         self.problem: str | None = None
         self.staging_dir = folder.with_name(f"{folder.name}.unfinished")
         self.files: list[str] = []
@@ -183,16 +183,16 @@ class _RecordWriter:
 
     def begin(self, weights: bool) -> None:
         """Create the staging directory and write the weights."""
-        ctx, ps = self.ctx, self.ctx.ps
+        run, ps = self.run, self.run.ps
         if ps.world.rank == 0:
             self._try(lambda: step_record.make_staging_dir(self.folder))
         collectives.barrier(ps.world)
-        ctx.wait_params()
+        run.wait_params()
         if weights:
-            self._write_full_tensors(step_record.WEIGHTS, export_named_weights(ctx.chunks, ps))
+            self._write_full_tensors(step_record.WEIGHTS, export_named_weights(run.chunks, ps))
         self.scaling = {
             f"{step_record.SCALING}{name}": tensor.detach().clone()
-            for chunk in ctx.chunks
+            for chunk in run.chunks
             for name, tensor in chunk.named_scaling_state()
         }
 
@@ -200,7 +200,7 @@ class _RecordWriter:
         """Write the gradients, reduced and not yet clipped, unless that has been done."""
         if not self._has_gradients:
             self._has_gradients = True
-            self._write_full_tensors(step_record.GRADIENTS, gather_unscaled_grads(self.ctx))
+            self._write_full_tensors(step_record.GRADIENTS, gather_unscaled_grads(self.run))
 
     def finish(
         self, head: Mapping[str, Any], recorder: StepRecorder, replayable: RewindableIterator[Batch]
@@ -210,7 +210,7 @@ class _RecordWriter:
         Returns:
             The first problem of any rank or None; size in bytes.
         """
-        ps, size = self.ctx.ps, 0
+        ps, size = self.run.ps, 0
         fields = {}
         if ps.tp.rank == ps.cp.rank == ps.pp.rank == 0:
             fields = {
@@ -236,7 +236,7 @@ class _RecordWriter:
     def _write_full_tensors(self, name: str, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Write full tensors on rank 0; the other ranks send theirs even if the write fails."""
         with drain_on_exit(tensors):
-            if self.ctx.ps.world.rank == 0 and self.problem is None:
+            if self.run.ps.world.rank == 0 and self.problem is None:
                 self.files.append(name)
                 self._try(lambda: write_weights(tensors, os.fspath(self.staging_dir / name)))
 
@@ -244,15 +244,15 @@ class _RecordWriter:
         try:
             return write()
         except (OSError, ValueError, RuntimeError) as error:
-            self.problem = f"rank {self.ctx.ps.world.rank}: {error}"
+            self.problem = f"rank {self.run.ps.world.rank}: {error}"
             return None
 
 
 class StepRecorder:
     """Observer that records projections of the outputs of this rank's layers during one iteration."""
 
-    def __init__(self, ctx: TrainRun, num_microbatches: int, take_gradients: Any):
-        self.ctx, self.num_microbatches, self._take_gradients = ctx, num_microbatches, take_gradients
+    def __init__(self, run: TrainRun, num_microbatches: int, take_gradients: Any):
+        self.run, self.num_microbatches, self._take_gradients = run, num_microbatches, take_gradients
         self.by_token: dict[str, list[Tensor]] = defaultdict(list)
         self._calls: dict[int, int] = defaultdict(int)
         self._signs: dict[int, Tensor] = {}
@@ -260,8 +260,8 @@ class StepRecorder:
 
     def attach(self) -> None:
         """Attach to modules and routers. A router that is already recorded stays so."""
-        repeated, depths = self.ctx.args.model.mtp_use_repeated_layer, self.ctx.args.model.num_mtp_depths
-        for chunk in self.ctx.chunks:
+        repeated, depths = self.run.args.model.mtp_use_repeated_layer, self.run.args.model.num_mtp_depths
+        for chunk in self.run.chunks:
             layout = chunk.layout
             ahead = [f"mtp.layers.{depth}" for depth in range(depths)]
             if chunk.embedding is not None:
@@ -307,7 +307,7 @@ class StepRecorder:
 
     def add(self, name: str, kept: Tensor, prefix: str = step_record.TRACE) -> None:
         """Record [rows, B, K] of the next microbatch; of tensor ranks with equal rows only the first one does."""
-        tp = self.ctx.ps.tp
+        tp = self.run.ps.tp
         if tp.rank == 0 or kept.shape[0] != len(self._positions()[0]):
             self.by_token[f"{prefix}{name}"].append(kept.detach().cpu())
 
@@ -322,19 +322,19 @@ class StepRecorder:
 
     def detach(self) -> None:
         self._tracer.stop()
-        for chunk in self.ctx.chunks:
+        for chunk in self.run.chunks:
             for layer in chunk.moe_layers():
                 layer.router.recorder = None
 
     def _positions(self) -> list[Tensor]:
         """Return the sequence positions of a context rank's rows, and of a tensor rank's part of them."""
-        ps = self.ctx.ps
-        positions = self.ctx.chunks[0].sequence.positions(self.ctx.args.data.seq_length)
+        ps = self.run.ps
+        positions = self.run.chunks[0].sequence.positions(self.run.args.data.seq_length)
         return [positions, positions.chunk(ps.tp.size)[ps.tp.rank]]
 
     def tensors(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return all tensors that this rank writes, with sample indices in the loader's order."""
-        dp, micro = self.ctx.ps.dp, self.ctx.args.training.micro_batch_size
+        dp, micro = self.run.ps.dp, self.run.args.training.micro_batch_size
         first = torch.arange(self.num_microbatches)[:, None] * dp.size + dp.rank
         samples = first * micro + torch.arange(micro)
         return step_record.tensors_of_rank(samples, self._positions(), self.by_token, others)
@@ -351,7 +351,7 @@ class _RouterRecordAdapter(list):
         """Record a microbatch: logits, probs and map, [T, E] with token s * B + b."""
         recorder = self.recorder
         name = recorder.next_of(self, self.names)
-        micro = recorder.ctx.args.training.micro_batch_size
+        micro = recorder.run.args.training.micro_batch_size
         for what in ("logits", "probs"):
             recorder.trace(f"{name}.{what}", route[what].reshape(-1, micro, route[what].shape[-1]))
         chosen = route["map"].reshape(-1, micro, route["map"].shape[-1])

@@ -84,36 +84,36 @@ def rejection_rules(args: Arguments) -> RejectionRules:
     )
 
 
-def with_rewindable_batches(ctx: TrainRun) -> TrainRun:
+def with_rewindable_batches(run: TrainRun) -> TrainRun:
     """Make the training batches rewindable if an iteration may have to be rerun.
 
     Collective with --moe-expert-rank-capacity-factor: ranks agree whether any of them may lose tokens.
     """
-    mode = ctx.args.training.rerun_mode
-    repeats = mode != "disabled" and (mode != "validate_results" or rejection_rules(ctx.args).any)
-    if ctx.buffers.allow_lost_tokens() or repeats:
-        return with_batches(ctx, make_rewindable_iterator(ctx))
-    return ctx
+    mode = run.args.training.rerun_mode
+    repeats = mode != "disabled" and (mode != "validate_results" or rejection_rules(run.args).any)
+    if run.buffers.allow_lost_tokens() or repeats:
+        return with_batches(run, make_rewindable_iterator(run))
+    return run
 
 
-def make_rewindable_iterator(ctx: BaseRun) -> RewindableIterator[Batch]:
+def make_rewindable_iterator(run: BaseRun) -> RewindableIterator[Batch]:
     """Wrap the training batches and the random generators so that they can return to the start of an iteration."""
-    streams = get_streams(ctx.chunks)
-    return RewindableIterator(ctx.train_batches, partial(capture, streams), partial(restore, streams=streams))
+    streams = get_streams(run.chunks)
+    return RewindableIterator(run.train_batches, partial(capture, streams), partial(restore, streams=streams))
 
 
-def snapshot_iteration_start(ctx: BaseRun) -> None:
+def snapshot_iteration_start(run: BaseRun) -> None:
     """Snapshot the batch position and the random state at the start of an iteration."""
-    if isinstance(ctx.train_batches, RewindableIterator):
-        ctx.train_batches.begin()
+    if isinstance(run.train_batches, RewindableIterator):
+        run.train_batches.begin()
 
 
-def inject_error(ctx: TrainRun, state: TrainState, sums: list[Tensor], repeated: bool) -> list[Tensor]:
+def inject_error(run: TrainRun, state: TrainState, sums: list[Tensor], repeated: bool) -> list[Tensor]:
     """Return the sums, one of them NaN if --error-injection-rate selects this rank now.
 
     `repeated`: this is not the first evaluation of the iteration.
     """
-    training, ps = ctx.args.training, ctx.ps
+    training, ps = run.args.training, run.ps
     if not training.error_injection_rate or not sums:
         return sums
     chosen = pick_injected_rank(
@@ -124,7 +124,7 @@ def inject_error(ctx: TrainRun, state: TrainState, sums: list[Tensor], repeated:
         kind == "persistent_error"
         and noted is not None
         and noted.iteration == state.iteration + 1
-        and device_name(ctx) not in noted.devices
+        and device_name(run) not in noted.devices
     )
     if chosen != ps.dp_cp.rank * ps.tp.size + ps.tp.rank or over:
         return sums
@@ -138,7 +138,7 @@ def inject_error(ctx: TrainRun, state: TrainState, sums: list[Tensor], repeated:
 
 
 def validate_result(
-    ctx: TrainRun, state: TrainState, first: StepEvaluation, rerun: Callable[[bool], StepEvaluation]
+    run: TrainRun, state: TrainState, first: StepEvaluation, rerun: Callable[[bool], StepEvaluation]
 ) -> Outcome:
     """Decide whether the result of an iteration is accepted.
 
@@ -149,16 +149,16 @@ def validate_result(
 
     Communication: none for a result that all ranks accept. Collective otherwise.
     """
-    rules, mode = rejection_rules(ctx.args), ctx.args.training.rerun_mode
-    logs = (state.iteration + 1) % ctx.args.output.log_interval == 0
+    rules, mode = rejection_rules(run.args), run.args.training.rerun_mode
+    logs = (state.iteration + 1) % run.args.output.log_interval == 0
     if not rules.any:
         return (_add_rerun(state, first, rerun(False)) if mode == "report_stats" and logs else first), None
     if math.isfinite(first.norm) and state.history.judge_norm(first.norm, rules) is None:
-        _resolve_fault_report(ctx, state)
+        _resolve_fault_report(run, state)
         if mode == "report_stats" and logs:
             first = _add_rerun(state, first, rerun(False))
         return _accepted(state, first, rules)
-    return _RejectionHandler(ctx, state, rules, rerun).decide(first)
+    return _RejectionHandler(run, state, rules, rerun).decide(first)
 
 
 def _accepted(state: TrainState, evaluation: StepEvaluation, rules: RejectionRules) -> Outcome:
@@ -173,23 +173,23 @@ def _add_rerun(state: TrainState, first: StepEvaluation, second: StepEvaluation)
     return second
 
 
-def rewind(ctx: TrainRun) -> None:
+def rewind(run: TrainRun) -> None:
     """Undo the effects of forward and backward, except the gradients, which the next evaluation overwrites."""
-    assert isinstance(ctx.train_batches, RewindableIterator)  # as whatever calls this for has requested
-    ctx.participants.discard()
-    ctx.train_batches.rewind()
+    assert isinstance(run.train_batches, RewindableIterator)  # as whatever calls this for has requested
+    run.participants.discard()
+    run.train_batches.rewind()
 
 
-def load_pending_fault_report(ctx: BaseRun, state: TrainState) -> None:
+def load_pending_fault_report(run: BaseRun, state: TrainState) -> None:
     """Load the fault report that an earlier run left in the save folder. Collective if there can be one."""
-    folder = ctx.args.output.save
-    if folder is None or ctx.args.training.rerun_mode != "validate_results":
+    folder = run.args.output.save
+    if folder is None or run.args.training.rerun_mode != "validate_results":
         return
     with as_user_error("--save"):
-        state.pending_fault_report = run_on_rank0(lambda: PendingFaultReport.read(folder), ctx.ps.world)
+        state.pending_fault_report = run_on_rank0(lambda: PendingFaultReport.read(folder), run.ps.world)
 
 
-def _resolve_fault_report(ctx: TrainRun, state: TrainState) -> None:
+def _resolve_fault_report(run: TrainRun, state: TrainState) -> None:
     """Resolve the fault report of an earlier run if it was about this iteration, which was accepted here."""
     noted, number = state.pending_fault_report, state.iteration + 1
     if noted is None or number < noted.iteration:
@@ -200,20 +200,20 @@ def _resolve_fault_report(ctx: TrainRun, state: TrainState) -> None:
             f"iteration {number} is accepted here and was rejected twice on {_join_devices(noted.devices)} "
             f"({noted.because}; {noted.place}): that machine produces incorrect results"
         )
-        if ctx.ps.world.rank == 0:
+        if run.ps.world.rank == 0:
             logger.warning("%s", text)
-        _track(ctx, number, "second_rerun_not_reproducible", text)
-    if ctx.ps.world.rank == 0 and ctx.args.output.save is not None:
-        PendingFaultReport.clear(ctx.args.output.save)
+        _track(run, number, "second_rerun_not_reproducible", text)
+    if run.ps.world.rank == 0 and run.args.output.save is not None:
+        PendingFaultReport.clear(run.args.output.save)
 
 
 class _RejectionHandler:
     """State machine for one rejected result."""
 
     def __init__(
-        self, ctx: TrainRun, state: TrainState, rules: RejectionRules, rerun: Callable[[bool], StepEvaluation]
+        self, run: TrainRun, state: TrainState, rules: RejectionRules, rerun: Callable[[bool], StepEvaluation]
     ):
-        self.ctx, self.state, self.rules, self.rerun = ctx, state, rules, rerun
+        self.run, self.state, self.rules, self.rerun = run, state, rules, rerun
         self.number = state.iteration + 1
 
     def decide(self, first: StepEvaluation) -> Outcome:
@@ -221,33 +221,33 @@ class _RejectionHandler:
         first, reason = self._find_reason(first)
         if reason is None:
             return first, None
-        if self.ctx.args.training.rerun_mode != "validate_results":
+        if self.run.args.training.rerun_mode != "validate_results":
             return self._apply_policy(first, reason, "")
-        _track(self.ctx, self.number, "initial_run", reason.text)
+        _track(self.run, self.number, "initial_run", reason.text)
         self._log_rank0(f"iteration {self.number}: {reason.text}; rerunning the iteration")
         before = self._copy_results(first)
         second, repeated = self._find_reason(self.rerun(False))
         if repeated is None:
             self._log_transient_fault(reason, self._describe_differences(before, second))
-            _resolve_fault_report(self.ctx, self.state)
+            _resolve_fault_report(self.run, self.state)
             return _accepted(self.state, second, self.rules)
         if not self._is_reproduced(reason, repeated, first, second):
             text = (
                 f"iteration {self.number}: {reason.text}; on rerun, {repeated.text}: not reproducible, "
                 f"so the cause is neither the model nor the data. {self._describe_differences(before, second)}"
             )
-            _track(self.ctx, self.number, "first_rerun_not_reproducible", text)
+            _track(self.run, self.number, "first_rerun_not_reproducible", text)
             raise ResultRejectedError(text, ExitCode.RESULT_NOT_VALID)
-        _track(self.ctx, self.number, "first_rerun_reproducible", reason.text)
-        where = locate_nonfinite(self.ctx, self.state, lambda: self.rerun(True).sums) if reason.kind == "nan" else ""
+        _track(self.run, self.number, "first_rerun_reproducible", reason.text)
+        where = locate_nonfinite(self.run, self.state, lambda: self.rerun(True).sums) if reason.kind == "nan" else ""
         return self._apply_policy(second, reason, where)
 
     def _find_reason(self, evaluation: StepEvaluation) -> tuple[StepEvaluation, RejectionReason | None]:
         """Return the evaluation with its true norm, and the reason of the first rank that rejects it. Collective."""
-        evaluation = replace(evaluation, norm=self.ctx.optimizer.grad_norm())
+        evaluation = replace(evaluation, norm=self.run.optimizer.grad_norm())
         history = self.state.history
         mine = history.judge_loss(evaluation.loss, self.rules) or history.judge_norm(evaluation.norm, self.rules)
-        return evaluation, next(iter(gather_errors(mine, self.ctx.ps.world)), None)
+        return evaluation, next(iter(gather_errors(mine, self.run.ps.world)), None)
 
     def _is_reproduced(
         self, reason: RejectionReason, repeated: RejectionReason, first: StepEvaluation, second: StepEvaluation
@@ -255,19 +255,19 @@ class _RejectionHandler:
         """Return whether all ranks got the same result twice. Collective."""
         largest = max(difference(first.loss, second.loss), difference(first.norm, second.norm))
         alike = reason.kind == repeated.kind and largest <= TOLERANCE
-        return all(collectives.all_gather_object(alike, self.ctx.ps.world))
+        return all(collectives.all_gather_object(alike, self.run.ps.world))
 
     def _copy_results(self, evaluation: StepEvaluation) -> list[tuple[str, Tensor]]:
         """Return copies of this rank's own results, in the order in which they were computed."""
         named_copies = [
             (f"buffers of {global_name(chunk, path)}", buffer.clone())
-            for chunk in self.ctx.chunks
+            for chunk in self.run.chunks
             for path, buffer in chunk.named_buffers()
         ]
         named_copies += [
             (f"the loss of microbatch {index}", pair[0].clone()) for index, pair in enumerate(evaluation.sums, start=1)
         ]
-        squares = [view.float().square().sum() for _, view in self.ctx.grads.owned_views() if view.numel()]
+        squares = [view.float().square().sum() for _, view in self.run.grads.owned_views() if view.numel()]
         return [
             *named_copies,
             ("gradients after their reduction", torch.stack(squares).sum() if squares else torch.zeros(())),
@@ -284,9 +284,9 @@ class _RejectionHandler:
             ),
             None,
         )
-        world = self.ctx.ps.world
+        world = self.run.ps.world
         differing = gather_errors(
-            None if mine is None else f"rank {world.rank} ({device_name(self.ctx)}) first in {mine}", world
+            None if mine is None else f"rank {world.rank} ({device_name(self.run)}) first in {mine}", world
         )
         if not differing:
             return "No rank's own losses, buffers or gradients differ: the reduction of the loss differs"
@@ -297,11 +297,11 @@ class _RejectionHandler:
     def _log_transient_fault(self, reason: RejectionReason, where: str) -> None:
         text = f"iteration {self.number}: {reason.text}; not reproduced on rerun: transient hardware fault. {where}"
         self._log_rank0(f"{text}. Training continues with the rerun's result")
-        _track(self.ctx, self.number, "first_rerun_not_reproducible", text)
+        _track(self.run, self.number, "first_rerun_not_reproducible", text)
 
     def _apply_policy(self, evaluation: StepEvaluation, reason: RejectionReason, where: str) -> Outcome:
         """Apply --on-nan or --on-loss-spike to a result that is taken to be reproducible."""
-        training, state = self.ctx.args.training, self.state
+        training, state = self.run.args.training, self.state
         action = training.on_nan if reason.kind == "nan" else training.on_loss_spike
         text = f"iteration {self.number}: {reason.text}" + (f"; first place: {where}" if where else "")
         if action == "report":
@@ -313,25 +313,25 @@ class _RejectionHandler:
         if action == "skip":
             raise ResultRejectedError(
                 f"{text}. {MAX_CONSECUTIVE_SKIPS} consecutive iterations were rejected, so this is not a single bad "
-                f"batch; {describe_stop(self.ctx, state)}",
+                f"batch; {describe_stop(self.run, state)}",
                 ExitCode.FAILED,
             )
         self._stop(text, reason, where)
 
     def _stop(self, text: str, reason: RejectionReason, where: str) -> NoReturn:
-        ctx, noted = self.ctx, self.state.pending_fault_report
-        last = describe_stop(ctx, self.state)
-        if ctx.args.training.rerun_mode != "validate_results":
+        run, noted = self.run, self.state.pending_fault_report
+        last = describe_stop(run, self.state)
+        if run.args.training.rerun_mode != "validate_results":
             advice = " --no-check-for-nan-in-loss-and-grad disables this check" if reason.kind == "nan" else ""
             raise ResultRejectedError(f"{text}; {last}.{advice}", ExitCode.FAILED)
         text += f"; reproduced on rerun; {last}. --on-nan skip and --on-loss-spike skip exclude such a batch."
-        if ctx.args.output.save is None:
+        if run.args.output.save is None:
             raise ResultRejectedError(
                 f"{text} The model or the data, or a machine that is wrong every time", ExitCode.RESULT_NOT_VALID
             )
-        devices = collectives.all_gather_object(device_name(ctx), ctx.ps.world)
+        devices = collectives.all_gather_object(device_name(run), run.ps.world)
         if noted is not None and noted.iteration == self.number and not set(devices) & set(noted.devices):
-            _track(ctx, self.number, "second_rerun_reproducible", text)
+            _track(run, self.number, "second_rerun_reproducible", text)
             self._on_rank_0(PendingFaultReport.clear)
             raise ResultRejectedError(
                 f"{text} Other machines ({_join_devices(noted.devices)}) got the same: it is the model or the data",
@@ -346,36 +346,36 @@ class _RejectionHandler:
         )
 
     def _log_rank0(self, text: str) -> None:
-        if self.ctx.ps.world.rank == 0:
+        if self.run.ps.world.rank == 0:
             logger.warning("%s", text)
 
     def _on_rank_0(self, act: Callable[[str], None]) -> None:
-        folder = self.ctx.args.output.save
-        if self.ctx.ps.world.rank == 0 and folder is not None:
+        folder = self.run.args.output.save
+        if self.run.ps.world.rank == 0 and folder is not None:
             try:
                 act(folder)
             except OSError as error:
                 logger.warning("the note about iteration %d in %s: %s", self.number, folder, error)
 
 
-def describe_stop(ctx: BaseRun, state: TrainState) -> str:
+def describe_stop(run: BaseRun, state: TrainState) -> str:
     """Describe what is saved when a rejected result ends the run, and a learning rate that may be the cause."""
-    if saved := ctx.save_history.saved:
+    if saved := run.save_history.saved:
         text = f"the checkpoint of iteration {saved[-1]} is untouched"
     elif state.flags:
         text = "the checkpoint that the run continued is untouched"
     else:
-        text = "no checkpoint was saved" + (" (no --save)" if ctx.save_folder is None else "")
-    active = count_parameters(ctx.args, ctx.padded_vocab_size).active
-    rate = unusual_learning_rate(ctx.args.as_dict(), active, only_high=True)
+        text = "no checkpoint was saved" + (" (no --save)" if run.save_folder is None else "")
+    active = count_parameters(run.args, run.padded_vocab_size).active
+    rate = unusual_learning_rate(run.args.as_dict(), active, only_high=True)
     return text if rate is None else f"{text}; {rate}: --lr may be the cause"
 
 
-def _track(ctx: TrainRun, iteration: int, status: str, text: str) -> None:
-    path = ctx.args.training.result_rejected_tracker_filename
-    if path is not None and ctx.ps.world.rank == 0:
+def _track(run: TrainRun, iteration: int, status: str, text: str) -> None:
+    path = run.args.training.result_rejected_tracker_filename
+    if path is not None and run.ps.world.rank == 0:
         try:
-            track(path, iteration, ctx.ps.world.rank, device_name(ctx), status, text)
+            track(path, iteration, run.ps.world.rank, device_name(run), status, text)
         except OSError as error:
             logger.warning("--result-rejected-tracker-filename %s: %s", path, error)
 

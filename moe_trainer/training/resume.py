@@ -67,11 +67,11 @@ def resolve_auto_resume(args: Arguments, ps: ParallelState) -> Arguments:
     return replace(args, output=resumed, moe=moe, source=MappingProxyType(source))
 
 
-def _upcycling_options(options: LoadOptions, ctx: BaseRun) -> LoadOptions:
+def _upcycling_options(options: LoadOptions, run: BaseRun) -> LoadOptions:
     """Return the options to load a dense model into the MoE model. Collective."""
-    save = ctx.args.output.save
+    save = run.args.output.save
     with as_user_error(f"--save {save}"):
-        if save is not None and holds_checkpoint(save, ctx.ps):
+        if save is not None and holds_checkpoint(save, run.ps):
             raise UserError(
                 f"--moe-use-upcycling: --save {save} has a checkpoint already; to continue from it, "
                 "--load it without this flag (or give --auto-resume too), else name another folder"
@@ -83,7 +83,7 @@ def build_and_resume(args: Arguments, runtime: Runtime, tokenizer: Tokenizer) ->
     """Build a run and load the checkpoint of `--load`, if any. Collective.
 
     Returns:
-        The context with the checkpoint's schedules, and the state from which the run continues.
+        The run with the checkpoint's schedules, and the state from which the run continues.
     """
     will_be_loaded = _replaces_all_weights(args, runtime.ps)
     return _resume(build_run(args, runtime, tokenizer, will_be_loaded), tokenizer, not will_be_loaded)
@@ -102,16 +102,16 @@ def _replaces_all_weights(args: Arguments, ps: ParallelState) -> bool:
         return folder is not None and run_on_rank0(lambda: is_named_in(folder), ps.world)
 
 
-def _check_total_limit(ctx: BaseRun) -> None:
+def _check_total_limit(run: BaseRun) -> None:
     """Refuse --save-total-limit where --save has checkpoints that the run does not continue. Collective.
 
     When the run is started again nothing would tell them from its own, which are deleted.
     """
-    limit, save = ctx.save_options.total_limit, ctx.save_folder
+    limit, save = run.save_options.total_limit, run.save_folder
     if limit is None or save is None:
         return
     with as_user_error("--save"):
-        others = run_on_rank0(lambda: complete_iterations(Path(save)), ctx.ps.world)
+        others = run_on_rank0(lambda: complete_iterations(Path(save)), run.ps.world)
     if others:
         raise UserError(
             f"--save-total-limit {limit}: {save} has checkpoints that this run does not continue (iteration "
@@ -119,56 +119,56 @@ def _check_total_limit(ctx: BaseRun) -> None:
         )
 
 
-def _resume(ctx: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[BaseRun, TrainState]:
-    output = ctx.args.output
+def _resume(run: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tuple[BaseRun, TrainState]:
+    output = run.args.output
     state = TrainState()
-    if (folder := ctx.save_folder) is not None:
+    if (folder := run.save_folder) is not None:
         with as_user_error("--save"):
-            filesystem_id = check_writable(folder, ctx.ps)
-        ctx = replace(ctx, save_options=replace(ctx.save_options, filesystem_id=filesystem_id))
+            filesystem_id = check_writable(folder, run.ps)
+        run = replace(run, save_options=replace(run.save_options, filesystem_id=filesystem_id))
     with as_user_error(f"--load {output.load}"):
         weights_only = output.pretrained_checkpoint is not None and (
-            output.load is None or not holds_checkpoint(output.load, ctx.ps)
+            output.load is None or not holds_checkpoint(output.load, run.ps)
         )
     folder, finetune = (output.pretrained_checkpoint, True) if weights_only else (output.load, output.finetune)
     if folder is None:
-        _check_total_limit(ctx)
-        return ctx, state
-    options = replace(LoadOptions.from_args(ctx.args, tokenizer.vocab_size), has_initial_weights=has_initial_weights)
-    if ctx.args.is_eval_only:  # an evaluation draws no random numbers
+        _check_total_limit(run)
+        return run, state
+    options = replace(LoadOptions.from_args(run.args, tokenizer.vocab_size), has_initial_weights=has_initial_weights)
+    if run.args.is_eval_only:  # an evaluation draws no random numbers
         options = replace(options, load_optim=False, load_rng=False)
-    if ctx.args.moe.moe_use_upcycling:
-        finetune, options = True, _upcycling_options(options, ctx)
+    if run.args.moe.moe_use_upcycling:
+        finetune, options = True, _upcycling_options(options, run)
     with (
-        ctx.timers("load-checkpoint"),
+        run.timers("load-checkpoint"),
         as_user_error(f"--pretrained-checkpoint {folder}" if weights_only else f"--load {folder}"),
     ):
-        loaded = _load(folder, ctx, replace(options, finetune=finetune))
+        loaded = _load(folder, run, replace(options, finetune=finetune))
         if loaded is None and weights_only:  # starting from random weights would be wrong
             raise UserError(f"--pretrained-checkpoint {folder}: there is no checkpoint in this folder")
         if loaded is None and not has_initial_weights:
             raise UserError(f"--load {folder}: the checkpoint that was in this folder a moment ago is gone")
-        if loaded is None and ctx.args.is_eval_only:
+        if loaded is None and run.args.is_eval_only:
             raise UserError(
                 f"--load {folder}: there is no checkpoint in this folder, so there is nothing to evaluate "
                 "(--skip-train)"
             )
     if loaded is None or finetune or loaded.weights_only:
-        _check_total_limit(ctx)
-        return ctx, state if loaded is None or finetune else _at_iteration(state, ctx)
+        _check_total_limit(run)
+        return run, state if loaded is None or finetune else _at_iteration(state, run)
     if output.save is not None and _is_same_folder(loaded.folder.parent, output.save):  # then all there is of this run
         iteration = folder_iteration(loaded.folder)
         protected = frozenset() if iteration is None else frozenset([iteration])
-        ctx = replace(ctx, save_options=replace(ctx.save_options, protected=protected))
+        run = replace(run, save_options=replace(run.save_options, protected=protected))
     else:
-        _check_total_limit(ctx)
+        _check_total_limit(run)
     saved = loaded.state
     scheduled_samples = 0
-    if isinstance(ctx, TrainRun):
-        ctx, scheduled_samples = _resume_schedules(ctx, saved)
+    if isinstance(run, TrainRun):
+        run, scheduled_samples = _resume_schedules(run, saved)
     with as_user_error(f"--load {output.load}"):
         history = LossHistory.from_dict(saved.extra.get("history"))
-    return ctx, _at_iteration(
+    return run, _at_iteration(
         TrainState(
             iteration=loaded.iteration,
             consumed_train_samples=saved.consumed_train_samples,
@@ -181,7 +181,7 @@ def _resume(ctx: BaseRun, tokenizer: Tokenizer, has_initial_weights: bool) -> tu
             flags=saved.args,
             text_streams=saved.extra.get("streams") or {},
         ),
-        ctx,
+        run,
     )
 
 
@@ -189,21 +189,21 @@ def _is_same_folder(first: Path, second: str) -> bool:
     return os.path.realpath(first) == os.path.realpath(second)
 
 
-def _at_iteration(state: TrainState, ctx: BaseRun) -> TrainState:
+def _at_iteration(state: TrainState, run: BaseRun) -> TrainState:
     """Apply --override-ckpt-iteration: the data continues after that many full batches, as in Megatron-LM."""
-    iteration = ctx.args.output.override_ckpt_iteration
+    iteration = run.args.output.override_ckpt_iteration
     if iteration is None:
         return state
     return replace(
         state,
         iteration=iteration,
-        consumed_train_samples=iteration * ctx.args.training.global_batch_size,
+        consumed_train_samples=iteration * run.args.training.global_batch_size,
         skipped_train_samples=0,
     )
 
 
-def _resume_schedules(ctx: TrainRun, saved: CheckpointState) -> tuple[TrainRun, int]:
-    """Return the context with resumed schedules, and the samples after which they continue.
+def _resume_schedules(run: TrainRun, saved: CheckpointState) -> tuple[TrainRun, int]:
+    """Return the run with resumed schedules, and the samples after which they continue.
 
     As in Megatron-LM (main, d98e8a64), --no-load-optim does not load the scheduler either: the learning rate restarts
     its schedule while the iteration and the data continue; --override-opt_param-scheduler counts the consumed samples.
@@ -211,39 +211,39 @@ def _resume_schedules(ctx: TrainRun, saved: CheckpointState) -> tuple[TrainRun, 
     Raises:
         UserError: if the schedules of the flags differ from those of the checkpoint.
     """
-    output, optimizer = ctx.args.output, ctx.args.optimizer
+    output, optimizer = run.args.output, run.args.optimizer
     resumes_own_run = output.auto_resume and output.load == output.save  # then the flag means that no state was saved
     if output.no_load_optim and not resumes_own_run and output.ckpt_convert_format is None:
-        if ctx.runtime.launch_env.rank == 0:
+        if run.runtime.launch_env.rank == 0:
             logger.info(
                 "--no-load-optim: the schedules of learning rate and weight decay start at their beginning, as in "
                 "Megatron-LM"
             )
-        return ctx, 0
+        return run, 0
     override, use_saved = optimizer.override_opt_param_scheduler, optimizer.use_checkpoint_opt_param_scheduler
     with as_user_error(f"--load {output.load}"):
         learning_rate, weight_decay = resume_schedules(
-            ctx.learning_rate, ctx.weight_decay, saved.scheduler, override=override, use_saved=use_saved
+            run.learning_rate, run.weight_decay, saved.scheduler, override=override, use_saved=use_saved
         )
     consumed = saved.consumed_train_samples
     samples = consumed if override else saved.scheduler.get("num_steps", consumed)
-    return replace(ctx, learning_rate=learning_rate, weight_decay=weight_decay), samples
+    return replace(run, learning_rate=learning_rate, weight_decay=weight_decay), samples
 
 
-def _load(folder: str, ctx: BaseRun, options: LoadOptions) -> LoadedState | None:
+def _load(folder: str, run: BaseRun, options: LoadOptions) -> LoadedState | None:
     """Load; with --auto-resume skip a damaged checkpoint and use the one before it. Collective."""
-    resumes_own_run = ctx.args.output.auto_resume and folder == ctx.args.output.save and options.ckpt_step is not None
-    optimizer = ctx.optimizer if isinstance(ctx, TrainRun) else None
+    resumes_own_run = run.args.output.auto_resume and folder == run.args.output.save and options.ckpt_step is not None
+    optimizer = run.optimizer if isinstance(run, TrainRun) else None
     while True:
         try:
-            return load(folder, ctx.chunks, optimizer, ctx.ps, options)
+            return load(folder, run.chunks, optimizer, run.ps, options)
         except DamagedError as error:
             if not resumes_own_run:
                 raise
-            if ctx.runtime.launch_env.rank == 0:
+            if run.runtime.launch_env.rank == 0:
                 logger.warning("WARNING: skipping the checkpoint of iteration %d: %s", options.ckpt_step, error)
             find = partial(latest_valid, Path(folder), options.verify_integrity, before=options.ckpt_step)
-            newest = run_on_rank0(find, ctx.ps.world)
+            newest = run_on_rank0(find, run.ps.world)
             if newest is None:
                 raise
             logger.info("--auto-resume: going on from iteration %d instead", newest)

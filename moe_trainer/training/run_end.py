@@ -37,15 +37,15 @@ _RECORD_WAIT_S = 2.0  # for the record of the first rank that failed
 class EndRecorder:
     """Records once how this start of the run ended. A run that only evaluates records nothing."""
 
-    def __init__(self, ctx: BaseRun, state: TrainState):
-        self._ctx, self._state = ctx, state
+    def __init__(self, run: BaseRun, state: TrainState):
+        self._run, self._state = run, state
         self._started = time.time()
-        self._is_done = ctx.args.training.skip_train
+        self._is_done = run.args.training.skip_train
 
     def end(self, end: RunEnd) -> None:
         """Record the end of a run that ends as its flags say, on the last rank."""
-        if not self._is_done and self._ctx.metrics is not None:
-            self._ctx.metrics.end(end, self._ctx.save_history.saved)
+        if not self._is_done and self._run.metrics is not None:
+            self._run.metrics.end(end, self._run.save_history.saved)
         self._is_done = True
 
     def fail(self, error: BaseException, is_first: bool) -> None:
@@ -64,12 +64,12 @@ class EndRecorder:
             end = end_by(error, self._state.iteration)
             # the last rank has the others' errors, too
             is_own = not isinstance(error, KeyboardInterrupt | CommunicationError | ResultRejectedError)
-            path = metrics_path(self._ctx.args)
-            if self._ctx.metrics is not None:
+            path = metrics_path(self._run.args)
+            if self._run.metrics is not None:
                 if path is not None and is_own and not is_first:
                     self._await_record(Path(path))
-                self._ctx.metrics.end(end, self._ctx.save_history.saved)
-                self._ctx.metrics.flush()
+                self._run.metrics.end(end, self._run.save_history.saved)
+                self._run.metrics.flush()
             elif path is not None and is_own and is_first and Path(path).is_file():
                 append_end(Path(path), end, self._started)
         except Exception as problem:  # the error that ends the run matters more

@@ -58,7 +58,7 @@ class StepObserver(Protocol):
 
 
 def train_step(
-    ctx: TrainRun, state: TrainState, num_microbatches: int, observer: StepObserver | None = None
+    run: TrainRun, state: TrainState, num_microbatches: int, observer: StepObserver | None = None
 ) -> StepResult:
     """Run forward and backward over all microbatches, reduce, validate and update.
 
@@ -70,32 +70,32 @@ def train_step(
 
     Communication: gradient reductions of `grads`, two numbers per loss, token counts of the routers.
     """
-    training = ctx.args.training
-    if ctx.replay is not None:
-        ctx.replay.begin_iteration(state.iteration + 1)
-    dumps = StepDumps(ctx, state.iteration + 1)
+    training = run.args.training
+    if run.replay is not None:
+        run.replay.begin_iteration(state.iteration + 1)
+    dumps = StepDumps(run, state.iteration + 1)
     if observer is not None:
         observer.attach()
-    snapshot_iteration_start(ctx)
-    evaluator = _Evaluator(ctx, state, num_microbatches, dumps, observer)
-    result, skipped = validate_result(ctx, state, evaluator.evaluate(), evaluator.rerun)
+    snapshot_iteration_start(run)
+    evaluator = _Evaluator(run, state, num_microbatches, dumps, observer)
+    result, skipped = validate_result(run, state, evaluator.evaluate(), evaluator.rerun)
     if training.empty_unused_memory_level >= 1:
         torch.cuda.empty_cache()
     dumps.write(result.tokens)
     if observer is not None:
         observer.before_update()
     if skipped is not None:
-        ctx.participants.discard()
+        run.participants.discard()
         losses = {"lm loss": result.loss} if math.isfinite(result.loss) else {}
         return StepResult(losses, skipped=skipped, num_repeats=evaluator.num_repeats)
     # Statistics are reduced before the update: their small collectives must not queue after the parameter gathers, and
     # a non-finite loss must not reach the weights.
-    metrics = ctx.participants.end_step(result.sums_of_participants, num_microbatches)
+    metrics = run.participants.end_step(result.sums_of_participants, num_microbatches)
     losses = {"lm loss": result.loss, **metrics.losses}
     if training.check_for_nan_in_loss_and_grad:
-        check_losses_finite(ctx, state, losses)
-    with ctx.timers("optimizer"):
-        update = _update(ctx, state.scheduled_samples, result.norm, metrics.row_factors)
+        check_losses_finite(run, state, losses)
+    with run.timers("optimizer"):
+        update = _update(run, state.scheduled_samples, result.norm, metrics.row_factors)
     if training.empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
     dumps.write_params()
@@ -108,25 +108,25 @@ class _Evaluator:
     """Evaluates one iteration as often as needed. `num_repeats` counts evaluations that overflowed."""
 
     def __init__(
-        self, ctx: TrainRun, state: TrainState, num_microbatches: int, dumps: StepDumps, observer: StepObserver | None
+        self, run: TrainRun, state: TrainState, num_microbatches: int, dumps: StepDumps, observer: StepObserver | None
     ):
-        self._ctx, self._state, self._num_microbatches = ctx, state, num_microbatches
+        self._run, self._state, self._num_microbatches = run, state, num_microbatches
         self._dumps, self._observer = dumps, observer
         self.num_repeats = 0
 
     def evaluate(self, eager: bool = False, repeated: bool = False) -> StepEvaluation:
         """Evaluate the iteration, again with larger buffers if they overflow. Parameters: forward_backward_reduce."""
-        ctx, state, num_microbatches = self._ctx, self._state, self._num_microbatches
+        run, state, num_microbatches = self._run, self._state, self._num_microbatches
         # intermediate results inside a graph cannot be read
         eager = eager or self._dumps.records or self._observer is not None
-        evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated)
+        evaluation = forward_backward_reduce(run, state, num_microbatches, eager, repeated)
         if must_repeat := evaluation.overflowed:
             self.num_repeats += 1
             self._restart()
-            ctx.drop_graphs()
-            evaluation = forward_backward_reduce(ctx, state, num_microbatches, eager, repeated, counts_on_host=True)
+            run.drop_graphs()
+            evaluation = forward_backward_reduce(run, state, num_microbatches, eager, repeated, counts_on_host=True)
         if must_repeat or evaluation.has_grown_budgets:
-            agree_on_buffers(ctx, f"iteration {state.iteration + 1}", must_repeat)
+            agree_on_buffers(run, f"iteration {state.iteration + 1}", must_repeat)
         return evaluation
 
     def rerun(self, eager: bool) -> StepEvaluation:
@@ -135,38 +135,38 @@ class _Evaluator:
         return self.evaluate(eager, repeated=True)
 
     def _restart(self) -> None:
-        rewind(self._ctx)
+        rewind(self._run)
         self._dumps.on_retry()
         if self._observer is not None:
             self._observer.on_retry()
 
 
-def _update(ctx: TrainRun, samples: int, norm: float, row_factors: Mapping[Parameter, Tensor]) -> StepOutcome:
+def _update(run: TrainRun, samples: int, norm: float, row_factors: Mapping[Parameter, Tensor]) -> StepOutcome:
     """Make the update that follows the updates of `samples` samples."""
-    rates, optimizer = ctx.learning_rate, ctx.args.optimizer
-    return ctx.optimizer.step(
+    rates, optimizer = run.learning_rate, run.args.optimizer
+    return run.optimizer.step(
         lr=rates.lr(samples),
         decoupled_lr=rates.decoupled_lr(samples),
         scaled_lr=rates.lr(samples, mup_lr_mult(optimizer.optimizer, optimizer.mup_width_mult)),
-        weight_decay=ctx.weight_decay.weight_decay(samples),
+        weight_decay=run.weight_decay.weight_decay(samples),
         norm=norm,
         row_factors=row_factors,
     )
 
 
-def frozen_step(ctx: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
+def frozen_step(run: BaseRun, state: TrainState, num_microbatches: int) -> StepResult:
     """Compute the losses of an iteration of --freeze-all-layers with forward passes only."""
-    if ctx.replay is not None:
-        ctx.replay.begin_iteration(state.iteration + 1)
-    with ctx.timers("forward-backward"), torch.no_grad():
-        sums = run_microbatches(ctx, ctx.train_batches, num_microbatches, forward_only=True, replay=ctx.replay)
-    loss_sum, tokens = reduce_loss(ctx, sums)
-    agree_on_buffers(ctx, f"iteration {state.iteration + 1}")
+    if run.replay is not None:
+        run.replay.begin_iteration(state.iteration + 1)
+    with run.timers("forward-backward"), torch.no_grad():
+        sums = run_microbatches(run, run.train_batches, num_microbatches, forward_only=True, replay=run.replay)
+    loss_sum, tokens = reduce_loss(run, sums)
+    agree_on_buffers(run, f"iteration {state.iteration + 1}")
     return StepResult({"lm loss": loss_sum / max(tokens, 1.0)})
 
 
 def forward_backward_reduce(
-    ctx: TrainRun,
+    run: TrainRun,
     state: TrainState,
     num_microbatches: int,
     eager: bool = False,
@@ -179,21 +179,21 @@ def forward_backward_reduce(
     the first evaluation of the iteration. `counts_on_host`: experts read their token counts and allocate enough space,
     without CUDA graphs; otherwise a buffer may be too small.
     """
-    ctx.optimizer.zero_grad()
-    ctx.participants.begin_step(state.iteration)
+    run.optimizer.zero_grad()
+    run.participants.begin_step(state.iteration)
     eager = eager or counts_on_host
-    for chunk in ctx.chunks:
+    for chunk in run.chunks:
         chunk.graphs.begin_iteration(eager=eager)
     # the mean over dp_cp divides by cp too, although the ranks of cp share a microbatch
-    grad_scale = ctx.optimizer.loss_scale * (1 if ctx.per_token else ctx.ps.cp.size / num_microbatches)
-    with ctx.buffers.scope(counts_on_host=eager):  # recorded tokens must be complete
-        sums = train_microbatches(ctx, num_microbatches, grad_scale, eager)
-    for chunk in ctx.chunks:
+    grad_scale = run.optimizer.loss_scale * (1 if run.per_token else run.ps.cp.size / num_microbatches)
+    with run.buffers.scope(counts_on_host=eager):  # recorded tokens must be complete
+        sums = train_microbatches(run, num_microbatches, grad_scale, eager)
+    for chunk in run.chunks:
         chunk.graphs.end_iteration()
-    sums = inject_error(ctx, state, sums, repeated)
-    participants = ctx.participants
+    sums = inject_error(run, state, sums, repeated)
+    participants = run.participants
     last_stage = participants.last_stage_sums()
-    total, small_buffers = _reduce_sums(ctx, sums, last_stage.values()), ctx.buffers.count_small_buffers()
+    total, small_buffers = _reduce_sums(run, sums, last_stage.values()), run.buffers.count_small_buffers()
     others = participants.reduced_sums()
     (num_overflowed, num_growing, num_grown), (loss_sum, tokens), *numbers = _copy_to_host(
         small_buffers, *total.split([2, *map(len, last_stage.values())]), *others.values()
@@ -202,80 +202,80 @@ def forward_backward_reduce(
     for index, values in zip((*last_stage, *others), numbers, strict=True):
         sums_of_participants.setdefault(index, []).extend(values)
     if num_growing:
-        ctx.drop_graphs()
+        run.drop_graphs()
     has_grown_budgets = num_grown > 0
     if num_overflowed:
         return StepEvaluation(sums, math.nan, tokens, math.nan, overflowed=True)
-    if ctx.per_token:
+    if run.per_token:
         # gradients of balancing losses, times the tokens of their microbatches, have no scale without a trained token
-        ctx.grads.scale(1.0 / tokens if tokens else 0.0)
+        run.grads.scale(1.0 / tokens if tokens else 0.0)
     loss = loss_sum / max(tokens, 1.0)
-    with ctx.timers("optimizer"):
-        norm = ctx.optimizer.grad_norm(
-            signal_nonfinite=state.history.judge_loss(loss, rejection_rules(ctx.args)) is not None
+    with run.timers("optimizer"):
+        norm = run.optimizer.grad_norm(
+            signal_nonfinite=state.history.judge_loss(loss, rejection_rules(run.args)) is not None
         )
     return StepEvaluation(sums, loss, tokens, norm, sums_of_participants, has_grown_budgets=has_grown_budgets)
 
 
-def agree_on_buffers(ctx: BaseRun, where: str, was_repeated: bool = False) -> None:
+def agree_on_buffers(run: BaseRun, where: str, was_repeated: bool = False) -> None:
     """Let the ranks agree on buffers that were too small in `where`, an iteration or an evaluation. Collective."""
-    if ctx.buffers.agree(where, was_repeated):
-        ctx.drop_graphs()
+    if run.buffers.agree(where, was_repeated):
+        run.drop_graphs()
 
 
-def train_microbatches(ctx: TrainRun, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
+def train_microbatches(run: TrainRun, num_microbatches: int, grad_scale: float, eager: bool) -> list[Tensor]:
     """Run the next training microbatches and reduce the gradients, as one CUDA graph if enabled and not `eager`.
 
     Returns:
         As run_microbatches.
     """
-    source, optimizer, grads = ctx.train_batches, ctx.optimizer, ctx.grads
+    source, optimizer, grads = run.train_batches, run.optimizer, run.grads
 
-    def run(ctx: TrainRun, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
+    def compute(run: TrainRun, batches: Iterator[Batch], grad_scale: float | Tensor, captured: bool) -> list[Tensor]:
         optimizer.start_deferred_gather(always=captured)
-        with ctx.timers("forward-backward"):
-            sums = run_microbatches(ctx, batches, num_microbatches, grad_scale, replay=ctx.replay)
-        with ctx.timers("all-grads-sync"):
+        with run.timers("forward-backward"):
+            sums = run_microbatches(run, batches, num_microbatches, grad_scale, replay=run.replay)
+        with run.timers("all-grads-sync"):
             grads.finish()
-        finalize_grads(grads, ctx.ps, ctx.timers)
+        finalize_grads(grads, run.ps, run.timers)
         if captured:
             optimizer.wait_params()  # of modules that did not run: a graph ends with all communication finished
         return sums
 
-    if ctx.iteration_graph is None or not ctx.iteration_graph.begin_iteration(eager=eager):
-        return run(ctx, source, grad_scale, captured=False)
+    if run.iteration_graph is None or not run.iteration_graph.begin_iteration(eager=eager):
+        return compute(run, source, grad_scale, captured=False)
 
     def mark_finished(finished: Any) -> None:
         optimizer.mark_params_gathered()
         grads.mark_finished(finished)
 
-    with ctx.timers("batch-generator"), as_user_error("data"):
-        batches = [_to_captured(ctx, next(source)) for _ in range(num_microbatches)]
-    untimed = replace(ctx, timers=Timers(0, trace=ctx.ps.trace))  # a timer synchronizes with the device
-    scale = torch.full((), grad_scale, dtype=torch.float32, device=ctx.runtime.device)
-    with ctx.timers("forward-backward"):
-        return ctx.iteration_graph.run(
+    with run.timers("batch-generator"), as_user_error("data"):
+        batches = [_to_captured(run, next(source)) for _ in range(num_microbatches)]
+    untimed = replace(run, timers=Timers(0, trace=run.ps.trace))  # a timer synchronizes with the device
+    scale = torch.full((), grad_scale, dtype=torch.float32, device=run.runtime.device)
+    with run.timers("forward-backward"):
+        return run.iteration_graph.run(
             num_microbatches,
             (scale, *batches),
-            lambda inputs: run(untimed, iter(inputs[1:]), inputs[0], captured=True),
+            lambda inputs: compute(untimed, iter(inputs[1:]), inputs[0], captured=True),
             grads.get_finished,
             mark_finished,
         )
 
 
-def _to_captured(ctx: BaseRun, batch: Batch) -> Batch:
+def _to_captured(run: BaseRun, batch: Batch) -> Batch:
     """Return a batch that a captured iteration reads: on the device, with the borders of documents and sequences."""
-    device, packed = ctx.runtime.device, batch.packed
+    device, packed = run.runtime.device, batch.packed
     batch = batch.to(device, with_documents=True)
     if not isinstance(packed, PackedSequences):
         return batch
-    max_sequences = ctx.args.parallel.thd_max_packed_sequences
+    max_sequences = run.args.parallel.thd_max_packed_sequences
     assert max_sequences is not None, "rejected: arguments/rules/packing.py"
     return replace(batch, packed=packed.on_device(device, max_sequences))
 
 
 def run_microbatches(
-    ctx: BaseRun,
+    run: BaseRun,
     batches: Iterator[Batch],
     num_microbatches: int,
     grad_scale: float | Tensor = 1.0,
@@ -289,11 +289,11 @@ def run_microbatches(
     Returns:
         Per microbatch [sum of token losses, number of tokens] of this cp rank, fp32; empty except on the last stage.
     """
-    chunks, trace = ctx.chunks, ctx.ps.trace
+    chunks, trace = run.chunks, run.ps.trace
 
     def read() -> Batch:
-        with ctx.timers("batch-generator"), as_user_error("data"):
-            return next(batches).to(ctx.runtime.device)
+        with run.timers("batch-generator"), as_user_error("data"):
+            return next(batches).to(run.runtime.device)
 
     get_batch = MicrobatchCache(read, len(chunks))
 
@@ -310,7 +310,7 @@ def run_microbatches(
             grad_scale=grad_scale,
             x_SBH=x_SBH,
         )
-        return masked_loss(chunk, output, batch, ctx.per_token) if chunk.layout.has_loss else (output, None)
+        return masked_loss(chunk, output, batch, run.per_token) if chunk.layout.has_loss else (output, None)
 
     def input_spec(index: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:
         batch = get_batch.peek(microbatch)
@@ -322,13 +322,13 @@ def run_microbatches(
         num_microbatches,
         spec=input_spec,
         grad_scale=grad_scale,
-        accumulate=ctx.accumulate,
-        timer=ctx.timers,
-        mark=ctx.timers.ranges,
+        accumulate=run.accumulate,
+        timer=run.timers,
+        mark=run.timers.ranges,
         forward_only=forward_only,
     )
-    with ctx.participants.passes(num_microbatches):
-        results = ctx.schedule.run(inputs)
+    with run.participants.passes(num_microbatches):
+        results = run.schedule.run(inputs)
     if replay is not None:
         replay.clear()
     trace.microbatch = None
@@ -348,12 +348,12 @@ def masked_loss(chunk: Transformer, loss_BS: Tensor, batch: Batch, per_token: bo
     return loss, torch.stack([loss_sum.detach(), mask_BS.sum()])
 
 
-def reduce_loss(ctx: BaseRun, sums: list[Tensor]) -> tuple[float, float]:
+def reduce_loss(run: BaseRun, sums: list[Tensor]) -> tuple[float, float]:
     """Return the sum of token losses and the number of tokens over all microbatches and ranks.
 
     Communication: two fp64 numbers, all-reduced over ps.dp_cp and broadcast from the last pipeline stage.
     """
-    loss_sum, tokens = _reduce_sums(ctx, sums).tolist()
+    loss_sum, tokens = _reduce_sums(run, sums).tolist()
     return loss_sum, tokens
 
 
@@ -362,11 +362,11 @@ def _copy_to_host(*tensors: Tensor) -> list[list[float]]:
     return [part.tolist() for part in torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors])]
 
 
-def _reduce_sums(ctx: BaseRun, sums: list[Tensor], further: Iterable[Tensor] = ()) -> Tensor:
+def _reduce_sums(run: BaseRun, sums: list[Tensor], further: Iterable[Tensor] = ()) -> Tensor:
     """Return the two numbers of reduce_loss, fp64 on the device, followed by `further` ones reduced in the same way."""
-    ps = ctx.ps
+    ps = run.ps
     total = (
-        torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=ctx.runtime.device)
+        torch.stack(sums).double().sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=run.runtime.device)
     )
     if further := [*further]:
         total = torch.cat([total, *further])
@@ -375,11 +375,11 @@ def _reduce_sums(ctx: BaseRun, sums: list[Tensor], further: Iterable[Tensor] = (
     return collectives.broadcast(total, ps.pp, src=ps.pp.size - 1)
 
 
-def check_losses_finite(ctx: TrainRun, state: TrainState, losses: dict[str, float]) -> None:
+def check_losses_finite(run: TrainRun, state: TrainState, losses: dict[str, float]) -> None:
     """Raise FloatingPointError for a non-finite loss (unless --no-check-for-nan-in-loss-and-grad)."""
     bad = {name: value for name, value in losses.items() if not math.isfinite(value)}
     if bad:
         raise FloatingPointError(
             f"iteration {state.iteration + 1}: {', '.join(f'{name} is {value}' for name, value in bad.items())}; "
-            f"{describe_stop(ctx, state)}. --no-check-for-nan-in-loss-and-grad disables this check"
+            f"{describe_stop(run, state)}. --no-check-for-nan-in-loss-and-grad disables this check"
         )

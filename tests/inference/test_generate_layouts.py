@@ -39,7 +39,7 @@ def generate(rank, n, folder, flags):
         f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --micro-batch-size 1 --transformer-impl local {flags}"
     )
     loaded = load_for_inference(str(folder), words.split())
-    generator = Generator(as_model(loaded.ctx), 2, VOCAB)
+    generator = Generator(as_model(loaded.run), 2, VOCAB)
     return generator.generate(PROMPTS, GenerationOptions(10, never_finished, SAMPLING))
 
 

@@ -75,8 +75,8 @@ def test_bytes_are_summed_over_ranks_that_read_other_batches(monkeypatch, dynami
     pair = Group("dp_cp", (0, 1), 0, 2)
     ps = replace(ParallelState.single(), dp_cp=pair, dynamic_cp={2: pair} if dynamic else {})
     monkeypatch.setattr(evaluation.collectives, "all_reduce", lambda total, group: total * group.size)
-    ctx = SimpleNamespace(ps=ps, runtime=SimpleNamespace(device=torch.device("cpu")))
-    assert evaluation._sum_bytes(ctx, 10) == expected
+    run = SimpleNamespace(ps=ps, runtime=SimpleNamespace(device=torch.device("cpu")))
+    assert evaluation._sum_bytes(run, 10) == expected
 
 
 @pytest.mark.parametrize(("full", "begins"), [(False, [0, 0, 6, 6]), (True, [0, 0, 0, 0])])
@@ -86,7 +86,7 @@ def test_validations_continue_where_the_last_one_stopped(monkeypatch, full, begi
     monkeypatch.setattr(
         evaluation,
         "evaluate",
-        lambda ctx, state, where, kind, dataset, consumed, *_: (
+        lambda run, state, where, kind, dataset, consumed, *_: (
             begun.append(consumed) or EvaluationResult(kind, 6, 1.0, 1)
         ),
     )

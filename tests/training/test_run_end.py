@@ -34,8 +34,8 @@ def recorder(folder, metrics=None):
         training=SimpleNamespace(skip_train=False),
         output=SimpleNamespace(save=str(folder), tensorboard_dir=None, metrics_file=None),
     )
-    ctx = SimpleNamespace(args=args, metrics=metrics, save_history=SimpleNamespace(saved=[]))
-    return EndRecorder(ctx, SimpleNamespace(iteration=7))
+    run = SimpleNamespace(args=args, metrics=metrics, save_history=SimpleNamespace(saved=[]))
+    return EndRecorder(run, SimpleNamespace(iteration=7))
 
 
 def test_only_the_first_rank_that_fails_and_the_last_one_write_an_error_of_all(tmp_path, monkeypatch):

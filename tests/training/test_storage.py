@@ -105,7 +105,7 @@ def test_third_consecutive_failed_save_ends_the_run(tmp_path, monkeypatch, how):
 @pytest.mark.parametrize("how", [[], ASYNC], ids=["sync", "async"])
 def test_failed_last_save_ends_the_run_after_evaluation_and_export(tmp_path, monkeypatch, how):
     fail_saves(monkeypatch, 8)
-    monkeypatch.setattr(pretrain, "close_metrics", lambda ctx: print("metrics closed"))
+    monkeypatch.setattr(pretrain, "close_metrics", lambda _: print("metrics closed"))
     finished = run([*LINE, *how, "--eval-iters", "1", "--export-weights", "w.safetensors"], tmp_path)
     assert finished.returncode == 2 and "This was the last save of the run" in finished.stderr
     assert "metrics closed" in finished.stdout
