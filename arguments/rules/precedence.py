@@ -5,17 +5,12 @@ For each group below, flags on the command line reset the conflicting flags of a
 Conflicts within the command line are left to the rules.
 """
 
+from arguments.rules.data import SPLIT_PATHS
+from arguments.rules.pipeline import ACCOUNT
+from arguments.rules.training import ITERATIONS, SAMPLES
 from arguments.settings import Settings
 
-_END_STAGES = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
-_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
-_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+_END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", *ACCOUNT)
 _LAYOUT = ("pipeline_model_parallel_layout",)
 _PER_VIRTUAL = ("num_layers_per_virtual_pipeline_stage",)
 _VIRTUAL = ("num_virtual_stages_per_pipeline_rank",)
@@ -24,15 +19,15 @@ _GRAPH_SCOPE = ("cuda_graph_scope_deprecated",)
 
 # (flags that win when typed, flags that then fall away when they were not typed)
 GROUPS = (
-    (("train_iters",), _SAMPLES),
-    (("train_samples",), _ITERATIONS),
+    (("train_iters",), ("train_samples", *SAMPLES)),
+    (("train_samples",), ("train_iters", *ITERATIONS)),
     (("lr_warmup_iters", "lr_warmup_samples"), ("lr_warmup_fraction",)),
     (("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples")),
-    (("mock_data",), ("data_path", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)),
-    (("data_path",), ("mock_data", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)),
-    (("data_args_path",), ("mock_data", "data_path", "per_split_data_args_path", *_SPLIT_PATHS)),
-    (("per_split_data_args_path",), ("mock_data", "data_path", "data_args_path", *_SPLIT_PATHS, "split")),
-    (_SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
+    (("mock_data",), ("data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)),
+    (("data_path",), ("mock_data", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)),
+    (("data_args_path",), ("mock_data", "data_path", "per_split_data_args_path", *SPLIT_PATHS)),
+    (("per_split_data_args_path",), ("mock_data", "data_path", "data_args_path", *SPLIT_PATHS, "split")),
+    (SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
     (("bf16",), ("fp16",)),
     (("fp16",), ("bf16",)),
     (("fp8",), ("fp4", "fp4_param_gather")),
