@@ -48,7 +48,7 @@ class FormatWriter(ABC):
     @classmethod
     def chunks_folder(cls, folder: Path) -> Path:
         """Return where the chunks of a checkpoint in `folder` are written."""
-        return folder if cls.keeps_chunks else folder / "boxes"
+        return folder if cls.keeps_chunks else folder / "chunks"
 
     @abstractmethod
     def write(self) -> None:
