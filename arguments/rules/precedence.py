@@ -6,11 +6,11 @@ Conflicts within the command line are left to the rules.
 """
 
 from arguments.rules.data import SPLIT_PATHS
-from arguments.rules.pipeline import ACCOUNT
+from arguments.rules.pipeline import ACCOUNT, FIRST, LAST
 from arguments.rules.training import ITERATIONS, SAMPLES
 from arguments.settings import Settings
 
-_END_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", *ACCOUNT)
+_END_STAGES = (FIRST, LAST, *ACCOUNT)
 _LAYOUT = ("pipeline_model_parallel_layout",)
 _PER_VIRTUAL = ("num_layers_per_virtual_pipeline_stage",)
 _VIRTUAL = ("num_virtual_stages_per_pipeline_rank",)
