@@ -20,9 +20,6 @@ from torch import Tensor, nn
 
 import arguments
 from arguments import Arguments
-from moe_trainer.checkpoint.hf.conversion_job import finish_job, open_job, write_share
-from moe_trainer.checkpoint.hf.export import plan_hf_folder
-from moe_trainer.checkpoint.hf.families import Families, families_with
 from moe_trainer.checkpoint.manager import CheckpointState, SaveOptions, save
 from moe_trainer.checkpoint.resolve import resolve_checkpoint
 from moe_trainer.data.tokenizer import build_tokenizer
@@ -165,15 +162,19 @@ def save_hf_folder(
     staging = target.parent / f".{target.name}.checkpoint"
     save_checkpoint(model, staging)
     try:
-        families = families_with(model.args.output.hf_mapping)
-        run_on_rank0(lambda: _convert(staging, target, model_type, families, keep_vocab_padding), model.ps.world)
+        mapping = model.args.output.hf_mapping
+        run_on_rank0(lambda: _convert(staging, target, model_type, mapping, keep_vocab_padding), model.ps.world)
     finally:
         if model.ps.world.rank == 0:
             shutil.rmtree(staging)
 
 
-def _convert(checkpoint: Path, target: Path, model_type: str | None, families: Families, keep_padding: bool) -> None:
-    source = resolve_checkpoint(checkpoint, None)
+def _convert(checkpoint: Path, target: Path, model_type: str | None, mapping: str | None, keep_padding: bool) -> None:
+    from moe_trainer.checkpoint.hf.conversion_job import finish_job, open_job, write_share
+    from moe_trainer.checkpoint.hf.export import plan_hf_folder
+    from moe_trainer.checkpoint.hf.families import families_with
+
+    families, source = families_with(mapping), resolve_checkpoint(checkpoint, None)
     assert source is not None  # it has just been written
     job = plan_hf_folder(source, target, _MAX_FILE_BYTES, model_type, families=families, keep_padding=keep_padding)
     open_job(job)
@@ -182,7 +183,7 @@ def _convert(checkpoint: Path, target: Path, model_type: str | None, families: F
 
 
 def _wrap(run: BaseRun) -> LanguageModel:
-    """Return the model of a context.
+    """Return the model of a run.
 
     Raises:
         UserError: with pipeline or context parallelism.

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn, TextIO
+from typing import IO, Any, Literal, NoReturn, TextIO
 
+OutputKind = Literal["folder", "file", "file in a folder that exists"]
+"""What a command writes; folders that are missing are created, except for the last kind."""
 _USER_ERROR, _READER_LEFT = 2, 141
 """Of ExitCode, which is on the same level as this file."""
 
@@ -31,6 +33,24 @@ def cannot_write(path: Path) -> bool:
     """Return whether a file surely cannot be written there, which a long command checks before it starts."""
     # a read-only file is replaced
     return path.is_dir() or not os.access(path if is_device(path) else path.absolute().parent, os.W_OK)
+
+
+def why_unwritable(path: str | Path, kind: OutputKind) -> str | None:
+    """Return why a path cannot be written, as a long command checks before it starts; None if it can."""
+    if kind != "folder" and os.path.isdir(path):
+        return "this is a folder"
+    place = Path(path if kind == "folder" else os.path.dirname(path) or ".")
+    there = nearest_folder(place)
+    if not there.is_dir():
+        return f"{there} is no folder"
+    if kind == "file in a folder that exists" and there != place.absolute():
+        return f"the folder {place} does not exist"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+
+
+def nearest_folder(place: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    return next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
 
 
 @contextmanager

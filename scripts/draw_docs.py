@@ -29,7 +29,7 @@ from arguments.mechanisms.optimizer_kinds.declaration import OptimizerCapability
 from arguments.mechanisms.optimizers import OPTIMIZERS
 from arguments.mechanisms.selection_kinds.declaration import RoutingCapability
 from arguments.mechanisms.selections import SELECTIONS
-from arguments.mechanisms.support import Mechanism, Rejected, Support
+from arguments.mechanisms.support import Mechanism, Rejected, support_among
 from moe_trainer.drawing.load_map import Panel, load_map
 from moe_trainer.drawing.markdown import markdown_table
 from moe_trainer.drawing.pair_matrix import pair_matrix
@@ -255,7 +255,7 @@ def capability_table(kind: Kind) -> str:
     reasons: dict[str, int] = {}
 
     def cell(mechanism: Mechanism, capability: Enum) -> str:
-        support = support_of(kind, mechanism, capability)
+        support = support_among(kind.mechanisms, mechanism, capability)
         if support is True:
             return "yes"
         number = reasons.setdefault(support.reason, len(reasons) + 1)
@@ -266,15 +266,6 @@ def capability_table(kind: Kind) -> str:
     rows = [(each.value, *(cell(mechanism, each) for mechanism in kind.mechanisms)) for each in kind.capabilities]
     lines = markdown_table(columns, [selecting, *rows])
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
-
-
-def support_of(kind: Kind, mechanism: Mechanism, capability: Enum) -> Support:
-    """Return what a mechanism says of a capability, or what the one that it asks for says of the mechanism."""
-    own = mechanism.capabilities[capability]
-    other = next((each for each in kind.mechanisms if each.asked_by is capability), mechanism)
-    if own is True and mechanism.asked_by is not None and other.rejects(mechanism.asked_by):
-        return other.capabilities[mechanism.asked_by]
-    return own
 
 
 def with_flags(template: str) -> str:

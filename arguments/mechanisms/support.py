@@ -1,6 +1,6 @@
 """Whether a mechanism has what a flag demands, and why not."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Literal, TypeVar
@@ -22,8 +22,6 @@ class NoEffect:
 
 
 Support = Literal[True] | Rejected | NoEffect
-
-
 C = TypeVar("C", bound=Enum)
 
 
@@ -66,3 +64,12 @@ class Mechanism(Generic[C]):
         """Return why a capability does not act; "" if it does."""
         support = self.capabilities[capability]
         return "" if support is True else support.reason
+
+
+def support_among(mechanisms: Sequence[Mechanism[C]], mechanism: Mechanism[C], capability: C) -> Support:
+    """Return what a mechanism says of a capability, or what the one that it asks for says of the mechanism."""
+    own = mechanism.capabilities[capability]
+    other = next((each for each in mechanisms if each.asked_by is capability), mechanism)
+    if own is True and mechanism.asked_by is not None and other.rejects(mechanism.asked_by):
+        return other.capabilities[mechanism.asked_by]
+    return own

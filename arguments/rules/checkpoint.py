@@ -10,7 +10,6 @@ from arguments.mechanisms.sublayers import VARIANT, relative_of
 from arguments.rules.derived_sizes import DerivedSizes, divides, positive, quotient
 from arguments.settings import Limit, Settings, Violation
 
-SAVE, INTERVAL, RETAIN = "save", "save_interval", "save_retain_interval"
 DUMPS = (
     "save_params_interval",
     "save_activations_interval",

@@ -7,17 +7,12 @@ Conflicts within the command line are left to the rules.
 
 from arguments.mechanisms.format_kinds.declaration import FormatFlags
 from arguments.mechanisms.formats import FLAGS
+from arguments.rules.data import SPLIT_PATHS
+from arguments.rules.pipeline import ACCOUNT, FIRST, LAST
+from arguments.rules.training import ITERATIONS, SAMPLES
 from arguments.settings import Settings
 
-_END_STAGES = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
-_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
-_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+_END_STAGES = (FIRST, LAST, *ACCOUNT)
 _LAYOUT = ("pipeline_model_parallel_layout",)
 _PER_VIRTUAL = ("num_layers_per_virtual_pipeline_stage",)
 _VIRTUAL = ("num_virtual_stages_per_pipeline_rank",)
@@ -33,15 +28,15 @@ def _of_other_widths(flags: FormatFlags) -> tuple[str, ...]:
 
 # (flags that take precedence when typed, flags that they override when those were not typed)
 GROUPS = (
-    (("train_iters",), _SAMPLES),
-    (("train_samples",), _ITERATIONS),
+    (("train_iters",), ("train_samples", *SAMPLES)),
+    (("train_samples",), ("train_iters", *ITERATIONS)),
     (("lr_warmup_iters", "lr_warmup_samples"), ("lr_warmup_fraction",)),
     (("lr_warmup_fraction",), ("lr_warmup_iters", "lr_warmup_samples")),
-    (("mock_data",), ("data_path", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)),
-    (("data_path",), ("mock_data", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)),
-    (("data_args_path",), ("mock_data", "data_path", "per_split_data_args_path", *_SPLIT_PATHS)),
-    (("per_split_data_args_path",), ("mock_data", "data_path", "data_args_path", *_SPLIT_PATHS, "split")),
-    (_SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
+    (("mock_data",), ("data_path", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)),
+    (("data_path",), ("mock_data", "data_args_path", "per_split_data_args_path", *SPLIT_PATHS)),
+    (("data_args_path",), ("mock_data", "data_path", "per_split_data_args_path", *SPLIT_PATHS)),
+    (("per_split_data_args_path",), ("mock_data", "data_path", "data_args_path", *SPLIT_PATHS, "split")),
+    (SPLIT_PATHS, ("mock_data", "data_path", "data_args_path", "per_split_data_args_path", "split")),
     (("bf16",), ("fp16",)),
     (("fp16",), ("bf16",)),
     *tuple(((flags.name,), _of_other_widths(flags)) for flags in FLAGS),

@@ -257,7 +257,7 @@ class Loader:
                 + remedy
                 + "To take the architecture from the checkpoint: --use-checkpoint-args"
             )
-        if differing and not self._options.finetune:
+        if differing:
             self._warn("flags differ from those of the checkpoint:\n%s", _format_flags(differing, title="").rstrip())
 
     def _check_spec(self) -> bool:
@@ -460,6 +460,8 @@ class Loader:
         left_out = _OTHER_STORAGE | {name for name in _DERIVED_SIZES if saved.get(name) is None}
         if self._is_other_flavor:  # `difference` has compared the layers
             left_out |= LAYER_FLAGS
+        if self._options.upcycle:  # of a dense model
+            left_out |= {name for name in SHAPE if OPTIONS[name].section == "moe"}
         differences = {}
         lora = LORA if here.get("lora_dim") and saved.get("lora_dim") else ()  # the base of new adapters has none
         for name in (dest for dest in (*SHAPE, *MUP, *lora) if dest not in left_out):

@@ -135,11 +135,10 @@ def module_order_key(name: str, written: str) -> tuple:
     Raises:
         CheckpointError: for an unknown module.
     """
+    unknown = CheckpointError(f"{name}: its place among the parameters of a rank of Megatron-LM is not known")
     block = next((number for number, start in enumerate(_ORDER) if name.startswith(start)), None)
     if block is None:
-        raise CheckpointError(
-            f"{name}: its place in a legacy optimizer state is not known; save with --ckpt-format torch_dist"
-        )
+        raise unknown
     rest, layer = name[len(_ORDER[block]) :], -1
     if ".layers." in _ORDER[block]:
         text, _, rest = rest.partition(".")
@@ -150,9 +149,7 @@ def module_order_key(name: str, written: str) -> tuple:
         rest = rest.partition(".layers.")[2].partition(".")[2].removeprefix("mtp_model_layer.")
     inside = next((number for number, start in enumerate(_IN_LAYER) if rest.startswith(start)), None)
     if layer >= 0 and inside is None:
-        raise CheckpointError(
-            f"{name}: its place in a legacy optimizer state is not known; save with --ckpt-format torch_dist"
-        )
+        raise unknown
     expert = LOCAL_EXPERT.search(name)
     number, module = (int(expert[1]), name.rpartition(".")[0][expert.end() :]) if expert else (-1, "")
     # all of fc1 first, or expert by expert

@@ -6,7 +6,6 @@ writes my_tokenizer/tokenizer.model (SentencePiece) or, with --tokenizer-type Hu
 prints the flags that name it to preprocess and to the trainer. All text is held in memory: some hundred MB are enough.
 """
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from arguments.settings import shorten
 from moe_trainer.commands.command_parser import make_command_parser
 from moe_trainer.errors import UserError, name_write_errors, require_packages
 from moe_trainer.exit_codes import ExitCode
-from moe_trainer.io import atomic_write
+from moe_trainer.io import atomic_write, why_unwritable
 
 SENTENCEPIECE, HUGGING_FACE = "SentencePieceTokenizer", "HuggingFaceTokenizer"
 _LARGEST = 10**8
@@ -73,9 +72,9 @@ def _train(inputs: list[str], json_keys: list[str], vocab_size: int, folder: Pat
     present = [name for name in TOKENIZER_FILES if (folder / name).exists()]
     if present:
         raise UserError(f"--output-dir {folder}: there is a {present[0]} already; name another folder")
-    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):  # known before hours of training
-        raise UserError(f"--output-dir {folder}: {place} is no folder that can be written to")
+    problem = why_unwritable(folder, "folder")
+    if problem is not None:
+        raise UserError(f"--output-dir {folder}: {problem}")
     texts = read_texts(inputs, json_keys)
     files: dict[str, bytes] = {}
     if kind == SENTENCEPIECE:

@@ -20,6 +20,7 @@ from pathlib import Path
 from arguments.container import OPTIONS, flags_of
 from arguments.needs import unmet
 from arguments.parse import as_plan, resolve_command_line
+from arguments.rules.checkpoint import DUMPS
 from arguments.tokens import drop_flags
 from moe_trainer.errors import UserError
 from moe_trainer.metrics.metrics_file import read_end
@@ -38,10 +39,9 @@ _WRITING = _WITHOUT_PATH | frozenset(
     dest for dest, option in OPTIONS.items() if option.path == "write" and dest not in _SET
 )
 """Those that write somewhere else than in the trial's folder."""
-_OF_A_RUN = frozenset(
+_OF_A_RUN = frozenset(DUMPS) | frozenset(
     "auto_resume override_ckpt_iteration ckpt_convert_format moe_use_upcycling check_files validate_only dry_run "
-    "fake_process_group rampup_batch_size step_batch_size_schedule save_params_interval save_activations_interval "
-    "save_tokens_per_expert_interval save_wgrads_interval save_dgrads_interval stream_weights_interval".split()
+    "fake_process_group rampup_batch_size step_batch_size_schedule stream_weights_interval".split()
 )
 """Those that belong to a whole run, or to a run that is no training."""
 _ABSENT = _WRITING | _OF_A_RUN | flags_of("evaluation", "exit")

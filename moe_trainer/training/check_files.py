@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from moe_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from moe_trainer.data.tokenizer_record import TokenizerCheck
 from moe_trainer.errors import UserError
 from moe_trainer.estimate.parameters import count_parameters
+from moe_trainer.io import OutputKind, nearest_folder, why_unwritable
 
 MAX_CHECKED_TOKENS = 2**18
 """Tokens at the start of each file whose ids are compared with the vocabulary size."""
@@ -362,7 +362,7 @@ class _Check:
             if problem is not None:
                 self._add_problem(flag, f"{flag} {path}: {problem}")
             elif flag == "--save":
-                self._check_space(_existing(Path(path)), vocab_size)
+                self._check_space(nearest_folder(Path(path)), vocab_size)
         if output.save is None and not self.args.training.skip_train:
             self.lines.append("--save is not given: nothing is saved")
 
@@ -399,24 +399,6 @@ class _Check:
             )
 
 
-def why_unwritable(path: str, kind: Literal["folder", "file", "file in a folder that exists"]) -> str | None:
-    """Return why a path cannot be written, None if it can. Missing folders are created, except for the last kind."""
-    if kind != "folder" and os.path.isdir(path):
-        return "this is a folder"
-    place = Path(path if kind == "folder" else os.path.dirname(path) or ".")
-    there = _existing(place)
-    if not there.is_dir():
-        return f"{there} is no folder"
-    if kind == "file in a folder that exists" and there != place.absolute():
-        return f"the folder {place} does not exist"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
-
-
-def _existing(place: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
-
-
 def checkpoint_bytes(args: Arguments, vocab_size: int) -> int | None:
     """Estimate the size of a checkpoint: weights, and optimizer state in fp32. None if the model is not known."""
     try:
@@ -428,7 +410,7 @@ def checkpoint_bytes(args: Arguments, vocab_size: int) -> int | None:
     return (total.total + (total.mtp or 0)) * ((2 if narrow else 4) + state)
 
 
-def _written(args: Arguments) -> Iterator[tuple[str, str, Literal["folder", "file", "file in a folder that exists"]]]:
+def _written(args: Arguments) -> Iterator[tuple[str, str, OutputKind]]:
     """Yield (flag, path, kind as for `why_unwritable`) of everything the run writes."""
     output = args.output
     folders = [("--data-cache-path", args.data.data_cache_path), ("--config-logger-dir", output.config_logger_dir)]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arguments import Arguments
 from moe_trainer.checkpoint.manager import AsyncSaver
@@ -41,7 +41,9 @@ from moe_trainer.resilience.rejection import LossHistory, PendingFaultReport, Re
 from moe_trainer.resilience.save_failures import SaveHistory
 from moe_trainer.training.initialize import Runtime
 from moe_trainer.training.routing_replay import RoutingReplay
-from moe_trainer.training.stream_weights import WeightStream
+
+if TYPE_CHECKING:  # it converts to Hugging Face names
+    from moe_trainer.training.stream_weights import WeightStream
 
 
 @dataclass

@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from moe_trainer.checkpoint.hf.files import safetensors_header, tensor_bytes
+from moe_trainer.checkpoint.safetensors_format import safetensors_header, tensor_bytes
 from moe_trainer.io import atomic_write
 from moe_trainer.model.weights import export_named_weights
 from moe_trainer.parallel.coordination import drain_on_exit, raise_on_all_ranks

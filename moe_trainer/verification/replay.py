@@ -33,14 +33,13 @@ from moe_trainer.training.context import TrainRun, TrainState, with_batches
 from moe_trainer.training.initialize import Runtime, make_groups, set_numerics_flags, set_seeds
 from moe_trainer.training.record_step import AXES, record_iteration
 from moe_trainer.training.setup import build_train_run
-from moe_trainer.verification.kept_flags import NOT_IN_REFERENCE
+from moe_trainer.verification.kept_flags import NOISE, NOT_IN_REFERENCE
 
 # what a run does besides an iteration, and what the record says instead
 _NOT_OF_AN_ITERATION = frozenset(("initial_loss_scale",)) | flags_of(
     "batch", "data", "evaluation", "check", "exit", "load", "output", "launch"
 )
 _KEPT_TOO = frozenset(("micro_batch_size", "ckpt_format"))
-_RANDOM_FLAGS = tuple(dest for dest, option in OPTIONS.items() if option.role == "noise")
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def expected_differences(record: Record, plan: ReplayPlan) -> Iterator[str]:
     micro_batch_changed = args.training.micro_batch_size != record.head["micro_batch_size"]
     recorded = resolve_command_line(record.head["flags"], None)[0]
     values = {**vars(model), **vars(moe)}
-    random_flags = [name for name in _RANDOM_FLAGS if values[name] or recorded.values[name]]
+    random_flags = [name for name in NOISE if values[name] or recorded.values[name]]
     for name in random_flags:
         if values[name] != recorded.values[name]:
             yield f"{OPTIONS[name].spellings[0]} {values[name]}: recorded with {recorded.values[name]}"

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from moe_trainer.checkpoint import flat_states
+from moe_trainer.checkpoint import flat_states, rank_memory
 from moe_trainer.checkpoint.common_state import dump_object, read
 from moe_trainer.checkpoint.flat_states import FlatStateMetadata
 from moe_trainer.checkpoint.index import read_index
@@ -235,6 +235,16 @@ def test_buckets_that_do_not_fit_the_flags_are_refused(source, tmp_path, monkeyp
             match="cannot resume this run: its optimizer state is in buckets of .*dist-ckpt-optim-fully-reshardable",
         ):
             load(other / "buckets", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(FLAGS))
+
+
+def test_buckets_of_a_module_without_a_known_place_are_rejected(source, tmp_path, monkeypatch):
+    folder, model, _ = source
+    write_buckets(folder, tmp_path / "buckets/iter_0000005")
+    monkeypatch.setattr(rank_memory, "_ORDER", ("embedding.", "decoder."))
+    with pytest.raises(
+        CheckpointError, match=r"output_layer\.weight: its place .* is not known; let Megatron-LM save it"
+    ):
+        load(tmp_path / "buckets", [model], FakeOptimizer(model, SINGLE), SINGLE, LoadOptions(FLAGS))
 
 
 STAGE = BUCKETS.removesuffix("0")

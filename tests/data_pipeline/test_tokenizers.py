@@ -393,7 +393,7 @@ def test_folder_is_checked_before_a_tokenizer_is_trained(tmp_path, capsys, monke
     file.write_text("a b")
     other.mkdir()
     (other / "tokenizer_config.json").touch()  # next to a vocab.json, for example
-    no_folder = f"{file} is no folder that can be written to"
+    no_folder = f"{file} is no folder"
     for folder, problem in ((file, no_folder), (file / "made", no_folder), (other, "there is a tokenizer_config.json")):
         words = ["--input", file, "--vocab-size", 300, "--output-dir", folder]
         done = call_main(train_tokenizer.main, words, capsys)

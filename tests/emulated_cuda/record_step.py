@@ -29,7 +29,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import moe_trainer.training.setup
 from arguments import Arguments, parse_args
 from arguments.mechanisms.placements import get_placement
 from arguments.stage_layout import parallel_sizes
@@ -326,9 +325,6 @@ def record(
     recording.trace = ps.trace
     if not compute:
         disable_computation()
-    moe_trainer.training.setup.sizes_that_wait = (
-        lambda args, replicas: []
-    )  # virtual stages take any number of microbatches one by one
     counts_to_use, found = iter(routed or ()), []
 
     def answer(ask: Callable[[], list[int]], num_experts: int) -> list[int]:

@@ -16,13 +16,12 @@ from arguments.container import OPTIONS
 from arguments.mechanisms import selections as declared
 from arguments.mechanisms.selection_kinds.declaration import BALANCING, DEMANDED_BY, RoutingCapability
 from arguments.mechanisms.selections import HASH, REPLAY, SELECTIONS, TOPK, get_selection
-from arguments.mechanisms.support import Rejected
+from arguments.mechanisms.support import Rejected, support_among
 from arguments.moe import MoEArgs
 from arguments.parse import resolve_command_line
 from moe_trainer.moe import selections
 from moe_trainer.moe.selections.build import load_module
 from moe_trainer.moe.selections.selection import ExpertSelection
-from scripts import draw_docs
 
 IMPORTS = """import DeclaredSelection, ExpertSplit, RoutingCapability, balancing_kinds
 from arguments.mechanisms.support import Rejected
@@ -135,13 +134,12 @@ ASKING = {
 
 def test_page_of_capabilities_rejects_two_selections_as_the_program_does():
     """Whichever of the two declares it."""
-    (kind,) = (each for each in draw_docs.KINDS if each.capabilities is RoutingCapability)
     asked_by_flags = [each for each in SELECTIONS if each.asked_by is not None]
     assert {each.key for each in asked_by_flags} == set(ASKING)
     for one, other in itertools.permutations(asked_by_flags, 2):
         argv = f"--num-experts 8 --moe-router-topk 2 {ASKING[one.key]} {ASKING[other.key]}".split()
         said = any("cannot be combined with" in each.message for each in resolve_command_line(argv, 1)[1])
-        is_rejected = isinstance(draw_docs.support_of(kind, one, other.asked_by), Rejected)
+        is_rejected = isinstance(support_among(SELECTIONS, one, other.asked_by), Rejected)
         assert said == is_rejected, (one.key, other.key)
 
 

@@ -47,7 +47,8 @@ def _walk(node: ast.AST, top_level: bool) -> Iterator[tuple[ast.AST, bool]]:
     """Yield every node below, with whether it is executed while the module is imported."""
     for child in ast.iter_child_nodes(node):
         yield child, top_level
-        deferred = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        deferred = for_types or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         yield from _walk(child, top_level and not deferred)
 
 

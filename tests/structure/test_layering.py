@@ -230,6 +230,22 @@ def test_only_the_registry_imports_formats_of_checkpoints():
     assert not [each for each in top_level if f"{each.module}.".startswith(others)]
 
 
+def test_a_run_loads_no_code_of_other_formats():
+    known = known_modules()
+    edges = {
+        module_name(path): {each.module for each in read_imports(path, known) if each.top_level}
+        for path in product_files()
+    }
+    pending, loaded = ["moe_trainer.training.pretrain", "moe_trainer.api"], set()
+    while pending:
+        if (module := pending.pop()) not in loaded:
+            loaded.add(module)
+            pending += edges.get(module, ())
+    others = ("moe_trainer.checkpoint.hf.", "moe_trainer.checkpoint.megatron_legacy.")
+    assert "moe_trainer.checkpoint.formats" in loaded
+    assert not [module for module in loaded if module.startswith(others)]
+
+
 def test_flags_and_estimates_work_without_torch():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy'))); import arguments, model_zoo\n"

@@ -234,6 +234,15 @@ def test_mismatched_dense_model_is_refused(flags, message, dense, tmp_path):
     assert not list((tmp_path / "saved").glob("iter_*"))
 
 
+def test_another_function_of_the_same_weights_is_logged(dense, tmp_path):
+    """As with every --finetune; flags of experts always differ."""
+    source, _, _ = dense(GATED)
+    how = "--rotary-base 500000 --train-iters 2 --skip-train --moe-use-upcycling --save saved --load".split()
+    done = run([*SHAPE, *MOCK, *f"{GATED} {EXPERTS}".split(), *how, source], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "(rotary_base): 10000 in the checkpoint, 500000 here" in done.stderr and "(num_experts)" not in done.stderr
+
+
 def test_upcycling_a_moe_checkpoint_or_a_missing_folder_is_refused(dense, tmp_path):
     source, _, _ = dense(GATED)
     upcycle(source, f"{GATED} {EXPERTS}", tmp_path)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moe_trainer.checkpoint.directory import flush_folder
 from moe_trainer.checkpoint.errors import CheckpointError, StorageError
-from moe_trainer.checkpoint.hf.files import safetensors_header, tensor_bytes
+from moe_trainer.checkpoint.safetensors_format import safetensors_header, tensor_bytes
 from moe_trainer.io import atomic_path, flush_file, temporary_path
 
 logger = logging.getLogger(__name__)

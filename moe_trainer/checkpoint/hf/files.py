@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face model folder, read tensor by tensor, and the format's header for writers.
+"""The safetensors files of a Hugging Face model folder, read tensor by tensor.
 
 Weights in fp8, fp4 and int4 (encodings.py) are read as bf16:
 
@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from moe_trainer.checkpoint.errors import CheckpointError, DamagedError
 from moe_trainer.checkpoint.folder_format import HF_CONFIG as CONFIG
 from moe_trainer.checkpoint.folder_format import HF_INDEX as INDEX
 from moe_trainer.checkpoint.hf.encodings import MXFP4, NVFP4, decode_block_fp8, decode_fp4, decode_int4
+from moe_trainer.checkpoint.safetensors_format import DTYPES
 
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -49,26 +49,8 @@ DIVISOR, MULTIPLIER = ".weight_global_scale", ".weight_scale_2"
 STORED_SHAPE, ZERO_POINT = ".weight_shape", ".weight_zero_point"
 PARTS = (GROUP_SCALE, DIVISOR, MULTIPLIER, STORED_SHAPE, ZERO_POINT, ".input_scale", ".input_global_scale")
 """What a module of a weight in four bits has next to its values."""
-DTYPES = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }
-)
-NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MAX_TABLE_BYTES = 100 * 2**20  # the limit of the format
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -416,20 +398,3 @@ def read_values(stored: StoredTensor, index: int | None = None) -> Tensor:
         if hasattr(os, "posix_fadvise"):  # read once: it must not push other files out of the cache
             os.posix_fadvise(file.fileno(), start, len(view), os.POSIX_FADV_DONTNEED)
     return raw.view(stored.dtype).view(shape)
-
-
-def safetensors_header(entries: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Return the header of a safetensors file of these tensors (name, dtype, shape) in this order, without gaps."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dtype, shape in entries:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def tensor_bytes(value: Tensor) -> memoryview:
-    """Return the bytes of a tensor's elements, on the host."""
-    return memoryview(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -152,7 +152,10 @@ def _entries(
                 RankTensor(copy or name, copy or written, one, each, trained)
                 for copy in (_names_of_copy(held, record) if info.is_replica else (None,))
             ]
-    return sorted(entries, key=lambda entry: module_order_key(entry.name, entry.written))
+    try:
+        return sorted(entries, key=lambda entry: module_order_key(entry.name, entry.written))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; save with --ckpt-format torch_dist") from error
 
 
 def _names_of_copy(
