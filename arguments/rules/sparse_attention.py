@@ -103,7 +103,9 @@ def find_indexer_violations(s: Settings) -> Iterator[Violation]:
 def limit_gathered_keys(s: Settings, _f: DerivedSizes) -> Iterator[Limit]:
     is_gathered = s.dsa_attention_form == "gathered" and variant_of(s).selects_keys
     fmt = quantized_format(s)
-    conflict = find_gather_conflict(s, fmt and fmt.flags.name) if is_gathered and not s.dsa_indexer_warmup else None
+    conflict = (
+        find_gather_conflict(s, fmt.flags.name if fmt else None) if is_gathered and not s.dsa_indexer_warmup else None
+    )
     form = "{dsa_attention_form:flag} gathered"
     for dest, why in GATHER_CONFLICTS.items():
         if dest == "dsa_indexer_use_sparse_loss":
