@@ -15,7 +15,7 @@ def load(name: str):
 
 
 def megatron_flags() -> list[dict]:
-    """All 862 recorded flags."""
+    """All recorded flags."""
     return load("megatron_flags")["flags"]
 
 

@@ -15,7 +15,7 @@ FEATURE.yaml in this folder is the specification:
     tests: [path, ...]                          cheap tests to run on the copy
     suite: true                                 optional: test_removal.py takes it out in every run of the suite
 
-Rows of the tests' tables that name what is gone are dropped, and generated pages are written again. Only tracked files
+Rows of the tests' tables that name what is gone are dropped, and records of its flags; generated pages are written again. Only tracked files
 are copied, as they are in the working tree. Exit code 1: something names the feature, or a module or test fails; 2: the
 specification does not fit the checkout.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gzip
 import json
 import os
 import re
@@ -45,6 +46,8 @@ TABLE_ENTRIES = (
     "scripts/bench_results/combinations.json",
 )
 """Tables in JSON: entries by name."""
+RECORDED_FLAGS = ("tests/data/megatron_flags.json.gz", "tests/data/retired_flags.json.gz")
+"""Flags of Megatron-LM: a program without a feature does not know those of the feature."""
 MUTANTS, NOTICED = "tests/mutants", "tests/mutants/noticed.json"
 GENERATORS = (
     (("scripts/draw_docs.py",), None),
@@ -225,6 +228,12 @@ def drop_rows(folder: Path, spec: Spec) -> Iterator[str]:
         if after != before:
             (folder / name).write_text(json.dumps(after, indent=1), encoding="utf-8")
             yield f"{name}: entries"
+    for name in filter(lambda name: (folder / name).exists(), RECORDED_FLAGS):
+        before = json.loads(gzip.decompress((folder / name).read_bytes()))
+        after = _kept_records(before, spec)
+        if after != before:
+            (folder / name).write_bytes(gzip.compress(json.dumps(after).encode()))
+            yield f"{name}: records"
     yield from _drop_mutants(folder, is_gone)
 
 
@@ -247,6 +256,24 @@ def _kept_entries(value: object, is_gone: Callable[[str], bool]) -> object:
     if isinstance(value, dict):
         return {key: _kept_entries(each, is_gone) for key, each in value.items() if not is_gone(key)}
     return value
+
+
+def _kept_records(value: object, spec: Spec) -> object:
+    """Leave out records of flags that name the feature, and choices that do."""
+    if isinstance(value, dict):
+        return {key: _kept_records(each, spec) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_kept_records(each, spec) for each in value if not _is_record_of(each, spec)]
+    return value
+
+
+def _is_record_of(value: object, spec: Spec) -> bool:
+    """Return whether a choice, a record by key, or a record that begins with its flags is of the feature."""
+    if isinstance(value, dict):
+        return any(spec.is_named(each) for each in value.get("flags", ()))
+    if isinstance(value, list):
+        return bool(value) and _is_record_of(value[0], spec)
+    return isinstance(value, str) and spec.is_named(value)
 
 
 def _drop_mutants(folder: Path, is_gone: Callable[[str], bool]) -> Iterator[str]:

@@ -93,6 +93,20 @@ def test_rows_go_with_the_names_that_they_use():
     assert remove._kept_rows(rows, lambda row: "old-flag" in row) == rows[3:]
 
 
+def test_recorded_flags_of_the_feature_are_dropped():
+    spec = remove.Spec(feature="old", words=["old-flag"])
+    recorded = {
+        "source": "of --old-flag",
+        "flags": [{"flags": ["--old-flag-size"]}, {"flags": ["--kind"], "choices": ["new", "old-flag"]}],
+        "retired": [["--old-flag-too", None, "why"], [["--old-flag"], 0], ["--other", "--old-flag"]],
+    }
+    assert remove._kept_records(recorded, spec) == {
+        "source": "of --old-flag",
+        "flags": [{"flags": ["--kind"], "choices": ["new"]}],
+        "retired": [["--other"]],
+    }
+
+
 def test_what_still_names_a_feature_is_reported(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\ny = OLD_Name\n")
     (tmp_path / "old_name.md").write_text("nothing\n")
