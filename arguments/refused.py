@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from string import Formatter
 from types import MappingProxyType
+from typing import Any
 
 from arguments import flag_status, rules
 from arguments.container import OPTIONS
@@ -17,13 +18,10 @@ from arguments.mechanisms.sublayers import SUBLAYERS
 from arguments.rules.derived_sizes import derive_sizes
 from arguments.settings import Limit, Settings
 
+_DECLARED: tuple[Any, ...] = (*SELECTIONS, *SUBLAYERS, *OPTIMIZERS, *PLACEMENTS)
 TOPICS = MappingProxyType(
     {
-        **{
-            each.key: each.name[0].upper() + each.name[1:]
-            for each in (*SELECTIONS, *SUBLAYERS, *OPTIMIZERS, *PLACEMENTS)
-            if each.has_rules
-        },
+        **dict((each.key, each.name[0].upper() + each.name[1:]) for each in _DECLARED if each.has_rules),
         "hybrid": "Hybrid models",
         "norms": "Norms",
         "attention": "Attention",

@@ -56,28 +56,28 @@ from arguments.settings import Limit, Settings, Violation
 __all__ = ["AREAS", "CHECKS", "LIMITS", "RESOLVERS", "check", "derived", "limits", "resolve"]
 
 
-def _rules_of(mechanisms: Iterable[Any]) -> tuple[ModuleType, ...]:
+def _rules_of(mechanisms: Iterable[Any]) -> Iterator[ModuleType]:
     """Return the modules of the mechanisms that have rules."""
-    return tuple(import_module(f"{__name__}.{each.key}") for each in mechanisms if each.has_rules)
+    return (import_module(f"{__name__}.{each.key}") for each in mechanisms if each.has_rules)
 
 
 AREAS = (
     hybrid,
     numbers,
-    *_rules_of(SELECTIONS),
+    *tuple(_rules_of(SELECTIONS)),
     sizes,
     mup,
     norms,
     attention,
-    *_rules_of(SUBLAYERS),
+    *tuple(_rules_of(SUBLAYERS)),
     lora,
     hyper_connections,
     parallel,
     pipeline,
     router,
     dispatcher,
-    *_rules_of(OPTIMIZERS),
-    *_rules_of(PLACEMENTS),
+    *tuple(_rules_of(OPTIMIZERS)),
+    *tuple(_rules_of(PLACEMENTS)),
     optimizer,
     precision,
     recompute,
